@@ -120,6 +120,10 @@ class MemoryBar:
     """GPUs that look so."""
     capacity_bytes: int
     items: tuple[MemoryItem, ...]
+    pipeline_rank: int | None = None
+    """Of the trainer's GPUs that look so; None for engines and the host."""
+    engine_group: int | None = None
+    """Index into `ClusterLayout.engine_groups` for the GPUs of engines; None for the trainer and the host."""
 
     @property
     def used_bytes(self) -> int:

@@ -1,0 +1,115 @@
+"""Nothing of a server outlives the process that started it, whichever way that ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fuligo.engines.server_process import ServerProcess
+from fuligo.errors import EngineError
+
+SERVER = """
+import os, signal, subprocess, sys, time
+note = open(sys.argv[1], "w")
+stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+worker = subprocess.Popen([sys.executable, "-c", stubborn])
+deserter = subprocess.Popen([sys.executable, "-c", stubborn], start_new_session=True)
+print(os.getpid(), worker.pid, deserter.pid, file=note, flush=True)
+{then}
+"""
+"""A server with a worker that ignores SIGTERM and another that left its process group."""
+
+STARTER = """
+import asyncio, sys, time
+from pathlib import Path
+from fuligo.engines.server_process import ServerProcess
+process = ServerProcess("engine 0", [sys.executable, "-c", sys.argv[1], sys.argv[2]], log_file=Path(sys.argv[3]), grace_s=1)
+time.sleep(600)
+"""
+
+
+def server_pids(note: Path) -> list[int]:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if note.exists() and (text := note.read_text()).endswith("\n"):
+            return [int(pid) for pid in text.split()]
+        time.sleep(0.02)
+    raise AssertionError("the server did not start")
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def assert_all_end(pids: list[int]) -> None:
+    deadline = time.monotonic() + 40
+    while time.monotonic() < deadline:
+        if not any(alive(pid) for pid in pids):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"still running: {[pid for pid in pids if alive(pid)]}")
+
+
+def start(tmp_path: Path, then: str) -> tuple[ServerProcess, list[int]]:
+    note = tmp_path / "pids"
+    process = ServerProcess(
+        "engine 0", [sys.executable, "-c", SERVER.format(then=then), str(note)], log_file=tmp_path / "engine.txt", grace_s=1
+    )
+    return process, [process.pid, *server_pids(note)]
+
+
+async def test_stop_ends_stubborn_workers_and_those_that_left_the_group(tmp_path: Path) -> None:
+    process, pids = start(tmp_path, "time.sleep(600)")
+    await process.stop()
+    assert_all_end(pids)
+
+
+def test_a_killed_starter_takes_its_servers_along(tmp_path: Path) -> None:
+    note = tmp_path / "pids"
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER, SERVER.format(then="time.sleep(600)"), str(note), str(tmp_path / "engine.txt")]
+    )
+    pids = server_pids(note)
+    os.kill(starter.pid, signal.SIGKILL)
+    starter.wait()
+    assert_all_end(pids)
+
+
+async def test_workers_end_with_a_server_that_crashes_and_the_log_says_why(tmp_path: Path) -> None:
+    process, pids = start(tmp_path, "print('out of pages', flush=True); os._exit(3)")
+
+    async def never() -> bool:
+        return False
+
+    with pytest.raises(EngineError, match=r"engine 0 ended with exit code 3; its log \(.*engine.txt\) ends:\nout of pages"):
+        await process.wait_until(never, timeout_s=60)
+    assert_all_end(pids)
+
+
+async def test_a_server_that_is_killed_is_said_to_be(tmp_path: Path) -> None:
+    process = ServerProcess("engine 1", [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], log_file=tmp_path / "engine.txt")
+    await process.ended()
+    with pytest.raises(EngineError, match="engine 1 was killed, often for want of memory"):
+        process.check_alive()
+
+
+async def test_the_deadline_names_the_server_and_shows_its_log(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; print('loading shard 1', flush=True); time.sleep(600)"]
+    process = ServerProcess("router", command, log_file=tmp_path / "router.txt", grace_s=1)
+
+    async def ready() -> bool:
+        return False
+
+    with pytest.raises(EngineError, match=r"router was not ready within 2 s; its log .* ends:\nloading shard 1"):
+        await process.wait_until(ready, timeout_s=2)
+    await process.stop()

@@ -111,6 +111,9 @@ class Layer:
     is_moe: bool
     computes_index: bool = False
     """Sparse attention: computes its own token choice (the others reuse that of the nearest such layer below)."""
+    num_buffer_elements: int = 0
+    """Stored with the layer and not trained by gradients: the correction bias of the router's scores, one a routed expert (float32).
+    Not part of `num_parameters`, as in transformers."""
 
     @property
     def num_parameters(self) -> int:

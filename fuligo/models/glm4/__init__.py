@@ -1,0 +1,1 @@
+"""GLM-4-0414 and GLM-Z1, dense."""

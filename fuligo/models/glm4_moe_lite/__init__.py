@@ -1,0 +1,1 @@
+"""GLM-4.7-Flash: mixture of experts with latent attention."""

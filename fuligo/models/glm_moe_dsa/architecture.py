@@ -1,0 +1,66 @@
+"""config.json -> shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fuligo.models.architecture import Architecture, LatentAttention, Layer, Part, PartKind, SparseIndex, Split
+from fuligo.models.config_json import ConfigJson
+from fuligo.models.mixture import mixture_architecture, read_num_dense_layers
+from fuligo.models.parts import latent_attention_parts, matrix, read_latent_attention, vector
+
+
+def architecture(config: ConfigJson) -> Architecture:
+    """DeepSeek-V3's layers with an indexer on some: the others take the token choice of the nearest such layer below."""
+    heads = read_latent_attention(config)
+    parts = latent_attention_parts(heads, config.count("hidden_size"), bias=config.switch("attention_bias", default=False))
+    dense = mixture_architecture(config, heads, parts, read_num_dense_layers(config, default=3))
+    index = SparseIndex(config.count("index_n_heads"), config.count("index_head_dim"), config.count("index_topk"))
+    indexer = _indexer_parts(index, heads, config)
+    computing = _computing_layers(config)
+
+    def with_indexer(layer: Layer) -> Layer:
+        return replace(layer, parts=(*layer.parts, *indexer), computes_index=True)
+
+    return replace(
+        dense,
+        layers=tuple(with_indexer(layer) if computes else layer for layer, computes in zip(dense.layers, computing, strict=True)),
+        # A prediction layer has no layer below whose choice it could take: it computes its own.
+        mtp_layers=tuple(with_indexer(layer) for layer in dense.mtp_layers),
+        sparse_index=index,
+    )
+
+
+def _computing_layers(config: ConfigJson) -> tuple[bool, ...]:
+    """For each layer whether it computes its token choice: `indexer_types`, else `index_topk_pattern`, else frequency and offset."""
+    num_layers = config.count("num_hidden_layers")
+    frequency = config.count("index_topk_freq", default=1)
+    offset = config.index("index_skip_topk_offset", default=2)
+    by_schedule = tuple(max(number - offset + 1, 0) % frequency == 0 for number in range(num_layers))
+    pattern = config.text("index_topk_pattern", default="")
+    if pattern:
+        if len(pattern) != num_layers or set(pattern) - {"F", "S"}:
+            raise config.contradiction(f"index_topk_pattern must be {num_layers} letters (num_hidden_layers), F or S")
+        by_schedule = tuple(letter == "F" for letter in pattern)
+    types = config.per_layer("indexer_types", ("full", "shared"))
+    computing = by_schedule if types is None else tuple(word == "full" for word in types)
+    has_schedule = bool(pattern) or config.values.get("index_topk_freq") is not None
+    if has_schedule and computing != by_schedule:
+        key = "index_topk_pattern" if pattern else f"index_topk_freq {frequency} and index_skip_topk_offset {offset}"
+        raise config.contradiction(f"indexer_types does not agree with {key}")
+    if not computing[0]:
+        raise config.contradiction("the first layer must compute its token choice (indexer_types, index_topk_pattern): none is below it")
+    return computing
+
+
+def _indexer_parts(index: SparseIndex, heads: LatentAttention, config: ConfigJson) -> tuple[Part, ...]:
+    """Query projection from the latent queries, key projection and its layer norm (weight and bias), weights of the heads."""
+    if heads.q_lora_rank is None:
+        raise config.contradiction("sparse attention needs q_lora_rank: the indexer reads the latent queries")
+    hidden_size = config.count("hidden_size")
+    projections = heads.q_lora_rank * index.num_heads * index.head_dim + hidden_size * index.head_dim
+    return (
+        matrix(PartKind.INDEXER, projections, Split.REPLICATED),
+        matrix(PartKind.INDEXER, hidden_size * index.num_heads, Split.REPLICATED, quantisable=False),
+        vector(PartKind.INDEXER, 2 * index.head_dim),
+    )

@@ -1,0 +1,1 @@
+"""Qwen3, mixture of experts (arXiv 2505.09388)."""

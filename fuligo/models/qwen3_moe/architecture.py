@@ -1,0 +1,40 @@
+"""config.json -> shapes."""
+
+from __future__ import annotations
+
+from fuligo.models.architecture import Architecture
+from fuligo.models.config_json import ConfigJson
+from fuligo.models.parts import (
+    assemble,
+    dense_layer,
+    dense_mlp_parts,
+    grouped_attention_parts,
+    moe_layer,
+    read_experts,
+    read_grouped_attention,
+)
+
+
+def architecture(config: ConfigJson) -> Architecture:
+    """Qwen3's attention; every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`. No shared expert."""
+    hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
+    heads, experts = read_grouped_attention(config), read_experts(config, num_experts_key="num_experts", shared=False)
+    bias = config.switch("attention_bias", default=False)
+    attention = grouped_attention_parts(heads, hidden_size, qkv_bias=bias, output_bias=bias, qk_norm=True)
+    mlp = dense_mlp_parts(hidden_size, config.count("intermediate_size"))
+    step, dense_numbers = config.count("decoder_sparse_step", default=1), config.indices("mlp_only_layers")
+
+    def has_experts(number: int) -> bool:
+        return number not in dense_numbers and (number + 1) % step == 0
+
+    return assemble(
+        config,
+        heads,
+        (
+            moe_layer(number, attention, hidden_size, experts, correction_bias=False)
+            if has_experts(number)
+            else dense_layer(number, attention, hidden_size, mlp)
+            for number in range(num_layers)
+        ),
+        experts=experts,
+    )

@@ -1,0 +1,81 @@
+"""The model families whose shapes are known, by `model_type`. Pure Python."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fuligo.errors import ConfigError
+from fuligo.models.architecture import Architecture
+from fuligo.models.config_json import ConfigJson
+from fuligo.models.deepseek_v3.architecture import architecture as deepseek_v3
+from fuligo.models.glm4.architecture import architecture as glm4
+from fuligo.models.glm4_moe.architecture import architecture as glm4_moe
+from fuligo.models.glm4_moe_lite.architecture import architecture as glm4_moe_lite
+from fuligo.models.glm_moe_dsa.architecture import architecture as glm_moe_dsa
+from fuligo.models.llama.architecture import architecture as llama
+from fuligo.models.mimo.architecture import architecture as mimo
+from fuligo.models.qwen2.architecture import architecture as qwen2
+from fuligo.models.qwen3.architecture import architecture as qwen3
+from fuligo.models.qwen3_moe.architecture import architecture as qwen3_moe
+
+FAMILIES: Mapping[str, Callable[[ConfigJson], Architecture]] = {
+    "deepseek_v3": deepseek_v3,
+    "glm4": glm4,
+    "glm4_moe": glm4_moe,
+    "glm4_moe_lite": glm4_moe_lite,
+    "glm_moe_dsa": glm_moe_dsa,
+    "llama": llama,
+    "mimo": mimo,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+}
+
+
+def architecture_of(config_json: Mapping[str, Any], source: str = "config.json") -> Architecture:
+    """The shapes of the model that a config.json describes.
+
+    Args:
+        source: where it was read, for errors.
+
+    Raises:
+        ConfigError: an unknown model_type, or a key that is missing, malformed, or contradicts another.
+    """
+    config = ConfigJson.of(config_json, source)
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise ConfigError(f"{source}: model_type {config.model_type} is not one whose shapes are known: {', '.join(FAMILIES)}")
+    return family(config)
+
+
+def read_config_json(path: Path) -> dict[str, Any]:
+    """The config.json at `path`, or of the directory `path`.
+
+    Raises:
+        ConfigError: it is missing, unreadable, or not a JSON object.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file} does not exist; give a model's config.json, or the directory that holds it") from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} is not a JSON object; it must describe a Hugging Face model")
+    return content
+
+
+def read_architecture(path: Path) -> Architecture:
+    """The shapes of the model whose config.json is at `path`, or in the directory `path`.
+
+    Raises:
+        ConfigError: as `read_config_json` and `architecture_of`.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    return architecture_of(read_config_json(path), str(file))

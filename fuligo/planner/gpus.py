@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
+
+from fuligo.errors import ConfigError
+
+MIB = 1024**2
+GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +18,7 @@ class Gpu:
     name: str
     """As `--gpu` takes it: `h100-80`."""
     memory_bytes: int
+    """What the driver reports as the whole (`nvidia-smi`), a little under the figure on the box."""
     bf16_flops: float
     """Dense matrix operations a second."""
     fp8_flops: float
@@ -23,3 +30,40 @@ class Gpu:
     """To a GPU of another node, one direction."""
     host_bytes_per_s: float
     """To the host's memory, one direction."""
+    host_memory_bytes: int = 0
+    """Memory of the host for each GPU, as the maker's own servers have it; 0 where there is no such server."""
+
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        # NVIDIA H100 data sheet (SXM5); DGX H100: eight GPUs, 2 TB, one 400 Gb/s ConnectX-7 each, PCIe 5.0 x16
+        Gpu("h100-80", 81559 * MIB, 989.4e12, 1978.9e12, 3.35e12, 450e9, 50e9, 64e9, 256 * GIB),
+        # NVIDIA H200 data sheet (SXM5); DGX H200 as DGX H100
+        Gpu("h200-141", 143771 * MIB, 989.4e12, 1978.9e12, 4.8e12, 450e9, 50e9, 64e9, 256 * GIB),
+        # NVIDIA DGX B200 data sheet, an eighth of it: 36 PFLOPS FP8 dense, 64 TB/s, NVLink 5, 2 TB
+        Gpu("b200", 183359 * MIB, 2250e12, 4500e12, 8e12, 900e9, 50e9, 64e9, 256 * GIB),
+        # NVIDIA A100 data sheet (SXM4); DGX A100 640GB: 2 TB, one 200 Gb/s ConnectX-6 each, PCIe 4.0 x16
+        Gpu("a100-80", 81920 * MIB, 312e12, 312e12, 2.039e12, 300e9, 25e9, 32e9, 256 * GIB),
+        # NVIDIA A100 data sheet (SXM4); DGX A100 320GB: 1 TB
+        Gpu("a100-40", 40960 * MIB, 312e12, 312e12, 1.555e12, 300e9, 25e9, 32e9, 128 * GIB),
+        # NVIDIA L40S data sheet: PCIe 4.0 x16, no NVLink; network as in OVX servers, 200 Gb/s a GPU
+        Gpu("l40s", 46068 * MIB, 362.05e12, 733e12, 0.864e12, 32e9, 25e9, 32e9),
+        # NVIDIA Ada architecture white paper (FP32 accumulation): PCIe 4.0 x16, no NVLink; network: 100 Gb/s shared by eight, an assumption
+        Gpu("rtx-4090", 24564 * MIB, 165.2e12, 330.3e12, 1.008e12, 32e9, 1.5e9, 32e9),
+    )
+}
+
+
+def gpu(name: str) -> Gpu:
+    """The figures of a GPU by its name, in any case.
+
+    Raises:
+        ConfigError: the planner does not know it.
+    """
+    key = name.lower().replace("_", "-").replace(" ", "-")
+    if key in GPUS:
+        return GPUS[key]
+    close = difflib.get_close_matches(key, GPUS, n=1, cutoff=0.4)
+    guess = f"did you mean {close[0]}? " if close else ""
+    raise ConfigError(f"--gpu {name}: {guess}Known are {', '.join(GPUS)}")

@@ -1,0 +1,90 @@
+"""The plan as JSON, for other programs and for the page. Its schema is `plan.schema.json` beside this file, documented in docs/plan.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from fuligo.config import Config
+from fuligo.config.changes import change_text
+from fuligo.config.findings import Finding, Severity
+from fuligo.planner.plan import MemoryBar, Plan
+
+SCHEMA_VERSION = 1
+"""Rises when a key changes its meaning or goes away, not when one is added."""
+
+
+def plan_document(plan: Plan, config: Config, notes: Sequence[str] = ()) -> dict[str, Any]:
+    """What `--json` writes: plain values only, numbers in the units that their keys name.
+
+    Args:
+        notes: what reading the command line warned of.
+    """
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "name": plan.name,
+        "valid": not any(finding.severity is Severity.ERROR for finding in plan.findings),
+        "gpu": plan.gpu,
+        "model": {
+            "model_type": plan.model_type,
+            "num_parameters": plan.num_parameters,
+            "num_active_parameters": plan.num_active_parameters,
+            "num_mtp_parameters": plan.num_mtp_parameters,
+        },
+        "findings": [_finding(finding) for finding in plan.findings],
+        "notes": list(notes),
+        "layout": None if plan.layout is None else _plain(asdict(plan.layout)),
+        "memory": [_bar(bar) for bar in plan.memory],
+        "engine_capacities": [asdict(capacity) for capacity in plan.capacities],
+        "step": {"duration_s": plan.step_s, "phases": [asdict(phase) for phase in plan.phases]},
+        "suggestions": [_plain(asdict(suggestion)) for suggestion in plan.suggestions],
+        "assumptions": list(plan.assumptions),
+        "settings": _settings(config),
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "id": finding.id,
+        "severity": str(finding.severity),
+        "text": finding.text,
+        "flags": list(finding.flags),
+        "fix": [change_text(change) for change in finding.fix],
+        "advice": finding.advice,
+    }
+
+
+def _bar(bar: MemoryBar) -> dict[str, Any]:
+    return {
+        **_plain(asdict(bar)),
+        "used_bytes": bar.used_bytes,
+        "free_bytes": bar.capacity_bytes - bar.used_bytes,
+        "fits": bar.fits,
+    }
+
+
+def _settings(config: Config) -> list[dict[str, Any]]:
+    """Every value of the config, group by group, and whether it is the default."""
+    defaults = Config().model_dump(mode="json")
+    return [
+        {
+            "group": group,
+            "name": name,
+            "value": value,
+            "is_default": name in defaults[group] and defaults[group][name] == value,
+        }
+        for group, values in config.model_dump(mode="json").items()
+        for name, value in values.items()
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """Tuples become lists, so that the document equals what a reader of the JSON gets."""
+    match value:
+        case dict():
+            return {key: _plain(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [_plain(inner) for inner in value]
+        case _:
+            return value

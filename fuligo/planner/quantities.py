@@ -1,0 +1,49 @@
+"""Quantities as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_GIB = 1024**3
+
+
+def gibibytes(num_bytes: int) -> str:
+    """`61.2 GiB`."""
+    return f"{num_bytes / _GIB:.1f} GiB"
+
+
+def seconds(duration_s: float) -> str:
+    """`0.35 s`, `3.5 s`, `212 s`, `12.4 min`, `3.1 h`."""
+    if duration_s >= 2 * 3600:
+        return f"{duration_s / 3600:.1f} h"
+    if duration_s >= 600:
+        return f"{duration_s / 60:.1f} min"
+    digits = 2 if duration_s < 1 else 1 if duration_s < 10 else 0
+    return f"{duration_s:.{digits}f} s"
+
+
+def magnitude(number: int) -> str:
+    """Three digits and the power of ten: `752 k`, `9.40 M`, `744 B`, `1.05 T`; integers below a thousand as they are."""
+    if number < 1000:
+        return str(number)
+    for power, letter in ((12, "T"), (9, "B"), (6, "M"), (3, "k")):
+        if number >= 10**power:
+            value = number / 10**power
+            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {letter}"
+    raise AssertionError("every integer from a thousand on has a power")
+
+
+def count(number: int, noun: str) -> str:
+    """`1 node`, `32 nodes`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`0-7, 9` for 0 to 7 and 9."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -1,0 +1,188 @@
+"""The plan as text: what runs where, memory, one step, what is wrong. A good plan fits one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from fuligo.config.changes import change_text
+from fuligo.config.findings import Finding, Severity
+from fuligo.planner.plan import ClusterLayout, EngineCapacity, MemoryBar, Plan
+from fuligo.planner.quantities import count, gibibytes, magnitude, ranges, seconds
+from fuligo.planner.text_bars import Palette, span_bar, stacked_bar
+
+_MAX_WIDTH = 120
+_MIN_BAR = 10
+_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow"}
+
+
+def print_report(plan: Plan, console: Console, notes: Sequence[str] = ()) -> None:
+    """
+    Args:
+        notes: what reading the command line warned of.
+    """
+    width = min(console.width, _MAX_WIDTH) - 2
+    coloured = console.is_terminal and not console.no_color
+    console.print(_headline(plan))
+    if plan.layout is not None:
+        _section(console, "Where", [*_trainer(plan.layout), *_engines(plan.layout, plan.capacities)])
+    if plan.memory:
+        _section(console, "Memory", _memory(plan.memory, width, coloured))
+    if plan.phases:
+        _section(console, f"One step, about {seconds(plan.step_s)}", _step(plan, width, coloured))
+    if plan.findings or notes:
+        _section(console, "Findings", [*_findings(plan.findings), *(Text(f"note: {note}") for note in notes)])
+    if plan.suggestions:
+        _section(console, "What would make it fit, the cheapest first", _suggestions(plan))
+    console.print()
+    console.print(_verdict(plan))
+
+
+def _section(console: Console, title: str, lines: Iterable[RenderableType]) -> None:
+    console.print()
+    console.print(Text(title, "bold"))
+    for line in lines:
+        console.print(Padding(line, (0, 0, 0, 2), expand=False))
+
+
+def _headline(plan: Plan) -> Text:
+    facts = [plan.model_type, f"{magnitude(plan.num_parameters)} parameters"]
+    if plan.num_active_parameters != plan.num_parameters:
+        facts.append(f"{magnitude(plan.num_active_parameters)} active")
+    where = "" if plan.layout is None else f" on {count(plan.layout.num_nodes, 'node')}"
+    facts.append(f"{len(plan.layout.gpus)} x {plan.gpu}{where}" if plan.layout is not None else plan.gpu)
+    return Text.assemble((plan.name, "bold"), "  ", ", ".join(facts))
+
+
+def _trainer(layout: ClusterLayout) -> Iterator[Text]:
+    gpus = [gpu for gpu in layout.gpus if gpu.trainer is not None]
+    if not gpus:
+        return
+    sizes = _sizes(TP=layout.tp, CP=layout.cp, PP=layout.pp, DP=layout.dp, EP=layout.ep, ETP=layout.etp)
+    nodes = ranges(gpu.node for gpu in gpus)
+    yield _labelled("trainer", f"{count(len(gpus), 'GPU')}, {_noun(nodes, 'node')} {nodes}{sizes}")
+    if layout.pp > 1:
+        by_rank = [
+            list(chunks)
+            for _, chunks in groupby(sorted(layout.stages, key=lambda s: (s.pipeline_rank, s.virtual_rank)), lambda s: s.pipeline_rank)
+        ]
+        yield _labelled("stages", "layers " + " | ".join("+".join(str(stage.num_layers) for stage in chunks) for chunks in by_rank))
+        if any(stage.index_layers for stage in layout.stages):
+            counts = " | ".join(str(sum(len(stage.index_layers) for stage in chunks)) for chunks in by_rank)
+            yield _labelled("", f"of them computing their own sparse index: {counts}")
+
+
+def _engines(layout: ClusterLayout, capacities: Sequence[EngineCapacity]) -> Iterator[Text]:
+    for index, group in enumerate(layout.engine_groups):
+        nodes = ranges(gpu.node for gpu in layout.gpus if gpu.engine is not None and gpu.engine.group == index)
+        several_models = len({other.model for other in layout.engine_groups}) > 1
+        model = f" of {group.model}" if several_models else ""
+        if group.worker_type == "placeholder":
+            text = f"{count(group.num_engines * group.num_gpus_per_engine, 'GPU')} kept free"
+        else:
+            sizes = _sizes(TP=group.tp, PP=group.pp, DP=group.dp, EP=group.ep)
+            engines = f"{count(group.num_engines, f'{group.worker_type} engine')}{model} x {count(group.num_gpus_per_engine, 'GPU')}"
+            text = f"{engines}, {_noun(nodes, 'node')} {nodes}{sizes}"
+        yield _labelled("engines" if index == 0 else "", text)
+        for capacity in capacities:
+            if capacity.group == index:
+                held = f"each holds {magnitude(capacity.kv_cache_tokens)} tokens of KV cache"
+                yield _labelled("", f"{held}: {magnitude(capacity.concurrent_sequences)} of the longest sequences at a time")
+
+
+def _sizes(**sizes: int) -> str:
+    shown = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f": {shown}" if shown else ""
+
+
+def _noun(listed: str, noun: str) -> str:
+    return noun if listed.isdigit() else f"{noun}s"
+
+
+def _labelled(label: str, text: str) -> Text:
+    return Text.assemble((f"{label:<9}", "bright_black"), text)
+
+
+def _memory(bars: Sequence[MemoryBar], width: int, coloured: bool) -> Iterator[Text]:
+    bars = _alike_merged(bars)
+    palette = Palette((item.name for bar in bars for item in bar.items), coloured=coloured)
+    labels = [f"{bar.owner}, {count(bar.num_gpus, 'GPU')}" if _is_gpu(bar) else bar.owner for bar in bars]
+    figures = [_figures(bar) for bar in bars]
+    label_width = max(map(len, labels)) + 1
+    bar_width = max(width - label_width - max(map(len, figures)) - 3, _MIN_BAR)
+    gpu_scale = max((max(bar.capacity_bytes, bar.used_bytes) for bar in bars if _is_gpu(bar)), default=0)
+    for bar, label, text in zip(bars, labels, figures, strict=True):
+        scale = gpu_scale if _is_gpu(bar) else max(bar.capacity_bytes, bar.used_bytes)
+        parts = [(item.name, float(item.num_bytes)) for item in bar.items]
+        drawn = stacked_bar(parts, bar.capacity_bytes, scale, bar_width, palette)
+        yield Text.assemble(
+            label.ljust(label_width), drawn, " " * (bar_width + 1 - len(drawn)), " ", (text, "" if bar.fits else "bold red")
+        )
+    yield palette.legend()
+
+
+def _is_gpu(bar: MemoryBar) -> bool:
+    return bar.pipeline_rank is not None or bar.engine_group is not None
+
+
+def _figures(bar: MemoryBar) -> str:
+    free = bar.capacity_bytes - bar.used_bytes
+    rest = f"{gibibytes(free)} free" if bar.fits else f"{gibibytes(-free)} too much"
+    return f"{gibibytes(bar.used_bytes)[:-4]} of {gibibytes(bar.capacity_bytes)}, {rest}"
+
+
+def _alike_merged(bars: Sequence[MemoryBar]) -> list[MemoryBar]:
+    """Neighbouring pipeline stages with equal bars become one: `trainer stages 1-6`."""
+    merged: list[MemoryBar] = []
+    for (_, _, first_rank), group in groupby(bars, lambda bar: (bar.items, bar.capacity_bytes, bar.pipeline_rank is None)):
+        alike = list(group)
+        if first_rank or len(alike) == 1:
+            merged += alike
+            continue
+        ranks = ranges(bar.pipeline_rank for bar in alike if bar.pipeline_rank is not None)
+        merged.append(replace(alike[0], owner=f"trainer stages {ranks}", num_gpus=sum(bar.num_gpus for bar in alike)))
+    return merged
+
+
+def _step(plan: Plan, width: int, coloured: bool) -> Iterator[Text]:
+    palette = Palette((phase.lane for phase in plan.phases), coloured=coloured)
+    label_width = max(len(f"{phase.lane} {phase.name}") for phase in plan.phases) + 1
+    bar_width = max(width - label_width - 16, _MIN_BAR)
+    end = max(phase.start_s + phase.duration_s for phase in plan.phases) or 1.0
+    for phase in plan.phases:
+        bar = span_bar(phase.lane, phase.start_s, phase.duration_s, end, bar_width, palette)
+        share = f"{phase.duration_s / end:.0%}"
+        label = Text.assemble((f"{phase.lane} ", "bright_black"), phase.name)
+        label.pad_right(label_width - len(label))
+        yield Text.assemble(label, bar, f"{seconds(phase.duration_s):>10}{share:>6}")
+
+
+def _findings(findings: Sequence[Finding]) -> Iterator[RenderableType]:
+    for finding in findings:
+        yield Text.assemble((str(finding.severity), _STYLES[finding.severity]), " ", (finding.id, "bold"), f"  {finding.text}")
+        if finding.fix:
+            fix = " ".join(change_text(change) for change in finding.fix)
+            yield Padding(Text.assemble(("fix: ", "green"), fix), (0, 0, 0, 2), expand=False)
+        if finding.advice:
+            yield Padding(Text(finding.advice), (0, 0, 0, 2), expand=False)
+
+
+def _suggestions(plan: Plan) -> Iterator[Text]:
+    for suggestion in plan.suggestions:
+        gain = f"{gibibytes(suggestion.saved_bytes)} less, {suggestion.cost}"
+        yield Text.assemble((" ".join(suggestion.flags), "green"), f"  {gain}")
+
+
+def _verdict(plan: Plan) -> Text:
+    num_errors = sum(finding.severity is Severity.ERROR for finding in plan.findings)
+    num_warnings = len(plan.findings) - num_errors
+    warnings = f", {count(num_warnings, 'warning')}" if num_warnings else ""
+    if num_errors:
+        return Text.assemble((count(num_errors, "error"), "bold red"), f"{warnings}: fuligo train would refuse this")
+    estimates = f"; the times are estimates under {count(len(plan.assumptions), 'assumption')} (--html or --json tells them)"
+    return Text.assemble(("valid", "bold green"), warnings, estimates if plan.assumptions else "")

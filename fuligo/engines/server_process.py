@@ -69,8 +69,11 @@ class ServerProcess:
         if not self.alive:
             raise EngineError(f"{self.name} {self._ending()}; its log ({self.log_file}) ends:\n{last_lines(self.log_file)}")
 
-    async def wait_until(self, ready: Callable[[], Awaitable[bool]], timeout_s: float) -> None:
+    async def wait_until(self, ready: Callable[[], Awaitable[bool]], timeout_s: float, *, what: str | None = None) -> None:
         """Return when `ready` says so.
+
+        Args:
+            what: has not happened when the deadline passes; by default that the server was ready
 
         Raises:
             EngineError: the process ended before, or the deadline passed; carries the last lines of its log
@@ -79,9 +82,8 @@ class ServerProcess:
         while not await ready():
             self.check_alive()
             if time.monotonic() > deadline:
-                raise EngineError(
-                    f"{self.name} was not ready within {timeout_s:g} s; its log ({self.log_file}) ends:\n{last_lines(self.log_file)}"
-                )
+                missed = what or f"{self.name} was not ready"
+                raise EngineError(f"{missed} within {timeout_s:g} s; its log ({self.log_file}) ends:\n{last_lines(self.log_file)}")
             await asyncio.sleep(POLL_S)
 
     async def ended(self) -> None:

@@ -1,0 +1,149 @@
+"""sglang-router: one address for many engines. A process of its own; here it is started, told of engines, and asked about them.
+
+Its ways, seen in 0.3.2: adding and removing a worker is asynchronous (202), a worker that does not answer is retried on another, control
+calls are not passed on to the engines, and fields of `/generate` that its own schema lacks are dropped.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+
+from fuligo.engines.arguments import command_line
+from fuligo.engines.server_process import ServerProcess
+from fuligo.errors import EngineError
+
+WorkerType = Literal["regular", "prefill", "decode"]
+REQUEST_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True, frozen=True)
+class RouterSettings:
+    """How the router is started."""
+
+    log_file: Path
+    host: str
+    """Address by which the runner and the engines' hosts reach it."""
+    port: int
+    prometheus_port: int
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The router's own (`--router-*`), names with underscores."""
+    prefill_decode: bool = False
+    """Every request passes a prefill and a decode engine."""
+    python: str = sys.executable
+    """Interpreter that has sglang-router."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    start_timeout_s: float = 60.0
+
+    def command(self) -> list[str]:
+        own: dict[str, Any] = {
+            "host": self.host,
+            "port": self.port,
+            "prometheus_host": self.host,
+            "prometheus_port": self.prometheus_port,
+            "worker_startup_check_interval": 1,
+            "log_level": "warn",
+        }
+        if self.prefill_decode:
+            own["pd_disaggregation"] = True
+        return [self.python, "-m", "sglang_router.launch_router", *command_line({**own, **self.arguments})]
+
+
+@dataclass(slots=True, frozen=True)
+class Worker:
+    """An engine as the router sees it."""
+
+    id: str
+    url: str
+    is_healthy: bool
+
+
+class Router:
+    """A running router."""
+
+    def __init__(self, process: ServerProcess, settings: RouterSettings) -> None:
+        self.process = process
+        self.url = f"http://{settings.host}:{settings.port}"
+        self.metrics_url = f"http://{settings.host}:{settings.prometheus_port}/metrics"
+
+    async def add(
+        self, url: str, *, worker_type: WorkerType = "regular", bootstrap_port: int | None = None, timeout_s: float = 60.0
+    ) -> None:
+        """Return when the router sends requests to the engine at `url`.
+
+        Args:
+            bootstrap_port: of a prefill engine
+
+        Raises:
+            EngineError: the router refused, or does not find the engine healthy in time
+        """
+        body: dict[str, Any] = {"url": url, "worker_type": worker_type}
+        if bootstrap_port is not None:
+            body["bootstrap_port"] = bootstrap_port
+        await self._request("POST", "/workers", body)
+
+        async def serving() -> bool:
+            return any(worker.url == url and worker.is_healthy for worker in await self.workers())
+
+        await self.process.wait_until(serving, timeout_s, what=f"engine {url} was not taken up by the router")
+
+    async def remove(self, url: str, *, timeout_s: float = 60.0) -> None:
+        """Return when the router sends nothing to `url` any more; it may not know it."""
+        for worker in await self.workers():
+            if worker.url == url:
+                await self._request("DELETE", f"/workers/{worker.id}")
+
+        async def gone() -> bool:
+            return all(worker.url != url for worker in await self.workers())
+
+        await self.process.wait_until(gone, timeout_s, what=f"engine {url} was not given up by the router")
+
+    async def workers(self) -> list[Worker]:
+        answer = await self._request("GET", "/workers")
+        return [Worker(worker["id"], worker["url"], worker["is_healthy"]) for worker in answer["workers"]]
+
+    async def stop(self) -> None:
+        await self.process.stop()
+
+    async def answers(self) -> bool:
+        """It is alive; it may have no engines yet."""
+        try:
+            await self._request("GET", "/workers")
+        except EngineError:
+            return False
+        return True
+
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """
+        Raises:
+            EngineError: no answer, or one that is not a success
+        """
+        timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+        try:
+            async with aiohttp.ClientSession(timeout=timeout) as session, session.request(method, self.url + path, json=body) as response:
+                if response.status >= 300:
+                    raise EngineError(f"router {self.url}: {method} {path}: status {response.status}: {(await response.text())[:500]}")
+                return await response.json()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineError(f"router {self.url}: {method} {path}: {type(error).__name__}: {error}") from error
+
+
+async def launch_router(settings: RouterSettings) -> Router:
+    """Start a router without engines; returns when it answers.
+
+    Raises:
+        EngineError: it ended, or did not answer in time; carries the last lines of its log
+    """
+    process = ServerProcess("router", settings.command(), log_file=settings.log_file, environment=settings.environment)
+    router = Router(process, settings)
+    try:
+        await process.wait_until(router.answers, settings.start_timeout_s)
+    except BaseException:
+        await process.stop()
+        raise
+    return router

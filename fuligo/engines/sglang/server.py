@@ -1,0 +1,142 @@
+"""One SGLang engine on this machine: its command, its environment, its start."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fuligo.engines.arguments import command_line
+from fuligo.engines.client import EngineClient
+from fuligo.engines.server_process import ServerProcess
+from fuligo.errors import EngineError
+
+PROBE_TIMEOUT_S = 5.0
+PORTS_PER_ENGINE = 64
+"""Consecutive ones for torch.distributed and, under DP attention, for the messages between SGLang's processes, which it counts up
+from `dist_init_addr`."""
+OWN_ENVIRONMENT = {
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else every health check samples a token
+    "HF_HUB_OFFLINE": "1",
+}
+CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+CPU_ARGUMENTS: dict[str, Any] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+    "mem_fraction_static": 0.1,
+    "max_total_tokens": 65536,
+    "max_running_requests": 64,
+    "dtype": "float32",
+    "sleep_on_idle": True,  # else the scheduler spins a core that the trainer needs
+}
+"""What makes SGLang 0.5.15 serve on a CPU without its kernels; the user's flags win."""
+OWN_ARGUMENTS: dict[str, Any] = {"grammar_backend": "none", "skip_server_warmup": True}
+"""Rollouts need no grammars, and the first rollout is the warm-up."""
+
+
+@dataclass(slots=True, frozen=True)
+class ServerPorts:
+    """Of one engine, on its first node."""
+
+    http: int
+    distributed: int
+    """The first of `PORTS_PER_ENGINE`."""
+    bootstrap: int
+    """Where decode engines ask a prefill engine for its keys and values."""
+
+
+@dataclass(slots=True, frozen=True)
+class ServerSettings:
+    """An engine, or the part of it on one node."""
+
+    name: str
+    """For messages and the log: `engine 3`."""
+    model_path: str
+    tp_size: int
+    pp_size: int
+    arguments: Mapping[str, Any]
+    """SGLang's own (`--sglang-*` with the group's overrides), names with underscores."""
+    worker_type: Literal["regular", "prefill", "decode"]
+    device: Literal["cpu", "cuda"]
+    host: str
+    """Of the engine's first node: its HTTP server and its rendezvous."""
+    ports: ServerPorts
+    log_file: Path
+    gpu_ids: tuple[int, ...] = ()
+    """Of this node."""
+    num_nodes: int = 1
+    node_rank: int = 0
+    python: str = sys.executable
+    """Interpreter that has SGLang."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    start_timeout_s: float = 600.0
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.ports.http}"
+
+    def command(self) -> list[str]:
+        placed: dict[str, Any] = {
+            "model_path": self.model_path,
+            "host": self.host,
+            "port": self.ports.http,
+            "nccl_port": self.ports.distributed + PORTS_PER_ENGINE - 1,
+            "dist_init_addr": f"{self.host}:{self.ports.distributed}",
+            "nnodes": self.num_nodes,
+            "node_rank": self.node_rank,
+            "tp_size": self.tp_size,
+            "pp_size": self.pp_size,
+            "device": self.device,
+        }
+        if self.worker_type != "regular":
+            placed |= {"disaggregation_mode": self.worker_type, "disaggregation_bootstrap_port": self.ports.bootstrap}
+        defaults = OWN_ARGUMENTS | (CPU_ARGUMENTS if self.device == "cpu" else {})
+        return [self.python, "-m", "sglang.launch_server", *command_line({**defaults, **self.arguments, **placed})]
+
+    def full_environment(self) -> dict[str, str]:
+        """What the engine's processes get beside the driver's environment."""
+        chosen = OWN_ENVIRONMENT | (CPU_ENVIRONMENT if self.device == "cpu" else {})
+        if self.device == "cpu" and self.tp_size > 1:
+            chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(self.tp_size))
+        if self.device == "cuda":
+            chosen["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpu_ids))
+        return {**chosen, **self.environment}
+
+
+class SGLangServer:
+    """A started engine."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.process = ServerProcess(settings.name, settings.command(), log_file=settings.log_file, environment=settings.full_environment())
+
+    @property
+    def url(self) -> str:
+        return self.settings.url
+
+    async def wait_ready(self) -> None:
+        """Return when it takes requests.
+
+        Raises:
+            EngineError: it ended, or was not ready before the deadline; carries the last lines of its log
+        """
+        client = EngineClient(self.url, retries=0, timeout_s=PROBE_TIMEOUT_S)
+
+        async def answers() -> bool:
+            try:
+                await client.wait_ready(0.0)
+            except EngineError:
+                return False
+            return True
+
+        try:
+            await self.process.wait_until(answers, self.settings.start_timeout_s)
+        finally:
+            await client.close()
+
+    async def stop(self) -> None:
+        await self.process.stop()

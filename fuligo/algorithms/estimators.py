@@ -25,6 +25,8 @@ class Estimator:
     """Rewards flow back from token to token, discounted."""
     needs_whitening: bool = False
     """Only meant with --normalize-advantages."""
+    uses_values: bool = False
+    """Advantages come from a value model's estimates."""
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -35,6 +37,16 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus": Estimator(baseline="none", surrogate="ppo", uses_kl_coef=True, uses_gamma=True, needs_whitening=True),
     "reinforce_plus_plus_baseline": Estimator(baseline="group_mean", surrogate="ppo", needs_whitening=True),
 }
+
+WITH_CRITIC: dict[str, Estimator] = {
+    "ppo": Estimator(baseline="none", surrogate="ppo", uses_kl_coef=True, uses_gamma=True, uses_values=True),
+}
+"""Of trainers that have a value model beside the policy."""
+
+
+def estimator(name: str) -> Estimator:
+    """The facts of any `--advantage-estimator`."""
+    return ESTIMATORS[name] if name in ESTIMATORS else WITH_CRITIC[name]
 
 
 def kl_coef_supported(estimator: str) -> bool:

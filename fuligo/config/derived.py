@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
+from fuligo.config.backends import MEGATRON_FLAGS, SGLANG_FLAGS
+from fuligo.config.findings import Change
 from fuligo.config.group import FlagGroup
 from fuligo.config.groups import (
     AlgorithmFlags,
@@ -17,6 +21,7 @@ from fuligo.config.groups import (
     ModelFlags,
     ObservabilityFlags,
     OptimizerFlags,
+    ParallelFlags,
     RewardFlags,
     RolloutFlags,
     TrainFlags,
@@ -39,6 +44,7 @@ class Config(FlagGroup):
     eval: EvalFlags = EvalFlags()
     algorithm: AlgorithmFlags = AlgorithmFlags()
     train: TrainFlags = TrainFlags()
+    parallel: ParallelFlags = ParallelFlags()
     optimizer: OptimizerFlags = OptimizerFlags()
     engine: EngineFlags = EngineFlags()
     weight_sync: WeightSyncFlags = WeightSyncFlags()
@@ -108,9 +114,107 @@ class Config(FlagGroup):
         return self.checkpoint.ref_load or self.model.hf_checkpoint
 
     @property
-    def num_train_processes(self) -> int:
-        """Ranks of the trainer."""
-        return self.cluster.actor_num_nodes * (self.cluster.actor_num_gpus_per_node or 1)
+    def resolved_train_backend(self) -> Literal["torch", "megatron"]:
+        """The trainer: as given; `auto` is megatron where a flag of Megatron's has a value that is not its default."""
+        given = self.cluster.train_backend
+        return given if given != "auto" else "megatron" if self._is_changed(MEGATRON_FLAGS) else "torch"
+
+    @property
+    def resolved_rollout_backend(self) -> Literal["embedded", "sglang"]:
+        """The engines: as given; `auto` is sglang where a flag of SGLang's or of Megatron's has a value that is not its default."""
+        given = self.cluster.rollout_backend
+        if given != "auto":
+            return given
+        return "sglang" if self._is_changed((*SGLANG_FLAGS, *MEGATRON_FLAGS)) else "embedded"
+
+    @property
+    def needs_critic(self) -> bool:
+        """A value model is trained beside the policy."""
+        return self.algorithm.advantage_estimator == "ppo" and not self.is_sft
+
+    @property
+    def resolved_actor_num_gpus_per_node(self) -> int:
+        """The trainer's GPUs on each of its nodes; on a CPU, its processes."""
+        if self.cluster.actor_num_gpus_per_node is not None:
+            return self.cluster.actor_num_gpus_per_node
+        is_local = self.resolved_train_backend == "torch" and self.resolved_rollout_backend == "embedded"
+        return 1 if is_local or self.cluster.device == "cpu" else min(8, self.cluster.num_gpus_per_node)
+
+    @property
+    def num_train_gpus(self) -> int:
+        """GPUs of the trainer, one a rank; on a CPU, its processes."""
+        return self.cluster.actor_num_nodes * self.resolved_actor_num_gpus_per_node
+
+    @property
+    def resolved_rollout_num_gpus(self) -> int:
+        """GPUs of all engines, shared ones included; 1 for the embedded engine, 0 where all engines run elsewhere or none is needed."""
+        if not self.needs_engine:
+            return 0
+        if self.cluster.rollout_num_gpus is not None:
+            return self.cluster.rollout_num_gpus
+        if self.engine.rollout_external_engine_addrs:
+            return 0
+        if self.resolved_rollout_backend == "embedded":
+            return 1
+        return self.num_train_gpus if self.cluster.colocate else self.resolved_rollout_num_gpus_per_engine
+
+    @property
+    def resolved_rollout_num_gpus_per_engine(self) -> int:
+        """GPUs of one engine (those of `--sglang-config` may have their own number)."""
+        return self.cluster.rollout_num_gpus_per_engine or 1
+
+    @property
+    def num_rollout_only_gpus(self) -> int:
+        """GPUs of engines that the trainer does not use. The embedded engine shares the trainer's first."""
+        if self.resolved_rollout_backend == "embedded":
+            return 0
+        shared = self.num_train_gpus if self.cluster.colocate else 0
+        return max(0, self.resolved_rollout_num_gpus - shared)
+
+    @property
+    def total_num_gpus(self) -> int:
+        """GPUs that the run takes."""
+        return self.num_train_gpus + self.num_rollout_only_gpus
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the run takes."""
+        return max(self.cluster.actor_num_nodes, -(-self.total_num_gpus // self.cluster.num_gpus_per_node))
+
+    @property
+    def resolved_data_parallel_size(self) -> int:
+        """Replicas of the trainer's model (DP), at least 1: its GPUs / (TP x PP x CP)."""
+        if self.resolved_train_backend == "torch":
+            return self.num_train_gpus
+        sizes = self.parallel
+        one_replica = sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
+        return max(1, self.num_train_gpus // one_replica)
+
+    @property
+    def max_sample_tokens(self) -> int | None:
+        """The longest prompt + response that may be trained, in tokens; None where nothing limits the prompt."""
+        limits = []
+        if self.rollout.rollout_max_context_len is not None:
+            limits.append(self.rollout.rollout_max_context_len)
+        if self.data.rollout_max_prompt_len is not None and not self.is_sft:
+            limits.append(self.data.rollout_max_prompt_len + self.rollout.rollout_max_response_len)
+        return min(limits, default=None)
+
+    def changed(self, changes: Sequence[Change]) -> Config:
+        """This config with other values.
+
+        Raises:
+            ConfigError: a value is of the wrong type or outside its range, or there is no such place.
+        """
+        from fuligo.config.changes import apply
+
+        return apply(self, changes)
+
+    def _is_changed(self, names: Sequence[str]) -> bool:
+        """One of these flags has a value that is not its default."""
+        from fuligo.config.flags import flags
+
+        return any(getattr(getattr(self, flags()[name].group), name) != flags()[name].default for name in names)
 
     @property
     def has_eval(self) -> bool:

@@ -13,7 +13,7 @@ class FlagGroup(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
-def flag(default: Any, doc: str, *, unit: str | None = None, source: str | None = None, **constraints: Any) -> Any:
+def flag(default: Any, doc: str, *, unit: str | None = None, source: str | None = None, path: bool = False, **constraints: Any) -> Any:
     """A documented flag.
 
     Args:
@@ -21,6 +21,7 @@ def flag(default: Any, doc: str, *, unit: str | None = None, source: str | None 
         doc: one line for `--help`.
         unit: `tokens`, `s`, `bytes`, `samples`, ...
         source: where the flag's name and meaning come from, when not ours: `seed`, `megatron`, `sglang`.
+        path: the value is a path (or a list of them): in a YAML file one that begins with `./` or `../` is relative to the file.
         constraints: pydantic's `gt`, `ge`, `lt`, `le`, `min_length`, ...
     """
-    return Field(default, description=doc, json_schema_extra={"unit": unit, "source": source}, **constraints)
+    return Field(default, description=doc, json_schema_extra={"unit": unit, "source": source, "path": path}, **constraints)

@@ -78,7 +78,7 @@ def trainer_settings(config: Config, device: Device, *, initial_weights: Path, n
         device=device,
         precision=resolve_precision(config.model.precision, device),
         publish_dtype=resolve_precision(config.engine.embedded_dtype, device),
-        num_ranks=config.num_train_processes,
+        num_ranks=config.num_train_gpus,
         seed=train.seed,
     )
 

@@ -12,6 +12,7 @@ from fuligo.config.groups.eval import EvalFlags
 from fuligo.config.groups.model import ModelFlags
 from fuligo.config.groups.observability import ObservabilityFlags
 from fuligo.config.groups.optimizer import OptimizerFlags
+from fuligo.config.groups.parallel import ParallelFlags
 from fuligo.config.groups.reward import RewardFlags
 from fuligo.config.groups.rollout import RolloutFlags
 from fuligo.config.groups.train import TrainFlags
@@ -28,6 +29,7 @@ __all__ = [
     "ModelFlags",
     "ObservabilityFlags",
     "OptimizerFlags",
+    "ParallelFlags",
     "RewardFlags",
     "RolloutFlags",
     "TrainFlags",

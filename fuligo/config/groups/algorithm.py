@@ -11,13 +11,15 @@ class AlgorithmFlags(FlagGroup):
     """Advantages and loss."""
 
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag("policy_loss", "what is minimised", source="seed")
-    advantage_estimator: Literal["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = flag(
+    advantage_estimator: Literal["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"] = flag(
         "grpo", "how rewards become advantages", source="seed"
     )
     disable_grpo_std_normalization: bool = flag(False, "subtract the group's mean, do not divide by its deviation", source="seed")
     disable_rewards_normalization: bool = flag(False, "use rewards as they are", source="seed")
     normalize_advantages: bool = flag(False, "whiten advantages over all unmasked tokens of the rollout", source="seed")
     gamma: float = flag(1.0, "discount per token", source="seed", ge=0, le=1)
+    lambd: float = flag(1.0, "lambda of generalised advantage estimation", source="seed", ge=0, le=1)
+    value_clip: float = flag(0.2, "clip distance of the value loss", source="seed", ge=0)
     eps_clip: float = flag(0.2, "lower clip distance of the ratio", source="seed", ge=0)
     eps_clip_high: float | None = flag(None, "upper clip distance (default --eps-clip)", source="seed", ge=0)
     eps_clip_c: float | None = flag(None, "dual clip: bound of the ratio where the advantage is negative", source="seed", gt=1)
@@ -35,6 +37,12 @@ class AlgorithmFlags(FlagGroup):
     tis_clip: float = flag(2.0, "upper bound of the importance weight", source="seed", gt=0)
     tis_clip_low: float = flag(0.0, "lower bound of the importance weight", source="seed", ge=0)
     use_rollout_logprobs: bool = flag(False, "take the engine's log-probabilities as the old policy's", source="seed")
+    use_opsm: bool = flag(
+        False, "off-policy sequence masking: sequences too far from the sampling policy are not learned from", source="seed"
+    )
+    use_routing_replay: bool = flag(False, "MoE: train with the routing of the pass that gave the old log-probabilities", source="seed")
+    use_rollout_routing_replay: bool = flag(False, "MoE: train with the routing that the engine used", source="seed")
+    use_opd: bool = flag(False, "on-policy distillation: learn from a teacher's log-probabilities", source="seed")
     custom_advantage_function_path: str | None = flag(None, "hook: replaces the advantage estimator", source="seed")
     custom_loss_function_path: str | None = flag(None, "hook: (args, batch, logprobs) -> (loss, metrics)", source="seed")
     custom_tis_function_path: str | None = flag(None, "hook: replaces the importance weights", source="seed")

@@ -8,12 +8,15 @@ from fuligo.config.group import FlagGroup, flag
 class CheckpointFlags(FlagGroup):
     """Where weights and state come from and go to."""
 
-    load: str | None = flag(None, "where training resumes; empty or without a tracker file: starts from --ref-load", source="seed")
-    ref_load: str | None = flag(None, "reference model and first weights (default --hf-checkpoint)", source="seed")
-    save: str | None = flag(None, "where checkpoints go (default: the run directory's checkpoints/)", source="seed")
+    load: str | None = flag(
+        None, "where training resumes; empty or without a tracker file: starts from --ref-load", source="seed", path=True
+    )
+    ref_load: str | None = flag(None, "reference model and first weights (default --hf-checkpoint)", source="seed", path=True)
+    save: str | None = flag(None, "where checkpoints go (default: the run directory's checkpoints/)", source="seed", path=True)
     save_interval: int | None = flag(
         None, "rollouts between checkpoints; the last rollout always saves", unit="rollouts", source="seed", ge=1
     )
-    save_hf: str | None = flag(None, "also export Hugging Face directories here; {rollout_id} is replaced", source="seed")
+    save_hf: str | None = flag(None, "also export Hugging Face directories here; {rollout_id} is replaced", source="seed", path=True)
     ckpt_step: int | None = flag(None, "resume from this iteration instead of the tracker's", source="megatron", ge=0)
+    async_save: bool = flag(False, "write checkpoints while training goes on", source="megatron")
     keep_checkpoints: int | None = flag(None, "keep only the newest N checkpoints", ge=1)

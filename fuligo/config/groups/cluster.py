@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from fuligo.config.group import FlagGroup, flag
+
+EnvironmentValue = Annotated[str, Field(coerce_numbers_to_str=True)]
+"""YAML reads `NVSHMEM_DISABLE_NCCL: 1` as a number; an environment holds texts."""
 
 
 class ClusterFlags(FlagGroup):
     """Which processes run, and on which devices."""
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "where to compute; auto takes CUDA where there is one")
-    train_backend: Literal["auto", "torch"] = flag("auto", "trainer; auto is torch unless a Megatron flag is given")
-    rollout_backend: Literal["auto", "embedded"] = flag("auto", "engine; auto is embedded unless an SGLang flag is given")
+    train_backend: Literal["auto", "torch", "megatron"] = flag("auto", "trainer; auto is torch unless a Megatron flag is given")
+    rollout_backend: Literal["auto", "embedded", "sglang"] = flag(
+        "auto", "engine; auto is embedded unless an SGLang or Megatron flag or --rollout-num-gpus* is given"
+    )
     actor_num_nodes: int = flag(1, "nodes of the trainer", source="seed", ge=1)
     actor_num_gpus_per_node: int | None = flag(
-        None, "trainer processes per node; on a CPU these are plain processes (default 1 there)", source="seed", ge=1
+        None,
+        "trainer processes per node, one a GPU (default: 8 with megatron or sglang, 1 with torch and embedded or on a CPU)",
+        source="seed",
+        ge=1,
     )
+    num_gpus_per_node: int = flag(8, "GPUs that a node has", source="seed", ge=1)
+    rollout_num_gpus: int | None = flag(
+        None, "GPUs of all engines (with --colocate: the trainer's by default); 0: external engines only", source="seed", ge=0
+    )
+    rollout_num_gpus_per_engine: int | None = flag(
+        None, "GPUs of one engine (default 1); SGLang's tensor parallelism is this / its pipeline size", source="seed", ge=1
+    )
+    colocate: bool = flag(False, "trainer and engines share GPUs and take turns: each is offloaded while the other works", source="seed")
+    hostfile: str | None = flag(None, "nodes of the cluster, one `address slots=8` a line, for fuligo launch", source="seed", path=True)
+    env: dict[str, EnvironmentValue] = flag({}, "environment variables of every process, as a JSON object", source="seed")

@@ -10,7 +10,7 @@ from fuligo.config.group import FlagGroup, flag
 class DataFlags(FlagGroup):
     """Prompts: files, keys, order."""
 
-    prompt_data: str | None = flag(None, "jsonl or parquet file, with an optional slice: FILE@[a:b]", source="seed")
+    prompt_data: str | None = flag(None, "jsonl or parquet file, with an optional slice: FILE@[a:b]", source="seed", path=True)
     input_key: str = flag("input", "column with the prompt: a string or chat messages", source="seed")
     label_key: str | None = flag(None, "column with the answer that the reward compares with", source="seed")
     metadata_key: str | None = flag(None, "column with an object that becomes sample.metadata", source="seed")

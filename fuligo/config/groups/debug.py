@@ -10,5 +10,5 @@ class DebugFlags(FlagGroup):
 
     debug_rollout_only: bool = flag(False, "sample and judge, never train", source="seed")
     debug_train_only: bool = flag(False, "train on --load-debug-rollout-data, start no engine", source="seed")
-    save_debug_rollout_data: str | None = flag(None, "save each rollout's samples; {rollout_id} is replaced", source="seed")
-    load_debug_rollout_data: str | None = flag(None, "train on saved rollouts; {rollout_id} is replaced", source="seed")
+    save_debug_rollout_data: str | None = flag(None, "save each rollout's samples; {rollout_id} is replaced", source="seed", path=True)
+    load_debug_rollout_data: str | None = flag(None, "train on saved rollouts; {rollout_id} is replaced", source="seed", path=True)

@@ -11,6 +11,9 @@ class EngineFlags(FlagGroup):
     """The engines that sample."""
 
     rollout_external_engine_addrs: list[str] = flag([], "host:port of engines that already run", source="seed")
+    use_fault_tolerance: bool = flag(False, "a dead engine is restarted with the current weights, its requests go elsewhere", source="seed")
+    rollout_health_check_interval: float = flag(30.0, "time between health checks of an engine", unit="s", source="seed", gt=0)
+    rollout_health_check_timeout: float = flag(30.0, "deadline of a health check", unit="s", source="seed", gt=0)
     embedded_max_running_requests: int = flag(256, "requests decoded together", unit="requests", ge=1)
     embedded_max_total_tokens: int | None = flag(
         None, "tokens of the KV cache (default: what the longest requests need)", unit="tokens", ge=1

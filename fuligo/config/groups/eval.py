@@ -11,8 +11,8 @@ class EvalFlags(FlagGroup):
     eval_interval: int | None = flag(
         None, "rollouts between evaluations; the last rollout always evaluates", unit="rollouts", source="seed", ge=1
     )
-    eval_prompt_data: list[str] = flag([], "NAME PATH pairs; a single PATH is a data set named aime", source="seed")
-    eval_config: str | None = flag(None, "YAML file: several data sets, each with its own sampling and reward", source="seed")
+    eval_prompt_data: list[str] = flag([], "NAME PATH pairs; a single PATH is a data set named aime", source="seed", path=True)
+    eval_config: str | None = flag(None, "YAML file: several data sets, each with its own sampling and reward", source="seed", path=True)
     n_samples_per_eval_prompt: int = flag(1, "responses to each prompt", unit="samples", source="seed", ge=1)
     eval_max_response_len: int | None = flag(None, "longest response", unit="tokens", source="seed", ge=1)
     eval_temperature: float | None = flag(None, "sampling temperature", source="seed", gt=0)

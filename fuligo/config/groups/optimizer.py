@@ -21,3 +21,11 @@ class OptimizerFlags(FlagGroup):
     adam_beta2: float = flag(0.999, "Adam's beta 2", source="megatron", ge=0, lt=1)
     adam_eps: float = flag(1e-8, "Adam's epsilon", source="megatron", gt=0)
     clip_grad: float = flag(1.0, "largest global gradient norm; 0 clips nothing", source="megatron", ge=0)
+    use_distributed_optimizer: bool = flag(True, "spread the optimizer's state over the data-parallel ranks", source="megatron")
+    optimizer_cpu_offload: bool = flag(False, "optimizer state and step on the CPU", source="megatron")
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(
+        False, "copy gradients and weights while the CPU computes; with --optimizer-cpu-offload", source="megatron"
+    )
+    use_precision_aware_optimizer: bool = flag(
+        False, "the optimizer keeps the fp32 weights itself, its state may be of lower precision", source="megatron"
+    )

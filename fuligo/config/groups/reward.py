@@ -8,7 +8,9 @@ from fuligo.config.group import FlagGroup, flag
 class RewardFlags(FlagGroup):
     """How responses are judged."""
 
-    rm_type: str | None = flag(None, "math, deepscaler, dapo, f1, random, remote_rm; prefix boxed_ takes the last \\boxed{}", source="seed")
+    rm_type: str | None = flag(
+        None, "math, deepscaler, dapo, f1, gpqa, ifbench, random, remote_rm; prefix boxed_ takes the last \\boxed{}", source="seed"
+    )
     rm_url: str | None = flag(None, "address of the remote reward model", source="seed")
     rm_timeout_s: float = flag(30.0, "deadline of one reward", unit="s", gt=0)
     rm_retries: int = flag(3, "further tries of a remote reward", ge=0)

@@ -31,8 +31,10 @@ class RolloutFlags(FlagGroup):
     partial_rollout: bool = flag(False, "keep aborted samples and continue them in a later rollout", source="seed")
     buffer_filter_path: str | None = flag(None, "hook: choose groups from the partial-rollout buffer (default pop_first)", source="seed")
     mask_offpolicy_in_partial_rollout: bool = flag(False, "do not train on tokens of an earlier rollout", source="seed")
-    max_staleness: int | None = flag(None, "drop buffered samples that began more than K versions ago", unit="versions", ge=0)
-    async_mode: Literal["sync", "one-step"] = flag("sync", "one-step: sample rollout k+1 while training on k")
+    max_staleness: int | None = flag(None, "drop samples that began more than K versions ago", unit="versions", ge=0)
+    async_mode: Literal["sync", "one-step", "full"] = flag(
+        "sync", "one-step: sample rollout k+1 while training on k; full: sample all the time, at most --max-staleness versions behind"
+    )
     rollout_concurrency: int = flag(512, "requests in flight at a time", unit="requests", ge=1)
     rollout_timeout_s: float = flag(1800.0, "deadline of one sample's generation", unit="s", gt=0)
     rollout_retries: int = flag(3, "further tries of a request that an engine failed", ge=0)

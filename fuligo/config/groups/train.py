@@ -23,10 +23,14 @@ class TrainFlags(FlagGroup):
     )
     log_probs_max_tokens_per_gpu: int | None = flag(None, "the same for passes without gradient", unit="tokens", source="seed", ge=1)
     log_probs_chunk_size: int = flag(4096, "tokens whose logits exist at a time", unit="tokens", source="seed", ge=1)
+    data_pad_size_multiplier: int = flag(128, "packed rows are padded to a multiple of this", unit="tokens", source="seed", ge=1)
     balance_data: bool = flag(False, "balance the cost of data-parallel ranks by FLOPs", source="seed")
     seed: int = flag(1234, "seed of the trainer's random numbers", source="megatron", ge=0)
     only_train_params_name_list: list[str] = flag([], "regexes of the only parameters to train", source="seed")
     freeze_params_name_list: list[str] = flag([], "regexes of parameters to freeze", source="seed")
+    mtp_num_layers: int | None = flag(None, "layers for multi-token prediction to load (MTP)", unit="layers", source="megatron", ge=0)
+    enable_mtp_training: bool = flag(False, "train the MTP layers; without it they are loaded and frozen", source="seed")
+    mtp_loss_scaling_factor: float = flag(0.2, "weight of the MTP loss", source="megatron", ge=0)
     ref_update_interval: int | None = flag(
         None, "rollouts after which the reference takes the policy's weights", unit="rollouts", source="seed", ge=1
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fuligo.algorithms.estimators import ESTIMATORS
+from fuligo.algorithms.estimators import estimator
 from fuligo.config import Config
 
 
@@ -40,7 +40,7 @@ def micro_batch_size_is_not_used(config: Config) -> str | None:
 def groups_of_one_teach_nothing(config: Config) -> str | None:
     algorithm = config.algorithm
     raw = config.is_sft or algorithm.disable_rewards_normalization or algorithm.custom_advantage_function_path
-    if config.rollout.n_samples_per_prompt > 1 or raw or ESTIMATORS[algorithm.advantage_estimator].baseline == "none":
+    if config.rollout.n_samples_per_prompt > 1 or raw or estimator(algorithm.advantage_estimator).baseline == "none":
         return None
     return (
         f"--n-samples-per-prompt 1 with --advantage-estimator {algorithm.advantage_estimator}: a sample without others of its group "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fuligo.algorithms.estimators import ESTIMATORS
+from fuligo.algorithms.estimators import estimator
 from fuligo.config import Config
 from fuligo.config.flags import did_you_mean, nearest
 
@@ -83,7 +83,7 @@ def one_kl_term(config: Config) -> str | None:
 def advantages_are_whitened(config: Config) -> str | None:
     name = config.algorithm.advantage_estimator
     by_hook = config.algorithm.custom_advantage_function_path
-    if config.is_sft or by_hook or config.algorithm.normalize_advantages or not ESTIMATORS[name].needs_whitening:
+    if config.is_sft or by_hook or config.algorithm.normalize_advantages or not estimator(name).needs_whitening:
         return None
     return f"--advantage-estimator {name} needs --normalize-advantages: add it"
 

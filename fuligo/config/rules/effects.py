@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from fuligo.algorithms.estimators import ESTIMATORS, Estimator
+from fuligo.algorithms.estimators import ESTIMATORS, Estimator, estimator
 from fuligo.config import Config
 from fuligo.config.flags import Flag, Kind, flags
 
@@ -43,7 +43,7 @@ def _shown(flag: Flag, value: object) -> str:
 
 
 def _estimator(config: Config) -> Estimator:
-    return ESTIMATORS[config.algorithm.advantage_estimator]
+    return estimator(config.algorithm.advantage_estimator)
 
 
 def _custom_advantages(config: Config) -> bool:

@@ -42,7 +42,7 @@ def global_batch_agrees_with_steps(config: Config) -> str | None:
 
 
 def every_rank_has_a_sample(config: Config) -> str | None:
-    ranks, size = config.num_train_processes, config.resolved_global_batch_size
+    ranks, size = config.num_train_gpus, config.resolved_global_batch_size
     if size >= ranks or size == 0:
         return None
     return (

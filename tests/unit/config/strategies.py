@@ -42,7 +42,7 @@ def _given(flag: Flag) -> st.SearchStrategy[Any]:
         case Kind.INT_LIST:
             return st.lists(st.integers(-(10**6), 10**6), max_size=3)
         case Kind.JSON:
-            return st.dictionaries(TEXTS, JSON_VALUES, max_size=3)
+            return st.dictionaries(TEXTS, TEXTS if flag.name == "env" else JSON_VALUES, max_size=3)
 
 
 def _floats(flag: Flag) -> st.SearchStrategy[float]:

@@ -94,7 +94,7 @@ def test_other_inherited_values(make_config: MakeConfig) -> None:
     )
     assert config.resolved_eps_clip_high == 0.2 and make_config(eps_clip_high=0.0).resolved_eps_clip_high == 0.0
     assert config.initial_weights_path == "models/tiny" and make_config(ref_load="models/other").initial_weights_path == "models/other"
-    assert config.num_train_processes == 1 and make_config(actor_num_nodes=2, actor_num_gpus_per_node=8).num_train_processes == 16
+    assert config.num_train_gpus == 1 and make_config(actor_num_nodes=2, actor_num_gpus_per_node=8).num_train_gpus == 16
     assert config.needs_engine and not make_config(loss_type="sft_loss").needs_engine
     assert config.resolved_num_rollout(10_000) == 10
     assert make_config(num_rollout=None, num_epoch=3).resolved_num_rollout(100) == 9  # 300 prompts fill 9 rollouts of 32

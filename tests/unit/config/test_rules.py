@@ -234,4 +234,4 @@ def test_the_table_of_rewards_is_that_of_the_rewards() -> None:
 
 
 def test_the_choices_of_estimators_are_those_of_the_algorithms() -> None:
-    assert set(flags()["advantage_estimator"].choices) == set(estimators.ESTIMATORS)
+    assert set(flags()["advantage_estimator"].choices) == {*estimators.ESTIMATORS, *estimators.WITH_CRITIC}

@@ -1,0 +1,94 @@
+"""Changes of single values: applied to a config, and said as a user would type them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from fuligo.config import Config
+from fuligo.config.findings import Change
+from fuligo.config.flags import option_name
+from fuligo.errors import ConfigError
+
+_PREFIXES = {"sglang": "sglang_", "router": "router_", "megatron": ""}
+"""Of the flags that are passed through; a group's name -> what stands in front of its names on the command line."""
+
+
+def apply(config: Config, changes: Sequence[Change]) -> Config:
+    """The config with these values, in order; None gives a flag its default again, and takes a passed-through one away.
+
+    Raises:
+        ConfigError: a value is of the wrong type or outside its range, or there is no such place; one text each.
+    """
+    values = config.model_dump()
+    missing = [f"{change_text(change, config)}: there is no such place in the config" for change in changes if not _put(values, change)]
+    if missing:
+        raise ConfigError(*missing)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        found = {f"{'.'.join(map(str, details['loc']))}: {details['input']!r} is not valid: {details['msg']}" for details in error.errors()}
+        raise ConfigError(*sorted(found)) from None
+
+
+def change_text(change: Change, config: Config | None = None) -> str:
+    """What a user types for it: `--sglang-dp-size 6`, `drop --rollout-num-gpus`, `sglang_config: model default, group 2: num_gpus 192`.
+
+    Args:
+        config: the config to change, for the names of its models; without it they are numbered from 1.
+    """
+    group, name, *inner = change.path
+    if name == "sglang_config" and inner:
+        return f"sglang_config: {_place(inner, config)} {_plain(change.value)}"
+    if inner:
+        where = ".".join(map(str, inner))
+        return f"{group}.{name}: drop {where}" if change.value is None else f"{group}.{name}: {where} {_plain(change.value)}"
+    option = option_name(_PREFIXES.get(str(group), "") + str(name))
+    if change.value is None:
+        return f"drop {option}"
+    if isinstance(change.value, bool):
+        return option if change.value else option_name(f"no_{_PREFIXES.get(str(group), '')}{name}")
+    return f"{option} {_plain(change.value)}"
+
+
+def _put(values: Any, change: Change) -> bool:
+    """Change `values` in place; False where there is no such place."""
+    *parents, last = change.path
+    try:
+        for step in parents:
+            if values[step] is None:
+                values[step] = {}
+            values = values[step]
+        if isinstance(values, list):
+            if change.value is None:
+                del values[int(last)]
+            else:
+                values[int(last)] = change.value
+        elif change.value is None:
+            values.pop(last, None)
+        else:
+            values[last] = change.value
+    except (KeyError, IndexError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _place(inner: Sequence[str | int], config: Config | None) -> str:
+    """`model default, group 2: overrides.deepep_mode` of the path `0, server_groups, 1, overrides, deepep_mode`."""
+    model, *rest = inner
+    models = getattr(config.engine, "sglang_config", None) if config is not None else None
+    known = models is not None and isinstance(model, int) and model < len(models)
+    place = f"model {models[model].name}" if models is not None and known else f"model {int(model) + 1}"
+    if len(rest) >= 2 and rest[0] == "server_groups":
+        place, rest = f"{place}, group {int(rest[1]) + 1}", rest[2:]
+    return f"{place}: {'.'.join(map(str, rest))}"
+
+
+def _plain(value: object) -> str:
+    if value is None:
+        return "dropped"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

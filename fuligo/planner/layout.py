@@ -1,0 +1,136 @@
+"""What runs where: trainer ranks in Megatron's order, engines group by group, on nodes of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fuligo.config.topology import EngineGroupSpec, engine_groups
+from fuligo.errors import ConfigError
+from fuligo.planner.plan import ClusterLayout, EngineGroup, EngineRank, PlacedGpu, TrainerRank
+from fuligo.planner.stages import stages
+from fuligo.planner.subject import Subject
+from fuligo.planner.trainer_shape import TrainerShape, trainer_shape
+
+Slot = tuple[int, int]
+"""(node, index within the node)"""
+
+
+def make_layout(subject: Subject) -> ClusterLayout:
+    """The cluster with every rank of trainer and engines in its place.
+
+    Trainer ranks fill `--actor-num-gpus-per-node` GPUs of each of the first `--actor-num-nodes` nodes. Engines take the same GPUs in
+    the same order under `--colocate` (the embedded engine always), and then, as always without it, the GPUs still free, node by node.
+
+    Raises:
+        ConfigError: sizes do not divide, or an engine group cannot be cut into engines.
+    """
+    config = subject.config
+    shape = trainer_shape(config)
+    specs = engine_groups(config) if config.needs_engine else ()
+    per_node = max(config.cluster.num_gpus_per_node, config.resolved_actor_num_gpus_per_node)
+    trainer_slots = _trainer_slots(shape.num_ranks, config.resolved_actor_num_gpus_per_node)
+    engine_ranks = list(_engine_ranks(specs))
+    shares = config.cluster.colocate or config.resolved_rollout_backend == "embedded"
+    engine_slots = _engine_slots(trainer_slots, len(engine_ranks), per_node, shares=shares)
+    trainers = dict(zip(trainer_slots, trainer_ranks(shape)))
+    engines = dict(zip(engine_slots, engine_ranks))
+    num_nodes = 1 + max(node for node, _ in [*trainer_slots, *engine_slots])
+    return ClusterLayout(
+        num_nodes=num_nodes,
+        num_gpus_per_node=per_node,
+        gpus=tuple(
+            PlacedGpu(node, index, trainers.get((node, index)), engines.get((node, index)))
+            for node in range(num_nodes)
+            for index in range(per_node)
+        ),
+        stages=stages(subject),
+        engine_groups=tuple(_engine_group(spec) for spec in specs),
+        tp=shape.tp,
+        cp=shape.cp,
+        pp=shape.pp,
+        ep=shape.ep,
+        etp=shape.etp,
+        dp=shape.dp,
+    )
+
+
+def trainer_ranks(shape: TrainerShape) -> tuple[TrainerRank, ...]:
+    """Every rank's place in each dimension, by rank.
+
+    Megatron-Core's order is tp-cp-ep-dp-pp, the first varying fastest (`parallel_state.RankGenerator`). Experts have a grid of their
+    own over the same ranks, etp-ep-dp-pp; both have the same pipeline ranks.
+    """
+    return tuple(
+        TrainerRank(
+            rank=rank,
+            tp=rank % shape.tp,
+            cp=rank // shape.tp % shape.cp,
+            dp=rank // (shape.tp * shape.cp) % shape.dp,
+            pp=rank // (shape.tp * shape.cp * shape.dp),
+            ep=rank // shape.etp % shape.ep,
+            etp=rank % shape.etp,
+            expert_dp=rank // (shape.etp * shape.ep) % shape.expert_dp,
+        )
+        for rank in range(shape.num_ranks)
+    )
+
+
+def _trainer_slots(num_ranks: int, per_node: int) -> list[Slot]:
+    return [divmod(rank, per_node) for rank in range(num_ranks)]
+
+
+def _engine_slots(trainer_slots: Sequence[Slot], num_gpus: int, per_node: int, *, shares: bool) -> list[Slot]:
+    """GPUs of the engines, in order."""
+    chosen = list(trainer_slots[:num_gpus]) if shares else []
+    taken = set(trainer_slots)
+    number = 0
+    while len(chosen) < num_gpus:
+        slot = divmod(number, per_node)
+        if slot not in taken:
+            chosen.append(slot)
+        number += 1
+    return chosen
+
+
+def _engine_ranks(specs: Sequence[EngineGroupSpec]) -> Iterator[EngineRank | None]:
+    """One for every GPU of the engines; None where a placeholder keeps it free.
+
+    Within an engine SGLang's tensor ranks are consecutive in each pipeline stage. Consecutive ranks share a data-parallel rank of
+    attention (`layers/dp_attention.py`) and, of the expert ranks, those that share an expert's matrices.
+    """
+    engine = 0
+    for group, spec in enumerate(specs):
+        if spec.worker_type == "placeholder":
+            yield from [None] * spec.num_gpus
+            continue
+        if spec.num_gpus % spec.num_gpus_per_engine:
+            raise ConfigError(
+                f"engine group {group} ({spec.worker_type}): {spec.num_gpus} GPUs are no multiple of "
+                f"--rollout-num-gpus-per-engine {spec.num_gpus_per_engine}"
+            )
+        for _ in range(spec.num_engines):
+            for rank in range(spec.num_gpus_per_engine):
+                pp, tp = divmod(rank, spec.tp_size)
+                yield EngineRank(
+                    group=group,
+                    engine=engine,
+                    rank=rank,
+                    tp=tp,
+                    pp=pp,
+                    dp=tp * max(1, spec.dp_size) // spec.tp_size,
+                    ep=tp * spec.ep_size // spec.tp_size,
+                )
+            engine += 1
+
+
+def _engine_group(spec: EngineGroupSpec) -> EngineGroup:
+    return EngineGroup(
+        model=spec.model,
+        worker_type=spec.worker_type,
+        num_engines=0 if spec.worker_type == "placeholder" else spec.num_engines,
+        num_gpus_per_engine=spec.num_gpus_per_engine,
+        tp=spec.tp_size,
+        pp=spec.pp_size,
+        dp=spec.dp_size,
+        ep=spec.ep_size,
+    )

@@ -1,0 +1,60 @@
+"""How long samples are: the longest, the average that the estimates assume, and how many go through the trainer together."""
+
+from __future__ import annotations
+
+import math
+
+from fuligo.config import Config
+from fuligo.planner.subject import Subject
+from fuligo.planner.trainer_shape import TrainerShape
+
+DEFAULT_PACKED_TOKENS = 8192
+"""Of a micro-batch without --use-dynamic-batch-size and --micro-batch-size (`trainer/settings.py`)."""
+ASSUMED_PROMPT_TOKENS = 256
+"""Where the flags bound no prompt: a question in mathematics with its chat template."""
+AVERAGE_OF_LONGEST = 0.5
+"""Mean response / longest response, where nothing is measured yet."""
+
+
+def longest_prompt(config: Config) -> int:
+    """Tokens of the longest prompt that the flags admit, or what is assumed where they bound none."""
+    bound = config.data.rollout_max_prompt_len
+    context = config.rollout.rollout_max_context_len
+    if bound is None and context is not None:
+        bound = max(1, context - config.rollout.rollout_max_response_len)
+    return ASSUMED_PROMPT_TOKENS if bound is None else bound
+
+
+def longest_sample(config: Config) -> int:
+    """Tokens of the longest prompt and response."""
+    return config.max_sample_tokens or longest_prompt(config) + config.rollout.rollout_max_response_len
+
+
+def average_prompt(config: Config) -> int:
+    return min(longest_prompt(config), ASSUMED_PROMPT_TOKENS)
+
+
+def average_response(config: Config) -> int:
+    return max(1, round(config.rollout.rollout_max_response_len * AVERAGE_OF_LONGEST))
+
+
+def micro_batch_tokens(config: Config, shape: TrainerShape) -> int:
+    """Most tokens of a micro-batch on one rank of the context-parallel group: a full pack, or the longest sample where that is longer."""
+    train = config.train
+    longest = math.ceil(longest_sample(config) / shape.cp)
+    if train.use_dynamic_batch_size:
+        return max(train.max_tokens_per_gpu or DEFAULT_PACKED_TOKENS, longest)
+    if train.micro_batch_size is not None:
+        return train.micro_batch_size * longest
+    return max(DEFAULT_PACKED_TOKENS // shape.cp, longest)
+
+
+def num_micro_batches(subject: Subject, shape: TrainerShape) -> int:
+    """Micro-batches of one data-parallel rank in an optimizer step of samples of average length."""
+    config = subject.config
+    samples = math.ceil(config.resolved_global_batch_size / shape.dp)
+    if not config.train.use_dynamic_batch_size and config.train.micro_batch_size is not None:
+        return max(1, math.ceil(samples / config.train.micro_batch_size))
+    tokens = samples * (average_prompt(config) + average_response(config))
+    count = max(1, math.ceil(tokens / (micro_batch_tokens(config, shape) * shape.cp)))
+    return math.ceil(count / shape.pp) * shape.pp if shape.vpp > 1 else count

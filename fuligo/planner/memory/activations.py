@@ -1,0 +1,153 @@
+"""Activations of the Megatron trainer.
+
+The accounting is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 4): what each operation keeps for its backward pass, in
+bytes a token, bf16. It is redone for today's layers: flash attention keeps no scores but a log-sum-exp, there is no dropout, norms are
+RMSNorm, MLPs are gated (three widths where the paper has two), attention is grouped or latent, and experts see top-k copies of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fuligo.config import Config
+from fuligo.models.architecture import Architecture, GroupedAttention, Layer
+from fuligo.planner.trainer_shape import TrainerShape
+
+BF16 = 2
+FP32 = 4
+INDEX = 4
+"""Bytes of one chosen token of sparse attention (int32)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Of one layer and token, on one rank."""
+
+    stored: float
+    """Kept from the forward pass for the backward pass, after selective recomputation."""
+    whole: float
+    """The same without any recomputation: what exists while the layer's backward pass runs."""
+    entry: float
+    """The layer's input: all that full recomputation keeps."""
+    passing: float
+    """Gradients and gathered tensors that exist for a moment of the backward pass, at their largest."""
+
+
+def layer_bytes(layer: Layer, architecture: Architecture, shape: TrainerShape, config: Config) -> LayerBytes:
+    """Bytes a token of `layer`'s activations on one rank."""
+    hidden, split = architecture.hidden_size, shape.shards_sequence
+    norms = 2 * 2 * BF16 * hidden / split
+    attention = _attention(architecture, shape)
+    index = _index(architecture, layer)
+    mlp = _mlp(layer, architecture, shape)
+    whole = norms + attention + index + mlp.kept
+    entry = BF16 * hidden / split + (INDEX * architecture.sparse_index.top_k if layer.computes_index and architecture.sparse_index else 0)
+    gathered = 2 * BF16 * hidden if split > 1 else 0
+    return LayerBytes(
+        stored=whole - _dropped_by_modules(config, architecture, shape, mlp),
+        whole=whole,
+        entry=entry,
+        passing=mlp.passing + gathered + _context_parallel(architecture, shape, config) + 2 * BF16 * hidden / split,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Mlp:
+    kept: float
+    activated: float
+    """Of it, the outputs of the gate, which `moe_act` recomputes."""
+    passing: float
+
+
+def _mlp(layer: Layer, architecture: Architecture, shape: TrainerShape) -> _Mlp:
+    hidden, experts = architecture.hidden_size, architecture.experts
+    if not layer.is_moe or experts is None:
+        width = architecture.intermediate_size / shape.tp
+        return _Mlp(kept=3 * BF16 * width, activated=BF16 * width, passing=3 * BF16 * width)
+    copies = experts.num_experts_per_token * shape.etp / shape.shards_sequence
+    width = experts.intermediate_size / shape.etp
+    shared = experts.num_shared_experts * experts.intermediate_size / shape.tp
+    router = 2 * FP32 * experts.num_experts / shape.shards_sequence
+    return _Mlp(
+        kept=copies * BF16 * (hidden + 3 * width) + 3 * BF16 * shared + router,
+        activated=copies * BF16 * width,
+        passing=copies * BF16 * (2 * hidden + 3 * width),
+    )
+
+
+def _attention(architecture: Architecture, shape: TrainerShape) -> float:
+    """Queries, keys, values, output, and the log-sum-exp of every head; of latent attention also what they are projected from."""
+    attention = architecture.attention
+    if isinstance(attention, GroupedAttention):
+        query = attention.num_heads * attention.head_dim / shape.tp
+        key_value = max(1.0, attention.num_kv_heads / shape.tp) * attention.head_dim
+        return BF16 * (2 * query + 2 * key_value) + FP32 * attention.num_heads / shape.tp
+    heads = attention.num_heads / shape.tp
+    query_key = 2 * heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
+    value_output = 2 * heads * attention.v_head_dim
+    latent = 2 * ((attention.q_lora_rank or 0) + attention.kv_lora_rank) + attention.qk_rope_head_dim
+    return BF16 * (query_key + value_output + latent) + FP32 * heads
+
+
+def _index(architecture: Architecture, layer: Layer) -> float:
+    """The indexer's queries and key, and the tokens it chose; every tensor-parallel rank has all of them."""
+    index = architecture.sparse_index
+    if index is None or not layer.computes_index:
+        return 0
+    return BF16 * (index.num_heads + 1) * index.head_dim + INDEX * index.top_k
+
+
+def _context_parallel(architecture: Architecture, shape: TrainerShape, config: Config) -> float:
+    """Keys and values of other ranks: all of them with --allgather-cp, else two ring buffers; and their gradients."""
+    if shape.cp == 1:
+        return 0
+    attention = architecture.attention
+    num_ranks = shape.cp if config.parallel.allgather_cp else 2
+    if isinstance(attention, GroupedAttention):
+        elements = 2 * max(1.0, attention.num_kv_heads / shape.tp) * attention.head_dim
+    elif config.parallel.allgather_cp:
+        elements = attention.kv_elements_per_token + (architecture.sparse_index.head_dim if architecture.sparse_index else 0)
+    else:
+        elements = attention.num_heads / shape.tp * (attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim)
+    return 2 * BF16 * elements * num_ranks
+
+
+def _dropped_by_modules(config: Config, architecture: Architecture, shape: TrainerShape, mlp: _Mlp) -> float:
+    """What selective recomputation does not keep (Megatron-Core 0.16.1, `TransformerConfig.recompute_modules`)."""
+    if config.parallel.recompute_granularity != "selective":
+        return 0
+    modules = config.parallel.recompute_modules or ["core_attn"]
+    attention = architecture.attention
+    heads = attention.num_heads / shape.tp
+    dropped = 0.0
+    if "core_attn" in modules:
+        value_dim = attention.head_dim if isinstance(attention, GroupedAttention) else attention.v_head_dim
+        dropped += heads * (BF16 * value_dim + FP32)
+    if "layernorm" in modules:
+        dropped += 2 * BF16 * architecture.hidden_size / shape.shards_sequence
+    if "mla_up_proj" in modules and not isinstance(attention, GroupedAttention):
+        per_head = 2 * (attention.qk_nope_head_dim + attention.qk_rope_head_dim) + attention.v_head_dim
+        dropped += BF16 * heads * per_head
+    if "mlp" in modules or "moe" in modules:
+        return dropped + mlp.kept
+    return dropped + (mlp.activated if "moe_act" in modules else 0)
+
+
+def chunks_in_flight(shape: TrainerShape, pipeline_rank: int, num_micro_batches: int) -> int:
+    """Forward passes of one stage (of one virtual stage where there are several) whose backward pass is still to come, at most.
+
+    Megatron-Core's schedules (`pipeline_parallel/schedules.get_pp_rank_microbatches`): the warm-up's, and the one at work.
+    """
+    if shape.pp == 1:
+        return 1
+    if shape.vpp == 1:
+        return min(num_micro_batches, shape.pp - pipeline_rank)
+    warm_up = 2 * (shape.pp - pipeline_rank - 1) + (shape.vpp - 1) * shape.pp
+    return min(num_micro_batches * shape.vpp, warm_up + 1)
+
+
+def logits_bytes(architecture: Architecture, shape: TrainerShape, chunk_tokens: int) -> int:
+    """Of one chunk of --log-probs-chunk-size tokens: logits, log-probabilities and gradient in fp32, each a share of the vocabulary."""
+    return 3 * FP32 * chunk_tokens * math.ceil(architecture.vocab_size / shape.tp)
+

@@ -1,0 +1,89 @@
+"""Peak memory of a GPU of the torch trainer (`fuligo/trainer/torch_backend`): FSDP2 over its ranks, fp32 weights and states."""
+
+from __future__ import annotations
+
+import math
+
+from fuligo.models.architecture import Architecture, GroupedAttention, Layer
+from fuligo.planner.lengths import micro_batch_tokens
+from fuligo.planner.memory.activations import BF16, FP32
+from fuligo.planner.memory.constants import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, FRAGMENTATION, billions, gib
+from fuligo.planner.plan import MemoryItem
+from fuligo.planner.subject import Subject
+from fuligo.planner.trainer_shape import trainer_shape
+
+
+def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
+    """What the peak of any of its GPUs is made of, the engine apart."""
+    config, architecture = subject.config, subject.architecture
+    num_ranks = trainer_shape(config).num_ranks
+    share = math.ceil(architecture.num_parameters / num_ranks)
+    each = f"{billions(share)} parameters a GPU ({billions(architecture.num_parameters)} over {num_ranks})"
+    items = [
+        MemoryItem("weights", FP32 * share, f"{each} x 4 bytes, fp32"),
+        MemoryItem("gradients", FP32 * share, f"{billions(share)} x 4 bytes, fp32"),
+        MemoryItem("optimizer", 2 * FP32 * share, f"{billions(share)} x 8 bytes: two fp32 moments of AdamW"),
+    ]
+    if config.needs_reference:
+        items.append(MemoryItem("reference", FP32 * share, f"{billions(share)} x 4 bytes, fp32"))
+    items.append(_gathered(subject))
+    activations = _activations(subject)
+    items.append(activations)
+    items.append(_logits(subject))
+    if num_ranks > 1:
+        items.append(MemoryItem("communication", COMMUNICATOR_BYTES, "NCCL buffers of one communicator"))
+    items.append(MemoryItem("runtime", CUDA_CONTEXT_BYTES, "CUDA context, kernels, cuBLAS workspace"))
+    moving = activations.num_bytes
+    items.append(MemoryItem("fragmentation", round(FRAGMENTATION * moving), f"{FRAGMENTATION:.0%} of the activations' {gib(moving)}"))
+    return tuple(items)
+
+
+def compute_bytes(subject: Subject) -> int:
+    """Of one element in the type that the trainer computes in; on CUDA bf16 unless --precision fp32."""
+    return FP32 if subject.config.model.precision == "fp32" else BF16
+
+
+def _gathered(subject: Subject) -> MemoryItem:
+    """FSDP gathers the unit at work and the next; the unit of embedding and head stays. Each has gradients in the compute type."""
+    architecture = subject.architecture
+    layer = max(layer.num_parameters for layer in architecture.layers)
+    outer = sum(part.num_parameters for part in architecture.outer_parts)
+    size = compute_bytes(subject)
+    num_bytes = size * (2 * layer + outer) + size * (layer + outer)
+    return MemoryItem("gathered", num_bytes, f"two layers of {billions(layer)}, embedding and head of {billions(outer)}, and gradients")
+
+
+def _activations(subject: Subject) -> MemoryItem:
+    config, architecture = subject.config, subject.architecture
+    tokens = micro_batch_tokens(config, trainer_shape(config))
+    per_layer = [_layer_bytes(layer, architecture, compute_bytes(subject)) for layer in architecture.layers]
+    if config.model.gradient_checkpointing:
+        entries = compute_bytes(subject) * architecture.hidden_size * len(per_layer)
+        per_token, how = entries + max(per_layer), "inputs of all layers and one layer's activations"
+    else:
+        per_token, how = sum(per_layer), "all layers; --gradient-checkpointing keeps their inputs only"
+    return MemoryItem("activations", round(tokens * per_token), f"{tokens} tokens x {per_token / 1024:.0f} KiB: {how}")
+
+
+def _layer_bytes(layer: Layer, architecture: Architecture, size: int) -> float:
+    """Bytes a token that one layer of transformers keeps: as Megatron's, but norms keep an fp32 copy of their input, and the gate, what
+    it gates, its activation and the product are four tensors."""
+    hidden, attention, experts = architecture.hidden_size, architecture.attention, architecture.experts
+    norms = 2 * (2 * size + FP32) * hidden
+    if isinstance(attention, GroupedAttention):
+        query, key_value = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+        heads = size * (3 * query + 3 * key_value)  # before and after the rotation
+    else:
+        query_key = attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
+        heads = size * (4 * query_key + 2 * attention.num_heads * attention.v_head_dim)
+    if not layer.is_moe or experts is None:
+        return norms + heads + 4 * size * architecture.intermediate_size
+    copies = experts.num_experts_per_token * (2 * hidden + 4 * experts.intermediate_size)
+    shared = 4 * experts.num_shared_experts * experts.intermediate_size
+    return norms + heads + size * (copies + shared)
+
+
+def _logits(subject: Subject) -> MemoryItem:
+    config, vocabulary = subject.config, subject.architecture.vocab_size
+    tokens = min(config.train.log_probs_chunk_size, micro_batch_tokens(config, trainer_shape(config)))
+    return MemoryItem("logits", 3 * FP32 * tokens * vocabulary, f"3 x fp32 [{tokens}, {vocabulary}]")

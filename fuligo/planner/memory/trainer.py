@@ -1,0 +1,179 @@
+"""Peak memory of a GPU of the Megatron trainer, pipeline rank by pipeline rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fuligo.config import Config
+from fuligo.planner.lengths import micro_batch_tokens, num_micro_batches
+from fuligo.planner.memory.activations import BF16, FP32, LayerBytes, chunks_in_flight, layer_bytes, logits_bytes
+from fuligo.planner.memory.constants import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, DEEPEP_BYTES, FRAGMENTATION, billions, gib
+from fuligo.planner.memory.parameters import LocalParameters, frozen_parameters, prediction_layers, trained_parameters
+from fuligo.planner.plan import ClusterLayout, MemoryItem, Stage
+from fuligo.planner.stages import stage_layers
+from fuligo.planner.subject import Subject
+from fuligo.planner.trainer_shape import TrainerShape, trainer_shape
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+ADAM_BYTES_ON_HOST = 16
+"""Of a parameter whose optimizer runs on the CPU: fp32 weight, gradient and two moments (Megatron-Core, `cpu_offloading/hybrid_optimizer`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """What a rank of one pipeline rank holds for the whole run, in bytes."""
+
+    trained: LocalParameters
+    frozen: LocalParameters
+    weights: int
+    gradients: int
+    optimizer: int
+    optimizer_on_host: int
+
+
+def trainer_state(subject: Subject, shape: TrainerShape, stages: list[Stage]) -> TrainerState:
+    """Weights, gradients and optimizer of a rank that computes `stages`."""
+    trained, frozen = trained_parameters(subject, shape, stages), frozen_parameters(subject, shape, stages)
+    sharded = optimizer_parameters(subject, shape, trained)
+    on_host = offloaded_share(subject)
+    return TrainerState(
+        trained=trained,
+        frozen=frozen,
+        weights=BF16 * (trained.total + frozen.total),
+        gradients=gradient_bytes(subject) * trained.total,
+        optimizer=round(adam_bytes(subject) * sharded * (1 - on_host)),
+        optimizer_on_host=round(ADAM_BYTES_ON_HOST * sharded * on_host),
+    )
+
+
+def optimizer_parameters(subject: Subject, shape: TrainerShape, trained: LocalParameters) -> int:
+    """Parameters whose optimizer state one rank holds: the distributed optimizer shares it among the ranks with the same weights."""
+    if not subject.config.optimizer.use_distributed_optimizer:
+        return trained.total
+    return trained.dense // shape.shards_dense_optimizer + trained.experts // shape.expert_dp
+
+
+def gradient_bytes(subject: Subject) -> int:
+    """Of one parameter in the gradient buffer of Megatron's DDP."""
+    return FP32 if subject.config.parallel.accumulate_allreduce_grads_in_fp32 else BF16
+
+
+def adam_bytes(subject: Subject) -> int:
+    """Of one parameter on the GPU: fp32 weight and two moments.
+
+    The precision-aware optimizer takes their types from flags, and of an fp32 weight keeps only the 16 bits that the bf16 weight lacks
+    (Megatron-Core, `OptimizerConfig.store_param_remainders`).
+    """
+    if not subject.config.optimizer.use_precision_aware_optimizer:
+        return 3 * FP32
+    megatron = subject.config.megatron
+    main, first, second = (
+        DTYPE_BYTES.get(str(megatron.get(name) or "fp32"), FP32) for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    )
+    keeps_remainder = main == FP32 and megatron.get("store_param_remainders") is not False
+    return (BF16 if keeps_remainder else main) + first + second
+
+
+def offloaded_share(subject: Subject) -> float:
+    """Of the optimizer, what is on the CPU; all of it where --optimizer-offload-fraction is not given."""
+    if not subject.config.optimizer.optimizer_cpu_offload:
+        return 0.0
+    given = subject.config.megatron.get("optimizer_offload_fraction")
+    return 1.0 if given is None else float(given)
+
+
+def trainer_items(subject: Subject, layout: ClusterLayout, pipeline_rank: int) -> tuple[MemoryItem, ...]:
+    """What the peak of a GPU of `pipeline_rank` is made of, engines apart."""
+    shape = trainer_shape(subject.config)
+    stages = [stage for stage in layout.stages if stage.pipeline_rank == pipeline_rank]
+    state = trainer_state(subject, shape, stages)
+    activations = _activations(subject, shape, stages, pipeline_rank)
+    moving = sum(item.num_bytes for item in activations)
+    return (
+        *_state_items(subject, shape, state),
+        *activations,
+        *_communication(subject, shape),
+        MemoryItem("runtime", CUDA_CONTEXT_BYTES, "CUDA context, kernels, cuBLAS workspace"),
+        MemoryItem("fragmentation", round(FRAGMENTATION * moving), f"{FRAGMENTATION:.0%} of the activations' {gib(moving)}"),
+    )
+
+
+def _state_items(subject: Subject, shape: TrainerShape, state: TrainerState) -> Iterator[MemoryItem]:
+    trained = state.trained
+    held = f"{billions(trained.total + state.frozen.total)} parameters a GPU"
+    split = f"({billions(trained.dense)} dense over TP {shape.tp}"
+    if trained.experts:
+        split += f", {billions(trained.experts)} of experts over EP {shape.ep} x ETP {shape.etp}"
+    frozen = f", {billions(state.frozen.total)} frozen for multi-token prediction" if state.frozen.total else ""
+    yield MemoryItem("weights", state.weights, f"{held} {split}{frozen}) x 2 bytes")
+    size = gradient_bytes(subject)
+    kind = "fp32" if size == FP32 else "bf16"
+    yield MemoryItem("gradients", state.gradients, f"{billions(trained.total)} x {size} bytes ({kind} buffer of DDP)")
+    sharded = optimizer_parameters(subject, shape, trained)
+    spread = f"{billions(sharded)} of {billions(trained.total)} parameters"
+    if subject.config.optimizer.use_distributed_optimizer:
+        spread += f" (dense over DP x CP {shape.shards_dense_optimizer}" + (f", experts over {shape.expert_dp})" if trained.experts else ")")
+    share = offloaded_share(subject)
+    where = f", {share:.0%} of it on the CPU" if share else ""
+    yield MemoryItem("optimizer", state.optimizer, f"{spread} x {adam_bytes(subject)} bytes{where}")
+
+
+def _activations(subject: Subject, shape: TrainerShape, stages: list[Stage], pipeline_rank: int) -> list[MemoryItem]:
+    """What waits for its backward pass, and the largest of what exists beside it for a moment."""
+    config, architecture = subject.config, subject.architecture
+    tokens = micro_batch_tokens(config, shape)
+    in_flight = chunks_in_flight(shape, pipeline_rank, num_micro_batches(subject, shape))
+    chunks = [[layer_bytes(layer, architecture, shape, config) for layer in stage_layers(architecture, stage)] for stage in stages]
+    if stages[-1].has_head:
+        chunks[-1] += [layer_bytes(layer, architecture, shape, config) for layer in prediction_layers(subject)]
+    stored = max(_stored(chunk, config) for chunk in chunks)
+    recompute = config.parallel.recompute_granularity or "no"
+    items = [
+        MemoryItem(
+            "activations",
+            round(tokens * stored * in_flight),
+            f"{tokens} tokens x {stored / 1024:.0f} KiB x {in_flight} micro-batches in flight; {recompute} recomputation",
+        )
+    ]
+    layer_work = tokens * max((_working(chunk, config) for chunk in chunks if chunk), default=0.0)
+    logits = logits_bytes(architecture, shape, min(config.train.log_probs_chunk_size, tokens)) if stages[-1].has_head else 0
+    if logits > layer_work:
+        note = f"3 x fp32 [{min(config.train.log_probs_chunk_size, tokens)}, {architecture.vocab_size} / TP {shape.tp}]"
+        return [*items, MemoryItem("logits", logits, f"{note}; a layer's backward pass needs {gib(layer_work)} at another time")]
+    note = "activations of the layers that are recomputed, and gradients" if config.parallel.recompute_granularity else "gradients"
+    beside = f"; logits ({gib(logits)}) are gone by then" if logits else ""
+    return [*items, MemoryItem("backward", round(layer_work), f"one layer's backward pass: {note} of {tokens} tokens{beside}")]
+
+
+def _stored(chunk: list[LayerBytes], config: Config) -> float:
+    """Bytes a token that a forward pass of `chunk` leaves behind."""
+    flags = config.parallel
+    if flags.recompute_granularity != "full":
+        return sum(layer.stored for layer in chunk)
+    count = flags.recompute_num_layers or 1
+    if flags.recompute_method == "block":
+        return sum(layer.entry for layer in chunk[:count]) + sum(layer.whole for layer in chunk[count:])
+    return sum(layer.entry for layer in chunk[::count])
+
+
+def _working(chunk: list[LayerBytes], config: Config) -> float:
+    """Bytes a token that the backward pass of `chunk` needs for a moment: what it recomputes, and gradients."""
+    flags = config.parallel
+    passing = max(layer.passing for layer in chunk)
+    if flags.recompute_granularity == "selective":
+        return passing + max(layer.whole - layer.stored for layer in chunk)
+    if flags.recompute_granularity is None:
+        return passing
+    count = 1 if flags.recompute_method == "block" else flags.recompute_num_layers or 1
+    return passing + max(sum(layer.whole for layer in chunk[start : start + count]) for start in range(0, len(chunk), count))
+
+
+def _communication(subject: Subject, shape: TrainerShape) -> Iterator[MemoryItem]:
+    sizes = {"TP": shape.tp, "CP": shape.cp, "PP": shape.pp, "DP": shape.dp, "EP": shape.ep, "expert DP": shape.expert_dp}
+    named = [name for name, size in sizes.items() if size > 1]
+    if named:
+        num_bytes = COMMUNICATOR_BYTES * len(named)
+        yield MemoryItem("communication", num_bytes, f"NCCL buffers of {', '.join(named)}, {gib(COMMUNICATOR_BYTES)} each")
+    if subject.config.parallel.moe_enable_deepep and shape.ep > 1:
+        yield MemoryItem("deepep", DEEPEP_BYTES, "DeepEP's dispatch buffers")

@@ -29,17 +29,18 @@ def norms(num_parameters: int) -> Part:
     return vector(PartKind.NORM, num_parameters)
 
 
-def read_grouped_attention(config: ConfigJson, default_head_dim: int | None = None) -> GroupedAttention:
+def read_grouped_attention(config: ConfigJson, *, default_head_dim: int | None = None, may_omit_kv_heads: bool = False) -> GroupedAttention:
     """Heads of multi-head attention.
 
     Args:
         default_head_dim: where `head_dim` is not given; None: hidden_size / num_attention_heads.
+        may_omit_kv_heads: without `num_key_value_heads` there are as many as heads (transformers fills in a number of its own elsewhere).
 
     Raises:
         ConfigError: the key-value heads do not divide the heads, or the heads the hidden size that head_dim follows from.
     """
     num_heads = config.count("num_attention_heads")
-    num_kv_heads = config.count("num_key_value_heads", default=num_heads)
+    num_kv_heads = config.count("num_key_value_heads", default=num_heads if may_omit_kv_heads else None)
     if num_heads % num_kv_heads:
         raise config.contradiction(f"num_key_value_heads {num_kv_heads} does not divide num_attention_heads {num_heads}")
     head_dim = config.optional_count("head_dim") or default_head_dim
@@ -68,14 +69,15 @@ def grouped_attention_parts(
 
 
 def read_latent_attention(config: ConfigJson) -> LatentAttention:
-    """Sizes of multi-head latent attention.
+    """Sizes of multi-head latent attention; `q_lora_rank` null: queries are projected directly.
 
     Raises:
         ConfigError: qk_head_dim is not the sum of its two parts.
     """
+    has_latent_queries = "q_lora_rank" not in config.values or config.values["q_lora_rank"] is not None
     attention = LatentAttention(
         num_heads=config.count("num_attention_heads"),
-        q_lora_rank=config.optional_count("q_lora_rank"),
+        q_lora_rank=config.count("q_lora_rank") if has_latent_queries else None,
         kv_lora_rank=config.count("kv_lora_rank"),
         qk_nope_head_dim=config.count("qk_nope_head_dim"),
         qk_rope_head_dim=config.count("qk_rope_head_dim"),

@@ -1,0 +1,54 @@
+"""Counts of transformers' own models, built without memory for their weights: what `test_architecture.py` compares with."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fuligo.models.architecture import PartKind
+
+_KINDS = {
+    r"embed_tokens": PartKind.EMBEDDING,
+    r"lm_head": PartKind.HEAD,
+    r"indexer\.": PartKind.INDEXER,
+    r"norm": PartKind.NORM,
+    r"self_attn\.": PartKind.ATTENTION,
+    r"mlp\.gate\.": PartKind.ROUTER,
+    r"mlp\.experts\.": PartKind.ROUTED_EXPERTS,
+    r"mlp\.shared_experts\.": PartKind.SHARED_EXPERT,
+    r"mlp\.": PartKind.DENSE_MLP,
+}
+"""Which kind a parameter is, by its name; the first pattern that fits."""
+
+Counts = dict[tuple[int | None, PartKind], int]
+"""(layer, kind) -> parameters; layer None outside the layers."""
+
+
+def build(config: dict[str, Any]) -> torch.nn.Module:
+    """The model that transformers makes of a config.json, on the meta device."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    model.tie_weights()
+    return model
+
+
+def parameter_counts(model: torch.nn.Module) -> Counts:
+    counts: Counter[tuple[int | None, PartKind]] = Counter()
+    for name, parameter in model.named_parameters():
+        kind = next(kind for pattern, kind in _KINDS.items() if re.search(pattern, name))
+        counts[_layer(name), kind] += parameter.numel()
+    return dict(counts)
+
+
+def correction_biases(model: torch.nn.Module) -> dict[int | None, int]:
+    """Layer -> elements of the router's correction bias, which is a buffer."""
+    return {_layer(name): buffer.numel() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+
+
+def _layer(name: str) -> int | None:
+    match = re.search(r"layers\.(\d+)\.", name)
+    return int(match[1]) if match else None

@@ -1,0 +1,150 @@
+"""Parameter counts of all families, against transformers' models built without memory (meta device) from the same config.json."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fuligo.models.architecture import Architecture, PartKind
+from fuligo.models.registry import FAMILIES, architecture_of, read_config_json
+from tests.unit.models import reference
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+MOE = {
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "moe_intermediate_size": 48,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "num_experts_per_tok": 2,
+}
+DENSE = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+}
+GLM4 = DENSE | {"pad_token_id": 0}
+LATENT = {"kv_lora_rank": 24, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+SMALL: list[dict[str, Any]] = [
+    DENSE | {"model_type": "llama"},
+    DENSE | {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 24, "tie_word_embeddings": True},
+    DENSE | {"model_type": "qwen2"},
+    DENSE | {"model_type": "qwen3"},
+    DENSE | {"model_type": "qwen3", "head_dim": 32, "attention_bias": True},
+    GLM4 | {"model_type": "glm4"},
+    GLM4 | {"model_type": "glm4", "attention_bias": False, "head_dim": 16},
+    MOE | {"model_type": "qwen3_moe", "num_experts": 6, "num_hidden_layers": 4},
+    MOE | {"model_type": "qwen3_moe", "num_experts": 6, "num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    MOE | {"model_type": "glm4_moe", "n_routed_experts": 6, "num_hidden_layers": 4, "first_k_dense_replace": 2, "attention_bias": True},
+    MOE | {"model_type": "glm4_moe", "n_routed_experts": 6, "num_hidden_layers": 2, "use_qk_norm": True, "n_shared_experts": 2},
+    MOE | LATENT | {"model_type": "glm4_moe_lite", "n_routed_experts": 6, "num_hidden_layers": 3},
+    MOE | LATENT | {"model_type": "glm4_moe_lite", "n_routed_experts": 6, "num_hidden_layers": 3, "q_lora_rank": None},
+    MOE | LATENT | {"model_type": "deepseek_v3", "n_routed_experts": 8, "num_hidden_layers": 4},
+    MOE
+    | LATENT
+    | {"model_type": "deepseek_v3", "n_routed_experts": 8, "num_hidden_layers": 2, "first_k_dense_replace": 0, "attention_bias": True},
+    MOE
+    | LATENT
+    | {
+        "model_type": "glm_moe_dsa",
+        "n_routed_experts": 8,
+        "num_hidden_layers": 4,
+        "index_n_heads": 3,
+        "index_head_dim": 16,
+        "index_topk": 9,
+    },
+]
+
+
+@pytest.mark.parametrize("config", SMALL, ids=lambda config: config["model_type"])
+def test_small_models_have_the_parameters_of_transformers(config: dict[str, Any]) -> None:
+    assert_counts_agree(config)
+
+
+@pytest.mark.parametrize("recipe", ["glm4-9b", "glm4.5-355b", "glm4.7-flash", "glm5.2-744b", "qwen3-4b"])
+def test_recipes_models_have_the_parameters_of_transformers(recipe: str) -> None:
+    assert_counts_agree(read_config_json(EXAMPLES / recipe / "model"))
+
+
+def multiple(of: int, low: int, high: int) -> st.SearchStrategy[int]:
+    return st.integers(low, high).map(lambda number: number * of)
+
+
+@st.composite
+def small_configs(draw: st.DrawFn) -> dict[str, Any]:
+    """Shapes that no published model has: each number differs from what others would give by accident."""
+    family = draw(st.sampled_from(sorted(set(FAMILIES) - {"mimo"})))
+    num_kv_heads = draw(st.integers(1, 3))
+    num_layers = draw(st.integers(1, 4))
+    config: dict[str, Any] = {
+        "model_type": family,
+        "hidden_size": draw(multiple(6, 1, 8)) * num_kv_heads,
+        "intermediate_size": draw(st.integers(1, 90)),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_kv_heads * draw(st.sampled_from([1, 2, 3])),
+        "num_key_value_heads": num_kv_heads,
+        "vocab_size": draw(st.integers(2, 99)),
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "tie_word_embeddings": draw(st.booleans()),
+        "head_dim": draw(multiple(2, 1, 20)),
+        "attention_bias": draw(st.booleans()),
+    }
+    num_experts = draw(st.integers(1, 5))
+    config |= {
+        "num_experts" if family == "qwen3_moe" else "n_routed_experts": num_experts,
+        "num_experts_per_tok": draw(st.integers(1, num_experts)),
+        "moe_intermediate_size": draw(st.integers(1, 40)),
+        "n_shared_experts": draw(st.integers(1, 3)),
+        "first_k_dense_replace": 1 if family == "glm4_moe_lite" else draw(st.integers(0, num_layers)),
+        "n_group": 1,
+        "topk_group": 1,
+        "use_qk_norm": draw(st.booleans()),
+        "mlp_bias": family == "llama" and draw(st.booleans()),
+    }
+    if family in {"deepseek_v3", "glm4_moe_lite", "glm_moe_dsa"}:
+        del config["head_dim"]
+        may_be_direct = family != "glm_moe_dsa"
+        config |= {key: draw(multiple(2, 1, 12)) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+        config["q_lora_rank"] = draw(st.integers(1, 30) | (st.none() if may_be_direct else st.nothing()))
+    if family == "glm_moe_dsa":
+        config |= {"index_n_heads": draw(st.integers(1, 4)), "index_head_dim": draw(multiple(2, 8, 12)), "index_topk": 5}
+        config |= {"index_topk_freq": draw(st.integers(1, 3)), "index_skip_topk_offset": draw(st.integers(1, 3))}
+    return config
+
+
+@settings(max_examples=200)
+@given(small_configs())
+def test_any_shape_has_the_parameters_of_transformers(config: dict[str, Any]) -> None:
+    assert_counts_agree(config)
+
+
+def assert_counts_agree(config: dict[str, Any]) -> None:
+    """Of every layer and kind, and the correction biases, which are no parameters."""
+    architecture, model = architecture_of(config), reference.build(config)
+    assert counts_of(architecture) == reference.parameter_counts(model)
+    assert architecture.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert {layer.number: layer.num_buffer_elements for layer in architecture.layers if layer.num_buffer_elements} == (
+        reference.correction_biases(model)
+    )
+
+
+def counts_of(architecture: Architecture) -> reference.Counts:
+    counts: Counter[tuple[int | None, PartKind]] = Counter()
+    counts.update({(None, part.kind): part.num_parameters for part in architecture.outer_parts})
+    for layer in architecture.layers:
+        for part in layer.parts:
+            counts[layer.number, part.kind] += part.num_parameters
+    return dict(counts)

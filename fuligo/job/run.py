@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -122,6 +123,7 @@ async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: A
     periodic = _periodic(config, directory, num_rollout, trainer, recorder, evaluate)
     if evaluate is not None and origin.step == 0 and not config.eval.skip_eval_before_train:
         await evaluate.evaluate(num_rollouts=0)
+    gc.freeze()  # what was made so far lives as long as the run: full collections, a tenth of a second each, need not look at it
     recorder.start(origin.step)
     if trainer is None:
         await sample_only(rollouts, recorder, periodic)

@@ -1,0 +1,164 @@
+"""`fuligo plan`: what a config would do to a cluster, on any machine, without starting anything."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fuligo.config import Config
+from fuligo.config.findings import Severity
+from fuligo.config.help import asked_for_help, help_text
+from fuligo.config.parse import parse
+from fuligo.errors import ConfigError
+from fuligo.planner.gpus import GPUS
+from fuligo.planner.make_plan import make_plan
+from fuligo.planner.plan import Plan
+
+DEFAULT_GPU = "h100-80"
+STANDARD_OUTPUT = "-"
+_GIB = 1024**3
+_PLAIN_WIDTH = 100
+"""Of the report where there is no terminal to ask."""
+_USAGE = f"""\
+fuligo plan [--gpu NAME] [--host-memory GIB] [--json [FILE]] [--html FILE] [--config FILE] [--flag VALUE ...]
+
+Says what the job would do to a cluster: rules that it breaks, with fixes; where every process runs; memory; the time of a step.
+Takes the arguments of fuligo train, starts nothing, needs no GPU. Exit code 2 where fuligo train would refuse them, else 0.
+
+  --gpu NAME           plan for this GPU, default {DEFAULT_GPU}: {", ".join(GPUS)}
+  --host-memory GIB    memory of one node; without it, what the host needs is shown and not judged
+  --json [FILE]        everything as JSON, into FILE, or instead of the report where no FILE is given
+  --html FILE          everything as one page for a browser
+
+More: docs/plan.md; the flags of the job: fuligo train --help
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `fuligo plan` takes besides the arguments of `fuligo train`."""
+
+    gpu: str = DEFAULT_GPU
+    host_memory_bytes: int | None = None
+    json_file: str | None = None
+    """`-` for standard output."""
+    html_file: str | None = None
+    job: tuple[str, ...] = field(default=())
+    """The arguments of `fuligo train`."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the plan; 0 where the job could start, 2 where its config has errors.
+
+    Raises:
+        ConfigError: a flag is unknown or its value has the wrong type (then there is no config to plan), no such GPU, no model facts,
+            or a file cannot be written.
+    """
+    topic = asked_for_help(arguments)
+    if topic is not None:
+        print(help_text(topic) if topic else _USAGE, end="")
+        return 0
+    options = split_options(arguments)
+    parsed = parse(options.job)
+    plan = make_plan(parsed.config, options.gpu, plan_name(parsed.config, options.job), host_memory_bytes=options.host_memory_bytes)
+    _write(plan, parsed.config, parsed.warnings, options)
+    return 2 if any(finding.severity is Severity.ERROR for finding in plan.findings) else 0
+
+
+def split_options(arguments: Sequence[str]) -> Options:
+    """The options of `fuligo plan` apart from the arguments of the job, which may stand in any order; the last of two wins.
+
+    Raises:
+        ConfigError: an option lacks its value, or the value is no number.
+    """
+    given: dict[str, str] = {}
+    job: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        option, equals, value = argument.partition("=")
+        if option not in ("--gpu", "--host-memory", "--json", "--html"):
+            job.append(argument)
+        elif equals:
+            given[option] = value
+        elif rest and not rest[0].startswith("--"):
+            given[option] = rest.pop(0)
+        elif option == "--json":
+            given[option] = STANDARD_OUTPUT
+        else:
+            raise ConfigError(f"{option} needs a value: {_EXAMPLES[option]}")
+    return Options(
+        gpu=given.get("--gpu", DEFAULT_GPU),
+        host_memory_bytes=_bytes_of_gib(given["--host-memory"]) if "--host-memory" in given else None,
+        json_file=given.get("--json"),
+        html_file=given.get("--html"),
+        job=tuple(job),
+    )
+
+
+_EXAMPLES = {"--gpu": "--gpu h200-141", "--host-memory": "--host-memory 2048", "--html": "--html plan.html"}
+
+
+def _bytes_of_gib(text: str) -> int:
+    try:
+        gib = float(text)
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib < float("inf"):
+        raise ConfigError(f"--host-memory {text}: must be a number of GiB above 0, such as --host-memory 2048")
+    return int(gib * _GIB)
+
+
+def plan_name(config: Config, job: Sequence[str]) -> str:
+    """`--name`, else after the config file (`glm4-9b` for `glm4-9b.yaml` and for `glm4-9b/config.yaml`), else `plan`."""
+    if config.observability.name:
+        return config.observability.name
+    if "--config" in job[:-1]:
+        file = Path(job[job.index("--config") + 1])
+        return file.absolute().parent.name if file.stem == "config" else file.stem
+    return "plan"
+
+
+def _write(plan: Plan, config: Config, notes: Sequence[str], options: Options) -> None:
+    if options.json_file is not None or options.html_file is not None:
+        from fuligo.planner.json_output import plan_document
+
+        document = plan_document(plan, config, notes)
+        if options.json_file is not None:
+            _write_text("--json", options.json_file, json.dumps(document, indent=1) + "\n")
+        if options.html_file is not None:
+            from fuligo.planner.html import plan_page
+
+            _write_text("--html", options.html_file, plan_page(document))
+    if STANDARD_OUTPUT not in (options.json_file, options.html_file):
+        _report(plan, notes, list(_written(options)))
+
+
+def _written(options: Options) -> Iterator[str]:
+    for file in (options.json_file, options.html_file):
+        if file is not None:
+            yield f"wrote {file}"
+
+
+def _report(plan: Plan, notes: Sequence[str], written: Sequence[str]) -> None:
+    from rich.console import Console
+
+    from fuligo.planner.report import print_report
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    print_report(plan, console, notes)
+    for line in written:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _write_text(option: str, file: str, text: str) -> None:
+    if file == STANDARD_OUTPUT:
+        sys.stdout.write(text)
+        return
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option} {file} cannot be written: {error.strerror}; choose another place") from None

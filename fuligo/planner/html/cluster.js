@@ -1,0 +1,177 @@
+// The cluster section: colours by a switch, peers on hover, focus or tap.
+
+const ROLE_NAMES = { trainer: "trainer", regular: "engine", prefill: "prefill engine", decode: "decode engine", placeholder: "kept free", none: "unused" };
+
+// What is chosen; `pinned` stays when the pointer leaves.
+const state = { colour: "role", peers: null, current: 0, hovered: null, pinned: null, band: null };
+const drawn = { shape: null, cells: [], path: null };
+
+const colourDimension = () => DIMENSIONS[state.colour] ?? null;
+const peersOf = (gpu, dimension) => gpus.filter((other) => other === gpu || dimension.peers(gpu, other));
+
+// In the view by role the engine is the group that matters, or the tensor-parallel group where there is no engine.
+function peerDimension(gpu) {
+  if (state.peers && DIMENSIONS[state.peers].rank(gpu) !== null) return DIMENSIONS[state.peers];
+  const byColour = colourDimension();
+  if (byColour) return byColour.rank(gpu) === null ? null : byColour;
+  return gpu.engine ? DIMENSIONS.engine : gpu.trainer ? DIMENSIONS.tp : null;
+}
+
+function facesOf(gpu) {
+  const dimension = colourDimension();
+  if (dimension) {
+    const rank = dimension.rank(gpu);
+    if (rank === null) return [{ kind: "role-none", colour: {}, label: "" }];
+    return [{ kind: "rank", colour: rankColour(rank, dimension.size), label: drawn.shape.cell > 50 ? `${dimension.label} ${rank}` : `${rank}` }];
+  }
+  const roles = [gpu.trainer && "trainer", workerType(gpu)].filter(Boolean);
+  const wide = drawn.shape.cell > 62;
+  return (roles.length ? roles : ["none"]).map((role) => ({ kind: `role-${role}`, colour: {}, label: wide ? (ROLE_NAMES[role] ?? role).split(" ")[0] : "" }));
+}
+
+function clusterSection() {
+  const picture = element("div", { id: "cluster-picture" });
+  const inspector = element("aside", { id: "inspector", "aria-live": "polite", "aria-label": "The chosen GPU" });
+  const key = element("div", { id: "cluster-key" });
+  const refresh = () => mark(inspector);
+
+  const redraw = () => {
+    if (picture.clientWidth === 0) return; // not laid out yet: the observer calls again
+    drawn.shape = arrangement(picture.clientWidth, layout.num_nodes, layout.num_gpus_per_node);
+    drawCluster(picture, refresh);
+    key.replaceChildren(...clusterKey(refresh));
+    refresh();
+  };
+  new ResizeObserver(redraw).observe(picture);
+  const text = `${count(gpus.length, "GPU")} on ${count(layout.num_nodes, "node")}`;
+  return section(
+    "cluster",
+    "Cluster",
+    element("p", { class: "lead" }, `${text}. Point at a GPU, tap it, or move with the arrow keys; Enter keeps it, Escape lets it go.`),
+    colourSwitch(() => redraw()),
+    element("div", { class: "cluster" }, element("div", { class: "cluster-left" }, key, picture), inspector),
+  );
+}
+
+function colourSwitch(changed) {
+  const options = [["role", "Role", "trainer or engine"], ...shownDimensions.map((dimension) => [dimension.key, dimension.label, dimension.name])];
+  return element(
+    "fieldset",
+    { class: "switch" },
+    element("legend", {}, "Colour by"),
+    options.map(([value, label, name]) =>
+      element(
+        "label",
+        { title: name },
+        element("input", {
+          type: "radio",
+          name: "colour",
+          value,
+          checked: value === state.colour,
+          onchange: () => {
+            Object.assign(state, { colour: value, peers: null, band: null });
+            changed();
+          },
+        }),
+        element("span", {}, label),
+      ),
+    ),
+  );
+}
+
+// The colours' meaning; pointing at a rank shows all GPUs that have it.
+function clusterKey(refresh) {
+  const dimension = colourDimension();
+  if (!dimension) {
+    const roles = [...new Set(gpus.flatMap((gpu) => [gpu.trainer && "trainer", workerType(gpu), !gpu.trainer && !gpu.engine && "none"].filter(Boolean)))];
+    return [element("ul", { class: "legend" }, roles.map((role) => element("li", {}, element("span", { class: `swatch role-${role}` }), ROLE_NAMES[role] ?? role)))];
+  }
+  const show = (band) => () => {
+    state.band = band;
+    refresh();
+  };
+  const bands = Array.from({ length: dimension.size }, (_, rank) =>
+    element("span", { class: "band", title: `${dimension.label} ${rank}`, onpointerenter: show(rank), onpointerleave: show(null), ...rankColour(rank, dimension.size) }, dimension.size <= 16 ? rank : ""),
+  );
+  return [element("div", { class: "bands", "aria-hidden": "true" }, bands), element("p", { class: "key-text" }, `${dimension.name === "same engine" ? "engines" : `${dimension.name} ranks`} 0 to ${dimension.size - 1}`)];
+}
+
+function drawCluster(picture, refresh) {
+  const { shape } = drawn;
+  const hover = (index) => {
+    state.hovered = index;
+    refresh();
+  };
+  const pin = (index) => {
+    state.current = index;
+    state.pinned = state.pinned === index ? null : index;
+    refresh();
+    if (state.pinned !== null) drawn.cells[index].scrollIntoView({ block: "nearest" });
+  };
+  drawn.cells = gpus.map((gpu) =>
+    withTooltip(
+      drawCell(gpu, shape, facesOf(gpu), {
+        "aria-label": `${gpuTitle(gpu)}, ${gpuFacts(gpu).join(", ")}`,
+        onpointerenter: (event) => event.pointerType === "mouse" && hover(gpu.index),
+        onpointerleave: (event) => event.pointerType === "mouse" && hover(null),
+        onclick: () => pin(gpu.index),
+        onfocus: (event) => event.target.matches(":focus-visible") && (state.current = gpu.index) + 1 && hover(gpu.index),
+        onblur: () => hover(null),
+      }),
+      () => [gpuTitle(gpu), ...gpuFacts(gpu)],
+    ),
+  );
+  const nodes = Array.from({ length: layout.num_nodes }, (_, node) => drawNode(node, shape));
+  const width = picture.clientWidth;
+  const root = svg(
+    "svg",
+    { viewBox: `0 0 ${width} ${shape.height}`, width, height: shape.height, role: "group", "aria-label": "GPUs; the arrow keys move between them", onkeydown: (event) => moveByKey(event, pin) },
+    nodes,
+    drawn.cells,
+  );
+  picture.replaceChildren(root);
+}
+
+function moveByKey(event, pin) {
+  const { columns } = drawn.shape;
+  const perNode = layout.num_gpus_per_node;
+  const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns * perNode, ArrowDown: columns * perNode, Home: -gpus.length, End: gpus.length };
+  if (event.key === "Enter" || event.key === " ") pin(state.current);
+  else if (event.key === "Escape") pin(state.pinned ?? state.current);
+  else if (event.key in steps) {
+    const target = state.current + steps[event.key];
+    const bounded = Math.max(0, Math.min(gpus.length - 1, target));
+    if (target === bounded || event.key === "Home" || event.key === "End") state.current = bounded;
+    drawn.cells[state.current].focus();
+  } else return;
+  event.preventDefault();
+}
+
+// Who stands out, and what the inspector says.
+function mark(inspector) {
+  const active = state.hovered ?? state.pinned;
+  const gpu = gpus[active ?? state.current];
+  const dimension = peerDimension(gpu);
+  let group = null;
+  if (state.band !== null) group = new Set(gpus.filter((other) => colourDimension().rank(other) === state.band));
+  else if (active !== null && dimension) group = new Set(peersOf(gpu, dimension));
+  drawn.cells.forEach((cell, index) => {
+    cell.classList.toggle("dim", group !== null && !group.has(gpus[index]));
+    cell.classList.toggle("peer", group !== null && group.has(gpus[index]));
+    cell.classList.toggle("chosen", gpus[index] === gpu && state.band === null);
+    cell.setAttribute("tabindex", index === state.current ? 0 : -1);
+    cell.setAttribute("aria-pressed", String(index === state.pinned));
+  });
+  drawn.path?.remove();
+  if (group && state.band === null && dimension.key === "pp") {
+    drawn.path = drawPath([...group].sort((a, b) => a.trainer.pp - b.trainer.pp), drawn.shape);
+    drawn.cells[0].parentNode.append(drawn.path);
+  }
+  inspector.classList.toggle("kept", state.pinned !== null);
+  const change = (changes) => {
+    Object.assign(state, changes);
+    mark(inspector);
+  };
+  const choose = (key) => change({ peers: key, pinned: gpu.index, current: gpu.index });
+  inspector.replaceChildren(...inspect(gpu, peersOf, dimension?.key, choose, () => change({ pinned: null })).flat().filter(Boolean));
+}

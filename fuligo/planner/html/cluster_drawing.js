@@ -1,0 +1,76 @@
+// The cluster as one SVG: nodes as boxes, GPUs as cells in them. Knows where things are, not what they mean.
+
+const NODE_GAP = 12;
+const NODE_PADDING = 8;
+const NODE_TITLE = 18;
+const MIN_CELL = 17;
+const MAX_CELL = 112;
+const COMFORTABLE_HEIGHT = 640;
+const SPACIOUS_HEIGHT = 180; // what one or two rows of nodes may take
+
+// The fewest columns of nodes with which the drawing is not too high, as long as a cell stays large enough to be hit.
+function arrangement(width, numNodes, perNode) {
+  let chosen = null;
+  for (let columns = 1; columns <= numNodes; columns += 1) {
+    const cell = Math.min((width - NODE_GAP * (columns - 1)) / columns - 2 * NODE_PADDING, perNode * MAX_CELL) / perNode;
+    if (chosen && cell < MIN_CELL) break;
+    const rows = Math.ceil(numNodes / columns);
+    const cellHeight = Math.max(24, Math.min(cell * (rows <= 2 ? 1.7 : 1.1), Math.max(64, SPACIOUS_HEIGHT / rows)));
+    const nodeHeight = NODE_TITLE + cellHeight + 2 * NODE_PADDING;
+    chosen = { columns, cell, cellHeight, nodeHeight, nodeWidth: cell * perNode + 2 * NODE_PADDING, height: rows * (nodeHeight + NODE_GAP) - NODE_GAP };
+    if (chosen.height <= COMFORTABLE_HEIGHT) break;
+  }
+  return chosen;
+}
+
+function cellBox(gpu, shape) {
+  const column = gpu.node % shape.columns;
+  const row = Math.floor(gpu.node / shape.columns);
+  const inset = shape.cell > 30 ? 2 : 1.2;
+  return {
+    x: column * (shape.nodeWidth + NODE_GAP) + NODE_PADDING + gpu.local_index * shape.cell + inset,
+    y: row * (shape.nodeHeight + NODE_GAP) + NODE_TITLE + NODE_PADDING,
+    width: shape.cell - 2 * inset,
+    height: shape.cellHeight,
+  };
+}
+
+function drawNode(node, shape) {
+  const x = (node % shape.columns) * (shape.nodeWidth + NODE_GAP);
+  const y = Math.floor(node / shape.columns) * (shape.nodeHeight + NODE_GAP);
+  return svg(
+    "g",
+    { class: "node", "aria-hidden": "true" },
+    svg("rect", { x: x + 0.5, y: y + 0.5, width: shape.nodeWidth - 1, height: shape.nodeHeight - 1, rx: 9 }),
+    svg("text", { x: x + NODE_PADDING + 2, y: y + 18 }, `node ${node}`),
+  );
+}
+
+// `faces`: one or two {colour, label} from top to bottom; a GPU that both sides use has two.
+function drawCell(gpu, shape, faces, handlers) {
+  const { x, y, width, height } = cellBox(gpu, shape);
+  const radius = Math.min(5, width / 4);
+  const part = height / faces.length;
+  const clip = `cell-${gpu.index}`;
+  return svg(
+    "g",
+    { class: "cell", role: "button", tabindex: -1, "data-index": gpu.index, ...handlers },
+    svg("clipPath", { id: clip }, svg("rect", { x, y, width, height, rx: radius })),
+    svg(
+      "g",
+      { "clip-path": `url(#${clip})` },
+      faces.map((face, index) => svg("rect", { class: `face ${face.kind}`, x, y: y + index * part, width, height: part, ...face.colour })),
+    ),
+    faces.map((face, index) => face.label && width >= 14 && svg("text", { class: "label", x: x + width / 2, y: y + (index + 0.5) * part, "--size": `${Math.max(8.5, Math.min(13, width / 2.6, part * 0.7))}px` }, face.label)),
+    svg("rect", { class: "outline", x, y, width, height, rx: radius }),
+  );
+}
+
+// Through the cells of a pipeline, stage by stage.
+function drawPath(members, shape) {
+  const points = members.map((gpu) => {
+    const { x, y, width, height } = cellBox(gpu, shape);
+    return `${(x + width / 2).toFixed(1)},${(y + height / 2).toFixed(1)}`;
+  });
+  return svg("polyline", { class: "path", points: points.join(" "), "aria-hidden": "true" });
+}

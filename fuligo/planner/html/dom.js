@@ -1,0 +1,54 @@
+// Elements and numbers. Text only ever becomes text nodes: nothing of the plan is parsed as markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name === "class") node.setAttribute("class", value);
+    else if (name.startsWith("--")) node.style.setProperty(name, value);
+    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false).map((child) => (child instanceof Node ? child : String(child))));
+  return node;
+}
+
+const element = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
+const svg = (name, attributes = {}, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
+
+const section = (id, title, ...children) =>
+  element("section", { id, "aria-labelledby": `${id}-title` }, element("h2", { id: `${id}-title` }, title), ...children);
+
+const percent = (share) => `${(100 * share).toFixed(3)}%`;
+const gibibytes = (bytes) => `${(bytes / 2 ** 30).toFixed(1)} GiB`;
+const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+
+function magnitude(number) {
+  for (const [size, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]]) {
+    if (number >= size) {
+      const value = number / size;
+      return `${value.toFixed(value < 10 ? 2 : value < 100 ? 1 : 0)} ${letter}`;
+    }
+  }
+  return String(number);
+}
+
+function seconds(duration) {
+  if (duration >= 7200) return `${(duration / 3600).toFixed(1)} h`;
+  if (duration >= 600) return `${(duration / 60).toFixed(1)} min`;
+  return `${duration.toFixed(duration < 1 ? 2 : duration < 10 ? 1 : 0)} s`;
+}
+
+// 0, 1, 2, 5 -> "0-2, 5"
+function ranges(numbers) {
+  const runs = [];
+  for (const number of [...new Set(numbers)].sort((a, b) => a - b)) {
+    const last = runs.at(-1);
+    if (last && number === last[1] + 1) last[1] = number;
+    else runs.push([number, number]);
+  }
+  return runs.map(([first, last]) => (first === last ? `${first}` : `${first}–${last}`)).join(", ");
+}
+
+const spoken = (name) => name.replaceAll("_", " ");

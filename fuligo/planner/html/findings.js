@@ -1,0 +1,47 @@
+// What is wrong, what would mend it, what the estimates assume.
+
+function copyButton(text) {
+  const button = element("button", { type: "button", class: "copy" }, "Copy");
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+      button.textContent = "Copied";
+    } catch {
+      button.textContent = "Select it by hand"; // the browser gives a page from a file no clipboard
+    }
+  });
+  return button;
+}
+
+const command = (text) => element("div", { class: "command" }, element("code", {}, text), copyButton(text));
+
+function findingsSection() {
+  return section(
+    "findings",
+    "Findings",
+    plan.findings.map((finding) =>
+      element(
+        "article",
+        { class: `finding ${finding.severity}` },
+        element("h3", {}, element("span", { class: "severity" }, finding.severity), element("code", {}, finding.id)),
+        element("p", {}, finding.text),
+        finding.fix.length ? [element("p", { class: "fix-title" }, "Mended by (tried before it is shown):"), command(finding.fix.join(" "))] : null,
+        finding.advice ? element("p", { class: "advice" }, finding.advice) : null,
+      ),
+    ),
+    plan.notes.map((note) => element("article", { class: "finding note" }, element("h3", {}, element("span", { class: "severity" }, "note")), element("p", {}, note))),
+  );
+}
+
+function suggestionsSection() {
+  return section(
+    "suggestions",
+    "What would make it fit",
+    element("p", { class: "lead" }, "The cheapest first."),
+    plan.suggestions.map((suggestion) =>
+      element("article", { class: "finding suggestion" }, command(suggestion.flags.join(" ")), element("p", {}, element("b", {}, `${gibibytes(suggestion.saved_bytes)} less`), `, ${suggestion.cost}`)),
+    ),
+  );
+}
+
+const assumptionsSection = () => section("assumptions", "What the estimates assume", element("ul", { class: "assumptions" }, plan.assumptions.map((sentence) => element("li", {}, sentence))));

@@ -1,0 +1,75 @@
+// What one GPU does: its ranks, its layers, its memory, its peers.
+
+function rankChips(gpu, peersOf, highlighted, choose) {
+  const chips = Object.values(DIMENSIONS)
+    .filter((dimension) => dimension.size > 1 && dimension.rank(gpu) !== null)
+    .map((dimension) => {
+      const group = peersOf(gpu, dimension);
+      return element(
+        "button",
+        {
+          type: "button",
+          class: "chip",
+          "aria-pressed": String(highlighted === dimension.key),
+          title: `Show the ${count(group.length, "GPU")} of its ${dimension.name === "same engine" ? "engine" : `${dimension.name} group`}`,
+          onclick: () => choose(dimension.key),
+          ...rankColour(dimension.rank(gpu), dimension.size),
+        },
+        element("span", { class: "chip-label" }, dimension.label),
+        element("b", {}, dimension.rank(gpu)),
+        element("span", { class: "chip-of" }, `of ${dimension.size}`),
+      );
+    });
+  return chips.length ? element("div", { class: "chips", role: "group", "aria-label": "Ranks; choose one to see its peers" }, chips) : null;
+}
+
+function stageLine(stage) {
+  const ends = [stage.has_embedding && "embedding", stage.has_head && "head"].filter(Boolean);
+  return [
+    element("dt", {}, stage.virtual_rank || layout.stages.some((other) => other.virtual_rank) ? `Chunk ${stage.virtual_rank}` : "Layers"),
+    element("dd", {}, stage.num_layers ? `${ranges(layersOf(stage))} (${stage.num_layers})` : "none", ends.length ? ` + ${ends.join(", ")}` : ""),
+    stage.index_layers.length ? [element("dt", {}, "Own index"), element("dd", {}, ranges(stage.index_layers))] : null,
+  ];
+}
+
+function engineLines(gpu) {
+  const group = engineGroups[gpu.engine.group];
+  if (group.worker_type === "placeholder") return [element("dt", {}, "Engines"), element("dd", {}, "kept free by a placeholder")];
+  const ranks = ["tp", "pp", "dp", "ep"].filter((key) => group[key] > 1).map((key) => `${key.toUpperCase()} ${gpu.engine[key]}`);
+  return [
+    element("dt", {}, "Engine"),
+    element("dd", {}, `${group.worker_type} ${gpu.engine.engine}${group.model === "default" ? "" : ` of ${group.model}`}, rank ${gpu.engine.rank} of ${group.num_gpus_per_engine}`),
+    ranks.length ? [element("dt", {}, "Its ranks"), element("dd", {}, ranks.join(" · "))] : null,
+  ];
+}
+
+function memoryBlock(bar, scale) {
+  return element(
+    "div",
+    { class: "inspector-memory" },
+    element("h4", {}, bar.owner, element("span", { class: bar.fits ? "room-text" : "room-text bad" }, roomText(bar))),
+    memoryBar(bar, scale),
+    element(
+      "ul",
+      { class: "items" },
+      bar.items.filter((item) => item.num_bytes > 0).map((item) => element("li", { title: item.note }, swatch(itemColour(item.name)), element("span", {}, spoken(item.name)), element("span", { class: "number" }, gibibytes(item.num_bytes)))),
+    ),
+  );
+}
+
+// `choose(dimension)` shows its peers, `letGo()` unpins it.
+function inspect(gpu, peersOf, highlighted, choose, letGo) {
+  const bars = barsOf(gpu);
+  const scale = barScale(bars);
+  return [
+    element("h3", {}, gpuTitle(gpu), gpu.trainer ? element("span", { class: "rank" }, `trainer rank ${gpu.trainer.rank}`) : null, element("button", { type: "button", class: "let-go", "aria-label": "Close", onclick: letGo }, "×")),
+    rankChips(gpu, peersOf, highlighted, choose),
+    element(
+      "dl",
+      { class: "facts" },
+      gpu.trainer ? stagesOf(gpu.trainer.pp).map(stageLine) : [element("dt", {}, "Trainer"), element("dd", {}, "not on this GPU")],
+      gpu.engine ? engineLines(gpu) : [element("dt", {}, "Engines"), element("dd", {}, "not on this GPU")],
+    ),
+    bars.map((bar) => memoryBlock(bar, scale)),
+  ];
+}

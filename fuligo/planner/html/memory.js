@@ -1,0 +1,71 @@
+// Memory of each kind of GPU and of the host.
+
+function memorySection() {
+  const gpuBars = plan.memory.filter(isGpuBar);
+  const scale = barScale(gpuBars);
+  const names = [...new Set(plan.memory.flatMap((bar) => bar.items.filter((item) => item.num_bytes > 0).map((item) => item.name)))];
+  return section(
+    "memory",
+    "Memory",
+    element("p", { class: "lead" }, "The peak of each kind of GPU, stacked; the line is what the GPU has."),
+    legend(names.map((name) => [spoken(name), itemColour(name)])),
+    element("div", { class: "memory-bars" }, plan.memory.map((bar) => memoryRow(bar, isGpuBar(bar) ? scale : barScale([bar])))),
+    capacities(),
+    element("details", {}, element("summary", {}, "Figures, and how they come about"), memoryTable()),
+  );
+}
+
+function memoryRow(bar, scale) {
+  return element(
+    "div",
+    { class: "memory-row" },
+    element("div", { class: "memory-owner" }, element("b", {}, bar.owner), element("span", {}, isGpuBar(bar) ? count(bar.num_gpus, "GPU") : "")),
+    memoryBar(bar, scale),
+    element("div", { class: "memory-figures" }, element("b", {}, gibibytes(bar.used_bytes)), ` of ${gibibytes(bar.capacity_bytes)}`, element("span", { class: bar.fits ? "" : "bad" }, roomText(bar))),
+  );
+}
+
+function capacities() {
+  return plan.engine_capacities.map((capacity) => {
+    const group = engineGroups[capacity.group];
+    return element(
+      "p",
+      { class: "capacity-text" },
+      `Each ${group.worker_type} engine holds `,
+      element("b", {}, `${magnitude(capacity.kv_cache_tokens)} tokens`),
+      " of KV cache: ",
+      element("b", {}, count(capacity.concurrent_sequences, "sequence")),
+      " of the longest prompt and response at a time.",
+    );
+  });
+}
+
+function memoryTable() {
+  return scrollable(
+    "Figures of the memory",
+    element(
+      "table",
+      {},
+      element("thead", {}, element("tr", {}, ["Where", "What", "Size", "How it comes about"].map((title) => element("th", { scope: "col" }, title)))),
+      plan.memory.map((bar) =>
+        element(
+          "tbody",
+          {},
+          bar.items.map((item, index) =>
+            element(
+              "tr",
+              {},
+              index === 0 ? element("th", { scope: "rowgroup", rowspan: bar.items.length }, bar.owner) : null,
+              element("td", {}, spoken(item.name)),
+              element("td", { class: "number" }, gibibytes(item.num_bytes)),
+              element("td", { class: "note" }, item.note),
+            ),
+          ),
+        ),
+      ),
+    ),
+  );
+}
+
+// A wide table scrolls by itself, also by keyboard, and leaves the page's width alone.
+const scrollable = (label, table) => element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, table);

@@ -1,0 +1,57 @@
+// What can be known from the plan: which GPUs share a group, which bars describe a GPU, what a GPU is called.
+
+const plan = JSON.parse(document.getElementById("plan").textContent);
+const layout = plan.layout;
+const gpus = layout ? layout.gpus.map((gpu, index) => ({ ...gpu, index })) : [];
+const engineGroups = layout ? layout.engine_groups : [];
+
+const sameTrainer = (...keys) => (a, b) => Boolean(a.trainer && b.trainer) && keys.every((key) => a.trainer[key] === b.trainer[key]);
+
+// A dimension: the rank of a GPU in it (null where it has none), how many ranks there are, and who shares a group with whom.
+const DIMENSIONS = {
+  tp: { label: "TP", name: "tensor parallel", side: "trainer", rank: (gpu) => gpu.trainer?.tp ?? null, peers: sameTrainer("cp", "dp", "pp") },
+  cp: { label: "CP", name: "context parallel", side: "trainer", rank: (gpu) => gpu.trainer?.cp ?? null, peers: sameTrainer("tp", "dp", "pp") },
+  pp: { label: "PP", name: "pipeline parallel", side: "trainer", rank: (gpu) => gpu.trainer?.pp ?? null, peers: sameTrainer("tp", "cp", "dp") },
+  ep: { label: "EP", name: "expert parallel", side: "trainer", rank: (gpu) => gpu.trainer?.ep ?? null, peers: sameTrainer("pp", "etp", "expert_dp") },
+  dp: { label: "DP", name: "data parallel", side: "trainer", rank: (gpu) => gpu.trainer?.dp ?? null, peers: sameTrainer("tp", "cp", "pp") },
+  engine: {
+    label: "Engine",
+    name: "same engine",
+    side: "engine",
+    rank: (gpu) => gpu.engine?.engine ?? null,
+    peers: (a, b) => Boolean(a.engine && b.engine) && a.engine.engine === b.engine.engine,
+  },
+};
+for (const [key, dimension] of Object.entries(DIMENSIONS)) {
+  dimension.key = key;
+  dimension.size = 1 + Math.max(-1, ...gpus.map((gpu) => dimension.rank(gpu) ?? -1));
+}
+
+const shownDimensions = Object.values(DIMENSIONS).filter((dimension) => dimension.size > 1);
+const workerType = (gpu) => (gpu.engine ? engineGroups[gpu.engine.group].worker_type : null);
+const barsOf = (gpu) =>
+  plan.memory.filter((bar) =>
+    bar.pipeline_rank !== null ? gpu.trainer?.pp === bar.pipeline_rank : bar.engine_group !== null && gpu.engine?.group === bar.engine_group,
+  );
+const stagesOf = (pipelineRank) => layout.stages.filter((stage) => stage.pipeline_rank === pipelineRank);
+const layersOf = (stage) => Array.from({ length: stage.num_layers }, (_, offset) => stage.first_layer + offset);
+const isGpuBar = (bar) => bar.pipeline_rank !== null || bar.engine_group !== null;
+
+// Hues run from blue towards red at one lightness, few ranks not all the way; neighbours of many also differ a little in lightness (--odd).
+function rankColour(rank, size) {
+  const span = Math.min(250, 85 * (size - 1));
+  const hue = size <= 1 ? 265 : (625 - (span * rank) / (size - 1)) % 360;
+  return { "--hue": hue.toFixed(1), "--odd": size > 8 ? rank % 2 : 0 };
+}
+
+const gpuTitle = (gpu) => `Node ${gpu.node} · GPU ${gpu.local_index}`;
+
+function gpuFacts(gpu) {
+  const facts = [];
+  if (gpu.trainer) {
+    const ranks = shownDimensions.filter(({ side }) => side === "trainer").map((dimension) => `${dimension.label} ${dimension.rank(gpu)}`);
+    facts.push(`trainer rank ${gpu.trainer.rank}${ranks.length ? `: ${ranks.join(", ")}` : ""}`);
+  }
+  if (gpu.engine) facts.push(workerType(gpu) === "placeholder" ? "kept free by a placeholder" : `${workerType(gpu)} engine ${gpu.engine.engine}, rank ${gpu.engine.rank}`);
+  return facts.length ? facts : ["unused"];
+}

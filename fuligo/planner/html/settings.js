@@ -1,0 +1,35 @@
+// The config as a table: what differs from the defaults, or everything.
+
+function settingText(value) {
+  if (value === null) return "none";
+  return typeof value === "object" ? JSON.stringify(value, null, 1) : String(value);
+}
+
+function settingsSection() {
+  const body = element("tbody");
+  const search = element("input", { type: "search", placeholder: "Filter by name or value", "aria-label": "Filter the settings" });
+  const all = element("input", { type: "checkbox" });
+  const status = element("p", { class: "lead", "aria-live": "polite" });
+  const show = () => {
+    const words = search.value.toLowerCase().replaceAll("-", "_").split(/\s+/).filter(Boolean);
+    const rows = plan.settings.filter((setting) => {
+      const text = `${setting.group} ${setting.name} ${settingText(setting.value)}`.toLowerCase().replaceAll("-", "_");
+      return (all.checked || !setting.is_default) && words.every((word) => text.includes(word));
+    });
+    status.textContent = `${rows.length} of ${count(plan.settings.length, "setting")}`;
+    body.replaceChildren(...rows.map(settingRow));
+  };
+  search.addEventListener("input", show);
+  all.addEventListener("change", show);
+  show();
+  return section(
+    "settings",
+    "Config",
+    element("div", { class: "filters" }, search, element("label", {}, all, "also what is left at its default")),
+    status,
+    scrollable("Settings", element("table", { class: "settings" }, element("thead", {}, element("tr", {}, ["Group", "Name", "Value"].map((title) => element("th", { scope: "col" }, title)))), body)),
+  );
+}
+
+const settingRow = (setting) =>
+  element("tr", { class: setting.is_default ? "default" : "" }, element("td", {}, setting.group), element("th", { scope: "row" }, element("code", {}, setting.name)), element("td", {}, element("code", { class: "value" }, settingText(setting.value))));

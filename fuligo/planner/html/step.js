@@ -1,0 +1,81 @@
+// The timeline of one step.
+
+const PHASE_HUES = { rollout: 150, reward: 110, score: 235, logprobs: 235, reference: 205, train: 262, optimizer: 75, sync: 20, offload: 320, onload: 320 };
+const phaseColour = (name) => ({ "--hue": PHASE_HUES[name] ?? itemColour(name)["--hue"], "--chroma": 0.1 });
+
+function stepSection() {
+  const { phases, duration_s: duration } = plan.step;
+  const end = Math.max(...phases.map((phase) => phase.start_s + phase.duration_s));
+  const lanes = [...new Set(phases.map((phase) => phase.lane))];
+  return section(
+    "step",
+    "One step",
+    element("p", { class: "lead" }, "An estimate, about ", element("b", {}, seconds(duration)), "; what it rests on stands below."),
+    element("div", { class: "timeline" }, lanes.map((lane) => timelineLane(lane, phases.filter((phase) => phase.lane === lane), end)), timelineAxis(end)),
+    scrollable("Phases of a step", phaseTable(phases, end)),
+  );
+}
+
+function timelineLane(lane, phases, end) {
+  return element(
+    "div",
+    { class: "lane" },
+    element("div", { class: "lane-label" }, lane),
+    element(
+      "div",
+      { class: "lane-track" },
+      phases.map((phase) =>
+        withTooltip(
+          element(
+            "div",
+            { class: "phase", "--left": percent(phase.start_s / end), "--width": percent(phase.duration_s / end), ...phaseColour(phase.name) },
+            phase.duration_s / end > 0.07 ? element("span", {}, spoken(phase.name)) : null,
+          ),
+          () => [`${spoken(phase.name)}: ${seconds(phase.duration_s)}`, phase.note],
+        ),
+      ),
+    ),
+  );
+}
+
+function timelineAxis(end) {
+  const rough = end / 5;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= rough);
+  const ticks = Array.from({ length: Math.floor(end / step) + 1 }, (_, index) => index * step);
+  return element(
+    "div",
+    { class: "lane axis", "aria-hidden": "true" },
+    element("div", { class: "lane-label" }),
+    element("div", { class: "lane-track" }, ticks.map((tick) => element("span", { class: "tick", "--left": percent(tick / end) }, tick === 0 ? "0" : seconds(tick)))),
+  );
+}
+
+const operations = (flops) => {
+  const [size, unit] = flops >= 1e18 ? [1e18, "EFLOP"] : flops >= 1e15 ? [1e15, "PFLOP"] : flops >= 1e12 ? [1e12, "TFLOP"] : [1e9, "GFLOP"];
+  return `${(flops / size).toLocaleString("en", { maximumSignificantDigits: 3 })} ${unit}`;
+};
+
+function phaseTable(phases, end) {
+  return element(
+    "table",
+    {},
+    element("thead", {}, element("tr", {}, ["Phase", "On", "Time", "Share", "Work", "Rests on"].map((title) => element("th", { scope: "col" }, title)))),
+    element(
+      "tbody",
+      {},
+      phases.map((phase) =>
+        element(
+          "tr",
+          {},
+          element("th", { scope: "row" }, swatch(phaseColour(phase.name)), spoken(phase.name)),
+          element("td", {}, phase.lane),
+          element("td", { class: "number" }, seconds(phase.duration_s)),
+          element("td", { class: "number" }, `${((100 * phase.duration_s) / end).toFixed(0)}%`),
+          element("td", { class: "number" }, phase.flops ? operations(phase.flops) : "–"),
+          element("td", { class: "note" }, phase.note),
+        ),
+      ),
+    ),
+  );
+}

@@ -6,7 +6,7 @@ TORCH ?= 2.13.0
 # Tests that start processes share two cores badly with more workers than this.
 TEST_WORKERS ?= 2
 
-.PHONY: quickstart install install-dev test test-full test-gpu format lint types imports
+.PHONY: quickstart install install-dev browser test test-full test-gpu format lint types imports
 
 quickstart: install
 	.venv/bin/fuligo quickstart $(ARGS)
@@ -26,10 +26,16 @@ install-dev: .venv/.installed-dev
 	$(PIP) --editable .[dev]
 	touch $@
 
-test: install-dev lint types imports
+# Tests of pages need a real browser. Where there is none and we may install Debian's, we do; else they skip and say so.
+browser:
+	@if ! command -v chromium >/dev/null && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null \
+		|| echo "Chromium cannot be installed: the tests of pages are skipped"; fi
+
+test: install-dev browser lint types imports
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow"
 
-test-full: install-dev lint types imports
+test-full: install-dev browser lint types imports
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu"
 
 test-gpu: install-dev

@@ -15,6 +15,7 @@ from fuligo.errors import ConfigError, FuligoError
 COMMANDS = {
     "quickstart": "GRPO with a tiny model, here and now: about a minute, no GPU",
     "train": "the job: fuligo train --config run.yaml, or flags, or both",
+    "plan": "what train would do to a cluster, without one: rules, layout, memory, time; the same arguments",
     "serve": "the embedded engine alone",
     "doctor": "what this machine has: packages, devices, memory, places to write to",
 }

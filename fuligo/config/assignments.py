@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from fuligo.config import Config
-from fuligo.config.flags import Flag, Kind, did_you_mean, nearest
+from fuligo.config.flag import Flag
+from fuligo.config.values import invalid_reason
 from fuligo.errors import ConfigError
 
 
@@ -26,6 +29,16 @@ class Assignment:
     """Where it was given, for error messages: `--lr`, or `run.yaml line 7, optimizer.lr`."""
 
 
+@dataclass(slots=True)
+class Given:
+    """What a command line or a file says."""
+
+    assignments: list[Assignment] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """What is wrong with it, one text each."""
+    warnings: list[str] = field(default_factory=list)
+
+
 def build_config(assignments: Iterable[Assignment], problems: Iterable[str] = ()) -> Config:
     """The Config with these values and the defaults of all other flags; of two assignments of one flag the last counts.
 
@@ -35,15 +48,15 @@ def build_config(assignments: Iterable[Assignment], problems: Iterable[str] = ()
     Raises:
         ConfigError: the problems, and values of the wrong type or outside their range, all of them at once.
     """
-    last = {assignment.flag.name: assignment for assignment in assignments}
+    last = {(assignment.flag.group, assignment.flag.name): assignment for assignment in assignments}
     values: dict[str, dict[str, Any]] = defaultdict(dict)
-    for name, assignment in last.items():
-        values[assignment.flag.group][name] = assignment.value
+    for (group, name), assignment in last.items():
+        values[group][name] = assignment.value
     found = list(problems)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        invalid = {_problem(details, last[str(details["loc"][1])]) for details in error.errors()}
+        invalid = {_problem(details, last[str(details["loc"][0]), str(details["loc"][1])]) for details in error.errors()}
         raise ConfigError(*found, *sorted(invalid)) from None
     if found:
         raise ConfigError(*found)
@@ -52,11 +65,30 @@ def build_config(assignments: Iterable[Assignment], problems: Iterable[str] = ()
 
 def invalid_value(flag: Flag, value: Any, origin: str) -> str:
     """The error text for a value that breaks the flag's rule."""
-    choices = [choice for choice in nearest(value, flag.choices)[:1] if isinstance(value, str)] if flag.choices else []
-    quote = "; put it in quotes" if flag.kind is Kind.TEXT else ""
-    default = "" if flag.default in (None, "", [], {}) else f" (default: {flag.default})"
-    return f"{origin}: {value!r} is not valid, it must be {flag.rule}{default}{did_you_mean(choices)}{quote}"
+    return f"{origin}: {invalid_reason(flag, value)}"
+
+
+def anchored(flag: Flag, value: Any, base: Path) -> Any:
+    """Paths that begin with `./` or `../`, from `base`; all other values as they are.
+
+    The result begins with neither, so that it means the same wherever the config is written and read again.
+    """
+    if not flag.is_path:
+        return value
+    if isinstance(value, list):
+        return [anchored_path(entry, base) for entry in value]
+    return anchored_path(value, base)
+
+
+def anchored_path(value: Any, base: Path) -> Any:
+    """The same for one path; what is no text is left to whoever checks types."""
+    if not isinstance(value, str) or not value.startswith(("./", "../")):
+        return value
+    joined = os.path.normpath(base / value)
+    return os.path.abspath(joined) if joined.startswith("..") else joined  # noqa: PTH100 - resolves no links
 
 
 def _problem(details: ErrorDetails, assignment: Assignment) -> str:
+    if details["type"] == "argument":
+        return f"{assignment.origin}: {details['msg']}"
     return invalid_value(assignment.flag, details["input"], assignment.origin)

@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from fuligo.config.assignments import Assignment, invalid_value
-from fuligo.config.flags import Flag, Kind, flags, option_name, suggest_options
+from fuligo.config.assignments import Assignment, Given, anchored, invalid_value
+from fuligo.config.flag import PREFIXES, Flag, Kind
+from fuligo.config.flags import flags, option_name, passthrough_groups, suggest_options
+from fuligo.config.passthrough import deprecation, problem_with_name
+from fuligo.config.schemas import schema
+from fuligo.config.topology_file import read_topology
 
 CONFIG_OPTION = "--config"
 _BOOLEANS = {"true": True, "false": False}
 
 
 @dataclass(slots=True)
-class CommandLine:
+class CommandLine(Given):
     """What the arguments say."""
 
     config_file: str | None = None
-    assignments: list[Assignment] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -38,6 +40,16 @@ class _Occurrence:
 
     def __str__(self) -> str:
         return f"{self.option}={self.values[0]}" if self.attached else " ".join([self.option, *self.values])
+
+
+@dataclass(frozen=True, slots=True)
+class _Meaning:
+    """The flag that an option stands for."""
+
+    flag: Flag
+    value: Any = None
+    """The value that the bare option gives, where it stands for one: False for `--no-name`."""
+    warning: str | None = None
 
 
 class _Problem(Exception):
@@ -53,9 +65,11 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
             if occurrence.option == CONFIG_OPTION:
                 name, result.config_file = CONFIG_OPTION, _single(occurrence, "the name of a YAML file")
             else:
-                assignment = _assignment(occurrence)
-                name = assignment.flag.name
-                result.assignments.append(assignment)
+                meaning = _meaning(occurrence.option)
+                name = meaning.flag.flat_name
+                value = anchored(meaning.flag, _value(meaning, occurrence, result), Path())
+                result.assignments.append(Assignment(meaning.flag, value, occurrence.option))
+                result.warnings += [meaning.warning] if meaning.warning else []
         except _Problem as problem:
             result.problems.append(str(problem))
             continue
@@ -78,28 +92,75 @@ def _occurrences(arguments: Sequence[str], problems: list[str]) -> list[_Occurre
     return found
 
 
-def _assignment(occurrence: _Occurrence) -> Assignment:
-    name = occurrence.option.removeprefix("--").replace("-", "_")
-    flag = flags().get(name)
-    if flag is not None:
-        return Assignment(flag, _value(flag, occurrence), occurrence.option)
-    negated = flags().get(name.removeprefix("no_")) if name.startswith("no_") else None
-    if negated is None or negated.kind is not Kind.BOOL:
-        raise _Problem(f"unknown flag {occurrence.option}{suggest_options(name)}")
-    if occurrence.values:
-        raise _Problem(f"{occurrence.option} takes no value, got {' '.join(occurrence.values)!r}")
-    return Assignment(negated, False, occurrence.option)
+def _meaning(option: str) -> _Meaning:
+    """A typed flag of ours, else an argument passed on, else one of both negated."""
+    name = option.removeprefix("--").replace("-", "_")
+    if name in flags():
+        return _Meaning(flags()[name])
+    group = next((group for group, prefix in PREFIXES.items() if name.startswith(prefix)), "megatron")
+    bare = name.removeprefix(PREFIXES.get(group, ""))
+    if group in passthrough_groups():
+        backend = schema(group)
+        problem = problem_with_name(backend, bare)
+        if problem is None:
+            alias = backend.aliases.get(bare)
+            flag = backend.flags[alias.name if alias else bare]
+            return _Meaning(
+                flag, alias.value if alias else None, deprecation(backend, bare, lambda n: option_name(PREFIXES.get(group, "") + n))
+            )
+        if not problem.startswith("unknown"):
+            raise _Problem(f"{option} {problem}" if problem.startswith("cannot") else f"{option}: {problem}")
+    negated = _negated(name)
+    if negated is None:
+        raise _Problem(f"unknown flag {option}{suggest_options(name)}")
+    return _Meaning(negated, value=False)
 
 
-def _value(flag: Flag, occurrence: _Occurrence) -> Any:
+def _negated(name: str) -> Flag | None:
+    """The switch that `no_name` turns off; for a passed-through one `no_` may stand before or after the prefix."""
+    for prefix in ("", *PREFIXES.values()):
+        if name.startswith(f"{prefix}no_"):
+            try:
+                flag = _meaning(option_name(prefix + name.removeprefix(f"{prefix}no_"))).flag
+            except _Problem:
+                continue
+            return flag if flag.kind is Kind.BOOL else None
+    return None
+
+
+def _value(meaning: _Meaning, occurrence: _Occurrence, result: CommandLine) -> Any:
+    flag = meaning.flag
+    if meaning.value is not None:
+        if occurrence.values:
+            raise _Problem(f"{occurrence.option} takes no value, got {' '.join(occurrence.values)!r}")
+        return meaning.value
     if flag.kind is Kind.BOOL:
         return _boolean(flag, occurrence)
     if flag.kind.is_list:
         return _list(flag, occurrence)
     text = _single(occurrence, f"a value: {flag.rule}")
-    if flag.optional and text == ("" if flag.kind is Kind.TEXT else "none"):
+    if _unsets(flag, text):
         return None
-    return _json(flag, text) if flag.kind is Kind.JSON else text
+    if flag.kind is Kind.TOPOLOGY:
+        return _topology(flag, Path(text), result)
+    return _json(flag, text) if flag.kind.is_json else text
+
+
+def _unsets(flag: Flag, text: str) -> bool:
+    """A value that takes back what a file says."""
+    if flag.kind is Kind.TEXT:
+        return flag.optional and text == ""
+    return text == "none" and "none" not in flag.choices and (flag.optional or flag.group in passthrough_groups())
+
+
+def _topology(flag: Flag, file: Path, result: CommandLine) -> Any:
+    topology = read_topology(file)
+    result.warnings += topology.warnings
+    if topology.problems:
+        *others, last = topology.problems
+        result.problems += others
+        raise _Problem(last)
+    return topology.models
 
 
 def _single(occurrence: _Occurrence, wanted: str) -> str:
@@ -116,7 +177,7 @@ def _boolean(flag: Flag, occurrence: _Occurrence) -> bool:
         return True
     text = _single(occurrence, flag.rule).lower()
     if text not in _BOOLEANS:
-        hint = f"; for false write {option_name('no_' + flag.name)}" + suggest_options(text)
+        hint = f"; for false write {option_name('no_' + flag.flat_name)}" + suggest_options(text)
         raise _Problem(invalid_value(flag, occurrence.values[0], occurrence.option) + hint)
     return _BOOLEANS[text]
 
@@ -132,5 +193,5 @@ def _list(flag: Flag, occurrence: _Occurrence) -> list[Any]:
 def _json(flag: Flag, text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise _Problem(f"{flag.option}: {text!r} is not JSON ({error}); it must be {flag.rule}, in single quotes for the shell") from None

@@ -27,6 +27,7 @@ from fuligo.config.groups import (
     TrainFlags,
     WeightSyncFlags,
 )
+from fuligo.config.passthrough import MegatronArguments, RouterArguments, SglangArguments
 
 
 class Config(FlagGroup):
@@ -50,6 +51,9 @@ class Config(FlagGroup):
     weight_sync: WeightSyncFlags = WeightSyncFlags()
     observability: ObservabilityFlags = ObservabilityFlags()
     debug: DebugFlags = DebugFlags()
+    sglang: SglangArguments = SglangArguments()
+    router: RouterArguments = RouterArguments()
+    megatron: MegatronArguments = MegatronArguments()
 
     @property
     def samples_per_rollout(self) -> int:
@@ -117,7 +121,7 @@ class Config(FlagGroup):
     def resolved_train_backend(self) -> Literal["torch", "megatron"]:
         """The trainer: as given; `auto` is megatron where a flag of Megatron's has a value that is not its default."""
         given = self.cluster.train_backend
-        return given if given != "auto" else "megatron" if self._is_changed(MEGATRON_FLAGS) else "torch"
+        return given if given != "auto" else "megatron" if self._has(MEGATRON_FLAGS, "megatron") else "torch"
 
     @property
     def resolved_rollout_backend(self) -> Literal["embedded", "sglang"]:
@@ -125,7 +129,7 @@ class Config(FlagGroup):
         given = self.cluster.rollout_backend
         if given != "auto":
             return given
-        return "sglang" if self._is_changed((*SGLANG_FLAGS, *MEGATRON_FLAGS)) else "embedded"
+        return "sglang" if self._has((*SGLANG_FLAGS, *MEGATRON_FLAGS), "sglang", "megatron") else "embedded"
 
     @property
     def needs_critic(self) -> bool:
@@ -210,11 +214,11 @@ class Config(FlagGroup):
 
         return apply(self, changes)
 
-    def _is_changed(self, names: Sequence[str]) -> bool:
-        """One of these flags has a value that is not its default."""
-        from fuligo.config.flags import flags
+    def _has(self, names: Sequence[str], *pass_through: str) -> bool:
+        """One of these flags has a value that is not its default, or one of these groups an argument."""
+        from fuligo.config.given import given_options
 
-        return any(getattr(getattr(self, flags()[name].group), name) != flags()[name].default for name in names)
+        return bool(given_options(self, names, pass_through))
 
     @property
     def has_eval(self) -> bool:

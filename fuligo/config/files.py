@@ -11,17 +11,19 @@ import yaml
 from yaml.constructor import SafeConstructor
 
 from fuligo.config import Config
-from fuligo.config.assignments import Assignment, build_config, invalid_value
-from fuligo.config.flags import Flag, Kind, did_you_mean, flags, groups, nearest
+from fuligo.config.assignments import Assignment, Given, anchored, anchored_path, build_config, invalid_value
+from fuligo.config.flag import Flag, Kind, did_you_mean, nearest
+from fuligo.config.flags import flags, groups, passthrough_flags, passthrough_groups, sections
+from fuligo.config.passthrough import deprecation, problem_with_name, resolved_value
+from fuligo.config.schemas import schema
+from fuligo.config.topology_file import LOADER, read_topology, topology_of
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml where PyYAML was built with it: the same result, faster."""
 _HEADER = "# Every flag of this run with the value in force. To run it again: fuligo train --config {name} --run-dir NEW\n"
 
 
 def save_yaml(config: Config, path: Path) -> None:
     """Write the whole config, defaults included; `load_yaml` gives an equal one. The file appears at once or not at all."""
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True, width=120)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(_HEADER.format(name=path.name) + text, encoding="utf-8")
     unfinished.replace(path)
@@ -33,23 +35,25 @@ def load_yaml(path: Path) -> Config:
     Raises:
         ConfigError: the file cannot be read, is not YAML, or holds unknown, misplaced or invalid keys, all of them at once.
     """
-    return build_config(*read_yaml(path))
+    given = read_yaml(path)
+    return build_config(given.assignments, given.problems)
 
 
-def read_yaml(path: Path) -> tuple[list[Assignment], list[str]]:
-    """A file's assignments, and what is wrong with it, one text each; never raises."""
+def read_yaml(path: Path) -> Given:
+    """What a file says; never raises."""
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), _LOADER)
+        root = yaml.compose(path.read_text(encoding="utf-8"), LOADER)
     except (OSError, UnicodeDecodeError) as error:
-        return [], [f"--config {path}: cannot be read ({getattr(error, 'strerror', None) or error})"]
-    except yaml.YAMLError as error:
-        return [], [f"--config {path}: not valid YAML: {' '.join(str(error).split())}"]
+        return Given(problems=[f"--config {path}: cannot be read ({getattr(error, 'strerror', None) or error})"])
+    except (yaml.YAMLError, RecursionError) as error:
+        return Given(problems=[f"--config {path}: not valid YAML: {' '.join(str(error).split())}"])
     if root is None:
-        return [], []
+        return Given()
     if not isinstance(root, yaml.MappingNode):
-        return [], [f"--config {path}: must hold groups of flags, such as `rollout: {{rollout_batch_size: 32}}`"]
+        return Given(problems=[f"--config {path}: must hold groups of flags, such as `rollout: {{rollout_batch_size: 32}}`"])
     reader = _Reader(path)
-    return list(reader.assignments(root)), reader.problems
+    reader.read(root)
+    return reader.given
 
 
 class _Reader:
@@ -57,21 +61,21 @@ class _Reader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.problems: list[str] = []
+        self.given = Given()
+        self.problems = self.given.problems
         self.construct = SafeConstructor().construct_document
 
-    def assignments(self, root: yaml.MappingNode) -> Iterator[Assignment]:
+    def read(self, root: yaml.MappingNode) -> None:
         for group, node, place in self._entries(root):
-            if group not in groups():
+            if group not in sections():
                 self.problems.append(f"{place}: {_unknown_group(group)}")
             elif isinstance(node, yaml.MappingNode):
-                yield from self._group(group, node)
+                read = self._passed_on if group in passthrough_groups() else self._typed
+                self.given.assignments += read(group, node)
             elif self.construct(node) is not None:
-                self.problems.append(
-                    f"{place}: {group} must hold flags, such as `{group}: {{{next(iter(groups()[group].model_fields))}: ...}}`"
-                )
+                self.problems.append(f"{place}: {group} must hold flags, such as `{group}: {{{_first_flag(group)}: ...}}`")
 
-    def _group(self, group: str, node: yaml.MappingNode) -> Iterator[Assignment]:
+    def _typed(self, group: str, node: yaml.MappingNode) -> Iterator[Assignment]:
         for name, value_node, place in self._entries(node):
             flag = flags().get(name)
             origin = f"{place}, {group}.{name}"
@@ -79,16 +83,73 @@ class _Reader:
                 self.problems.append(f"{place}: unknown key {name} in {group}{_suggest_keys(name)}")
             elif flag.group != group:
                 self.problems.append(f"{place}: {name} belongs in the group {flag.group}, not in {group}")
+            elif flag.kind is Kind.TOPOLOGY:
+                yield from self._topology(flag, value_node, origin)
             else:
-                try:
-                    value = self.construct(value_node)
-                except (yaml.YAMLError, ValueError) as error:
-                    self.problems.append(f"{origin}: {' '.join(str(error).split())}")
-                    continue
-                if _bool_where_none_belongs(flag, value):
-                    self.problems.append(invalid_value(flag, value, origin))
-                else:
-                    yield Assignment(flag, value, origin)
+                yield from self._value(flag, value_node, origin)
+
+    def _value(self, flag: Flag, node: yaml.Node, origin: str) -> Iterator[Assignment]:
+        constructed = self._constructed(node, origin)
+        if constructed is None:
+            return
+        (value,) = constructed
+        if _bool_where_none_belongs(flag, value):
+            self.problems.append(invalid_value(flag, value, origin))
+        else:
+            yield Assignment(flag, anchored(flag, value, self.path.parent), origin)
+
+    def _topology(self, flag: Flag, node: yaml.Node, origin: str) -> Iterator[Assignment]:
+        if isinstance(node, yaml.SequenceNode):
+            topology = topology_of(node, self.path)
+        else:
+            constructed = self._constructed(node, origin)
+            if constructed is None:
+                return
+            (value,) = constructed
+            if value is None:
+                yield Assignment(flag, None, origin)
+                return
+            if not isinstance(value, str):
+                self.problems.append(f"{origin}: must be {flag.kind}, or the list of models that such a file holds")
+                return
+            topology = read_topology(Path(anchored_path(value, self.path.parent)))
+        self.problems += topology.problems
+        self.given.warnings += topology.warnings
+        if not topology.problems:
+            yield Assignment(flag, topology.models, origin)
+
+    def _passed_on(self, group: str, node: yaml.MappingNode) -> Iterator[Assignment]:
+        backend = schema(group)
+        seen: dict[str, str] = {}
+        for name, value_node, place in self._entries(node):
+            origin = f"{place}, {group}.{name}"
+            problem = problem_with_name(backend, name)
+            constructed = self._constructed(value_node, origin) if problem is None else None
+            if constructed is None:
+                self.problems += [f"{origin}: {problem}{_elsewhere(name, problem)}"] if problem else []
+                continue
+            alias = backend.aliases.get(name)
+            flag = backend.flags[alias.name if alias else name]
+            if flag.name in seen:
+                self.problems.append(f"{origin}: the same is already given as {seen[flag.name]}")
+                continue
+            seen[flag.name] = name
+            warning = deprecation(backend, name, str)
+            self.given.warnings += [f"{place}: {warning}"] if warning else []
+            (value,) = constructed
+            try:
+                given = None if value is None else resolved_value(backend, alias.value if alias else None, flag.name, value)
+                yield Assignment(flag, given, origin)
+            except ValueError as error:
+                self.problems.append(f"{origin}: {error}")
+
+    def _constructed(self, node: yaml.Node, origin: str) -> tuple[Any] | None:
+        """The value of a node; None, and a problem, where it has none."""
+        try:
+            return (self.construct(node),)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            self.problems.append(f"{origin}: {' '.join(str(error).split())}")
+            return None
 
     def _entries(self, node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, str]]:
         """Key, value node and place of each entry; a key given twice is a problem (YAML has no order to decide by)."""
@@ -103,6 +164,14 @@ class _Reader:
             yield key, value_node, f"{self.path} line {line}"
 
 
+def _plain(config: Config) -> dict[str, Any]:
+    """What YAML can hold; paths mean the same when they are read from another directory."""
+    plain = config.model_dump(mode="json")
+    for flag in flags().values():
+        plain[flag.group][flag.name] = anchored(flag, plain[flag.group][flag.name], Path())
+    return plain
+
+
 def _bool_where_none_belongs(flag: Flag, value: Any) -> bool:
     """YAML's `yes` is true, and pydantic takes true for 1 and 1 for true: neither is meant."""
     if flag.kind is Kind.BOOL:
@@ -111,13 +180,27 @@ def _bool_where_none_belongs(flag: Flag, value: Any) -> bool:
     return any(isinstance(item, bool) for item in values)
 
 
+def _first_flag(group: str) -> str:
+    return next(iter(groups()[group].model_fields if group in groups() else passthrough_flags(group)))
+
+
 def _unknown_group(group: str) -> str:
     flag = flags().get(group.replace("-", "_"))
     if flag is not None:
         return f"{flag.name} belongs in a group: `{flag.group}: {{{flag.name}: ...}}`"
-    return f"unknown group {group}{did_you_mean(nearest(group, groups())) or '; the groups are ' + ', '.join(groups())}"
+    return f"unknown group {group}{did_you_mean(nearest(group, sections())) or '; the groups are ' + ', '.join(sections())}"
 
 
 def _suggest_keys(name: str) -> str:
     names = nearest(name.replace("-", "_"), flags())
     return did_you_mean(f"{near} (group {flags()[near].group})" for near in names)
+
+
+def _elsewhere(name: str, problem: str) -> str:
+    """Where an unknown argument belongs, when another group has it."""
+    key = name.replace("-", "_")
+    if not problem.startswith("unknown") or "did you mean" in problem:
+        return ""
+    found = [group for group in passthrough_groups() if key in passthrough_flags(group)]
+    found += [flags()[key].group] if key in flags() else []
+    return did_you_mean(f"{key} (group {group})" for group in found)

@@ -1,84 +1,61 @@
-"""The flags as data, read off the groups: what the command line, the config file, `--help` and docs/flags.md share."""
+"""The flags as data: what the command line, the config file, `--help` and docs/flags.md share.
+
+Typed flags are read off the groups. The groups `sglang`, `router` and `megatron` pass arguments on; their flags come from schemas.
+"""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import types
-from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from fuligo.config import Config
+from fuligo.config.flag import Flag, Kind, did_you_mean, nearest, option_name
 from fuligo.config.group import FlagGroup
+from fuligo.config.passthrough import PassThrough
+from fuligo.config.reserved import RESERVED
+from fuligo.config.schemas import schema
+from fuligo.config.topology import ModelServers
+
+__all__ = [
+    "Flag",
+    "Kind",
+    "did_you_mean",
+    "flags",
+    "groups",
+    "nearest",
+    "option_name",
+    "passthrough_flags",
+    "passthrough_groups",
+    "sections",
+    "suggest_options",
+]
 
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
-class Kind(StrEnum):
-    """What a flag's value is."""
-
-    BOOL = "true or false"
-    INT = "an integer"
-    FLOAT = "a number"
-    TEXT = "text"
-    CHOICE = "a choice"
-    TEXT_LIST = "a list"
-    INT_LIST = "a list of integers"
-    JSON = "a JSON object"
-
-    @property
-    def is_list(self) -> bool:
-        return self in (Kind.TEXT_LIST, Kind.INT_LIST)
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One field of one group."""
-
-    name: str
-    """The field's name: the key in a config file."""
-    group: str
-    """The group's name: the section of a config file."""
-    kind: Kind
-    choices: tuple[str, ...]
-    optional: bool
-    """None is a value."""
-    bounds: str
-    """`>= 1`, or empty."""
-    default: Any
-    doc: str
-    unit: str | None
-
-    @property
-    def option(self) -> str:
-        """The flag on the command line."""
-        return option_name(self.name)
-
-    @property
-    def rule(self) -> str:
-        """What a value must be, in words: `an integer >= 1`, `one of auto, cpu, cuda`."""
-        allowed = f"one of {', '.join(self.choices)}" if self.choices else f"{self.kind} {self.bounds}".strip()
-        return f"{allowed} or none" if self.optional and self.kind is not Kind.TEXT else allowed
-
-
-def option_name(name: str) -> str:
-    """`rollout_batch_size` -> `--rollout-batch-size`."""
-    return "--" + name.replace("_", "-")
+@functools.cache
+def groups() -> dict[str, type[FlagGroup]]:
+    """The groups of typed flags by name, in the order in which a reader meets them."""
+    return {name: field.annotation for name, field in Config.model_fields.items() if _is_a(field, FlagGroup)}  # pyright: ignore[reportReturnType]
 
 
 @functools.cache
-def groups() -> dict[str, type[FlagGroup]]:
-    """The groups by name, in the order in which a reader meets them."""
-    return {name: field.annotation for name, field in Config.model_fields.items()}  # pyright: ignore[reportReturnType]
+def passthrough_groups() -> dict[str, type[PassThrough]]:
+    """The groups that pass arguments on: `sglang`, `router`, `megatron`."""
+    return {name: field.annotation for name, field in Config.model_fields.items() if _is_a(field, PassThrough)}  # pyright: ignore[reportReturnType]
+
+
+def sections() -> list[str]:
+    """All groups: the sections of a config file."""
+    return [*groups(), *passthrough_groups()]
 
 
 @functools.cache
 def flags() -> dict[str, Flag]:
-    """All flags by name. Names are unique across groups, so that the command line needs no prefix."""
+    """All typed flags by name. Names are unique across groups, so that the command line needs no prefix."""
     found: dict[str, Flag] = {}
     for group, model in groups().items():
         for name, field in model.model_fields.items():
@@ -87,21 +64,43 @@ def flags() -> dict[str, Flag]:
     return found
 
 
-def nearest(name: str, candidates: Iterable[str]) -> list[str]:
-    """Up to three candidates that look like `name`, the likeliest first."""
-    return difflib.get_close_matches(name, list(candidates), n=3, cutoff=0.6)
-
-
-def did_you_mean(names: Iterable[str]) -> str:
-    """`; did you mean a or b?`, or nothing."""
-    shown = " or ".join(names)
-    return f"; did you mean {shown}?" if shown else ""
+@functools.cache
+def passthrough_flags(group: str) -> dict[str, Flag]:
+    """The flags that may be given in a group that passes them on, by name without prefix."""
+    typed = flags()
+    given = schema(group).flags.items()
+    return {name: flag for name, flag in given if name not in RESERVED[group] and flag.flat_name not in typed}
 
 
 def suggest_options(typed: str) -> str:
-    """`; did you mean --lr (optimizer)?` for a misspelt flag, or nothing."""
-    names = nearest(typed.strip("-").replace("-", "_"), flags())
-    return did_you_mean(f"{flags()[name].option} ({flags()[name].group})" for name in names)
+    """`; did you mean --lr (optimizer)?` for a misspelt flag, one of another backend, or one without its prefix; or nothing."""
+    name = typed.strip("-").replace("-", "_")
+    return did_you_mean(f"{flag.option} ({flag.group})" for flag in _similar(name))
+
+
+def _similar(name: str) -> list[Flag]:
+    bare = name
+    for group in passthrough_groups():
+        bare = bare.removeprefix(f"{group}_")
+    exact = [flags()[bare]] if bare in flags() else []
+    for group in passthrough_groups():
+        canonical = schema(group).aliases[bare].name if bare in schema(group).aliases else bare
+        if canonical in passthrough_flags(group):
+            exact.append(passthrough_flags(group)[canonical])
+    if exact:
+        return exact
+    prefixed = [group for group in passthrough_groups() if name.startswith(f"{group}_")]
+    if prefixed:
+        known = passthrough_flags(prefixed[0])
+        found = [known[near] for near in nearest(bare, known)]
+        if found:
+            return found
+    known = {flag.flat_name: flag for group in passthrough_groups() for flag in passthrough_flags(group).values()} | flags()
+    return [known[near] for near in nearest(name, known)]
+
+
+def _is_a(field: FieldInfo, kind: type) -> bool:
+    return isinstance(field.annotation, type) and issubclass(field.annotation, kind)
 
 
 def _describe(name: str, group: str, field: FieldInfo) -> Flag:
@@ -118,6 +117,7 @@ def _describe(name: str, group: str, field: FieldInfo) -> Flag:
         default=field.default,
         doc=field.description,
         unit=extra.get("unit"),  # pyright: ignore[reportArgumentType]
+        is_path=bool(extra.get("path")),
     )
 
 
@@ -132,4 +132,6 @@ def _kind(annotation: Any) -> Kind:
     if get_origin(annotation) is Literal:
         return Kind.CHOICE
     kinds = {bool: Kind.BOOL, int: Kind.INT, float: Kind.FLOAT, str: Kind.TEXT, list[str]: Kind.TEXT_LIST, list[int]: Kind.INT_LIST}
+    if annotation == list[ModelServers]:
+        return Kind.TOPOLOGY
     return kinds.get(annotation, Kind.JSON)

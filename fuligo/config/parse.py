@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fuligo.config import Config
-from fuligo.config.assignments import build_config
+from fuligo.config.assignments import Given, build_config
 from fuligo.config.command_line import read_command_line
 from fuligo.config.files import read_yaml
 
@@ -27,6 +27,6 @@ def parse(arguments: Sequence[str]) -> Parsed:
         ConfigError: unknown flags or keys, values of the wrong type or range; every one of them, with the fix.
     """
     line = read_command_line(arguments)
-    assignments, problems = read_yaml(Path(line.config_file)) if line.config_file is not None else ([], [])
-    config = build_config([*assignments, *line.assignments], [*problems, *line.problems])
-    return Parsed(config, tuple(line.warnings))
+    file = read_yaml(Path(line.config_file)) if line.config_file is not None else Given()
+    config = build_config([*file.assignments, *line.assignments], [*file.problems, *line.problems])
+    return Parsed(config, (*file.warnings, *line.warnings))

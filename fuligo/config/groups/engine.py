@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Literal
 
 from fuligo.config.group import FlagGroup, flag
+from fuligo.config.topology import ModelServers
 
 
 class EngineFlags(FlagGroup):
     """The engines that sample."""
 
     rollout_external_engine_addrs: list[str] = flag([], "host:port of engines that already run", source="seed")
+    sglang_config: list[ModelServers] | None = flag(
+        None, "engines in groups, for prefill and decode or for several models: a YAML file (in a config file also its list itself)", source="seed"
+    )
     use_fault_tolerance: bool = flag(False, "a dead engine is restarted with the current weights, its requests go elsewhere", source="seed")
     rollout_health_check_interval: float = flag(30.0, "time between health checks of an engine", unit="s", source="seed", gt=0)
     rollout_health_check_timeout: float = flag(30.0, "deadline of a health check", unit="s", source="seed", gt=0)

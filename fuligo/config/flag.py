@@ -1,0 +1,92 @@
+"""One flag as data: its name, its group, and what values it takes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+PREFIXES = {"sglang": "sglang_", "router": "router_"}
+"""Groups whose flags carry a prefix on the command line; in a file they stand without it."""
+
+
+class Kind(StrEnum):
+    """What a flag's value is."""
+
+    BOOL = "true or false"
+    INT = "an integer"
+    SIZE = "an integer, such as 4096, 4k or 4Ki"
+    FLOAT = "a number"
+    TEXT = "text"
+    CHOICE = "a choice"
+    TEXT_LIST = "a list"
+    INT_LIST = "a list of integers"
+    FLOAT_LIST = "a list of numbers"
+    JSON = "a JSON object"
+    JSON_LIST = "a JSON list"
+    LAYERS = "an integer, or one a layer such as [0]*3+[1]*45"
+    TOPOLOGY = "a YAML file of engine groups"
+
+    @property
+    def is_list(self) -> bool:
+        return self in (Kind.TEXT_LIST, Kind.INT_LIST, Kind.FLOAT_LIST)
+
+    @property
+    def is_json(self) -> bool:
+        return self in (Kind.JSON, Kind.JSON_LIST)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A field of a group of ours, or an argument of a backend's schema."""
+
+    name: str
+    """The field's name: the key in a config file."""
+    group: str
+    """The group's name: the section of a config file."""
+    kind: Kind
+    choices: tuple[str, ...]
+    optional: bool
+    """None is a value."""
+    bounds: str
+    """`>= 1`, or empty."""
+    default: Any
+    doc: str
+    unit: str | None
+    is_path: bool = False
+    """A path, or a list of them."""
+
+    @property
+    def flat_name(self) -> str:
+        """The name that is unique across groups: `sglang_dp_size`."""
+        return PREFIXES.get(self.group, "") + self.name
+
+    @property
+    def option(self) -> str:
+        """The flag on the command line."""
+        return option_name(self.flat_name)
+
+    @property
+    def rule(self) -> str:
+        """What a value must be, in words: `an integer >= 1`, `one of auto, cpu, cuda`."""
+        many = "a list of " if self.kind.is_list else ""
+        allowed = f"{many}one of {', '.join(self.choices)}" if self.choices else f"{self.kind} {self.bounds}".strip()
+        return f"{allowed} or none" if self.optional and self.kind is not Kind.TEXT else allowed
+
+
+def option_name(name: str) -> str:
+    """`rollout_batch_size` -> `--rollout-batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def nearest(name: str, candidates: Iterable[str]) -> list[str]:
+    """Up to three candidates that look like `name`, the likeliest first."""
+    return difflib.get_close_matches(name, list(candidates), n=3, cutoff=0.6)
+
+
+def did_you_mean(names: Iterable[str]) -> str:
+    """`; did you mean a or b?`, or nothing."""
+    shown = " or ".join(names)
+    return f"; did you mean {shown}?" if shown else ""

@@ -1,0 +1,59 @@
+"""Megatron's one-number-a-layer patterns: `[0]*3+[1]*89`. Read with Python's grammar, never evaluated."""
+
+from __future__ import annotations
+
+import ast
+
+_MAX_LAYERS = 10_000
+"""More is a typo, and must not fill the memory."""
+_MAX_TEXT = 100_000
+
+
+def read_layers(text: str) -> list[int]:
+    """`[0]*3+[1]*2` -> `[0, 0, 0, 1, 1]`. Lists of integers, `+`, `*` and parentheses; nothing else.
+
+    Raises:
+        ValueError: the text is something else, or makes more than 10,000 layers.
+    """
+    if len(text) > _MAX_TEXT:
+        raise ValueError("too long")
+    try:
+        layers = _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(layers, list):
+        raise ValueError("a number, not a list")
+    return layers
+
+
+def layers_text(layers: list[int]) -> str:
+    """A short pattern that `read_layers` reads as these layers: `[0]*3+[1]*2`."""
+    runs: list[tuple[int, int]] = []
+    for layer in layers:
+        if runs and runs[-1][0] == layer:
+            runs[-1] = (layer, runs[-1][1] + 1)
+        else:
+            runs.append((layer, 1))
+    pattern = "+".join(f"[{layer}]*{count}" for layer, count in runs)
+    return min(f"[{','.join(map(str, layers))}]", pattern or "[]", key=len)
+
+
+def _value(node: ast.expr) -> int | list[int]:
+    match node:
+        case ast.Constant(value=int(number)) if not isinstance(number, bool) and number <= _MAX_LAYERS:
+            return number
+        case ast.List(elts=items):
+            numbers = [_value(item) for item in items]
+            if all(isinstance(number, int) for number in numbers):
+                return numbers  # pyright: ignore[reportReturnType]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            first, second = _value(left), _value(right)
+            if isinstance(first, list) and isinstance(second, list) and len(first) + len(second) <= _MAX_LAYERS:
+                return first + second
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            items, times = _value(left), _value(right)
+            if isinstance(items, int):
+                items, times = times, items
+            if isinstance(items, list) and isinstance(times, int) and len(items) * times <= _MAX_LAYERS:
+                return items * times
+    raise ValueError(f"{ast.unparse(node)!r} is no list of integers")

@@ -1,0 +1,162 @@
+"""The YAML of `--sglang-config`, read with the line of everything: `sglang: [{name: default, server_groups: [...]}]`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+from yaml.constructor import SafeConstructor
+
+from fuligo.config.assignments import anchored_path
+from fuligo.config.flag import did_you_mean, nearest
+from fuligo.config.passthrough import SglangArguments, deprecation
+from fuligo.config.topology import ModelServers, ServerGroup
+
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml where PyYAML was built with it: the same result, faster."""
+_SECTION = "sglang"
+_MODELS = TypeAdapter(list[ModelServers])
+_KEYS = [*ModelServers.model_fields, *ServerGroup.model_fields]
+
+
+@dataclass(slots=True)
+class Topology:
+    """The models and their groups of engines, or what is wrong with them."""
+
+    models: list[ModelServers] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_topology(file: Path) -> Topology:
+    """What a `--sglang-config` file holds; never raises."""
+    try:
+        root = yaml.compose(file.read_text(encoding="utf-8"), LOADER)
+    except (OSError, UnicodeDecodeError) as error:
+        return Topology(problems=[f"--sglang-config {file}: cannot be read ({getattr(error, 'strerror', None) or error})"])
+    except (yaml.YAMLError, RecursionError) as error:
+        return Topology(problems=[f"--sglang-config {file}: not valid YAML: {' '.join(str(error).split())}"])
+    entries = {str(key.value): value for key, value in root.value} if isinstance(root, yaml.MappingNode) else {}
+    if list(entries) != [_SECTION]:
+        return Topology(problems=[f"--sglang-config {file}: must hold `sglang:` with a list of models and nothing else"])
+    return topology_of(entries[_SECTION], file)
+
+
+def topology_of(node: yaml.Node, file: Path) -> Topology:
+    """The list of models in a node of a file; never raises."""
+    try:
+        return _checked(node, file)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return Topology(problems=[f"{file} line {node.start_mark.line + 1}: {' '.join(str(error).split())}"])
+
+
+def _checked(node: yaml.Node, file: Path) -> Topology:
+    twice = list(_repeated_keys(node, file))
+    plain = SafeConstructor().construct_document(node)
+    try:
+        models = _MODELS.validate_python(_anchored_models(plain, file.parent))
+    except ValidationError as error:
+        problems = [_problem(details, node, file) for details in error.errors()]
+        return Topology(problems=list(dict.fromkeys([*twice, *problems])))
+    return Topology([] if twice else models, twice, list(_deprecations(node, file)))
+
+
+def _anchored_models(plain: Any, base: Path) -> Any:
+    """Model paths that begin with `./` or `../` are relative to the file."""
+    if not isinstance(plain, list):
+        return plain
+    return [
+        {**entry, "model_path": anchored_path(entry["model_path"], base)} if isinstance(entry, dict) and "model_path" in entry else entry
+        for entry in plain
+    ]
+
+
+def _problem(details: ErrorDetails, node: yaml.Node, file: Path) -> str:
+    location = details["loc"]
+    key = str(location[-1]) if location else ""
+    place = f"{file} line {_line(node, location)}, {_shown(location)}"
+    value = details["input"]
+    match details["type"]:
+        case "argument":
+            return f"{place}: {details['msg']}"
+        case "extra_forbidden":
+            return f"{place}: unknown key {key}{_suggestion(key, location)}"
+        case "missing":
+            return f"{place}: {key} must be given"
+        case "literal_error":
+            choices = str(details.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
+            return (
+                f"{place}: {value!r} is not valid, it must be one of {', '.join(choices)}{did_you_mean(nearest(str(value), choices)[:1])}"
+            )
+    return f"{place}: {value!r} is not valid: {details['msg'][:1].lower()}{details['msg'][1:]}"
+
+
+def _suggestion(key: str, location: Sequence[int | str]) -> str:
+    """A key of the other level, an argument of SGLang that belongs into overrides, or a key that looks like it."""
+    schema = SglangArguments.schema()
+    if key in schema.flags or key in schema.aliases:
+        return "; arguments of SGLang go into `overrides` of a server group"
+    if key in _KEYS:
+        return "; it belongs to a server group" if key in ServerGroup.model_fields else "; it belongs to the model, not to a server group"
+    known = ServerGroup.model_fields if "server_groups" in location[:-1] else ModelServers.model_fields
+    return did_you_mean(nearest(key.replace("-", "_"), known))
+
+
+def _shown(location: Sequence[int | str]) -> str:
+    """`model 1, group 2, overrides.dp_size`."""
+    model, *rest = location or (0,)
+    shown = [f"model {int(model) + 1}"]
+    if len(rest) >= 2 and rest[0] == "server_groups" and isinstance(rest[1], int):
+        shown.append(f"group {rest[1] + 1}")
+        rest = rest[2:]
+    return ", ".join([*shown, ".".join(map(str, rest))] if rest else shown)
+
+
+def _line(node: yaml.Node, location: Sequence[int | str]) -> int:
+    """The line of the deepest node on the way to `location`, counted from 1."""
+    line = node.start_mark.line
+    for step in location:
+        if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+            node = node.value[step]
+            line = node.start_mark.line
+        elif isinstance(node, yaml.MappingNode):
+            entry = next(((key, value) for key, value in node.value if str(key.value) == str(step)), None)
+            if entry is None:
+                break
+            line, node = entry[0].start_mark.line, entry[1]
+    return line + 1
+
+
+def _mappings(node: yaml.Node) -> Iterator[yaml.MappingNode]:
+    if isinstance(node, yaml.MappingNode):
+        yield node
+        children = [value for _, value in node.value]
+    else:
+        children = node.value if isinstance(node, yaml.SequenceNode) else []
+    for child in children:
+        yield from _mappings(child)
+
+
+def _repeated_keys(node: yaml.Node, file: Path) -> Iterator[str]:
+    for mapping in _mappings(node):
+        seen: dict[str, int] = {}
+        for key, _ in mapping.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in seen:
+                yield f"{file} line {line}: {name} is already given in line {seen[name]}"
+            seen[name] = line
+
+
+def _deprecations(node: yaml.Node, file: Path) -> Iterator[str]:
+    for mapping in _mappings(node):
+        for key, value in mapping.value:
+            if key.value == "overrides" and isinstance(value, yaml.MappingNode):
+                for argument, _ in value.value:
+                    text = deprecation(SglangArguments.schema(), str(argument.value), str)
+                    if text is not None:
+                        yield f"{file} line {argument.start_mark.line + 1}: {text}"

@@ -1,0 +1,130 @@
+"""Values of pass-through flags: from text or YAML to the type that the schema asks for."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+from fuligo.config.flag import Flag, Kind, did_you_mean, nearest
+from fuligo.config.layer_pattern import read_layers
+
+_COMPARE: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+_SUFFIXES = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def checked_value(flag: Flag, given: Any) -> Any:
+    """`given` as the type of the flag.
+
+    Raises:
+        ValueError: what is wrong with it, such as `'x' is not valid, it must be an integer >= 1`.
+    """
+    try:
+        return _READERS[flag.kind](flag, given)
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        raise ValueError(invalid_reason(flag, given)) from None
+
+
+def invalid_reason(flag: Flag, given: Any) -> str:
+    """Why a value is refused: the value, the rule, the default, and what may have been meant."""
+    choices = [choice for choice in nearest(given, flag.choices)[:1] if isinstance(choice, str)] if isinstance(given, str) else []
+    quote = "; put it in quotes" if flag.kind is Kind.TEXT else ""
+    default = "" if flag.default in (None, "", [], {}) else f" (default: {flag.default})"
+    return f"{given!r} is not valid, it must be {flag.rule}{default}{did_you_mean(choices)}{quote}"
+
+
+def _boolean(flag: Flag, given: Any) -> bool:
+    if isinstance(given, bool):
+        return given
+    if not isinstance(given, str) or given.lower() not in ("true", "false"):
+        raise ValueError
+    return given.lower() == "true"
+
+
+def _integer(flag: Flag, given: Any) -> int:
+    number = int(given, 10) if isinstance(given, str) else given
+    if type(number) is not int:
+        raise ValueError
+    return _inside(flag, number)
+
+
+def _size(flag: Flag, given: Any) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|k|M|G|T)", given.strip()) if isinstance(given, str) else None
+    if match is None:
+        return _integer(flag, given)
+    number, suffix = match.groups()
+    size = float(number) * _SUFFIXES[suffix]
+    if size != int(size) or ("." in number and suffix.endswith("i")):
+        raise ValueError
+    return _inside(flag, int(size))
+
+
+def _number(flag: Flag, given: Any) -> float:
+    if isinstance(given, bool) or not isinstance(given, (int, float, str)):
+        raise ValueError
+    number = float(given)
+    if not math.isfinite(number):
+        raise ValueError
+    return _inside(flag, number)
+
+
+def _inside(flag: Flag, number: Any) -> Any:
+    for bound in filter(None, flag.bounds.split(" and ")):
+        sign, limit = bound.split()
+        if not _COMPARE[sign](number, float(limit)):
+            raise ValueError
+    if flag.choices and str(number) not in flag.choices:
+        raise ValueError
+    return number
+
+
+def _text(flag: Flag, given: Any) -> str:
+    if not isinstance(given, str) or (flag.choices and given not in flag.choices):
+        raise ValueError
+    return given
+
+
+def _list_of(item: Callable[[Flag, Any], Any]) -> Callable[[Flag, Any], list[Any]]:
+    def read(flag: Flag, given: Any) -> list[Any]:
+        if not isinstance(given, (list, tuple)):
+            raise ValueError
+        return [item(flag, entry) for entry in given]
+
+    return read
+
+
+def _json_of(kind: type) -> Callable[[Flag, Any], Any]:
+    def read(flag: Flag, given: Any) -> Any:
+        value = json.loads(given) if isinstance(given, str) else given
+        if not isinstance(value, kind):
+            raise ValueError
+        return value
+
+    return read
+
+
+def _layers(flag: Flag, given: Any) -> int | list[int]:
+    if isinstance(given, str):
+        return read_layers(given) if "[" in given else _integer(flag, given)
+    if isinstance(given, list):
+        return [_integer(flag, entry) for entry in given]
+    return _integer(flag, given)
+
+
+_READERS: dict[Kind, Callable[[Flag, Any], Any]] = {
+    Kind.BOOL: _boolean,
+    Kind.INT: _integer,
+    Kind.SIZE: _size,
+    Kind.FLOAT: _number,
+    Kind.TEXT: _text,
+    Kind.CHOICE: _text,
+    Kind.TEXT_LIST: _list_of(_text),
+    Kind.INT_LIST: _list_of(_integer),
+    Kind.FLOAT_LIST: _list_of(_number),
+    Kind.JSON: _json_of(dict),
+    Kind.JSON_LIST: _json_of(list),
+    Kind.LAYERS: _layers,
+}

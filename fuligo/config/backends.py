@@ -21,7 +21,7 @@ MEGATRON_FLAGS = (
 """Flags that only the Megatron trainer has; so are all of the group `megatron`."""
 TORCH_FLAGS = ("gradient_checkpointing",)
 """Flags that only the torch trainer has."""
-SGLANG_FLAGS = ("rollout_num_gpus", "rollout_num_gpus_per_engine")
+SGLANG_FLAGS = ("rollout_num_gpus", "rollout_num_gpus_per_engine", "sglang_config")
 """Flags that only SGLang engines have; so are all of the groups `sglang` and `router`."""
 EMBEDDED_FLAGS = ("embedded_max_running_requests", "embedded_max_total_tokens", "embedded_dtype", "embedded_num_threads")
 """Flags that only the embedded engine has."""

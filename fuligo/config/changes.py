@@ -9,11 +9,8 @@ from pydantic import ValidationError
 
 from fuligo.config import Config
 from fuligo.config.findings import Change
-from fuligo.config.flags import option_name
+from fuligo.config.flag import PREFIXES, option_name
 from fuligo.errors import ConfigError
-
-_PREFIXES = {"sglang": "sglang_", "router": "router_", "megatron": ""}
-"""Of the flags that are passed through; a group's name -> what stands in front of its names on the command line."""
 
 
 def apply(config: Config, changes: Sequence[Change]) -> Config:
@@ -45,11 +42,11 @@ def change_text(change: Change, config: Config | None = None) -> str:
     if inner:
         where = ".".join(map(str, inner))
         return f"{group}.{name}: drop {where}" if change.value is None else f"{group}.{name}: {where} {_plain(change.value)}"
-    option = option_name(_PREFIXES.get(str(group), "") + str(name))
+    option = option_name(PREFIXES.get(str(group), "") + str(name))
     if change.value is None:
         return f"drop {option}"
     if isinstance(change.value, bool):
-        return option if change.value else option_name(f"no_{_PREFIXES.get(str(group), '')}{name}")
+        return option if change.value else option_name(f"no_{PREFIXES.get(str(group), '')}{name}")
     return f"{option} {_plain(change.value)}"
 
 
@@ -77,10 +74,9 @@ def _put(values: Any, change: Change) -> bool:
 
 def _place(inner: Sequence[str | int], config: Config | None) -> str:
     """`model default, group 2: overrides.deepep_mode` of the path `0, server_groups, 1, overrides, deepep_mode`."""
-    model, *rest = inner
-    models = getattr(config.engine, "sglang_config", None) if config is not None else None
-    known = models is not None and isinstance(model, int) and model < len(models)
-    place = f"model {models[model].name}" if models is not None and known else f"model {int(model) + 1}"
+    number, rest = int(inner[0]), inner[1:]
+    models = config.engine.sglang_config if config is not None else None
+    place = f"model {models[number].name}" if models and number < len(models) else f"model {number + 1}"
     if len(rest) >= 2 and rest[0] == "server_groups":
         place, rest = f"{place}, group {int(rest[1]) + 1}", rest[2:]
     return f"{place}: {'.'.join(map(str, rest))}"

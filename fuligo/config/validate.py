@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 from fuligo.config import Config
-from fuligo.config.rules import advice, combinations, effects, sizes
+from fuligo.config.changes import change_text
+from fuligo.config.findings import Finding, Rule, Severity
+from fuligo.config.rules import advice, cluster, combinations, effects, required, sizes
 from fuligo.errors import ConfigError
 
-Rule = Callable[[Config], str | None]
+RULES: tuple[Rule[Config], ...] = (*required.RULES, *combinations.RULES, *cluster.RULES, *sizes.RULES, *effects.RULES, *advice.RULES)
+"""Every rule that needs no facts of the model or the GPUs. The docstring of a rule's `check` says why it is one."""
 
 
 def validate(config: Config) -> list[str]:
@@ -20,16 +21,20 @@ def validate(config: Config) -> list[str]:
     Raises:
         ConfigError: every rule that is broken, one line each.
     """
-    problems = config_problems(config)
-    if problems:
-        raise ConfigError(*problems)
-    return _texts(advice.RULES, config)
+    found = findings(config)
+    errors = [described(finding, config) for finding in found if finding.severity is Severity.ERROR]
+    if errors:
+        raise ConfigError(*errors)
+    return [described(finding, config) for finding in found]
 
 
-def config_problems(config: Config) -> list[str]:
-    """The rules that are broken, one text each."""
-    return [*_texts(combinations.RULES, config), *_texts(sizes.RULES, config), *effects.problems(config)]
+def findings(config: Config) -> tuple[Finding, ...]:
+    """What the rules find, errors first."""
+    found = [finding for rule in RULES for finding in rule.check(config)]
+    return tuple(sorted(found, key=lambda finding: finding.severity is not Severity.ERROR))
 
 
-def _texts(rules: Iterable[Rule], config: Config) -> list[str]:
-    return [text for rule in rules if (text := rule(config)) is not None]
+def described(finding: Finding, config: Config) -> str:
+    """A finding in one line: what is wrong, and the way out."""
+    way_out = finding.advice or ", ".join(change_text(change, config) for change in finding.fix)
+    return f"{finding.text}: {way_out}" if way_out else finding.text

@@ -4,67 +4,96 @@ from __future__ import annotations
 
 from fuligo.algorithms.estimators import estimator
 from fuligo.config import Config
+from fuligo.config.findings import Severity
+from fuligo.config.rules.rule import Broken, drop, put, rule
 
 
-def truncated_sampling_biases_the_ratio(config: Config) -> str | None:
+@rule("CFG-TRUNCATED-SAMPLING", "--rollout-top-p", "--rollout-top-k", "--rollout-min-p", severity=Severity.WARNING)
+def truncated_sampling_biases_the_ratio(config: Config) -> Broken | None:
+    """Engine and trainer compare log-probabilities of the full vocabulary."""
     rollout = config.rollout
-    given = []
+    given = {}
     if rollout.rollout_top_p < 1:
-        given.append(f"--rollout-top-p {rollout.rollout_top_p}")
+        given["rollout_top_p"] = f"--rollout-top-p {rollout.rollout_top_p}"
     if rollout.rollout_top_k > 0:
-        given.append(f"--rollout-top-k {rollout.rollout_top_k}")
+        given["rollout_top_k"] = f"--rollout-top-k {rollout.rollout_top_k}"
     if rollout.rollout_min_p > 0:
-        given.append(f"--rollout-min-p {rollout.rollout_min_p}")
+        given["rollout_min_p"] = f"--rollout-min-p {rollout.rollout_min_p}"
     if config.is_sft or not given:
         return None
-    return (
-        f"{' and '.join(given)}: log-probabilities are of the full vocabulary, so the importance ratio is biased "
+    text = (
+        f"{' and '.join(given.values())}: log-probabilities are of the full vocabulary, so the importance ratio is biased "
         "when tokens are drawn from a part of it"
     )
+    return Broken(text, tuple(drop(name) for name in given), flags=tuple(text.split()[0] for text in given.values()))
 
 
-def k1_loss_pulls_nowhere(config: Config) -> str | None:
+@rule("CFG-KL-K1", "--kl-loss-type", severity=Severity.WARNING)
+def k1_loss_pulls_nowhere(config: Config) -> Broken | None:
+    """The gradient of log(pi/ref) has the mean zero under pi."""
     algorithm = config.algorithm
     if not algorithm.use_kl_loss or algorithm.kl_loss_coef == 0 or algorithm.kl_loss_type != "k1" or algorithm.use_unbiased_kl:
         return None
-    return "--kl-loss-type k1 as a loss has an on-policy gradient of zero on average: choose k2, k3 or low_var_kl, or add --use-unbiased-kl"
+    text = "--kl-loss-type k1 as a loss has an on-policy gradient of zero on average; k2, k3, low_var_kl and --use-unbiased-kl have not"
+    return Broken(text, (put("kl_loss_type", "low_var_kl"),))
 
 
-def micro_batch_size_is_not_used(config: Config) -> str | None:
+@rule("CFG-MICRO-BATCH", "--micro-batch-size", "--use-dynamic-batch-size", severity=Severity.WARNING)
+def micro_batch_size_is_not_used(config: Config) -> Broken | None:
+    """Packing by tokens decides how many samples a micro-batch has."""
     size = config.train.micro_batch_size
     if size is None or not config.train.use_dynamic_batch_size:
         return None
-    return f"--micro-batch-size {size} is not used: --use-dynamic-batch-size packs by tokens"
+    return Broken(f"--micro-batch-size {size} is not used: --use-dynamic-batch-size packs by tokens", (drop("micro_batch_size"),))
 
 
-def groups_of_one_teach_nothing(config: Config) -> str | None:
+@rule("CFG-GROUP-OF-ONE", "--n-samples-per-prompt", "--advantage-estimator", severity=Severity.WARNING)
+def groups_of_one_teach_nothing(config: Config) -> Broken | None:
+    """A group's mean is the baseline of its samples."""
     algorithm = config.algorithm
     raw = config.is_sft or algorithm.disable_rewards_normalization or algorithm.custom_advantage_function_path
     if config.rollout.n_samples_per_prompt > 1 or raw or estimator(algorithm.advantage_estimator).baseline == "none":
         return None
-    return (
+    text = (
         f"--n-samples-per-prompt 1 with --advantage-estimator {algorithm.advantage_estimator}: a sample without others of its group "
         "to compare with has no advantage"
     )
+    return Broken(text, advice="sample each prompt more than once")
 
 
-def nothing_is_partial(config: Config) -> str | None:
+@rule("CFG-NOTHING-PARTIAL", "--partial-rollout", severity=Severity.WARNING)
+def nothing_is_partial(config: Config) -> Broken | None:
+    """Only what is aborted can be continued."""
     rollout = config.rollout
     stops_early = config.resolved_over_sampling_batch_size > rollout.rollout_batch_size or rollout.dynamic_sampling_filter_path
-    if not rollout.partial_rollout or stops_early or rollout.rollout_function_path:
+    if not rollout.partial_rollout or stops_early or rollout.rollout_function_path or rollout.async_mode == "full":
         return None
-    return (
+    text = (
         "--partial-rollout continues what a rollout aborts, and without --over-sampling-batch-size above --rollout-batch-size "
         "or a --dynamic-sampling-filter-path it aborts nothing"
     )
+    return Broken(text, (put("over_sampling_batch_size", 2 * rollout.rollout_batch_size),))
 
 
-def warmup_outlasts_the_run(config: Config) -> str | None:
+@rule("CFG-WARMUP", "--lr-warmup-iters", "--num-rollout", severity=Severity.WARNING)
+def warmup_outlasts_the_run(config: Config) -> Broken | None:
+    """The learning rate should reach its peak."""
     warmup, rollouts = config.optimizer.lr_warmup_iters, config.data.num_rollout
     if rollouts is None or warmup <= rollouts * config.resolved_num_steps_per_rollout:
         return None
     steps = rollouts * config.resolved_num_steps_per_rollout
-    return f"--lr-warmup-iters {warmup} is more than the run's {steps} optimizer steps: the learning rate never reaches --lr"
+    text = f"--lr-warmup-iters {warmup} is more than the run's {steps} optimizer steps: the learning rate never reaches --lr"
+    return Broken(text, advice="shorten the warm-up")
+
+
+@rule("CFG-COLOCATE-IDLE", "--rollout-num-gpus", "--colocate", severity=Severity.WARNING)
+def shared_gpus_all_sample(config: Config) -> Broken | None:
+    """A trainer's GPU without an engine idles during the rollout."""
+    given, trainer = config.cluster.rollout_num_gpus, config.num_train_gpus
+    if not config.cluster.colocate or given is None or not 0 < given < trainer:
+        return None
+    text = f"--rollout-num-gpus {given} with --colocate: {trainer - given} of the trainer's {trainer} GPUs idle while the engines sample"
+    return Broken(text, (drop("rollout_num_gpus"),))
 
 
 RULES = (
@@ -74,4 +103,5 @@ RULES = (
     groups_of_one_teach_nothing,
     nothing_is_partial,
     warmup_outlasts_the_run,
+    shared_gpus_all_sample,
 )

@@ -1,108 +1,44 @@
-"""What must be given, and what excludes what."""
+"""What excludes what, and how single values must be written."""
 
 from __future__ import annotations
 
 import re
 
-from fuligo.algorithms.estimators import estimator
 from fuligo.config import Config
-from fuligo.config.flags import did_you_mean, nearest
-
-NEEDS_LABEL = {"math": True, "deepscaler": True, "dapo": True, "f1": True, "random": False, "remote_rm": False}
-"""The built-in rewards, and whether each compares with a label."""
-_BOXED = "boxed_"
+from fuligo.config.rules.rule import Broken, drop, put, rule
 
 
-def model_is_given(config: Config) -> str | None:
-    return None if config.model.hf_checkpoint else "--hf-checkpoint is missing: give the Hugging Face directory of the model to train"
-
-
-def prompts_are_given(config: Config) -> str | None:
-    elsewhere = config.data.data_source_path or config.rollout.rollout_function_path or config.debug.debug_train_only
-    return None if config.data.prompt_data or elsewhere else "--prompt-data is missing: give the jsonl or parquet file of prompts"
-
-
-def length_is_given_once(config: Config) -> str | None:
-    rollouts, epochs = config.data.num_rollout, config.data.num_epoch
-    if rollouts is not None and epochs is not None:
-        return f"--num-rollout {rollouts} and --num-epoch {epochs} both say how long to run: give one of them"
-    if rollouts is None and epochs is None:
-        return "nothing says how long to run: give --num-rollout, or --num-epoch"
-    if epochs is not None and not (config.data.prompt_data or config.data.data_source_path):
-        return f"--num-epoch {epochs} counts passes over --prompt-data, which is not given: give --num-rollout instead"
-    return None
-
-
-def something_judges(config: Config) -> str | None:
-    reward, rollout = config.reward, config.rollout
-    judged = reward.rm_type or reward.custom_rm_path or config.data.metadata_key
-    judged_by_hook = rollout.custom_generate_function_path or rollout.rollout_function_path
-    if judged or judged_by_hook or config.debug.debug_train_only or (config.is_sft and not config.has_eval):
-        return None
-    return "nothing judges the responses: give --rm-type, --custom-rm-path, or --metadata-key with an rm_type in each row"
-
-
-def reward_is_known(config: Config) -> str | None:
-    name = config.reward.rm_type
-    if name is None or name.removeprefix(_BOXED) in NEEDS_LABEL:
-        return None
-    boxed = [_BOXED + known for known in NEEDS_LABEL] if name.startswith(_BOXED) else []
-    hint = did_you_mean(nearest(name, [*NEEDS_LABEL, *boxed])) or f"; known: {', '.join(NEEDS_LABEL)}, each also with the prefix {_BOXED}"
-    return f"--rm-type {name} is not a built-in reward{hint} (your own function goes to --custom-rm-path)"
-
-
-def label_is_given(config: Config) -> str | None:
-    name = config.reward.rm_type
-    if name is None or not NEEDS_LABEL.get(name.removeprefix(_BOXED), False) or config.data.label_key or config.reward.custom_rm_path:
-        return None
-    if not config.data.prompt_data:
-        return None  # a hook draws the samples, with labels of its own
-    return f"--rm-type {name} compares with a label: give its column by --label-key"
-
-
-def remote_reward_has_address(config: Config) -> str | None:
-    name = config.reward.rm_type
-    if name is None or name.removeprefix(_BOXED) != "remote_rm" or config.reward.rm_url:
-        return None
-    return f"--rm-type {name} needs the address of the reward model: give --rm-url"
-
-
-def custom_loss_has_function(config: Config) -> str | None:
-    if config.algorithm.loss_type != "custom_loss" or config.algorithm.custom_loss_function_path:
-        return None
-    return "--loss-type custom_loss needs the function: give --custom-loss-function-path"
-
-
-def one_kl_term(config: Config) -> str | None:
+@rule("CFG-KL-TWICE", "--kl-coef", "--kl-loss-coef")
+def one_kl_term(config: Config) -> Broken | None:
+    """KL in the rewards and in the loss is counted twice."""
     shaping, loss = config.algorithm.kl_coef, config.algorithm.kl_loss_coef
     if shaping == 0 or loss == 0:
         return None
-    return f"--kl-coef {shaping} and --kl-loss-coef {loss} would count the same KL twice: set one of them to 0"
+    return Broken(f"--kl-coef {shaping} and --kl-loss-coef {loss} would count the same KL twice", (drop("kl_coef"),))
 
 
-def advantages_are_whitened(config: Config) -> str | None:
-    name = config.algorithm.advantage_estimator
-    by_hook = config.algorithm.custom_advantage_function_path
-    if config.is_sft or by_hook or config.algorithm.normalize_advantages or not estimator(name).needs_whitening:
-        return None
-    return f"--advantage-estimator {name} needs --normalize-advantages: add it"
-
-
-def one_old_policy(config: Config) -> str | None:
+@rule("CFG-OLD-POLICY", "--use-tis", "--use-rollout-logprobs")
+def one_old_policy(config: Config) -> Broken | None:
+    """The engine's log-probabilities cannot be corrected by themselves."""
     if not (config.algorithm.use_tis and config.algorithm.use_rollout_logprobs):
         return None
-    return (
-        "--use-tis corrects for the difference between engine and trainer, --use-rollout-logprobs takes the engine's side: give one of them"
+    return Broken(
+        "--use-tis corrects for the difference between engine and trainer, --use-rollout-logprobs takes the engine's side alone",
+        (drop("use_rollout_logprobs"),),
     )
 
 
-def trained_parameters_are_named_once(config: Config) -> str | None:
+@rule("CFG-TRAINED-PARAMS", "--only-train-params-name-list", "--freeze-params-name-list")
+def trained_parameters_are_named_once(config: Config) -> Broken | None:
+    """One list says what is trained."""
     if not (config.train.only_train_params_name_list and config.train.freeze_params_name_list):
         return None
-    return "--only-train-params-name-list and --freeze-params-name-list exclude each other: give one of them"
+    return Broken("--only-train-params-name-list and --freeze-params-name-list exclude each other", (drop("freeze_params_name_list"),))
 
 
-def parameter_patterns_compile(config: Config) -> str | None:
+@rule("CFG-PARAM-PATTERN", "--only-train-params-name-list", "--freeze-params-name-list")
+def parameter_patterns_compile(config: Config) -> Broken | None:
+    """Names of parameters are given by regular expressions."""
     for option, patterns in (
         ("--only-train-params-name-list", config.train.only_train_params_name_list),
         ("--freeze-params-name-list", config.train.freeze_params_name_list),
@@ -111,76 +47,88 @@ def parameter_patterns_compile(config: Config) -> str | None:
             try:
                 re.compile(pattern)
             except re.error as error:
-                return f"{option}: {pattern!r} is not a regular expression ({error})"
+                return Broken(f"{option}: {pattern!r} is not a regular expression ({error})", advice="correct it", flags=(option,))
     return None
 
 
-def micro_batches_have_a_limit(config: Config) -> str | None:
-    if not config.train.use_dynamic_batch_size or config.train.max_tokens_per_gpu:
-        return None
-    return "--use-dynamic-batch-size needs a limit: give --max-tokens-per-gpu"
-
-
-def eval_data_are_named(config: Config) -> str | None:
+@rule("CFG-EVAL-DATA", "--eval-prompt-data")
+def eval_data_are_named(config: Config) -> Broken | None:
+    """Metrics of several data sets are told apart by name."""
     given = config.eval.eval_prompt_data
     if len(given) > 1 and len(given) % 2:
-        return f"--eval-prompt-data takes NAME PATH pairs or a single PATH, got {len(given)} values: {' '.join(given)}"
+        text = f"--eval-prompt-data takes NAME PATH pairs or a single PATH, got {len(given)} values: {' '.join(given)}"
+        return Broken(text, advice="give every path a name in front")
     names = given[::2] if len(given) > 1 else []
     twice = sorted({name for name in names if names.count(name) > 1})
-    return f"--eval-prompt-data names {', '.join(twice)} more than once: give every data set a name of its own" if twice else None
+    if not twice:
+        return None
+    return Broken(f"--eval-prompt-data names {', '.join(twice)} more than once", advice="give every data set a name of its own")
 
 
-def one_side_is_debugged(config: Config) -> str | None:
+@rule("CFG-DEBUG-SIDES", "--debug-rollout-only", "--debug-train-only")
+def one_side_is_debugged(config: Config) -> Broken | None:
+    """Without either side nothing is left to run."""
     if not (config.debug.debug_rollout_only and config.debug.debug_train_only):
         return None
-    return "--debug-rollout-only and --debug-train-only exclude each other: give one of them"
+    return Broken("--debug-rollout-only and --debug-train-only exclude each other", (drop("debug_rollout_only"),))
 
 
-def debug_training_has_data(config: Config) -> str | None:
-    if not config.debug.debug_train_only or config.debug.load_debug_rollout_data:
-        return None
-    return "--debug-train-only trains on saved rollouts: give them by --load-debug-rollout-data"
-
-
-def every_rollout_has_its_file(config: Config) -> str | None:
+@rule("CFG-ROLLOUT-ID-PATH", "--save-debug-rollout-data", "--load-debug-rollout-data", "--save-hf")
+def every_rollout_has_its_file(config: Config) -> Broken | None:
+    """One path for all rollouts would be overwritten by each."""
     if config.data.num_rollout == 1:
         return None
-    for option, path in (
-        ("--save-debug-rollout-data", config.debug.save_debug_rollout_data),
-        ("--load-debug-rollout-data", config.debug.load_debug_rollout_data),
-        ("--save-hf", config.checkpoint.save_hf),
+    for name, path in (
+        ("save_debug_rollout_data", config.debug.save_debug_rollout_data),
+        ("load_debug_rollout_data", config.debug.load_debug_rollout_data),
+        ("save_hf", config.checkpoint.save_hf),
     ):
         if path is not None and "{rollout_id}" not in path:
-            return f"{option} {path} is one path for all rollouts: put {{rollout_id}} into it"
+            change = put(name, f"{path.rstrip('/')}/{{rollout_id}}")
+            option = f"--{name.replace('_', '-')}"
+            return Broken(f"{option} {path} is one path for all rollouts: it must have {{rollout_id}} in it", (change,), flags=(option,))
     return None
 
 
-def engine_addresses_are_complete(config: Config) -> str | None:
+@rule("CFG-ENGINE-ADDRESS", "--rollout-external-engine-addrs")
+def engine_addresses_are_complete(config: Config) -> Broken | None:
+    """A server is found by host and port."""
     for address in config.engine.rollout_external_engine_addrs:
         host, _, port = address.removeprefix("http://").rpartition(":")
         if not host or not port.isdecimal():
-            return f"--rollout-external-engine-addrs: {address!r} must be host:port, such as 127.0.0.1:30000"
+            text = f"--rollout-external-engine-addrs: {address!r} must be host:port, such as 127.0.0.1:30000"
+            return Broken(text, advice="complete it")
     return None
 
 
+@rule("CFG-ASYNC-COLOCATE", "--async-mode", "--colocate")
+def sampling_ahead_has_its_own_gpus(config: Config) -> Broken | None:
+    """Trainer and engines that share GPUs take turns; sampling ahead needs both at work."""
+    mode = config.rollout.async_mode
+    if mode == "sync" or not config.cluster.colocate:
+        return None
+    text = f"--async-mode {mode} samples while the trainer works, with --colocate only one of them can work at a time"
+    return Broken(text, (drop("async_mode"), *([drop("max_staleness")] if mode == "full" and not config.rollout.partial_rollout else [])))
+
+
+@rule("CFG-ENVIRONMENT-NAME", "--env")
+def environment_names_are_names(config: Config) -> Broken | None:
+    """The name of an environment variable has letters, digits and underscores."""
+    odd = [name for name in config.cluster.env if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
+    if not odd:
+        return None
+    return Broken(f"--env: {', '.join(map(repr, odd))} cannot be the name of an environment variable", advice="correct it")
+
+
 RULES = (
-    model_is_given,
-    prompts_are_given,
-    length_is_given_once,
-    something_judges,
-    reward_is_known,
-    label_is_given,
-    remote_reward_has_address,
-    custom_loss_has_function,
     one_kl_term,
-    advantages_are_whitened,
     one_old_policy,
     trained_parameters_are_named_once,
     parameter_patterns_compile,
-    micro_batches_have_a_limit,
     eval_data_are_named,
     one_side_is_debugged,
-    debug_training_has_data,
     every_rollout_has_its_file,
     engine_addresses_are_complete,
+    sampling_ahead_has_its_own_gpus,
+    environment_names_are_names,
 )

@@ -7,33 +7,60 @@ from dataclasses import dataclass
 
 from fuligo.algorithms.estimators import ESTIMATORS, Estimator, estimator
 from fuligo.config import Config
+from fuligo.config.findings import Finding, Rule, Severity
 from fuligo.config.flags import Flag, Kind, flags
+from fuligo.config.given import value_of
+from fuligo.config.rules.rule import drop
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
     """`names` have an effect only where `condition` holds."""
 
+    suffix: str
+    """Of the rule's id: `CFG-NO-EFFECT-...`."""
     names: tuple[str, ...]
     condition: Callable[[Config], bool]
     otherwise: str
     """When they have none: `without --use-tis`."""
-    fix: str
+    remedy: str
+    """What gives them an effect: `add --use-tis`."""
+
+    @property
+    def id(self) -> str:
+        return f"CFG-NO-EFFECT-{self.suffix}"
 
 
-def problems(config: Config) -> Iterator[str]:
-    """One text for every flag that was changed and has no effect."""
-    reported: set[str] = set()
-    for effect in EFFECTS:
+def _rule(effect: Effect) -> Rule[Config]:
+    def check(config: Config) -> Iterator[Finding]:
         if effect.condition(config):
-            continue
-        for name in effect.names:
-            flag = flags()[name]
-            value = getattr(getattr(config, flag.group), name)
-            # The default is the neutral value of each of these flags: coefficients 0, switches off, paths not given.
-            if value != flag.default and name not in reported:
-                reported.add(name)
-                yield f"{_shown(flag, value)} has no effect {effect.otherwise}: {effect.fix}, or leave it out"
+            return
+        # The default is the neutral value of each of these flags: coefficients 0, switches off, paths not given.
+        changed = [name for name in effect.names if value_of(config, name) != flags()[name].default]
+        names = [name for name in changed if _first_cause(config, name) is effect]
+        if names:
+            yield _finding(effect, config, names)
+
+    check.__doc__ = f"{', '.join(flags()[name].option for name in effect.names)}: ignored {effect.otherwise}."
+    return Rule(effect.id, check)
+
+
+def _first_cause(config: Config, name: str) -> Effect | None:
+    """A flag that is idle for two reasons is reported for the first."""
+    return next((effect for effect in EFFECTS if name in effect.names and not effect.condition(config)), None)
+
+
+def _finding(effect: Effect, config: Config, names: list[str]) -> Finding:
+    shown = [_shown(flags()[name], value_of(config, name)) for name in names]
+    have, them = ("has", "it") if len(names) == 1 else ("have", "them")
+    return Finding(
+        id=effect.id,
+        severity=Severity.ERROR,
+        text=f"{' and '.join(shown)} {have} no effect {effect.otherwise}",
+        flags=tuple(flags()[name].option for name in names),
+        fix=tuple(drop(name) for name in names),
+        advice=f"{effect.remedy}, or leave {them} out",
+    )
 
 
 def _shown(flag: Flag, value: object) -> str:
@@ -61,11 +88,14 @@ def _may_call_remote_reward(config: Config) -> bool:
 
 EFFECTS = (
     Effect(
+        "SFT",
         (
             "disable_grpo_std_normalization",
             "disable_rewards_normalization",
             "normalize_advantages",
             "gamma",
+            "lambd",
+            "value_clip",
             "eps_clip",
             "eps_clip_high",
             "eps_clip_c",
@@ -76,6 +106,10 @@ EFFECTS = (
             "kl_coef",
             "use_tis",
             "use_rollout_logprobs",
+            "use_opsm",
+            "use_opd",
+            "use_routing_replay",
+            "use_rollout_routing_replay",
             "custom_advantage_function_path",
             "custom_reward_post_process_path",
             "over_sampling_batch_size",
@@ -86,82 +120,121 @@ EFFECTS = (
         "with --loss-type sft_loss",
         "use --loss-type policy_loss",
     ),
-    Effect(("kl_loss_coef", "use_unbiased_kl"), lambda config: config.algorithm.use_kl_loss, "without --use-kl-loss", "add --use-kl-loss"),
     Effect(
+        "KL-LOSS",
+        ("kl_loss_coef", "use_unbiased_kl"),
+        lambda config: config.algorithm.use_kl_loss,
+        "without --use-kl-loss",
+        "add --use-kl-loss",
+    ),
+    Effect(
+        "KL-COEF",
         ("kl_coef",),
         lambda config: _estimator(config).uses_kl_coef or _custom_advantages(config),
         "with this --advantage-estimator",
         _with(lambda facts: facts.uses_kl_coef) + ", use --use-kl-loss --kl-loss-coef",
     ),
     Effect(
+        "GAMMA",
         ("gamma",),
         lambda config: _estimator(config).uses_gamma or _custom_advantages(config),
         "with this --advantage-estimator",
         _with(lambda facts: facts.uses_gamma),
     ),
     Effect(
+        "VALUES",
+        ("lambd", "value_clip"),
+        lambda config: _estimator(config).uses_values or _custom_advantages(config),
+        "with this --advantage-estimator",
+        "choose --advantage-estimator ppo",
+    ),
+    Effect(
+        "STD",
         ("disable_grpo_std_normalization",),
         lambda config: _estimator(config).divides_by_std or _custom_advantages(config),
         "with this --advantage-estimator",
         _with(lambda facts: facts.divides_by_std),
     ),
     Effect(
+        "STD-RAW",
         ("disable_grpo_std_normalization",),
         lambda config: not config.algorithm.disable_rewards_normalization,
         "with --disable-rewards-normalization",
         "remove --disable-rewards-normalization",
     ),
     Effect(
+        "DUAL-CLIP",
         ("eps_clip_c",),
         lambda config: _estimator(config).surrogate != "cispo",
         "with this --advantage-estimator",
         _with(lambda facts: facts.surrogate != "cispo"),
     ),
     Effect(
+        "TIS",
         ("tis_mode", "tis_clip", "tis_clip_low", "custom_tis_function_path"),
         lambda config: config.algorithm.use_tis,
         "without --use-tis",
         "add --use-tis",
     ),
     Effect(
+        "CUSTOM-LOSS",
         ("custom_loss_function_path",),
         lambda config: config.algorithm.loss_type == "custom_loss",
         "without --loss-type custom_loss",
         "add --loss-type custom_loss",
     ),
     Effect(
+        "REFERENCE",
         ("ref_update_interval",),
         lambda config: config.needs_reference,
         "without a reference model",
         "add --use-kl-loss, which loads one",
     ),
     Effect(
-        ("buffer_filter_path", "mask_offpolicy_in_partial_rollout", "max_staleness"),
+        "PARTIAL",
+        ("buffer_filter_path", "mask_offpolicy_in_partial_rollout"),
         lambda config: config.rollout.partial_rollout,
         "without --partial-rollout",
         "add --partial-rollout",
     ),
     Effect(
+        "STALENESS",
+        ("max_staleness",),
+        lambda config: config.rollout.partial_rollout or config.rollout.async_mode == "full",
+        "without --partial-rollout or --async-mode full",
+        "add one of them",
+    ),
+    Effect(
+        "BUFFER",
         ("buffer_filter_path", "max_staleness"),
-        lambda config: config.data.data_source_path is None,
+        lambda config: config.data.data_source_path is None or config.rollout.async_mode == "full",
         "with --data-source-path, whose buffer is its own",
         "remove --data-source-path",
     ),
     Effect(
+        "CUSTOM-REWARD",
         ("rm_type",),
         lambda config: config.reward.custom_rm_path is None,
         "with --custom-rm-path, which judges every sample",
         "remove --custom-rm-path",
     ),
-    Effect(("rm_url", "rm_retries"), _may_call_remote_reward, "without --rm-type remote_rm", "add --rm-type remote_rm"),
+    Effect("REMOTE-REWARD", ("rm_url", "rm_retries"), _may_call_remote_reward, "without --rm-type remote_rm", "add --rm-type remote_rm"),
     Effect(
+        "REWARD-WORKERS",
         ("rm_num_workers",),
         lambda config: config.reward.rm_type is not None or config.data.metadata_key is not None,
         "without a built-in reward",
         "add --rm-type",
     ),
-    Effect(("group_rm",), lambda config: config.reward.custom_rm_path is not None, "without --custom-rm-path", "add --custom-rm-path"),
     Effect(
+        "GROUP-REWARD",
+        ("group_rm",),
+        lambda config: config.reward.custom_rm_path is not None,
+        "without --custom-rm-path",
+        "add --custom-rm-path",
+    ),
+    Effect(
+        "EVAL",
         (
             "eval_interval",
             "n_samples_per_eval_prompt",
@@ -177,46 +250,111 @@ EFFECTS = (
         "add --eval-prompt-data or --eval-config",
     ),
     Effect(
+        "DYNAMIC-BATCH",
         ("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu"),
         lambda config: config.train.use_dynamic_batch_size,
         "without --use-dynamic-batch-size",
         "add --use-dynamic-batch-size",
     ),
     Effect(
+        "LR-DECAY",
         ("min_lr", "lr_decay_iters"),
         lambda config: config.optimizer.lr_decay_style != "constant",
         "with --lr-decay-style constant",
         "choose --lr-decay-style linear or cosine",
     ),
     Effect(
+        "TEMPLATE",
         ("apply_chat_template_kwargs", "tool_key"),
         lambda config: config.data.apply_chat_template,
         "without --apply-chat-template",
         "add --apply-chat-template",
     ),
-    Effect(("ckpt_step",), lambda config: config.checkpoint.load is not None, "without --load", "add --load"),
+    Effect("CKPT-STEP", ("ckpt_step",), lambda config: config.checkpoint.load is not None, "without --load", "add --load"),
     Effect(
+        "EXTERNAL",
         ("embedded_max_running_requests", "embedded_max_total_tokens", "embedded_dtype", "embedded_num_threads"),
         lambda config: not config.engine.rollout_external_engine_addrs,
         "on engines that already run",
         "start those engines with the same setting",
     ),
     Effect(
+        "WANDB",
         ("wandb_project", "wandb_group", "wandb_mode"),
         lambda config: config.observability.use_wandb,
         "without --use-wandb",
         "add --use-wandb",
     ),
     Effect(
+        "DEBUG-LOAD",
         ("load_debug_rollout_data",),
         lambda config: config.debug.debug_train_only,
         "without --debug-train-only",
         "add --debug-train-only",
     ),
     Effect(
+        "DEBUG-SAVE",
         ("save_debug_rollout_data",),
         lambda config: not config.debug.debug_train_only,
         "with --debug-train-only",
         "remove --debug-train-only",
     ),
+    Effect(
+        "RECOMPUTE",
+        ("recompute_method", "recompute_num_layers"),
+        lambda config: config.parallel.recompute_granularity == "full",
+        "without --recompute-granularity full",
+        "add --recompute-granularity full",
+    ),
+    Effect(
+        "RECOMPUTE-MODULES",
+        ("recompute_modules",),
+        lambda config: config.parallel.recompute_granularity == "selective",
+        "without --recompute-granularity selective",
+        "add --recompute-granularity selective",
+    ),
+    Effect(
+        "CPU-ADAM",
+        ("overlap_cpu_optimizer_d2h_h2d",),
+        lambda config: config.optimizer.optimizer_cpu_offload,
+        "without --optimizer-cpu-offload",
+        "add --optimizer-cpu-offload",
+    ),
+    Effect(
+        "MTP",
+        ("mtp_loss_scaling_factor",),
+        lambda config: config.train.enable_mtp_training,
+        "without --enable-mtp-training",
+        "add --enable-mtp-training",
+    ),
+    Effect(
+        "PADDING",
+        ("data_pad_size_multiplier",),
+        lambda config: config.resolved_train_backend == "megatron",
+        "with the torch trainer, which pads nothing",
+        "choose --train-backend megatron",
+    ),
+    Effect(
+        "MODEL-ARGS",
+        ("override_model_config",),
+        lambda config: bool(config.megatron),
+        "without a flag that describes the model",
+        "give the flags that differ from config.json",
+    ),
+    Effect(
+        "COLOCATE",
+        ("colocate",),
+        lambda config: config.resolved_rollout_backend == "sglang" or not config.needs_engine,
+        "with the embedded engine, which shares the trainer's first device anyway",
+        "choose --rollout-backend sglang",
+    ),
+    Effect(
+        "HEALTH-CHECK",
+        ("rollout_health_check_interval", "rollout_health_check_timeout"),
+        lambda config: config.engine.use_fault_tolerance,
+        "without --use-fault-tolerance",
+        "add --use-fault-tolerance",
+    ),
 )
+
+RULES = tuple(_rule(effect) for effect in EFFECTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fuligo.config import Config
+from fuligo.config.rules.rule import Broken, drop, put, rule
 
 
 def _samples(config: Config) -> str:
@@ -14,89 +15,118 @@ def _samples(config: Config) -> str:
     return f"--rollout-batch-size {prompts} x --n-samples-per-prompt {responses} = {config.samples_per_rollout} samples"
 
 
-def global_batch_divides_rollout(config: Config) -> str | None:
+def _largest_divisor(number: int, limit: int) -> int:
+    return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)
+
+
+@rule("CFG-GLOBAL-BATCH", "--global-batch-size", "--rollout-batch-size", "--n-samples-per-prompt")
+def global_batch_divides_rollout(config: Config) -> Broken | None:
+    """Every sample of a rollout is trained once, in equal steps."""
     size, samples = config.train.global_batch_size, config.samples_per_rollout
     if size is None or config.train.num_steps_per_rollout is not None or samples % size == 0:
         return None
-    if size > samples:
-        return f"--global-batch-size {size} is more than a rollout has ({_samples(config)}): use at most {samples}"
-    near = max(divisor for divisor in range(1, size) if samples % divisor == 0)
-    return f"--global-batch-size {size} does not divide a rollout ({_samples(config)}): use {near}, or change the rollout's size"
+    broken = "is more than a rollout has" if size > samples else "does not divide a rollout"
+    return Broken(f"--global-batch-size {size} {broken} ({_samples(config)})", (put("global_batch_size", _largest_divisor(samples, size)),))
 
 
-def steps_divide_rollout(config: Config) -> str | None:
+@rule("CFG-NUM-STEPS", "--num-steps-per-rollout", "--rollout-batch-size", "--n-samples-per-prompt")
+def steps_divide_rollout(config: Config) -> Broken | None:
+    """The steps of a rollout have equally many samples."""
     steps, samples = config.train.num_steps_per_rollout, config.samples_per_rollout
     if steps is None or samples % steps == 0:
         return None
-    return f"--num-steps-per-rollout {steps} does not divide a rollout ({_samples(config)}) into equal steps"
+    changes = [put("num_steps_per_rollout", _largest_divisor(samples, steps))]
+    if config.train.global_batch_size is not None:
+        changes.append(drop("global_batch_size"))
+    return Broken(f"--num-steps-per-rollout {steps} does not divide a rollout ({_samples(config)}) into equal steps", tuple(changes))
 
 
-def global_batch_agrees_with_steps(config: Config) -> str | None:
+@rule("CFG-STEP-SIZES", "--global-batch-size", "--num-steps-per-rollout")
+def global_batch_agrees_with_steps(config: Config) -> Broken | None:
+    """Size and number of the steps follow from each other."""
     size, steps, samples = config.train.global_batch_size, config.train.num_steps_per_rollout, config.samples_per_rollout
-    if size is None or steps is None or size * steps == samples:
+    if size is None or steps is None or size * steps == samples or samples % steps:
         return None
-    return (
-        f"--global-batch-size {size} x --num-steps-per-rollout {steps} = {size * steps}, but {_samples(config)}: "
-        "leave one of the two flags out, it follows from the other"
-    )
+    text = f"--global-batch-size {size} x --num-steps-per-rollout {steps} = {size * steps}, but {_samples(config)}"
+    return Broken(text, (drop("global_batch_size"),))
 
 
-def every_rank_has_a_sample(config: Config) -> str | None:
-    ranks, size = config.num_train_gpus, config.resolved_global_batch_size
+@rule("CFG-EMPTY-RANK", "--global-batch-size", "--rollout-batch-size", "--n-samples-per-prompt")
+def every_rank_has_a_sample(config: Config) -> Broken | None:
+    """A data-parallel rank without a sample would wait for gradients that never come."""
+    ranks, size = config.resolved_data_parallel_size, config.resolved_global_batch_size
     if size >= ranks or size == 0:
         return None
-    return (
-        f"an optimizer step has {size} samples for {ranks} trainer processes, each needs at least one: raise --global-batch-size to {ranks}"
-    )
+    samples = config.samples_per_rollout
+    text = f"an optimizer step has {size} samples for {ranks} data-parallel ranks, each needs at least one ({_samples(config)})"
+    enough = next((number for number in range(ranks, samples + 1) if samples % number == 0), None)
+    if enough is None:
+        return Broken(text, advice="raise --rollout-batch-size")
+    return Broken(text, (drop("num_steps_per_rollout"), put("global_batch_size", enough)))
 
 
-def wave_fills_rollout(config: Config) -> str | None:
+@rule("CFG-OVER-SAMPLING", "--over-sampling-batch-size", "--rollout-batch-size")
+def wave_fills_rollout(config: Config) -> Broken | None:
+    """A wave that is smaller than a rollout can never fill it."""
     wave, prompts = config.rollout.over_sampling_batch_size, config.rollout.rollout_batch_size
     if wave is None or wave >= prompts:
         return None
-    return f"--over-sampling-batch-size {wave} is below --rollout-batch-size {prompts}: a wave must fill a rollout, use at least {prompts}"
+    text = f"--over-sampling-batch-size {wave} is below --rollout-batch-size {prompts}, which a wave must fill"
+    return Broken(text, (put("over_sampling_batch_size", prompts),))
 
 
-def context_has_room(config: Config) -> str | None:
+@rule("CFG-CONTEXT", "--rollout-max-context-len", "--rollout-max-prompt-len")
+def context_has_room(config: Config) -> Broken | None:
+    """A prompt that fills the context leaves nothing to generate."""
     context, prompt = config.rollout.rollout_max_context_len, config.data.rollout_max_prompt_len
     if context is None or prompt is None or prompt < context:
         return None
-    return (
-        f"--rollout-max-prompt-len {prompt} leaves no room to respond in --rollout-max-context-len {context}: lower it, or raise the other"
-    )
+    text = f"--rollout-max-prompt-len {prompt} leaves no room to respond in --rollout-max-context-len {context}"
+    return Broken(text, (put("rollout_max_context_len", prompt + config.rollout.rollout_max_response_len),))
 
 
-def cache_holds_a_response(config: Config) -> str | None:
+@rule("CFG-KV-CACHE", "--embedded-max-total-tokens", "--rollout-max-response-len")
+def cache_holds_a_response(config: Config) -> Broken | None:
+    """One request must fit into the cache."""
     cache, response = config.engine.embedded_max_total_tokens, config.rollout.rollout_max_response_len
     if cache is None or cache > response:
         return None
-    return (
-        f"--embedded-max-total-tokens {cache} cannot hold one prompt and a response of --rollout-max-response-len {response}: "
-        "raise it, or leave it out"
-    )
+    text = f"--embedded-max-total-tokens {cache} cannot hold one prompt and a response of --rollout-max-response-len {response}"
+    return Broken(text, (drop("embedded_max_total_tokens"),))
 
 
-def top_k_keeps_a_token(config: Config) -> str | None:
-    given = {"--rollout-top-k": config.rollout.rollout_top_k, "--eval-top-k": config.eval.eval_top_k}
-    zero = [option for option, value in given.items() if value == 0]
-    return f"{' and '.join(zero)} 0 keeps no token: use -1 for all, or at least 1" if zero else None
+@rule("CFG-TOP-K", "--rollout-top-k", "--eval-top-k")
+def top_k_keeps_a_token(config: Config) -> Broken | None:
+    """Something must be left to draw."""
+    zero = [name for name, value in (("rollout_top_k", config.rollout.rollout_top_k), ("eval_top_k", config.eval.eval_top_k)) if value == 0]
+    if not zero:
+        return None
+    options = tuple(f"--{name.replace('_', '-')}" for name in zero)
+    return Broken(f"{' and '.join(options)} 0 keeps no token; -1 is all", tuple(put(name, -1) for name in zero), flags=options)
 
 
-def tis_bounds_are_ordered(config: Config) -> str | None:
+@rule("CFG-TIS-BOUNDS", "--tis-clip-low", "--tis-clip")
+def tis_bounds_are_ordered(config: Config) -> Broken | None:
+    """The lower bound is below the upper."""
     low, high = config.algorithm.tis_clip_low, config.algorithm.tis_clip
-    return f"--tis-clip-low {low} is above --tis-clip {high}: the lower bound must not exceed the upper" if low > high else None
+    return Broken(f"--tis-clip-low {low} is above --tis-clip {high}", (drop("tis_clip_low"),)) if low > high else None
 
 
-def learning_rate_falls(config: Config) -> str | None:
+@rule("CFG-MIN-LR", "--min-lr", "--lr")
+def learning_rate_falls(config: Config) -> Broken | None:
+    """The end of the decay is not above its start."""
     low, peak = config.optimizer.min_lr, config.optimizer.lr
-    return f"--min-lr {low} is above --lr {peak}: it is the end of the decay, use at most {peak}" if low > peak else None
+    return Broken(f"--min-lr {low}, the end of the decay, is above --lr {peak}", (drop("min_lr"),)) if low > peak else None
 
 
-def decay_follows_warmup(config: Config) -> str | None:
+@rule("CFG-LR-DECAY", "--lr-decay-iters", "--lr-warmup-iters")
+def decay_follows_warmup(config: Config) -> Broken | None:
+    """The decay starts where the warm-up ends."""
     decay, warmup = config.optimizer.lr_decay_iters, config.optimizer.lr_warmup_iters
     if decay is None or decay > warmup:
         return None
-    return f"--lr-decay-iters {decay} ends before --lr-warmup-iters {warmup}: it counts from the first step, use more than {warmup}"
+    text = f"--lr-decay-iters {decay}, counted from the first step, ends before --lr-warmup-iters {warmup}"
+    return Broken(text, (drop("lr_decay_iters"),))
 
 
 RULES = (

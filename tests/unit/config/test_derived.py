@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuligo.config.validate import config_problems
+from fuligo.config.findings import Severity
+from fuligo.config.validate import findings
 from tests.unit.config.conftest import MakeConfig, config_with
 
 
@@ -20,7 +21,7 @@ def test_valid_batch_sizes_multiply_out(prompts: int, responses: int, size: int 
     config = config_with(rollout_batch_size=prompts, n_samples_per_prompt=responses, global_batch_size=size, num_steps_per_rollout=steps)
     total = prompts * responses
     fits = total % (size or 1) == 0 and total % (steps or 1) == 0 and (size is None or steps is None or size * steps == total)
-    assert (config_problems(config) == []) == fits
+    assert (not [found for found in findings(config) if found.severity is Severity.ERROR]) == fits
     if fits:
         assert config.resolved_global_batch_size * config.resolved_num_steps_per_rollout == config.samples_per_rollout == total
         assert config.resolved_global_batch_size == (size or config.resolved_global_batch_size)

@@ -1,4 +1,4 @@
-"""Every rule is broken once, with everything else as it should be."""
+"""Every rule is broken once, with everything else as it should be; where it knows a fix, the fix mends it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,27 @@ import pytest
 
 from fuligo.algorithms import estimators
 from fuligo.algorithms.estimators import ESTIMATORS
+from fuligo.config import Config
+from fuligo.config.findings import Change, Severity
 from fuligo.config.flags import flags
-from fuligo.config.rules import advice, combinations, effects, sizes
-from fuligo.config.validate import config_problems, validate
+from fuligo.config.rules import effects, required
+from fuligo.config.validate import RULES, findings, validate
 from fuligo.errors import ConfigError
-from fuligo.rollout.rewards.rules import NAMED, RULES
+from fuligo.rollout.rewards.rules import NAMED
+from fuligo.rollout.rewards.rules import RULES as REWARDS
 from tests.unit.config.conftest import MakeConfig, config_with
 
-BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
-    "model_is_given": [({"hf_checkpoint": None}, "--hf-checkpoint is missing")],
-    "prompts_are_given": [({"prompt_data": None}, "--prompt-data is missing")],
-    "length_is_given_once": [
+Values = dict[str, Any]
+
+SGLANG: Values = {"rollout_backend": "sglang", "rollout_num_gpus": 4, "actor_num_gpus_per_node": 4}
+"""Engines on GPUs of their own."""
+SHARED: Values = {"rollout_backend": "sglang", "colocate": True, "actor_num_gpus_per_node": 4}
+"""Engines on the trainer's GPUs."""
+
+BROKEN: dict[str, list[tuple[Values, str]]] = {
+    "CFG-MODEL-MISSING": [({"hf_checkpoint": None}, "--hf-checkpoint is missing")],
+    "CFG-DATA-MISSING": [({"prompt_data": None}, "--prompt-data is missing")],
+    "CFG-RUN-LENGTH": [
         ({"num_epoch": 2}, "--num-rollout 10 and --num-epoch 2"),
         ({"num_rollout": None}, "give --num-rollout, or --num-epoch"),
         (
@@ -27,75 +37,128 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
             "--num-epoch 1 counts passes over --prompt-data",
         ),
     ],
-    "something_judges": [({"rm_type": None}, "--custom-rm-path")],
-    "reward_is_known": [
+    "CFG-REWARD-MISSING": [({"rm_type": None}, "--custom-rm-path")],
+    "CFG-REWARD-UNKNOWN": [
         ({"rm_type": "deepscalr"}, "did you mean deepscaler?"),
         ({"rm_type": "boxed_maths"}, "did you mean boxed_math"),
-        ({"rm_type": "gpqa"}, "known: math, deepscaler"),
+        ({"rm_type": "judge"}, "known: math, deepscaler"),
     ],
-    "label_is_given": [({"label_key": None}, "--label-key"), ({"label_key": None, "rm_type": "boxed_math"}, "--label-key")],
-    "remote_reward_has_address": [({"rm_type": "remote_rm"}, "--rm-url")],
-    "custom_loss_has_function": [({"loss_type": "custom_loss"}, "--custom-loss-function-path")],
-    "one_kl_term": [
-        ({"kl_coef": 0.1, "kl_loss_coef": 0.2, "use_kl_loss": True, "advantage_estimator": "rloo"}, "--kl-coef 0.1 and --kl-loss-coef 0.2")
+    "CFG-REWARD-LABEL": [({"label_key": None}, "--label-key"), ({"label_key": None, "rm_type": "boxed_math"}, "--label-key")],
+    "CFG-REWARD-URL": [({"rm_type": "remote_rm"}, "--rm-url")],
+    "CFG-CUSTOM-LOSS": [({"loss_type": "custom_loss"}, "--custom-loss-function-path")],
+    "CFG-KL-TWICE": [
+        (
+            {"kl_coef": 0.1, "kl_loss_coef": 0.2, "use_kl_loss": True, "kl_loss_type": "k3", "advantage_estimator": "rloo"},
+            "--kl-coef 0.1 and --kl-loss-coef 0.2",
+        )
     ],
-    "advantages_are_whitened": [
+    "CFG-WHITENING": [
         ({"advantage_estimator": "reinforce_plus_plus"}, "needs --normalize-advantages"),
         ({"advantage_estimator": "reinforce_plus_plus_baseline"}, "needs --normalize-advantages"),
     ],
-    "one_old_policy": [({"use_tis": True, "use_rollout_logprobs": True}, "give one of them")],
-    "trained_parameters_are_named_once": [
-        ({"only_train_params_name_list": ["mlp"], "freeze_params_name_list": ["embed"]}, "exclude each other")
-    ],
-    "parameter_patterns_compile": [({"freeze_params_name_list": ["mlp", "(embed"]}, "'(embed' is not a regular expression")],
-    "micro_batches_have_a_limit": [({"use_dynamic_batch_size": True}, "--max-tokens-per-gpu")],
-    "eval_data_are_named": [
+    "CFG-OLD-POLICY": [({"use_tis": True, "use_rollout_logprobs": True}, "--use-rollout-logprobs takes the engine's side")],
+    "CFG-TRAINED-PARAMS": [({"only_train_params_name_list": ["mlp"], "freeze_params_name_list": ["embed"]}, "exclude each other")],
+    "CFG-PARAM-PATTERN": [({"freeze_params_name_list": ["mlp", "(embed"]}, "'(embed' is not a regular expression")],
+    "CFG-MAX-TOKENS": [({"use_dynamic_batch_size": True}, "--max-tokens-per-gpu")],
+    "CFG-EVAL-DATA": [
         ({"eval_prompt_data": ["a", "a.jsonl", "b"]}, "got 3 values"),
         ({"eval_prompt_data": ["a", "a.jsonl", "a", "b.jsonl"]}, "names a more than once"),
     ],
-    "one_side_is_debugged": [
+    "CFG-DEBUG-SIDES": [
         ({"debug_rollout_only": True, "debug_train_only": True, "load_debug_rollout_data": "d/{rollout_id}"}, "exclude each other")
     ],
-    "debug_training_has_data": [({"debug_train_only": True}, "--load-debug-rollout-data")],
-    "every_rollout_has_its_file": [
+    "CFG-DEBUG-DATA": [({"debug_train_only": True}, "--load-debug-rollout-data")],
+    "CFG-ROLLOUT-ID-PATH": [
         ({"save_hf": "export"}, "--save-hf export is one path for all rollouts"),
         ({"save_debug_rollout_data": "d.npz"}, "{rollout_id}"),
     ],
-    "engine_addresses_are_complete": [
+    "CFG-ENGINE-ADDRESS": [
         ({"rollout_external_engine_addrs": ["host:30000", "host"]}, "'host' must be host:port"),
         ({"rollout_external_engine_addrs": ["host:port"]}, "'host:port' must be host:port"),
     ],
-    "global_batch_divides_rollout": [
-        ({"global_batch_size": 100}, "--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256 samples): use 64"),
-        ({"global_batch_size": 512}, "use at most 256"),
+    "CFG-ASYNC-STALENESS": [({"async_mode": "full"}, "--max-staleness must bound")],
+    "CFG-ASYNC-COLOCATE": [
+        ({**SHARED, "async_mode": "one-step"}, "--async-mode one-step samples while the trainer works"),
+        ({**SHARED, "async_mode": "full", "max_staleness": 2}, "--async-mode full samples while the trainer works"),
     ],
-    "steps_divide_rollout": [({"num_steps_per_rollout": 3}, "--num-steps-per-rollout 3 does not divide")],
-    "global_batch_agrees_with_steps": [({"global_batch_size": 64, "num_steps_per_rollout": 2}, "= 128, but")],
-    "every_rank_has_a_sample": [({"global_batch_size": 2, "actor_num_gpus_per_node": 4}, "4 trainer processes")],
-    "wave_fills_rollout": [({"over_sampling_batch_size": 16}, "use at least 32")],
-    "context_has_room": [({"rollout_max_context_len": 100, "rollout_max_prompt_len": 100}, "no room to respond")],
-    "cache_holds_a_response": [({"embedded_max_total_tokens": 1024}, "cannot hold one prompt and a response")],
-    "top_k_keeps_a_token": [({"rollout_top_k": 0}, "--rollout-top-k 0 keeps no token")],
-    "tis_bounds_are_ordered": [({"use_tis": True, "tis_clip_low": 3.0}, "--tis-clip-low 3.0 is above --tis-clip 2.0")],
-    "learning_rate_falls": [({"lr_decay_style": "linear", "min_lr": 1.0}, "--min-lr 1.0 is above --lr")],
-    "decay_follows_warmup": [
-        ({"lr_decay_style": "linear", "lr_decay_iters": 5, "lr_warmup_iters": 5}, "--lr-decay-iters 5 ends before --lr-warmup-iters 5")
+    "CFG-MTP-LAYERS": [({**SGLANG, "enable_mtp_training": True}, "--mtp-num-layers loads none")],
+    "CFG-ENVIRONMENT-NAME": [({"env": {"NCCL DEBUG": "INFO"}}, "'NCCL DEBUG'")],
+    "CFG-TRAIN-BACKEND": [
+        (
+            {**SGLANG, "train_backend": "torch", "tensor_model_parallel_size": 2, "sequence_parallel": True},
+            "--tensor-model-parallel-size and --sequence-parallel are flags of the Megatron trainer, the run has --train-backend torch",
+        ),
+        ({**SGLANG, "train_backend": "megatron", "gradient_checkpointing": True}, "it is --recompute-granularity full"),
+        ({**SGLANG, "train_backend": "torch", "megatron_swiglu": True}, "--swiglu is a flag of the Megatron trainer"),
     ],
+    "CFG-ROLLOUT-BACKEND": [
+        ({**SGLANG, "rollout_backend": "embedded"}, "--rollout-num-gpus is a flag of SGLang engines"),
+        ({"rollout_backend": "embedded", "sglang_mem_fraction_static": 0.5}, "--sglang-mem-fraction-static is a flag of SGLang engines"),
+        ({"router_policy": "random"}, "--router-policy: no router runs without SGLang engines"),
+        ({**SGLANG, "embedded_dtype": "bf16"}, "--embedded-dtype"),
+    ],
+    "CFG-ROLLOUT-GPUS": [
+        ({"rollout_num_gpus_per_engine": 2}, "(--rollout-num-gpus) or the trainer's (--colocate)"),
+        ({"rollout_num_gpus_per_engine": 2, "async_mode": "one-step"}, "(--rollout-num-gpus) or the trainer's (--colocate)"),
+    ],
+    "CFG-EXTERNAL-ENGINES": [
+        ({"rollout_num_gpus": 0}, "--rollout-num-gpus 0 starts no engine"),
+        ({**SGLANG, "rollout_external_engine_addrs": ["host:30000"]}, "--rollout-num-gpus 4 would start others"),
+        ({**SHARED, "rollout_external_engine_addrs": ["host:30000"]}, "--colocate shares the trainer's GPUs"),
+    ],
+    "CFG-EXTERNAL-TOPOLOGY": [
+        (
+            {"rollout_external_engine_addrs": ["host:30000"], "sglang_config": [{"server_groups": [{"num_gpus": 4}]}]},
+            "--sglang-config says which engines to start",
+        )
+    ],
+    "CFG-NODE-GPUS": [({**SGLANG, "num_gpus_per_node": 2}, "--actor-num-gpus-per-node 4 is more than a node has, --num-gpus-per-node 2")],
+    "CFG-TRANSPORT": [
+        ({"update_weight_transport": "nccl"}, "the embedded engine takes tensor or disk"),
+        ({**SHARED, "update_weight_transport": "nccl"}, "with --colocate they share one"),
+        ({**SGLANG, "update_weight_transport": "nccl", "device": "cpu"}, "--device is cpu"),
+        ({**SGLANG, "update_weight_transport": "tensor"}, "separate GPUs"),
+    ],
+    "CFG-DP-ATTENTION": [
+        ({**SGLANG, "rollout_num_gpus_per_engine": 4, "sglang_dp_size": 2}, "--sglang-dp-size 2 without"),
+        (
+            {**SGLANG, "sglang_config": [{"server_groups": [{"num_gpus": 4, "overrides": {"dp_size": 2}}]}]},
+            "(model default, group 1 of --sglang-config)",
+        ),
+    ],
+    "CFG-GLOBAL-BATCH": [
+        ({"global_batch_size": 100}, "(--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256 samples): --global-batch-size 64"),
+        ({"global_batch_size": 512}, "--global-batch-size 256"),
+    ],
+    "CFG-NUM-STEPS": [
+        ({"num_steps_per_rollout": 3}, "--num-steps-per-rollout 3 does not divide"),
+        ({"num_steps_per_rollout": 3, "global_batch_size": 64}, "--num-steps-per-rollout 3 does not divide"),
+    ],
+    "CFG-STEP-SIZES": [({"global_batch_size": 64, "num_steps_per_rollout": 2}, "= 128, but")],
+    "CFG-EMPTY-RANK": [
+        ({"global_batch_size": 2, "actor_num_gpus_per_node": 4}, "2 samples for 4 data-parallel ranks"),
+        ({"rollout_batch_size": 1, "actor_num_nodes": 2, "actor_num_gpus_per_node": 8}, "raise --rollout-batch-size"),
+    ],
+    "CFG-OVER-SAMPLING": [({"over_sampling_batch_size": 16}, "--over-sampling-batch-size 32")],
+    "CFG-CONTEXT": [({"rollout_max_context_len": 100, "rollout_max_prompt_len": 100}, "no room to respond")],
+    "CFG-KV-CACHE": [({"embedded_max_total_tokens": 1024}, "cannot hold one prompt and a response")],
+    "CFG-TOP-K": [({"rollout_top_k": 0}, "--rollout-top-k 0 keeps no token")],
+    "CFG-TIS-BOUNDS": [({"use_tis": True, "tis_clip_low": 3.0}, "--tis-clip-low 3.0 is above --tis-clip 2.0")],
+    "CFG-MIN-LR": [({"lr_decay_style": "linear", "min_lr": 1.0}, "--min-lr 1.0, the end of the decay, is above --lr")],
+    "CFG-LR-DECAY": [({"lr_decay_style": "linear", "lr_decay_iters": 5, "lr_warmup_iters": 5}, "ends before --lr-warmup-iters 5")],
+    "CFG-TRUNCATED-SAMPLING": [({"rollout_top_p": 0.9, "rollout_top_k": 20}, "--rollout-top-p 0.9 and --rollout-top-k 20")],
+    "CFG-KL-K1": [({"use_kl_loss": True, "kl_loss_coef": 0.1}, "--kl-loss-type k1")],
+    "CFG-MICRO-BATCH": [
+        ({"micro_batch_size": 4, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 4096}, "--micro-batch-size 4 is not used")
+    ],
+    "CFG-GROUP-OF-ONE": [({"n_samples_per_prompt": 1}, "no advantage")],
+    "CFG-NOTHING-PARTIAL": [({"partial_rollout": True}, "it aborts nothing")],
+    "CFG-WARMUP": [({"lr_warmup_iters": 11}, "more than the run's 10 optimizer steps")],
+    "CFG-COLOCATE-IDLE": [({**SHARED, "rollout_num_gpus": 2}, "2 of the trainer's 4 GPUs idle")],
 }
+"""Id -> configs that break this rule and no other, with a piece of what is said."""
 
-ADVICE: dict[str, tuple[dict[str, Any], str]] = {
-    "truncated_sampling_biases_the_ratio": ({"rollout_top_p": 0.9, "rollout_top_k": 20}, "--rollout-top-p 0.9 and --rollout-top-k 20"),
-    "k1_loss_pulls_nowhere": ({"use_kl_loss": True, "kl_loss_coef": 0.1}, "--kl-loss-type k1"),
-    "micro_batch_size_is_not_used": (
-        {"micro_batch_size": 4, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 4096},
-        "--micro-batch-size 4 is not used",
-    ),
-    "groups_of_one_teach_nothing": ({"n_samples_per_prompt": 1}, "no advantage"),
-    "warmup_outlasts_the_run": ({"lr_warmup_iters": 11}, "more than the run's 10 optimizer steps"),
-    "nothing_is_partial": ({"partial_rollout": True}, "it aborts nothing"),
-}
-
-NO_EFFECT: dict[str, list[tuple[Any, dict[str, Any]]]] = {
+NO_EFFECT: dict[str, list[tuple[Any, Values]]] = {
     "kl_loss_coef": [(0.1, {})],
     "use_unbiased_kl": [(True, {})],
     "kl_coef": [(0.1, {"advantage_estimator": name}) for name, facts in ESTIMATORS.items() if not facts.uses_kl_coef],
@@ -153,7 +216,31 @@ NO_EFFECT: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "over_sampling_batch_size": [(64, {"loss_type": "sft_loss"})],
     "dynamic_sampling_filter_path": [("my.filter", {"loss_type": "sft_loss"})],
     "partial_rollout": [(True, {"loss_type": "sft_loss"})],
+    "lambd": [(0.9, {}), (0.9, {"loss_type": "sft_loss"})],
+    "value_clip": [(0.1, {})],
+    "use_opsm": [(True, {"loss_type": "sft_loss"})],
+    "use_opd": [(True, {"loss_type": "sft_loss"})],
+    "use_routing_replay": [(True, {**SGLANG, "loss_type": "sft_loss"})],
+    "use_rollout_routing_replay": [(True, {**SGLANG, "loss_type": "sft_loss"})],
+    "recompute_method": [("uniform", SGLANG), ("uniform", {**SGLANG, "recompute_granularity": "selective"})],
+    "recompute_num_layers": [(1, SGLANG)],
+    "recompute_modules": [(["mlp"], {**SGLANG, "recompute_granularity": "full"})],
+    "overlap_cpu_optimizer_d2h_h2d": [(True, SGLANG)],
+    "mtp_loss_scaling_factor": [(0.3, {**SGLANG, "mtp_num_layers": 1})],
+    "data_pad_size_multiplier": [(64, {})],
+    "override_model_config": [(True, SGLANG)],
+    "colocate": [(True, {})],
+    "rollout_health_check_interval": [(5.0, {})],
+    "rollout_health_check_timeout": [(5.0, {})],
 }
+"""Flag -> values without effect, and the flags beside which they have none."""
+
+
+def config_of(values: Values) -> Config:
+    """The valid config with these flags changed; `sglang_...`, `router_...` and `megatron_...` are arguments to pass through."""
+    typed = {name: value for name, value in values.items() if name in flags()}
+    passed = [Change(tuple(name.split("_", 1)), value) for name, value in values.items() if name not in typed]
+    return config_with(**typed).changed(passed)
 
 
 def test_the_valid_config_breaks_no_rule_and_warns_of_nothing(make_config: MakeConfig) -> None:
@@ -161,34 +248,55 @@ def test_the_valid_config_breaks_no_rule_and_warns_of_nothing(make_config: MakeC
 
 
 @pytest.mark.parametrize(("rule", "values", "text"), [(rule, *case) for rule, cases in BROKEN.items() for case in cases])
-def test_a_broken_rule_is_one_error(make_config: MakeConfig, rule: str, values: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(text)) as caught:
-        validate(make_config(**values))
-    assert len(caught.value.problems) == 1
+def test_a_broken_rule_is_one_finding_that_names_its_flags(rule: str, values: Values, text: str) -> None:
+    config = config_of(values)
+    (finding,) = findings(config)
+    assert finding.id == rule
+    assert finding.fix or finding.advice
+    assert finding.flags and any(option in finding.text for option in finding.flags)
+    if finding.severity is Severity.ERROR:
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            validate(config)
+    else:
+        (warning,) = validate(config)
+        assert text in warning
 
 
-@pytest.mark.parametrize(("rule", "values", "text"), [(rule, *case) for rule, case in ADVICE.items()])
-def test_advice_warns_and_stops_nothing(make_config: MakeConfig, rule: str, values: dict[str, Any], text: str) -> None:
-    (warning,) = validate(make_config(**values))
-    assert text in warning
+@pytest.mark.parametrize(("rule", "values"), [(rule, case[0]) for rule, cases in BROKEN.items() for case in cases])
+def test_a_fix_mends_what_it_is_for_and_breaks_nothing(rule: str, values: Values) -> None:
+    config = config_of(values)
+    (finding,) = findings(config)
+    if finding.fix:
+        assert findings(config.changed(finding.fix)) == ()
 
 
 @pytest.mark.parametrize(("name", "value", "values"), [(name, *case) for name, cases in NO_EFFECT.items() for case in cases])
-def test_a_flag_without_effect_is_an_error_unless_its_value_is_neutral(
-    make_config: MakeConfig, name: str, value: object, values: dict[str, Any]
-) -> None:
-    assert any(
-        problem.startswith(flags()[name].option) and "no effect" in problem
-        for problem in config_problems(make_config(**values, **{name: value}))
-    )
-    neutral = config_problems(make_config(**{**values, name: flags()[name].default}))
-    assert not any(problem.startswith(f"{flags()[name].option} ") and "no effect" in problem for problem in neutral)
+def test_a_flag_without_effect_is_an_error_unless_its_value_is_neutral(name: str, value: object, values: Values) -> None:
+    def idle(config: Config) -> list[str]:
+        return [
+            finding.id for finding in findings(config) if finding.id.startswith("CFG-NO-EFFECT") and flags()[name].option in finding.flags
+        ]
+
+    config = config_of({**values, name: value})
+    (found,) = idle(config)
+    assert idle(config_of({**values, name: flags()[name].default})) == []
+    (finding,) = [finding for finding in findings(config) if finding.id == found]
+    assert found not in [left.id for left in findings(config.changed(finding.fix))]
 
 
-def test_every_rule_is_tested() -> None:
-    assert set(BROKEN) == {rule.__name__ for rule in [*combinations.RULES, *sizes.RULES]}
-    assert set(ADVICE) == {rule.__name__ for rule in advice.RULES}
+def test_several_flags_without_effect_are_one_finding_for_each_cause() -> None:
+    (tis, evaluation) = findings(config_with(tis_clip=3.0, tis_mode="icepop", eval_interval=2))
+    assert tis.text == "--tis-mode icepop and --tis-clip 3.0 have no effect without --use-tis"
+    assert tis.advice == "add --use-tis, or leave them out"
+    assert evaluation.id == "CFG-NO-EFFECT-EVAL"
+
+
+def test_every_rule_is_tested_and_says_why_it_is_one() -> None:
+    ids = [rule.id for rule in RULES]
+    assert len(set(ids)) == len(ids)
+    assert {*BROKEN, *(effect.id for effect in effects.EFFECTS)} == set(ids)
     assert set(NO_EFFECT) == {name for effect in effects.EFFECTS for name in effect.names}
+    assert all(rule.check.__doc__ for rule in RULES)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +310,26 @@ def test_every_rule_is_tested() -> None:
         {"kl_coef": 0.1, "custom_advantage_function_path": "my.advantages"},
         {"global_batch_size": 64, "num_steps_per_rollout": 4},
         {"rm_type": "boxed_math"},
+        {"advantage_estimator": "ppo", "lambd": 0.95, "gamma": 0.99, "kl_coef": 0.1, "value_clip": 0.1},
+        {"async_mode": "full", "max_staleness": 2},
+        {"debug_train_only": True, "load_debug_rollout_data": "d/{rollout_id}", "colocate": True},
+        SGLANG,
+        SHARED,
+        {**SHARED, "rollout_num_gpus": 8},
+        {**SGLANG, "rollout_external_engine_addrs": ["host:30000"], "rollout_num_gpus": 0},
+        {**SGLANG, "update_weight_transport": "nccl"},
+        {**SGLANG, "update_weight_transport": "gloo", "device": "cpu"},
+        {
+            **SHARED,
+            "tensor_model_parallel_size": 2,
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+        {**SHARED, "mtp_num_layers": 1, "enable_mtp_training": True, "mtp_loss_scaling_factor": 0.3},
+        {**SGLANG, "rollout_num_gpus_per_engine": 4, "sglang_dp_size": 2, "sglang_enable_dp_attention": True},
+        {**SGLANG, "use_fault_tolerance": True, "rollout_health_check_interval": 5.0},
+        {**SGLANG, "megatron_rotary_base": 10000, "override_model_config": True},
         {"rm_type": "random", "label_key": None},
         {"rm_type": "remote_rm", "rm_url": "http://rm", "rm_retries": 9},
         {"rm_type": None, "custom_rm_path": "my.reward", "group_rm": True},
@@ -218,8 +346,8 @@ def test_every_rule_is_tested() -> None:
     ],
     ids=" ".join,
 )
-def test_combinations_that_are_fine(make_config: MakeConfig, values: dict[str, Any]) -> None:
-    assert validate(make_config(**values)) == []
+def test_combinations_that_are_fine(values: Values) -> None:
+    assert validate(config_of(values)) == []
 
 
 def test_all_problems_are_reported_at_once() -> None:
@@ -229,8 +357,8 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 def test_the_table_of_rewards_is_that_of_the_rewards() -> None:
-    assert {name: rule.needs_label for name, rule in NAMED.items()} == combinations.NEEDS_LABEL
-    assert {*RULES} == {*NAMED, *(f"boxed_{name}" for name in NAMED)}
+    assert {name: rule.needs_label for name, rule in NAMED.items()} == {name: required.NEEDS_LABEL[name] for name in NAMED}
+    assert {*REWARDS} == {*NAMED, *(f"boxed_{name}" for name in NAMED)}
 
 
 def test_the_choices_of_estimators_are_those_of_the_algorithms() -> None:

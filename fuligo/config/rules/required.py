@@ -1,0 +1,168 @@
+"""What must be given."""
+
+from __future__ import annotations
+
+from fuligo.algorithms.estimators import estimator
+from fuligo.config import Config
+from fuligo.config.flags import did_you_mean, nearest
+from fuligo.config.rules.rule import Broken, put, rule
+
+NEEDS_LABEL = {
+    "math": True,
+    "deepscaler": True,
+    "dapo": True,
+    "f1": True,
+    "gpqa": True,
+    "ifbench": False,
+    "random": False,
+    "remote_rm": False,
+}
+"""The built-in rewards, and whether each compares with a label."""
+_BOXED = "boxed_"
+_TOKENS = 8192
+"""Of a micro-batch, where nothing limits the length of a sample."""
+
+
+@rule("CFG-MODEL-MISSING", "--hf-checkpoint")
+def model_is_given(config: Config) -> Broken | None:
+    """Tokenizer, model shape and the engines' weights come from the checkpoint."""
+    if config.model.hf_checkpoint:
+        return None
+    return Broken("--hf-checkpoint is missing", advice="give the Hugging Face directory of the model to train")
+
+
+@rule("CFG-DATA-MISSING", "--prompt-data")
+def prompts_are_given(config: Config) -> Broken | None:
+    """Something must be asked."""
+    elsewhere = config.data.data_source_path or config.rollout.rollout_function_path or config.debug.debug_train_only
+    if config.data.prompt_data or elsewhere:
+        return None
+    return Broken("--prompt-data is missing", advice="give the jsonl or parquet file of prompts")
+
+
+@rule("CFG-RUN-LENGTH", "--num-rollout", "--num-epoch")
+def length_is_given_once(config: Config) -> Broken | None:
+    """One flag says how long a run is."""
+    rollouts, epochs = config.data.num_rollout, config.data.num_epoch
+    if rollouts is not None and epochs is not None:
+        return Broken(f"--num-rollout {rollouts} and --num-epoch {epochs} both say how long to run", (put("num_epoch", None),))
+    if rollouts is None and epochs is None:
+        return Broken("neither --num-rollout nor --num-epoch says how long to run", advice="give --num-rollout, or --num-epoch")
+    if epochs is not None and not (config.data.prompt_data or config.data.data_source_path):
+        return Broken(f"--num-epoch {epochs} counts passes over --prompt-data, which is not given", advice="give --num-rollout instead")
+    return None
+
+
+@rule("CFG-REWARD-MISSING", "--rm-type", "--custom-rm-path")
+def something_judges(config: Config) -> Broken | None:
+    """Without rewards nothing is learned."""
+    reward, rollout = config.reward, config.rollout
+    judged = reward.rm_type or reward.custom_rm_path or config.data.metadata_key or config.algorithm.use_opd
+    judged_by_hook = rollout.custom_generate_function_path or rollout.rollout_function_path
+    if judged or judged_by_hook or config.debug.debug_train_only or (config.is_sft and not config.has_eval):
+        return None
+    return Broken(
+        "nothing judges the responses: neither --rm-type nor --custom-rm-path is given",
+        advice="give --rm-type, --custom-rm-path, or --metadata-key with an rm_type in each row",
+    )
+
+
+@rule("CFG-REWARD-UNKNOWN", "--rm-type")
+def reward_is_known(config: Config) -> Broken | None:
+    """A misspelt reward would fail with the first sample."""
+    name = config.reward.rm_type
+    if name is None or name.removeprefix(_BOXED) in NEEDS_LABEL:
+        return None
+    boxed = [_BOXED + known for known in NEEDS_LABEL] if name.startswith(_BOXED) else []
+    near = nearest(name, [*NEEDS_LABEL, *boxed])
+    hint = did_you_mean(near) or f"; known: {', '.join(NEEDS_LABEL)}, each also with the prefix {_BOXED}"
+    text = f"--rm-type {name} is not a built-in reward{hint}"
+    return Broken(text, (put("rm_type", near[0]),) if near else (), advice="your own function goes to --custom-rm-path")
+
+
+@rule("CFG-REWARD-LABEL", "--rm-type", "--label-key")
+def label_is_given(config: Config) -> Broken | None:
+    """A reward that compares needs something to compare with."""
+    name = config.reward.rm_type
+    if name is None or not NEEDS_LABEL.get(name.removeprefix(_BOXED), False) or config.data.label_key or config.reward.custom_rm_path:
+        return None
+    if not config.data.prompt_data:
+        return None  # a hook draws the samples, with labels of its own
+    return Broken(f"--rm-type {name} compares with a label", advice="give its column by --label-key")
+
+
+@rule("CFG-REWARD-URL", "--rm-type", "--rm-url")
+def remote_reward_has_address(config: Config) -> Broken | None:
+    """A remote reward model has an address."""
+    name = config.reward.rm_type
+    if name is None or name.removeprefix(_BOXED) != "remote_rm" or config.reward.rm_url:
+        return None
+    return Broken(f"--rm-type {name} needs the address of the reward model", advice="give --rm-url")
+
+
+@rule("CFG-CUSTOM-LOSS", "--loss-type", "--custom-loss-function-path")
+def custom_loss_has_function(config: Config) -> Broken | None:
+    """A custom loss is a function of the user's."""
+    if config.algorithm.loss_type != "custom_loss" or config.algorithm.custom_loss_function_path:
+        return None
+    return Broken("--loss-type custom_loss needs the function", advice="give --custom-loss-function-path")
+
+
+@rule("CFG-WHITENING", "--advantage-estimator", "--normalize-advantages")
+def advantages_are_whitened(config: Config) -> Broken | None:
+    """The REINFORCE++ estimators are only defined with advantages whitened over the batch."""
+    name = config.algorithm.advantage_estimator
+    by_hook = config.algorithm.custom_advantage_function_path
+    if config.is_sft or by_hook or config.algorithm.normalize_advantages or not estimator(name).needs_whitening:
+        return None
+    return Broken(f"--advantage-estimator {name} needs --normalize-advantages", (put("normalize_advantages", True),))
+
+
+@rule("CFG-MAX-TOKENS", "--use-dynamic-batch-size", "--max-tokens-per-gpu")
+def micro_batches_have_a_limit(config: Config) -> Broken | None:
+    """Packing by tokens needs the number of tokens."""
+    if not config.train.use_dynamic_batch_size or config.train.max_tokens_per_gpu:
+        return None
+    tokens = -(-(config.max_sample_tokens or _TOKENS) // config.parallel.context_parallel_size)
+    return Broken("--use-dynamic-batch-size needs a limit, --max-tokens-per-gpu", (put("max_tokens_per_gpu", tokens),))
+
+
+@rule("CFG-DEBUG-DATA", "--debug-train-only", "--load-debug-rollout-data")
+def debug_training_has_data(config: Config) -> Broken | None:
+    """Training without engines takes rollouts that were saved."""
+    if not config.debug.debug_train_only or config.debug.load_debug_rollout_data:
+        return None
+    return Broken("--debug-train-only trains on saved rollouts", advice="give them by --load-debug-rollout-data")
+
+
+@rule("CFG-ASYNC-STALENESS", "--async-mode", "--max-staleness")
+def continuous_rollout_has_a_bound(config: Config) -> Broken | None:
+    """Sampling that never waits for the trainer falls behind without a bound."""
+    if config.rollout.async_mode != "full" or config.rollout.max_staleness is not None:
+        return None
+    return Broken("--async-mode full samples while weights change: --max-staleness must bound how old", (put("max_staleness", 1),))
+
+
+@rule("CFG-MTP-LAYERS", "--enable-mtp-training", "--mtp-num-layers")
+def mtp_training_has_layers(config: Config) -> Broken | None:
+    """Layers that are not loaded cannot be trained."""
+    if not config.train.enable_mtp_training or config.train.mtp_num_layers:
+        return None
+    return Broken("--enable-mtp-training trains the MTP layers, of which --mtp-num-layers loads none", (put("mtp_num_layers", 1),))
+
+
+RULES = (
+    model_is_given,
+    prompts_are_given,
+    length_is_given_once,
+    something_judges,
+    reward_is_known,
+    label_is_given,
+    remote_reward_has_address,
+    custom_loss_has_function,
+    advantages_are_whitened,
+    micro_batches_have_a_limit,
+    debug_training_has_data,
+    continuous_rollout_has_a_bound,
+    mtp_training_has_layers,
+)

@@ -18,7 +18,9 @@ from fuligo.models.parts import (
 def architecture(config: ConfigJson) -> Architecture:
     """Qwen3's attention; every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`. No shared expert."""
     hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
-    heads, experts = read_grouped_attention(config), read_experts(config, num_experts_key="num_experts", shared=False)
+    # transformers 5 writes num_local_experts, the published files have num_experts.
+    key = "num_local_experts" if config.values.get("num_experts") is None and "num_local_experts" in config.values else "num_experts"
+    heads, experts = read_grouped_attention(config), read_experts(config, num_experts_key=key, shared=False)
     bias = config.switch("attention_bias", default=False)
     attention = grouped_attention_parts(heads, hidden_size, qkv_bias=bias, output_bias=bias, qk_norm=True)
     mlp = dense_mlp_parts(hidden_size, config.count("intermediate_size"))

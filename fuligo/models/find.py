@@ -1,0 +1,84 @@
+"""Where the shapes of a run's model come from: its checkpoint, a config.json given for it, or MODEL_ARGS. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fuligo.config import Config
+from fuligo.errors import ConfigError
+from fuligo.models.architecture import Architecture
+from fuligo.models.from_flags import architecture_from_flags, overridden
+from fuligo.models.registry import architecture_of, read_config_json
+
+
+@dataclass(frozen=True, slots=True)
+class FoundConfigJson:
+    """A config.json and where it was found."""
+
+    values: Mapping[str, Any]
+    source: str
+
+
+def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
+    """The trainer's model and the engines' model: of one shape unless `--ref-load` is another Hugging Face directory.
+
+    The trainer's is never quantised; with `--override-model-config` the MODEL_ARGS win over its config.json.
+
+    Raises:
+        ConfigError: nothing says what the model is; or what says it cannot be read.
+    """
+    trained, served = find_trainer_config_json(config), find_engine_config_json(config)
+    if trained is None or served is None:
+        architecture = architecture_from_flags(config)
+        if architecture is None:
+            raise ConfigError(_nothing_found(config))
+        return architecture, architecture
+    values = overridden(trained.values, config) if config.model.override_model_config else trained.values
+    trainer = replace(architecture_of(values, trained.source), is_quantised=False)
+    return trainer, architecture_of(served.values, served.source)
+
+
+def find_trainer_config_json(config: Config) -> FoundConfigJson | None:
+    """The config.json of what is trained: of `--ref-load` where that is a Hugging Face directory, else that of the engines.
+
+    None where there is neither on this machine, nor a `--model-config-file`.
+
+    Raises:
+        ConfigError: it is there and cannot be read.
+    """
+    return _of_directory(config.checkpoint.ref_load) or _of_engines(config)
+
+
+def find_engine_config_json(config: Config) -> FoundConfigJson | None:
+    """The config.json of what the engines load: in `--hf-checkpoint` where that is on this machine, else `--model-config-file`.
+
+    Failing both, that of the trainer; else None.
+
+    Raises:
+        ConfigError: it is there and cannot be read.
+    """
+    return _of_engines(config) or _of_directory(config.checkpoint.ref_load)
+
+
+def _of_engines(config: Config) -> FoundConfigJson | None:
+    return _of_directory(config.model.hf_checkpoint) or _of_file(config.model.model_config_file)
+
+
+def _of_directory(path: str | None) -> FoundConfigJson | None:
+    """None where the directory, or a config.json in it, is not on this machine."""
+    file = Path(path) / "config.json" if path else None
+    return FoundConfigJson(read_config_json(file), str(file)) if file and file.is_file() else None
+
+
+def _of_file(path: str | None) -> FoundConfigJson | None:
+    """The file itself, or that of a directory; it must be there."""
+    return FoundConfigJson(read_config_json(Path(path)), path) if path else None
+
+
+def _nothing_found(config: Config) -> str:
+    checkpoint = config.model.hf_checkpoint
+    reason = f"--hf-checkpoint {checkpoint} has no config.json on this machine" if checkpoint else "no --hf-checkpoint is given"
+    return f"{reason}; to plan without the checkpoint, give --model-config-file with the model's config.json, or its MODEL_ARGS"

@@ -1,0 +1,130 @@
+"""The MODEL_ARGS of a model: made from its config.json, compared with it, and read where there is no config.json. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import isclose
+from typing import Any
+
+from fuligo.config import Config
+from fuligo.config.flag import option_name
+from fuligo.config.passthrough import MegatronArguments
+from fuligo.models.architecture import Architecture
+from fuligo.models.config_json import ConfigJson
+from fuligo.models.flag_names import EXPERT_KEYS, GROUPED_ATTENTION_KEYS, LATENT_ATTENTION_KEYS, SHAPE_KEYS, spec_family
+from fuligo.models.from_flags import architecture_from_flags
+from fuligo.models.registry import architecture_of
+from fuligo.models.stated_flags import Flags, stated_flags
+
+__all__ = ["architecture_from_flags", "disagreements", "megatron_flags"]
+
+_IF_NOT_STATED: Mapping[str, object] = {
+    "moe_router_num_groups": 1,
+    "moe_router_group_topk": 1,
+    "moe_router_topk_scaling_factor": 1.0,
+    "rotary_percent": 1.0,
+    "rotary_scaling_factor": 1.0,
+    "rope_type": "rope",
+}
+"""What a flag must say that config.json does not state; a switch must be off then, any other flag has no place."""
+
+_NOT_COMPARED = {"max_position_embeddings", "position_embedding_type"}
+"""Stated, and another value makes no other model."""
+
+_UNREAD: Mapping[str, frozenset[str]] = {
+    "multi_latent_attention": frozenset(
+        {"add_qkv_bias", "group_query_attention", "num_query_groups", "rotary_percent", "rotary_interleaved"},
+    ),
+    "moe_router_enable_expert_bias": frozenset({"moe_router_pre_softmax"}),
+}
+"""Flags that Megatron does not read with another one; published MODEL_ARGS give some of them."""
+
+_SWITCHES = {
+    "add_qkv_bias",
+    "disable_bias_linear",
+    "group_query_attention",
+    "moe_router_enable_expert_bias",
+    "moe_router_pre_softmax",
+    "multi_latent_attention",
+    "post_mlp_layernorm",
+    "post_self_attn_layernorm",
+    "qk_layernorm",
+    "rotary_interleaved",
+    "squared_relu",
+    "swiglu",
+    "untie_embeddings_and_output_weights",
+    "use_rope_scaling",
+}
+_VALUES = {
+    *SHAPE_KEYS,
+    *GROUPED_ATTENTION_KEYS,
+    *LATENT_ATTENTION_KEYS,
+    *EXPERT_KEYS,
+    *_IF_NOT_STATED,
+    "experimental_attention_variant",
+    "moe_layer_freq",
+    "moe_router_score_function",
+    "moe_shared_expert_intermediate_size",
+    "norm_epsilon",
+    "normalization",
+    "rotary_base",
+}
+_COMPARED = _SWITCHES | _VALUES
+"""Flags that describe the model, whether its config.json states them or not."""
+
+
+def megatron_flags(config_json: Mapping[str, Any], source: str = "config.json") -> Flags:
+    """The MODEL_ARGS of a model: what its config.json says, and how its layers are best run.
+
+    Raises:
+        ConfigError: as `stated_flags`.
+    """
+    return {**stated_flags(config_json, source), **_ways_to_run(architecture_of(config_json, source))}
+
+
+def disagreements(config: Config, config_json: Mapping[str, Any], source: str = "config.json") -> Iterator[tuple[str, object, object]]:
+    """MODEL_ARGS that say something else than config.json: (option, given value, expected value).
+
+    The expected value is None where the option has no place with such a model.
+
+    Raises:
+        ConfigError: as `stated_flags`.
+    """
+    if not config.megatron:
+        return
+    stated = MegatronArguments(stated_flags(config_json, source))
+    model = ConfigJson.of(config_json, source)
+    num_layers = model.count("num_hidden_layers")
+    unread = {name for reason, names in _UNREAD.items() if reason in stated for name in names}
+    for name, given in config.megatron.items():
+        if name == "spec" and spec_family(given) != model.model_type:
+            yield option_name(name), " ".join(given), None
+        if name in unread or name in _NOT_COMPARED:
+            continue
+        if name in stated or name in _COMPARED:
+            otherwise = False if name in _SWITCHES else _IF_NOT_STATED.get(name)
+            expected = stated.get(name) if name in stated else otherwise
+            if not _equal(given, expected, num_layers):
+                yield option_name(name), given, expected
+
+
+def _equal(given: object, expected: object, num_layers: int) -> bool:
+    """Numbers to seven digits; a layer frequency n is the pattern in which every n-th layer, from the first, has experts."""
+    if isinstance(expected, list) and isinstance(given, int):
+        return [int(number % given == 0) for number in range(num_layers)] == expected
+    if isinstance(given, bool) or isinstance(expected, bool) or not isinstance(given, int | float) or not isinstance(expected, int | float):
+        return given == expected
+    return isclose(given, expected, rel_tol=1e-7)
+
+
+def _ways_to_run(architecture: Architecture) -> Flags:
+    """No properties of the model: fast kernels; a router in float32, neither balanced nor moved; gathered keys and values."""
+    flags: Flags = {}
+    if architecture.experts is not None:
+        flags |= {"moe_grouped_gemm": True, "moe_permute_fusion": True, "moe_router_dtype": "fp32"}
+        flags |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0}
+    if any(layer.num_buffer_elements for layer in architecture.layers):
+        flags |= {"moe_router_bias_update_rate": 0}
+    if architecture.sparse_index is not None:
+        flags |= {"allgather_cp": True}
+    return flags

@@ -1,0 +1,148 @@
+"""What a config.json states, as flags of Megatron-Core 0.16.1, names with underscores. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fuligo.config.layer_pattern import layers_text
+from fuligo.models.architecture import Architecture, GroupedAttention, LatentAttention, SparseIndex
+from fuligo.models.config_json import ConfigJson
+from fuligo.models.registry import architecture_of
+
+Flags = dict[str, Any]
+
+_YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Called alike in config.json and by Megatron."""
+
+
+def stated_flags(config_json: Mapping[str, Any], source: str = "config.json") -> Flags:
+    """The flags that describe the model of a config.json.
+
+    Args:
+        source: where it was read, for errors.
+
+    Raises:
+        ConfigError: config.json cannot be read, or asks for what Megatron-Core has no flag for.
+    """
+    config, architecture = ConfigJson.of(config_json, source), architecture_of(config_json, source)
+    attention = architecture.attention
+    return {
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "ffn_hidden_size": architecture.intermediate_size,
+        "num_attention_heads": attention.num_heads,
+        **(_grouped(config, attention) if isinstance(attention, GroupedAttention) else _latent(config, attention)),
+        **(_sparse(architecture.sparse_index) if architecture.sparse_index else {}),
+        **_rotary(config, is_latent=isinstance(attention, LatentAttention)),
+        "max_position_embeddings": architecture.max_position_embeddings,
+        "vocab_size": architecture.vocab_size,
+        **({} if architecture.tied_embeddings else {"untie_embeddings_and_output_weights": True}),
+        "normalization": "RMSNorm",
+        "norm_epsilon": config.number("rms_norm_eps", default=1e-6),
+        **({"post_self_attn_layernorm": True, "post_mlp_layernorm": True} if config.model_type == "glm4" else {}),
+        "swiglu": True,
+        "disable_bias_linear": True,
+        **_experts(config, architecture),
+    }
+
+
+def _grouped(config: ConfigJson, attention: GroupedAttention) -> Flags:
+    has_qk_norm = config.model_type in {"qwen3", "qwen3_moe"} or (
+        config.model_type == "glm4_moe" and config.switch("use_qk_norm", default=False)
+    )
+    return {
+        "group_query_attention": True,
+        "num_query_groups": attention.num_kv_heads,
+        "kv_channels": attention.head_dim,
+        **({"add_qkv_bias": True} if _has_qkv_bias(config) else {}),
+        **({"qk_layernorm": True} if has_qk_norm else {}),
+    }
+
+
+def _has_qkv_bias(config: ConfigJson) -> bool:
+    """Of queries, keys and values alone: Megatron has no flag for a bias of the output projection without one in the MLP."""
+    if config.model_type in {"qwen2", "mimo"}:
+        return True
+    has_bias = config.switch("attention_bias", default=config.model_type == "glm4")
+    has_other_bias = config.model_type == "llama" and config.switch("mlp_bias", default=False)
+    if has_other_bias or (has_bias and config.model_type not in {"glm4", "glm4_moe"}):
+        raise config.contradiction(f"Megatron has no flags for the biases of this {config.model_type} (attention_bias, mlp_bias)")
+    return has_bias
+
+
+def _latent(config: ConfigJson, attention: LatentAttention) -> Flags:
+    if config.switch("attention_bias", default=False):
+        raise config.contradiction("attention_bias is true; Megatron's latent attention has no biases")
+    return {
+        "multi_latent_attention": True,
+        # No flag says that queries are projected directly: left out, Megatron's own default would stand.
+        **({} if attention.q_lora_rank is None else {"q_lora_rank": attention.q_lora_rank}),
+        "kv_lora_rank": attention.kv_lora_rank,
+        "qk_head_dim": attention.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": attention.qk_rope_head_dim,
+        "v_head_dim": attention.v_head_dim,
+        "kv_channels": attention.qk_nope_head_dim,
+        "qk_layernorm": True,
+    }
+
+
+def _sparse(index: SparseIndex) -> Flags:
+    """Which layers compute their token choice has no flag: it stays with config.json."""
+    return {
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": index.num_heads,
+        "dsa_indexer_head_dim": index.head_dim,
+        "dsa_indexer_topk": index.top_k,
+    }
+
+
+def _rotary(config: ConfigJson, *, is_latent: bool) -> Flags:
+    base = config.rotary("rope_theta") or 10_000
+    flags: Flags = {"position_embedding_type": "rope", "rotary_base": int(base) if base == int(base) else base}
+    if not is_latent:
+        default = 0.5 if config.model_type in {"glm4", "glm4_moe"} else 1.0
+        share = config.rotary("partial_rotary_factor") or default
+        flags |= {} if share == 1 else {"rotary_percent": share}
+        flags |= {"rotary_interleaved": True} if config.model_type == "glm4" else {}
+    kind = config.rotary("rope_type") or config.rotary("type") or "default"
+    if kind == "default":
+        return flags | ({"rope_type": "rope"} if is_latent else {})
+    if kind == "yarn" and is_latent:
+        yarn = {name: config.rotary(name) for name in _YARN}
+        return (
+            flags
+            | {"rope_type": "yarn", "rotary_scaling_factor": config.rotary("factor")}
+            | {name: value for name, value in yarn.items() if value is not None}
+        )
+    if kind == "llama3" and config.rotary("original_max_position_embeddings") == 8192:
+        return flags | {"use_rope_scaling": True, "rope_scaling_factor": config.rotary("factor")}
+    raise config.contradiction(f"Megatron has no flags for the rotary scaling of this {config.model_type} ({kind})")
+
+
+def _experts(config: ConfigJson, architecture: Architecture) -> Flags:
+    experts = architecture.experts
+    if experts is None:
+        return {}
+    flags: Flags = {
+        "num_experts": experts.num_experts,
+        "moe_layer_freq": layers_text([int(layer.is_moe) for layer in architecture.layers]),
+        "moe_router_topk": experts.num_experts_per_token,
+        "moe_ffn_hidden_size": experts.intermediate_size,
+    }
+    if config.model_type == "qwen3_moe":
+        # Chosen before the softmax or after: normalised over the chosen, both weigh them alike.
+        pre_softmax = {} if config.switch("norm_topk_prob", default=False) else {"moe_router_pre_softmax": True}
+        return flags | {"moe_router_score_function": "softmax"} | pre_softmax
+    if not config.switch("norm_topk_prob", default=True):
+        raise config.contradiction("norm_topk_prob is false; Megatron always normalises the chosen sigmoid scores")
+    num_groups = config.count("n_group", default=1)
+    shared_size = experts.num_shared_experts * experts.intermediate_size
+    return {
+        **flags,
+        **({"moe_shared_expert_intermediate_size": shared_size} if shared_size else {}),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": config.number("routed_scaling_factor", default=1.0),
+        **({} if num_groups == 1 else {"moe_router_num_groups": num_groups, "moe_router_group_topk": config.count("topk_group")}),
+    }

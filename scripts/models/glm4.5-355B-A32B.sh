@@ -1,0 +1,36 @@
+# Made from examples/glm4.5-355b/model/config.json by scripts/models/generate.py.
+MODEL_ARGS=(
+   --num-layers 92
+   --hidden-size 5120
+   --ffn-hidden-size 12288
+   --num-attention-heads 96
+   --group-query-attention
+   --num-query-groups 8
+   --kv-channels 128
+   --add-qkv-bias
+   --qk-layernorm
+   --position-embedding-type rope
+   --rotary-base 1000000
+   --rotary-percent 0.5
+   --max-position-embeddings 131072
+   --vocab-size 151552
+   --untie-embeddings-and-output-weights
+   --normalization RMSNorm
+   --norm-epsilon 1e-05
+   --swiglu
+   --disable-bias-linear
+   --num-experts 160
+   --moe-layer-freq "[0]*3+[1]*89"
+   --moe-router-topk 8
+   --moe-ffn-hidden-size 1536
+   --moe-shared-expert-intermediate-size 1536
+   --moe-router-score-function sigmoid
+   --moe-router-enable-expert-bias
+   --moe-router-topk-scaling-factor 2.5
+   --moe-grouped-gemm
+   --moe-permute-fusion
+   --moe-router-dtype fp32
+   --moe-router-load-balancing-type none
+   --moe-aux-loss-coeff 0
+   --moe-router-bias-update-rate 0
+)

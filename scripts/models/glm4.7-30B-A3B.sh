@@ -1,0 +1,39 @@
+# Made from examples/glm4.7-flash/model/config.json by scripts/models/generate.py.
+MODEL_ARGS=(
+   --num-layers 47
+   --hidden-size 2048
+   --ffn-hidden-size 10240
+   --num-attention-heads 20
+   --multi-latent-attention
+   --q-lora-rank 768
+   --kv-lora-rank 512
+   --qk-head-dim 192
+   --qk-pos-emb-head-dim 64
+   --v-head-dim 256
+   --kv-channels 192
+   --qk-layernorm
+   --position-embedding-type rope
+   --rotary-base 1000000
+   --rope-type rope
+   --max-position-embeddings 202752
+   --vocab-size 154880
+   --untie-embeddings-and-output-weights
+   --normalization RMSNorm
+   --norm-epsilon 1e-05
+   --swiglu
+   --disable-bias-linear
+   --num-experts 64
+   --moe-layer-freq "[0]*1+[1]*46"
+   --moe-router-topk 4
+   --moe-ffn-hidden-size 1536
+   --moe-shared-expert-intermediate-size 1536
+   --moe-router-score-function sigmoid
+   --moe-router-enable-expert-bias
+   --moe-router-topk-scaling-factor 1.8
+   --moe-grouped-gemm
+   --moe-permute-fusion
+   --moe-router-dtype fp32
+   --moe-router-load-balancing-type none
+   --moe-aux-loss-coeff 0
+   --moe-router-bias-update-rate 0
+)

@@ -1,0 +1,44 @@
+# Made from examples/glm5.2-744b/model/config.json by scripts/models/generate.py.
+MODEL_ARGS=(
+   --num-layers 78
+   --hidden-size 6144
+   --ffn-hidden-size 12288
+   --num-attention-heads 64
+   --multi-latent-attention
+   --q-lora-rank 2048
+   --kv-lora-rank 512
+   --qk-head-dim 192
+   --qk-pos-emb-head-dim 64
+   --v-head-dim 256
+   --kv-channels 192
+   --qk-layernorm
+   --experimental-attention-variant dsa
+   --dsa-indexer-n-heads 32
+   --dsa-indexer-head-dim 128
+   --dsa-indexer-topk 2048
+   --position-embedding-type rope
+   --rotary-base 8000000
+   --rope-type rope
+   --max-position-embeddings 1048576
+   --vocab-size 154880
+   --untie-embeddings-and-output-weights
+   --normalization RMSNorm
+   --norm-epsilon 1e-05
+   --swiglu
+   --disable-bias-linear
+   --num-experts 256
+   --moe-layer-freq "[0]*3+[1]*75"
+   --moe-router-topk 8
+   --moe-ffn-hidden-size 2048
+   --moe-shared-expert-intermediate-size 2048
+   --moe-router-score-function sigmoid
+   --moe-router-enable-expert-bias
+   --moe-router-topk-scaling-factor 2.5
+   --moe-grouped-gemm
+   --moe-permute-fusion
+   --moe-router-dtype fp32
+   --moe-router-load-balancing-type none
+   --moe-aux-loss-coeff 0
+   --moe-router-bias-update-rate 0
+   --allgather-cp
+)

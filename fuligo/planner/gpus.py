@@ -30,8 +30,8 @@ class Gpu:
     """To a GPU of another node, one direction."""
     host_bytes_per_s: float
     """To the host's memory, one direction."""
-    host_memory_bytes: int = 0
-    """Memory of the host for each GPU, as the maker's own servers have it; 0 where there is no such server."""
+    host_memory_bytes: int
+    """Memory of the host for each GPU, as the maker's own servers have it."""
 
 
 GPUS: dict[str, Gpu] = {
@@ -47,10 +47,10 @@ GPUS: dict[str, Gpu] = {
         Gpu("a100-80", 81920 * MIB, 312e12, 312e12, 2.039e12, 300e9, 25e9, 32e9, 256 * GIB),
         # NVIDIA A100 data sheet (SXM4); DGX A100 320GB: 1 TB
         Gpu("a100-40", 40960 * MIB, 312e12, 312e12, 1.555e12, 300e9, 25e9, 32e9, 128 * GIB),
-        # NVIDIA L40S data sheet: PCIe 4.0 x16, no NVLink; network as in OVX servers, 200 Gb/s a GPU
-        Gpu("l40s", 46068 * MIB, 362.05e12, 733e12, 0.864e12, 32e9, 25e9, 32e9),
-        # NVIDIA Ada architecture white paper (FP32 accumulation): PCIe 4.0 x16, no NVLink; network: 100 Gb/s shared by eight, an assumption
-        Gpu("rtx-4090", 24564 * MIB, 165.2e12, 330.3e12, 1.008e12, 32e9, 1.5e9, 32e9),
+        # NVIDIA L40S data sheet: PCIe 4.0 x16, no NVLink; network of OVX servers, 200 Gb/s a GPU; host: an assumption
+        Gpu("l40s", 46068 * MIB, 362.05e12, 733e12, 0.864e12, 32e9, 25e9, 32e9, 64 * GIB),
+        # NVIDIA Ada architecture white paper (FP32 accumulation): PCIe 4.0 x16, no NVLink; network and host: assumptions
+        Gpu("rtx-4090", 24564 * MIB, 165.2e12, 330.3e12, 1.008e12, 32e9, 1.5e9, 32e9, 32 * GIB),
     )
 }
 

@@ -14,6 +14,10 @@ from fuligo.planner.trainer_shape import TrainerShape, trainer_shape
 Slot = tuple[int, int]
 """(node, index within the node)"""
 
+EMBEDDED_RANK = EngineRank(group=0, engine=0, rank=0, tp=0, pp=0, dp=0, ep=0)
+EMBEDDED_GROUP = EngineGroup("default", "regular", num_engines=1, num_gpus_per_engine=1, tp=1, pp=1, dp=1, ep=1)
+"""The embedded engine: one process beside the trainer's first."""
+
 
 def make_layout(subject: Subject) -> ClusterLayout:
     """The cluster with every rank of trainer and engines in its place.
@@ -26,12 +30,11 @@ def make_layout(subject: Subject) -> ClusterLayout:
     """
     config = subject.config
     shape = trainer_shape(config)
-    specs = engine_groups(config) if config.needs_engine else ()
+    specs, embedded = engine_groups(config), config.needs_engine and config.resolved_rollout_backend == "embedded"
     per_node = max(config.cluster.num_gpus_per_node, config.resolved_actor_num_gpus_per_node)
     trainer_slots = _trainer_slots(shape.num_ranks, config.resolved_actor_num_gpus_per_node)
-    engine_ranks = list(_engine_ranks(specs))
-    shares = config.cluster.colocate or config.resolved_rollout_backend == "embedded"
-    engine_slots = _engine_slots(trainer_slots, len(engine_ranks), per_node, shares=shares)
+    engine_ranks = [EMBEDDED_RANK] if embedded else list(_engine_ranks(specs))
+    engine_slots = _engine_slots(trainer_slots, len(engine_ranks), per_node, shares=config.cluster.colocate or embedded)
     trainers = dict(zip(trainer_slots, trainer_ranks(shape)))
     engines = dict(zip(engine_slots, engine_ranks))
     num_nodes = 1 + max(node for node, _ in [*trainer_slots, *engine_slots])
@@ -44,7 +47,7 @@ def make_layout(subject: Subject) -> ClusterLayout:
             for index in range(per_node)
         ),
         stages=stages(subject),
-        engine_groups=tuple(_engine_group(spec) for spec in specs),
+        engine_groups=(EMBEDDED_GROUP,) if embedded else tuple(_engine_group(spec) for spec in specs),
         tp=shape.tp,
         cp=shape.cp,
         pp=shape.pp,
@@ -117,7 +120,7 @@ def _engine_ranks(specs: Sequence[EngineGroupSpec]) -> Iterator[EngineRank | Non
                     rank=rank,
                     tp=tp,
                     pp=pp,
-                    dp=tp * max(1, spec.dp_size) // spec.tp_size,
+                    dp=tp * spec.dp_size // spec.tp_size,
                     ep=tp * spec.ep_size // spec.tp_size,
                 )
             engine += 1
@@ -127,7 +130,7 @@ def _engine_group(spec: EngineGroupSpec) -> EngineGroup:
     return EngineGroup(
         model=spec.model,
         worker_type=spec.worker_type,
-        num_engines=0 if spec.worker_type == "placeholder" else spec.num_engines,
+        num_engines=spec.num_engines,
         num_gpus_per_engine=spec.num_gpus_per_engine,
         tp=spec.tp_size,
         pp=spec.pp_size,

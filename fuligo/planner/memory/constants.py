@@ -15,9 +15,9 @@ FRAGMENTATION = 0.1
 new lengths never fill (without expandable segments it can be far more: GMLake, arXiv 2401.08156, measures up to a third)."""
 
 
-def gib(num_bytes: float) -> str:
-    """For notes: `12.3 GiB`."""
-    return f"{num_bytes / GIB:.1f} GiB"
+def amount(num_bytes: float) -> str:
+    """For notes: `12.3 GiB`, `256 MiB`."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
 
 
 def billions(count: float) -> str:

@@ -7,7 +7,7 @@ import math
 from fuligo.models.architecture import Architecture, GroupedAttention, Layer
 from fuligo.planner.lengths import micro_batch_tokens
 from fuligo.planner.memory.activations import BF16, FP32
-from fuligo.planner.memory.constants import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, FRAGMENTATION, billions, gib
+from fuligo.planner.memory.constants import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, FRAGMENTATION, amount, billions
 from fuligo.planner.plan import MemoryItem
 from fuligo.planner.subject import Subject
 from fuligo.planner.trainer_shape import trainer_shape
@@ -34,7 +34,7 @@ def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
         items.append(MemoryItem("communication", COMMUNICATOR_BYTES, "NCCL buffers of one communicator"))
     items.append(MemoryItem("runtime", CUDA_CONTEXT_BYTES, "CUDA context, kernels, cuBLAS workspace"))
     moving = activations.num_bytes
-    items.append(MemoryItem("fragmentation", round(FRAGMENTATION * moving), f"{FRAGMENTATION:.0%} of the activations' {gib(moving)}"))
+    items.append(MemoryItem("fragmentation", round(FRAGMENTATION * moving), f"{FRAGMENTATION:.0%} of the activations' {amount(moving)}"))
     return tuple(items)
 
 
@@ -86,4 +86,6 @@ def _layer_bytes(layer: Layer, architecture: Architecture, size: int) -> float:
 def _logits(subject: Subject) -> MemoryItem:
     config, vocabulary = subject.config, subject.architecture.vocab_size
     tokens = min(config.train.log_probs_chunk_size, micro_batch_tokens(config, trainer_shape(config)))
-    return MemoryItem("logits", 3 * FP32 * tokens * vocabulary, f"3 x fp32 [{tokens}, {vocabulary}]")
+    head = subject.architecture.hidden_size * vocabulary
+    note = f"3 x fp32 [{tokens}, {vocabulary}] and the head's gradient in fp32"
+    return MemoryItem("logits", 3 * FP32 * tokens * vocabulary + FP32 * head, note)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fuligo.config import Config
 from fuligo.planner.lengths import micro_batch_tokens, num_micro_batches
 from fuligo.planner.memory.activations import BF16, FP32, LayerBytes, chunks_in_flight, layer_bytes, logits_bytes
-from fuligo.planner.memory.constants import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, DEEPEP_BYTES, FRAGMENTATION, billions, gib
+from fuligo.planner.memory.constants import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, DEEPEP_BYTES, FRAGMENTATION, amount, billions
 from fuligo.planner.memory.parameters import LocalParameters, frozen_parameters, prediction_layers, trained_parameters
 from fuligo.planner.plan import ClusterLayout, MemoryItem, Stage
 from fuligo.planner.stages import stage_layers
@@ -17,7 +17,7 @@ from fuligo.planner.trainer_shape import TrainerShape, trainer_shape
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 ADAM_BYTES_ON_HOST = 16
-"""Of a parameter whose optimizer runs on the CPU: fp32 weight, gradient and two moments (Megatron-Core, `cpu_offloading/hybrid_optimizer`)."""
+"""Of a parameter whose optimizer runs on the CPU: fp32 weight, gradient and two moments (Megatron-Core, `hybrid_optimizer`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,14 @@ def trainer_items(subject: Subject, layout: ClusterLayout, pipeline_rank: int) -
         *activations,
         *_communication(subject, shape),
         MemoryItem("runtime", CUDA_CONTEXT_BYTES, "CUDA context, kernels, cuBLAS workspace"),
-        MemoryItem("fragmentation", round(FRAGMENTATION * moving), f"{FRAGMENTATION:.0%} of the activations' {gib(moving)}"),
+        MemoryItem("fragmentation", round(FRAGMENTATION * moving), f"{FRAGMENTATION:.0%} of the activations' {amount(moving)}"),
     )
+
+
+def trainer_resident_bytes(subject: Subject) -> int:
+    """What an offloaded trainer keeps on a GPU: everything that is not its own tensors."""
+    communication = sum(item.num_bytes for item in _communication(subject, trainer_shape(subject.config)))
+    return CUDA_CONTEXT_BYTES + communication
 
 
 def _state_items(subject: Subject, shape: TrainerShape, state: TrainerState) -> Iterator[MemoryItem]:
@@ -113,7 +119,9 @@ def _state_items(subject: Subject, shape: TrainerShape, state: TrainerState) -> 
     sharded = optimizer_parameters(subject, shape, trained)
     spread = f"{billions(sharded)} of {billions(trained.total)} parameters"
     if subject.config.optimizer.use_distributed_optimizer:
-        spread += f" (dense over DP x CP {shape.shards_dense_optimizer}" + (f", experts over {shape.expert_dp})" if trained.experts else ")")
+        spread += f" (dense over DP x CP {shape.shards_dense_optimizer}" + (
+            f", experts over {shape.expert_dp})" if trained.experts else ")"
+        )
     share = offloaded_share(subject)
     where = f", {share:.0%} of it on the CPU" if share else ""
     yield MemoryItem("optimizer", state.optimizer, f"{spread} x {adam_bytes(subject)} bytes{where}")
@@ -140,9 +148,9 @@ def _activations(subject: Subject, shape: TrainerShape, stages: list[Stage], pip
     logits = logits_bytes(architecture, shape, min(config.train.log_probs_chunk_size, tokens)) if stages[-1].has_head else 0
     if logits > layer_work:
         note = f"3 x fp32 [{min(config.train.log_probs_chunk_size, tokens)}, {architecture.vocab_size} / TP {shape.tp}]"
-        return [*items, MemoryItem("logits", logits, f"{note}; a layer's backward pass needs {gib(layer_work)} at another time")]
+        return [*items, MemoryItem("logits", logits, f"{note}; a layer's backward pass needs {amount(layer_work)} at another time")]
     note = "activations of the layers that are recomputed, and gradients" if config.parallel.recompute_granularity else "gradients"
-    beside = f"; logits ({gib(logits)}) are gone by then" if logits else ""
+    beside = f"; logits ({amount(logits)}) are gone by then" if logits else ""
     return [*items, MemoryItem("backward", round(layer_work), f"one layer's backward pass: {note} of {tokens} tokens{beside}")]
 
 
@@ -174,6 +182,6 @@ def _communication(subject: Subject, shape: TrainerShape) -> Iterator[MemoryItem
     named = [name for name, size in sizes.items() if size > 1]
     if named:
         num_bytes = COMMUNICATOR_BYTES * len(named)
-        yield MemoryItem("communication", num_bytes, f"NCCL buffers of {', '.join(named)}, {gib(COMMUNICATOR_BYTES)} each")
+        yield MemoryItem("communication", num_bytes, f"NCCL buffers of {', '.join(named)}, {amount(COMMUNICATOR_BYTES)} each")
     if subject.config.parallel.moe_enable_deepep and shape.ep > 1:
         yield MemoryItem("deepep", DEEPEP_BYTES, "DeepEP's dispatch buffers")

@@ -1,0 +1,36 @@
+"""The numbers of a plan: layout, memory and time of one subject."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fuligo.planner.fit import fits
+from fuligo.planner.layout import make_layout
+from fuligo.planner.memory import engine_capacities, memory_bars
+from fuligo.planner.plan import ClusterLayout, EngineCapacity, MemoryBar, Phase
+from fuligo.planner.roofline import phases, step_seconds
+from fuligo.planner.subject import Subject
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What is reckoned of a subject whose sizes divide."""
+
+    layout: ClusterLayout
+    memory: tuple[MemoryBar, ...]
+    capacities: tuple[EngineCapacity, ...]
+    phases: tuple[Phase, ...]
+    step_s: float
+    fits: bool
+
+
+def estimate(subject: Subject, host_memory_bytes: int | None = None) -> Estimate:
+    """Layout, memory and time.
+
+    Raises:
+        ConfigError: the sizes leave no layout.
+    """
+    layout = make_layout(subject)
+    bars, capacities = memory_bars(subject, layout, host_memory_bytes), engine_capacities(subject, layout)
+    timeline = phases(subject, layout)
+    return Estimate(layout, bars, capacities, timeline, step_seconds(timeline), fits(subject, bars, capacities))

@@ -1,0 +1,91 @@
+"""A config becomes a plan: rules first, then the numbers where the sizes leave a layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fuligo.config import Config
+from fuligo.config.findings import Finding, Severity
+from fuligo.errors import ConfigError
+from fuligo.models.find import find_architectures
+from fuligo.planner.check import check
+from fuligo.planner.estimate import Estimate, estimate
+from fuligo.planner.fit import HOST, memory_findings
+from fuligo.planner.gpus import gpu
+from fuligo.planner.plan import Plan
+from fuligo.planner.roofline import assumptions
+from fuligo.planner.subject import Subject
+from fuligo.planner.suggestions import Remedy, remedies
+
+LAYOUT = "PLAN-LAYOUT"
+
+
+def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: int | None = None) -> Plan:
+    """Everything that is known of a run before it starts.
+
+    Args:
+        gpu_name: one of `gpus.GPUS`.
+        name: of the job, for the report.
+        host_memory_bytes: of one node; None: as the GPU's maker ships its servers.
+
+    Raises:
+        ConfigError: the GPU is not known, or nothing says what the model's shape is.
+    """
+    trained, rolled_out = find_architectures(config)
+    subject = Subject(config, trained, rolled_out, gpu(gpu_name))
+    findings = check(subject)
+    has_errors = any(finding.severity is Severity.ERROR for finding in findings)
+    numbers: Estimate | None = None
+    try:
+        numbers = estimate(subject, host_memory_bytes)
+    except ConfigError as error:
+        if not has_errors:
+            findings = (*(Finding(LAYOUT, Severity.ERROR, problem, ()) for problem in error.problems), *findings)
+    if numbers is None:
+        return _plan(name, subject, findings)
+    found = remedies(subject) if not numbers.fits and not has_errors else ()
+    memory = tuple(memory_findings(subject, numbers.memory, numbers.capacities, host_memory_given=host_memory_bytes is not None))
+    return replace(
+        _plan(name, subject, _errors_first((*findings, *(_mended(finding, found) for finding in memory)))),
+        layout=numbers.layout,
+        memory=numbers.memory,
+        capacities=numbers.capacities,
+        phases=numbers.phases,
+        step_s=numbers.step_s,
+        suggestions=tuple(remedy.suggestion for remedy in found),
+        assumptions=assumptions(subject, numbers.layout),
+    )
+
+
+def _mended(finding: Finding, found: tuple[Remedy, ...]) -> Finding:
+    """With the cheapest remedy as its fix."""
+    if finding.id == HOST:
+        return replace(finding, advice="Take nodes with more memory, or spread the trainer over more nodes (--actor-num-nodes).")
+    if found:
+        return replace(finding, fix=found[0].changes)
+    return replace(finding, advice="Take more or larger GPUs (--actor-num-nodes, --gpu); no single change or pair of changes is enough.")
+
+
+def _errors_first(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    return tuple(sorted(findings, key=lambda finding: finding.severity is not Severity.ERROR))
+
+
+def _plan(name: str, subject: Subject, findings: tuple[Finding, ...]) -> Plan:
+    """The plan without numbers of the run."""
+    architecture = subject.architecture
+    return Plan(
+        name=name,
+        model_type=architecture.model_type,
+        num_parameters=architecture.num_parameters,
+        num_active_parameters=architecture.num_active_parameters,
+        num_mtp_parameters=architecture.num_mtp_parameters,
+        gpu=subject.gpu.name,
+        findings=findings,
+        layout=None,
+        memory=(),
+        capacities=(),
+        phases=(),
+        step_s=0.0,
+        suggestions=(),
+        assumptions=(),
+    )

@@ -1,0 +1,106 @@
+"""One bar for each kind of GPU, and one for the host."""
+
+from __future__ import annotations
+
+from fuligo.config.topology import EngineGroupSpec, engine_groups
+from fuligo.planner.lengths import longest_sample
+from fuligo.planner.memory.embedded import embedded_items, embedded_kv_tokens
+from fuligo.planner.memory.engine import EngineMemory, engine_items, engine_memory, engine_resident_items
+from fuligo.planner.memory.host import host_items
+from fuligo.planner.memory.torch_trainer import torch_trainer_items
+from fuligo.planner.memory.trainer import trainer_items, trainer_resident_bytes
+from fuligo.planner.plan import ClusterLayout, EngineCapacity, MemoryBar, MemoryItem
+from fuligo.planner.subject import Subject
+from fuligo.planner.trainer_shape import trainer_shape
+
+
+def memory_bars(subject: Subject, layout: ClusterLayout, host_memory_bytes: int | None = None) -> tuple[MemoryBar, ...]:
+    """The peak of each kind of GPU, trainer before engines, and of the host where something is kept there.
+
+    Args:
+        host_memory_bytes: of one node; None: as the GPU's maker ships its servers.
+    """
+    return (*_trainer_bars(subject, layout), *_engine_bars(subject), *_host_bars(subject, layout, host_memory_bytes))
+
+
+def engine_capacities(subject: Subject, layout: ClusterLayout) -> tuple[EngineCapacity, ...]:
+    """What one engine of each group holds in its KV cache."""
+    longest = longest_sample(subject.config)
+    if layout.engine_groups and subject.config.resolved_rollout_backend == "embedded":
+        tokens = embedded_kv_tokens(subject)
+        return (EngineCapacity(0, tokens, tokens // longest),)
+    capacities = []
+    for group, spec, memory in planned_engines(subject):
+        replicas = spec.dp_size
+        capacities.append(EngineCapacity(group, memory.kv_tokens * replicas, memory.kv_tokens // longest * replicas))
+    return tuple(capacities)
+
+
+def planned_engines(subject: Subject) -> list[tuple[int, EngineGroupSpec, EngineMemory]]:
+    """(group, its servers, their memory) of the SGLang servers that run the policy's model; the shape of other models is not known."""
+    config = subject.config
+    resident = trainer_resident_bytes(subject) if config.cluster.colocate else 0
+    return [
+        (group, spec, engine_memory(spec, subject.rollout_architecture, subject.gpu, resident))
+        for group, spec in enumerate(engine_groups(config))
+        if spec.worker_type != "placeholder" and runs_policy(subject, spec)
+    ]
+
+
+def runs_policy(subject: Subject, spec: EngineGroupSpec) -> bool:
+    """The servers of a group run the trained model, not one of their own."""
+    return spec.model_path in (None, subject.config.model.hf_checkpoint)
+
+
+def _trainer_bars(subject: Subject, layout: ClusterLayout) -> list[MemoryBar]:
+    capacity = subject.gpu.memory_bytes
+    shape = trainer_shape(subject.config)
+    if not shape.is_megatron:
+        items = torch_trainer_items(subject)
+        if not (layout.engine_groups and subject.config.resolved_rollout_backend == "embedded"):
+            return [MemoryBar("trainer", shape.num_ranks, capacity, (*items, *_engines_left_over(subject)), pipeline_rank=0)]
+        shared = MemoryBar("trainer and engine", 1, capacity, (*items, *embedded_items(subject)), pipeline_rank=0, engine_group=0)
+        alone = MemoryBar("trainer", shape.num_ranks - 1, capacity, items, pipeline_rank=0)
+        return [shared, alone] if shape.num_ranks > 1 else [shared]
+    left_over = _engines_left_over(subject)
+    return [
+        MemoryBar(
+            owner="trainer" if shape.pp == 1 else f"trainer stage {rank}",
+            num_gpus=shape.num_ranks // shape.pp,
+            capacity_bytes=capacity,
+            items=(*trainer_items(subject, layout, rank), *left_over),
+            pipeline_rank=rank,
+        )
+        for rank in range(shape.pp)
+    ]
+
+
+def _engines_left_over(subject: Subject) -> tuple[MemoryItem, ...]:
+    """Under --colocate: what the engine that keeps most leaves on a GPU while the trainer works."""
+    if not subject.config.cluster.colocate:
+        return ()
+    kept = [engine_resident_items(spec, subject.rollout_architecture, memory) for _, spec, memory in planned_engines(subject)]
+    return max(kept, key=lambda items: sum(item.num_bytes for item in items), default=())
+
+
+def _engine_bars(subject: Subject) -> list[MemoryBar]:
+    resident = trainer_resident_bytes(subject) if subject.config.cluster.colocate else 0
+    return [
+        MemoryBar(
+            owner=f"engines: {spec.worker_type}" if spec.model == "default" else f"engines: {spec.model} {spec.worker_type}",
+            num_gpus=spec.num_gpus,
+            capacity_bytes=subject.gpu.memory_bytes,
+            items=engine_items(spec, subject.rollout_architecture, memory, resident),
+            engine_group=group,
+        )
+        for group, spec, memory in planned_engines(subject)
+    ]
+
+
+def _host_bars(subject: Subject, layout: ClusterLayout, host_memory_bytes: int | None) -> list[MemoryBar]:
+    items = host_items(subject, layout)
+    if not items:
+        return []
+    capacity = subject.gpu.host_memory_bytes * layout.num_gpus_per_node if host_memory_bytes is None else host_memory_bytes
+    num_gpus = max(sum(1 for gpu in layout.gpus if gpu.node == node and gpu.trainer) for node in range(layout.num_nodes))
+    return [MemoryBar("host", num_gpus, capacity, items)]

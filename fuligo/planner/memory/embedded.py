@@ -1,0 +1,38 @@
+"""Memory of the embedded engine, which shares the trainer's first GPU and keeps its own all the time."""
+
+from __future__ import annotations
+
+from fuligo.planner.lengths import longest_sample
+from fuligo.planner.memory.activations import BF16, FP32
+from fuligo.planner.memory.constants import CUDA_CONTEXT_BYTES, billions
+from fuligo.planner.plan import MemoryItem
+from fuligo.planner.subject import Subject
+
+
+def embedded_items(subject: Subject) -> tuple[MemoryItem, ...]:
+    """Weights and the KV cache at its fullest, in a process of its own."""
+    architecture, size = subject.rollout_architecture, _element_bytes(subject)
+    tokens = embedded_kv_tokens(subject)
+    per_token = size * architecture.attention.kv_elements_per_token * architecture.num_layers
+    return (
+        MemoryItem("engine_weights", size * architecture.num_parameters, f"{billions(architecture.num_parameters)} x {size} bytes"),
+        MemoryItem("kv_cache", tokens * per_token, f"{tokens} tokens x {per_token} bytes, at most"),
+        MemoryItem("engine", CUDA_CONTEXT_BYTES, "CUDA context of the engine's process"),
+    )
+
+
+def embedded_kv_tokens(subject: Subject) -> int:
+    """Tokens that running requests may grow to."""
+    config = subject.config
+    if config.engine.embedded_max_total_tokens is not None:
+        return config.engine.embedded_max_total_tokens
+    requests = min(
+        config.engine.embedded_max_running_requests,
+        config.rollout.rollout_concurrency,
+        config.resolved_over_sampling_batch_size * config.rollout.n_samples_per_prompt,
+    )
+    return requests * longest_sample(config)
+
+
+def _element_bytes(subject: Subject) -> int:
+    return FP32 if subject.config.engine.embedded_dtype == "fp32" else BF16

@@ -1,0 +1,201 @@
+"""Peak memory of a GPU of an SGLang server: weights, the KV cache that is left for them, and what stands beside both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fuligo.config.topology import EngineGroupSpec
+from fuligo.models.architecture import Architecture, GroupedAttention, Layer, Part, PartKind, Split
+from fuligo.planner.gpus import MIB, Gpu
+from fuligo.planner.memory.constants import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, DEEPEP_BYTES, amount, billions
+from fuligo.planner.plan import MemoryItem
+from fuligo.planner.server_settings import ServerSettings, decode_graph_bytes, prefill_graph_bytes, server_settings
+
+FP8_BLOCK = 128 * 128
+"""Weights that share one fp32 scale in a block-quantised checkpoint."""
+INDEX_BLOCK = 128
+"""Elements of an index key that share one fp32 scale (`DSATokenToKVPool.quant_block_size`)."""
+WORKSPACE_BYTES = 512 * MIB
+"""Of attention kernels: what SGLang reserves for them (`_handle_gpu_memory_settings`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """One GPU of a server; KV cache in tokens of one data-parallel rank of attention."""
+
+    settings: ServerSettings
+    weights: int
+    expert_weights: int
+    """Of the weights, the routed experts, of which a small batch reads only some."""
+    draft_weights: int
+    before: int
+    """Taken when the server starts to load: CUDA, NCCL, and what a colocated trainer keeps."""
+    static: int
+    """--mem-fraction-static of what was free then: weights and KV cache."""
+    bytes_per_token: int
+    cached_bytes_per_token: int
+    """Really allocated: more than what SGLang counts for an fp8 cache of sparse attention, whose scales it leaves out."""
+    kv_tokens: int
+
+
+def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, resident: int) -> EngineMemory:
+    """How a server of a group divides its GPUs' memory.
+
+    Args:
+        resident: bytes that a colocated trainer keeps while it is offloaded.
+    """
+    settings = server_settings(spec, architecture, gpu)
+    before = CUDA_CONTEXT_BYTES + _communicators(spec) * COMMUNICATOR_BYTES + resident
+    static = round(settings.mem_fraction_static * (gpu.memory_bytes - before))
+    layers = math.ceil(architecture.num_layers / spec.pp_size)
+    weights = _weights(architecture.layers, spec, architecture, settings) // spec.pp_size
+    weights += _held(architecture.outer_parts, spec, architecture, settings)
+    draft_layers = architecture.mtp_layers if settings.drafts_with_own_layers else ()
+    draft = _weights(draft_layers, spec, architecture, settings)
+    counted, allocated = (round(size * (layers + len(draft_layers))) for size in _cache_bytes(spec, architecture))
+    tokens = max(0, static - weights - draft) // counted
+    limit = spec.arguments.get("max_total_tokens")
+    experts = [part for layer in architecture.layers for part in layer.parts if part.kind is PartKind.ROUTED_EXPERTS]
+    return EngineMemory(
+        settings=settings,
+        weights=weights,
+        expert_weights=_held(experts, spec, architecture, settings) // spec.pp_size,
+        draft_weights=draft,
+        before=before,
+        static=static,
+        bytes_per_token=counted,
+        cached_bytes_per_token=allocated,
+        kv_tokens=min(tokens, limit) if limit else tokens,
+    )
+
+
+def engine_items(spec: EngineGroupSpec, architecture: Architecture, memory: EngineMemory, resident: int) -> tuple[MemoryItem, ...]:
+    """What the peak of a GPU of a group is made of."""
+    settings = memory.settings
+    sizes = f"TP {spec.tp_size}" + (f", DP attention {spec.dp_size}" if spec.dp_size > 1 else "") + f", EP {spec.ep_size}"
+    stored = "FP8 where quantised" if is_fp8(spec, architecture) else "bf16"
+    items = [MemoryItem("weights", memory.weights, f"{billions(architecture.num_parameters)} parameters over {sizes}; {stored}")]
+    if memory.draft_weights:
+        items.append(MemoryItem("draft_weights", memory.draft_weights, "the model's own layers for multi-token prediction"))
+    items.append(
+        MemoryItem(
+            "kv_cache",
+            memory.kv_tokens * memory.cached_bytes_per_token,
+            f"{memory.kv_tokens} tokens x {memory.cached_bytes_per_token} bytes: what --sglang-mem-fraction-static "
+            f"{settings.mem_fraction_static:g} ({amount(memory.static)}) leaves beside the weights",
+        )
+    )
+    items.append(_activations(spec, architecture, settings))
+    graphs = decode_graph_bytes(settings) + prefill_graph_bytes(settings, architecture)
+    if graphs:
+        items.append(
+            MemoryItem("graphs", graphs, f"CUDA graphs up to batch {settings.graph_batch}, {settings.num_prefill_graphs} for prefill")
+        )
+    if settings.uses_deepep:
+        items.append(MemoryItem("deepep", DEEPEP_BYTES, "DeepEP's dispatch buffers"))
+    if _communicators(spec):
+        num_bytes = _communicators(spec) * COMMUNICATOR_BYTES
+        items.append(MemoryItem("communication", num_bytes, f"NCCL buffers of {_communicators(spec)} communicators"))
+    items.append(MemoryItem("runtime", CUDA_CONTEXT_BYTES, "CUDA context, kernels, cuBLAS workspace"))
+    if resident:
+        items.append(MemoryItem("trainer", resident, "what the offloaded trainer keeps: CUDA context, NCCL and DeepEP buffers"))
+    return tuple(items)
+
+
+def engine_resident_items(spec: EngineGroupSpec, architecture: Architecture, memory: EngineMemory) -> tuple[MemoryItem, ...]:
+    """What a colocated server keeps while it has released weights and KV cache."""
+    settings = memory.settings
+    kept = CUDA_CONTEXT_BYTES + _communicators(spec) * COMMUNICATOR_BYTES + WORKSPACE_BYTES
+    kept += decode_graph_bytes(settings) + prefill_graph_bytes(settings, architecture) + (DEEPEP_BYTES if settings.uses_deepep else 0)
+    return (MemoryItem("engine", kept, "what the released engine keeps: CUDA context, NCCL buffers, workspace, CUDA graphs"),)
+
+
+def is_fp8(spec: EngineGroupSpec, architecture: Architecture) -> bool:
+    """The server holds its matrices in FP8: the checkpoint does, or --sglang-quantization makes it so."""
+    return architecture.is_quantised or "fp8" in str(spec.arguments.get("quantization") or "")
+
+
+def _weights(layers: Iterable[Layer], spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings) -> int:
+    return sum(_held(layer.parts, spec, architecture, settings) for layer in layers)
+
+
+def _held(parts: Iterable[Part], spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings) -> int:
+    """Bytes of `parts` on one rank."""
+    fp8 = is_fp8(spec, architecture)
+    total = 0.0
+    for part in parts:
+        size = 1 + 4 / FP8_BLOCK if fp8 and part.quantisable else 2
+        total += part.num_parameters * size * _share(part, spec, architecture, settings)
+    return round(total)
+
+
+def _share(part: Part, spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings) -> float:
+    """Of a part, what one rank holds."""
+    arguments, attention_tp = spec.arguments, spec.tp_size // spec.dp_size
+    if part.split is Split.REPLICATED:
+        return 1.0
+    if part.kind is PartKind.ROUTED_EXPERTS:
+        assert architecture.experts is not None
+        redundant = arguments.get("ep_num_redundant_experts") or 0
+        return (1 + redundant / architecture.experts.num_experts) / spec.tp_size
+    if part.kind in (PartKind.ATTENTION, PartKind.INDEXER, PartKind.EMBEDDING):
+        return 1 / attention_tp
+    if part.kind is PartKind.HEAD:
+        return 1 / (attention_tp if arguments.get("enable_dp_lm_head") else spec.tp_size)
+    if part.kind is PartKind.SHARED_EXPERT and settings.uses_deepep:
+        return 1.0
+    return 1 / (arguments.get("moe_dense_tp_size") or spec.tp_size)
+
+
+def _cache_bytes(spec: EngineGroupSpec, architecture: Architecture) -> tuple[float, float]:
+    """Of one token and layer on one rank: as SGLang counts (`pool_configurator._compute_cell_size`), and as it allocates."""
+    attention, index = architecture.attention, architecture.sparse_index
+    dtype = str(spec.arguments.get("kv_cache_dtype") or "auto")
+    size = 1 if "fp8" in dtype else 0.5 if "fp4" in dtype else 2
+    if isinstance(attention, GroupedAttention):
+        attention_tp = spec.tp_size // spec.dp_size
+        elements = 2 * max(1, attention.num_kv_heads // attention_tp) * attention.head_dim
+        return elements * size, elements * size
+    counted = attention.kv_elements_per_token * size
+    if index is None:
+        return counted, counted
+    keys = index.head_dim + index.head_dim // INDEX_BLOCK * 4
+    scaled = attention.kv_lora_rank + attention.kv_lora_rank // INDEX_BLOCK * 4 + 2 * attention.qk_rope_head_dim
+    return counted + keys, (scaled if size == 1 else counted) + keys
+
+
+def _activations(spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings) -> MemoryItem:
+    """A prefill chunk's forward pass, or a batch's sampling, whichever is larger, with the workspace of attention."""
+    tokens = settings.chunked_prefill_tokens
+    chunk = tokens * _forward_bytes(spec, architecture, tokens)
+    rows = settings.graph_batch * settings.draft_tokens
+    sampling = 3 * 4 * rows * architecture.vocab_size
+    larger = f"a prefill chunk of {tokens} tokens ({amount(chunk)}) or fp32 logits of {rows} rows ({amount(sampling)})"
+    return MemoryItem("activations", round(max(chunk, sampling)) + WORKSPACE_BYTES, f"{larger}, and attention's workspace")
+
+
+def _forward_bytes(spec: EngineGroupSpec, architecture: Architecture, tokens: int) -> float:
+    """Bytes a token of a forward pass: four hidden states, and attention's or the MLP's own tensors; experts see the tokens of all
+    data-parallel ranks, spread over the expert-parallel ones."""
+    hidden, experts, attention_tp = architecture.hidden_size, architecture.experts, spec.tp_size // spec.dp_size
+    attention = architecture.attention
+    if isinstance(attention, GroupedAttention):
+        heads = 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim / attention_tp
+    else:
+        per_head = 2 * (attention.qk_nope_head_dim + attention.qk_rope_head_dim) + 2 * attention.v_head_dim
+        heads = attention.num_heads * per_head / attention_tp
+    dense_tp = spec.arguments.get("moe_dense_tp_size") or spec.tp_size
+    mlp = 3 * architecture.intermediate_size / dense_tp
+    if experts is not None:
+        copies = spec.dp_size * experts.num_experts_per_token / spec.ep_size
+        width = experts.intermediate_size * spec.ep_size / spec.tp_size
+        mlp = max(mlp, copies * (2 * hidden + 3 * width))
+    return 2 * (4 * hidden + max(heads, mlp))
+
+
+def _communicators(spec: EngineGroupSpec) -> int:
+    """Groups of several ranks: the server's, attention's under DP attention, the pipeline's."""
+    attention_tp = spec.tp_size // spec.dp_size
+    return (spec.tp_size > 1) + (1 < attention_tp < spec.tp_size) + (spec.pp_size > 1)

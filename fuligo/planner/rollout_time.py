@@ -1,0 +1,116 @@
+"""How long a rollout takes: prefill bound by arithmetic, decoding by memory bandwidth and by launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fuligo.config.topology import EngineGroupSpec
+from fuligo.planner import speeds
+from fuligo.planner.flops import forward_flops
+from fuligo.planner.lengths import average_prompt, average_response
+from fuligo.planner.memory.bars import planned_engines
+from fuligo.planner.memory.embedded import embedded_items
+from fuligo.planner.memory.engine import EngineMemory, is_fp8
+from fuligo.planner.plan import ClusterLayout, Phase
+from fuligo.planner.subject import Subject
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """Of the engines of one group."""
+
+    seconds: float
+    batch: float
+    """Requests that one engine decodes together, on average."""
+    step_s: float
+
+
+def rollout_phase(subject: Subject, layout: ClusterLayout) -> Phase:
+    """All responses of one wave of sampling, all engines at work together."""
+    config = subject.config
+    requests = config.resolved_over_sampling_batch_size * config.rollout.n_samples_per_prompt
+    flops = _flops(subject, requests)
+    if config.resolved_rollout_backend == "embedded":
+        decoding = _embedded(subject, requests)
+        note = f"{decoding.batch:.0f} requests decoded together, {decoding.step_s * 1e3:.1f} ms a step, embedded engine"
+        return Phase("rollout", "engines", 0.0, decoding.seconds, flops, note)
+    groups = [(spec, memory) for _, spec, memory in planned_engines(subject)]
+    decoders = [(spec, memory) for spec, memory in groups if spec.worker_type != "prefill"]
+    if not decoders:
+        return Phase("rollout", "engines", 0.0, 0.0, flops, "external engines: not estimated")
+    num_gpus = sum(spec.num_gpus for spec, _ in decoders)
+    slowest = max((_decoding(subject, spec, memory, requests * spec.num_gpus / num_gpus) for spec, memory in decoders), key=_seconds)
+    prefill_s, prefill_note = _prefill(subject, groups)
+    note = f"{slowest.batch:.0f} requests decoded together by an engine, {slowest.step_s * 1e3:.1f} ms a step; {prefill_note}"
+    return Phase("rollout", "engines", 0.0, slowest.seconds + prefill_s, flops, note)
+
+
+def _seconds(decoding: _Decoding) -> float:
+    return decoding.seconds
+
+
+def _decoding(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, requests: float) -> _Decoding:
+    """Engines of one group with `requests` among them."""
+    config, architecture = subject.config, subject.rollout_architecture
+    response = average_response(config)
+    context = average_prompt(config) + response
+    replicas = spec.dp_size
+    per_engine = requests / spec.num_engines
+    room = memory.kv_tokens / context * replicas
+    running = min(per_engine, room, memory.settings.max_running_requests or per_engine)
+    if running < 1:
+        running = 1.0
+    tokens_per_step = _accepted(memory)
+    tokens = per_engine * response
+    longest = 2 * response
+    steps = (longest if running >= per_engine else max(longest, tokens / running + longest / 2)) / tokens_per_step
+    batch = tokens / tokens_per_step / steps
+    experts = architecture.experts
+    touched = 1.0 if experts is None else 1 - (1 - experts.num_experts_per_token / experts.num_experts) ** (batch * tokens_per_step)
+    read = memory.weights - memory.expert_weights * (1 - touched) + batch / replicas * context * memory.cached_bytes_per_token
+    peak = subject.gpu.fp8_flops if is_fp8(spec, architecture) else subject.gpu.bf16_flops
+    computed = (
+        forward_flops(architecture).per_token * batch * memory.settings.draft_tokens / (spec.num_gpus_per_engine * peak * speeds.PREFILL)
+    )
+    read_s = read / (subject.gpu.memory_bytes_per_s * speeds.DECODE_BANDWIDTH)
+    step_s = max(read_s, computed) + speeds.DECODE_LAYER_S * architecture.num_layers
+    return _Decoding(steps * step_s, batch, step_s)
+
+
+def _accepted(memory: EngineMemory) -> float:
+    """Tokens that a decoding step gives: one, and those drafted ones before the first that is refused."""
+    return sum(speeds.DRAFT_ACCEPTANCE**k for k in range(memory.settings.draft_tokens))
+
+
+def _prefill(subject: Subject, groups: list[tuple[EngineGroupSpec, EngineMemory]]) -> tuple[float, str]:
+    """Every prompt once; its other samples find it in the cache."""
+    config = subject.config
+    workers = [spec for spec, _ in groups if spec.worker_type == "prefill"] or [spec for spec, _ in groups if spec.worker_type == "regular"]
+    num_gpus = sum(spec.num_gpus for spec in workers)
+    if not num_gpus:
+        return 0.0, "no engine for prompts"
+    tokens = config.resolved_over_sampling_batch_size * average_prompt(config)
+    flops = tokens * forward_flops(subject.rollout_architecture).per_token
+    seconds = flops / (num_gpus * subject.gpu.bf16_flops * speeds.PREFILL)
+    return seconds, f"{tokens} prompt tokens in {seconds:.1f} s at {speeds.PREFILL:.0%} of the peak"
+
+
+def _embedded(subject: Subject, requests: int) -> _Decoding:
+    config, architecture = subject.config, subject.rollout_architecture
+    weights, cache, _ = embedded_items(subject)
+    response = average_response(config)
+    running = min(requests, config.engine.embedded_max_running_requests, config.rollout.rollout_concurrency)
+    longest = 2 * response
+    steps = longest if running >= requests else max(longest, requests * response / running + longest / 2)
+    read_s = (weights.num_bytes + cache.num_bytes / 2) / (subject.gpu.memory_bytes_per_s * speeds.DECODE_BANDWIDTH)
+    step_s = read_s + speeds.EMBEDDED_LAYER_S * architecture.num_layers
+    return _Decoding(steps * step_s, requests * response / steps, step_s)
+
+
+def _flops(subject: Subject, requests: int) -> float:
+    """Of all tokens, prompts counted once."""
+    config, forward = subject.config, forward_flops(subject.rollout_architecture)
+    prompt, response = average_prompt(config), average_response(config)
+    square = 2 * prompt * response + (2 * response) ** 2 / 3
+    prompts = config.resolved_over_sampling_batch_size * forward.sequence(prompt, prompt**2, 0)
+    return prompts + requests * forward.sequence(response, square, response)

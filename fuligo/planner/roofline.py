@@ -1,0 +1,83 @@
+"""How long the phases of one step take: operations and bytes against the speeds that real programs reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fuligo.planner import speeds
+from fuligo.planner.lengths import AVERAGE_OF_LONGEST, average_prompt, average_response
+from fuligo.planner.memory.trainer import trainer_state
+from fuligo.planner.plan import ClusterLayout, Phase
+from fuligo.planner.rollout_time import rollout_phase
+from fuligo.planner.subject import Subject
+from fuligo.planner.trainer_shape import trainer_shape
+from fuligo.planner.training_time import optimizer_phase, score_phase, train_phase
+
+
+def phases(subject: Subject, layout: ClusterLayout) -> tuple[Phase, ...]:
+    """The phases of one step, in order of their start.
+
+    In one-step and fully asynchronous modes the engines sample the next rollout while the trainer works.
+    """
+    config = subject.config
+    rollout = rollout_phase(subject, layout) if config.needs_engine and not config.is_sft else None
+    trainer = [phase for phase in (score_phase(subject, layout), train_phase(subject, layout), optimizer_phase(subject, layout)) if phase]
+    moves = _moves(subject, layout)
+    publish = _publish(subject)
+    if rollout is None or config.rollout.async_mode != "sync":
+        first = [rollout] if rollout else []
+        start_of_sync = max(sum(phase.duration_s for phase in trainer), rollout.duration_s if rollout else 0.0)
+        sync = [replace(publish, start_s=start_of_sync)] if rollout else []
+        return (*first, *_one_after_another(trainer, 0.0), *sync)
+    chain = [rollout, *moves[:1], *trainer, *moves[1:], publish]
+    return tuple(_one_after_another(chain, 0.0))
+
+
+def step_seconds(phases: tuple[Phase, ...]) -> float:
+    """When the last phase is over."""
+    return max((phase.start_s + phase.duration_s for phase in phases), default=0.0)
+
+
+def assumptions(subject: Subject, layout: ClusterLayout) -> tuple[str, ...]:
+    """What the estimates rest on, beside each phase's note."""
+    config = subject.config
+    told = [
+        f"Responses average {average_response(config)} tokens, {AVERAGE_OF_LONGEST:.0%} of the longest, spread evenly; "
+        f"prompts {average_prompt(config)} tokens.",
+        "Experts get equal shares of the tokens.",
+        "Rewards and evaluation take no time; no prompt is dropped by a filter.",
+    ]
+    if layout.pp > 1 or layout.tp > 1 or layout.cp > 1 or layout.ep > 1:
+        told.append("Efficiencies were measured with parallel dimensions of 2 inside one node and are taken to hold for larger ones.")
+    return tuple(told)
+
+
+def _one_after_another(chain: list[Phase], start_s: float) -> Iterator[Phase]:
+    for phase in chain:
+        yield replace(phase, start_s=start_s)
+        start_s += phase.duration_s
+
+
+def _moves(subject: Subject, layout: ClusterLayout) -> list[Phase]:
+    """Under --colocate: the trainer's tensors come to the GPU and leave it again."""
+    shape = trainer_shape(subject.config)
+    if not (subject.config.cluster.colocate and shape.is_megatron):
+        return []
+    per_gpu = 0
+    for rank in range(layout.pp):
+        state = trainer_state(subject, shape, [stage for stage in layout.stages if stage.pipeline_rank == rank])
+        per_gpu = max(per_gpu, state.weights + state.optimizer)
+    seconds = per_gpu / subject.gpu.host_bytes_per_s
+    note = f"{per_gpu / 1e9:.1f} GB a GPU at {subject.gpu.host_bytes_per_s / 1e9:.0f} GB/s"
+    return [Phase("onload", "trainer", 0.0, seconds, 0.0, note), Phase("offload", "trainer", 0.0, seconds, 0.0, note)]
+
+
+def _publish(subject: Subject) -> Phase:
+    """The new weights on their way to the engines."""
+    architecture = subject.rollout_architecture
+    parts = [part for layer in architecture.layers for part in layer.parts] + list(architecture.outer_parts)
+    num_bytes = sum(part.num_parameters * (1 if architecture.is_quantised and part.quantisable else 2) for part in parts)
+    speed = min(speeds.PUBLISH_BYTES_PER_S, subject.gpu.link_bytes_per_s)
+    note = f"{num_bytes / 1e9:.0f} GB, each GPU of an engine seeing all of it, at {speed / 1e9:.0f} GB/s"
+    return Phase("sync", "trainer", 0.0, num_bytes / speed, 0.0, note)

@@ -1,0 +1,142 @@
+"""Changes of flags that make a run fit: each is tried on the whole plan before it is shown, the cheapest run first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from fuligo.config.changes import change_text
+from fuligo.config.findings import Change
+from fuligo.errors import ConfigError
+from fuligo.planner.estimate import Estimate, estimate
+from fuligo.planner.fit import engines_fit
+from fuligo.planner.lengths import longest_sample
+from fuligo.planner.plan import Suggestion
+from fuligo.planner.quantities import gibibytes, seconds
+from fuligo.planner.rule_errors import rule_errors
+from fuligo.planner.subject import Subject
+from fuligo.planner.trainer_shape import trainer_shape
+
+NUM_SHOWN = 3
+Changes = tuple[Change, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Changes that were tried and found to make the run fit."""
+
+    changes: Changes
+    suggestion: Suggestion
+    gpu_seconds: float
+    """Of one step: seconds x GPUs."""
+
+
+def suggest(subject: Subject) -> tuple[Suggestion, ...]:
+    """The three cheapest changes that make the run fit; empty where it does, or where nothing known helps."""
+    return tuple(remedy.suggestion for remedy in remedies(subject))
+
+
+def remedies(subject: Subject) -> tuple[Remedy, ...]:
+    """As `suggest`, with the changes themselves: single ones, or pairs where no single one is enough."""
+    now = estimate(subject)
+    if now.fits:
+        return ()
+    single = list(_candidates(subject, now))
+    found = _tried(subject, now, single)
+    if not found:
+        pairs = [(*one, *other) for one, other in combinations(single, 2) if not {c.path for c in one} & {c.path for c in other}]
+        found = _tried(subject, now, pairs)
+    return tuple(sorted(found, key=lambda remedy: remedy.gpu_seconds)[:NUM_SHOWN])
+
+
+def _tried(subject: Subject, now: Estimate, candidates: list[Changes]) -> list[Remedy]:
+    known = rule_errors(subject)
+    found = []
+    for changes in candidates:
+        try:
+            changed = replace(subject, config=subject.config.changed(changes))
+            then = estimate(changed)
+        except ConfigError:
+            continue
+        if then.fits and not rule_errors(changed) - known:
+            gpu_seconds = then.step_s * changed.config.total_num_gpus
+            found.append(Remedy(changes, _suggestion(subject, changes, now, then), gpu_seconds))
+    return found
+
+
+def _suggestion(subject: Subject, changes: Changes, now: Estimate, then: Estimate) -> Suggestion:
+    saved = _worst(now) - _worst(then)
+    share = then.step_s / now.step_s - 1 if now.step_s else 0.0
+    cost = f"a step takes {seconds(then.step_s)} instead of {seconds(now.step_s)} ({share:+.0%})"
+    host = [bar for bar in then.memory if bar.owner == "host"]
+    if host and not any(bar.owner == "host" and bar.used_bytes >= host[0].used_bytes for bar in now.memory):
+        cost += f", and {gibibytes(host[0].used_bytes)} of a node's memory"
+    if then.layout.num_nodes > now.layout.num_nodes:
+        cost += f", on {then.layout.num_nodes} nodes instead of {now.layout.num_nodes}"
+    return Suggestion(tuple(change_text(change, subject.config) for change in changes), saved, cost)
+
+
+def _worst(plan: Estimate) -> int:
+    """Bytes of the fullest GPU."""
+    return max(bar.used_bytes for bar in plan.memory if bar.owner != "host")
+
+
+def _candidates(subject: Subject, now: Estimate) -> Iterator[Changes]:
+    """What may help, whether or not it is enough or even possible here."""
+    if any(bar.pipeline_rank is not None and not bar.fits for bar in now.memory):
+        yield from _trainer_candidates(subject)
+        yield (Change(("cluster", "actor_num_nodes"), 2 * subject.config.cluster.actor_num_nodes),)
+    if not engines_fit(subject, now.memory, now.capacities):
+        yield from _engine_candidates(subject)
+
+
+def _trainer_candidates(subject: Subject) -> Iterator[Changes]:
+    config, shape = subject.config, trainer_shape(subject.config)
+    tokens = config.train.max_tokens_per_gpu
+    if config.train.use_dynamic_batch_size and tokens is not None:
+        longest = -(-longest_sample(config) // shape.cp)
+        for fewer in (tokens // 2, tokens // 4, longest):
+            if longest <= fewer < tokens:
+                yield (Change(("train", "max_tokens_per_gpu"), fewer),)
+    if not shape.is_megatron:
+        yield (Change(("model", "gradient_checkpointing"), True),)
+        yield (Change(("cluster", "actor_num_gpus_per_node"), 2 * config.resolved_actor_num_gpus_per_node),)
+        return
+    if config.parallel.recompute_granularity != "full":
+        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        yield tuple(Change(("parallel", name), value) for name, value in full.items())
+    if not config.optimizer.use_precision_aware_optimizer:
+        yield (Change(("optimizer", "use_precision_aware_optimizer"), True),)
+    if not config.optimizer.optimizer_cpu_offload:
+        names = ("optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer")
+        yield tuple(Change(("optimizer", name), True) for name in names)
+    yield _doubled(subject, "tensor_model_parallel_size", shape.tp, sequence_parallel=True)
+    yield _doubled(subject, "pipeline_model_parallel_size", shape.pp)
+    yield _doubled(subject, "context_parallel_size", shape.cp)
+    if subject.architecture.experts is not None:
+        yield _doubled(subject, "expert_model_parallel_size", shape.ep)
+
+
+def _doubled(subject: Subject, name: str, size: int, *, sequence_parallel: bool = False) -> Changes:
+    changes = (Change(("parallel", name), 2 * size),)
+    if sequence_parallel and not subject.config.parallel.sequence_parallel:
+        changes = (*changes, Change(("parallel", "sequence_parallel"), True))
+    return changes
+
+
+def _engine_candidates(subject: Subject) -> Iterator[Changes]:
+    config = subject.config
+    if config.resolved_rollout_backend == "embedded":
+        yield (Change(("engine", "embedded_max_total_tokens"), 8 * longest_sample(config)),)
+        return
+    for percent in range(90, 25, -5):
+        yield (Change(("sglang", "mem_fraction_static"), percent / 100),)
+    if config.sglang.get("kv_cache_dtype") is None:
+        yield (Change(("sglang", "kv_cache_dtype"), "fp8_e4m3"),)
+    if config.sglang.get("speculative_algorithm") is not None:
+        names = ("algorithm", "num_steps", "eagle_topk", "num_draft_tokens")
+        given = [f"speculative_{name}" for name in names if config.sglang.get(f"speculative_{name}") is not None]
+        yield tuple(Change(("sglang", name), None) for name in given)
+    if config.engine.sglang_config is None:
+        yield (Change(("cluster", "rollout_num_gpus_per_engine"), 2 * config.resolved_rollout_num_gpus_per_engine),)

@@ -1,0 +1,143 @@
+"""How long the trainer's phases take."""
+
+from __future__ import annotations
+
+from fuligo.planner import speeds
+from fuligo.planner.flops import forward_flops
+from fuligo.planner.lengths import average_prompt, average_response, num_micro_batches
+from fuligo.planner.memory.trainer import gradient_bytes, offloaded_share, optimizer_parameters, trainer_state
+from fuligo.planner.plan import ClusterLayout, Phase
+from fuligo.planner.subject import Subject
+from fuligo.planner.trainer_shape import TrainerShape, trainer_shape
+
+
+def train_phase(subject: Subject, layout: ClusterLayout) -> Phase:
+    """Forward and backward passes of all optimizer steps of a rollout."""
+    shape, config = trainer_shape(subject.config), subject.config
+    passes = 3 + recomputed_passes(subject)
+    flops = passes * rollout_forward_flops(subject)
+    efficiency = trainer_efficiency(subject, shape)
+    bubble = pipeline_bubble(subject, shape)
+    exchange = _expert_exchange_s(subject, shape, layout, passes=1 + 1 + min(1.0, recomputed_passes(subject)))
+    seconds = flops / (shape.num_ranks * subject.gpu.bf16_flops * efficiency) / (1 - bubble) + exchange
+    note = f"{passes:g} x forward FLOPs at {efficiency:.0%} of {subject.gpu.bf16_flops / 1e12:.0f} TFLOP/s a GPU"
+    if shape.pp > 1:
+        note += f", pipeline bubble {bubble:.0%} ({num_micro_batches(subject, shape)} micro-batches)"
+    if exchange:
+        note += f", {exchange:.1f} s for tokens on their way to experts of other nodes"
+    if config.resolved_num_steps_per_rollout > 1:
+        note += f", {config.resolved_num_steps_per_rollout} optimizer steps"
+    return Phase("train", "trainer", 0.0, seconds, flops, note)
+
+
+def score_phase(subject: Subject, layout: ClusterLayout) -> Phase | None:
+    """Log-probabilities before the first optimizer step: the reference's and the old policy's, where they are needed."""
+    config, shape = subject.config, trainer_shape(subject.config)
+    wanted = [name for name, needed in (("reference", config.needs_reference), ("old policy", config.needs_old_logprobs)) if needed]
+    if not wanted:
+        return None
+    flops = len(wanted) * rollout_forward_flops(subject)
+    efficiency = trainer_efficiency(subject, shape)
+    seconds = flops / (shape.num_ranks * subject.gpu.bf16_flops * efficiency) / (1 - pipeline_bubble(subject, shape))
+    seconds += _expert_exchange_s(subject, shape, layout, passes=len(wanted))
+    return Phase("score", "trainer", 0.0, seconds, flops, f"forward passes of {' and '.join(wanted)} at {efficiency:.0%} of the peak")
+
+
+def optimizer_phase(subject: Subject, layout: ClusterLayout) -> Phase:
+    """Reduction of gradients, Adam, and gathering of weights, for all optimizer steps of a rollout."""
+    config, shape, gpu = subject.config, trainer_shape(subject.config), subject.gpu
+    num_steps = config.resolved_num_steps_per_rollout
+    if not shape.is_megatron:
+        share = subject.architecture.num_parameters / shape.num_ranks
+        seconds = num_steps * share * speeds.ADAM_TRAFFIC_BYTES / gpu.memory_bytes_per_s
+        return Phase("optimizer", "trainer", 0.0, seconds, 0.0, f"{share / 1e9:.2f} B parameters a GPU at its bandwidth")
+    slowest, note = 0.0, ""
+    for rank in range(shape.pp):
+        state = trainer_state(subject, shape, [stage for stage in layout.stages if stage.pipeline_rank == rank])
+        sharded = optimizer_parameters(subject, shape, state.trained)
+        on_host = offloaded_share(subject)
+        on_gpu_s = sharded * (1 - on_host) * speeds.ADAM_TRAFFIC_BYTES / gpu.memory_bytes_per_s
+        on_node = sharded * on_host * min(shape.num_ranks, layout.num_gpus_per_node)
+        on_host_s = on_node * speeds.ADAM_TRAFFIC_BYTES / speeds.HOST_ADAM_BYTES_PER_S
+        copied_s = sharded * on_host * (gradient_bytes(subject) + 2) / gpu.host_bytes_per_s
+        reduced_s = _reduction_s(subject, shape, layout, state.trained.dense, state.trained.experts)
+        copies_s = max(copied_s, on_host_s) if config.optimizer.overlap_cpu_optimizer_d2h_h2d else copied_s + on_host_s
+        seconds = on_gpu_s + copies_s + reduced_s
+        if seconds >= slowest:
+            slowest = seconds
+            note = f"{sharded / 1e9:.2f} B parameters a GPU; gradients and weights {reduced_s:.2f} s"
+            if on_host:
+                speed = speeds.HOST_ADAM_BYTES_PER_S / 1e9
+                note += f"; CPU Adam {on_host_s:.1f} s at {speed:.0f} GB/s of host memory, copies {copied_s:.1f} s"
+    return Phase("optimizer", "trainer", 0.0, num_steps * slowest, 0.0, note)
+
+
+def rollout_forward_flops(subject: Subject) -> float:
+    """Of one forward pass over all samples of a rollout. Responses are spread evenly up to the longest: mean square = longest^2 / 3."""
+    config = subject.config
+    prompt, response = average_prompt(config), average_response(config)
+    longest = 2 * response
+    square = prompt**2 + 2 * prompt * response + longest**2 / 3
+    return config.samples_per_rollout * forward_flops(subject.architecture).sequence(prompt + response, square, response)
+
+
+def recomputed_passes(subject: Subject) -> float:
+    """Forward passes that are computed twice: all layers' under full recomputation, a part of them under its block method."""
+    config = subject.config
+    if config.resolved_train_backend == "torch":
+        return 1.0 if config.model.gradient_checkpointing else 0.0
+    flags = config.parallel
+    if flags.recompute_granularity != "full":
+        return 0.0
+    if flags.recompute_method != "block":
+        return 1.0
+    layers_of_stage = subject.architecture.num_layers / flags.pipeline_model_parallel_size
+    return min(1.0, (flags.recompute_num_layers or 1) / layers_of_stage)
+
+
+def pipeline_bubble(subject: Subject, shape: TrainerShape) -> float:
+    """Share of the time in which a stage waits: (pp - 1) / (m v + pp - 1) (Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
+    if shape.pp == 1:
+        return 0.0
+    return (shape.pp - 1) / (num_micro_batches(subject, shape) * shape.vpp + shape.pp - 1)
+
+
+def trainer_efficiency(subject: Subject, shape: TrainerShape) -> float:
+    """Of the GPU's dense bf16 peak, the pipeline's bubble apart."""
+    if not shape.is_megatron:
+        return speeds.TORCH_TRAINER
+    factor = speeds.DENSE_ONE_GPU
+    for applies, share in (
+        (shape.tp > 1, speeds.WITH_TP),
+        (shape.cp > 1, speeds.WITH_CP),
+        (shape.pp > 1, speeds.WITH_PP),
+        (subject.architecture.experts is not None, speeds.WITH_EXPERTS),
+    ):
+        factor *= share if applies else 1
+    return factor
+
+
+def _expert_exchange_s(subject: Subject, shape: TrainerShape, layout: ClusterLayout, passes: float) -> float:
+    """Dispatch and combination of tokens over the network, where an expert group spans nodes; a token travels to a node once."""
+    experts, per_node = subject.architecture.experts, layout.num_gpus_per_node
+    if experts is None or shape.ep * shape.etp <= per_node:
+        return 0.0
+    num_nodes = shape.ep * shape.etp / per_node
+    destinations = min(experts.num_experts_per_token, num_nodes) * (num_nodes - 1) / num_nodes
+    num_layers = sum(layer.is_moe for layer in subject.architecture.layers)
+    config = subject.config
+    tokens = config.samples_per_rollout * (average_prompt(config) + average_response(config))
+    num_bytes = tokens * num_layers * 2 * destinations * subject.architecture.hidden_size * 2 * passes
+    return num_bytes / (shape.num_ranks * subject.gpu.network_bytes_per_s)
+
+
+def _reduction_s(subject: Subject, shape: TrainerShape, layout: ClusterLayout, dense: int, experts: int) -> float:
+    """Reduce-scatter of gradients and all-gather of bf16 weights among ranks with the same weights; overlap is not assumed."""
+    size = gradient_bytes(subject) + 2
+
+    def seconds(num_parameters: int, num_ranks: int, stride: int) -> float:
+        inside = num_ranks * stride <= layout.num_gpus_per_node
+        speed = subject.gpu.link_bytes_per_s if inside else subject.gpu.network_bytes_per_s
+        return num_parameters * size * (num_ranks - 1) / num_ranks / speed
+
+    return seconds(dense, shape.shards_dense_optimizer, shape.tp) + seconds(experts, shape.expert_dp, shape.etp * shape.ep)

@@ -4,7 +4,7 @@ const ROLE_NAMES = { trainer: "trainer", regular: "engine", prefill: "prefill en
 
 // What is chosen; `pinned` stays when the pointer leaves.
 const state = { colour: "role", peers: null, current: 0, hovered: null, pinned: null, band: null };
-const drawn = { shape: null, cells: [], path: null };
+const drawn = { shape: null, cells: [], path: null, inspected: null };
 
 const colourDimension = () => DIMENSIONS[state.colour] ?? null;
 const peersOf = (gpu, dimension) => gpus.filter((other) => other === gpu || dimension.peers(gpu, other));
@@ -168,6 +168,10 @@ function mark(inspector) {
     drawn.cells[0].parentNode.append(drawn.path);
   }
   inspector.classList.toggle("kept", state.pinned !== null);
+  // Not drawn again where it would say the same: a button that is replaced between press and release gets no click.
+  const inspected = `${gpu.index} ${dimension?.key}`;
+  if (inspected === drawn.inspected) return;
+  drawn.inspected = inspected;
   const change = (changes) => {
     Object.assign(state, changes);
     mark(inspector);

@@ -1,0 +1,219 @@
+"""Launch scripts in the forms that are in use: what would be launched is found, and what was left out is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fuligo.errors import ConfigError
+from fuligo.importer import import_script
+from tests.unit.importer.conftest import Import
+
+CLEANUP = """#!/bin/bash
+# for rerun the task
+pkill -9 sglang
+sleep 3
+ray stop --force
+set -ex
+export PYTHONUNBUFFERED=1
+"""
+MODEL = """NLAYERS=5
+FIRST_K_DENSE=2
+pattern=()
+for ((i=0; i<NLAYERS; i++)); do
+  if (( i < FIRST_K_DENSE )); then pattern+=(0); else pattern+=(1); fi
+done
+printf -v FREQUENCY "[%s]" "$(IFS=','; echo "${pattern[*]}")"
+MODEL_ARGS=(
+   --num-layers $NLAYERS
+   --rotary-base "${ROTARY_BASE:-10000}"
+   --moe-layer-freq $FREQUENCY
+)
+"""
+SCRIPT_DIR = 'SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"\n'
+
+
+def test_model_arguments_from_another_file(imported: Import):
+    result = imported(
+        CLEANUP
+        + SCRIPT_DIR
+        + 'source "${SCRIPT_DIR}/models/m.sh"\nMODEL_ARGS+=( --rotary-base 5 )\npython3 train.py ${MODEL_ARGS[@]} --colocate\n',
+        files={"models/m.sh": MODEL},
+        ROTARY_BASE="7",
+    )
+    assert result.launch.arguments == (
+        "--num-layers", "5", "--rotary-base", "7", "--moe-layer-freq", "[0,0,1,1,1]", "--rotary-base", "5", "--colocate",
+    )  # fmt: skip
+    assert result.launch.place == "run.sh line 11"
+    assert "run.sh line 3: `pkill -9 sglang` is not run" in result.notes
+
+
+def test_a_file_beside_the_folder_needs_a_wider_root(tmp_path: Path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "m.sh").write_text(MODEL)
+    script = tmp_path / "examples" / "run.sh"
+    script.parent.mkdir()
+    script.write_text(SCRIPT_DIR + "source $SCRIPT_DIR/../models/m.sh; python3 train.py ${MODEL_ARGS[@]}")
+    with pytest.raises(ConfigError, match="--root DIR"):
+        import_script(script)
+    assert "--num-layers" in import_script(script, root=tmp_path).launch.arguments
+
+
+def test_environment_of_a_submitted_job(imported: Import):
+    result = imported('''
+NVLINK_COUNT=$(nvidia-smi topo -m 2>/dev/null | grep -o 'NV[0-9][0-9]*' | wc -l)
+if [ "$NVLINK_COUNT" -gt 0 ]; then HAS_NVLINK=1; else HAS_NVLINK=0; fi
+echo "HAS_NVLINK: $HAS_NVLINK (detected $NVLINK_COUNT references)"
+export MASTER_ADDR=${MASTER_ADDR:-"127.0.0.1"}
+ray start --head --node-ip-address ${MASTER_ADDR} --num-gpus 8 --disable-usage-stats
+RUNTIME_ENV_JSON="{
+  \\"env_vars\\": {
+    \\"NCCL_NVLS_ENABLE\\": \\"${HAS_NVLINK}\\",
+    \\"no_proxy\\": \\"127.0.0.1,${MASTER_ADDR}\\"
+  }
+}"
+ray job submit --address="http://127.0.0.1:8265" \\
+   --runtime-env-json="${RUNTIME_ENV_JSON}" \\
+   -- python3 train.py --actor-num-nodes 1
+''')  # fmt: skip
+    assert result.launch.environment == {"NCCL_NVLS_ENABLE": "1", "no_proxy": "127.0.0.1,127.0.0.1"}
+    assert result.launch.arguments == ("--actor-num-nodes", "1")
+    assert any("NVLink" in note for note in result.notes)
+
+
+def test_single_quotes_around_the_environment_are_noted(imported: Import):
+    result = imported("""ray job submit --runtime-env-json='{"env_vars": {"A": "${X}"}}' -- python3 train.py""")
+    assert result.launch.environment == {"A": "${X}"}
+    assert any("single quotes" in note for note in result.notes)
+
+
+def test_environment_of_a_plain_start(imported: Import):
+    """What the script exports or sets before the command; not the caller's."""
+    result = imported("export A=1; B=2; C=3 python3 train.py 2>&1 | tee log.txt", MASTER_ADDR="x")
+    assert result.launch.environment == {"A": "1", "C": "3"}
+
+
+def test_workers_from_a_host_file(imported: Import, tmp_path: Path):
+    loop = """for WORKER_IP in $(awk '{print $1}' $HOSTFILE); do
+  if [[ "$WORKER_IP" == "$MASTER_ADDR" ]]; then continue; fi
+  WORKERS+=($WORKER_IP)
+  ssh root@"${WORKER_IP}" \\
+    "pkill -9 sglang ; ray stop --force ; pkill -9 python ; ray start --address=${MASTER_ADDR}:6379 --num-gpus 8" &
+done
+wait
+python3 train.py --actor-num-nodes $((${#WORKERS[@]} + 1))
+"""
+    hosts = tmp_path / "elsewhere" / "hosts"
+    hosts.parent.mkdir()
+    hosts.write_text("10.0.0.1 slots=8\n10.0.0.2 slots=8\n10.0.0.3 slots=8\n")
+    result = imported(loop, HOSTFILE=str(hosts), MASTER_ADDR="10.0.0.1")
+    assert result.launch.arguments == ("--actor-num-nodes", "3")
+    assert any("starts workers on other machines" in note for note in result.notes)
+
+
+def test_host_file_read_line_by_line(imported: Import):
+    script = """while IFS= read -r ip; do
+  [ -z "$ip" ] && continue
+  ssh $ip "ray start --address=h:6379" &
+  n+=1
+done < "$(dirname $0)/hosts"
+python3 train.py --x ${n}
+"""
+    result = imported(script, files={"hosts": "a\n\nb\n"})
+    assert result.launch.arguments == ("--x", "11")
+
+
+def test_a_host_file_that_is_not_here_has_no_workers(imported: Import):
+    result = imported("for ip in $(awk '{print $1}' /root/mpi_hostfile); do ssh $ip 'ray start'; done; python3 train.py")
+    assert any("/root/mpi_hostfile" in note and "taken as empty" in note for note in result.notes)
+
+
+def test_files_that_the_script_writes(imported: Import):
+    result = imported("""
+CONFIG=$(mktemp /tmp/topology.XXXXXX.yaml)
+cat > "$CONFIG" <<EOF
+sglang:
+  - name: default
+    server_groups: [{worker_type: regular, num_gpus: ${NUM:-8}}]
+EOF
+python3 train.py --sglang-config $CONFIG
+""")
+    path = result.launch.arguments[1]
+    assert result.file_text(path) == "sglang:\n  - name: default\n    server_groups: [{worker_type: regular, num_gpus: 8}]\n"
+    assert not Path(path).exists()
+
+
+def test_a_conversion_is_another_job(imported: Import):
+    result = imported(
+        "if [ ! -d /root/x_dist ]; then torchrun --nproc-per-node 8 tools/convert_hf_to_torch_dist.py --save /root/x_dist; fi\n"
+        "PYTHONPATH=/root/M torchrun tools/convert_hf_to_torch_dist.py --save /x\npython train.py --a 1"
+    )
+    assert result.launch.arguments == ("--a", "1")
+    assert [note for note in result.notes if "converts a checkpoint" in note] == [
+        "run.sh line 2: `torchrun ... tools/convert_hf_to_torch_dist.py` is not run: it converts a checkpoint, which is another job"
+    ]
+    assert any("-d /root/x_dist is taken to be true" in note for note in result.notes)
+
+
+def test_train_async_is_one_step_ahead(imported: Import):
+    assert imported("python3 train_async.py --a 1").launch.arguments == ("--a", "1", "--async-mode", "one-step")
+
+
+def test_arguments_of_the_script(imported: Import):
+    assert imported("python3 train.py --n $1 $2", arguments=("3", "4")).launch.arguments == ("--n", "3", "4")
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("MODEL_ARGS += ( --rotary-base 10000 )", "write `MODEL_ARGS+=( --rotary-base 10000 )`"),
+        ("MODEL_ARGS+= ( --rotary-base 10000 )", "write `MODEL_ARGS+=( --rotary-base 10000 )`"),
+        ("X = 3", "write `X=3`"),
+        ("X =3", "write `X=3`"),
+    ],
+)
+def test_a_space_around_the_sign_of_an_assignment(line: str, fix: str, imported: Import):
+    with pytest.raises(ConfigError) as refused:
+        imported(f"MODEL_ARGS=()\n{line}\npython3 train.py")
+    assert fix in str(refused.value)
+    assert "line 2" in str(refused.value)
+
+
+def test_an_unset_variable_says_how_to_set_it(imported: Import):
+    with pytest.raises(ConfigError, match=r"line 1: BASE_DIR is not set; give it: BASE_DIR=VALUE fuligo import-script run\.sh"):
+        imported("python3 train.py --save $BASE_DIR/x")
+    with pytest.raises(ConfigError, match=r"RUN_NAME is not set; give it: fuligo import-script run\.sh --env RUN_NAME=VALUE"):
+        imported("python3 train.py --save $RUN_NAME/x")
+
+
+def test_a_script_that_checks_for_a_variable(imported: Import):
+    check = 'if [ -z "${BASE_DIR}" ]; then\n  echo "BASE_DIR is not set."\n  exit 1\nfi\npython3 train.py --save $BASE_DIR'
+    with pytest.raises(ConfigError) as refused:
+        imported(check)
+    assert "ends in line 3 with status 1 before it starts train.py; it printed: BASE_DIR is not set.; give it: BASE_DIR=" in str(
+        refused.value
+    )
+    assert imported(check, BASE_DIR="/shared").launch.arguments == ("--save", "/shared")
+
+
+def test_an_array_that_nobody_set_is_noted(imported: Import):
+    result = imported("python3 train.py ${EVAL_ARGS[@]} --a 1")
+    assert result.launch.arguments == ("--a", "1")
+    assert any("EVAL_ARGS is not set" in note for note in result.notes)
+
+
+def test_two_launches_are_refused(imported: Import):
+    with pytest.raises(ConfigError, match=r"2 times \(run.sh line 1, run.sh line 2\)"):
+        imported("python3 train.py --a 1\npython3 train.py --a 2")
+
+
+def test_a_missing_script():
+    with pytest.raises(ConfigError, match="no such script"):
+        import_script(Path("nowhere.sh"))
+
+
+def test_set_e_ends_at_a_failure(imported: Import):
+    with pytest.raises(ConfigError, match="ends in line 2 with status 1"):
+        imported("set -e\nfalse\npython3 train.py")
+    assert imported("set -e\nfalse || true\nif false; then :; fi\n! true\npython3 train.py").launch.place == "run.sh line 5"

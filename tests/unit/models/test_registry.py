@@ -1,0 +1,106 @@
+"""What config.json must say: every error names the key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuligo.errors import ConfigError
+from fuligo.models.registry import FAMILIES, architecture_of, read_architecture, read_config_json
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+QWEN3 = read_config_json(EXAMPLES / "qwen3-4b" / "model")
+GLM_4_5 = read_config_json(EXAMPLES / "glm4.5-355b" / "model")
+GLM_5_2 = read_config_json(EXAMPLES / "glm5.2-744b" / "model")
+FLASH = read_config_json(EXAMPLES / "glm4.7-flash" / "model")
+
+
+def without(config: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        *((QWEN3, key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")),
+        *((QWEN3, key) for key in ("vocab_size", "max_position_embeddings")),
+        *((GLM_4_5, key) for key in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")),
+        *((FLASH, key) for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
+        *((GLM_5_2, key) for key in ("index_n_heads", "index_head_dim", "index_topk")),
+    ],
+)
+def test_a_missing_key_is_named(config: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"config.json has no {key}, which a {config['model_type']} model needs"):
+        architecture_of(without(config, key))
+
+
+@pytest.mark.parametrize(
+    ("config", "changed", "text"),
+    [
+        (QWEN3, {"hidden_size": "2560"}, "hidden_size is '2560'; it must be a positive whole number"),
+        (QWEN3, {"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a positive whole number"),
+        (QWEN3, {"vocab_size": True}, "vocab_size is True; it must be a positive whole number"),
+        (QWEN3, {"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
+        (QWEN3, {"num_key_value_heads": 5}, "num_key_value_heads 5 does not divide num_attention_heads 32"),
+        (GLM_4_5, {"head_dim": None}, "no head_dim, and num_attention_heads 96 does not divide hidden_size 5120"),
+        (GLM_4_5, {"num_experts_per_tok": 161}, "num_experts_per_tok 161 exceeds n_routed_experts 160"),
+        (GLM_4_5, {"n_group": 7}, "n_group 7 does not divide n_routed_experts 160"),
+        (GLM_4_5, {"topk_group": 2}, "topk_group 2 exceeds n_group 1"),
+        (GLM_4_5, {"first_k_dense_replace": 93}, "first_k_dense_replace 93 exceeds num_hidden_layers 92"),
+        (GLM_4_5, {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
+        (GLM_4_5, {"moe_layer_freq": 2}, "moe_layer_freq is 2; only 1 is supported"),
+        (FLASH, {"first_k_dense_replace": 2}, "first_k_dense_replace 2 needs mlp_layer_types"),
+        (GLM_5_2, {"qk_head_dim": 192}, "qk_head_dim 192 is not qk_nope_head_dim \\+ qk_rope_head_dim = 256"),
+        (GLM_5_2, {"first_k_dense_replace": 2}, "first_k_dense_replace is 2, mlp_layer_types has 3 dense layers"),
+        (GLM_5_2, {"num_hidden_layers": 77}, "mlp_layer_types must be a list of 77 words \\(num_hidden_layers\\) of dense | sparse"),
+        (GLM_5_2, {"index_topk_freq": 3}, "indexer_types does not agree with index_topk_freq 3 and index_skip_topk_offset 3"),
+        (GLM_5_2, {"indexer_types": None, "index_topk_pattern": "S" + "F" * 77}, "the first layer must compute its token choice"),
+        (GLM_5_2, {"index_topk_pattern": "FS"}, "index_topk_pattern must be 78 letters"),
+        (GLM_5_2, {"q_lora_rank": None}, "sparse attention needs q_lora_rank"),
+    ],
+)
+def test_a_wrong_or_contradictory_key_is_named(config: dict[str, Any], changed: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        architecture_of(config | changed)
+
+
+def test_computing_layers_follow_a_pattern_or_a_schedule() -> None:
+    pattern = "FFSFSS"
+    small = GLM_5_2 | {"num_hidden_layers": 6, "mlp_layer_types": None, "indexer_types": None, "index_topk_freq": None}
+    by_pattern = architecture_of(small | {"index_topk_pattern": pattern})
+    assert "".join("F" if layer.computes_index else "S" for layer in by_pattern.layers) == pattern
+    assert all(layer.computes_index for layer in architecture_of(small).layers)
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"model_type gpt2 is not one whose shapes are known: deepseek_v3, glm4, .*qwen3_moe"):
+        architecture_of({"model_type": "gpt2"})
+    assert len(FAMILIES) == 10
+
+
+def test_the_language_model_of_a_multi_modal_one_is_read() -> None:
+    assert architecture_of({"model_type": "something_with_pictures", "text_config": QWEN3}).num_parameters == 4_022_468_096
+
+
+def test_transformers_5_calls_the_experts_of_qwen3_otherwise() -> None:
+    mixture = QWEN3 | {"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    assert architecture_of(mixture | {"num_local_experts": 8}) == architecture_of(mixture | {"num_experts": 8})
+
+
+@pytest.mark.parametrize(
+    ("content", "text"), [("{", "is not valid JSON"), ("[]", "is not a JSON object"), ("{}", "has no model_type"), (None, "does not exist")]
+)
+def test_an_unreadable_file_is_named(tmp_path: Path, content: str | None, text: str) -> None:
+    file = tmp_path / "config.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=f"{file}.*{text}"):
+        read_architecture(file)
+
+
+def test_a_directory_stands_for_its_config_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    assert read_architecture(tmp_path) == read_architecture(tmp_path / "config.json") == architecture_of(QWEN3)

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import aiohttp
 import numpy as np
@@ -35,10 +35,14 @@ class EngineClient:
         url: `http://host:port`
         retries: further tries after a connection error, a 5xx status or a malformed answer
         timeout_s: deadline of a call, all its tries together
+        num_ranks: tensor-parallel processes of the engine
+        start: how often it was restarted before
     """
 
-    def __init__(self, url: str, *, retries: int = 3, timeout_s: float = 600.0) -> None:
+    def __init__(self, url: str, *, retries: int = 3, timeout_s: float = 600.0, num_ranks: int = 1, start: int = 0) -> None:
         self.url = url.rstrip("/")
+        self.num_ranks = num_ranks
+        self.start = start
         self.retries = retries
         self.timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
@@ -93,6 +97,14 @@ class EngineClient:
                 if time.monotonic() >= deadline:
                     raise EngineError(f"engine {self.url}: not ready within {timeout_s:g} s; last: {error!r}") from error
                 await asyncio.sleep(0.05)
+
+    async def is_healthy(self) -> bool:
+        """`/health` answers, and with success."""
+        try:
+            await self._request("GET", "/health")
+        except (Retryable, EngineError):
+            return False
+        return True
 
     async def model_info(self) -> ModelInfo:
         answer = await self._call("GET", "/model_info")
@@ -152,6 +164,48 @@ class EngineClient:
         if version is not None:
             body["weight_version"] = str(version)
         await self._call("POST", "/update_weights_from_tensor", body, retries=0)
+
+    async def init_weights_update_group(
+        self, *, host: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        """Join a process group from which `update_weights_from_distributed` will receive; returns when all its ranks are there.
+
+        Args:
+            host, port: of the TCPStore at rank 0, the sender
+            rank_offset: of the engine's first rank; the others follow
+        """
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        await self._call("POST", "/init_weights_update_group", body, retries=0)
+
+    async def update_weights_from_distributed(
+        self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str, version: int | None
+    ) -> None:
+        """Receive one bucket as one row of bytes from rank 0 of the group; returns when it is loaded.
+
+        Args:
+            version: given with the last bucket only, which also drops keys and values of the old weights
+        """
+        body: dict[str, Any] = {
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": shapes,
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": version is not None,
+        }
+        if version is not None:
+            body["weight_version"] = str(version)
+        await self._call("POST", "/update_weights_from_distributed", body, retries=0)
+
+    async def destroy_weights_update_group(self, group_name: str) -> None:
+        await self._call("POST", "/destroy_weights_update_group", {"group_name": group_name}, retries=0)
 
     async def weights_checksum(self) -> WeightsDigest:
         """Checksum of the weights that the engine holds, as `weights.checksum` computes it."""
@@ -238,17 +292,39 @@ def _error_text(raw: bytes) -> str:
     return str(answer)[:500]
 
 
+class Membership(Protocol):
+    """Who looks after the engines of a group: `engines.sglang.fleet.Fleet` is one."""
+
+    async def is_lost(self, client: EngineClient) -> bool:
+        """A control call to this engine failed: True where it is dead, and the others go on without it."""
+        ...
+
+    async def admit(self, clients: Sequence[EngineClient]) -> None:
+        """They have the current weights: requests may reach them."""
+        ...
+
+
 class EngineGroup:
     """Several engines that serve the same weights, used like one.
 
     Args:
         clients: every engine; control calls go to all of them
         router: where given, requests go through it, else to the engines in turn
+        membership: who comes and goes; without one, the engines are those that were given
     """
 
-    def __init__(self, clients: Sequence[EngineClient], router: EngineClient | None = None) -> None:
+    def __init__(
+        self,
+        clients: Sequence[EngineClient],
+        router: EngineClient | None = None,
+        *,
+        membership: Membership | None = None,
+    ) -> None:
         self.clients = list(clients)
         self.router = router
+        self.joining: list[EngineClient] = []
+        """Restarted engines that wait for weights; no request reaches them."""
+        self.membership = membership
         self._turn = itertools.cycle(self.clients)
 
     @classmethod
@@ -280,7 +356,11 @@ class EngineGroup:
 
     async def model_infos(self) -> list[tuple[str, ModelInfo]]:
         """Of every engine, with its URL."""
-        return list(zip(self.urls, await self._all(lambda client: client.model_info())))
+
+        async def ask(client: EngineClient) -> tuple[str, ModelInfo]:
+            return client.url, await client.model_info()
+
+        return await self._all(ask)
 
     async def load(self) -> EngineLoad:
         """The sum over the engines."""
@@ -315,7 +395,11 @@ class EngineGroup:
 
     async def weights_checksums(self) -> list[tuple[str, WeightsDigest]]:
         """Of every engine, with its URL."""
-        return list(zip(self.urls, await self._all(lambda client: client.weights_checksum())))
+
+        async def ask(client: EngineClient) -> tuple[str, WeightsDigest]:
+            return client.url, await client.weights_checksum()
+
+        return await self._all(ask)
 
     async def release_memory(self) -> None:
         await self._all(lambda client: client.release_memory())
@@ -328,10 +412,28 @@ class EngineGroup:
         if self.router is not None:
             await self.router.close()
 
+    async def admit(self, engines: Sequence[EngineClient]) -> None:
+        """Restarted engines have the current weights and serve again."""
+        if engines:
+            assert self.membership is not None, "only a member restarts"
+            self.joining = [client for client in self.joining if client not in engines]
+            self.clients += engines
+            await self.membership.admit(engines)
+
+    def remove(self, client: EngineClient) -> None:
+        """It is dead: nothing is sent to it any more."""
+        self.clients = [other for other in self.clients if other is not client]
+        self.joining = [other for other in self.joining if other is not client]
+
     async def _all(self, call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
-        """Every engine at once; all have answered when the first error is raised."""
-        answers = await asyncio.gather(*(call(client) for client in self.clients), return_exceptions=True)
-        errors = [answer for answer in answers if isinstance(answer, BaseException)]
-        if errors:
-            raise errors[0]
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        """Every engine at once; all have answered when the first error is raised. Lost engines are passed over while others are left."""
+        asked = list(self.clients)
+        answers = await asyncio.gather(*(call(client) for client in asked), return_exceptions=True)
+        good = [answer for answer in answers if not isinstance(answer, BaseException)]
+        for client, answer in zip(asked, answers):
+            if not isinstance(answer, BaseException):
+                continue
+            if not good or self.membership is None or not await self.membership.is_lost(client):
+                raise answer
+            self.remove(client)
+        return good

@@ -2,22 +2,74 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from fuligo.config import Config
-from fuligo.engines.client import EngineGroup
+from fuligo.config.hugging_face import read_model_config
+from fuligo.engines.client import EngineClient, EngineGroup
 from fuligo.engines.launch import EmbeddedEngineSettings, EngineProcess, launch_embedded
+from fuligo.engines.ports import PortClaims
+from fuligo.engines.sglang.fleet import Fleet
 from fuligo.errors import EngineError, FuligoError
+from fuligo.job.fleet import fleet_settings
+from fuligo.job.trainer_settings import resolve_device, resolve_precision
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.trainer.protocol import Trainer
+from fuligo.weights.manifest import Transport
+from fuligo.weights.proof import ChecksumProof, EqualityProof, LogprobProof
 from fuligo.weights.publisher import PublishSettings, WeightPublisher
 from fuligo.weights.scratch import scratch_root
 
+FP32_TOLERANCE, BF16_TOLERANCE = 1e-3, 0.05
+"""Nats; of mean log-probability differences between two implementations of one model (in bf16: 0.01 to 0.03 seen)."""
 
-async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncExitStack) -> EngineGroup | None:
+
+@dataclass(slots=True, frozen=True)
+class Engines:
+    """What samples."""
+
+    group: EngineGroup
+    fleet: Fleet | None = None
+    """Who looks after SGLang engines that this run started."""
+
+    @asynccontextmanager
+    async def watched(self, publisher: object) -> AsyncIterator[None]:
+        """While the block runs, dead engines of the fleet are restarted; one that cannot be ends the block.
+
+        Args:
+            publisher: gives a restarted engine its weights; where nothing is published, those that it loads are right
+
+        Raises:
+            EngineError: an engine or the router is gone for good
+        """
+        if self.fleet is None:
+            yield
+            return
+        self.fleet.renew = publisher.renew if isinstance(publisher, WeightPublisher) else self._admit
+        block = asyncio.current_task()
+        assert block is not None
+        watch = asyncio.create_task(self.fleet.watch())
+        watch.add_done_callback(lambda done: None if done.cancelled() else block.cancel())
+        try:
+            yield
+        except asyncio.CancelledError:
+            if watch.done() and not watch.cancelled() and block.uncancel() == 0:
+                watch.result()
+            raise
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def _admit(self, engine: EngineClient) -> bool:
+        await self.group.admit([engine])
+        return True
+
+
+async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncExitStack) -> Engines | None:
     """Start the engines, or connect to those that run; returns when they answer. None where nothing is sampled.
 
     Raises:
@@ -27,6 +79,10 @@ async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncEx
         return None
     flags = config.engine
     urls = [address if "://" in address else f"http://{address}" for address in flags.rollout_external_engine_addrs]
+    if not urls and config.resolved_rollout_backend == "sglang":
+        fleet = await Fleet.launch(fleet_settings(config, directory, stack.enter_context(PortClaims())))
+        stack.push_async_callback(fleet.stop)
+        return Engines(fleet.group, fleet)
     if not urls:
         engine = await launch_embedded(_embedded_settings(config, directory))
         await stack.enter_async_context(_stopped_at_the_end(engine))
@@ -34,7 +90,7 @@ async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncEx
     engines = EngineGroup.connect(urls, retries=config.rollout.rollout_retries, timeout_s=config.rollout.rollout_timeout_s)
     stack.push_async_callback(engines.close)
     await engines.wait_ready(flags.engine_start_timeout_s)
-    return engines
+    return Engines(engines)
 
 
 @asynccontextmanager
@@ -73,16 +129,34 @@ def build_publisher(config: Config, trainer: Trainer, engines: EngineGroup, *, v
     settings = PublishSettings(
         transport=_transport(config),
         bucket_bytes=flags.update_weight_buffer_size,
-        check_equal=flags.check_weight_update_equal,
+        changes_only=flags.update_weight_mode == "delta",
         model_files=Path(config.model.hf_checkpoint),
         scratch=scratch_root(),
     )
-    return WeightPublisher(trainer, engines, settings, version=version)
+    proof = _proof(config, trainer) if flags.check_weight_update_equal else None
+    return WeightPublisher(trainer, engines, settings, version=version, proof=proof)
 
 
-def _transport(config: Config) -> Literal["disk", "tensor"]:
-    """auto: shared memory to an engine that we started on this machine; engines elsewhere read files."""
+def _proof(config: Config, trainer: Trainer) -> EqualityProof:
+    if config.resolved_rollout_backend == "embedded":
+        return ChecksumProof()
+    assert config.model.hf_checkpoint is not None
+    exact = resolve_precision(config.model.precision, resolve_device(config)) == "fp32"
+    return LogprobProof(
+        trainer,
+        temperature=config.rollout.rollout_temperature,
+        vocab_size=read_model_config(Path(config.model.hf_checkpoint))["vocab_size"],
+        tolerance=FP32_TOLERANCE if exact else BF16_TOLERANCE,
+    )
+
+
+def _transport(config: Config) -> Transport:
+    """auto: shared memory between processes of one machine, broadcast between GPUs; engines that we did not start read files."""
     asked = config.weight_sync.update_weight_transport
-    if asked == "auto":
-        return "disk" if config.engine.rollout_external_engine_addrs else "tensor"
-    return asked
+    if asked != "auto":
+        return asked
+    if config.engine.rollout_external_engine_addrs:
+        return "disk"
+    if config.resolved_rollout_backend == "sglang" and resolve_device(config) == "cuda":
+        return "nccl"
+    return "tensor"

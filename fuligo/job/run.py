@@ -18,9 +18,8 @@ from fuligo.checkpoint.store import CheckpointStore
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
 from fuligo.config.hooks import hook_of
-from fuligo.engines.client import EngineGroup
 from fuligo.errors import CheckpointError
-from fuligo.job.engines import build_publisher, launch_engines
+from fuligo.job.engines import Engines, build_publisher, launch_engines
 from fuligo.job.periodic import Evaluate, SaveCheckpoint, SaveDebugRollout, Schedule
 from fuligo.job.recorder import RunRecorder
 from fuligo.job.stream import Stream, StreamBuilder
@@ -111,11 +110,13 @@ async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: A
         engines = await launching
     publisher: Publisher = Unpublished(origin.policy_version)
     if trainer is not None and engines is not None:
-        publisher = build_publisher(config, trainer, engines, version=origin.policy_version)
+        publisher = build_publisher(config, trainer, engines.group, version=origin.policy_version)
         with recorder.phase("sync", origin.step):
             await publisher.sync()
+    if engines is not None:
+        await stack.enter_async_context(engines.watched(publisher))
     state = None if origin.state is None else origin.state.rollout
-    stream = builder.build(engines, state=state, policy_version=lambda: publisher.version, stack=stack)
+    stream = builder.build(None if engines is None else engines.group, state=state, policy_version=lambda: publisher.version, stack=stack)
     rollouts = stream.rollouts(config, start=origin.step, num_rollout=num_rollout, phase=recorder.phase)
     stack.push_async_callback(rollouts.close)
 
@@ -132,7 +133,7 @@ async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: A
     return Outcome(directory.path, evaluate.history if evaluate is not None else [])
 
 
-async def _abandon(task: asyncio.Task[EngineGroup | None]) -> None:
+async def _abandon(task: asyncio.Task[Engines | None]) -> None:
     """An engine that is still starting when the run fails is stopped."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

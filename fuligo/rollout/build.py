@@ -169,9 +169,10 @@ def _generate(
 
 
 def _reproducible(config: Config) -> bool:
-    """Waves can start aligned: the engine is ours, nothing else uses it meanwhile, and each sample sends one request."""
+    """Waves can start aligned: the engine is embedded and ours, nothing else uses it meanwhile, and each sample sends one request."""
     return (
         config.rollout.async_mode == "sync"
+        and config.resolved_rollout_backend == "embedded"
         and not config.engine.rollout_external_engine_addrs
         and config.rollout.custom_generate_function_path is None
     )

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from fuligo.types import StepResult, TrainBatch, TrainSample
+from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
 from fuligo.weights.manifest import WeightManifest, WeightTarget
 
 
 class Trainer(Protocol):
     """Every method is a coroutine that returns when all ranks are done; none blocks the event loop meanwhile."""
+
+    num_updates: int
+    """Calls of `train` begun so far: the weights are others after each."""
 
     async def load(self) -> None:
         """Build the model, the reference where the loss needs one, and the optimizer; load the first weights or the checkpoint."""
@@ -18,6 +21,10 @@ class Trainer(Protocol):
 
     async def score(self, samples: list[TrainSample]) -> list[TrainSample]:
         """Fill in old and reference log-probabilities, each only where the loss needs it; the same samples in the same order."""
+        ...
+
+    async def logprobs(self, samples: list[TrainSample]) -> list[FloatArray]:
+        """[R] of each sample's response tokens, by the policy as it is now, at the temperature of the rollouts."""
         ...
 
     async def train(self, batch: TrainBatch) -> StepResult:

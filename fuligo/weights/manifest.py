@@ -5,20 +5,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Transport = Literal["disk", "tensor", "gloo", "nccl"]
+
+
+@dataclass(slots=True, frozen=True)
+class EngineAddress:
+    """An engine that weights are sent to."""
+
+    url: str
+    num_ranks: int = 1
+    """Its tensor-parallel processes, each of which takes the weights."""
+    start: int = 0
+    """How often it was restarted: what an earlier start was sent is gone."""
+
 
 @dataclass(slots=True, frozen=True)
 class WeightTarget:
     """Where trainer ranks send their weights. Plain data: it travels to the ranks."""
 
-    transport: Literal["disk", "tensor"]
+    transport: Transport
+    """disk: a Hugging Face checkpoint that the engines read; tensor: buckets in memory that both sides share; gloo, nccl: buckets broadcast
+    in a process group of the sending rank and all ranks of the engines."""
     version: int
     """policy_version that the weights get."""
-    directory: str
-    """disk: an empty directory to write a Hugging Face checkpoint to; tensor: unused."""
-    engine_urls: tuple[str, ...]
-    """tensor: engines to post the buckets to."""
     bucket_bytes: int
-    with_checksum: bool
+    engines: tuple[EngineAddress, ...] = ()
+    """disk: unused, the driver tells the engines to read."""
+    directory: str = ""
+    """disk: an empty directory."""
+    changes_only: bool = False
+    """Leave out tensors whose bytes are those of the previous send to the same engines."""
+    with_checksum: bool = False
     """Compute the manifest's checksum; it reads every byte on the CPU."""
 
 
@@ -31,3 +48,5 @@ class WeightManifest:
     num_bytes: int
     checksum: str | None
     """Of all names, shapes, types and bytes, independent of order (see `weights.checksum`); None where nobody compares it."""
+    num_bytes_sent: int = 0
+    """Less than `num_bytes` where only changes were sent."""

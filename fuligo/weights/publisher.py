@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from fuligo.engines.client import EngineGroup
+from fuligo.engines.client import EngineClient, EngineGroup
 from fuligo.errors import WeightSyncError
 from fuligo.trainer.protocol import Trainer
-from fuligo.weights.manifest import WeightManifest, WeightTarget
+from fuligo.weights.manifest import EngineAddress, Transport, WeightManifest, WeightTarget
+from fuligo.weights.proof import ChecksumProof, EqualityProof
 from fuligo.weights.scratch import scratch_directory
 
 logger = logging.getLogger(__name__)
@@ -19,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class PublishSettings:
-    transport: Literal["disk", "tensor"]
+    transport: Transport
     bucket_bytes: int
-    check_equal: bool
-    """Compare checksums of all bytes after each publish."""
+    changes_only: bool
+    """Send only tensors that changed since the last publish."""
     model_files: Path
     """Hugging Face directory whose config and tokenizer go beside weights written to disk."""
     scratch: Path
@@ -30,71 +31,106 @@ class PublishSettings:
 
 
 class WeightPublisher:
-    """Counts `policy_version` and moves weights: pause the engines, send, flush, check, go on."""
+    """Counts `policy_version` and moves weights: pause the engines, send, flush, check, go on.
 
-    def __init__(self, trainer: Trainer, engines: EngineGroup, settings: PublishSettings, *, version: int = 0) -> None:
+    Args:
+        proof: asked after each publish whether the engines hold what was sent
+    """
+
+    def __init__(
+        self, trainer: Trainer, engines: EngineGroup, settings: PublishSettings, *, version: int = 0, proof: EqualityProof | None = None
+    ) -> None:
         self._trainer = trainer
         self._engines = engines
         self._settings = settings
+        self._proof = proof
+        self._sending = asyncio.Lock()
+        self._num_updates = -1
+        """Of the trainer, when `version` was sent."""
         self.version = version
 
     async def publish(self) -> int:
         """Send the weights as the next version, which is returned."""
-        await self._push(self.version + 1)
-        self.version += 1
+        await self._push_to_all(self.version + 1)
         return self.version
 
     async def sync(self) -> None:
-        """Send the weights under the current version: at the start, after a resume, to a restarted engine."""
-        await self._push(self.version)
+        """Send the weights under the current version: at the start, and after a resume."""
+        await self._push_to_all(self.version)
 
-    async def _push(self, version: int) -> None:
+    async def renew(self, engine: EngineClient) -> bool:
+        """Bring a restarted engine to the current version and into service.
+
+        Returns:
+            False where the trainer's weights are no longer those of that version: the next publish takes the engine along.
+        """
+        async with self._sending:
+            if engine not in self._engines.joining or self._trainer.num_updates != self._num_updates:
+                return engine in self._engines.clients
+            await self._push(EngineGroup([engine]), self.version)
+            await self._engines.admit([engine])
+            return True
+
+    async def _push_to_all(self, version: int) -> None:
+        async with self._sending:
+            joining = list(self._engines.joining)
+            everyone = EngineGroup([*self._engines.clients, *joining], membership=self._engines.membership)
+            num_updates = self._trainer.num_updates
+            await self._push(everyone, version)
+            self.version, self._num_updates = version, num_updates
+            await self._engines.admit([engine for engine in joining if engine in everyone.clients])
+
+    async def _push(self, engines: EngineGroup, version: int) -> None:
         """From the rollouts' view the change is atomic: no token is sampled between the first bucket and the check.
 
         Raises:
-            WeightSyncError: an engine reports another version or other bytes than were sent; the engines stay paused.
+            WeightSyncError: an engine reports another version or other weights than were sent; the run must not go on.
         """
-        await self._engines.pause("abort")
+        await engines.pause("abort")
         if self._settings.transport == "disk":
-            manifest = await self._push_by_disk(version)
+            manifest = await self._push_by_disk(engines, version)
         else:
-            manifest = await self._trainer.send_weights(self._target(version, directory=""))
-        await self._check(manifest)
-        await self._engines.resume()
-        logger.info("published version %d: %d tensors, %d bytes", version, manifest.num_tensors, manifest.num_bytes)
+            manifest = await self._trainer.send_weights(self._target(engines, version, directory=""))
+        await _check_version(engines, version)
+        await engines.resume()
+        if self._proof is not None:
+            await self._proof.check(engines, manifest)
+        logger.info(
+            "published version %d: %d tensors, %d bytes, %d of them sent",
+            version,
+            manifest.num_tensors,
+            manifest.num_bytes,
+            manifest.num_bytes_sent,
+        )
 
-    async def _push_by_disk(self, version: int) -> WeightManifest:
+    async def _push_by_disk(self, engines: EngineGroup, version: int) -> WeightManifest:
         with scratch_directory(self._settings.scratch) as directory:
             for file in self._settings.model_files.glob("*.json"):
                 if not file.name.endswith(".index.json"):
                     shutil.copy(file, directory)
-            manifest = await self._trainer.send_weights(self._target(version, str(directory)))
-            await self._engines.update_weights_from_disk(str(directory), version=version)
+            manifest = await self._trainer.send_weights(self._target(engines, version, str(directory)))
+            await engines.update_weights_from_disk(str(directory), version=version)
         return manifest
 
-    def _target(self, version: int, directory: str) -> WeightTarget:
+    def _target(self, engines: EngineGroup, version: int, directory: str) -> WeightTarget:
         return WeightTarget(
             transport=self._settings.transport,
             version=version,
-            directory=directory,
-            engine_urls=self._engines.urls,
             bucket_bytes=self._settings.bucket_bytes,
-            with_checksum=self._settings.check_equal,
+            engines=tuple(EngineAddress(client.url, client.num_ranks, client.start) for client in engines.clients),
+            directory=directory,
+            changes_only=self._settings.changes_only,
+            with_checksum=isinstance(self._proof, ChecksumProof),
         )
 
-    async def _check(self, manifest: WeightManifest) -> None:
-        for url, info in await self._engines.model_infos():
-            if info.weight_version != manifest.version:
-                raise WeightSyncError(
-                    f"engine {url} reports weight version {info.weight_version} after version {manifest.version} was sent; "
-                    "it must not be sampled from. Restart the run: it resumes from the last checkpoint."
-                )
-        if not self._settings.check_equal:
-            return
-        for url, (num_tensors, num_bytes, digest) in await self._engines.weights_checksums():
-            held = WeightManifest(manifest.version, num_tensors, num_bytes, digest)
-            if held != manifest:
-                raise WeightSyncError(f"--check-weight-update-equal: engine {url} holds {held}, the trainer sent {manifest}")
+
+async def _check_version(engines: EngineGroup, version: int) -> None:
+    for url, info in await engines.model_infos():
+        if info.weight_version != version:
+            raise WeightSyncError(
+                f"engine {url} reports weight version {info.weight_version} after version {version} was sent; "
+                "it must not be sampled from. Restart the run: it resumes from the last checkpoint."
+            )
 
 
 class Unpublished:

@@ -1,94 +1,104 @@
-"""The trainer ranks' end of a publish: a stream of named tensors goes into buckets, the buckets go to the engines.
+"""The trainer's end of a publish: a stream of named tensors goes into buckets, the buckets go to the engines.
 
-Runs in the trainer, on the rank that holds full tensors. At most one bucket is in memory beyond the model.
+Runs in the trainer, on the rank that holds full tensors.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-
-from fuligo.engines.client import EngineGroup
-from fuligo.weights.checksum import WeightsChecksum
-from fuligo.weights.manifest import WeightManifest, WeightTarget
+from fuligo.engines.client import EngineClient
+from fuligo.engines.host import own_address
+from fuligo.weights.broadcast import BroadcastGroup
+from fuligo.weights.buckets import Bucket, Changes, Counted, NamedTensors, cut_into_buckets, send_each
+from fuligo.weights.manifest import EngineAddress, WeightManifest, WeightTarget
 from fuligo.weights.payload import shared_payload
 
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
-Bucket = list[tuple[str, torch.Tensor]]
+
+class WeightSender:
+    """Sends weights again and again; keeps what one send leaves for the next: the process group, and what the engines have."""
+
+    def __init__(self) -> None:
+        self._group: BroadcastGroup | None = None
+        self._changes = Changes()
+        self._receivers: tuple[EngineAddress, ...] = ()
+        """Who has all that `_changes` knows of."""
+
+    def send(self, named_weights: NamedTensors, target: WeightTarget) -> WeightManifest:
+        """Hand the weights to `target`; returns when every engine has them (or, by disk, when they are written).
+
+        Args:
+            named_weights: Hugging Face names with full tensors, each once. Consumed to the end, bucket by bucket.
+
+        Raises:
+            EngineError: an engine refused a bucket or did not answer.
+            WeightSyncError: the process group of a broadcast did not come about or broke.
+        """
+        counted = Counted(with_checksum=target.with_checksum)
+        weights = counted.observe(named_weights)
+        if target.changes_only:
+            weights = self._changed(weights, target)
+        buckets = counted.observe_sent(cut_into_buckets(weights, target.bucket_bytes))
+        try:
+            if target.transport == "disk":
+                _write_shards(buckets, Path(target.directory))
+            else:
+                send_each(buckets, self._way(target))
+        except BaseException:
+            self._changes.forget()
+            raise
+        return counted.manifest(target.version)
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _changed(self, weights: NamedTensors, target: WeightTarget) -> NamedTensors:
+        """Other engines than before have nothing yet: they get all."""
+        if self._receivers != target.engines:
+            self._changes.forget()
+            self._receivers = target.engines
+        return self._changes.only(weights)
+
+    def _way(self, target: WeightTarget) -> Callable[[Bucket, bool], None]:
+        """How one bucket is sent. The last one carries the new version: until then the engines report the old one."""
+        if target.transport == "tensor":
+            return lambda bucket, is_last: _share(bucket, target.engines, target.version if is_last else None)
+        group = self._joined(target)
+        return lambda bucket, is_last: group.broadcast(bucket, target.version if is_last else None)
+
+    def _joined(self, target: WeightTarget) -> BroadcastGroup:
+        if self._group is not None and self._group.engines != target.engines:
+            self.close()
+        if self._group is None:
+            assert target.transport in ("gloo", "nccl")
+            self._group = BroadcastGroup(target.engines, target.transport, own_address([engine.url for engine in target.engines]))
+        return self._group
 
 
-def send(named_weights: NamedTensors, target: WeightTarget) -> WeightManifest:
-    """Hand all weights to `target`; returns when every engine has them (tensor) or they are on disk (disk).
+def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | None) -> None:
+    """Through shared memory: each rank of each engine opens the same tensors."""
 
-    Args:
-        named_weights: Hugging Face names with full tensors, each once. Consumed bucket by bucket.
-        target: transport, version, bucket size.
+    async def post(payload: str) -> None:
+        clients = [EngineClient(engine.url) for engine in engines]
+        try:
+            calls = [
+                client.update_weights_from_tensor([payload] * engine.num_ranks, version=version, flush_cache=version is not None)
+                for client, engine in zip(clients, engines)
+            ]
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        finally:
+            await asyncio.gather(*(client.close() for client in clients))
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
 
-    Raises:
-        EngineError: an engine refused a bucket or did not answer.
-    """
-    sent = _Sent(WeightsChecksum() if target.with_checksum else None)
-    buckets = cut_into_buckets(sent.observe(named_weights), target.bucket_bytes)
-    if target.transport == "disk":
-        _write_shards(buckets, Path(target.directory))
-    else:
-        asyncio.run(_post_buckets(buckets, target))
-    return sent.manifest(target.version)
-
-
-def cut_into_buckets(named_weights: NamedTensors, bucket_bytes: int) -> Iterator[Bucket]:
-    """Consecutive tensors of at most `bucket_bytes` together; a larger tensor is a bucket of its own."""
-    bucket: Bucket = []
-    size = 0
-    for name, tensor in named_weights:
-        if bucket and size + tensor.nbytes > bucket_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
-@dataclass(slots=True)
-class _Sent:
-    """Counts what passes."""
-
-    checksum: WeightsChecksum | None
-    num_tensors: int = 0
-    num_bytes: int = 0
-
-    def observe(self, named_weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in named_weights:
-            self.num_tensors += 1
-            self.num_bytes += tensor.nbytes
-            if self.checksum is not None:
-                self.checksum.update(name, tensor)
-            yield name, tensor
-
-    def manifest(self, version: int) -> WeightManifest:
-        digest = None if self.checksum is None else self.checksum.result().checksum
-        return WeightManifest(version, self.num_tensors, self.num_bytes, digest)
-
-
-async def _post_buckets(buckets: Iterator[Bucket], target: WeightTarget) -> None:
-    """The last bucket carries the new version: until then the engines report the old one."""
-    engines = EngineGroup.connect(target.engine_urls)
-    try:
-        bucket = next(buckets, None)
-        while bucket is not None:
-            following = next(buckets, None)
-            version = target.version if following is None else None
-            with shared_payload(bucket, num_receivers=len(target.engine_urls)) as payload:
-                await engines.update_weights_from_tensor([payload], version=version, flush_cache=following is None)
-            bucket = following
-    finally:
-        await engines.close()
+    with shared_payload(bucket, num_receivers=sum(engine.num_ranks for engine in engines)) as payload:
+        asyncio.run(post(payload))
 
 
 def _write_shards(buckets: Iterator[Bucket], directory: Path) -> None:

@@ -95,7 +95,7 @@ async def test_two_ranks_score_train_save_reshard_and_fail_as_one(settings, tmp_
     (tmp_path / "sent-by-one").mkdir()
     (tmp_path / "sent-by-two").mkdir()
     manifests = [
-        await trainer.send_weights(WeightTarget("disk", 1, str(tmp_path / f"sent-by-{name}"), (), 10_000, with_checksum=False))
+        await trainer.send_weights(WeightTarget("disk", 1, bucket_bytes=10_000, directory=str(tmp_path / f"sent-by-{name}")))
         for name, trainer in (("one", one), ("two", two))
     ]
     assert manifests[0] == manifests[1]

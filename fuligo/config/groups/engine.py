@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from fuligo.config.group import FlagGroup, flag
+from fuligo.config.groups.cluster import EnvironmentValue
 from fuligo.config.topology import ModelServers
 
 
@@ -25,3 +26,5 @@ class EngineFlags(FlagGroup):
     embedded_dtype: Literal["auto", "fp32", "bf16"] = flag("auto", "compute type; auto: bf16 on CUDA, fp32 on a CPU")
     embedded_num_threads: int | None = flag(None, "CPU threads of the engine (default: one fewer than cores)", ge=1)
     engine_start_timeout_s: float = flag(600.0, "deadline of an engine's start", unit="s", gt=0)
+    engine_python: str | None = flag(None, "Python interpreter that has SGLang and its router (default: the one that runs fuligo)", path=True)
+    engine_env: dict[str, EnvironmentValue] = flag({}, "environment variables of engines and router, over --env, as a JSON object")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,6 @@ from typing import Any, Literal
 from fuligo.engines.arguments import command_line
 from fuligo.engines.client import EngineClient
 from fuligo.engines.server_process import ServerProcess
-from fuligo.errors import EngineError
 
 PROBE_TIMEOUT_S = 5.0
 PORTS_PER_ENGINE = 64
@@ -124,17 +124,16 @@ class SGLangServer:
         Raises:
             EngineError: it ended, or was not ready before the deadline; carries the last lines of its log
         """
-        client = EngineClient(self.url, retries=0, timeout_s=PROBE_TIMEOUT_S)
+        await self.process.wait_until(lambda: self.answers(PROBE_TIMEOUT_S), self.settings.start_timeout_s)
 
-        async def answers() -> bool:
-            try:
-                await client.wait_ready(0.0)
-            except EngineError:
-                return False
-            return True
-
+    async def answers(self, timeout_s: float) -> bool:
+        """Its `/health` does, within the time."""
+        client = EngineClient(self.url, retries=0)
         try:
-            await self.process.wait_until(answers, self.settings.start_timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await client.is_healthy()
+        except TimeoutError:
+            return False
         finally:
             await client.close()
 

@@ -18,7 +18,7 @@ from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.supervision import finish
 from fuligo.trainer.torch_backend.worker import RankWorker
 from fuligo.trainer.torch_backend.world import World, join_world
-from fuligo.types import StepResult, TrainBatch, TrainSample
+from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
 from fuligo.weights.manifest import WeightManifest, WeightTarget
 
 LEAVE_TIMEOUT_S = 10.0
@@ -33,6 +33,8 @@ class TorchTrainer:
         self._ranks: Ranks | None = None
         self._worker: RankWorker | None = None
         self._failed = False
+        self._commands = asyncio.Lock()
+        self.num_updates = 0
 
     @property
     def worker(self) -> RankWorker:
@@ -56,7 +58,11 @@ class TorchTrainer:
             return samples
         return await self._call("score", samples)
 
+    async def logprobs(self, samples: list[TrainSample]) -> list[FloatArray]:
+        return await self._call("logprobs", samples)
+
     async def train(self, batch: TrainBatch) -> StepResult:
+        self.num_updates += 1
         return await self._call("train", batch)
 
     async def send_weights(self, target: WeightTarget) -> WeightManifest:
@@ -97,6 +103,10 @@ class TorchTrainer:
             TrainerError: a rank was lost, failed, or did not finish in time; names the rank and the command.
             FuligoError: rank 0's own.
         """
+        async with self._commands:  # one at a time: all ranks carry them out in one order
+            return await self._carry_out(command, own_part)
+
+    async def _carry_out(self, command: Command, own_part: Callable[[], Any]) -> Any:
         if self._failed:
             raise TrainerError(f"the trainer cannot {command.method}: it failed before")
         if self._ranks is not None:

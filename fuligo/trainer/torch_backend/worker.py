@@ -24,6 +24,7 @@ from fuligo.trainer.torch_backend.weights import copy_weights, export_dtype, nam
 from fuligo.trainer.torch_backend.world import World, shard
 from fuligo.types import FloatArray, StepResult, TokenScores, TrainBatch, TrainSample
 from fuligo.weights.manifest import WeightManifest, WeightTarget
+from fuligo.weights.senders import WeightSender
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class RankWorker:
         checkpoint_dtype = export_dtype(AutoConfig.from_pretrained(settings.hf_checkpoint))
         self.export_dtype = published[settings.publish_dtype] if settings.publish_dtype is not None else checkpoint_dtype
         self.balance_by = _cost(self.policy) if settings.balance_data else None
+        self._sender = WeightSender()
 
     def score(self, samples: list[TrainSample]) -> list[TrainSample] | None:
         """The samples with old and reference log-probabilities, on rank 0; None on others."""
@@ -65,6 +67,15 @@ class RankWorker:
         olds = _merged([rank_old for rank_old, _ in gathered])
         refs = _merged([rank_ref for _, rank_ref in gathered])
         return [replace(sample, old_logprobs=olds.get(i), ref_logprobs=refs.get(i)) for i, sample in enumerate(samples)]
+
+    def logprobs(self, samples: list[TrainSample]) -> list[FloatArray] | None:
+        """Of the policy as it is now, in the order of the samples, on rank 0; None on others."""
+        plans = pack([len(sample.tokens) for sample in samples], self.settings.score_capacity, num_ranks=self.world.size)
+        gathered = self.world.gather(self._logprobs(self.policy, samples, plans[self.world.rank]))
+        if gathered is None:
+            return None
+        by_position = _merged(gathered)
+        return [by_position[i] for i in range(len(samples))]
 
     def train(self, batch: TrainBatch) -> StepResult:
         """One optimizer step for every entry of `batch.steps`.
@@ -101,10 +112,8 @@ class RankWorker:
 
     def send_weights(self, target: WeightTarget) -> WeightManifest | None:
         """Rank 0 sends what all ranks gather."""
-        from fuligo.weights.senders import send
-
         if self.world.rank == 0:
-            return send(self.named_weights(), target)
+            return self._sender.send(self.named_weights(), target)
         for _ in self.named_weights():
             pass
         return None

@@ -1,0 +1,218 @@
+"""SGLang engines behind a router, as one: started together, watched, restarted, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from fuligo.engines.client import EngineClient, EngineGroup
+from fuligo.engines.router import Router, RouterSettings, launch_router
+from fuligo.engines.sglang.server import ServerSettings, SGLangServer
+from fuligo.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 0.5
+"""Between looks at the processes; their health is asked for less often."""
+MAX_RESTARTS = 3
+"""Of one engine or of the router in one run: what dies more often is broken, not unlucky."""
+Renew = Callable[[EngineClient], Awaitable[bool]]
+"""Give a restarted engine the current weights; False where that must wait for the next publish."""
+
+
+@dataclass(slots=True, frozen=True)
+class FleetSettings:
+    """What to start, and how to watch it."""
+
+    servers: tuple[ServerSettings, ...]
+    router: RouterSettings
+    restart: bool
+    """A dead engine or router is started again (--use-fault-tolerance); else it ends the run."""
+    health_interval_s: float
+    health_timeout_s: float
+    request_retries: int
+    request_timeout_s: float
+
+
+class Fleet:
+    """Running engines and their router. Requests go through `group`."""
+
+    def __init__(self, settings: FleetSettings, servers: Sequence[SGLangServer], router: Router) -> None:
+        self._settings = settings
+        self._router = router
+        self._engines = [_Engine(server, _client(settings, server.settings, start=0)) for server in servers]
+        self._router_restarts = 0
+        # Requests outlive a restart of the router: it takes seconds, they are tried for a minute.
+        patient = EngineClient(router.url, retries=max(settings.request_retries, 40), timeout_s=settings.request_timeout_s)
+        self.group = EngineGroup([engine.client for engine in self._engines], patient, membership=self)
+        self.renew: Renew = _later
+
+    @classmethod
+    async def launch(cls, settings: FleetSettings) -> Fleet:
+        """Start everything; returns when the router sends requests to every engine.
+
+        Raises:
+            EngineError: one did not start; carries the last lines of its log, and nothing is left running
+        """
+        servers = [SGLangServer(server) for server in settings.servers]
+        router: Router | None = None
+        try:
+            async with asyncio.TaskGroup() as starting:
+                router_task = starting.create_task(launch_router(settings.router))
+                for server in servers:
+                    starting.create_task(server.wait_ready())
+            router = router_task.result()
+            for server in servers:
+                await router.add(server.url)
+        except BaseException as error:
+            await _stop_all(servers, router)
+            if isinstance(error, ExceptionGroup):
+                raise error.exceptions[0] from None  # the others were cancelled because of it
+            raise
+        return cls(settings, servers, router)
+
+    async def watch(self) -> None:
+        """Look after the processes until cancelled.
+
+        Raises:
+            EngineError: one died and is not to be restarted, or died too often
+        """
+        next_health = 0.0
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if not self._router.process.alive:
+                await self._restart_router()
+            ask_health = clock() >= next_health
+            if ask_health:
+                next_health = clock() + self._settings.health_interval_s
+            for engine in self._engines:
+                if not engine.restarting and await self._is_dead(engine, ask_health=ask_health):
+                    await self._lose(engine)
+
+    async def is_lost(self, client: EngineClient) -> bool:
+        """A call to this engine failed: whether it is because the engine is dead, and will be seen to."""
+        if not self._settings.restart:
+            return False
+        engine = next((engine for engine in self._engines if engine.client is client), None)
+        if engine is None or engine.restarting:
+            return True
+        if not await self._is_dead(engine, ask_health=True):
+            return False
+        await self._lose(engine)
+        return True
+
+    async def admit(self, clients: Sequence[EngineClient]) -> None:
+        """They have the current weights: requests may reach them."""
+        for client in clients:
+            await self._router.add(client.url)
+            logger.info("engine %s is back in service", client.url)
+
+    async def stop(self) -> None:
+        """Returns when nothing of the fleet is left."""
+        for engine in self._engines:
+            if engine.restart is not None:
+                engine.restart.cancel()
+        await asyncio.gather(*(engine.restart for engine in self._engines if engine.restart is not None), return_exceptions=True)
+        await self.group.close()
+        await _stop_all([engine.server for engine in self._engines], self._router)
+
+    async def _is_dead(self, engine: _Engine, *, ask_health: bool) -> bool:
+        if not engine.server.process.alive:
+            return True
+        return ask_health and not await engine.server.answers(self._settings.health_timeout_s)
+
+    async def _lose(self, engine: _Engine) -> None:
+        """Take a dead engine out of service, and start it again in the background.
+
+        Raises:
+            EngineError: it is not to be restarted
+        """
+        if not self._settings.restart:
+            engine.server.process.check_alive()
+            raise EngineError(
+                f"{engine.server.settings.name} ({engine.server.url}) does not answer; its log is {engine.server.settings.log_file}. "
+                "Resume from the last checkpoint; with --use-fault-tolerance it would have been restarted."
+            )
+        engine.num_restarts += 1
+        if engine.num_restarts > MAX_RESTARTS:
+            engine.server.process.check_alive()
+            raise EngineError(
+                f"{engine.server.settings.name} stopped answering {engine.num_restarts} times; see {engine.server.settings.log_file}"
+            )
+        logger.warning("%s (%s) is gone; its requests go elsewhere, it is restarted", engine.server.settings.name, engine.server.url)
+        self.group.remove(engine.client)
+        engine.restart = asyncio.create_task(self._restart(engine))
+
+    async def _restart(self, engine: _Engine) -> None:
+        """
+        Raises:
+            EngineError: it died too often
+        """
+        await self._router.remove(engine.server.url)
+        while True:
+            await engine.server.stop()
+            await engine.client.close()
+            try:
+                engine.server = SGLangServer(engine.server.settings)
+                await engine.server.wait_ready()
+                engine.client = _client(self._settings, engine.server.settings, start=engine.num_restarts)
+                self.group.joining.append(engine.client)
+                served = await self.renew(engine.client)
+            except EngineError as error:
+                self.group.remove(engine.client)
+                engine.num_restarts += 1
+                if engine.num_restarts > MAX_RESTARTS:
+                    raise
+                logger.warning("%s did not come back, it is tried again: %s", engine.server.settings.name, error)
+            else:
+                logger.info("%s is running again%s", engine.server.settings.name, "" if served else "; the next publish takes it along")
+                engine.restart = None
+                return
+
+    async def _restart_router(self) -> None:
+        """
+        Raises:
+            EngineError: it is not to be restarted, or did not start
+        """
+        if not self._settings.restart or self._router_restarts == MAX_RESTARTS:
+            self._router.process.check_alive()
+        self._router_restarts += 1
+        logger.warning("the router is gone; it is restarted")
+        self._router = await launch_router(self._settings.router)
+        for client in self.group.clients:
+            await self._router.add(client.url)
+
+
+@dataclass(slots=True)
+class _Engine:
+    server: SGLangServer
+    client: EngineClient
+    num_restarts: int = 0
+    restart: asyncio.Task[None] | None = None
+
+    @property
+    def restarting(self) -> bool:
+        """
+        Raises:
+            EngineError: the restart failed
+        """
+        if self.restart is not None and self.restart.done() and not self.restart.cancelled():
+            self.restart.result()
+        return self.restart is not None
+
+
+def _client(settings: FleetSettings, server: ServerSettings, *, start: int) -> EngineClient:
+    return EngineClient(
+        server.url, retries=settings.request_retries, timeout_s=settings.request_timeout_s, num_ranks=server.tp_size, start=start
+    )
+
+
+async def _later(client: EngineClient) -> bool:
+    return False
+
+
+async def _stop_all(servers: Sequence[SGLangServer], router: Router | None) -> None:
+    await asyncio.gather(*(server.stop() for server in servers), *([router.stop()] if router is not None else []))

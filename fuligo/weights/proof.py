@@ -1,0 +1,88 @@
+"""Proofs that engines hold what the trainer sent (--check-weight-update-equal)."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from fuligo.engines.client import EngineClient, EngineGroup, SamplingParams
+from fuligo.errors import WeightSyncError
+from fuligo.trainer.protocol import Trainer
+from fuligo.types import SampleStatus, TrainSample
+from fuligo.weights.checksum import WeightsDigest
+from fuligo.weights.manifest import WeightManifest
+
+
+class EqualityProof(Protocol):
+    """Asked after each publish, when the engines sample again."""
+
+    async def check(self, engines: EngineGroup, manifest: WeightManifest) -> None:
+        """
+        Raises:
+            WeightSyncError: an engine holds something else than was sent; names it
+        """
+        ...
+
+
+class ChecksumProof:
+    """By the bytes of every tensor. The embedded engine keeps tensors under the names and in the types in which they were sent."""
+
+    async def check(self, engines: EngineGroup, manifest: WeightManifest) -> None:
+        sent = WeightsDigest(manifest.num_tensors, manifest.num_bytes, manifest.checksum or "")
+        for url, held in await engines.weights_checksums():
+            if held != sent:
+                raise WeightSyncError(f"--check-weight-update-equal: engine {url} holds {held}, the trainer sent {sent}")
+
+
+@dataclass(slots=True, frozen=True)
+class LogprobProof:
+    """By what the weights compute: each engine samples, and the trainer scores the same tokens.
+
+    SGLang fuses, splits and renames tensors, so that bytes cannot be compared. A tensor that went astray, on any rank, changes the
+    log-probabilities of most tokens by far more than the precision does.
+    """
+
+    trainer: Trainer
+    temperature: float
+    vocab_size: int
+    tolerance: float
+    """Of the mean absolute difference, in nats: what the types that both compute in explain."""
+    num_probes: int = 8
+    num_tokens: int = 32
+    """Of a probe's prompt and of its response."""
+
+    async def check(self, engines: EngineGroup, manifest: WeightManifest) -> None:
+        for client in engines.clients:
+            samples = await self._sample(client, manifest.version)
+            scored = await self.trainer.logprobs(samples)
+            sampled = np.concatenate([sample.engine_logprobs for sample in samples])
+            difference = float(np.abs(np.concatenate(scored) - sampled).mean())
+            if not difference <= self.tolerance:
+                raise WeightSyncError(
+                    f"--check-weight-update-equal: after version {manifest.version} was sent, log-probabilities of engine {client.url} and "
+                    f"of the trainer differ by {difference:.2g} on average over {len(sampled)} tokens; at most {self.tolerance:g} is "
+                    "explained by precision. Its weights are not the trainer's, or it computes something else with them."
+                )
+
+    async def _sample(self, client: EngineClient, version: int) -> list[TrainSample]:
+        prompts = np.random.default_rng(version).integers(0, self.vocab_size, (self.num_probes, self.num_tokens), dtype=np.int32)
+        params = SamplingParams(max_new_tokens=self.num_tokens, temperature=self.temperature, ignore_eos=True)
+        calls = [client.generate(prompt, params, rid=f"proof-{version}-{number}") for number, prompt in enumerate(prompts)]
+        return [
+            TrainSample(
+                index=number,
+                group_index=number,
+                tokens=np.concatenate([prompt, generation.output_ids]),
+                prompt_length=len(prompt),
+                loss_mask=np.ones(len(generation.output_ids), np.int8),
+                reward=0.0,
+                engine_logprobs=generation.logprobs,
+                versions=np.full(len(generation.output_ids), version, np.int32),
+                mask_sum=float(len(generation.output_ids)),
+                status=SampleStatus.TRUNCATED,
+            )
+            for number, (prompt, generation) in enumerate(zip(prompts, await asyncio.gather(*calls)))
+        ]

@@ -1,0 +1,29 @@
+"""SGLang servers for tests: where they come from, and how they are started on a CPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fuligo.engines.ports import PortClaims
+from fuligo.engines.sglang.server import PORTS_PER_ENGINE, ServerPorts, ServerSettings
+
+ROOT = Path(__file__).parents[2]
+STUBS = Path(__file__).parent / "stubs"
+ENVIRONMENT = {"PYTHONPATH": str(STUBS)}
+
+
+def sglang_python() -> Path | None:
+    """The interpreter that has SGLang: FULIGO_SGLANG_PYTHON, else that of `make install-sglang`; None where there is none."""
+    python = Path(os.environ.get("FULIGO_SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
+    return python if python.exists() else None
+
+
+def server_settings(name: str, model: Path, claims: PortClaims, log_file: Path, **changes: object) -> ServerSettings:
+    """One process with a small cache."""
+    python = sglang_python()
+    assert python is not None
+    ports = ServerPorts(claims.claim(), claims.claim(PORTS_PER_ENGINE), claims.claim())
+    given: dict = {"tp_size": 1, "pp_size": 1, "arguments": {}, "worker_type": "regular", "device": "cpu", "host": "127.0.0.1"}
+    given |= {"python": str(python), "environment": ENVIRONMENT, "start_timeout_s": 300.0}
+    return ServerSettings(name=name, model_path=str(model), ports=ports, log_file=log_file, **{**given, **changes})

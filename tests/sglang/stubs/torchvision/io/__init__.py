@@ -1,0 +1,5 @@
+from torchvision.absent import absent as __getattr__
+
+
+class ImageReadMode:
+    RGB = 0

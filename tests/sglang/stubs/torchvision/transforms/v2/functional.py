@@ -1,0 +1,1 @@
+from torchvision.absent import absent as __getattr__

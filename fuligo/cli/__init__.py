@@ -16,6 +16,7 @@ COMMANDS = {
     "quickstart": "GRPO with a tiny model, here and now: about a minute, no GPU",
     "train": "the job: fuligo train --config run.yaml, or flags, or both",
     "plan": "what train would do to a cluster, without one: rules, layout, memory, time; the same arguments",
+    "import-script": "the config file of a bash launch script, which is read and never run",
     "serve": "the embedded engine alone",
     "doctor": "what this machine has: packages, devices, memory, places to write to",
 }
@@ -74,7 +75,7 @@ def _run(arguments: list[str]) -> int:
 
         hint = did_you_mean(nearest(command, COMMANDS)) or f"; the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no command {command!r}{hint}")
-    return importlib.import_module(f"fuligo.cli.{command}").main(rest)
+    return importlib.import_module(f"fuligo.cli.{command.replace('-', '_')}").main(rest)
 
 
 def overview() -> str:

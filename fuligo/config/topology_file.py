@@ -36,9 +36,20 @@ class Topology:
 def read_topology(file: Path) -> Topology:
     """What a `--sglang-config` file holds; never raises."""
     try:
-        root = yaml.compose(file.read_text(encoding="utf-8"), LOADER)
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         return Topology(problems=[f"--sglang-config {file}: cannot be read ({getattr(error, 'strerror', None) or error})"])
+    return topology_from_text(text, file)
+
+
+def topology_from_text(text: str, file: Path) -> Topology:
+    """What the text of such a file holds; never raises.
+
+    Args:
+        file: for messages, and for model paths relative to it; it need not exist.
+    """
+    try:
+        root = yaml.compose(text, LOADER)
     except (yaml.YAMLError, RecursionError) as error:
         return Topology(problems=[f"--sglang-config {file}: not valid YAML: {' '.join(str(error).split())}"])
     entries = {str(key.value): value for key, value in root.value} if isinstance(root, yaml.MappingNode) else {}

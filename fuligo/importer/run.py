@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from posixpath import normpath
 
 from fuligo.errors import ConfigError
-from fuligo.importer.files import ScriptFiles
+from fuligo.importer.files import FileRefusedError, ScriptFiles
 from fuligo.importer.interpreter import Interpreter, ScriptExit
 from fuligo.importer.limits import MAX_FILE_BYTES, Budget, LimitError
 from fuligo.importer.state import CALLERS_VARIABLES, Findings, Launch, State, Streams, how_to_set
@@ -20,14 +21,20 @@ class ImportedScript:
     launch: Launch
     notes: tuple[str, ...]
     """What was not run, and what was taken for granted, each with its line."""
-    files: Mapping[str, str]
-    """Absolute path -> text of the files that the script would have written."""
+    files: ScriptFiles
     directory: str
     """Where the script starts the job; relative paths begin there."""
 
-    def file_text(self, path: str) -> str | None:
-        """Of a file that the script wrote or that lies in its folder; None for others."""
-        return self.files.get(path)
+    def file_text(self, path: str) -> str:
+        """Of a file that the script would have written, or that lies in its folder.
+
+        Raises:
+            ConfigError: neither.
+        """
+        try:
+            return self.files.read(normpath(f"{self.directory}/{path}") if not path.startswith("/") else path)
+        except FileRefusedError as error:
+            raise ConfigError(f"{self.launch.place}: {error}") from None
 
 
 def import_script(
@@ -65,7 +72,7 @@ def import_script(
         raise ConfigError(
             f"{script.name} starts train.py {len(launches)} times ({', '.join(launch.place for launch in launches)}); keep one"
         )
-    return ImportedScript(launches[0], tuple(state.findings.notes), dict(state.files.written), state.directory)
+    return ImportedScript(launches[0], tuple(state.findings.notes), state.files, state.directory)
 
 
 def _first_state(script: Path, allowed: dict[str, str], root: Path | None, has_nvlink: bool) -> State:

@@ -203,8 +203,11 @@ def test_secrets_of_the_caller_are_not_seen(tmp_path: Path):
         import_script(tmp_path / "run.sh", environment={"WANDB_API_KEY": "secret"})
 
 
-PARTS = """rm|curl|$(rm x)|`rm x`|eval|x=1|$x|${x:-|}|(|)|{|((|))|[[|]]|[|]|;|&|&&|<<EOF|EOF|<|>|>>|<(|if|then|fi|else|for x in|do|done|while|true
-f()|f|case x in|esac|a=(|a+=(|${a[@]}|'|"|\|$((|1|/0|**|seq 5|ssh h|source|run.sh|exec|python3 train.py|2>&1|export|local|shift|return|break|set -e
+PARTS = r"""rm|curl|$(rm x)|`rm x`|eval|x=1|$x|${x:-|}|(|)|{|((|))|[[|]]|[|]|;|&|&&|<<EOF|EOF|<|>|>>|<(|if|then|fi
+else|for x in|do|done|while|true
+f()|f|case x in|esac|a=(
+a+=(|${a[@]}|'|"|\|$((|1|/0|**|seq 5|ssh h|source|run.sh|exec|python3 train.py|2>&1
+export|local|shift|return|break|set -e
 printf %s|read x|!|#|$'\n'|{1..3}|~|*|exit|continue|case|in|a) b;;|until false|a[0]=1|trap|wait|unset x|$?|$#|"$@"|:|"""
 WORDS = st.sampled_from([*PARTS.replace("\n", "|").split("|"), "|", "||", "\n"])
 

@@ -1,0 +1,100 @@
+"""The config file of a launch script: what it gives, no more, and the same when it is read again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fuligo.cli import main
+from fuligo.config.files import load_yaml
+from fuligo.errors import ConfigError
+from fuligo.importer.config_file import imported_config
+from tests.unit.importer.conftest import Import
+
+SCRIPT = """
+MODEL_ARGS=(--swiglu --num-layers 40 --rotary-base 10000)
+SGLANG_CONFIG=$(mktemp)
+cat > $SGLANG_CONFIG <<EOF
+sglang:
+  - name: default
+    server_groups:
+      - {worker_type: regular, num_gpus: 8, num_gpus_per_engine: 2, overrides: {mem_fraction_static: 0.7}}
+EOF
+ray job submit --runtime-env-json="{\\"env_vars\\": {\\"NCCL_NVLS_ENABLE\\": \\"0\\"}}" -- python3 train.py \\
+  --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate --hf-checkpoint $BASE_DIR/model \\
+  ${MODEL_ARGS[@]} --sglang-config $SGLANG_CONFIG --sglang-context-length 4096 --rollout-stop-token-ids $(seq 3 5)
+"""
+
+
+def test_what_is_given_stands_under_its_group(imported: Import):
+    assert yaml.safe_load(imported_config(imported(SCRIPT, BASE_DIR="/shared")).yaml()) == {
+        "cluster": {"actor_num_nodes": 1, "actor_num_gpus_per_node": 8, "colocate": True, "env": {"NCCL_NVLS_ENABLE": "0"}},
+        "model": {"hf_checkpoint": "/shared/model"},
+        "rollout": {"rollout_stop_token_ids": [3, 4, 5]},
+        "engine": {
+            "sglang_config": [
+                {
+                    "name": "default",
+                    "server_groups": [
+                        {"worker_type": "regular", "num_gpus": 8, "num_gpus_per_engine": 2, "overrides": {"mem_fraction_static": 0.7}}
+                    ],
+                }
+            ]
+        },
+        "sglang": {"context_length": 4096},
+        "megatron": {"swiglu": True, "num_layers": 40, "rotary_base": 10000},
+    }
+
+
+def test_read_again_it_is_the_same_config(imported: Import, tmp_path: Path):
+    result = imported_config(imported(SCRIPT, BASE_DIR="/shared"))
+    (tmp_path / "run.yaml").write_text(result.yaml())
+    assert load_yaml(tmp_path / "run.yaml") == result.config
+
+
+def test_the_last_of_two_values_counts_and_is_warned_of(imported: Import):
+    result = imported_config(imported("python3 train.py --rotary-base 10000 --rotary-base 5000"))
+    assert result.config.megatron.get("rotary_base") == 5000
+    assert any("given twice" in warning for warning in result.warnings)
+
+
+def test_all_wrong_flags_are_reported_together(imported: Import):
+    with pytest.raises(ConfigError) as refused:
+        imported_config(imported("python3 train.py --rolout-batch-size 3 --lr fast"))
+    assert len(refused.value.problems) == 2
+    assert "did you mean --rollout-batch-size" in str(refused.value)
+
+
+def test_a_topology_file_that_nobody_wrote(imported: Import):
+    with pytest.raises(ConfigError, match=r"there is no file .*topology\.yaml"):
+        imported_config(imported("cd $(dirname $0)\npython3 train.py --sglang-config topology.yaml"))
+
+
+def test_a_script_around_a_config_file_needs_no_import(imported: Import):
+    with pytest.raises(ConfigError, match="that file is the config"):
+        imported_config(imported("python3 train.py --config run.yaml"))
+
+
+class TestCommand:
+    def test_prints_the_config_and_warns_of_what_was_not_run(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        (tmp_path / "run.sh").write_text("pkill -9 sglang\npython3 train.py --lr $LR")
+        assert main(["import-script", str(tmp_path / "run.sh"), "--env", "LR=1e-5"]) == 0
+        printed = capsys.readouterr()
+        assert yaml.safe_load(printed.out) == {"optimizer": {"lr": 1e-5}}
+        assert "line 1: `pkill -9 sglang` is not run" in printed.err
+
+    def test_writes_a_new_file_only(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        (tmp_path / "run.sh").write_text("python3 train.py --lr 1e-5")
+        command = ["import-script", str(tmp_path / "run.sh"), "--output", str(tmp_path / "run.yaml")]
+        assert main(command) == 0
+        assert load_yaml(tmp_path / "run.yaml").optimizer.lr == 1e-5
+        assert main(command) == 2
+        assert "exists already" in capsys.readouterr().err
+
+    def test_bad_input_is_code_2(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        (tmp_path / "run.sh").write_text("rm -rf /")
+        assert main(["import-script", str(tmp_path / "run.sh")]) == 2
+        assert main(["import-script", str(tmp_path / "run.sh"), "--env", "oops"]) == 2
+        assert "rm -rf /" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fuligo.cli.serve import _parser
-from fuligo.config.flags import flags
+from fuligo.config.flags import flags, passthrough_flags
 from tests.unit.docs.pages import PAGES, REPOSITORY, page_name, without_code_blocks
 
 LINK = re.compile(r"\]\(([^)\s]+)\)|\b(?:src|href)=\"([^\"]+)\"")
@@ -46,7 +46,9 @@ def test_named_paths_exist(page: Path):
 @pytest.mark.parametrize("page", [page for page in PAGES if page != GENERATED], ids=page_name)
 def test_named_flags_exist(page: Path):
     """A name that ends in `-`, as in `--embedded-*`, stands for all flags that begin so."""
-    known = {flag.option for flag in flags().values()} | set(_parser()._option_string_actions) | NO_FLAGS_OF_A_CONFIG
+    passed_through = [flag for group in ("sglang", "router", "megatron") for flag in passthrough_flags(group).values()]
+    ours = {flag.option for flag in [*flags().values(), *passed_through]}
+    known = ours | set(_parser()._option_string_actions) | NO_FLAGS_OF_A_CONFIG
     named = [flag for code in FLAG_IN_CODE.findall(without_code_blocks(page)) for flag in FLAG.findall(code)]
     unknown = [flag for flag in named if not any(option == flag or (flag.endswith("-") and option.startswith(flag)) for option in known)]
     assert unknown == []

@@ -29,7 +29,7 @@ Says what the job would do to a cluster: rules that it breaks, with fixes; where
 Takes the arguments of fuligo train, starts nothing, needs no GPU. Exit code 2 where fuligo train would refuse them, else 0.
 
   --gpu NAME           plan for this GPU, default {DEFAULT_GPU}: {", ".join(GPUS)}
-  --host-memory GIB    memory of one node; without it, what the host needs is shown and not judged
+  --host-memory GIB    memory of one node, default what the GPU's maker puts into his servers
   --json [FILE]        everything as JSON, into FILE, or instead of the report where no FILE is given
   --html FILE          everything as one page for a browser
 
@@ -43,6 +43,7 @@ class Options:
 
     gpu: str = DEFAULT_GPU
     host_memory_bytes: int | None = None
+    """Of one node; None: as in the servers of the GPU's maker."""
     json_file: str | None = None
     """`-` for standard output."""
     html_file: str | None = None
@@ -134,7 +135,7 @@ def _write(plan: Plan, config: Config, notes: Sequence[str], options: Options) -
 
             _write_text("--html", options.html_file, plan_page(document))
     if STANDARD_OUTPUT not in (options.json_file, options.html_file):
-        _report(plan, notes, list(_written(options)))
+        _report(plan, config, notes, list(_written(options)))
 
 
 def _written(options: Options) -> Iterator[str]:
@@ -143,13 +144,13 @@ def _written(options: Options) -> Iterator[str]:
             yield f"wrote {file}"
 
 
-def _report(plan: Plan, notes: Sequence[str], written: Sequence[str]) -> None:
+def _report(plan: Plan, config: Config, notes: Sequence[str], written: Sequence[str]) -> None:
     from rich.console import Console
 
     from fuligo.planner.report import print_report
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-    print_report(plan, console, notes)
+    print_report(plan, config, console, notes)
     for line in written:
         console.print(line, markup=False, soft_wrap=True)
 

@@ -32,7 +32,7 @@ def plan_document(plan: Plan, config: Config, notes: Sequence[str] = ()) -> dict
             "num_active_parameters": plan.num_active_parameters,
             "num_mtp_parameters": plan.num_mtp_parameters,
         },
-        "findings": [_finding(finding) for finding in plan.findings],
+        "findings": [_finding(finding, config) for finding in plan.findings],
         "notes": list(notes),
         "layout": None if plan.layout is None else _plain(asdict(plan.layout)),
         "memory": [_bar(bar) for bar in plan.memory],
@@ -44,13 +44,13 @@ def plan_document(plan: Plan, config: Config, notes: Sequence[str] = ()) -> dict
     }
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def _finding(finding: Finding, config: Config) -> dict[str, Any]:
     return {
         "id": finding.id,
         "severity": str(finding.severity),
         "text": finding.text,
         "flags": list(finding.flags),
-        "fix": [change_text(change) for change in finding.fix],
+        "fix": [change_text(change, config) for change in finding.fix],
         "advice": finding.advice,
     }
 

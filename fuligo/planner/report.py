@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from fuligo.config import Config
 from fuligo.config.changes import change_text
 from fuligo.config.findings import Finding, Severity
 from fuligo.planner.plan import ClusterLayout, EngineCapacity, MemoryBar, Plan
@@ -21,9 +22,10 @@ _MIN_BAR = 10
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow"}
 
 
-def print_report(plan: Plan, console: Console, notes: Sequence[str] = ()) -> None:
+def print_report(plan: Plan, config: Config, console: Console, notes: Sequence[str] = ()) -> None:
     """
     Args:
+        config: what was planned.
         notes: what reading the command line warned of.
     """
     width = min(console.width, _MAX_WIDTH) - 2
@@ -36,7 +38,7 @@ def print_report(plan: Plan, console: Console, notes: Sequence[str] = ()) -> Non
     if plan.phases:
         _section(console, f"One step, about {seconds(plan.step_s)}", _step(plan, width, coloured))
     if plan.findings or notes:
-        _section(console, "Findings", [*_findings(plan.findings), *(Text(f"note: {note}") for note in notes)])
+        _section(console, "Findings", [*_findings(plan.findings, config), *(Text(f"note: {note}") for note in notes)])
     if plan.suggestions:
         _section(console, "What would make it fit, the cheapest first", _suggestions(plan))
     console.print()
@@ -133,7 +135,7 @@ def _is_gpu(bar: MemoryBar) -> bool:
 def _figures(bar: MemoryBar) -> str:
     free = bar.capacity_bytes - bar.used_bytes
     rest = f"{gibibytes(free)} free" if bar.fits else f"{gibibytes(-free)} too much"
-    return f"{gibibytes(bar.used_bytes)[:-4]} of {gibibytes(bar.capacity_bytes)}, {rest}"
+    return f"{gibibytes(bar.used_bytes).removesuffix(' GiB')} of {gibibytes(bar.capacity_bytes)}, {rest}"
 
 
 def _alike_merged(bars: Sequence[MemoryBar]) -> list[MemoryBar]:
@@ -162,11 +164,11 @@ def _step(plan: Plan, width: int, coloured: bool) -> Iterator[Text]:
         yield Text.assemble(label, bar, f"{seconds(phase.duration_s):>10}{share:>6}")
 
 
-def _findings(findings: Sequence[Finding]) -> Iterator[RenderableType]:
+def _findings(findings: Sequence[Finding], config: Config) -> Iterator[RenderableType]:
     for finding in findings:
         yield Text.assemble((str(finding.severity), _STYLES[finding.severity]), " ", (finding.id, "bold"), f"  {finding.text}")
         if finding.fix:
-            fix = " ".join(change_text(change) for change in finding.fix)
+            fix = " ".join(change_text(change, config) for change in finding.fix)
             yield Padding(Text.assemble(("fix: ", "green"), fix), (0, 0, 0, 2), expand=False)
         if finding.advice:
             yield Padding(Text(finding.advice), (0, 0, 0, 2), expand=False)

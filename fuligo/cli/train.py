@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
+from fuligo.cli.not_yet import refuse
 from fuligo.config.help import asked_for_help, help_text
 from fuligo.config.parse import parse
 from fuligo.config.validate import validate
@@ -20,7 +22,9 @@ def main(arguments: Sequence[str]) -> int:
         print(help_text(topic), end="")
         return 0
     parsed = parse(arguments)
-    warnings = [*parsed.warnings, *validate(parsed.config)]
+    config = parsed.config
+    warnings = [*parsed.warnings, *validate(config)]
+    refuse(config)
 
     # Imports cost time: what help and wrong flags do not need comes only now.
     from fuligo.cli.console import show_warning
@@ -28,8 +32,9 @@ def main(arguments: Sequence[str]) -> int:
 
     for warning in warnings:
         show_warning(warning)
-    preflight(parsed.config)
+    preflight(config)
 
+    os.environ.update(config.cluster.env)
     from fuligo.job import run_job
 
-    return run_job(parsed.config)
+    return run_job(config)

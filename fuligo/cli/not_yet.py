@@ -1,0 +1,96 @@
+"""What a config may ask for, and `fuligo plan` plans, but `fuligo train` cannot run yet. A row goes when its part lands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from fuligo.config import Config
+from fuligo.config.backends import MEGATRON_FLAGS, SGLANG_FLAGS
+from fuligo.config.flags import flags
+from fuligo.config.given import given_options, value_of
+from fuligo.errors import ConfigError
+
+_SHOWN = 3
+"""Flags that chose a backend; more are summed up."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """A part that does not exist."""
+
+    asked: Callable[[Config], str | None]
+    """The flags that ask for it, as typed; None where nothing does."""
+    part: str
+    """What it is: `the Megatron trainer`."""
+    instead: str
+    """What works."""
+
+
+def refuse(config: Config) -> None:
+    """
+    Raises:
+        ConfigError: the config asks for what cannot run yet; one text a part.
+    """
+    problems = list(not_yet(config))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def not_yet(config: Config) -> Iterator[str]:
+    """What cannot run yet, one text a part."""
+    for row in ROWS:
+        asked = row.asked(config)
+        if asked is not None:
+            yield f"{asked}: {row.part} cannot run yet (fuligo plan plans it); {row.instead}"
+
+
+def _switch(name: str, *values: str) -> Callable[[Config], str | None]:
+    """Asked for by a flag that is not at its default, or has one of these values."""
+
+    def asked(config: Config) -> str | None:
+        flag, value = flags()[name], value_of(config, name)
+        if value == flag.default or (values and value not in values):
+            return None
+        return flag.option if value is True else f"{flag.option} {value}"
+
+    return asked
+
+
+def _megatron(config: Config) -> str | None:
+    if config.resolved_train_backend != "megatron":
+        return None
+    return _first(given_options(config, MEGATRON_FLAGS, ["megatron"])) or "--train-backend megatron"
+
+
+def _sglang(config: Config) -> str | None:
+    if config.resolved_rollout_backend != "sglang" or config.resolved_train_backend == "megatron":
+        return None  # Megatron's flags bring SGLang with them: one refusal is enough
+    return _first(given_options(config, SGLANG_FLAGS, ["sglang"])) or "--rollout-backend sglang"
+
+
+def _first(options: list[str]) -> str | None:
+    if not options:
+        return None
+    more = len(options) - _SHOWN
+    return ", ".join(options[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _reward(config: Config) -> str | None:
+    name = config.reward.rm_type or ""
+    return f"--rm-type {name}" if name.removeprefix("boxed_") in ("gpqa", "ifbench") else None
+
+
+ROWS = (
+    NotYet(_megatron, "the Megatron trainer", "--train-backend torch trains on one node, without these flags"),
+    NotYet(_sglang, "SGLang engines", "--rollout-backend embedded samples on one device, without these flags"),
+    NotYet(_switch("advantage_estimator", "ppo"), "PPO's value model", "the other estimators need none"),
+    NotYet(_switch("async_mode", "full"), "continuous rollout", "--async-mode one-step samples one rollout ahead"),
+    NotYet(_switch("use_opd"), "on-policy distillation", "leave it out"),
+    NotYet(_switch("use_opsm"), "off-policy sequence masking", "--use-tis --tis-mode sequence-mask masks sequences by their ratio"),
+    NotYet(_switch("use_fault_tolerance"), "the restart of dead engines", "a run that lost its engine ends, --load resumes it"),
+    NotYet(_switch("async_save"), "saving while training goes on", "leave it out"),
+    NotYet(_switch("update_weight_mode", "delta"), "the publishing of changes alone", "leave it out"),
+    NotYet(_switch("hostfile"), "the launch on several nodes", "start the trainer's ranks by torchrun"),
+    NotYet(_reward, "this reward", "your own function goes to --custom-rm-path"),
+)

@@ -1,0 +1,60 @@
+"""What cannot run yet is refused at once, by the flags that ask for it, with what works instead; it can be planned."""
+
+from __future__ import annotations
+
+import pytest
+
+from fuligo.cli.not_yet import ROWS, not_yet, refuse
+from fuligo.config import Config
+from fuligo.config.parse import parse
+from fuligo.config.validate import validate
+from fuligo.errors import ConfigError
+
+SOUND = "--hf-checkpoint m --prompt-data p.jsonl --label-key label --rm-type deepscaler --num-rollout 2"
+SEPARATE = "--actor-num-gpus-per-node 4 --rollout-num-gpus 4"
+
+ASKED = [
+    (f"{SEPARATE} --train-backend megatron", "--train-backend megatron: the Megatron trainer"),
+    (
+        f"{SEPARATE} --tensor-model-parallel-size 2 --sequence-parallel",
+        "--tensor-model-parallel-size, --sequence-parallel: the Megatron trainer",
+    ),
+    (f"{SEPARATE} --mtp-num-layers 1 --enable-mtp-training --swiglu --num-layers 4", " and 1 more: the Megatron trainer"),
+    (SEPARATE, "--rollout-num-gpus: SGLang engines"),
+    ("--rollout-backend sglang --device cpu", "--rollout-backend sglang: SGLang engines"),
+    ("--advantage-estimator ppo", "--advantage-estimator ppo: PPO's value model"),
+    ("--async-mode full --max-staleness 2", "--async-mode full: continuous rollout"),
+    ("--use-opd", "--use-opd: on-policy distillation"),
+    ("--use-opsm", "--use-opsm: off-policy sequence masking"),
+    ("--use-fault-tolerance", "--use-fault-tolerance: the restart of dead engines"),
+    ("--async-save", "--async-save: saving while training goes on"),
+    ("--update-weight-mode delta", "--update-weight-mode delta: the publishing of changes alone"),
+    ("--hostfile hosts", "--hostfile hosts: the launch on several nodes"),
+    ("--rm-type gpqa", "--rm-type gpqa: this reward"),
+]
+
+
+def config_of(more: str) -> Config:
+    return parse(f"{SOUND} {more}".split()).config
+
+
+@pytest.mark.parametrize(("more", "text"), ASKED)
+def test_what_cannot_run_is_valid_and_refused(more: str, text: str) -> None:
+    config = config_of(more)
+    assert validate(config) == []
+    (problem,) = not_yet(config)
+    assert text in problem and "cannot run yet" in problem
+    with pytest.raises(ConfigError):
+        refuse(config)
+
+
+def test_every_row_is_tested() -> None:
+    parts = {row.part for row in ROWS}
+    assert {part for part in parts if any(part in text for _, text in ASKED)} == parts
+
+
+@pytest.mark.parametrize(
+    "more", ["", "--async-mode one-step", "--use-tis", "--loss-type sft_loss", "--advantage-estimator rloo --kl-coef 0.1"]
+)
+def test_what_runs_is_not_refused(more: str) -> None:
+    refuse(config_of(more))

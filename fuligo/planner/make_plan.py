@@ -7,14 +7,12 @@ from dataclasses import replace
 from fuligo.config import Config
 from fuligo.config.findings import Finding, Severity
 from fuligo.errors import ConfigError
-from fuligo.models.find import find_architectures
 from fuligo.planner.check import check
 from fuligo.planner.estimate import Estimate, estimate
 from fuligo.planner.fit import HOST, memory_findings
-from fuligo.planner.gpus import gpu
 from fuligo.planner.plan import Plan
 from fuligo.planner.roofline import assumptions
-from fuligo.planner.subject import Subject
+from fuligo.planner.subject import Subject, read_subject
 from fuligo.planner.suggestions import Remedy, remedies
 
 LAYOUT = "PLAN-LAYOUT"
@@ -31,8 +29,7 @@ def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: in
     Raises:
         ConfigError: the GPU is not known, or nothing says what the model's shape is.
     """
-    trained, rolled_out = find_architectures(config)
-    subject = Subject(config, trained, rolled_out, gpu(gpu_name))
+    subject = read_subject(config, gpu_name)
     findings = check(subject)
     has_errors = any(finding.severity is Severity.ERROR for finding in findings)
     numbers: Estimate | None = None

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from fuligo.config import Config
 from fuligo.models.architecture import Architecture
-from fuligo.planner.gpus import Gpu
+from fuligo.models.find import FoundConfigJson, find_architectures, find_engine_config_json, find_trainer_config_json
+from fuligo.planner.gpus import Gpu, gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +20,17 @@ class Subject:
     rollout_architecture: Architecture
     """Of the checkpoint that the engines load (FP8 where `--hf-checkpoint` is); else the same."""
     gpu: Gpu
+    trainer_config_json: FoundConfigJson | None = None
+    """Where `architecture` comes from; None where the MODEL_ARGS alone describe it."""
+    engine_config_json: FoundConfigJson | None = None
+    """Where `rollout_architecture` comes from, likewise."""
+
+
+def read_subject(config: Config, gpu_name: str) -> Subject:
+    """The subject of a config, with the model's facts from this machine.
+
+    Raises:
+        ConfigError: the GPU is not known, or nothing says what the model's shape is.
+    """
+    trained, served = find_architectures(config)
+    return Subject(config, trained, served, gpu(gpu_name), find_trainer_config_json(config), find_engine_config_json(config))

@@ -25,7 +25,7 @@ import uvloop
 from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.kv_cache import length_class
 from fuligo.engines.embedded.model import DTYPES, EngineModel
-from fuligo.engines.embedded.server import Api, wake
+from fuligo.engines.http_api import Api, wake
 from fuligo.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -6,12 +6,13 @@ import asyncio
 import itertools
 import time
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from fuligo.config.groups import RolloutFlags
 from fuligo.engines.generation import FinishReason, Generation, SamplingParams
+from fuligo.engines.stop_strings import Tokenizer, trim
 from fuligo.errors import EngineError
 from fuligo.types import IntArray, Sample, SampleStatus, Span
 
@@ -30,12 +31,6 @@ class Engine(Protocol):
     async def generate(
         self, input_ids: IntArray, params: SamplingParams, *, rid: str, priority: int = 0, timeout_s: float | None = None
     ) -> Generation: ...
-
-
-class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
-
-    def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> Any: ...
 
 
 class SingleTurn:
@@ -110,12 +105,6 @@ def append(sample: Sample, generation: Generation) -> None:
     sample.loss_mask = np.concatenate([sample.loss_mask, np.ones(num_new, np.int8)])
     sample.finish_reason = generation.finish_reason
     sample.status = STATUS_BY_FINISH_REASON[generation.finish_reason]
-
-
-def trim(text: str, stop: tuple[str, ...], num_before: int) -> str:
-    """The text before the first stop string that ends after the first `num_before` characters."""
-    starts = [text.find(string, max(0, num_before - len(string) + 1)) for string in stop]
-    return text[: min((start for start in starts if start >= 0), default=len(text))]
 
 
 def sampling_params(flags: RolloutFlags) -> SamplingParams:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fuligo.engines.embedded.kv_cache import CacheShape, KVPool
+from fuligo.engines.embedded.kv_cache import KVPool
 from fuligo.errors import EngineError
 from fuligo.models.attention import packed_attention
 
@@ -45,6 +45,8 @@ class AttentionPlan:
     segments: list[Segment]
     cu_seqlens: list[int] | None
     """Prefill: where sequences start, [S + 1]. None: decode, one token a row."""
+    seen: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """Layer -> (Hkv, Dk, Dv) of the keys and values that went through it."""
     _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
 
     def mask(self, number: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -64,24 +66,6 @@ class AttentionPlan:
         return self._masks[key]
 
 
-@dataclass(slots=True)
-class ShapeProbe:
-    """Stands in for a plan while the model is loaded: records what each layer would keep per token."""
-
-    layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """Layer index -> (Hkv, Dk, Dv)."""
-
-    def cache_shape(self) -> CacheShape:
-        if not self.layers or set(self.layers) != set(range(len(self.layers))):
-            raise EngineError(
-                f"the model's attention layers cannot be served: {len(self.layers)} of them went through transformers' attention interface"
-            )
-        heads, key_dims, value_dims = zip(*self.layers.values())
-        if len(set(heads)) > 1 or len(set(key_dims)) > 1 or len(set(value_dims)) > 1:
-            raise EngineError("the model's layers keep keys and values of different shapes, which the embedded engine does not serve")
-        return CacheShape(len(self.layers), heads[0], key_dims[0], value_dims[0])
-
-
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -90,7 +74,7 @@ def attend(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    attention_plan: AttentionPlan | ShapeProbe | None = None,
+    attention_plan: AttentionPlan | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer, as `transformers` calls it.
@@ -110,12 +94,10 @@ def attend(
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(attention_plan, ShapeProbe):
-        attention_plan.layers[layer] = (k.shape[1], k.shape[2], v.shape[2])
-        return packed_attention(q, k, v, [0, len(q)], scale=scale, window=sliding_window)[None], None
+    attention_plan.seen[layer] = (k.shape[1], k.shape[2], v.shape[2])
     for segment in attention_plan.segments:
-        store(segment, segment.pool.keys(layer), k[segment.start : segment.end])
-        store(segment, segment.pool.values(layer), v[segment.start : segment.end])
+        for cache, new in ((segment.pool.keys(layer), k), (segment.pool.values(layer), v)):
+            cache.flatten(0, 1).index_copy_(0, segment.slots, new[segment.start : segment.end])
     if attention_plan.cu_seqlens is not None:
         out = packed_attention(q, k, v, attention_plan.cu_seqlens, scale=scale, window=sliding_window)
     else:
@@ -125,11 +107,6 @@ def attend(
         ]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out[None], None
-
-
-def store(segment: Segment, cache: torch.Tensor, new: torch.Tensor) -> None:
-    """cache [rows, capacity, Hkv, D], new [n, Hkv, D]"""
-    cache.flatten(0, 1).index_copy_(0, segment.slots, new)
 
 
 def decode_segment(segment: Segment, layer: int, query: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:

@@ -7,7 +7,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -21,7 +22,18 @@ from fuligo.weights.checksum import WeightsDigest, weights_checksum
 from fuligo.weights.receiver import NamedTensors, WeightStore
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def command(method: Callable[Concatenate[EmbeddedEngine, P], T]) -> Callable[Concatenate[EmbeddedEngine, P], Future[T]]:
+    """The method runs in the engine's thread, between two steps, also while paused; whoever calls it gets a future."""
+
+    @wraps(method)
+    def asking(self: EmbeddedEngine, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return self._ask(partial(method, self, *args, **kwargs))
+
+    return asking
 
 
 class EmbeddedEngine:
@@ -105,15 +117,78 @@ class EmbeddedEngine:
     def reserved_tokens(self) -> int:
         return self._scheduler.cache.reserved_tokens
 
-    def call(self, command: Callable[[], T]) -> Future[T]:
-        """Have `command` run in the engine's thread, between two steps, also while paused."""
+    @command
+    def pause(self, mode: PauseMode) -> None:
+        self._paused = True
+        if mode == "abort":
+            self._end(self._scheduler.abort(lambda _: True, "aborted by a pause of the engine"))
+        elif mode == "retract":
+            self._scheduler.retract()
+
+    @command
+    def resume(self) -> None:
+        if self.weights.torn:
+            raise EngineError("a publish of weights is unfinished: send its last bucket, or all weights anew, before generation goes on")
+        self._paused = False
+
+    @command
+    def abort(self, which: Callable[[Request], bool]) -> None:
+        self._end(self._scheduler.abort(which, "aborted on request"))
+
+    @command
+    def flush_cache(self) -> None:
+        """Drop all keys and values. Requests that a pause keeps in place are put back among the waiting, to be prefilled anew."""
+        if self._scheduler.num_running and not self._paused:
+            raise EngineError("the cache cannot be flushed while requests run: pause the engine first")
+        self._scheduler.retract()
+
+    @command
+    def update_weights(self, version: int | None, load: Callable[[], NamedTensors | str], *, flush: bool, abort_all: bool) -> None:
+        """Load a bucket of tensors, or a directory, that `load` names.
+
+        Without `flush`, requests paused in place go on with keys and values of the old weights for the tokens that they have.
+        """
+        if abort_all:
+            self._end(self._scheduler.abort(lambda _: True, "aborted by an update of weights"))
+        if self._scheduler.num_running and not self._paused:
+            raise EngineError("weights cannot change while requests run: pause the engine first")
+        source = load()
+        if isinstance(source, str):
+            self.weights.load_directory(source, self.weights.version if version is None else version)
+        else:
+            self.weights.load_tensors(source, version)
+        self._scheduler.forget_prompts()
+        if flush:
+            self._scheduler.retract()
+
+    @command
+    def checksum(self) -> WeightsDigest:
+        return weights_checksum(self.model.module.named_parameters())
+
+    @command
+    def release_memory(self) -> None:
+        """Free the KV pools, and a GPU of the weights. Requests wait until `resume_memory`."""
+        if self._scheduler.num_running:
+            raise EngineError("memory cannot be released while requests run: abort or retract them first")
+        self._released = True
+        self._scheduler.cache.release()
+        if self.model.device.type == "cuda":
+            self.model.module.to("cpu")
+            torch.cuda.empty_cache()
+
+    @command
+    def resume_memory(self) -> None:
+        self.model.module.to(self.model.device)
+        self._released = False
+
+    def _ask(self, do: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                future.set_result(command())
+                future.set_result(do())
             except BaseException as error:
                 future.set_exception(error)
 
@@ -121,85 +196,6 @@ class EmbeddedEngine:
             self._commands.append(run)
             self._wake.notify()
         return future
-
-    def pause(self, mode: PauseMode) -> Future[None]:
-        def command() -> None:
-            self._paused = True
-            if mode == "abort":
-                self._end(self._scheduler.abort(lambda _: True, "aborted by a pause of the engine"))
-            elif mode == "retract":
-                self._scheduler.retract()
-
-        return self.call(command)
-
-    def resume(self) -> Future[None]:
-        def command() -> None:
-            if self.weights.torn:
-                raise EngineError(
-                    "a publish of weights is unfinished: send its last bucket, or all weights anew, before generation goes on"
-                )
-            self._paused = False
-
-        return self.call(command)
-
-    def abort(self, which: Callable[[Request], bool]) -> Future[None]:
-        return self.call(lambda: self._end(self._scheduler.abort(which, "aborted on request")))
-
-    def flush_cache(self) -> Future[None]:
-        """Drop all keys and values. Requests that a pause keeps in place are put back among the waiting, to be prefilled anew."""
-
-        def command() -> None:
-            if self._scheduler.num_running and not self._paused:
-                raise EngineError("the cache cannot be flushed while requests run: pause the engine first")
-            self._scheduler.retract()
-
-        return self.call(command)
-
-    def update_weights(self, version: int | None, load: Callable[[], NamedTensors | str], *, flush: bool, abort_all: bool) -> Future[None]:
-        """Load a bucket of tensors, or a directory, that `load` names.
-
-        Without `flush`, requests paused in place go on with keys and values of the old weights for the tokens that they have.
-        """
-
-        def command() -> None:
-            if abort_all:
-                self._end(self._scheduler.abort(lambda _: True, "aborted by an update of weights"))
-            if self._scheduler.num_running and not self._paused:
-                raise EngineError("weights cannot change while requests run: pause the engine first")
-            source = load()
-            if isinstance(source, str):
-                self.weights.load_directory(source, self.weights.version if version is None else version)
-            else:
-                self.weights.load_tensors(source, version)
-            self._scheduler.forget_prompts()
-            if flush:
-                self._scheduler.retract()
-
-        return self.call(command)
-
-    def checksum(self) -> Future[WeightsDigest]:
-        return self.call(lambda: weights_checksum(self.model.module.named_parameters()))
-
-    def release_memory(self) -> Future[None]:
-        """Free the KV pools, and a GPU of the weights. Requests wait until `resume_memory`."""
-
-        def command() -> None:
-            if self._scheduler.num_running:
-                raise EngineError("memory cannot be released while requests run: abort or retract them first")
-            self._released = True
-            self._scheduler.cache.release()
-            if self.model.device.type == "cuda":
-                self.model.module.to("cpu")
-                torch.cuda.empty_cache()
-
-        return self.call(command)
-
-    def resume_memory(self) -> Future[None]:
-        def command() -> None:
-            self.model.module.to(self.model.device)
-            self._released = False
-
-        return self.call(command)
 
     def _run(self) -> None:
         try:

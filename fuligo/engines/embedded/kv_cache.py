@@ -77,10 +77,6 @@ class KVPool:
             self.requests[hole].row = hole
         del self.requests[num_left:]
 
-    def scrub(self) -> None:
-        """Masked keys have weight 0, but 0 times a value that is not finite is not 0: such values must not stay in rows used again."""
-        self.store.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-
     def _make_room(self, num_rows: int) -> None:
         held = self.store.shape[1]
         if num_rows <= held:
@@ -149,8 +145,9 @@ class KVCache:
                 del self._pools[pool.capacity]
 
     def scrub(self) -> None:
+        """Masked keys have weight 0, but 0 times a value that is not finite is not 0: such values must not stay in rows used again."""
         for pool in self._pools.values():
-            pool.scrub()
+            pool.store.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def release(self) -> None:
         """Free the memory of all pools; no request may be running."""

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import logging
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM
 
-from fuligo.engines.embedded.attention import ATTENTION_NAME, AttentionPlan, ShapeProbe
+from fuligo.engines.embedded.attention import ATTENTION_NAME, AttentionPlan
 from fuligo.engines.embedded.kv_cache import CacheShape
 from fuligo.errors import ConfigError, EngineError
 from fuligo.models.alignment import align_weights
+from fuligo.models.directory import end_ids, load_config, load_tokenizer
 from fuligo.models.rms_norm import speed_up_rms_norms
 
-logger = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEAN_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Of log-probabilities, that rounding may make between two ways to compute attention."""
@@ -73,14 +71,14 @@ class EngineModel:
 
     @torch.inference_mode()
     def _probe_cache_shape(self) -> CacheShape:
-        """Run two tokens, see what the layers keep, and hold the result against the model's own attention.
+        """Run a few tokens, see what the layers keep, and hold the result against the model's own attention.
 
         A model whose attention does more than the interface tells (ALiBi, layers that share keys, recurrent layers) would be served
         wrong without a sign; here it differs and is refused.
         """
         ids = torch.arange(1, 17, device=self.device) % self.vocab_size
-        probe = ShapeProbe()
-        ours = self.forward(ids, torch.arange(len(ids), device=self.device), probe).float()  # pyright: ignore[reportArgumentType]
+        plan = AttentionPlan([], [0, len(ids)])
+        ours = self.forward(ids, torch.arange(len(ids), device=self.device), plan).float()
         self.module.set_attn_implementation("eager")
         try:
             theirs = self.module(input_ids=ids[None], use_cache=False).logits[0].float()
@@ -92,16 +90,12 @@ class EngineModel:
                 f"--model-path {self.path}: {type(self.module).__name__} gives other log-probabilities with the engine's attention than "
                 f"with its own (by {difference:.2g} on average); the embedded engine does not serve it"
             )
-        return probe.cache_shape()
-
-
-def load_config(path: str) -> Any:
-    if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"--model-path {path}: there is no config.json; give a directory with a Hugging Face checkpoint")
-    try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--model-path {path}: config.json is not understood: {error}") from error
+        if set(plan.seen) != set(range(len(plan.seen))) or len(set(plan.seen.values())) != 1:
+            raise EngineError(
+                f"--model-path {self.path}: {type(self.module).__name__} cannot be served: each layer's attention must go through "
+                f"transformers' interface, and keep keys and values of one shape; (heads, size of keys, size of values) are {plan.seen}"
+            )
+        return CacheShape(len(plan.seen), *plan.seen[0])
 
 
 def refuse_batch_dependent_rope(config: Any) -> None:
@@ -109,23 +103,3 @@ def refuse_batch_dependent_rope(config: Any) -> None:
     kind = rope.get("rope_type")
     if kind in BATCH_DEPENDENT_ROPE:
         raise EngineError(f"rope_type {kind!r} depends on the longest sequence of a batch; the embedded engine does not serve it")
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase | None:
-    """None where the directory has none: then answers carry no text, and stop strings are refused."""
-    if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
-        logger.warning("%s has no tokenizer: answers carry no text", path)
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--model-path {path}: the tokenizer does not load: {error}") from error
-
-
-def end_ids(generation_config: Any, config: Any, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """End-of-text tokens, from everywhere a checkpoint may name them."""
-    found: set[int] = set()
-    for source in (generation_config, config, tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        found.update([ids] if isinstance(ids, int) else ids or ())
-    return frozenset(found)

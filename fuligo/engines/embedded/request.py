@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fuligo.engines.stop_strings import trim
+
 if TYPE_CHECKING:
     from fuligo.engines.embedded.kv_cache import KVPool
+    from fuligo.engines.embedded.model import EngineModel
+    from fuligo.engines.generate_body import GenerateRequest
     from fuligo.engines.generation import SamplingParams
 
 
@@ -39,7 +45,6 @@ class Request:
     """SGLang's object: `{"type": "stop", "matched": ...}`, `{"type": "length", ...}` or `{"type": "abort", ...}`."""
     error: str | None = None
     """Why it failed; such a request has no answer."""
-    text: str = ""
     weight_version: int = 0
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were copied from another request."""
@@ -49,6 +54,27 @@ class Request:
     """Row in `pool`."""
     prompt_key: bytes = b""
     """Equal for requests with equal prompts."""
+
+    @classmethod
+    def of(cls, asked: GenerateRequest, model: EngineModel, waiter: Any) -> Request:
+        """
+        Raises:
+            ValueError: the model cannot answer it
+        """
+        ids, params = asked.input_ids, asked.params
+        if min(ids) < 0 or max(ids) >= model.vocab_size:
+            raise ValueError(f"input_ids go from {min(ids)} to {max(ids)}; the vocabulary has ids 0 to {model.vocab_size - 1}")
+        if params.stop and model.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and the model's directory has none: use stop_token_ids")
+        return cls(
+            rid=secrets.token_hex(16) if asked.rid is None else asked.rid,
+            input_ids=ids,
+            params=params,
+            end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model.end_ids),
+            seed=(secrets.randbits(64) if params.sampling_seed is None else params.sampling_seed) % 2**64,
+            priority=asked.priority,
+            waiter=waiter,
+        )
 
     def __post_init__(self) -> None:
         self.prompt_key = np.asarray(self.input_ids, np.int32).tobytes()
@@ -70,3 +96,23 @@ class Request:
     def order(self) -> tuple[int, int]:
         """Waiting requests start by descending priority, then in order of arrival."""
         return -self.priority, self.arrival
+
+    def answer(self, model: EngineModel, started: float) -> dict[str, Any]:
+        """SGLang's JSON of the ended request. `started`: `time.perf_counter()` when it came in."""
+        assert self.finish_reason is not None
+        text = "" if model.tokenizer is None else str(model.tokenizer.decode(self.output_ids, skip_special_tokens=True))
+        matched = self.finish_reason.get("matched")
+        return {
+            "text": trim(text, [matched]) if isinstance(matched, str) else text,
+            "output_ids": self.output_ids,
+            "meta_info": {
+                "id": self.rid,
+                "finish_reason": self.finish_reason,
+                "prompt_tokens": len(self.input_ids),
+                "completion_tokens": len(self.output_ids),
+                "cached_tokens": self.cached_tokens,
+                "weight_version": str(self.weight_version),
+                "e2e_latency": time.perf_counter() - started,
+                "output_token_logprobs": [(logprob, token, None) for logprob, token in zip(self.logprobs, self.output_ids)],
+            },
+        }

@@ -17,7 +17,7 @@ from fuligo.engines.embedded.kv_cache import KVCache, KVPool
 from fuligo.engines.embedded.model import EngineModel
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.embedded.sampler import SamplingBatch, sample
-from fuligo.engines.embedded.text import matched_stop
+from fuligo.engines.stop_strings import matched_stop
 
 MAX_PREFILL_TOKENS = 8192
 """Tokens of one packed prefill; a longer prompt is a prefill of its own."""
@@ -121,11 +121,10 @@ class Scheduler:
             self._batch = None
             if request.output_ids:
                 fresh.append(request)
-            elif request.prompt_key in self._by_prompt:
-                copies.append(request)
-            else:
-                fresh.append(request)
-                self._by_prompt[request.prompt_key] = [request]
+                continue
+            sharing = self._by_prompt.setdefault(request.prompt_key, [])
+            (copies if sharing else fresh).append(request)
+            sharing.append(request)
         return fresh, copies
 
     def _copy_prompts(self, copies: Sequence[Request]) -> None:
@@ -133,9 +132,7 @@ class Scheduler:
         for request in copies:
             by_prompt.setdefault(request.prompt_key, []).append(request)
         for key, requests in by_prompt.items():
-            owners = self._by_prompt[key]
-            self.cache.copy_prompt(owners[0], requests)
-            owners.extend(requests)
+            self.cache.copy_prompt(self._by_prompt[key][0], requests)
 
     def _prefill(self, requests: Sequence[Request]) -> None:
         """Compute the keys and values of all tokens of `requests`, which are ordered by pool, and sample the next token of each."""
@@ -208,6 +205,7 @@ class Scheduler:
         if token in request.end_ids:
             request.finish_reason = {"type": "stop", "matched": token}
         elif params.stop and len(request.output_ids) >= params.min_new_tokens:
+            assert self.model.tokenizer is not None, "Request.of refuses stop strings without one"
             matched = matched_stop(self.model.tokenizer, request.output_ids, params.stop)
             request.finish_reason = {"type": "stop", "matched": matched} if matched else None
         if request.finish_reason is None and len(request.output_ids) >= params.max_new_tokens:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuligo.engines.embedded.model import EngineModel, end_ids
+from fuligo.engines.embedded.model import EngineModel
 from fuligo.errors import ConfigError, EngineError, FuligoError
 from tests import tiny
 
@@ -62,12 +62,3 @@ def test_rotary_scaling_that_looks_at_the_whole_batch_is_refused(checkpoint: Pat
 def test_a_model_without_tokenizer_is_served_without_text(checkpoint: Path, tmp_path: Path) -> None:
     tiny.model().save_pretrained(tmp_path)
     assert load(tmp_path).tokenizer is None
-
-
-def test_end_tokens_come_from_everywhere() -> None:
-    class Source:
-        def __init__(self, ids: object) -> None:
-            self.eos_token_id = ids
-
-    assert end_ids(Source([1, 2]), Source(3), Source(None)) == {1, 2, 3}
-    assert end_ids(None, Source(3), None) == {3}

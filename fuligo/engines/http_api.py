@@ -1,4 +1,4 @@
-"""The HTTP side of the embedded engine: the subset of SGLang's API that RL needs, with its names and schemas."""
+"""HTTP in front of the embedded engine: the subset of SGLang's API that RL needs, with its names and schemas. `client.py` is its caller."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fuligo.engines.embedded.api import generate_answer, parse_generate
 from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.request import Request
+from fuligo.engines.generate_body import parse_generate
 from fuligo.errors import EngineError, FuligoError
 from fuligo.weights.payload import decode_named_tensors
 
@@ -80,28 +80,29 @@ class Api:
     async def generate(self, http: HttpRequest) -> Response:
         """Waits for the answer, or for the client to hang up, which aborts the request."""
         started = time.perf_counter()
-        waiter = Waiter(asyncio.get_running_loop())
-        model = self._engine.model
+        loop, model = asyncio.get_running_loop(), self._engine.model
+        requests: list[Request] = []
         try:
-            requests, is_batch = parse_generate(await http.body(), model, waiter)
-            waiter.num_pending = len(requests)
+            asked, is_batch = parse_generate(await http.body())
+            requests = [Request.of(one, model, loop.create_future()) for one in asked]
             for request in requests:
                 self._engine.submit(request)
         except (ValueError, EngineError) as error:
-            self._engine.abort(lambda request: request.waiter is waiter)
+            self._engine.abort(requests.__contains__)
             return _error(400, str(error))
+        ended = requests[0].waiter if not is_batch else asyncio.gather(*(request.waiter for request in requests))
         hang_up = asyncio.ensure_future(http.receive())
         try:
-            await asyncio.wait((waiter.done, hang_up), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((ended, hang_up), return_when=asyncio.FIRST_COMPLETED)
         finally:
             hang_up.cancel()
-        if not waiter.done.done():
-            self._engine.abort(lambda request: request.waiter is waiter)
+        if not ended.done():
+            self._engine.abort(requests.__contains__)
             return Response(status_code=499)
         errors = [request.error for request in requests if request.error]
         if errors:
             return _error(500, errors[0])
-        answers = [generate_answer(request, model, started) for request in requests]
+        answers = [request.answer(model, started) for request in requests]
         return _json(answers if is_batch else answers[0])
 
     async def health(self, _: HttpRequest) -> Response:
@@ -210,28 +211,15 @@ class Api:
         raise Unsupported("the embedded engine joins no process group: send weights by /update_weights_from_tensor or _from_disk")
 
 
-class Waiter:
-    """Completes when all requests of one HTTP call have ended."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.done: asyncio.Future[None] = loop.create_future()
-        self.num_pending = 0
-
-    def one_ended(self) -> None:
-        self.num_pending -= 1
-        if self.num_pending == 0 and not self.done.done():
-            self.done.set_result(None)
-
-
 def wake(requests: Sequence[Request]) -> None:
-    """Tell the event loop, from another thread, that `requests` have ended."""
+    """Tell the event loop, from the engine's thread, that `requests` have ended."""
 
     def wake_all() -> None:
         for request in requests:
-            request.waiter.one_ended()
+            if not request.waiter.done():  # cancelled where the client hung up
+                request.waiter.set_result(None)
 
-    requests[0].waiter.loop.call_soon_threadsafe(wake_all)
+    requests[0].waiter.get_loop().call_soon_threadsafe(wake_all)
 
 
 def _endpoint(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:

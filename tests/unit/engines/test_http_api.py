@@ -12,7 +12,7 @@ import pytest
 
 from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.model import EngineModel
-from fuligo.engines.embedded.server import Api, wake
+from fuligo.engines.http_api import Api, wake
 from fuligo.weights.checksum import weights_checksum
 from fuligo.weights.payload import encode_named_tensors
 from tests import tiny

@@ -1,0 +1,77 @@
+"""The body of `/generate` as a server reads it: SGLang's fields, of which those that would change the answer unasked are refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from fuligo.engines.generation import SamplingParams
+
+PER_REQUEST = ("input_ids", "sampling_params", "rid")
+"""Fields that the batch form gives as lists."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "text": (None,),
+    "input_embeds": (None,),
+    "image_data": (None,),
+    "stream": (None, False),
+    "return_hidden_states": (None, False),
+    "return_routed_experts": (None, False),
+    "top_logprobs_num": (None, 0),
+    "token_ids_logprob": (None,),
+    "lora_path": (None,),
+    "logprob_start_len": (None, -1),
+}
+"""Fields that are accepted only where they change nothing."""
+HARMLESS = {"return_logprob", "priority", "extra_key", "session_id", "return_text_in_logprobs", "log_metrics", "routing_key"}
+
+
+@dataclass(slots=True, frozen=True)
+class GenerateRequest:
+    """One response that is asked for."""
+
+    input_ids: list[int]
+    """[P]"""
+    params: SamplingParams
+    rid: str | None
+    """None: the server names the request."""
+    priority: int
+    """Waiting requests start in descending order."""
+
+
+def parse_generate(raw: bytes) -> tuple[list[GenerateRequest], bool]:
+    """The requests of a body, and whether it is the batch form.
+
+    Raises:
+        ValueError: says what is wrong
+    """
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ValueError("the body must be a JSON object")
+    for name in body.keys() - HARMLESS - set(PER_REQUEST):
+        if name not in NEUTRAL:
+            raise ValueError(f"{name} is not known")
+        if body[name] not in NEUTRAL[name]:
+            raise ValueError(f"{name}={body[name]!r:.50} is not supported by the embedded engine; token ids go in (input_ids) and come out")
+    ids, params, rids, priority = (body.get(name) for name in (*PER_REQUEST, "priority"))
+    if not isinstance(ids, list) or not ids:
+        raise ValueError("input_ids must be a list of token ids, or a list of such lists")
+    if not isinstance(ids[0], list):
+        return [_request(ids, params, rids, priority)], False
+    params = params if isinstance(params, list) else [params] * len(ids)
+    rids = rids if isinstance(rids, list) else [None if rids is None else f"{rids}_{i}" for i in range(len(ids))]
+    if len(params) != len(ids) or len(rids) != len(ids):
+        raise ValueError(f"a batch of {len(ids)} input_ids with {len(params)} sampling_params and {len(rids)} rids: the lengths must agree")
+    return [_request(*one, priority) for one in zip(ids, params, rids)], True
+
+
+def _request(ids: Any, params: Any, rid: Any, priority: Any) -> GenerateRequest:
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+        raise ValueError("input_ids must be a non-empty list of integers")
+    if not isinstance(priority, int | None) or not isinstance(rid, str | None):
+        raise ValueError("priority must be an integer and rid a string")
+    return GenerateRequest(ids, SamplingParams.from_json({} if params is None else params), rid, priority or 0)

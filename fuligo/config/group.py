@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class FlagGroup(BaseModel):
     """Base of the groups. Unknown keys, NaN and infinity are refused; instances cannot change."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 def flag(default: Any, doc: str, *, unit: str | None = None, source: str | None = None, path: bool = False, **constraints: Any) -> Any:

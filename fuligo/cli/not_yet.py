@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fuligo.config import Config
-from fuligo.config.backends import MEGATRON_FLAGS, SGLANG_FLAGS
+from fuligo.config.backends import MEGATRON_FLAGS
 from fuligo.config.flags import flags
 from fuligo.config.given import given_options, value_of
+from fuligo.config.topology import engine_groups
 from fuligo.errors import ConfigError
 
 _SHOWN = 3
@@ -63,10 +64,24 @@ def _megatron(config: Config) -> str | None:
     return _first(given_options(config, MEGATRON_FLAGS, ["megatron"])) or "--train-backend megatron"
 
 
-def _sglang(config: Config) -> str | None:
-    if config.resolved_rollout_backend != "sglang" or config.resolved_train_backend == "megatron":
-        return None  # Megatron's flags bring SGLang with them: one refusal is enough
-    return _first(given_options(config, SGLANG_FLAGS, ["sglang"])) or "--rollout-backend sglang"
+def _shared_gpus(config: Config) -> str | None:
+    return "--colocate" if config.cluster.colocate and config.resolved_rollout_backend == "sglang" else None
+
+
+def _several_nodes(config: Config) -> str | None:
+    if config.resolved_rollout_backend != "sglang" or config.num_nodes == 1 or config.cluster.device == "cpu":
+        return None
+    return f"--actor-num-nodes {config.cluster.actor_num_nodes} with {config.total_num_gpus} GPUs of {config.num_nodes} nodes"
+
+
+def _split_engines(config: Config) -> str | None:
+    kinds = {group.worker_type for group in engine_groups(config)} & {"prefill", "decode"}
+    return f"--sglang-config with {' and '.join(sorted(kinds))} engines" if kinds else None
+
+
+def _several_models(config: Config) -> str | None:
+    models = {group.model for group in engine_groups(config)}
+    return f"--sglang-config with the models {', '.join(sorted(models))}" if len(models) > 1 else None
 
 
 def _first(options: list[str]) -> str | None:
@@ -83,14 +98,15 @@ def _reward(config: Config) -> str | None:
 
 ROWS = (
     NotYet(_megatron, "the Megatron trainer", "--train-backend torch trains on one node, without these flags"),
-    NotYet(_sglang, "SGLang engines", "--rollout-backend embedded samples on one device, without these flags"),
+    NotYet(_shared_gpus, "the sharing of GPUs by trainer and SGLang engines", "give the engines GPUs of their own (--rollout-num-gpus)"),
+    NotYet(_several_nodes, "a run on several nodes", "one node runs trainer and engines"),
+    NotYet(_split_engines, "the split of prefill and decode", "regular engines do both"),
+    NotYet(_several_models, "more than one served model", "serve the actor alone"),
     NotYet(_switch("advantage_estimator", "ppo"), "PPO's value model", "the other estimators need none"),
     NotYet(_switch("async_mode", "full"), "continuous rollout", "--async-mode one-step samples one rollout ahead"),
     NotYet(_switch("use_opd"), "on-policy distillation", "leave it out"),
     NotYet(_switch("use_opsm"), "off-policy sequence masking", "--use-tis --tis-mode sequence-mask masks sequences by their ratio"),
-    NotYet(_switch("use_fault_tolerance"), "the restart of dead engines", "a run that lost its engine ends, --load resumes it"),
     NotYet(_switch("async_save"), "saving while training goes on", "leave it out"),
-    NotYet(_switch("update_weight_mode", "delta"), "the publishing of changes alone", "leave it out"),
     NotYet(_switch("hostfile"), "the launch on several nodes", "start the trainer's ranks by torchrun"),
     NotYet(_reward, "this reward", "your own function goes to --custom-rm-path"),
 )

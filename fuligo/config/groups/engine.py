@@ -14,7 +14,7 @@ class EngineFlags(FlagGroup):
 
     rollout_external_engine_addrs: list[str] = flag([], "host:port of engines that already run", source="seed")
     sglang_config: list[ModelServers] | None = flag(
-        None, "engines in groups, for prefill and decode or for several models: a YAML file (in a config file also its list itself)", source="seed"
+        None, "engines in groups, for prefill and decode or for several models: a YAML file (in a config file also its list)", source="seed"
     )
     use_fault_tolerance: bool = flag(False, "a dead engine is restarted with the current weights, its requests go elsewhere", source="seed")
     rollout_health_check_interval: float = flag(30.0, "time between health checks of an engine", unit="s", source="seed", gt=0)
@@ -26,5 +26,7 @@ class EngineFlags(FlagGroup):
     embedded_dtype: Literal["auto", "fp32", "bf16"] = flag("auto", "compute type; auto: bf16 on CUDA, fp32 on a CPU")
     embedded_num_threads: int | None = flag(None, "CPU threads of the engine (default: one fewer than cores)", ge=1)
     engine_start_timeout_s: float = flag(600.0, "deadline of an engine's start", unit="s", gt=0)
-    engine_python: str | None = flag(None, "Python interpreter that has SGLang and its router (default: the one that runs fuligo)", path=True)
+    engine_python: str | None = flag(
+        None, "Python interpreter that has SGLang and its router (default: the one that runs fuligo)", path=True
+    )
     engine_env: dict[str, EnvironmentValue] = flag({}, "environment variables of engines and router, over --env, as a JSON object")

@@ -63,7 +63,7 @@ def engines_have_gpus(config: Config) -> Broken | None:
     elsewhere = config.engine.rollout_external_engine_addrs or not config.needs_engine or cluster.device == "cpu"
     if config.resolved_rollout_backend == "embedded" or elsewhere or cluster.colocate or cluster.rollout_num_gpus is not None:
         return None
-    if config.rollout.async_mode == "sync":
+    if config.rollout.async_mode == "sync" and config.resolved_train_backend == "megatron":
         change = put("colocate", True)
     else:
         change = put("rollout_num_gpus", config.resolved_rollout_num_gpus_per_engine)
@@ -118,9 +118,9 @@ def transport_reaches_the_engines(config: Config) -> Broken | None:
         return Broken(f"{given} needs a GPU for each side, with --colocate they share one", fix, flags=flags)
     if transport == "nccl" and cluster.device == "cpu":
         return Broken(f"{given} runs on GPUs, --device is cpu", (put("update_weight_transport", "gloo"),))
-    separate = config.resolved_rollout_backend == "sglang" and not cluster.colocate
-    if transport == "tensor" and (separate or config.engine.rollout_external_engine_addrs):
-        return Broken(f"{given} shares memory, and trainer and engines have separate GPUs", fix)
+    separate = config.resolved_rollout_backend == "sglang" and not cluster.colocate and cluster.device != "cpu"
+    if transport == "tensor" and separate and config.num_nodes > 1:
+        return Broken(f"{given} shares memory, and trainer and engines are on {config.num_nodes} nodes", fix)
     return None
 
 

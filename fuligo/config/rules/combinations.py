@@ -111,13 +111,14 @@ def sampling_ahead_has_its_own_gpus(config: Config) -> Broken | None:
     return Broken(text, (drop("async_mode"), *([drop("max_staleness")] if mode == "full" and not config.rollout.partial_rollout else [])))
 
 
-@rule("CFG-ENVIRONMENT-NAME", "--env")
+@rule("CFG-ENVIRONMENT-NAME", "--env", "--engine-env")
 def environment_names_are_names(config: Config) -> Broken | None:
     """The name of an environment variable has letters, digits and underscores."""
-    odd = [name for name in config.cluster.env if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
+    given = {**config.cluster.env, **config.engine.engine_env}
+    odd = [name for name in given if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
     if not odd:
         return None
-    return Broken(f"--env: {', '.join(map(repr, odd))} cannot be the name of an environment variable", advice="correct it")
+    return Broken(f"--env or --engine-env: {', '.join(map(repr, odd))} cannot be the name of an environment variable", advice="correct it")
 
 
 RULES = (

@@ -86,6 +86,10 @@ def _may_call_remote_reward(config: Config) -> bool:
     return config.reward.rm_type in ("remote_rm", "boxed_remote_rm") or config.data.metadata_key is not None
 
 
+def _starts_sglang(config: Config) -> bool:
+    return config.resolved_rollout_backend == "sglang" and not config.engine.rollout_external_engine_addrs
+
+
 EFFECTS = (
     Effect(
         "SFT",
@@ -349,11 +353,11 @@ EFFECTS = (
         "choose --rollout-backend sglang",
     ),
     Effect(
-        "HEALTH-CHECK",
-        ("rollout_health_check_interval", "rollout_health_check_timeout"),
-        lambda config: config.engine.use_fault_tolerance,
-        "without --use-fault-tolerance",
-        "add --use-fault-tolerance",
+        "ENGINES",
+        ("use_fault_tolerance", "rollout_health_check_interval", "rollout_health_check_timeout", "engine_python", "engine_env"),
+        _starts_sglang,
+        "without SGLang engines that the run starts",
+        "choose --rollout-backend sglang",
     ),
 )
 

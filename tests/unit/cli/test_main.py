@@ -42,7 +42,7 @@ def test_overview_names_every_command(capsys: pytest.CaptureFixture[str], argume
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_has_its_module(name: str) -> None:
-    assert importlib.util.find_spec(f"fuligo.cli.{name}") is not None
+    assert importlib.util.find_spec(f"fuligo.cli.{name.replace('-', '_')}") is not None
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

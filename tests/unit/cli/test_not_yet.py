@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fuligo.cli.not_yet import ROWS, not_yet, refuse
@@ -20,22 +22,35 @@ ASKED = [
         "--tensor-model-parallel-size, --sequence-parallel: the Megatron trainer",
     ),
     (f"{SEPARATE} --mtp-num-layers 1 --enable-mtp-training --swiglu --num-layers 4", " and 1 more: the Megatron trainer"),
-    (SEPARATE, "--rollout-num-gpus: SGLang engines"),
-    ("--rollout-backend sglang --device cpu", "--rollout-backend sglang: SGLang engines"),
+    ("--rollout-backend sglang --colocate", "--colocate: the sharing of GPUs by trainer and SGLang engines"),
+    ("--actor-num-gpus-per-node 8 --rollout-num-gpus 8", "16 GPUs of 2 nodes: a run on several nodes"),
     ("--advantage-estimator ppo", "--advantage-estimator ppo: PPO's value model"),
     ("--async-mode full --max-staleness 2", "--async-mode full: continuous rollout"),
     ("--use-opd", "--use-opd: on-policy distillation"),
     ("--use-opsm", "--use-opsm: off-policy sequence masking"),
-    ("--use-fault-tolerance", "--use-fault-tolerance: the restart of dead engines"),
     ("--async-save", "--async-save: saving while training goes on"),
-    ("--update-weight-mode delta", "--update-weight-mode delta: the publishing of changes alone"),
     ("--hostfile hosts", "--hostfile hosts: the launch on several nodes"),
     ("--rm-type gpqa", "--rm-type gpqa: this reward"),
+]
+
+TOPOLOGIES = [
+    (
+        "{worker_type: prefill, num_gpus: 2}, {worker_type: decode, num_gpus: 2}]",
+        "decode and prefill engines: the split of prefill and decode",
+    ),
+    ("{num_gpus: 2}]}, {name: judge, server_groups: [{num_gpus: 2}]", "the models default, judge: more than one served model"),
 ]
 
 
 def config_of(more: str) -> Config:
     return parse(f"{SOUND} {more}".split()).config
+
+
+@pytest.mark.parametrize(("groups", "text"), TOPOLOGIES)
+def test_topologies_that_cannot_run(tmp_path: Path, groups: str, text: str) -> None:
+    (tmp_path / "engines.yaml").write_text(f"sglang: [{{server_groups: [{groups}}}]")
+    (problem,) = not_yet(config_of(f"{SEPARATE} --sglang-config {tmp_path / 'engines.yaml'}"))
+    assert text in problem
 
 
 @pytest.mark.parametrize(("more", "text"), ASKED)
@@ -50,11 +65,20 @@ def test_what_cannot_run_is_valid_and_refused(more: str, text: str) -> None:
 
 def test_every_row_is_tested() -> None:
     parts = {row.part for row in ROWS}
-    assert {part for part in parts if any(part in text for _, text in ASKED)} == parts
+    assert {part for part in parts if any(part in text for _, text in [*ASKED, *TOPOLOGIES])} == parts
 
 
 @pytest.mark.parametrize(
-    "more", ["", "--async-mode one-step", "--use-tis", "--loss-type sft_loss", "--advantage-estimator rloo --kl-coef 0.1"]
+    "more",
+    [
+        "",
+        SEPARATE,
+        "--rollout-backend sglang --device cpu --use-fault-tolerance",
+        "--async-mode one-step",
+        "--use-tis",
+        "--loss-type sft_loss",
+        "--advantage-estimator rloo --kl-coef 0.1",
+    ],
 )
 def test_what_runs_is_not_refused(more: str) -> None:
     refuse(config_of(more))

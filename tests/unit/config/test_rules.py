@@ -117,7 +117,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({"update_weight_transport": "nccl"}, "the embedded engine takes tensor or disk"),
         ({**SHARED, "update_weight_transport": "nccl"}, "with --colocate they share one"),
         ({**SGLANG, "update_weight_transport": "nccl", "device": "cpu"}, "--device is cpu"),
-        ({**SGLANG, "update_weight_transport": "tensor"}, "separate GPUs"),
+        ({**SGLANG, "update_weight_transport": "tensor", "rollout_num_gpus": 8}, "are on 2 nodes"),
     ],
     "CFG-DP-ATTENTION": [
         ({**SGLANG, "rollout_num_gpus_per_engine": 4, "sglang_dp_size": 2}, "--sglang-dp-size 2 without"),
@@ -230,6 +230,9 @@ NO_EFFECT: dict[str, list[tuple[Any, Values]]] = {
     "data_pad_size_multiplier": [(64, {})],
     "override_model_config": [(True, SGLANG)],
     "colocate": [(True, {})],
+    "use_fault_tolerance": [(True, {}), (True, {"rollout_backend": "sglang", "rollout_external_engine_addrs": ["host:30000"]})],
+    "engine_python": [("/opt/sglang/bin/python", {})],
+    "engine_env": [({"A": "1"}, {})],
     "rollout_health_check_interval": [(5.0, {})],
     "rollout_health_check_timeout": [(5.0, {})],
 }
@@ -328,7 +331,8 @@ def test_every_rule_is_tested_and_says_why_it_is_one() -> None:
         },
         {**SHARED, "mtp_num_layers": 1, "enable_mtp_training": True, "mtp_loss_scaling_factor": 0.3},
         {**SGLANG, "rollout_num_gpus_per_engine": 4, "sglang_dp_size": 2, "sglang_enable_dp_attention": True},
-        {**SGLANG, "use_fault_tolerance": True, "rollout_health_check_interval": 5.0},
+        {**SGLANG, "use_fault_tolerance": True, "rollout_health_check_interval": 5.0, "engine_env": {"A": "1"}},
+        {**SGLANG, "rollout_health_check_timeout": 5.0},
         {**SGLANG, "megatron_rotary_base": 10000, "override_model_config": True},
         {"rm_type": "random", "label_key": None},
         {"rm_type": "remote_rm", "rm_url": "http://rm", "rm_retries": 9},

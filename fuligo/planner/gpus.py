@@ -18,7 +18,8 @@ class Gpu:
     name: str
     """As `--gpu` takes it: `h100-80`."""
     memory_bytes: int
-    """What the driver reports as the whole (`nvidia-smi`), a little under the figure on the box."""
+    """What CUDA reports as the whole (`torch.cuda.mem_get_info`): somewhat under the figure on the box and under `nvidia-smi`'s. Measured
+    for the H200; of the others as PyTorch's out-of-memory messages tell it."""
     bf16_flops: float
     """Dense matrix operations a second."""
     fp8_flops: float
@@ -38,19 +39,19 @@ GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
         # NVIDIA H100 data sheet (SXM5); DGX H100: eight GPUs, 2 TB, one 400 Gb/s ConnectX-7 each, PCIe 5.0 x16
-        Gpu("h100-80", 81559 * MIB, 989.4e12, 1978.9e12, 3.35e12, 450e9, 50e9, 64e9, 256 * GIB),
+        Gpu("h100-80", 80998 * MIB, 989.4e12, 1978.9e12, 3.35e12, 450e9, 50e9, 64e9, 256 * GIB),
         # NVIDIA H200 data sheet (SXM5); DGX H200 as DGX H100
-        Gpu("h200-141", 143771 * MIB, 989.4e12, 1978.9e12, 4.8e12, 450e9, 50e9, 64e9, 256 * GIB),
+        Gpu("h200-141", 143156 * MIB, 989.4e12, 1978.9e12, 4.8e12, 450e9, 50e9, 64e9, 256 * GIB),
         # NVIDIA DGX B200 data sheet, an eighth of it: 36 PFLOPS FP8 dense, 64 TB/s, NVLink 5, 2 TB
-        Gpu("b200", 183359 * MIB, 2250e12, 4500e12, 8e12, 900e9, 50e9, 64e9, 256 * GIB),
+        Gpu("b200", 182630 * MIB, 2250e12, 4500e12, 8e12, 900e9, 50e9, 64e9, 256 * GIB),
         # NVIDIA A100 data sheet (SXM4); DGX A100 640GB: 2 TB, one 200 Gb/s ConnectX-6 each, PCIe 4.0 x16
-        Gpu("a100-80", 81920 * MIB, 312e12, 312e12, 2.039e12, 300e9, 25e9, 32e9, 256 * GIB),
+        Gpu("a100-80", 81050 * MIB, 312e12, 312e12, 2.039e12, 300e9, 25e9, 32e9, 256 * GIB),
         # NVIDIA A100 data sheet (SXM4); DGX A100 320GB: 1 TB
-        Gpu("a100-40", 40960 * MIB, 312e12, 312e12, 1.555e12, 300e9, 25e9, 32e9, 128 * GIB),
+        Gpu("a100-40", 40340 * MIB, 312e12, 312e12, 1.555e12, 300e9, 25e9, 32e9, 128 * GIB),
         # NVIDIA L40S data sheet: PCIe 4.0 x16, no NVLink; network of OVX servers, 200 Gb/s a GPU; host: an assumption
-        Gpu("l40s", 46068 * MIB, 362.05e12, 733e12, 0.864e12, 32e9, 25e9, 32e9, 64 * GIB),
+        Gpu("l40s", 45460 * MIB, 362.05e12, 733e12, 0.864e12, 32e9, 25e9, 32e9, 64 * GIB),
         # NVIDIA Ada architecture white paper (FP32 accumulation): PCIe 4.0 x16, no NVLink; network and host: assumptions
-        Gpu("rtx-4090", 24564 * MIB, 165.2e12, 330.3e12, 1.008e12, 32e9, 1.5e9, 32e9, 32 * GIB),
+        Gpu("rtx-4090", 24210 * MIB, 165.2e12, 330.3e12, 1.008e12, 32e9, 1.5e9, 32e9, 32 * GIB),
     )
 }
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from fuligo.planner.gpus import GIB, MIB
 
-CUDA_CONTEXT_BYTES = 600 * MIB
-"""Of one process that has run a matrix product: CUDA's context, loaded kernels and cuBLAS's workspace."""
-COMMUNICATOR_BYTES = 256 * MIB
-"""Of one NCCL communicator of several ranks: 4 MiB (NCCL_BUFFSIZE, NCCL's documentation) for each of up to 32 channels, both ways."""
+CUDA_CONTEXT_BYTES = 700 * MIB
+"""Of one process that trains: CUDA's context (617 MiB), cuBLAS's workspace (64 MiB) and loaded kernels (16 MiB), measured with PyTorch
+2.11 and CUDA 13.0 on an H200."""
+COLLECTIVE_BYTES = 484 * MIB
+"""Of one NCCL communicator that reduces or gathers, measured there on two GPUs linked by NVLink, multicast off."""
+POINT_TO_POINT_BYTES = 384 * MIB
+"""Of one that sends, receives or exchanges all to all; in a communicator that does both, beside `COLLECTIVE_BYTES`."""
 DEEPEP_BYTES = 2 * GIB
 """Buffers of DeepEP in one process: what SGLang 0.5.15 sets aside for it (`server_args._handle_gpu_memory_settings`)."""
 FRAGMENTATION = 0.1

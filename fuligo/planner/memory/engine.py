@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.models.architecture import Architecture, GroupedAttention, Layer, Part, PartKind, Split
 from fuligo.planner.gpus import MIB, Gpu
-from fuligo.planner.memory.constants import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, DEEPEP_BYTES, amount, billions
+from fuligo.planner.memory.constants import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTES, DEEPEP_BYTES, POINT_TO_POINT_BYTES, amount, billions
 from fuligo.planner.plan import MemoryItem
 from fuligo.planner.server_settings import ServerSettings, decode_graph_bytes, prefill_graph_bytes, server_settings
 
@@ -47,7 +47,7 @@ def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, r
         resident: bytes that a colocated trainer keeps while it is offloaded.
     """
     settings = server_settings(spec, architecture, gpu)
-    before = CUDA_CONTEXT_BYTES + _communicators(spec) * COMMUNICATOR_BYTES + resident
+    before = CUDA_CONTEXT_BYTES + _communication_bytes(spec) + resident
     static = round(settings.mem_fraction_static * (gpu.memory_bytes - before))
     layers = math.ceil(architecture.num_layers / spec.pp_size)
     weights = _weights(architecture.layers, spec, architecture, settings) // spec.pp_size
@@ -95,9 +95,8 @@ def engine_items(spec: EngineGroupSpec, architecture: Architecture, memory: Engi
         )
     if settings.uses_deepep:
         items.append(MemoryItem("deepep", DEEPEP_BYTES, "DeepEP's dispatch buffers"))
-    if _communicators(spec):
-        num_bytes = _communicators(spec) * COMMUNICATOR_BYTES
-        items.append(MemoryItem("communication", num_bytes, f"NCCL buffers of {_communicators(spec)} communicators"))
+    if _communication_bytes(spec):
+        items.append(MemoryItem("communication", _communication_bytes(spec), "NCCL buffers"))
     items.append(MemoryItem("runtime", CUDA_CONTEXT_BYTES, "CUDA context, kernels, cuBLAS workspace"))
     if resident:
         items.append(MemoryItem("trainer", resident, "what the offloaded trainer keeps: CUDA context, NCCL and DeepEP buffers"))
@@ -107,7 +106,7 @@ def engine_items(spec: EngineGroupSpec, architecture: Architecture, memory: Engi
 def engine_resident_items(spec: EngineGroupSpec, architecture: Architecture, memory: EngineMemory) -> tuple[MemoryItem, ...]:
     """What a colocated server keeps while it has released weights and KV cache."""
     settings = memory.settings
-    kept = CUDA_CONTEXT_BYTES + _communicators(spec) * COMMUNICATOR_BYTES + WORKSPACE_BYTES
+    kept = CUDA_CONTEXT_BYTES + _communication_bytes(spec) + WORKSPACE_BYTES
     kept += decode_graph_bytes(settings) + prefill_graph_bytes(settings, architecture) + (DEEPEP_BYTES if settings.uses_deepep else 0)
     return (MemoryItem("engine", kept, "what the released engine keeps: CUDA context, NCCL buffers, workspace, CUDA graphs"),)
 
@@ -195,7 +194,8 @@ def _forward_bytes(spec: EngineGroupSpec, architecture: Architecture, tokens: in
     return 2 * (4 * hidden + max(heads, mlp))
 
 
-def _communicators(spec: EngineGroupSpec) -> int:
-    """Groups of several ranks: the server's, attention's under DP attention, the pipeline's."""
+def _communication_bytes(spec: EngineGroupSpec) -> int:
+    """Of NCCL: the tensor-parallel group, attention's own under DP attention, and the pipeline's."""
     attention_tp = spec.tp_size // spec.dp_size
-    return (spec.tp_size > 1) + (1 < attention_tp < spec.tp_size) + (spec.pp_size > 1)
+    num_collective = (spec.tp_size > 1) + (1 < attention_tp < spec.tp_size)
+    return num_collective * COLLECTIVE_BYTES + (spec.pp_size > 1) * POINT_TO_POINT_BYTES

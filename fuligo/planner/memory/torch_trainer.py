@@ -7,7 +7,7 @@ import math
 from fuligo.models.architecture import Architecture, GroupedAttention, Layer
 from fuligo.planner.lengths import micro_batch_tokens
 from fuligo.planner.memory.activations import BF16, FP32
-from fuligo.planner.memory.constants import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, FRAGMENTATION, amount, billions
+from fuligo.planner.memory.constants import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTES, FRAGMENTATION, amount, billions
 from fuligo.planner.plan import MemoryItem
 from fuligo.planner.subject import Subject
 from fuligo.planner.trainer_shape import trainer_shape
@@ -31,7 +31,7 @@ def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
     items.append(activations)
     items.append(_logits(subject))
     if num_ranks > 1:
-        items.append(MemoryItem("communication", COMMUNICATOR_BYTES, "NCCL buffers of one communicator"))
+        items.append(MemoryItem("communication", COLLECTIVE_BYTES, "NCCL buffers of one communicator"))
     items.append(MemoryItem("runtime", CUDA_CONTEXT_BYTES, "CUDA context, kernels, cuBLAS workspace"))
     moving = activations.num_bytes
     items.append(MemoryItem("fragmentation", round(FRAGMENTATION * moving), f"{FRAGMENTATION:.0%} of the activations' {amount(moving)}"))

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from fuligo.config import Config
 from fuligo.planner.lengths import micro_batch_tokens, num_micro_batches
 from fuligo.planner.memory.activations import BF16, FP32, LayerBytes, chunks_in_flight, layer_bytes, logits_bytes
-from fuligo.planner.memory.constants import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, DEEPEP_BYTES, FRAGMENTATION, amount, billions
+from fuligo.planner.memory.constants import (
+    COLLECTIVE_BYTES,
+    CUDA_CONTEXT_BYTES,
+    DEEPEP_BYTES,
+    FRAGMENTATION,
+    POINT_TO_POINT_BYTES,
+    amount,
+    billions,
+)
 from fuligo.planner.memory.parameters import LocalParameters, frozen_parameters, prediction_layers, trained_parameters
 from fuligo.planner.plan import ClusterLayout, MemoryItem, Stage
 from fuligo.planner.stages import stage_layers
@@ -178,10 +186,22 @@ def _working(chunk: list[LayerBytes], config: Config) -> float:
 
 
 def _communication(subject: Subject, shape: TrainerShape) -> Iterator[MemoryItem]:
-    sizes = {"TP": shape.tp, "CP": shape.cp, "PP": shape.pp, "DP": shape.dp, "EP": shape.ep, "expert DP": shape.expert_dp}
-    named = [name for name, size in sizes.items() if size > 1]
-    if named:
-        num_bytes = COMMUNICATOR_BYTES * len(named)
-        yield MemoryItem("communication", num_bytes, f"NCCL buffers of {', '.join(named)}, {amount(COMMUNICATOR_BYTES)} each")
-    if subject.config.parallel.moe_enable_deepep and shape.ep > 1:
+    """Buffers of NCCL, for each dimension by what it does, and of DeepEP."""
+    flags = subject.config.parallel
+    deepep = flags.moe_enable_deepep and shape.ep > 1
+    collective, point_to_point = COLLECTIVE_BYTES, POINT_TO_POINT_BYTES
+    sizes = {
+        "TP": (shape.tp, collective),
+        "CP": (shape.cp, collective if flags.allgather_cp else point_to_point),
+        "PP": (shape.pp, point_to_point),
+        "DP x CP": (shape.shards_dense_optimizer, collective),
+        "EP": (1 if deepep else shape.ep, collective if flags.moe_token_dispatcher_type == "allgather" else point_to_point),
+        "expert DP": (shape.expert_dp, collective),
+        "all ranks": (shape.num_ranks, collective),
+    }
+    held = {name: num_bytes for name, (size, num_bytes) in sizes.items() if size > 1}
+    if held:
+        each = ", ".join(f"{name} {amount(num_bytes)}" for name, num_bytes in held.items())
+        yield MemoryItem("communication", sum(held.values()), f"NCCL buffers: {each}")
+    if deepep:
         yield MemoryItem("deepep", DEEPEP_BYTES, "DeepEP's dispatch buffers")

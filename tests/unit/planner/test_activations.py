@@ -1,0 +1,126 @@
+"""Bytes that a layer keeps for its backward pass: against autograd, which says what it saves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fuligo.models.architecture import Architecture, GroupedAttention
+from fuligo.planner.memory.activations import chunks_in_flight, layer_bytes, logits_bytes
+from fuligo.planner.trainer_shape import TrainerShape, trainer_shape
+from tests.unit.planner.subjects import facts, subject_of
+
+TOKENS = 64
+
+
+class Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.float().pow(2).mean(-1, keepdim=True).rsqrt().to(x.dtype)
+
+
+class Attention(torch.autograd.Function):
+    """Flash attention keeps its inputs, its output and the log-sum-exp of each head."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = query.clone()
+        ctx.save_for_backward(query, key, value, output, torch.zeros(query.shape[:2]))
+        return output
+
+
+class SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+
+def saved_bytes(architecture: Architecture) -> int:
+    """Of one dense layer with the operations that Megatron and TransformerEngine fuse, by autograd."""
+    attention, hidden, width = architecture.attention, architecture.hidden_size, architecture.intermediate_size
+    assert isinstance(attention, GroupedAttention)
+
+    def weight(rows: int, columns: int) -> Tensor:
+        return torch.zeros(rows, columns, dtype=torch.bfloat16, requires_grad=True)
+
+    heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    weights = [
+        weight(hidden, (heads + 2 * kv_heads) * size),
+        weight(heads * size, hidden),
+        weight(hidden, 2 * width),
+        weight(width, hidden),
+    ]
+    ours = {tensor.untyped_storage().data_ptr() for tensor in weights}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in ours:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x = torch.randn(TOKENS, hidden, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        qkv = Norm.apply(x) @ weights[0]
+        query, key, value = (
+            part.contiguous().view(TOKENS, -1, size) for part in qkv.split([heads * size, kv_heads * size, kv_heads * size], -1)
+        )
+        x = x + Attention.apply(query, key, value).view(TOKENS, -1) @ weights[1]
+        x = x + SwiGlu.apply(Norm.apply(x) @ weights[2]) @ weights[3]
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("model", ["qwen3-4b", "glm4-9b", "mimo-7b"])
+def test_a_dense_layer_keeps_what_autograd_saves(model: str) -> None:
+    architecture = facts(model)
+    subject = subject_of("--actor-num-gpus-per-node 1 --tensor-model-parallel-size 1 --train-backend megatron", model)
+    ours = layer_bytes(architecture.layers[0], architecture, trainer_shape(subject.config), subject.config)
+    assert ours.whole * TOKENS == pytest.approx(saved_bytes(architecture), rel=1e-3)
+    assert ours.stored == ours.whole
+    assert ours.entry == 2 * architecture.hidden_size
+
+
+def test_tensor_parallel_ranks_share_everything_under_sequence_parallelism() -> None:
+    flags = "--actor-num-gpus-per-node 8 --tensor-model-parallel-size"
+    one, two = (subject_of(f"{flags} {more}", "qwen3-4b") for more in ("1 --train-backend megatron", "2 --sequence-parallel"))
+    whole, half = (layer_bytes(s.architecture.layers[0], s.architecture, trainer_shape(s.config), s.config).whole for s in (one, two))
+    assert half == pytest.approx(whole / 2)
+
+
+def test_experts_see_copies_of_tokens() -> None:
+    subject = subject_of("--actor-num-gpus-per-node 8 --expert-model-parallel-size 8", "glm4.7-flash")
+    architecture, shape = subject.architecture, trainer_shape(subject.config)
+    dense, sparse = (layer_bytes(architecture.layers[number], architecture, shape, subject.config) for number in (0, 1))
+    routed = 4 * 2 * (2048 + 3 * 1536)
+    shared, router = 3 * 2 * 1536, 2 * 4 * 64
+    assert sparse.whole - dense.whole == routed + shared + router - 3 * 2 * 10240
+
+
+def shape_with(pp: int, vpp: int = 1) -> TrainerShape:
+    return TrainerShape(True, pp, 1, 1, pp, vpp, 1, 1, 1, 1, sequence_parallel=False)
+
+
+@pytest.mark.parametrize("rank, expected", [(0, 4), (1, 3), (3, 1)])
+def test_earlier_stages_have_more_micro_batches_in_flight(rank: int, expected: int) -> None:
+    assert chunks_in_flight(shape_with(4), rank, 16) == expected
+
+
+def test_no_more_are_in_flight_than_there_are() -> None:
+    assert chunks_in_flight(shape_with(8), 0, 2) == 2
+    assert chunks_in_flight(shape_with(1), 0, 9) == 1
+
+
+def test_interleaving_costs_memory() -> None:
+    # (2 x (4 - 0 - 1) + (2 - 1) x 4) warm-up passes of half a stage each, and the one at work
+    assert chunks_in_flight(shape_with(4, vpp=2), 0, 16) == 11
+
+
+def test_logits_are_a_share_of_the_vocabulary() -> None:
+    subject = subject_of("--actor-num-gpus-per-node 8 --tensor-model-parallel-size 8 --sequence-parallel", "glm4-9b")
+    assert logits_bytes(subject.architecture, trainer_shape(subject.config), 1024) == 3 * 4 * 1024 * 151552 // 8

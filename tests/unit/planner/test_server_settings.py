@@ -1,0 +1,55 @@
+"""What SGLang chooses by itself: values that its own `ServerArgs._handle_gpu_memory_settings` (0.5.15.post1) gave for these arguments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fuligo.config.passthrough import SglangArguments
+from fuligo.config.topology import EngineGroupSpec, WorkerType
+from fuligo.planner.gpus import MIB, gpu
+from fuligo.planner.server_settings import server_settings
+from tests.unit.planner.subjects import facts
+
+GROUPED, LATENT = "glm4-9b", "glm4.7-flash"
+
+
+def spec_of(num_gpus: int, worker_type: WorkerType = "regular", **arguments: object) -> EngineGroupSpec:
+    return EngineGroupSpec("default", None, worker_type, num_gpus, num_gpus, SglangArguments(arguments), True)
+
+
+def attention_of(dp_size: int) -> dict[str, object]:
+    return {"enable_dp_attention": True, "dp_size": dp_size}
+
+
+@pytest.mark.parametrize(
+    "memory_mib, model, spec, fraction, batch, num_prefill_graphs",
+    [
+        (81559, GROUPED, spec_of(1), 0.83, 256, 58),
+        (81559, GROUPED, spec_of(2), 0.828, 256, 58),
+        (81559, GROUPED, spec_of(32, **attention_of(4)), 0.662, 512, 58),
+        (24564, GROUPED, spec_of(1), 0.833, 24, 42),
+        (46068, GROUPED, spec_of(4), 0.829, 160, 50),
+        (143771, GROUPED, spec_of(4), 0.897, 512, 58),
+        (81559, LATENT, spec_of(8, **attention_of(8)), 0.573, 512, 42),
+        (81559, LATENT, spec_of(64, "prefill", moe_a2a_backend="deepep", **attention_of(64)), 0.724, 0, 42),
+        (81559, LATENT, spec_of(64, "decode", moe_a2a_backend="deepep", cuda_graph_max_bs_decode=12, **attention_of(64)), 0.802, 12, 0),
+        (183359, LATENT, spec_of(1), 0.849, 512, 42),
+    ],
+)
+def test_defaults_are_sglangs(
+    memory_mib: int, model: str, spec: EngineGroupSpec, fraction: float, batch: int, num_prefill_graphs: int
+) -> None:
+    settings = server_settings(spec, facts(model), replace(gpu("h100-80"), memory_bytes=memory_mib * MIB))
+    assert settings.mem_fraction_static == fraction
+    assert settings.graph_batch == batch
+    if num_prefill_graphs and model == GROUPED:
+        assert settings.num_prefill_graphs == num_prefill_graphs
+
+
+def test_given_values_win() -> None:
+    spec = spec_of(8, mem_fraction_static=0.7, cuda_graph_bs_decode=[1, 2, 48], chunked_prefill_size=4096, **attention_of(8))
+    settings = server_settings(spec, facts(LATENT), gpu("h100-80"))
+    assert (settings.mem_fraction_static, settings.graph_batch) == (0.7, 48)
+    assert settings.chunked_prefill_tokens == 512, "a chunk is shared by the data-parallel ranks of attention"

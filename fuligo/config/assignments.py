@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,10 @@ from fuligo.config import Config
 from fuligo.config.flag import Flag
 from fuligo.config.values import invalid_reason
 from fuligo.errors import ConfigError
+
+
+ADDED = ("env",)
+"""Flags where a later value adds to an earlier one: one variable on the command line must not drop the environment block of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class Given:
 
 
 def build_config(assignments: Iterable[Assignment], problems: Iterable[str] = ()) -> Config:
-    """The Config with these values and the defaults of all other flags; of two assignments of one flag the last counts.
+    """The Config with these values and the defaults of all other flags; of two assignments of one flag the last counts (see `ADDED`).
 
     Args:
         problems: what was already found wrong where the assignments come from.
@@ -48,7 +52,10 @@ def build_config(assignments: Iterable[Assignment], problems: Iterable[str] = ()
     Raises:
         ConfigError: the problems, and values of the wrong type or outside their range, all of them at once.
     """
-    last = {(assignment.flag.group, assignment.flag.name): assignment for assignment in assignments}
+    last: dict[tuple[str, str], Assignment] = {}
+    for assignment in assignments:
+        key = (assignment.flag.group, assignment.flag.name)
+        last[key] = _added(last[key], assignment) if key in last and assignment.flag.name in ADDED else assignment
     values: dict[str, dict[str, Any]] = defaultdict(dict)
     for (group, name), assignment in last.items():
         values[group][name] = assignment.value
@@ -61,6 +68,11 @@ def build_config(assignments: Iterable[Assignment], problems: Iterable[str] = ()
     if found:
         raise ConfigError(*found)
     return config
+
+
+def _added(before: Assignment, after: Assignment) -> Assignment:
+    both = isinstance(before.value, dict) and isinstance(after.value, dict)
+    return replace(after, value={**before.value, **after.value}) if both else after
 
 
 def invalid_value(flag: Flag, value: Any, origin: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fuligo.config.assignments import Assignment, Given, anchored, invalid_value
+from fuligo.config.assignments import ADDED, Assignment, Given, anchored, invalid_value
 from fuligo.config.flag import PREFIXES, Flag, Kind
 from fuligo.config.flags import flags, option_name, passthrough_groups, suggest_options
 from fuligo.config.passthrough import deprecation, problem_with_name
@@ -73,7 +73,7 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
         except _Problem as problem:
             result.problems.append(str(problem))
             continue
-        if name in first_seen:
+        if name in first_seen and name not in ADDED:
             result.warnings.append(f"given twice: {first_seen[name]}, then {occurrence}; the last one counts")
         first_seen[name] = occurrence
     return result

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 
 from fuligo.config import Config
 from fuligo.config.files import load_yaml, save_yaml
-from fuligo.config.flags import flags, groups
+from fuligo.config.flags import flags, groups, passthrough_groups
 from fuligo.config.parse import parse
 from fuligo.errors import ConfigError
 from tests.unit.config.strategies import configs
@@ -35,7 +35,8 @@ def test_a_saved_config_loads_equal_and_runs_again(tmp_path: Path, config: Confi
 def test_the_file_holds_every_flag_with_the_value_in_force(tmp_path: Path) -> None:
     save_yaml(parse(["--lr", "3e-4"]).config, tmp_path / "config.yaml")
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert {group: list(model.model_fields) for group, model in groups().items()} == {group: list(keys) for group, keys in written.items()}
+    assert {group: list(written[group]) for group in groups()} == {group: list(model.model_fields) for group, model in groups().items()}
+    assert {group: written[group] for group in passthrough_groups()} == {"sglang": {}, "router": {}, "megatron": {}}
     assert written["optimizer"]["lr"] == 3e-4
     assert written["rollout"]["rollout_batch_size"] == flags()["rollout_batch_size"].default
     assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
@@ -46,6 +47,13 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     file.write_text("optimizer: {lr: 1e-5, min_lr: 1e-7}\nrollout: {rollout_stop: [a, b]}\n")
     config = parse(["--lr", "2e-5", "--config", str(file), "--rollout-stop=[]"]).config
     assert (config.optimizer.lr, config.optimizer.min_lr, config.rollout.rollout_stop) == (2e-5, 1e-7, [])
+
+
+def test_environment_variables_add_to_those_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("cluster: {env: {NCCL_DEBUG: WARN, NCCL_SOCKET_IFNAME: eth0}}")
+    parsed = parse(["--config", str(tmp_path / "run.yaml"), "--env", '{"NCCL_SOCKET_IFNAME": "ib0"}', "--env", '{"A": "1"}'])
+    assert parsed.config.cluster.env == {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "ib0", "A": "1"}
+    assert parsed.warnings == ()
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "rollout:\n", "rollout: {}\n"])
@@ -63,7 +71,7 @@ def test_what_a_file_does_not_name_has_its_default(tmp_path: Path, text: str) ->
             ["line 2", "unknown key rollout_batchsize", "did you mean rollout_batch_size (group rollout)"],
         ),
         ("rollout:\n  rollout-batch-size: 1\n", ["line 2", "did you mean rollout_batch_size"]),
-        ("\nrolout: {}\n", ["line 2", "unknown group rolout", "did you mean rollout?"]),
+        ("\nrolout: {}\n", ["line 2", "unknown group rolout", "did you mean rollout"]),
         ("lr: 1\n", ["line 1", "`optimizer: {lr: ...}`"]),
         ("zzz: 1\n", ["unknown group zzz", "the groups are cluster, model"]),
         ("data: prompts.jsonl\n", ["line 1", "data must hold flags", "prompt_data"]),

@@ -6,9 +6,12 @@ import os
 from collections.abc import Sequence
 
 from fuligo.cli.not_yet import refuse
+from fuligo.config import Config
+from fuligo.config.findings import Finding
 from fuligo.config.help import asked_for_help, help_text
 from fuligo.config.parse import parse
-from fuligo.config.validate import validate
+from fuligo.config.validate import findings, require_no_errors
+from fuligo.errors import ConfigError
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -23,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     parsed = parse(arguments)
     config = parsed.config
-    warnings = [*parsed.warnings, *validate(config)]
+    warnings = [*parsed.warnings, *require_no_errors(planned(config), config)]
     refuse(config)
 
     # Imports cost time: what help and wrong flags do not need comes only now.
@@ -38,3 +41,21 @@ def main(arguments: Sequence[str]) -> int:
     from fuligo.job import run_job
 
     return run_job(config)
+
+
+def planned(config: Config) -> tuple[Finding, ...]:
+    """What `fuligo plan` finds by its rules.
+
+    Where the shape of the model is not known, those of the flags alone: the torch trainer takes models that the planner does not know.
+    """
+    from fuligo.models.find import find_architectures
+    from fuligo.planner.check import check
+    from fuligo.planner.gpus import GPUS
+    from fuligo.planner.subject import Subject
+
+    try:
+        trained, served = find_architectures(config)
+    except ConfigError:
+        return findings(config)
+    # No rule asks for the memory or the speed of a GPU; those are in the estimates of `fuligo plan`.
+    return check(Subject(config, trained, served, next(iter(GPUS.values()))))

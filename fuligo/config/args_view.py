@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from fuligo.config import Config
-from fuligo.config.flags import did_you_mean, flags, nearest
+from fuligo.config.flag import PREFIXES
+from fuligo.config.flags import Flag, did_you_mean, flags, nearest, passthrough_flags, passthrough_groups
 
 
 class ArgsView:
-    """`args.rollout_batch_size` is `config.rollout.rollout_batch_size`. Can be pickled."""
+    """`args.rollout_batch_size` is `config.rollout.rollout_batch_size`, `args.sglang_dp_size` is `config.sglang.value("dp_size")`.
+
+    An argument that is passed on and was not given has its default. Can be pickled.
+    """
 
     __slots__ = ("_config",)
 
@@ -18,9 +22,12 @@ class ArgsView:
 
     def __getattr__(self, name: str) -> Any:
         flag = flags().get(name)
-        if flag is None:
-            raise AttributeError(f"args has no {name}{did_you_mean(nearest(name, flags()))}")
-        return getattr(getattr(self._config, flag.group), name)
+        if flag is not None:
+            return getattr(getattr(self._config, flag.group), name)
+        argument = _argument(name)
+        if argument is not None:
+            return getattr(self._config, argument.group).value(argument.name)
+        raise AttributeError(f"args has no {name}{did_you_mean(nearest(name, flags()))}")
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"args is read-only: {name} cannot be set to {value!r}")
@@ -29,10 +36,20 @@ class ArgsView:
         raise AttributeError(f"args is read-only: {name} cannot be deleted")
 
     def __dir__(self) -> list[str]:
-        return list(flags())
+        given = [passthrough_flags(group)[name].flat_name for group in passthrough_groups() for name in getattr(self._config, group)]
+        return [*flags(), *given]
 
     def __reduce__(self) -> tuple[type[ArgsView], tuple[Config]]:
         return ArgsView, (self._config,)
 
     def __repr__(self) -> str:
         return f"ArgsView({self._config!r})"
+
+
+def _argument(flat_name: str) -> Flag | None:
+    for group in passthrough_groups():
+        name = flat_name.removeprefix(PREFIXES.get(group, ""))
+        flag = passthrough_flags(group).get(name)
+        if flag is not None and flag.flat_name == flat_name:
+            return flag
+    return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fuligo.config import Config
 from fuligo.config.changes import change_text
 from fuligo.config.findings import Finding, Rule, Severity
@@ -21,11 +23,23 @@ def validate(config: Config) -> list[str]:
     Raises:
         ConfigError: every rule that is broken, one line each.
     """
-    found = findings(config)
-    errors = [described(finding, config) for finding in found if finding.severity is Severity.ERROR]
-    if errors:
-        raise ConfigError(*errors)
-    return [described(finding, config) for finding in found]
+    return require_no_errors(findings(config), config)
+
+
+def require_no_errors(found: Iterable[Finding], config: Config) -> list[str]:
+    """
+    Returns:
+        The warnings, one line each.
+
+    Raises:
+        ConfigError: the errors, one line each.
+    """
+    lines: dict[Severity, list[str]] = {severity: [] for severity in Severity}
+    for finding in found:
+        lines[finding.severity].append(described(finding, config))
+    if lines[Severity.ERROR]:
+        raise ConfigError(*lines[Severity.ERROR])
+    return lines[Severity.WARNING]
 
 
 def findings(config: Config) -> tuple[Finding, ...]:

@@ -47,7 +47,7 @@ def length_is_given_once(config: Config) -> Broken | None:
     if rollouts is not None and epochs is not None:
         return Broken(f"--num-rollout {rollouts} and --num-epoch {epochs} both say how long to run", (put("num_epoch", None),))
     if rollouts is None and epochs is None:
-        return Broken("neither --num-rollout nor --num-epoch says how long to run", advice="give --num-rollout, or --num-epoch")
+        return Broken("neither --num-rollout nor --num-epoch says how long to run", advice="give one of them")
     if epochs is not None and not (config.data.prompt_data or config.data.data_source_path):
         return Broken(f"--num-epoch {epochs} counts passes over --prompt-data, which is not given", advice="give --num-rollout instead")
     return None
@@ -61,10 +61,8 @@ def something_judges(config: Config) -> Broken | None:
     judged_by_hook = rollout.custom_generate_function_path or rollout.rollout_function_path
     if judged or judged_by_hook or config.debug.debug_train_only or (config.is_sft and not config.has_eval):
         return None
-    return Broken(
-        "nothing judges the responses: neither --rm-type nor --custom-rm-path is given",
-        advice="give --rm-type, --custom-rm-path, or --metadata-key with an rm_type in each row",
-    )
+    text = "neither --rm-type nor --custom-rm-path judges the responses"
+    return Broken(text, advice="give one of them, or --metadata-key with an rm_type in each row")
 
 
 @rule("CFG-REWARD-UNKNOWN", "--rm-type")

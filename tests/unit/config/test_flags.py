@@ -10,6 +10,7 @@ import pytest
 
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
+from fuligo.config.findings import Change
 from fuligo.config.flags import Kind, flags, groups
 from fuligo.config.help import help_text
 from fuligo.config.reference import reference
@@ -73,6 +74,15 @@ def test_args_view_has_every_flag_flat(make_config: MakeConfig) -> None:
     assert {name: getattr(args, name) for name in dir(args)} == {
         name: value for group in groups() for name, value in getattr(config, group).model_dump().items()
     }
+
+
+def test_args_view_has_what_is_passed_on_under_its_flat_name(make_config: MakeConfig) -> None:
+    config = make_config().changed([Change(("sglang", "dp_size"), 4), Change(("megatron", "swiglu"), True)])
+    args = pickle.loads(pickle.dumps(ArgsView(config)))
+    assert (args.sglang_dp_size, args.swiglu) == (4, True)
+    assert args.sglang_enable_dp_attention is False, "its default"
+    assert {"sglang_dp_size", "swiglu"} <= set(dir(args)) and "sglang_enable_dp_attention" not in dir(args)
+    assert not hasattr(args, "dp_size") and not hasattr(args, "sglang_dpsize")
 
 
 def test_args_view_is_read_only_and_helps(make_config: MakeConfig) -> None:

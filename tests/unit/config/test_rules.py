@@ -31,7 +31,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-DATA-MISSING": [({"prompt_data": None}, "--prompt-data is missing")],
     "CFG-RUN-LENGTH": [
         ({"num_epoch": 2}, "--num-rollout 10 and --num-epoch 2"),
-        ({"num_rollout": None}, "give --num-rollout, or --num-epoch"),
+        ({"num_rollout": None}, "neither --num-rollout nor --num-epoch"),
         (
             {"num_rollout": None, "num_epoch": 1, "prompt_data": None, "rollout_function_path": "my.rollout"},
             "--num-epoch 1 counts passes over --prompt-data",

@@ -1,0 +1,46 @@
+# Sourced by run-*.sh: `launch CONFIG [FLAG ...]` starts a Ray cluster and submits the job to it, or plans it.
+#
+#   PLAN=1        plan instead of running: nothing is started, no GPU is needed
+#   MASTER_ADDR   address of this node, the head (127.0.0.1)
+#   HOSTFILE      nodes of the cluster, one address a line (`10.0.0.1 slots=8`): the workers are started by ssh;
+#                 without it, start them yourself: ray start --address=$MASTER_ADDR:6379 --num-gpus 8
+#   SOCKET_IFNAME network interface of the nodes, for NCCL, Gloo and DeepEP
+#   MODEL_ARGS    further Megatron flags of the model, such as "--rotary-base 10000 --override-model-config"
+#   PYTHON        interpreter (python3)
+set -euo pipefail
+
+REPOSITORY="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." &>/dev/null && pwd)"
+NUM_GPUS_PER_NODE=8
+RAY_PORT=6379
+DASHBOARD_PORT=8265
+
+launch() {
+   local job=(--config "${REPOSITORY}/examples/$1" "${@:2}" ${MODEL_ARGS[@]+${MODEL_ARGS[@]}})
+   if [[ -n "${SOCKET_IFNAME:-}" ]]; then
+      local interfaces='{"GLOO_SOCKET_IFNAME": "%s", "TP_SOCKET_IFNAME": "%s", "NCCL_SOCKET_IFNAME": "%s"}'
+      # shellcheck disable=SC2059
+      job+=(--env "$(printf "${interfaces}" "${SOCKET_IFNAME}" "${SOCKET_IFNAME}" "${SOCKET_IFNAME}")")
+   fi
+   if [[ "${PLAN:-0}" == 1 ]]; then
+      PYTHONPATH="${REPOSITORY}${PYTHONPATH:+:${PYTHONPATH}}" "${PYTHON:-python3}" -m fuligo plan "${job[@]}"
+      return
+   fi
+   start_cluster
+   ray job submit --address="http://127.0.0.1:${DASHBOARD_PORT}" -- "${PYTHON:-python3}" "${REPOSITORY}/train.py" "${job[@]}"
+}
+
+start_cluster() {
+   local head="${MASTER_ADDR:-127.0.0.1}" host
+   local worker="ray start --address=${head}:${RAY_PORT} --num-gpus ${NUM_GPUS_PER_NODE} --disable-usage-stats"
+   ray start --head --node-ip-address "${head}" --port "${RAY_PORT}" --num-gpus "${NUM_GPUS_PER_NODE}" --disable-usage-stats \
+      --dashboard-host=0.0.0.0 --dashboard-port="${DASHBOARD_PORT}"
+   if [[ -z "${HOSTFILE:-}" ]]; then
+      return
+   fi
+   for host in $(awk '{print $1}' "${HOSTFILE}"); do
+      if [[ "${host}" != "${head}" ]]; then
+         ssh -n "${host}" "${worker} --node-ip-address ${host}" &
+      fi
+   done
+   wait
+}

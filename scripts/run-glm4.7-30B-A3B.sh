@@ -1,0 +1,15 @@
+#!/bin/bash
+# GLM-4.7-Flash (30B-A3B) on two nodes of 8 GPUs, shared by trainer and engines.
+#
+# BASE_DIR holds checkpoints and data (/shared). What else it heeds: scripts/launch.sh; what it does: examples/glm4.7-flash/README.md.
+source "$(dirname -- "${BASH_SOURCE[0]}")/launch.sh"
+BASE_DIR="${BASE_DIR:-/shared}"
+
+launch glm4.7-flash/2x8.yaml \
+   --hf-checkpoint "${BASE_DIR}/GLM-4.7-Flash" \
+   --ref-load "${BASE_DIR}/GLM-4.7-Flash_torch_dist" \
+   --load "${BASE_DIR}/GLM-4.7-Flash_fuligo" \
+   --save "${BASE_DIR}/GLM-4.7-Flash_fuligo" \
+   --prompt-data "${BASE_DIR}/dapo-math-17k/dapo-math-17k.jsonl" \
+   --eval-prompt-data aime "${BASE_DIR}/aime-2024/aime-2024.jsonl" \
+   "$@"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -13,6 +14,8 @@ from fuligo.planner.plan import MemoryBar, Plan
 
 SCHEMA_VERSION = 1
 """Rises when a key changes its meaning or goes away, not when one is added."""
+HIDDEN = "(hidden)"
+_SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
 
 
 def plan_document(plan: Plan, config: Config, notes: Sequence[str] = ()) -> dict[str, Any]:
@@ -67,6 +70,8 @@ def _bar(bar: MemoryBar) -> dict[str, Any]:
 def _settings(config: Config) -> list[dict[str, Any]]:
     """Every value of the config, group by group, and whether it is the default."""
     defaults = Config().model_dump(mode="json")
+    values_by_group = config.model_dump(mode="json")
+    values_by_group["cluster"]["env"] = _without_secrets(values_by_group["cluster"]["env"])
     return [
         {
             "group": group,
@@ -74,9 +79,14 @@ def _settings(config: Config) -> list[dict[str, Any]]:
             "value": value,
             "is_default": name in defaults[group] and defaults[group][name] == value,
         }
-        for group, values in config.model_dump(mode="json").items()
+        for group, values in values_by_group.items()
         for name, value in values.items()
     ]
+
+
+def _without_secrets(env: dict[str, str]) -> dict[str, str]:
+    """A plan is shown to others; what its environment block may log in with is not."""
+    return {name: HIDDEN if _SECRET.search(name) else value for name, value in env.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -65,7 +65,9 @@ def _trainer(layout: ClusterLayout) -> Iterator[Text]:
     gpus = [gpu for gpu in layout.gpus if gpu.trainer is not None]
     if not gpus:
         return
-    sizes = _sizes(TP=layout.tp, CP=layout.cp, PP=layout.pp, DP=layout.dp, EP=layout.ep, ETP=layout.etp)
+    # Without experts the size of expert tensor parallelism follows that of tensor parallelism, and says nothing.
+    etp = layout.etp if layout.ep > 1 or layout.etp != layout.tp else 1
+    sizes = _sizes(TP=layout.tp, CP=layout.cp, PP=layout.pp, DP=layout.dp, EP=layout.ep, ETP=etp)
     nodes = ranges(gpu.node for gpu in gpus)
     yield _labelled("trainer", f"{count(len(gpus), 'GPU')}, {_noun(nodes, 'node')} {nodes}{sizes}")
     if layout.pp > 1:
@@ -112,7 +114,7 @@ def _labelled(label: str, text: str) -> Text:
 
 def _memory(bars: Sequence[MemoryBar], width: int, coloured: bool) -> Iterator[Text]:
     bars = _alike_merged(bars)
-    palette = Palette((item.name for bar in bars for item in bar.items), coloured=coloured)
+    palette = Palette((item.name for bar in bars for item in bar.items if item.num_bytes), coloured=coloured)
     labels = [f"{bar.owner}, {count(bar.num_gpus, 'GPU')}" if _is_gpu(bar) else bar.owner for bar in bars]
     figures = [_figures(bar) for bar in bars]
     label_width = max(map(len, labels)) + 1
@@ -120,12 +122,12 @@ def _memory(bars: Sequence[MemoryBar], width: int, coloured: bool) -> Iterator[T
     gpu_scale = max((max(bar.capacity_bytes, bar.used_bytes) for bar in bars if _is_gpu(bar)), default=0)
     for bar, label, text in zip(bars, labels, figures, strict=True):
         scale = gpu_scale if _is_gpu(bar) else max(bar.capacity_bytes, bar.used_bytes)
-        parts = [(item.name, float(item.num_bytes)) for item in bar.items]
+        parts = [(item.name, float(item.num_bytes)) for item in bar.items if item.num_bytes]
         drawn = stacked_bar(parts, bar.capacity_bytes, scale, bar_width, palette)
         yield Text.assemble(
             label.ljust(label_width), drawn, " " * (bar_width + 1 - len(drawn)), " ", (text, "" if bar.fits else "bold red")
         )
-    yield palette.legend()
+    yield from palette.legend(width)
 
 
 def _is_gpu(bar: MemoryBar) -> bool:
@@ -176,8 +178,8 @@ def _findings(findings: Sequence[Finding], config: Config) -> Iterator[Renderabl
 
 def _suggestions(plan: Plan) -> Iterator[Text]:
     for suggestion in plan.suggestions:
-        gain = f"{gibibytes(suggestion.saved_bytes)} less, {suggestion.cost}"
-        yield Text.assemble((" ".join(suggestion.flags), "green"), f"  {gain}")
+        gain = f"{gibibytes(suggestion.saved_bytes)} less, " if suggestion.saved_bytes > 0 else ""
+        yield Text.assemble((" ".join(suggestion.flags), "green"), f"  {gain}{suggestion.cost}")
 
 
 def _verdict(plan: Plan) -> Text:

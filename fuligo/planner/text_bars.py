@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.text import Text
 
 _COLOURS = {
     "weights": "blue",
+    "draft_weights": "bright_blue",
     "gradients": "cyan",
     "optimizer": "yellow",
     "activations": "red",
+    "backward": "bright_red",
     "logits": "magenta",
     "kv_cache": "green",
-    "communication": "bright_blue",
-    "graphs": "bright_magenta",
+    "graphs": "bright_green",
+    "communication": "bright_magenta",
     "runtime": "bright_black",
+    "fragmentation": "white",
 }
-_OTHER_COLOURS = ("bright_green", "bright_yellow", "bright_cyan", "white")
+_OTHER_COLOURS = ("bright_yellow", "bright_cyan", "bright_white")
 _BLOCK = "█"
 
 
@@ -42,10 +45,16 @@ class Palette:
         """`length` characters of one part."""
         return Text((_BLOCK if self._coloured else self._letters[name]) * length, self._styles[name])
 
-    def legend(self) -> Text:
-        """`w weights  g gradients`, in the order of the names."""
-        entries = [Text.assemble(self.run(name, 1), " ", name) for name in self._letters]
-        return Text("  ").join(entries)
+    def legend(self, width: int) -> Iterator[Text]:
+        """`w weights  g gradients`, in the order of the names; as many lines as it takes, no entry broken."""
+        line = Text()
+        for name in self._letters:
+            entry = Text.assemble(self.run(name, 1), " ", name.replace("_", " "))
+            if line and len(line) + 2 + len(entry) > width:
+                yield line
+                line = Text()
+            line = Text("  ").join([line, entry]) if line else entry
+        yield line
 
 
 def stacked_bar(parts: Sequence[tuple[str, float]], capacity: float, scale: float, width: int, palette: Palette) -> Text:

@@ -1,13 +1,33 @@
 // Stacked bars of memory, with a line at the capacity.
 
-const ITEM_HUES = { weights: 262, gradients: 205, optimizer: 75, activations: 20, logits: 320, communication: 235, kv_cache: 150, graphs: 110, runtime: 290 };
+// Hue and chroma: what the model needs is colourful, what lies around it is not.
+const ITEM_COLOURS = {
+  weights: [262, 0.11],
+  draft_weights: [290, 0.11],
+  engine_weights: [275, 0.08],
+  reference: [235, 0.09],
+  gradients: [205, 0.1],
+  optimizer: [75, 0.11],
+  offloaded_optimizer: [90, 0.08],
+  activations: [20, 0.11],
+  backward: [45, 0.1],
+  logits: [330, 0.11],
+  kv_cache: [150, 0.11],
+  graphs: [118, 0.1],
+  gathered: [185, 0.05],
+  communication: [230, 0.045],
+  deepep: [250, 0.045],
+  runtime: [280, 0.035],
+  fragmentation: [80, 0.03],
+  engine: [160, 0.025],
+  trainer: [265, 0.025],
+};
 
 function itemColour(name) {
-  const known = ITEM_HUES[name];
-  if (known !== undefined) return { "--hue": known, "--chroma": name === "runtime" || name === "communication" ? 0.045 : 0.11 };
   let hash = 0;
   for (const character of name) hash = (hash * 31 + character.codePointAt(0)) % 360;
-  return { "--hue": hash, "--chroma": 0.075 };
+  const [hue, chroma] = Object.hasOwn(ITEM_COLOURS, name) ? ITEM_COLOURS[name] : [hash, 0.07];
+  return { "--hue": hue, "--chroma": chroma };
 }
 
 const swatch = (colour) => element("span", { class: "swatch", ...colour });

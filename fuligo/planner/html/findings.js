@@ -39,7 +39,7 @@ function suggestionsSection() {
     "What would make it fit",
     element("p", { class: "lead" }, "The cheapest first."),
     plan.suggestions.map((suggestion) =>
-      element("article", { class: "finding suggestion" }, command(suggestion.flags.join(" ")), element("p", {}, element("b", {}, `${gibibytes(suggestion.saved_bytes)} less`), `, ${suggestion.cost}`)),
+      element("article", { class: "finding suggestion" }, command(suggestion.flags.join(" ")), element("p", {}, suggestion.saved_bytes > 0 ? [element("b", {}, `${gibibytes(suggestion.saved_bytes)} less`), ", "] : null, suggestion.cost)),
     ),
   );
 }

@@ -2,7 +2,7 @@
 
 function settingText(value) {
   if (value === null) return "none";
-  return typeof value === "object" ? JSON.stringify(value, null, 1) : String(value);
+  return typeof value === "object" ? JSON.stringify(value).replaceAll(",", ", ").replaceAll(":", ": ") : String(value);
 }
 
 function settingsSection() {
@@ -31,5 +31,6 @@ function settingsSection() {
   );
 }
 
-const settingRow = (setting) =>
-  element("tr", { class: setting.is_default ? "default" : "" }, element("td", {}, setting.group), element("th", { scope: "row" }, element("code", {}, setting.name)), element("td", {}, element("code", { class: "value" }, settingText(setting.value))));
+// A group is named in its first row.
+const settingRow = (setting, index, rows) =>
+  element("tr", { class: setting.is_default ? "default" : "" }, element("td", {}, setting.group === rows[index - 1]?.group ? "" : setting.group), element("th", { scope: "row" }, element("code", {}, setting.name)), element("td", {}, element("code", { class: "value" }, settingText(setting.value))));

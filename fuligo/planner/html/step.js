@@ -38,16 +38,22 @@ function timelineLane(lane, phases, end) {
   );
 }
 
+const TICK_STEPS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200];
+
+function tickText(tick, step) {
+  if (step >= 3600) return `${tick / 3600} h`;
+  if (step >= 300) return `${tick / 60} min`;
+  return step < 1 ? `${tick.toFixed(2)} s` : `${tick} s`;
+}
+
 function timelineAxis(end) {
-  const rough = end / 5;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= rough);
+  const step = TICK_STEPS.find((candidate) => candidate >= end / 6) ?? 86400;
   const ticks = Array.from({ length: Math.floor(end / step) + 1 }, (_, index) => index * step);
   return element(
     "div",
     { class: "lane axis", "aria-hidden": "true" },
     element("div", { class: "lane-label" }),
-    element("div", { class: "lane-track" }, ticks.map((tick) => element("span", { class: "tick", "--left": percent(tick / end) }, tick === 0 ? "0" : seconds(tick)))),
+    element("div", { class: "lane-track" }, ticks.map((tick) => element("span", { class: "tick", "--left": percent(tick / end) }, tick === 0 ? "0" : tickText(tick, step)))),
   );
 }
 

@@ -1,0 +1,175 @@
+"""`fuligo plan`: the arguments of train and its own, what it writes, how it ends, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from fuligo import cli
+from fuligo.cli.plan import STANDARD_OUTPUT, Options, plan_name, split_options
+from fuligo.config.parse import parse
+from fuligo.errors import ConfigError
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+SMALL = ("--config", str(EXAMPLES / "qwen3-4b" / "config.yaml"))
+LARGE = ("--config", str(EXAMPLES / "glm5.2-744b" / "config.yaml"))
+BROKEN = (*SMALL, "--tensor-model-parallel-size", "3")
+RunPlan = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run_plan(capsys: pytest.CaptureFixture[str]) -> RunPlan:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = cli.main(["plan", *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_a_valid_config(run_plan: RunPlan):
+    code, output, errors = run_plan(*LARGE)
+    assert code == 0
+    assert "256 x h100-80 on 32 nodes" in output
+    assert "valid" in output.splitlines()[-1]
+    assert len(output.splitlines()) <= 40, "it fits a screen"
+    assert errors == ""
+
+
+def test_an_invalid_config_ends_with_2_and_names_the_flag(run_plan: RunPlan):
+    code, output, _ = run_plan(*BROKEN)
+    assert code == 2
+    assert "--tensor-model-parallel-size 3" in output
+
+
+def test_what_cannot_be_read_is_an_error_as_in_train(run_plan: RunPlan):
+    code, output, errors = run_plan(*SMALL, "--tensor-model-paralel-size", "2")
+    assert (code, output) == (2, "")
+    assert "--tensor-model-parallel-size" in errors
+
+
+def test_flags_override_the_file(run_plan: RunPlan):
+    _, output, _ = run_plan(*SMALL, "--tensor-model-parallel-size", "4", "--sequence-parallel")
+    assert "TP 4" in output
+
+
+def test_another_gpu(run_plan: RunPlan):
+    _, output, _ = run_plan(*SMALL, "--gpu", "h200-141")
+    assert "8 x h200-141" in output
+    code, _, errors = run_plan(*SMALL, "--gpu", "h100")
+    assert code == 2
+    assert "h100-80" in errors
+
+
+def test_host_memory_is_judged_where_it_is_known(run_plan: RunPlan):
+    offload = ("--config", str(EXAMPLES / "glm4.7-flash" / "8gpus.yaml"))
+    assert run_plan(*offload)[0] == 0
+    code, output, _ = run_plan(*offload, "--host-memory", "100")
+    assert code == 2
+    assert "host" in output
+    assert "100.0 GiB" in output
+
+
+def test_json_alone_is_all_of_the_output(run_plan: RunPlan):
+    code, output, _ = run_plan(*LARGE, "--json")
+    document = json.loads(output)
+    schema = json.loads(resources.files("fuligo.planner").joinpath("plan.schema.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(document)
+    assert code == 0
+    assert document["valid"] is True
+    assert len(document["layout"]["gpus"]) == 256
+
+
+def test_json_of_an_invalid_config(run_plan: RunPlan):
+    code, output, _ = run_plan("--json", *BROKEN)
+    document = json.loads(output)
+    assert code == 2
+    assert document["valid"] is False
+    assert "--tensor-model-parallel-size 3" in document["findings"][0]["text"]
+
+
+def test_files_beside_the_report(run_plan: RunPlan, tmp_path: Path):
+    document, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    code, output, _ = run_plan(*SMALL, "--json", str(document), f"--html={page}")
+    assert code == 0
+    assert output.endswith(f"wrote {document}\nwrote {page}\n")
+    assert json.loads(document.read_text())["schema_version"] == 1
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_a_file_that_cannot_be_written(run_plan: RunPlan, tmp_path: Path):
+    code, _, errors = run_plan(*SMALL, "--html", str(tmp_path / "missing" / "plan.html"))
+    assert code == 2
+    assert "--html" in errors
+    assert "No such file or directory" in errors
+
+
+def test_no_model_facts(run_plan: RunPlan):
+    code, _, errors = run_plan("--hf-checkpoint", "/nowhere/model")
+    assert code == 2
+    assert "--model-config-file" in errors
+
+
+def test_notes_of_the_command_line_are_told(run_plan: RunPlan):
+    _, output, _ = run_plan(*SMALL, "--lr", "1e-6", "--lr", "2e-6")
+    assert "note: " in output
+    assert "--lr" in output
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help(run_plan: RunPlan, option: str):
+    code, output, _ = run_plan(option)
+    assert code == 0
+    assert "--html" in output
+    assert "h200-141" in output
+
+
+def test_help_on_a_flag_of_the_job(run_plan: RunPlan):
+    assert "tensor_model_parallel_size" in run_plan("--help", "tensor-model-parallel-size")[1]
+
+
+def test_own_options_may_stand_anywhere():
+    arguments = ["--gpu", "b200", "--config", "run.yaml", "--json", "--lr", "1e-6", "--html=p.html", "--host-memory", "512"]
+    assert split_options(arguments) == Options("b200", 512 * 1024**3, STANDARD_OUTPUT, "p.html", ("--config", "run.yaml", "--lr", "1e-6"))
+
+
+@pytest.mark.parametrize("arguments", [["--gpu"], ["--html", "--lr", "1e-6"], ["--host-memory", "much"], ["--host-memory", "-1"]])
+def test_own_options_need_values(arguments: list[str]):
+    with pytest.raises(ConfigError, match=arguments[0]):
+        split_options(arguments)
+
+
+@pytest.mark.parametrize(
+    ("job", "name"),
+    [(["--config", "glm4-9b/config.yaml"], "glm4-9b"), (["--config", "a/colocated.yaml"], "colocated"), ([], "plan")],
+)
+def test_a_plan_is_named_after_its_config_file(job: list[str], name: str):
+    assert plan_name(parse([]).config, job) == name
+
+
+def test_a_plan_is_named_by_the_job():
+    assert plan_name(parse(["--name", "mine"]).config, ["--config", "glm4-9b/config.yaml"]) == "mine"
+
+
+HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "numpy", "pyarrow", "aiohttp", "fastapi")
+
+
+def test_planning_256_gpus_imports_nothing_heavy(tmp_path: Path):
+    """Whatever is written, and in a process of its own: this one has imported everything."""
+    program = f"""
+import sys
+from fuligo.cli import main
+code = main(["plan", *{[*LARGE, "--html", str(tmp_path / "plan.html"), "--json", str(tmp_path / "plan.json")]!r}])
+print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
+sys.exit(code)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr.strip()) == (0, "[]")
+    assert "\x1b" not in ran.stdout, "no colour codes where no terminal is"

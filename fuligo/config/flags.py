@@ -91,7 +91,10 @@ def _similar(name: str) -> list[Flag]:
         return exact
     prefixed = [group for group in passthrough_groups() if name.startswith(f"{group}_")]
     if prefixed:
-        known = passthrough_flags(prefixed[0])
+        prefix = f"{prefixed[0]}_"
+        known = passthrough_flags(prefixed[0]) | {
+            typed.removeprefix(prefix): flag for typed, flag in flags().items() if typed.startswith(prefix)
+        }
         found = [known[near] for near in nearest(bare, known)]
         if found:
             return found

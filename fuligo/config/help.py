@@ -6,16 +6,37 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
-from fuligo.config.flags import Flag, Kind, did_you_mean, flags, groups, nearest
+from fuligo.config.flag import PREFIXES, option_name
+from fuligo.config.flags import Flag, Kind, did_you_mean, flags, groups, nearest, passthrough_flags, passthrough_groups
+from fuligo.config.passthrough import problem_with_name
+from fuligo.config.schemas import BACKENDS, Schema, schema
 from fuligo.errors import ConfigError
 
 _COLUMN = 44
 """Where the descriptions begin."""
+_PLACEHOLDERS = {
+    Kind.BOOL: "true|false",
+    Kind.INT: "N",
+    Kind.SIZE: "N",
+    Kind.FLOAT: "X",
+    Kind.TEXT: "TEXT",
+    Kind.CHOICE: "TEXT",
+    Kind.TEXT_LIST: "TEXT ...",
+    Kind.INT_LIST: "N ...",
+    Kind.FLOAT_LIST: "X ...",
+    Kind.JSON: "JSON",
+    Kind.JSON_LIST: "JSON",
+    Kind.LAYERS: "N|[N,...]",
+    Kind.TOPOLOGY: "FILE",
+}
 _USAGE = """\
 fuligo train [--config FILE] [--flag VALUE ...]
 
 Every flag can also stand in a YAML file, with underscores, under its group: `rollout: {rollout_batch_size: 32}`.
 Flags override the file. Help on one group or flag: fuligo train --help GROUP_OR_FLAG
+
+Arguments of SGLang are given as --sglang-NAME, of its router as --router-NAME, of Megatron as --NAME; in a file they stand without
+prefix under `sglang`, `router` and `megatron`. `--help sglang` lists them.
 """
 
 
@@ -40,11 +61,20 @@ def help_text(topic: str = "") -> str:
         return "\n".join([_USAGE, *(_group_text(group) for group in groups())])
     if topic in groups():
         return _group_text(topic)
+    if topic in passthrough_groups():
+        return _passthrough_text(topic)
     if topic in flags():
         flag = flags()[topic]
         return f"{_flag_text(flag)}\n  in a file: `{flag.group}: {{{flag.name}: ...}}`\n"
-    near = nearest(topic, [*groups(), *flags()])
-    raise ConfigError(f"no group or flag is called {topic}{did_you_mean(near)}; the groups are {', '.join(groups())}")
+    for group in passthrough_groups():
+        text = _argument_text(schema(group), topic)
+        if text is not None:
+            return text
+    near = nearest(
+        topic, [*groups(), *flags(), *(flag.flat_name for group in passthrough_groups() for flag in passthrough_flags(group).values())]
+    )
+    shown = ", ".join([*groups(), *passthrough_groups()])
+    raise ConfigError(f"no group or flag is called {topic}{did_you_mean(near)}; the groups are {shown}")
 
 
 def _group_text(group: str) -> str:
@@ -52,12 +82,39 @@ def _group_text(group: str) -> str:
     return "\n".join([f"{group}: {doc}", *(_flag_text(flag) for flag in flags().values() if flag.group == group)]) + "\n"
 
 
+def _passthrough_text(group: str) -> str:
+    backend = schema(group)
+    heading = f"{group}: Arguments passed on to {BACKENDS[group]} (checked against {backend.package} {backend.version})."
+    return "\n".join([heading, *(_flag_text(flag) for flag in passthrough_flags(group).values())]) + "\n"
+
+
+def _argument_text(backend: Schema, topic: str) -> str | None:
+    """Help on one argument that is passed on, under any of its names; None where the backend has none of that name."""
+    prefix = PREFIXES.get(backend.group, "")
+    if not topic.startswith(prefix):
+        return None
+    given = topic.removeprefix(prefix)
+    alias = backend.aliases.get(given)
+    flag = backend.flags.get(alias.name if alias else given)
+    problem = problem_with_name(backend, given)
+    if flag is None:
+        return f"{option_name(topic)}: {problem}\n" if given in backend.hints else None
+    if problem is not None:
+        return f"{_flag_text(flag)}\n  {flag.option} {problem}\n"
+    value = f" {alias.value}" if alias and alias.value is not None else ""
+    also = f"  {option_name(topic)} is the same as {flag.option}{value}\n" if alias else ""
+    return f"{_flag_text(flag)}\n{also}  in a file: `{backend.group}: {{{flag.name}: ...}}`\n"
+
+
 def _flag_text(flag: Flag) -> str:
     heading = f"  {flag.option}" if flag.kind is Kind.BOOL else f"  {flag.option} {placeholder(flag)}"
     width = max(_COLUMN + 40, min(shutil.get_terminal_size().columns, 140))
     margin = " " * _COLUMN
-    notes = f" [{details(flag)}]" if details(flag) else ""
-    text = textwrap.fill(flag.doc + notes, width, initial_indent=margin, subsequent_indent=margin)
+    notes = f"[{details(flag)}]" if details(flag) else ""
+    doc = f"{flag.doc} {notes}".strip()
+    if not doc:
+        return heading
+    text = textwrap.fill(doc, width, initial_indent=margin, subsequent_indent=margin)
     return heading.ljust(_COLUMN) + text[_COLUMN:] if len(heading) < _COLUMN - 1 else f"{heading}\n{text}"
 
 
@@ -65,8 +122,7 @@ def placeholder(flag: Flag) -> str:
     """What stands for the value in a usage line: `N`, `X`, `TEXT`, `{auto,cpu,cuda}`."""
     if flag.choices:
         return "{" + ",".join(flag.choices) + "}"
-    names = {Kind.INT: "N", Kind.FLOAT: "X", Kind.TEXT: "TEXT", Kind.TEXT_LIST: "TEXT ...", Kind.INT_LIST: "N ...", Kind.JSON: "JSON"}
-    return names.get(flag.kind, "true|false")
+    return _PLACEHOLDERS[flag.kind]
 
 
 def details(flag: Flag) -> str:

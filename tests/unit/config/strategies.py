@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 
 from fuligo.config import Config
 from fuligo.config.assignments import Assignment, build_config
-from fuligo.config.flags import Flag, Kind, flags
+from fuligo.config.flag import Flag, Kind
+from fuligo.config.flags import flags, passthrough_flags, passthrough_groups
+from fuligo.config.passthrough import SglangArguments
+from fuligo.config.topology import ModelServers, ServerGroup
 
 TEXTS = st.text(alphabet=st.characters(codec="utf-8"), min_size=1, max_size=20)
 JSON_VALUES = st.recursive(
@@ -16,6 +19,11 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXTS, inner, max_size=2),
     max_leaves=4,
 )
+
+
+PATHS = TEXTS.filter(lambda text: not text.startswith(("./", "../")))
+"""Others are relative to where they stand, so a file holds them as what they point to."""
+LAYERS = st.lists(st.integers(0, 3), min_size=1, max_size=80)
 
 
 def values(flag: Flag) -> st.SearchStrategy[Any]:
@@ -26,23 +34,35 @@ def values(flag: Flag) -> st.SearchStrategy[Any]:
 
 
 def _given(flag: Flag) -> st.SearchStrategy[Any]:
+    text = st.sampled_from(flag.choices) if flag.choices else PATHS if flag.is_path else TEXTS
     match flag.kind:
         case Kind.BOOL:
             return st.booleans()
-        case Kind.INT:
-            return st.integers(2, 10**6)
+        case Kind.INT | Kind.SIZE:
+            return text.map(int) if flag.choices else _integers(flag, 2)
         case Kind.FLOAT:
             return _floats(flag)
-        case Kind.TEXT:
-            return TEXTS
-        case Kind.CHOICE:
-            return st.sampled_from(flag.choices)
+        case Kind.TEXT | Kind.CHOICE:
+            return text
         case Kind.TEXT_LIST:
-            return st.lists(TEXTS, max_size=3)
+            return st.lists(text, max_size=3)
         case Kind.INT_LIST:
-            return st.lists(st.integers(-(10**6), 10**6), max_size=3)
+            return st.lists(_integers(flag, -(10**6)), max_size=3)
+        case Kind.FLOAT_LIST:
+            return st.lists(_floats(flag), max_size=3)
         case Kind.JSON:
-            return st.dictionaries(TEXTS, TEXTS if flag.name == "env" else JSON_VALUES, max_size=3)
+            return st.dictionaries(TEXTS, TEXTS if flag.name.endswith("env") else JSON_VALUES, max_size=3)
+        case Kind.JSON_LIST:
+            return st.lists(JSON_VALUES, max_size=3)
+        case Kind.LAYERS:
+            return st.integers(1, 100) | LAYERS
+        case Kind.TOPOLOGY:
+            return st.lists(model_servers(), min_size=1, max_size=2)
+
+
+def _integers(flag: Flag, least: int) -> st.SearchStrategy[int]:
+    limits = dict(bound.split() for bound in flag.bounds.split(" and ") if bound)
+    return st.integers(max(least, int(limits.get(">=", least))), int(limits.get("<=", 10**6)))
 
 
 def _floats(flag: Flag) -> st.SearchStrategy[float]:
@@ -53,6 +73,35 @@ def _floats(flag: Flag) -> st.SearchStrategy[float]:
 
 
 @st.composite
+def arguments(draw: st.DrawFn, group: str) -> dict[str, Any]:
+    """Arguments that are passed on."""
+    known = passthrough_flags(group)
+    names = draw(st.sets(st.sampled_from(sorted(known)), max_size=8))
+    return {name: draw(values(known[name])) for name in sorted(names)}
+
+
+@st.composite
+def model_servers(draw: st.DrawFn) -> ModelServers:
+    count = st.none() | st.integers(1, 64)
+    groups = st.builds(
+        ServerGroup,
+        worker_type=st.sampled_from(["regular", "prefill", "decode", "placeholder"]),
+        num_gpus=st.integers(0, 64),
+        num_gpus_per_engine=count,
+        overrides=arguments("sglang").map(SglangArguments),
+    )
+    return ModelServers(
+        name=draw(TEXTS),
+        model_path=draw(st.none() | PATHS),
+        update_weights=draw(st.none() | st.booleans()),
+        num_gpus_per_engine=draw(count),
+        server_groups=draw(st.lists(groups, min_size=1, max_size=2)),
+    )
+
+
+@st.composite
 def configs(draw: st.DrawFn) -> Config:
-    names = draw(st.sets(st.sampled_from(sorted(flags())), max_size=25))
-    return build_config(Assignment(flags()[name], draw(values(flags()[name])), name) for name in sorted(names))
+    known = [*flags().values(), *(flag for group in passthrough_groups() for flag in passthrough_flags(group).values())]
+    by_name = {flag.flat_name: flag for flag in known}
+    names = draw(st.sets(st.sampled_from(sorted(by_name)), max_size=25))
+    return build_config(Assignment(by_name[name], draw(values(by_name[name])), name) for name in sorted(names))

@@ -106,11 +106,7 @@ def _engine_ranks(specs: Sequence[EngineGroupSpec]) -> Iterator[EngineRank | Non
         if spec.worker_type == "placeholder":
             yield from [None] * spec.num_gpus
             continue
-        if spec.num_gpus % spec.num_gpus_per_engine:
-            raise ConfigError(
-                f"engine group {group} ({spec.worker_type}): {spec.num_gpus} GPUs are no multiple of "
-                f"--rollout-num-gpus-per-engine {spec.num_gpus_per_engine}"
-            )
+        _must_divide(spec, f"engine group {group + 1} ({spec.worker_type})")
         for _ in range(spec.num_engines):
             for rank in range(spec.num_gpus_per_engine):
                 pp, tp = divmod(rank, spec.tp_size)
@@ -124,6 +120,17 @@ def _engine_ranks(specs: Sequence[EngineGroupSpec]) -> Iterator[EngineRank | Non
                     ep=tp * spec.ep_size // spec.tp_size,
                 )
             engine += 1
+
+
+def _must_divide(spec: EngineGroupSpec, owner: str) -> None:
+    if spec.num_gpus % spec.num_gpus_per_engine:
+        raise ConfigError(f"{owner}: {spec.num_gpus} GPUs are no multiple of --rollout-num-gpus-per-engine {spec.num_gpus_per_engine}")
+    pp_size = spec.arguments.value("pp_size")
+    if pp_size < 1 or spec.num_gpus_per_engine % pp_size:
+        raise ConfigError(f"{owner}: --sglang-pp-size {pp_size} does not divide --rollout-num-gpus-per-engine {spec.num_gpus_per_engine}")
+    for option, size in (("--sglang-dp-size", spec.dp_size), ("--sglang-ep-size", spec.ep_size)):
+        if size < 1 or spec.tp_size % size:
+            raise ConfigError(f"{owner}: {option} {size} does not divide the {spec.tp_size} tensor-parallel GPUs of an engine")
 
 
 def _engine_group(spec: EngineGroupSpec) -> EngineGroup:

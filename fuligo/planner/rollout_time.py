@@ -26,9 +26,9 @@ class _Decoding:
 
 
 def rollout_phase(subject: Subject, layout: ClusterLayout) -> Phase:
-    """All responses of one wave of sampling, all engines at work together."""
+    """All responses that a rollout keeps, all engines at work together."""
     config = subject.config
-    requests = config.resolved_over_sampling_batch_size * config.rollout.n_samples_per_prompt
+    requests = config.samples_per_rollout
     flops = _flops(subject, requests)
     if config.resolved_rollout_backend == "embedded":
         decoding = _embedded(subject, requests)
@@ -89,7 +89,7 @@ def _prefill(subject: Subject, groups: list[tuple[EngineGroupSpec, EngineMemory]
     num_gpus = sum(spec.num_gpus for spec in workers)
     if not num_gpus:
         return 0.0, "no engine for prompts"
-    tokens = config.resolved_over_sampling_batch_size * average_prompt(config)
+    tokens = config.rollout.rollout_batch_size * average_prompt(config)
     flops = tokens * forward_flops(subject.rollout_architecture).per_token
     seconds = flops / (num_gpus * subject.gpu.bf16_flops * speeds.PREFILL)
     return seconds, f"{tokens} prompt tokens in {seconds:.1f} s at {speeds.PREFILL:.0%} of the peak"
@@ -112,5 +112,5 @@ def _flops(subject: Subject, requests: int) -> float:
     config, forward = subject.config, forward_flops(subject.rollout_architecture)
     prompt, response = average_prompt(config), average_response(config)
     square = 2 * prompt * response + (2 * response) ** 2 / 3
-    prompts = config.resolved_over_sampling_batch_size * forward.sequence(prompt, prompt**2, 0)
+    prompts = config.rollout.rollout_batch_size * forward.sequence(prompt, prompt**2, 0)
     return prompts + requests * forward.sequence(response, square, response)

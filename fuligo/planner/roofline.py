@@ -46,7 +46,7 @@ def assumptions(subject: Subject, layout: ClusterLayout) -> tuple[str, ...]:
         f"Responses average {average_response(config)} tokens, {AVERAGE_OF_LONGEST:.0%} of the longest, spread evenly; "
         f"prompts {average_prompt(config)} tokens.",
         "Experts get equal shares of the tokens.",
-        "Rewards and evaluation take no time; no prompt is dropped by a filter.",
+        "Rewards and evaluation take no time; a rollout samples what it keeps, no prompt is dropped by a filter.",
     ]
     if layout.pp > 1 or layout.tp > 1 or layout.cp > 1 or layout.ep > 1:
         told.append("Efficiencies were measured with parallel dimensions of 2 inside one node and are taken to hold for larger ones.")

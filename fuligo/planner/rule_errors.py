@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fuligo.config.findings import Severity
-from fuligo.planner.check import check
+from fuligo.planner.check import broken_rules
 from fuligo.planner.subject import Subject
 
 
 def rule_errors(subject: Subject) -> frozenset[str]:
     """Ids of the broken rules."""
-    return frozenset(finding.id for finding in check(subject) if finding.severity is Severity.ERROR)
+    return frozenset(finding.id for finding in broken_rules(subject) if finding.severity is Severity.ERROR)

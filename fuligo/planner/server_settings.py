@@ -11,6 +11,8 @@ from fuligo.config.topology import EngineGroupSpec
 from fuligo.models.architecture import Architecture, LatentAttention
 from fuligo.planner.gpus import GIB, MIB, Gpu
 
+DEFAULT_PREFILL_TOKENS = 16384
+"""`max_prefill_tokens` where it is not given."""
 DRAFTS_OF_MODEL = ("EAGLE", "NEXTN")
 """Speculative algorithms whose draft is the model's own layer for multi-token prediction."""
 
@@ -58,6 +60,8 @@ def server_settings(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu)
     arguments = spec.arguments
     size = next(size for size in _SIZES if gpu.memory_bytes / MIB < size.below_mib)
     chunk = arguments.get("chunked_prefill_size") or size.chunk
+    if chunk < 0:  # one piece, up to the largest batch of prompts
+        chunk = arguments.get("max_prefill_tokens") or DEFAULT_PREFILL_TOKENS
     batch = _graph_batch(spec, size)
     algorithm = arguments.get("speculative_algorithm")
     num_prefill_graphs = 0 if spec.worker_type == "decode" or arguments.get("disable_prefill_cuda_graph") else _num_prefill_graphs(chunk)

@@ -43,7 +43,7 @@ def planned_engines(subject: Subject) -> list[tuple[int, EngineGroupSpec, Engine
     return [
         (group, spec, engine_memory(spec, subject.rollout_architecture, subject.gpu, resident))
         for group, spec in enumerate(engine_groups(config))
-        if spec.worker_type != "placeholder" and runs_policy(subject, spec)
+        if spec.num_engines and runs_policy(subject, spec)
     ]
 
 

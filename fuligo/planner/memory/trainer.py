@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fuligo.config import Config
@@ -98,12 +98,14 @@ def trainer_items(subject: Subject, layout: ClusterLayout, pipeline_rank: int) -
     state = trainer_state(subject, shape, stages)
     activations = _activations(subject, shape, stages, pipeline_rank)
     moving = sum(item.num_bytes for item in activations)
+    fragmentation = f"{FRAGMENTATION:.0%} of the activations' {amount(moving)}"
+    passing = (*activations, MemoryItem("fragmentation", round(FRAGMENTATION * moving), fragmentation))
+    gradients = _main_gradients(subject, shape, state)
     return (
         *_state_items(subject, shape, state),
-        *activations,
+        *(gradients if _sum(gradients) > _sum(passing) else passing),
         *_communication(subject, shape),
         MemoryItem("runtime", CUDA_CONTEXT_BYTES, "CUDA context, kernels, cuBLAS workspace"),
-        MemoryItem("fragmentation", round(FRAGMENTATION * moving), f"{FRAGMENTATION:.0%} of the activations' {amount(moving)}"),
     )
 
 
@@ -111,6 +113,22 @@ def trainer_resident_bytes(subject: Subject) -> int:
     """What an offloaded trainer keeps on a GPU: everything that is not its own tensors."""
     communication = sum(item.num_bytes for item in _communication(subject, trainer_shape(subject.config)))
     return CUDA_CONTEXT_BYTES + communication
+
+
+def _sum(items: Iterable[MemoryItem]) -> int:
+    return sum(item.num_bytes for item in items)
+
+
+def _main_gradients(subject: Subject, shape: TrainerShape, state: TrainerState) -> tuple[MemoryItem, ...]:
+    """The fp32 copy of bf16 gradients that exists during the optimizer's step, when no activations do.
+
+    (`distrib_optimizer._copy_model_grads_to_main_grads`; the precision-aware optimizer reads them as they are.)
+    """
+    if gradient_bytes(subject) == FP32 or subject.config.optimizer.use_precision_aware_optimizer:
+        return ()
+    sharded = round(optimizer_parameters(subject, shape, state.trained) * (1 - offloaded_share(subject)))
+    note = f"{billions(sharded)} x 4 bytes: fp32 copy of the bf16 gradients for the optimizer's step; activations are gone by then"
+    return (MemoryItem("main_gradients", FP32 * sharded, note),)
 
 
 def _state_items(subject: Subject, shape: TrainerShape, state: TrainerState) -> Iterator[MemoryItem]:

@@ -12,7 +12,7 @@ from fuligo.planner.gpus import gpu
 from fuligo.planner.subject import Subject
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-DATA = "--hf-checkpoint /models/policy --prompt-data prompts.jsonl --num-rollout 10 --rm-type deepscaler --use-kl-loss"
+DATA = "--hf-checkpoint /models/policy --prompt-data prompts.jsonl --label-key label --num-rollout 10 --rm-type deepscaler --use-kl-loss"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --accumulate-allreduce-grads-in-fp32"
 CPU_ADAM = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer"
 PD = """

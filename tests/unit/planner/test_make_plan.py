@@ -1,0 +1,96 @@
+"""From a config to the whole plan: findings about memory, and no numbers where there is no layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fuligo.config.findings import Finding, Severity
+from fuligo.config.parse import parse
+from fuligo.errors import ConfigError
+from fuligo.planner.gpus import GIB, GPUS, gpu
+from fuligo.planner.make_plan import make_plan
+from fuligo.planner.plan import Plan
+from tests.unit.planner.subjects import CPU_ADAM, DATA, EXAMPLES, FLASH_8, GLM4_9B_COLOCATED, GLM4_9B_SEPARATE
+
+RECIPES = sorted(path for path in EXAMPLES.glob("*/*.yaml") if (path.parent / "model").is_dir())
+
+
+def plan_of(flags: str, model: str, gpu_name: str = "h100-80", host_memory_bytes: int | None = None) -> Plan:
+    arguments = [*DATA.split(), *flags.split(), "--model-config-file", str(EXAMPLES / model / "model" / "config.json")]
+    return make_plan(parse(arguments).config, gpu_name, "a plan", host_memory_bytes=host_memory_bytes)
+
+
+def finding(plan: Plan, id: str) -> Finding:
+    [found] = [finding for finding in plan.findings if finding.id == id]
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_shipped_recipes_fit_the_gpus_that_they_are_written_for(recipe: Path) -> None:
+    plan = make_plan(parse(["--config", str(recipe)]).config, "h100-80", recipe.stem)
+    assert not [finding for finding in plan.findings if finding.severity is Severity.ERROR]
+    assert plan.layout is not None
+    assert all(bar.fits for bar in plan.memory)
+    assert all(capacity.concurrent_sequences >= 1 for capacity in plan.capacities)
+    assert plan.step_s > 0
+    assert not plan.suggestions
+
+
+def test_a_trainer_that_does_not_fit_is_an_error_with_a_fix() -> None:
+    plan = plan_of(FLASH_8, "glm4.7-flash")
+    error = finding(plan, "PLAN-MEMORY-TRAINER")
+    assert error.severity is Severity.ERROR
+    assert "optimizer 41.8 GiB" in error.text
+    assert [change.path[1] for change in error.fix] == [
+        "optimizer_cpu_offload",
+        "overlap_cpu_optimizer_d2h_h2d",
+        "use_precision_aware_optimizer",
+    ]
+    assert len(plan.suggestions) == 3
+
+
+def test_an_engine_whose_weights_leave_no_cache_is_an_error() -> None:
+    error = finding(plan_of(GLM4_9B_COLOCATED.replace("static 0.7", "static 0.1"), "glm4-9b"), "PLAN-MEMORY-ENGINE")
+    assert "leave 0 tokens of KV cache" in error.text
+    assert error.fix[0].path == ("sglang", "mem_fraction_static")
+
+
+def test_an_engine_that_takes_all_memory_is_an_error() -> None:
+    error = finding(plan_of(GLM4_9B_COLOCATED.replace("static 0.7", "static 0.99"), "glm4-9b"), "PLAN-MEMORY-ENGINE")
+    assert error.severity is Severity.ERROR
+    assert "kv_cache" in error.text
+
+
+def test_host_memory_is_judged_where_it_is_given_and_else_a_warning() -> None:
+    enough = plan_of(f"{FLASH_8} {CPU_ADAM}", "glm4.7-flash", host_memory_bytes=1024 * GIB)
+    assert not [finding for finding in enough.findings if finding.id == "PLAN-MEMORY-HOST"]
+    given = plan_of(f"{FLASH_8} {CPU_ADAM}", "glm4.7-flash", host_memory_bytes=256 * GIB)
+    assert finding(given, "PLAN-MEMORY-HOST").severity is Severity.ERROR
+    as_sold = plan_of(f"{FLASH_8} {CPU_ADAM}", "glm4.7-flash", "l40s")
+    assert finding(as_sold, "PLAN-MEMORY-HOST").severity is Severity.WARNING
+
+
+def test_sizes_that_do_not_divide_leave_no_numbers() -> None:
+    plan = plan_of(GLM4_9B_SEPARATE.replace("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 3"), "glm4-9b")
+    assert any(finding.severity is Severity.ERROR for finding in plan.findings)
+    assert plan.layout is None
+    assert not (plan.memory or plan.capacities or plan.phases or plan.suggestions)
+    assert plan.num_parameters > 9e9, "what is known of the model stays"
+
+
+def test_assumptions_are_sentences() -> None:
+    plan = plan_of(GLM4_9B_SEPARATE, "glm4-9b")
+    assert plan.assumptions
+    assert all(text.endswith(".") for text in plan.assumptions)
+
+
+@pytest.mark.parametrize("name", ["H100-80", "h100_80", "h200-141", "b200", "a100-40", "l40s", "RTX 4090"])
+def test_gpus_are_found_by_name(name: str) -> None:
+    assert gpu(name) in GPUS.values()
+
+
+def test_an_unknown_gpu_is_named_with_a_guess() -> None:
+    with pytest.raises(ConfigError, match="did you mean h100-80"):
+        gpu("h100")

@@ -125,11 +125,11 @@ class Config(FlagGroup):
 
     @property
     def resolved_rollout_backend(self) -> Literal["embedded", "sglang"]:
-        """The engines: as given; `auto` is sglang where a flag of SGLang's or of Megatron's has a value that is not its default."""
+        """The engines: as given; `auto` is sglang with Megatron, and where a flag of SGLang's has a value that is not its default."""
         given = self.cluster.rollout_backend
         if given != "auto":
             return given
-        return "sglang" if self._has((*SGLANG_FLAGS, *MEGATRON_FLAGS), "sglang", "megatron") else "embedded"
+        return "sglang" if self.resolved_train_backend == "megatron" or self._has(SGLANG_FLAGS, "sglang") else "embedded"
 
     @property
     def needs_critic(self) -> bool:
@@ -141,8 +141,8 @@ class Config(FlagGroup):
         """The trainer's GPUs on each of its nodes; on a CPU, its processes."""
         if self.cluster.actor_num_gpus_per_node is not None:
             return self.cluster.actor_num_gpus_per_node
-        is_local = self.resolved_train_backend == "torch" and self.resolved_rollout_backend == "embedded"
-        return 1 if is_local or self.cluster.device == "cpu" else min(8, self.cluster.num_gpus_per_node)
+        one = self.resolved_train_backend == "torch" or self.cluster.device == "cpu"
+        return 1 if one else min(8, self.cluster.num_gpus_per_node)
 
     @property
     def num_train_gpus(self) -> int:

@@ -18,12 +18,12 @@ class ClusterFlags(FlagGroup):
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "where to compute; auto takes CUDA where there is one")
     train_backend: Literal["auto", "torch", "megatron"] = flag("auto", "trainer; auto is torch unless a Megatron flag is given")
     rollout_backend: Literal["auto", "embedded", "sglang"] = flag(
-        "auto", "engine; auto is embedded unless an SGLang or Megatron flag or --rollout-num-gpus* is given"
+        "auto", "engine; auto is embedded unless the trainer is megatron, or an SGLang flag or --rollout-num-gpus* is given"
     )
     actor_num_nodes: int = flag(1, "nodes of the trainer", source="seed", ge=1)
     actor_num_gpus_per_node: int | None = flag(
         None,
-        "trainer processes per node, one a GPU (default: 8 with megatron or sglang, 1 with torch and embedded or on a CPU)",
+        "trainer processes per node, one a GPU (default: 8 with megatron, 1 with torch or on a CPU)",
         source="seed",
         ge=1,
     )

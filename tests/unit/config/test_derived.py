@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuligo.config.findings import Severity
+from fuligo.config.findings import Change, Severity
 from fuligo.config.validate import findings
 from tests.unit.config.conftest import MakeConfig, config_with
 
@@ -99,3 +99,100 @@ def test_other_inherited_values(make_config: MakeConfig) -> None:
     assert config.needs_engine and not make_config(loss_type="sft_loss").needs_engine
     assert config.resolved_num_rollout(10_000) == 10
     assert make_config(num_rollout=None, num_epoch=3).resolved_num_rollout(100) == 9  # 300 prompts fill 9 rollouts of 32
+
+
+@pytest.mark.parametrize(
+    ("values", "trainer", "engines"),
+    [
+        ({}, "torch", "embedded"),
+        ({"tensor_model_parallel_size": 1}, "torch", "embedded"),
+        ({"tensor_model_parallel_size": 2}, "megatron", "sglang"),
+        ({"expert_tensor_parallel_size": 1}, "megatron", "sglang"),
+        ({"optimizer_cpu_offload": True}, "megatron", "sglang"),
+        ({"mtp_num_layers": 1}, "megatron", "sglang"),
+        ({"tensor_model_parallel_size": 2, "rollout_backend": "embedded"}, "megatron", "embedded"),
+        ({"tensor_model_parallel_size": 2, "train_backend": "torch"}, "torch", "embedded"),
+        ({"train_backend": "megatron"}, "megatron", "sglang"),
+        ({"rollout_num_gpus": 4}, "torch", "sglang"),
+        ({"rollout_num_gpus": 0}, "torch", "sglang"),
+        ({"rollout_num_gpus_per_engine": 1}, "torch", "sglang"),
+        ({"sglang_config": [{"server_groups": [{"num_gpus": 4}]}]}, "torch", "sglang"),
+        ({"colocate": True}, "torch", "embedded"),
+    ],
+)
+def test_backends_follow_from_the_flags(values: dict[str, Any], trainer: str, engines: str) -> None:
+    config = config_with(**values)
+    assert (config.resolved_train_backend, config.resolved_rollout_backend) == (trainer, engines)
+
+
+def test_backends_follow_from_what_is_passed_on(make_config: MakeConfig) -> None:
+    sglang = make_config().changed([Change(("sglang", "mem_fraction_static"), 0.5)])
+    assert (sglang.resolved_train_backend, sglang.resolved_rollout_backend) == ("torch", "sglang")
+    megatron = make_config().changed([Change(("megatron", "num_layers"), 4)])
+    assert (megatron.resolved_train_backend, megatron.resolved_rollout_backend) == ("megatron", "sglang")
+
+
+MEGATRON = {"train_backend": "megatron", "rollout_backend": "sglang"}
+
+
+@pytest.mark.parametrize(
+    ("values", "train", "rollout", "total", "nodes", "dp"),
+    [
+        ({}, 1, 1, 1, 1, 1),
+        ({"actor_num_gpus_per_node": 4}, 4, 1, 4, 1, 4),
+        ({"rollout_num_gpus": 2}, 1, 2, 3, 1, 1),
+        ({"debug_train_only": True}, 1, 0, 1, 1, 1),
+        ({**MEGATRON, "rollout_num_gpus": 8}, 8, 8, 16, 2, 8),
+        ({**MEGATRON, "rollout_num_gpus": 4, "actor_num_gpus_per_node": 4}, 4, 4, 8, 1, 4),
+        ({**MEGATRON, "colocate": True}, 8, 8, 8, 1, 8),
+        ({**MEGATRON, "colocate": True, "rollout_num_gpus": 24}, 8, 24, 24, 3, 8),
+        ({**MEGATRON, "colocate": True, "rollout_num_gpus": 4}, 8, 4, 8, 1, 8),
+        ({**MEGATRON, "rollout_num_gpus": 0, "rollout_external_engine_addrs": ["host:30000"]}, 8, 0, 8, 1, 8),
+        ({**MEGATRON, "rollout_external_engine_addrs": ["host:30000"]}, 8, 0, 8, 1, 8),
+        ({**MEGATRON, "device": "cpu", "rollout_num_gpus_per_engine": 2}, 1, 2, 3, 1, 1),
+        ({**MEGATRON, "num_gpus_per_node": 4, "rollout_num_gpus": 4}, 4, 4, 8, 2, 4),
+        ({**MEGATRON, "colocate": True, "actor_num_nodes": 32}, 256, 256, 256, 32, 256),
+        (
+            {
+                "colocate": True,
+                "actor_num_nodes": 32,
+                "tensor_model_parallel_size": 4,
+                "pipeline_model_parallel_size": 8,
+                "context_parallel_size": 4,
+            },
+            256,
+            256,
+            256,
+            32,
+            2,
+        ),
+    ],
+)
+def test_sizes_of_the_cluster(values: dict[str, Any], train: int, rollout: int, total: int, nodes: int, dp: int) -> None:
+    config = config_with(**values)
+    sizes = (
+        config.num_train_gpus,
+        config.resolved_rollout_num_gpus,
+        config.total_num_gpus,
+        config.num_nodes,
+        config.resolved_data_parallel_size,
+    )
+    assert sizes == (train, rollout, total, nodes, dp)
+
+
+@pytest.mark.parametrize(
+    ("values", "tokens"),
+    [
+        ({}, None),
+        ({"rollout_max_context_len": 4096}, 4096),
+        ({"rollout_max_prompt_len": 512, "rollout_max_response_len": 1024}, 1536),
+        ({"rollout_max_prompt_len": 512, "rollout_max_response_len": 8192, "rollout_max_context_len": 4096}, 4096),
+    ],
+)
+def test_the_longest_sample(values: dict[str, Any], tokens: int | None) -> None:
+    assert config_with(**values).max_sample_tokens == tokens
+
+
+def test_a_critic_is_there_for_ppo_alone(make_config: MakeConfig) -> None:
+    assert make_config(advantage_estimator="ppo").needs_critic and not make_config().needs_critic
+    assert not make_config(advantage_estimator="ppo", loss_type="sft_loss").needs_critic

@@ -1,0 +1,216 @@
+"""DeepEP in engines: how far it reaches, its buffers, its modes, its environment.
+
+Sources: SGLang 0.5.15.post1, `layers/moe/token_dispatcher/deepep.py`, `ServerArgs._handle_a2a_moe`, `environ.py`; DeepEP's table of
+dispatch configurations (`deep_ep/buffer.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fuligo.config.findings import Change, Severity
+from fuligo.config.topology import EngineGroupSpec
+from fuligo.planner.rules.numbers import divisors, nearest_first
+from fuligo.planner.rules.rule import Broken, Fix, rule
+from fuligo.planner.rules.servers import engine_size, put_argument, put_gpus_per_engine, serving_policy, shown, where
+from fuligo.planner.server_settings import server_settings
+from fuligo.planner.subject import Subject
+
+MAX_RANKS = 160
+"""Largest number of expert ranks that DeepEP has a dispatch configuration for."""
+DISPATCH_TOKENS = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
+DEFAULT_DISPATCH_TOKENS = 128
+MAX_DISPATCH_TOKENS = 1024
+"""DeepEP marks the end of a low-latency message by this count of tokens."""
+_SPECULATIVE_REQUESTS = 48
+"""--sglang-max-running-requests under speculative decoding, where it is not given."""
+
+
+def with_deepep(subject: Subject) -> list[EngineGroupSpec]:
+    """Groups whose experts talk by DeepEP."""
+    has_experts = subject.rollout_architecture.experts is not None
+    return [spec for spec in serving_policy(subject) if has_experts and spec.arguments.value("moe_a2a_backend") == "deepep"]
+
+
+@rule("PLAN-DEEPEP-RANKS", "--sglang-moe-a2a-backend", "--rollout-num-gpus-per-engine")
+def dispatch_has_a_configuration(subject: Subject) -> Iterator[Broken]:
+    """DeepEP's dispatch is configured for at most 160 expert ranks."""
+    for spec in with_deepep(subject):
+        if spec.ep_size > MAX_RANKS:
+            smaller = [size for size in divisors(spec.num_gpus) if size // spec.pp_size <= MAX_RANKS]
+            yield Broken(
+                f"{shown(spec, 'moe_a2a_backend')}: {engine_size(subject, spec)} makes {spec.ep_size} expert ranks, and DeepEP has no "
+                f"dispatch configuration above {MAX_RANKS}",
+                tuple(fix for size in nearest_first(MAX_RANKS, smaller) for fix in _smaller_engines(subject, spec, size)),
+                f"make engines of at most {MAX_RANKS} GPUs",
+            )
+
+
+def _smaller_engines(subject: Subject, spec: EngineGroupSpec, size: int) -> Iterator[Fix]:
+    """The size alone, and with attention replicas and experts spread over all of it."""
+    engine = put_gpus_per_engine(subject, spec, size)
+    yield (engine,)
+    spread = [put_argument(subject, spec, name, size) for name in ("dp_size", "ep_size") if spec.arguments.value(name) > 1]
+    if spread:
+        yield (engine, *spread)
+
+
+@rule("PLAN-DEEPEP-DISPATCH", "--env", "--sglang-cuda-graph-max-bs-decode", "--sglang-speculative-num-draft-tokens")
+def dispatch_buffers_hold_a_batch(subject: Subject) -> Iterator[Broken]:
+    """The low-latency buffers must hold the tokens of the largest decoding batch that is captured as a CUDA graph."""
+    env = subject.config.cluster.env
+    given = env.get(DISPATCH_TOKENS, str(DEFAULT_DISPATCH_TOKENS))
+    for spec in with_deepep(subject):
+        if spec.worker_type == "prefill" or spec.arguments.value("deepep_mode") == "normal" or not _captures(spec):
+            continue
+        batch, drafts = _largest_batch(subject, spec), server_settings(spec, subject.rollout_architecture, subject.gpu).draft_tokens
+        needed = batch * drafts
+        if given.isdecimal() and needed <= int(given) <= MAX_DISPATCH_TOKENS:
+            continue
+        default = "" if DISPATCH_TOKENS in env else " (its default)"
+        product = f"the largest batch {batch}" + (
+            f" x {shown(spec, 'speculative_num_draft_tokens', drafts)} = {needed}" if drafts > 1 else ""
+        )
+        rounded = max(16, 1 << (needed - 1).bit_length())
+        fixes: list[Fix] = []
+        if needed <= MAX_DISPATCH_TOKENS:
+            fixes.append((Change(("cluster", "env", DISPATCH_TOKENS), str(rounded)),))
+        fixes.append(_smaller_batch(subject, spec, drafts, int(given) if given.isdecimal() else DEFAULT_DISPATCH_TOKENS))
+        limit = "" if needed <= MAX_DISPATCH_TOKENS else f", and may be at most {MAX_DISPATCH_TOKENS}"
+        yield Broken(
+            f"--env {DISPATCH_TOKENS}={given}{default} must hold the tokens of {product} that is captured as a CUDA graph "
+            f"(--sglang-cuda-graph-max-bs-decode){where(spec)}{limit}",
+            tuple(fixes),
+        )
+
+
+def _captures(spec: EngineGroupSpec) -> bool:
+    off = spec.arguments.get("disable_cuda_graph") or spec.arguments.get("disable_decode_cuda_graph")
+    return not off and spec.arguments.get("cuda_graph_backend_decode") != "disabled"
+
+
+def _largest_batch(subject: Subject, spec: EngineGroupSpec) -> int:
+    """Sequences of the largest decoding graph of one rank: no more than may run there."""
+    batch = server_settings(spec, subject.rollout_architecture, subject.gpu).graph_batch
+    running = spec.arguments.get("max_running_requests")
+    if running is None and spec.arguments.get("speculative_algorithm") is not None:
+        running = _SPECULATIVE_REQUESTS
+    return batch if running is None else min(batch, -(-running // spec.dp_size))
+
+
+def _smaller_batch(subject: Subject, spec: EngineGroupSpec, drafts: int, tokens: int) -> Fix:
+    largest = max(1, min(tokens, MAX_DISPATCH_TOKENS) // drafts)
+    given = spec.arguments.get("cuda_graph_bs_decode")
+    if given:
+        return (put_argument(subject, spec, "cuda_graph_bs_decode", [size for size in given if int(size) <= largest] or [largest]),)
+    return (put_argument(subject, spec, "cuda_graph_max_bs_decode", largest),)
+
+
+@rule("PLAN-DEEPEP-MODE", "--sglang-deepep-mode", severity=Severity.WARNING)
+def mode_suits_the_work(subject: Subject) -> Iterator[Broken]:
+    """The normal kernels leave decoding without CUDA graphs; the low-latency ones hold too few tokens for a prefill."""
+    for spec in with_deepep(subject):
+        mode = spec.arguments.value("deepep_mode")
+        auto = ((put_argument(subject, spec, "deepep_mode", None),),)
+        if mode == "normal" and spec.worker_type != "prefill":
+            yield Broken(f"{shown(spec, 'deepep_mode')}{where(spec)}: decoding runs without CUDA graphs, several times slower", auto)
+        if mode == "low_latency" and spec.worker_type != "decode":
+            yield Broken(
+                f"{shown(spec, 'deepep_mode')}{where(spec)}: a prefill has far more tokens than its buffers hold a rank, which are made "
+                "for decoding",
+                auto,
+            )
+
+
+@rule("PLAN-DEEPEP-NO-EFFECT", "--sglang-deepep-mode", "--sglang-moe-a2a-backend", "--env")
+def deepep_is_used(subject: Subject) -> Iterator[Broken]:
+    """Settings of DeepEP have no effect without it."""
+    groups = serving_policy(subject)
+    if not groups or any(spec.arguments.value("moe_a2a_backend") == "deepep" for spec in groups):
+        return
+    if subject.rollout_architecture.experts is None:
+        return
+    for spec in groups:
+        if spec.arguments.value("deepep_mode") != "auto":
+            yield Broken(
+                f"{shown(spec, 'deepep_mode')}{where(spec)} has no effect with {shown(spec, 'moe_a2a_backend')}",
+                ((put_argument(subject, spec, "deepep_mode", None),), (put_argument(subject, spec, "moe_a2a_backend", "deepep"),)),
+            )
+
+
+@rule("PLAN-DEEPEP-NVSHMEM", "--env", "--sglang-moe-a2a-backend", "--moe-enable-deepep", severity=Severity.WARNING)
+def nvshmem_leaves_nccl_alone(subject: Subject) -> Iterator[Broken]:
+    """DeepEP between nodes runs on NVSHMEM, which must not use NCCL itself."""
+    config, name = subject.config, "NVSHMEM_DISABLE_NCCL"
+    engines = [spec for spec in with_deepep(subject) if spec.num_gpus_per_engine > config.cluster.num_gpus_per_node]
+    trainer = config.resolved_train_backend == "megatron" and config.parallel.moe_enable_deepep and config.cluster.actor_num_nodes > 1
+    if (not engines and not trainer) or config.cluster.env.get(name) == "1":
+        return
+    given = config.cluster.env.get(name)
+    cause = shown(engines[0], "moe_a2a_backend") if engines else "--moe-enable-deepep"
+    yield Broken(
+        f"{cause} reaches over nodes and needs {name}=1 in --env, " + (f"where it is {given}" if given else "where it is missing"),
+        ((Change(("cluster", "env", name), "1"),),),
+    )
+
+
+@rule("PLAN-DEEPEP-FP8-CHANNEL", "--sglang-moe-a2a-backend", "--hf-checkpoint")
+def deepep_takes_blocks(subject: Subject) -> Iterator[Broken]:
+    """SGLang's DeepEP path takes FP8 weights quantised in blocks, not per channel or tensor."""
+    quantisation = quantisation_of(subject)
+    if quantisation is None or "weight_block_size" in quantisation:
+        return
+    for spec in with_deepep(subject):
+        method = quantisation.get("quant_method", "unknown")
+        yield Broken(
+            f"{shown(spec, 'moe_a2a_backend')}{where(spec)}: the FP8 weights of --hf-checkpoint are not quantised in blocks "
+            f"(quant_method {method}), which DeepEP needs",
+            ((put_argument(subject, spec, "moe_a2a_backend", None),),),
+            "convert the checkpoint: tools/convert_hf_to_fp8.py --strategy block --block-size 128 128",
+        )
+
+
+@rule("PLAN-FP8-BLOCKS", "--rollout-num-gpus-per-engine", "--sglang-ep-size", "--hf-checkpoint")
+def shares_are_whole_blocks(subject: Subject) -> Iterator[Broken]:
+    """A GPU's share of a block-quantised matrix is a whole number of blocks."""
+    architecture, quantisation = subject.rollout_architecture, quantisation_of(subject)
+    block = _block_size(quantisation)
+    if block is None:
+        return
+    for spec in serving_policy(subject):
+        experts, dense = architecture.experts, spec.arguments.get("moe_dense_tp_size") or spec.tp_size
+        widths = {"a dense MLP": (architecture.intermediate_size, dense)} if any(not layer.is_moe for layer in architecture.layers) else {}
+        if experts is not None and spec.tp_size % spec.ep_size == 0:
+            widths["an expert"] = (experts.intermediate_size, spec.tp_size // spec.ep_size)
+        for name, (width, share) in widths.items():
+            if share > 1 and width % share == 0 and width // share % block:
+                spread = ((put_argument(subject, spec, "ep_size", spec.tp_size),),) if name == "an expert" else ()
+                sizes = nearest_first(spec.num_gpus_per_engine, divisors(spec.num_gpus))
+                yield Broken(
+                    f"{engine_size(subject, spec)}: {share} GPUs share {name} of {width} columns, {width // share} each, not a multiple of "
+                    f"the {block} of an FP8 block",
+                    (*spread, *((put_gpus_per_engine(subject, spec, size),) for size in sizes)),
+                )
+
+
+def quantisation_of(subject: Subject) -> dict[str, object] | None:
+    """The quantization_config of what the engines load; None where it is not quantised or not known."""
+    found = subject.engine_config_json
+    value = None if found is None else found.values.get("quantization_config")
+    return value if isinstance(value, dict) else None
+
+
+def _block_size(quantisation: dict[str, object] | None) -> int | None:
+    size = (quantisation or {}).get("weight_block_size")
+    return max(size) if isinstance(size, list) and size and all(isinstance(each, int) for each in size) else None
+
+
+RULES = (
+    dispatch_has_a_configuration,
+    dispatch_buffers_hold_a_batch,
+    mode_suits_the_work,
+    deepep_is_used,
+    nvshmem_leaves_nccl_alone,
+    deepep_takes_blocks,
+    shares_are_whole_blocks,
+)

@@ -1,0 +1,117 @@
+"""Lengths of samples against the model, the engines' context, and the trainer's micro-batches.
+
+Source: SGLang 0.5.15.post1, `configs/model_config.py` (context length).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fuligo.config import Config
+from fuligo.config.findings import Severity
+from fuligo.config.rules.rule import put
+from fuligo.errors import ConfigError
+from fuligo.planner.layout import make_layout
+from fuligo.planner.lengths import longest_prompt, longest_sample
+from fuligo.planner.memory.bars import memory_bars
+from fuligo.planner.quantities import gibibytes
+from fuligo.planner.rules.parallel import dense_sizes_divide, is_megatron
+from fuligo.planner.rules.rule import Broken, rule
+from fuligo.planner.rules.servers import put_argument, serving_policy, shown, where
+from fuligo.planner.subject import Subject
+
+_LONGER_ALLOWED = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+
+
+@rule("PLAN-CONTEXT-LENGTH", "--sglang-context-length")
+def context_is_the_models(subject: Subject) -> Iterator[Broken]:
+    """The engines' context is at most what the model was made for."""
+    most = subject.rollout_architecture.max_position_embeddings
+    if subject.config.cluster.env.get(_LONGER_ALLOWED, "0").lower() in ("1", "true"):
+        return
+    for spec in serving_policy(subject):
+        if (spec.arguments.get("context_length") or 0) > most:
+            yield Broken(
+                f"{shown(spec, 'context_length')}{where(spec)} is more than the model's {most} positions",
+                ((put_argument(subject, spec, "context_length", most),), (put_argument(subject, spec, "context_length", None),)),
+                f"or allow it by {_LONGER_ALLOWED}=1 in --env",
+            )
+
+
+@rule("PLAN-RESPONSE-CONTEXT", "--rollout-max-response-len", "--eval-max-response-len", "--rollout-max-context-len")
+def samples_fit_the_context(subject: Subject) -> Iterator[Broken]:
+    """A prompt with its longest response fits the context of the engines, which refuse longer requests."""
+    config = subject.config
+    if not config.needs_engine:
+        return
+    model = subject.rollout_architecture.max_position_embeddings
+    contexts = [spec.arguments.get("context_length") or model for spec in serving_policy(subject)] or [model]
+    context, source = min(contexts), "--sglang-context-length" if min(contexts) < model else "the model's positions"
+    bounded = config.rollout.rollout_max_context_len
+    if bounded is not None and bounded > context:
+        yield Broken(
+            f"--rollout-max-context-len {bounded} is more than the {context} tokens of the engines' context ({source})",
+            ((put("rollout_max_context_len", context),),),
+            flags=("--rollout-max-context-len",),
+        )
+        return
+    prompt = config.data.rollout_max_prompt_len or 1
+    for name, length in _response_lengths(config).items():
+        if prompt + length > context and (name == "eval_max_response_len" or bounded is None):
+            option = f"--{name.replace('_', '-')}"
+            known = config.data.rollout_max_prompt_len
+            with_prompt = f" and --rollout-max-prompt-len {known}" if known else " and a prompt"
+            room = context - (known or min(longest_prompt(config), context // 2))
+            yield Broken(
+                f"{option} {length}{with_prompt} do not fit the {context} tokens of the engines' context ({source})",
+                ((put(name, room),),) if room > 0 else (),
+                "shorten prompts or responses",
+                flags=(option,),
+            )
+
+
+def _response_lengths(config: Config) -> dict[str, int]:
+    lengths = {} if config.is_sft else {"rollout_max_response_len": config.rollout.rollout_max_response_len}
+    if config.has_eval and config.eval.eval_max_response_len is not None:
+        lengths["eval_max_response_len"] = config.eval.eval_max_response_len
+    return lengths
+
+
+@rule("PLAN-MAX-TOKENS", "--max-tokens-per-gpu", "--rollout-max-response-len", severity=Severity.WARNING)
+def micro_batches_hold_the_longest_sample(subject: Subject) -> Iterator[Broken]:
+    """A sample is never truncated: one that is longer than a micro-batch is one of its own, and takes the memory it takes."""
+    config, tokens = subject.config, subject.config.train.max_tokens_per_gpu
+    if not config.train.use_dynamic_batch_size or tokens is None:
+        return
+    cp = config.parallel.context_parallel_size if is_megatron(config) else 1
+    longest = longest_sample(config)
+    if longest <= tokens * cp:
+        return
+    times = f" x --context-parallel-size {cp} = {tokens * cp}" if cp > 1 else ""
+    yield Broken(
+        f"--max-tokens-per-gpu {tokens}{times} is less than the longest sample, {longest} tokens ({_of_what(config)}): it is not "
+        f"truncated but a micro-batch of its own{_activations(subject)}",
+        ((put("max_tokens_per_gpu", -(-longest // cp)),),),
+        "plan for that memory, raise --context-parallel-size, or shorten responses",
+    )
+
+
+def _of_what(config: Config) -> str:
+    if config.max_sample_tokens is not None:
+        return "--rollout-max-context-len or the longest prompt and response"
+    return f"--rollout-max-response-len {config.rollout.rollout_max_response_len} and a prompt of {longest_prompt(config)}"
+
+
+def _activations(subject: Subject) -> str:
+    """`, whose activations take 12 GiB`, where the sizes leave a layout."""
+    if is_megatron(subject.config) and not dense_sizes_divide(subject.config):
+        return ""
+    try:
+        bars = memory_bars(subject, make_layout(subject))
+    except ConfigError:
+        return ""
+    of_trainer = [item.num_bytes for bar in bars if bar.pipeline_rank is not None for item in bar.items if item.name == "activations"]
+    return f", whose activations take {gibibytes(max(of_trainer))} of a GPU" if of_trainer else ""
+
+
+RULES = (context_is_the_models, samples_fit_the_context, micro_batches_hold_the_longest_sample)

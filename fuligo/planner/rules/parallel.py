@@ -1,0 +1,202 @@
+"""Sizes of the Megatron trainer's dimensions against its GPUs and the model's matrices.
+
+Sources: Megatron-Core 0.16.1, `parallel_state.initialize_model_parallel`, `TransformerConfig.__post_init__`, `MoELayer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fuligo.config import Config
+from fuligo.config.findings import Severity
+from fuligo.config.rules.rule import drop, put
+from fuligo.models.architecture import GroupedAttention
+from fuligo.planner.rules.numbers import divisors, nearest_first
+from fuligo.planner.rules.rule import Broken, Fix, rule
+from fuligo.planner.subject import Subject
+
+_TP, _PP, _CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+_EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+
+
+def is_megatron(config: Config) -> bool:
+    """The sizes of the group `parallel` count."""
+    return config.resolved_train_backend == "megatron"
+
+
+def expert_tensor_parallel_size(config: Config) -> int:
+    """ETP as Megatron resolves it: TP where it is not given."""
+    return config.parallel.expert_tensor_parallel_size or config.parallel.tensor_model_parallel_size
+
+
+def _trainer(config: Config) -> str:
+    return f"the trainer's {config.num_train_gpus} GPUs"
+
+
+def _resized(config: Config, name: str, sizes: Iterator[int] | list[int]) -> tuple[Fix, ...]:
+    """Fixes that give the flag `name` another size, the nearest first."""
+    return tuple((put(name, size),) for size in nearest_first(getattr(config.parallel, name) or 1, sizes))
+
+
+def _nearest_of_several(config: Config, product: int, names: tuple[str, ...]) -> tuple[Fix, ...]:
+    """Fixes that change one of the sizes so that all together divide the trainer's GPUs; the smallest change first."""
+    fixes: list[tuple[float, Fix]] = []
+    for name in names:
+        size = getattr(config.parallel, name) or config.parallel.tensor_model_parallel_size
+        others = product // size
+        if config.num_train_gpus % others == 0:
+            for other in nearest_first(size, divisors(config.num_train_gpus // others)):
+                fixes.append((max(size, other) / min(size, other), (put(name, other),)))
+    return tuple(fix for _, fix in sorted(fixes, key=lambda each: each[0]))
+
+
+def dense_sizes_divide(config: Config) -> bool:
+    """TP x PP x CP divides the trainer's GPUs."""
+    sizes = config.parallel
+    product = sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
+    return config.num_train_gpus % product == 0
+
+
+@rule("PLAN-TRAINER-GPUS", "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+def sizes_divide_gpus(subject: Subject) -> Iterator[Broken]:
+    """A replica of the model takes TP x PP x CP GPUs, and replicas are whole."""
+    config, sizes = subject.config, subject.config.parallel
+    if not is_megatron(config) or dense_sizes_divide(config):
+        return
+    tp, pp, cp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size, sizes.context_parallel_size
+    yield Broken(
+        f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x --context-parallel-size {cp} = {tp * pp * cp} "
+        f"does not divide {_trainer(config)}",
+        _nearest_of_several(config, tp * pp * cp, (_TP, _PP, _CP)),
+        "choose sizes whose product divides the GPUs, or give the trainer more (--actor-num-nodes, --actor-num-gpus-per-node)",
+    )
+
+
+@rule("PLAN-EXPERT-GPUS", "--expert-tensor-parallel-size", "--expert-model-parallel-size", "--pipeline-model-parallel-size")
+def expert_sizes_divide_gpus(subject: Subject) -> Iterator[Broken]:
+    """The experts have a grid of their own over the same GPUs: ETP x EP x PP must divide them, too."""
+    config = subject.config
+    if not is_megatron(config) or not dense_sizes_divide(config):
+        return
+    etp, ep, pp = (
+        expert_tensor_parallel_size(config),
+        config.parallel.expert_model_parallel_size,
+        config.parallel.pipeline_model_parallel_size,
+    )
+    if config.num_train_gpus % (etp * ep * pp) == 0:
+        return
+    default = "" if config.parallel.expert_tensor_parallel_size else " (by default --tensor-model-parallel-size)"
+    yield Broken(
+        f"--expert-tensor-parallel-size {etp}{default} x --expert-model-parallel-size {ep} x --pipeline-model-parallel-size {pp} = "
+        f"{etp * ep * pp} does not divide {_trainer(config)}",
+        _nearest_of_several(config, etp * ep * pp, (_ETP, _EP)),
+        "choose expert sizes whose product with the pipeline's divides the GPUs",
+    )
+
+
+@rule("PLAN-TP-HEADS", "--tensor-model-parallel-size")
+def heads_divide(subject: Subject) -> Iterator[Broken]:
+    """Tensor parallelism gives each GPU whole attention heads."""
+    config, heads = subject.config, subject.architecture.attention.num_heads
+    tp = config.parallel.tensor_model_parallel_size
+    if is_megatron(config) and heads % tp:
+        yield Broken(
+            f"--tensor-model-parallel-size {tp} does not divide the model's {heads} attention heads",
+            _resized(config, _TP, divisors(heads)),
+            f"choose a size that divides both {heads} and {_trainer(config)}",
+        )
+
+
+@rule("PLAN-TP-KV-HEADS", "--tensor-model-parallel-size")
+def kv_heads_divide(subject: Subject) -> Iterator[Broken]:
+    """Groups of keys and values are split over the GPUs, or copied to equally many of them."""
+    config, attention = subject.config, subject.architecture.attention
+    tp = config.parallel.tensor_model_parallel_size
+    if not is_megatron(config) or not isinstance(attention, GroupedAttention) or attention.num_heads % tp:
+        return
+    groups = attention.num_kv_heads
+    if groups % tp and tp % groups:
+        yield Broken(
+            f"--tensor-model-parallel-size {tp} neither divides the model's {groups} groups of keys and values nor is a multiple of them",
+            _resized(config, _TP, divisors(attention.num_heads)),
+            f"choose a divisor or a multiple of {groups}",
+        )
+
+
+@rule("PLAN-TP-MLP", "--tensor-model-parallel-size")
+def mlp_divides(subject: Subject) -> Iterator[Broken]:
+    """Tensor parallelism gives each GPU an equal share of a dense MLP's columns."""
+    config, architecture = subject.config, subject.architecture
+    tp, width = config.parallel.tensor_model_parallel_size, architecture.intermediate_size
+    if is_megatron(config) and architecture.attention.num_heads % tp == 0 and width % tp:
+        yield Broken(
+            f"--tensor-model-parallel-size {tp} does not divide the {width} columns of the model's MLP",
+            _resized(config, _TP, divisors(architecture.attention.num_heads)),
+            f"choose a divisor of {width}",
+        )
+
+
+@rule("PLAN-SP-WITHOUT-TP", "--sequence-parallel", "--tensor-model-parallel-size", severity=Severity.WARNING)
+def sequence_is_split_over_tp(subject: Subject) -> Iterator[Broken]:
+    """Sequence parallelism splits over the tensor-parallel GPUs; with one of them there is nothing to split."""
+    config = subject.config
+    if is_megatron(config) and config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
+        yield Broken(
+            "--sequence-parallel splits over the GPUs of --tensor-model-parallel-size, which is 1", ((drop("sequence_parallel"),),)
+        )
+
+
+@rule("PLAN-MOE-SEQUENCE-PARALLEL", "--sequence-parallel", "--tensor-model-parallel-size")
+def mixture_splits_its_sequence(subject: Subject) -> Iterator[Broken]:
+    """Without sequence parallelism every tensor-parallel GPU would send the same tokens to the experts: Megatron refuses to train so."""
+    config, tp = subject.config, subject.config.parallel.tensor_model_parallel_size
+    if is_megatron(config) and subject.architecture.experts is not None and tp > 1 and not config.parallel.sequence_parallel:
+        text = f"--tensor-model-parallel-size {tp} with a mixture of experts needs --sequence-parallel"
+        yield Broken(text, ((put("sequence_parallel", True),),))
+
+
+@rule("PLAN-TP-NODES", "--tensor-model-parallel-size", "--num-gpus-per-node", severity=Severity.WARNING)
+def tensor_parallel_stays_in_a_node(subject: Subject) -> Iterator[Broken]:
+    """Tensor parallelism talks in every layer: across nodes it waits for the network."""
+    config, tp = subject.config, subject.config.parallel.tensor_model_parallel_size
+    here = config.resolved_actor_num_gpus_per_node
+    if not is_megatron(config) or config.cluster.actor_num_nodes == 1 or not dense_sizes_divide(config) or here % tp == 0:
+        return
+    yield Broken(
+        f"--tensor-model-parallel-size {tp} reaches over nodes, of which each gives the trainer {here} GPUs: "
+        "every layer waits for the network",
+        _resized(config, _TP, divisors(here)),
+        f"choose a divisor of {here}",
+    )
+
+
+@rule("PLAN-UNEVEN-BATCH", "--global-batch-size", severity=Severity.WARNING)
+def ranks_have_equally_many_samples(subject: Subject) -> Iterator[Broken]:
+    """Where samples do not divide evenly, replicas wait for those that have one more."""
+    config = subject.config
+    if config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt % config.resolved_num_steps_per_rollout:
+        return
+    size, ranks = config.resolved_global_batch_size, config.resolved_data_parallel_size
+    if size < ranks or size % ranks == 0 or not dense_sizes_divide(config):
+        return
+    samples = config.samples_per_rollout
+    fitting = [divisor for divisor in divisors(samples) if divisor % ranks == 0]
+    yield Broken(
+        f"an optimizer step's {size} samples (--global-batch-size) over {ranks} data-parallel ranks: "
+        f"{size % ranks} ranks have {size // ranks + 1}, the others {size // ranks}",
+        tuple((drop("num_steps_per_rollout"), put("global_batch_size", near)) for near in nearest_first(size, fitting)),
+        f"choose a --rollout-batch-size such that the samples of a step are a multiple of {ranks}",
+    )
+
+
+RULES = (
+    sizes_divide_gpus,
+    expert_sizes_divide_gpus,
+    heads_divide,
+    kv_heads_divide,
+    mlp_divides,
+    sequence_is_split_over_tp,
+    mixture_splits_its_sequence,
+    tensor_parallel_stays_in_a_node,
+    ranks_have_equally_many_samples,
+)

@@ -1,0 +1,209 @@
+"""How the layers are cut into pipeline stages.
+
+Sources: Megatron-Core 0.16.1, `TransformerConfig.__post_init__` and `parallel_state.initialize_model_parallel`; the rule that a stage
+starts on a layer which computes its own token choice comes with DSA's index sharing (GLM-5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from fuligo.config import Config
+from fuligo.config.findings import Change
+from fuligo.config.rules.rule import drop, put
+from fuligo.planner.rules.numbers import divisors, nearest_first
+from fuligo.planner.rules.parallel import is_megatron
+from fuligo.planner.rules.rule import Broken, Fix, rule
+from fuligo.planner.subject import Subject
+
+_FIRST, _LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+_VPP = "virtual_pipeline_model_parallel_size"
+_ACCOUNTING = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """The flags that cut the layers."""
+
+    num_layers: int
+    num_extra: int
+    """Embedding and loss where they count as a layer each."""
+    pp: int
+    vpp: int
+    first: int | None
+    last: int | None
+
+    def counts(self) -> list[int] | None:
+        """Layers of each pipeline rank, extra ones included; None where they cannot be shared so."""
+        num_middle = self.pp - (self.first is not None) - (self.last is not None)
+        rest = self.num_layers + self.num_extra - (self.first or 0) - (self.last or 0)
+        if num_middle < 0 or rest < 0 or bool(rest) != bool(num_middle) or (num_middle and rest % num_middle):
+            return None
+        middle = [rest // num_middle] * num_middle if num_middle else []
+        return ([] if self.first is None else [self.first]) + middle + ([] if self.last is None else [self.last])
+
+    def starts(self) -> list[int]:
+        """First layer of every virtual stage, counted from 0; empty where the layers cannot be shared so."""
+        counts = self.counts()
+        if counts is None or any(count % self.vpp for count in counts):
+            return []
+        chunks = [count // self.vpp for _ in range(self.vpp) for count in counts]
+        return [sum(chunks[:number]) for number in range(len(chunks))]
+
+
+def _cut(subject: Subject) -> _Cut | None:
+    """None where the planner has nothing to say: no Megatron, or a layout that is written out."""
+    config, sizes = subject.config, subject.config.parallel
+    if not is_megatron(config) or config.megatron.get("pipeline_model_parallel_layout") is not None:
+        return None
+    return _Cut(
+        num_layers=subject.architecture.num_layers,
+        num_extra=sum(bool(config.megatron.get(name)) for name in _ACCOUNTING),
+        pp=sizes.pipeline_model_parallel_size,
+        vpp=sizes.virtual_pipeline_model_parallel_size or 1,
+        first=sizes.decoder_first_pipeline_num_layers,
+        last=sizes.decoder_last_pipeline_num_layers,
+    )
+
+
+def _given(config: Config) -> str:
+    """` with --decoder-first-pipeline-num-layers 14`, or nothing."""
+    sizes = config.parallel
+    named = ((_FIRST, sizes.decoder_first_pipeline_num_layers), (_LAST, sizes.decoder_last_pipeline_num_layers))
+    shown = [f"--{name.replace('_', '-')} {count}" for name, count in named if count is not None]
+    return f" with {' and '.join(shown)}" if shown else ""
+
+
+def _recuts(subject: Subject, cut: _Cut) -> tuple[Fix, ...]:
+    """Other first and last stages, and other numbers of stages: the most even ones that lie nearest to what was given."""
+    computing = {layer.number for layer in subject.architecture.layers if layer.computes_index}
+    even = cut.num_layers / cut.pp
+    found: list[tuple[float, Fix]] = []
+    for first, last in product((None, *range(1, cut.num_layers)), repeat=2):
+        other = _Cut(cut.num_layers, 0, cut.pp, cut.vpp, first, last)
+        counts = other.counts() if not cut.num_extra else None
+        starts = other.starts() if counts else []
+        if not counts or min(counts) < 1 or not starts or (computing and not computing.issuperset(starts)):
+            continue
+        changes = tuple(put(name, value) for name, value, old in ((_FIRST, first, cut.first), (_LAST, last, cut.last)) if value != old)
+        distance = abs((first or even) - (cut.first or even)) + abs((last or even) - (cut.last or even))
+        # Uneven stages make the others wait; a flag more is a smaller evil than that.
+        found.append((max(counts) - even + distance / 4 + len(changes) / 8 + 2 * (max(counts) - min(counts)) / cut.pp, changes))
+    best = [fix for _, fix in sorted(found, key=lambda each: each[0])[:6] if fix]
+    fewer = [(put("pipeline_model_parallel_size", pp),) for pp in nearest_first(cut.pp, divisors(cut.num_layers + cut.num_extra))]
+    plain = [(drop(_FIRST), drop(_LAST))] if (cut.first, cut.last) != (None, None) else []
+    return (*best, *plain, *fewer)
+
+
+@rule("PLAN-PP-LAYOUT", "--pipeline-model-parallel-layout")
+def layout_is_given_by_sizes(subject: Subject) -> Iterator[Broken]:
+    """A pipeline that is written out stage by stage cannot be checked or drawn here."""
+    config = subject.config
+    layout = config.megatron.get("pipeline_model_parallel_layout")
+    if is_megatron(config) and layout is not None:
+        yield Broken(
+            f"--pipeline-model-parallel-layout {layout} writes the stages out, which is not supported: "
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers cut the layers",
+            ((Change(("megatron", "pipeline_model_parallel_layout"), None),),),
+            "leave it out, and give the sizes of the first and the last stage",
+        )
+
+
+@rule("PLAN-PP-ACCOUNTING", "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+def accounting_or_first_and_last(subject: Subject) -> Iterator[Broken]:
+    """Megatron either counts embedding and loss as layers or takes the first and last stage as given."""
+    cut = _cut(subject)
+    if cut is not None and cut.num_extra and (cut.first, cut.last) != (None, None):
+        given = [name for name in _ACCOUNTING if subject.config.megatron.get(name)]
+        shown = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        fix = tuple(Change(("megatron", name), None) for name in given)
+        yield Broken(f"{shown} cannot be given{_given(subject.config)}: both say how uneven the stages are", (fix,))
+
+
+@rule("PLAN-PP-LAYERS", "--pipeline-model-parallel-size", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
+def layers_divide_into_stages(subject: Subject) -> Iterator[Broken]:
+    """First stage + last stage + equal middle stages = all layers, and no stage is empty."""
+    cut, config = _cut(subject), subject.config
+    if cut is None or (cut.num_extra and (cut.first, cut.last) != (None, None)):
+        return
+    counts = cut.counts()
+    if counts is not None and min(counts) > 0:
+        return
+    rest = cut.num_layers + cut.num_extra - (cut.first or 0) - (cut.last or 0)
+    num_middle = cut.pp - (cut.first is not None) - (cut.last is not None)
+    extra = f" ({cut.num_extra} counted for embedding and loss)" if cut.num_extra else ""
+    yield Broken(
+        f"--pipeline-model-parallel-size {cut.pp}{_given(config)}: {rest} of {cut.num_layers + cut.num_extra} layers{extra} are left "
+        f"for {max(num_middle, 0)} middle stages, which must have equally many",
+        _recuts(subject, cut),
+        f"choose stages that add up to {cut.num_layers} layers",
+    )
+
+
+@rule("PLAN-VPP-PP", "--virtual-pipeline-model-parallel-size", "--pipeline-model-parallel-size")
+def interleaving_needs_stages(subject: Subject) -> Iterator[Broken]:
+    """Interleaved stages go round a pipeline of more than one GPU."""
+    cut = _cut(subject)
+    if cut is not None and cut.vpp > 1 and cut.pp == 1:
+        yield Broken(
+            f"--virtual-pipeline-model-parallel-size {cut.vpp} interleaves stages, and --pipeline-model-parallel-size is 1",
+            ((drop(_VPP),),),
+        )
+
+
+@rule("PLAN-VPP-LAYERS", "--virtual-pipeline-model-parallel-size", "--pipeline-model-parallel-size")
+def ranks_divide_into_virtual_stages(subject: Subject) -> Iterator[Broken]:
+    """Each pipeline rank cuts its layers into equally many for every one of its virtual stages."""
+    cut = _cut(subject)
+    counts = None if cut is None else cut.counts()
+    if cut is None or counts is None or cut.pp == 1 or all(count % cut.vpp == 0 for count in counts):
+        return
+    broken = next(count for count in counts if count % cut.vpp)
+    common = [size for size in divisors(min(counts)) if size > 1 and all(count % size == 0 for count in counts)]
+    yield Broken(
+        f"--virtual-pipeline-model-parallel-size {cut.vpp} does not divide the {broken} layers of pipeline rank {counts.index(broken)}"
+        f"{_given(subject.config)}",
+        (*((put(_VPP, size),) for size in nearest_first(cut.vpp, common)), (drop(_VPP),)),
+    )
+
+
+@rule(
+    "PLAN-DSA-STAGE-START",
+    "--pipeline-model-parallel-size",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+)
+def stages_start_on_computing_layers(subject: Subject) -> Iterator[Broken]:
+    """A layer that reuses the token choice of one below needs that one in its own stage."""
+    cut = _cut(subject)
+    computing = {layer.number for layer in subject.architecture.layers if layer.computes_index}
+    if cut is None or not computing:
+        return
+    wrong = [start for start in cut.starts() if start not in computing and start < cut.num_layers]
+    if not wrong:
+        return
+    starts = ", ".join(str(start + 1) for start in cut.starts())
+    below = max(number for number in computing if number < wrong[0])
+    yield Broken(
+        f"--pipeline-model-parallel-size {cut.pp}{_given(subject.config)}: stages start at the layers {starts}, and layer {wrong[0] + 1} "
+        f"does not compute its own sparse index, it reuses that of layer {below + 1} in the stage before",
+        _recuts(subject, cut),
+        f"every stage must start at one of the layers {_listed(computing)}",
+    )
+
+
+def _listed(layers: set[int]) -> str:
+    """Counted from 1."""
+    return ", ".join(str(number + 1) for number in sorted(layers))
+
+
+RULES = (
+    layout_is_given_by_sizes,
+    accounting_or_first_and_last,
+    layers_divide_into_stages,
+    interleaving_needs_stages,
+    ranks_divide_into_virtual_stages,
+    stages_start_on_computing_layers,
+)

@@ -1,0 +1,128 @@
+"""Memory settings and batches of engines.
+
+Source: SGLang 0.5.15.post1, `ServerArgs._handle_gpu_memory_settings`, `_handle_data_parallelism`, `check_server_args`,
+`arg_groups/overrides.py` (page sizes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fuligo.config.findings import Severity
+from fuligo.config.topology import EngineGroupSpec
+from fuligo.planner.rules.numbers import nearest_first
+from fuligo.planner.rules.rule import Broken, rule
+from fuligo.planner.rules.servers import put_argument, running, serving_policy, shown, where
+from fuligo.planner.server_settings import server_settings
+from fuligo.planner.subject import Subject
+
+MAX_SHARED_FRACTION = 0.8
+"""Of a GPU's memory for an engine beside a trainer: what Megatron, NCCL and CUDA keep while they wait takes the rest."""
+SHARED_FRACTION = 0.7
+"""What the seeds' recipes give such engines."""
+_PAGE_SIZES = {"flashmla": 64, "cutlass_mla": 128}
+"""That attention backends force."""
+_DSA_PAGE = 64
+
+
+@rule("PLAN-MEM-FRACTION", "--sglang-mem-fraction-static", "--colocate", severity=Severity.WARNING)
+def engines_leave_room(subject: Subject) -> Iterator[Broken]:
+    """A trainer that shares the GPU keeps some memory while the engines work."""
+    if not subject.config.cluster.colocate or subject.config.debug.debug_rollout_only:
+        return
+    for spec in serving_policy(subject):
+        given = spec.arguments.get("mem_fraction_static")
+        fraction = server_settings(spec, subject.rollout_architecture, subject.gpu).mem_fraction_static
+        if fraction <= MAX_SHARED_FRACTION:
+            continue
+        chosen = shown(spec, "mem_fraction_static") if given else f"--sglang-mem-fraction-static is not given and SGLang takes {fraction}"
+        yield Broken(
+            f"{chosen}{where(spec)} with --colocate: the waiting trainer keeps some of the GPU's memory, too",
+            ((put_argument(subject, spec, "mem_fraction_static", SHARED_FRACTION),),),
+        )
+
+
+def page_size(subject: Subject, spec: EngineGroupSpec) -> int:
+    """Tokens of a page of the KV cache, as SGLang resolves it."""
+    if subject.rollout_architecture.sparse_index is not None:
+        return _DSA_PAGE
+    backends = {spec.arguments.get("attention_backend"), spec.arguments.get("decode_attention_backend")}
+    forced = [size for backend, size in _PAGE_SIZES.items() if backend in backends]
+    return forced[0] if forced else spec.arguments.get("page_size") or 1
+
+
+@rule("PLAN-CHUNK-PAGES", "--sglang-chunked-prefill-size", "--sglang-page-size", "--sglang-dp-size")
+def chunks_are_whole_pages(subject: Subject) -> Iterator[Broken]:
+    """Each attention replica takes its share of a prefill chunk, which is a whole number of pages."""
+    for spec in serving_policy(subject):
+        chunk, page = spec.arguments.get("chunked_prefill_size"), page_size(subject, spec)
+        settings = server_settings(spec, subject.rollout_architecture, subject.gpu)
+        if spec.worker_type == "decode" or (chunk is not None and chunk <= 0):
+            continue
+        share = settings.chunked_prefill_tokens if chunk is None else chunk // spec.dp_size
+        if share % page == 0 and share > 0:
+            continue
+        whole = page * spec.dp_size
+        total = chunk or share * spec.dp_size
+        fitting = [whole * number for number in {max(1, total // whole), total // whole + 1}]
+        replicas = f" / {shown(spec, 'dp_size')} = {share}" if spec.dp_size > 1 else ""
+        name = shown(spec, "chunked_prefill_size") if chunk else f"--sglang-chunked-prefill-size (by default {total})"
+        yield Broken(
+            f"{name}{replicas} tokens are no whole number of pages of {page}{where(spec)}",
+            tuple((put_argument(subject, spec, "chunked_prefill_size", size),) for size in nearest_first(total, fitting)),
+        )
+
+
+@rule("PLAN-RUNNING-REQUESTS", "--sglang-max-running-requests", "--sglang-dp-size")
+def every_replica_runs_requests(subject: Subject) -> Iterator[Broken]:
+    """The requests of an engine are shared by its attention replicas."""
+    for spec in running(subject):
+        given = spec.arguments.get("max_running_requests")
+        if given is not None and given < spec.dp_size:
+            text = f"{shown(spec, 'max_running_requests')}{where(spec)} leaves none to some of {shown(spec, 'dp_size')} replicas"
+            yield Broken(text, ((put_argument(subject, spec, "max_running_requests", spec.dp_size),),))
+
+
+@rule("PLAN-GRAPH-BATCH", "--sglang-cuda-graph-max-bs-decode", "--sglang-cuda-graph-bs-decode", severity=Severity.WARNING)
+def batches_have_graphs(subject: Subject) -> Iterator[Broken]:
+    """Batches above the largest CUDA graph are decoded without one, much slower."""
+    for spec in running(subject):
+        given, requests = spec.arguments.get("cuda_graph_bs_decode"), spec.arguments.get("max_running_requests")
+        largest = max(map(int, given)) if given else spec.arguments.get("cuda_graph_max_bs_decode")
+        if largest is None or requests is None or spec.worker_type == "prefill":
+            continue
+        share = -(-requests // spec.dp_size)
+        if share <= largest:
+            continue
+        name = "cuda_graph_bs_decode" if given else "cuda_graph_max_bs_decode"
+        per_replica = f" / {shown(spec, 'dp_size')} = {share}" if spec.dp_size > 1 else ""
+        yield Broken(
+            f"{shown(spec, 'max_running_requests')}{per_replica}{where(spec)} is more than the largest CUDA graph, "
+            f"{shown(spec, name)}: larger batches are decoded without",
+            (
+                (put_argument(subject, spec, "max_running_requests", largest * spec.dp_size),),
+                (put_argument(subject, spec, name, [*given, share] if given else share),),
+            ),
+            flags=(shown(spec, name).split()[0], "--sglang-max-running-requests"),
+        )
+
+
+@rule("PLAN-CHECKPOINT-GPU", "--hf-checkpoint", severity=Severity.WARNING)
+def gpu_computes_fp8(subject: Subject) -> Iterator[Broken]:
+    """FP8 weights save memory everywhere, and time only where the GPU computes in FP8."""
+    if not subject.config.needs_engine or not subject.rollout_architecture.is_quantised or subject.gpu.fp8_flops > subject.gpu.bf16_flops:
+        return
+    if serving_policy(subject):
+        yield Broken(
+            f"--hf-checkpoint holds FP8 weights, and {subject.gpu.name} (--gpu) does not compute in FP8: kernels for blocks may be missing",
+            advice="take the BF16 checkpoint on this GPU",
+        )
+
+
+RULES = (
+    engines_leave_room,
+    chunks_are_whole_pages,
+    every_replica_runs_requests,
+    batches_have_graphs,
+    gpu_computes_fp8,
+)

@@ -1,0 +1,184 @@
+"""Which engines there are, and on which GPUs.
+
+Sources: SGLang 0.5.15.post1, `ServerArgs.check_server_args` (pipeline stages); sglang-router 0.3.2 (prefill and decode in pairs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fuligo.config.findings import Change, Severity
+from fuligo.config.rules.rule import drop, put
+from fuligo.config.topology import EngineGroupSpec, engine_groups
+from fuligo.planner.rules.numbers import divisors, nearest_first
+from fuligo.planner.rules.rule import Broken, Fix, rule
+from fuligo.planner.rules.server_memory import SHARED_FRACTION
+from fuligo.planner.rules.servers import engine_size, option, put_argument, put_gpus_per_engine, running, shown, where
+from fuligo.planner.subject import Subject
+
+
+def _num_gpus_given(subject: Subject) -> str:
+    config = subject.config
+    if config.cluster.rollout_num_gpus is not None:
+        return f"--rollout-num-gpus {config.resolved_rollout_num_gpus}"
+    if config.cluster.colocate:
+        return f"the {config.resolved_rollout_num_gpus} GPUs of the trainer (--colocate)"
+    return f"--rollout-num-gpus {config.resolved_rollout_num_gpus}"
+
+
+@rule("PLAN-SERVER-GPUS", "--sglang-config", "--rollout-num-gpus")
+def groups_add_up(subject: Subject) -> Iterator[Broken]:
+    """Every GPU of the engines belongs to one group of servers."""
+    config = subject.config
+    groups = engine_groups(config)
+    if config.engine.sglang_config is None or not groups:
+        return
+    total, there = sum(spec.num_gpus for spec in groups), config.resolved_rollout_num_gpus
+    if total == there:
+        return
+    listed = " + ".join(str(spec.num_gpus) for spec in groups)
+    yield Broken(
+        f"--sglang-config: the groups' num_gpus {listed} = {total}, but the engines have {_num_gpus_given(subject)}",
+        (*_resized_groups(groups, there - total), (put("rollout_num_gpus", total),)),
+        f"choose groups that add up to {there}",
+    )
+
+
+def _resized_groups(groups: tuple[EngineGroupSpec, ...], missing: int) -> Iterator[Fix]:
+    """One group takes or gives what is missing; the largest groups first, which change least."""
+    for spec in sorted(groups, key=lambda spec: -spec.num_gpus):
+        size = spec.num_gpus + missing
+        if spec.place is not None and size > 0 and size % spec.num_gpus_per_engine == 0:
+            yield (Change(("engine", "sglang_config", spec.place[0], "server_groups", spec.place[1], "num_gpus"), size),)
+
+
+@rule("PLAN-ENGINE-GPUS", "--rollout-num-gpus-per-engine", "--rollout-num-gpus", "--sglang-config")
+def engines_are_whole(subject: Subject) -> Iterator[Broken]:
+    """The GPUs of a group make whole engines."""
+    config = subject.config
+    for spec in engine_groups(config):
+        if spec.worker_type == "placeholder" or (spec.num_gpus and spec.num_gpus % spec.num_gpus_per_engine == 0):
+            continue
+        there = f"num_gpus {spec.num_gpus}{where(spec)} of --sglang-config" if spec.place else _num_gpus_given(subject)
+        sizes = nearest_first(spec.num_gpus_per_engine, divisors(spec.num_gpus) if spec.num_gpus else [])
+        fixes: list[Fix] = [(put_gpus_per_engine(subject, spec, size),) for size in sizes]
+        if spec.place is None and config.cluster.rollout_num_gpus is not None and spec.num_gpus > spec.num_gpus_per_engine:
+            fixes.append((put("rollout_num_gpus", spec.num_gpus // spec.num_gpus_per_engine * spec.num_gpus_per_engine),))
+        broken = "is more than" if spec.num_gpus_per_engine > spec.num_gpus else "does not divide"
+        yield Broken(
+            f"{engine_size(subject, spec)} {broken} {there}",
+            tuple(fixes),
+            "choose a size that divides the GPUs",
+        )
+
+
+@rule("PLAN-ENGINE-NODES", "--rollout-num-gpus-per-engine", "--num-gpus-per-node")
+def engines_fill_nodes(subject: Subject) -> Iterator[Broken]:
+    """An engine takes a part of one node that divides it, or whole nodes."""
+    config, node = subject.config, subject.config.cluster.num_gpus_per_node
+    if config.cluster.device == "cpu":
+        return
+    for spec in running(subject):
+        size = spec.num_gpus_per_engine
+        if node % size == 0 or size % node == 0 or spec.num_gpus % size:
+            continue
+        fitting = [other for other in divisors(spec.num_gpus) if node % other == 0 or other % node == 0]
+        yield Broken(
+            f"{engine_size(subject, spec)} neither divides the {node} GPUs of a node (--num-gpus-per-node) nor is a multiple of them: "
+            "engines would straddle nodes",
+            tuple((put_gpus_per_engine(subject, spec, other),) for other in nearest_first(size, fitting)),
+        )
+
+
+@rule("PLAN-ENGINE-PP", "--sglang-pp-size", "--rollout-num-gpus-per-engine")
+def pipeline_divides_engine(subject: Subject) -> Iterator[Broken]:
+    """An engine's GPUs are its tensor-parallel GPUs times its pipeline stages."""
+    for spec in running(subject):
+        if spec.num_gpus_per_engine % spec.pp_size:
+            sizes = nearest_first(spec.pp_size, divisors(spec.num_gpus_per_engine))
+            yield Broken(
+                f"{shown(spec, 'pp_size')}{where(spec)} does not divide an engine's GPUs, {engine_size(subject, spec)}",
+                tuple((put_argument(subject, spec, "pp_size", size),) for size in sizes),
+            )
+
+
+@rule("PLAN-ENGINE-PP-LAYERS", "--sglang-pp-size")
+def pipeline_has_layers(subject: Subject) -> Iterator[Broken]:
+    """Every stage of an engine computes at least one layer."""
+    num_layers = subject.rollout_architecture.num_layers
+    for spec in running(subject):
+        if spec.pp_size > num_layers and spec.num_gpus_per_engine % spec.pp_size == 0:
+            text = f"{shown(spec, 'pp_size')}{where(spec)} is more than the model's {num_layers} layers"
+            yield Broken(text, ((put_argument(subject, spec, "pp_size", None),),))
+
+
+@rule("PLAN-PD-PAIR", "--sglang-config")
+def prefill_comes_with_decode(subject: Subject) -> Iterator[Broken]:
+    """A prefill engine hands every request to a decode engine; one router serves either such pairs or regular engines."""
+    types: dict[str, set[str]] = {}
+    for spec in running(subject):
+        types.setdefault(spec.model, set()).add(spec.worker_type)
+    for model, there in types.items():
+        if there in ({"regular"}, {"prefill", "decode"}):
+            continue
+        named = " and ".join(sorted(there))
+        wanted = "prefill and decode engines come in pairs" if "regular" not in there else "one router serves regular engines or pairs"
+        advice = "give both prefill and decode groups, or make all of them regular"
+        yield Broken(f"--sglang-config: model {model} has {named} engines only: {wanted}", _all_regular(subject, model), advice)
+
+
+def _all_regular(subject: Subject, model: str) -> tuple[Fix, ...]:
+    groups = [spec.place for spec in running(subject) if spec.model == model and spec.worker_type != "regular"]
+    path = ("engine", "sglang_config")
+    return (tuple(Change((*path, place[0], "server_groups", place[1], "worker_type"), "regular") for place in groups if place),)
+
+
+@rule("PLAN-PD-NO-EFFECT", "--sglang-config", "--sglang-disaggregation-transfer-backend", "--sglang-disaggregation-ib-device")
+def disaggregation_has_pairs(subject: Subject) -> Iterator[Broken]:
+    """Flags of disaggregation have no effect where no engine only prefills or only decodes."""
+    groups = running(subject)
+    if not groups or any(spec.worker_type in ("prefill", "decode") for spec in groups):
+        return
+    schema = subject.config.sglang.schema()
+    given = [
+        name for name, value in subject.config.sglang.items() if name.startswith("disaggregation_") and value != schema.flags[name].default
+    ]
+    if given:
+        options = tuple(option(name) for name in given)
+        yield Broken(
+            f"{' and '.join(options)} without prefill and decode groups in --sglang-config: nothing is handed over",
+            (tuple(Change(("sglang", name), None) for name in given),),
+            flags=options,
+        )
+
+
+@rule("PLAN-SPLIT-GPUS", "--rollout-num-gpus", "--actor-num-gpus-per-node", "--colocate", severity=Severity.WARNING)
+def separate_gpus_take_turns(subject: Subject) -> Iterator[Broken]:
+    """In the sync mode separate GPUs take turns: the trainer's idle while the engines sample, and the other way round."""
+    config = subject.config
+    separate = config.resolved_rollout_backend == "sglang" and not config.cluster.colocate and config.cluster.device != "cpu"
+    engines, trainer = config.num_rollout_only_gpus, config.num_train_gpus
+    if not separate or not engines or config.rollout.async_mode != "sync" or config.is_sft or config.debug.debug_rollout_only:
+        return
+    together = trainer + engines
+    shared = (put("colocate", True), drop("rollout_num_gpus"), put("actor_num_gpus_per_node", together // config.cluster.actor_num_nodes))
+    fixes: tuple[Fix, ...] = ((put("async_mode", "one-step"),),)
+    if together % config.cluster.actor_num_nodes == 0 and together <= config.cluster.actor_num_nodes * config.cluster.num_gpus_per_node:
+        fixes = ((*shared, Change(("sglang", "mem_fraction_static"), SHARED_FRACTION)), *fixes)
+    yield Broken(
+        f"the trainer takes {trainer} GPUs and the engines {engines} others (--rollout-num-gpus), {together} in all and none shared: "
+        "in the sync mode one side idles while the other works; --colocate shares them, --async-mode one-step uses both at a time",
+        fixes,
+    )
+
+
+RULES = (
+    groups_add_up,
+    engines_are_whole,
+    engines_fill_nodes,
+    pipeline_divides_engine,
+    pipeline_has_layers,
+    prefill_comes_with_decode,
+    disaggregation_has_pairs,
+    separate_gpus_take_turns,
+)

@@ -1,0 +1,215 @@
+"""Recomputation, optimizer, overlap, precision and context parallelism of the Megatron trainer.
+
+Sources: Megatron-Core 0.16.1, `TransformerConfig.__post_init__`, `OptimizerConfig.__post_init__`; Megatron-LM, `validate_args`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fuligo.config.findings import Change, Severity
+from fuligo.config.rules.rule import drop, put
+from fuligo.errors import ConfigError
+from fuligo.models.architecture import LatentAttention
+from fuligo.planner.rules.parallel import is_megatron
+from fuligo.planner.rules.rule import Broken, rule
+from fuligo.planner.stages import stages
+from fuligo.planner.subject import Subject
+
+_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+
+
+def _off(*names: str) -> tuple[Change, ...]:
+    return tuple(Change(("megatron", name), None) for name in names)
+
+
+@rule("PLAN-RECOMPUTE-FULL", "--recompute-granularity", "--recompute-method", "--recompute-num-layers")
+def full_recomputation_is_described(subject: Subject) -> Iterator[Broken]:
+    """Full recomputation needs to know of which layers, and in which chunks."""
+    config, sizes = subject.config, subject.config.parallel
+    if not is_megatron(config) or sizes.recompute_granularity != "full":
+        return
+    names = {"recompute_method": sizes.recompute_method, "recompute_num_layers": sizes.recompute_num_layers}
+    missing = [name for name, value in names.items() if value is None]
+    if missing:
+        shown = " and ".join(f"--{name.replace('_', '-')}" for name in missing)
+        standard = {"recompute_method": "uniform", "recompute_num_layers": 1}
+        yield Broken(f"--recompute-granularity full needs {shown}", (tuple(put(name, standard[name]) for name in missing),))
+
+
+@rule("PLAN-RECOMPUTE-LAYERS", "--recompute-num-layers")
+def recomputed_layers_exist(subject: Subject) -> Iterator[Broken]:
+    """A stage cannot recompute more layers than it has."""
+    config, number = subject.config, subject.config.parallel.recompute_num_layers
+    if not is_megatron(config) or config.parallel.recompute_granularity != "full" or number is None:
+        return
+    try:
+        most = max(stage.num_layers for stage in stages(subject))
+    except ConfigError:
+        return
+    if number > most:
+        yield Broken(
+            f"--recompute-num-layers {number} is more than a pipeline stage has, {most} layers",
+            ((put("recompute_num_layers", 1 if config.parallel.recompute_method == "uniform" else most),),),
+        )
+
+
+@rule("PLAN-RECOMPUTE-MODULES", "--recompute-modules")
+def recomputed_modules_exist(subject: Subject) -> Iterator[Broken]:
+    """Selective recomputation names modules that the model has."""
+    config, given = subject.config, subject.config.parallel.recompute_modules
+    if not is_megatron(config) or config.parallel.recompute_granularity != "selective":
+        return
+    wrong = {name: f"{name} is none of {', '.join(_MODULES)}" for name in given if name not in _MODULES}
+    if not isinstance(subject.architecture.attention, LatentAttention) and "mla_up_proj" in given:
+        wrong["mla_up_proj"] = "mla_up_proj belongs to latent attention, which the model has not"
+    if subject.architecture.experts is None:
+        wrong |= {
+            name: f"{name} belongs to experts, which the model has not" for name in given if name in ("moe_act", "moe", "shared_experts")
+        }
+    elif "moe_act" in given and not config.megatron.get("moe_grouped_gemm"):
+        wrong["moe_act"] = "moe_act needs --moe-grouped-gemm"
+    if wrong:
+        left = [name for name in given if name not in wrong]
+        fix = (put("recompute_modules", left) if left else drop("recompute_modules"),)
+        yield Broken(f"--recompute-modules {' '.join(given)}: {'; '.join(wrong.values())}", (fix,))
+
+
+@rule("PLAN-CPU-ADAM-PRECISION", "--optimizer-cpu-offload", "--use-precision-aware-optimizer")
+def cpu_adam_is_precision_aware(subject: Subject) -> Iterator[Broken]:
+    """Megatron's optimizer on the CPU is built on the precision-aware one."""
+    config = subject.config
+    if is_megatron(config) and config.optimizer.optimizer_cpu_offload and not config.optimizer.use_precision_aware_optimizer:
+        yield Broken("--optimizer-cpu-offload needs --use-precision-aware-optimizer", ((put("use_precision_aware_optimizer", True),),))
+
+
+@rule("PLAN-PRECISION-DISTRIBUTED", "--use-precision-aware-optimizer", "--use-distributed-optimizer")
+def precision_aware_is_distributed(subject: Subject) -> Iterator[Broken]:
+    """The precision-aware optimizer is a kind of the distributed one."""
+    config = subject.config
+    if is_megatron(config) and config.optimizer.use_precision_aware_optimizer and not config.optimizer.use_distributed_optimizer:
+        text = "--use-precision-aware-optimizer needs --use-distributed-optimizer, which is switched off"
+        yield Broken(text, ((drop("use_distributed_optimizer"),),))
+
+
+@rule("PLAN-STATE-DTYPES", "--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
+def state_types_are_the_optimizers(subject: Subject) -> Iterator[Broken]:
+    """Only the precision-aware optimizer keeps its state in anything but fp32."""
+    config = subject.config
+    if not is_megatron(config) or config.optimizer.use_precision_aware_optimizer:
+        return
+    names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    given = {name: config.megatron.value(name) for name in names if config.megatron.value(name) not in (None, "fp32")}
+    if given:
+        options = {name: f"--{name.replace('_', '-')}" for name in given}
+        shown = ", ".join(f"{options[name]} {value}" for name, value in given.items())
+        yield Broken(
+            f"{shown} without --use-precision-aware-optimizer: the state is fp32",
+            ((put("use_precision_aware_optimizer", True),), _off(*given)),
+            flags=tuple(options.values()),
+        )
+
+
+@rule("PLAN-CPU-ADAM-NODES", "--optimizer-cpu-offload", "--actor-num-nodes", severity=Severity.WARNING)
+def cpu_adam_is_for_few_gpus(subject: Subject) -> Iterator[Broken]:
+    """Spread over several nodes the optimizer's state is small; where it fits, a step on the GPU is much faster."""
+    from fuligo.planner.layout import make_layout
+    from fuligo.planner.memory.bars import memory_bars
+
+    config = subject.config
+    if not is_megatron(config) or not config.optimizer.optimizer_cpu_offload or config.cluster.actor_num_nodes == 1:
+        return
+    fix = (drop("optimizer_cpu_offload"), drop("overlap_cpu_optimizer_d2h_h2d"))
+    try:
+        without = replace(subject, config=config.changed(fix))
+        bars = [bar for bar in memory_bars(without, make_layout(without)) if bar.pipeline_rank is not None]
+    except ConfigError:
+        return
+    if bars and all(bar.fits for bar in bars):
+        worst = max(bar.used_bytes / bar.capacity_bytes for bar in bars)
+        yield Broken(
+            f"--optimizer-cpu-offload: over {config.cluster.actor_num_nodes} nodes the optimizer's state fits on the GPUs, too "
+            f"(which are then {worst:.0%} full)",
+            (fix,),
+        )
+
+
+@rule("PLAN-OVERLAP-GATHER", "--overlap-param-gather", "--overlap-grad-reduce", "--use-distributed-optimizer")
+def gathering_overlaps_reducing(subject: Subject) -> Iterator[Broken]:
+    """Weights are gathered under the forward pass only where gradients are reduced under the backward pass."""
+    config = subject.config
+    if not is_megatron(config) or not config.megatron.get("overlap_param_gather"):
+        return
+    if not config.optimizer.use_distributed_optimizer:
+        yield Broken("--overlap-param-gather needs --use-distributed-optimizer, which is switched off", (_off("overlap_param_gather"),))
+    elif not config.megatron.get("overlap_grad_reduce"):
+        yield Broken("--overlap-param-gather needs --overlap-grad-reduce", ((Change(("megatron", "overlap_grad_reduce"), True),),))
+
+
+@rule("PLAN-TP-OVERLAP", "--tp-comm-overlap", "--sequence-parallel")
+def tensor_communication_overlaps_sequences(subject: Subject) -> Iterator[Broken]:
+    """Tensor-parallel communication is hidden under matrix products only with sequence parallelism."""
+    config = subject.config
+    if is_megatron(config) and config.megatron.get("tp_comm_overlap") and not config.parallel.sequence_parallel:
+        yield Broken("--tp-comm-overlap needs --sequence-parallel", (_off("tp_comm_overlap"), (put("sequence_parallel", True),)))
+
+
+@rule("PLAN-FP16", "--fp16")
+def trainer_computes_in_bf16(subject: Subject) -> Iterator[Broken]:
+    """The trainer computes in bf16 and has no loss scale."""
+    config = subject.config
+    if is_megatron(config) and config.megatron.get("fp16"):
+        yield Broken("--fp16: the trainer computes in bf16 and scales no loss", (_off("fp16"),))
+
+
+@rule("PLAN-EXPERT-BIAS", "--moe-router-enable-expert-bias", "--moe-router-score-function")
+def expert_bias_is_of_sigmoids(subject: Subject) -> Iterator[Broken]:
+    """Balancing experts by a bias is defined for sigmoid scores."""
+    config = subject.config
+    function = config.megatron.value("moe_router_score_function")
+    if is_megatron(config) and config.megatron.get("moe_router_enable_expert_bias") and function != "sigmoid":
+        yield Broken(
+            f"--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, here it is {function}",
+            ((Change(("megatron", "moe_router_score_function"), "sigmoid"),), _off("moe_router_enable_expert_bias")),
+        )
+
+
+@rule("PLAN-DSA-CP", "--context-parallel-size", "--allgather-cp")
+def sparse_attention_gathers_its_context(subject: Subject) -> Iterator[Broken]:
+    """Sparse attention chooses among all tokens of a sequence: under context parallelism it must gather them."""
+    config, cp = subject.config, subject.config.parallel.context_parallel_size
+    if is_megatron(config) and subject.architecture.sparse_index is not None and cp > 1 and not config.parallel.allgather_cp:
+        text = f"--context-parallel-size {cp} with sparse attention (DSA) needs --allgather-cp"
+        yield Broken(text, ((put("allgather_cp", True),), (put("context_parallel_size", 1),)))
+
+
+@rule("PLAN-MTP-LAYERS", "--mtp-num-layers")
+def checkpoint_has_prediction_layers(subject: Subject) -> Iterator[Broken]:
+    """Layers for multi-token prediction are loaded from the checkpoint, which must have them."""
+    config, there = subject.config, len(subject.architecture.mtp_layers)
+    wanted = config.train.mtp_num_layers or 0
+    if is_megatron(config) and wanted > there and subject.trainer_config_json is not None:
+        fix = (
+            (put("mtp_num_layers", there),)
+            if there
+            else (drop("mtp_num_layers"), drop("enable_mtp_training"), drop("mtp_loss_scaling_factor"))
+        )
+        yield Broken(f"--mtp-num-layers {wanted}: the checkpoint has {there or 'no'} layers for multi-token prediction", (fix,))
+
+
+RULES = (
+    full_recomputation_is_described,
+    recomputed_layers_exist,
+    recomputed_modules_exist,
+    cpu_adam_is_precision_aware,
+    precision_aware_is_distributed,
+    state_types_are_the_optimizers,
+    cpu_adam_is_for_few_gpus,
+    gathering_overlaps_reducing,
+    tensor_communication_overlaps_sequences,
+    trainer_computes_in_bf16,
+    expert_bias_is_of_sigmoids,
+    sparse_attention_gathers_its_context,
+    checkpoint_has_prediction_layers,
+)

@@ -40,7 +40,7 @@ def layer_bytes(layer: Layer, architecture: Architecture, shape: TrainerShape, c
     norms = 2 * 2 * BF16 * hidden / split
     attention = _attention(architecture, shape)
     index = _index(architecture, layer)
-    mlp = _mlp(layer, architecture, shape)
+    mlp = _mlp(layer, architecture, shape, gathers=config.parallel.moe_token_dispatcher_type == "allgather")
     whole = norms + attention + index + mlp.kept
     entry = BF16 * hidden / split + (INDEX * architecture.sparse_index.top_k if layer.computes_index and architecture.sparse_index else 0)
     gathered = 2 * BF16 * hidden if split > 1 else 0
@@ -60,7 +60,12 @@ class _Mlp:
     passing: float
 
 
-def _mlp(layer: Layer, architecture: Architecture, shape: TrainerShape) -> _Mlp:
+def _mlp(layer: Layer, architecture: Architecture, shape: TrainerShape, *, gathers: bool) -> _Mlp:
+    """Of the dense MLP, or of router, shared expert and routed experts.
+
+    Args:
+        gathers: the dispatcher brings every token of the expert group to each of its ranks, and the same back.
+    """
     hidden, experts = architecture.hidden_size, architecture.experts
     if not layer.is_moe or experts is None:
         width = architecture.intermediate_size / shape.tp
@@ -72,7 +77,8 @@ def _mlp(layer: Layer, architecture: Architecture, shape: TrainerShape) -> _Mlp:
     return _Mlp(
         kept=copies * BF16 * (hidden + 3 * width) + 3 * BF16 * shared + router,
         activated=copies * BF16 * width,
-        passing=copies * BF16 * (2 * hidden + 3 * width),
+        passing=copies * BF16 * (2 * hidden + 3 * width)
+        + (2 * BF16 * hidden * shape.ep * shape.etp / shape.shards_sequence if gathers else 0),
     )
 
 

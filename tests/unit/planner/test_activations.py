@@ -102,6 +102,15 @@ def test_experts_see_copies_of_tokens() -> None:
     assert sparse.whole - dense.whole == routed + shared + router - 3 * 2 * 10240
 
 
+def test_the_allgather_dispatcher_brings_every_token_to_every_rank() -> None:
+    flags = "--actor-num-gpus-per-node 8 --expert-model-parallel-size 8 --moe-token-dispatcher-type"
+    gathered, exchanged = (subject_of(f"{flags} {name}", "glm4.7-flash") for name in ("allgather", "alltoall"))
+    layer, shape = gathered.architecture.layers[1], trainer_shape(gathered.config)
+    more, less = (layer_bytes(layer, subject.architecture, shape, subject.config) for subject in (gathered, exchanged))
+    assert more.passing - less.passing == 2 * 2 * 2048 * 8
+    assert more.whole == less.whole
+
+
 def shape_with(pp: int, vpp: int = 1) -> TrainerShape:
     return TrainerShape(True, pp, 1, 1, pp, vpp, 1, 1, 1, 1, sequence_parallel=False)
 

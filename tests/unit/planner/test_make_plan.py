@@ -48,7 +48,7 @@ def test_a_trainer_that_does_not_fit_is_an_error_with_a_fix() -> None:
         "overlap_cpu_optimizer_d2h_h2d",
         "use_precision_aware_optimizer",
     ]
-    assert len(plan.suggestions) == 3
+    assert error.fix and len(plan.suggestions) >= 2
 
 
 def test_an_engine_whose_weights_leave_no_cache_is_an_error() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,11 +16,11 @@ from tests.unit.planner.subjects import facts
 GROUPED, LATENT = "glm4-9b", "glm4.7-flash"
 
 
-def spec_of(num_gpus: int, worker_type: WorkerType = "regular", **arguments: object) -> EngineGroupSpec:
+def spec_of(num_gpus: int, worker_type: WorkerType = "regular", **arguments: Any) -> EngineGroupSpec:
     return EngineGroupSpec("default", None, worker_type, num_gpus, num_gpus, SglangArguments(arguments), True)
 
 
-def attention_of(dp_size: int) -> dict[str, object]:
+def attention_of(dp_size: int) -> dict[str, Any]:
     return {"enable_dp_attention": True, "dp_size": dp_size}
 
 

@@ -18,7 +18,7 @@ COMMANDS = {
     "plan": "what train would do to a cluster, without one: rules, layout, memory, time; the same arguments",
     "import-script": "the config file of a bash launch script, which is read and never run",
     "serve": "the embedded engine alone",
-    "doctor": "what this machine has: packages, devices, memory, places to write to",
+    "doctor": "what this machine has, and lacks for a run: the arguments of train, or none",
 }
 """Each is a module here with `main(arguments) -> exit code`, imported when it is asked for."""
 

@@ -1,0 +1,110 @@
+"""What this machine has: everything that `fuligo doctor` holds against a config."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fuligo.machine.nvidia import Gpus, read_gpus
+
+SHARED_MEMORY = Path("/dev/shm")
+IMPORT_TIMEOUT_S = 60.0
+_VERSIONS = """
+import importlib.metadata, json, sys
+def version(name):
+    try: return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError: return None
+print(json.dumps({name: version(name) for name in sys.argv[1:]}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Torch:
+    """What torch says of itself."""
+
+    version: str
+    cuda: str | None = None
+    """CUDA that it is built for; None: a CPU build."""
+    nccl: str | None = None
+    """Version of the NCCL that it brings."""
+    num_devices: int = 0
+    """CUDA devices that it sees."""
+    num_threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One node."""
+
+    python: str
+    system: str
+    """`Linux x86_64`"""
+    torch: Torch | None
+    torch_problem: str | None
+    """Why torch cannot be imported."""
+    gpus: Gpus = field(default_factory=Gpus)
+    num_cores: int = 1
+    """Those that this process may use."""
+    memory_bytes: int = 0
+    shared_memory_bytes: int | None = None
+    """Free in /dev/shm; None where there is none."""
+    num_open_files: int = 1024
+    """Soft limit of a process (`ulimit -n`)."""
+
+
+def read_machine() -> Machine:
+    """Ask this machine. Takes as long as the import of torch."""
+    torch, problem = _torch()
+    return Machine(
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        torch=torch,
+        torch_problem=problem,
+        gpus=read_gpus(),
+        num_cores=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
+        num_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    )
+
+
+def package_version(package: str) -> str | None:
+    """Of an installed package; None where it is missing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def package_versions(packages: Sequence[str], python: str = sys.executable) -> dict[str, str | None]:
+    """The same for several, also of another interpreter; all missing where that does not run."""
+    if Path(python) == Path(sys.executable):
+        return {package: package_version(package) for package in packages}
+    try:
+        command = [python, "-c", _VERSIONS, *packages]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=True)
+        return json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return dict.fromkeys(packages)
+
+
+def _torch() -> tuple[Torch | None, str | None]:
+    try:
+        import torch
+        from torch.cuda import nccl
+    except Exception as error:  # a broken build fails with whatever its libraries raise
+        return None, f"{type(error).__name__}: {error}"
+    with_cuda = torch.version.cuda is not None
+    nccl_version = ".".join(map(str, nccl.version())) if with_cuda and torch.distributed.is_nccl_available() else None
+    return Torch(
+        torch.__version__, torch.version.cuda, nccl_version, torch.cuda.device_count() if with_cuda else 0, torch.get_num_threads()
+    ), None

@@ -1,0 +1,100 @@
+"""Lines of the doctor's report that hold for any run: Python, packages, devices, memory, places to write to."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fuligo.machine.facts import SHARED_MEMORY, Machine, package_version
+
+PACKAGES = ("transformers", "safetensors", "pydantic", "pyarrow", "aiohttp", "fastapi", "uvicorn", "math-verify")
+OPTIONAL_PACKAGES = ("tensorboard", "wandb", "sglang", "sglang-router", "megatron-core", "transformer-engine", "ray")
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    value: str
+    problem: str | None = None
+    """Why a run cannot work so, and what to do."""
+    warning: str | None = None
+    """Why it may be slow or fail later, and what to do."""
+
+
+def machine_findings(machine: Machine) -> list[Finding]:
+    """What is here, needed by every run or by some."""
+    return [_python(machine), _torch(machine), *_packages(), *_devices(machine), *_system(machine), *_places()]
+
+
+def _python(machine: Machine) -> Finding:
+    supported = (3, 11) <= sys.version_info[:2] <= (3, 12)
+    return Finding("Python", f"{machine.python} on {machine.system}", None if supported else "use Python 3.11 or 3.12")
+
+
+def _torch(machine: Machine) -> Finding:
+    torch = machine.torch
+    if torch is None:
+        return Finding("torch", "not usable", f"it cannot be imported ({machine.torch_problem}); install it again")
+    build = "CPU build" if torch.cuda is None else f"CUDA {torch.cuda}, NCCL {torch.nccl or 'none'}"
+    return Finding("torch", f"{torch.version}, {build}, {torch.num_threads} threads")
+
+
+def _packages() -> list[Finding]:
+    versions = {name: package_version(name) for name in (*PACKAGES, *OPTIONAL_PACKAGES)}
+    fix = "install fuligo again: pip install fuligo"
+    needed = [Finding(name, versions[name] or "missing", None if versions[name] else fix) for name in PACKAGES]
+    return [*needed, *(Finding(name, versions[name] or "not installed (some runs need it)") for name in OPTIONAL_PACKAGES)]
+
+
+def _devices(machine: Machine) -> list[Finding]:
+    gpus, torch = machine.gpus, machine.torch
+    found = [Finding(f"GPU {gpu.index}", f"{gpu.name}, {gpu.memory_bytes / GIB:.0f} GiB, driver {gpu.driver}") for gpu in gpus.devices]
+    if not found:
+        found.append(Finding("GPU", "none: runs compute on the CPU"))
+    elif torch is not None and torch.num_devices < len(found):
+        cause = "it is a CPU build" if torch.cuda is None else "the driver is too old for its CUDA, or CUDA_VISIBLE_DEVICES hides some"
+        found.append(Finding("CUDA devices", f"torch sees {torch.num_devices} of {len(found)}", warning=cause))
+    if len(gpus.links) > 1:
+        pairs, count = gpus.without_nvlink(len(gpus.links)), len(gpus.links)
+        found.append(Finding("NVLink", f"between all {count} GPUs" if not pairs else f"not between GPUs {_some(pairs)}"))
+    return found
+
+
+def _system(machine: Machine) -> list[Finding]:
+    return [
+        Finding("cores", f"{machine.num_cores} usable"),
+        Finding("memory", f"{machine.memory_bytes / GIB:.1f} GiB"),
+        Finding("open files", f"{machine.num_open_files} a process"),
+    ]
+
+
+def _places() -> list[Finding]:
+    found = [_place("working directory", Path.cwd(), "run directories go there: change to another, or give --run-dir")]
+    if SHARED_MEMORY.is_dir():
+        found.append(_place("shared memory", SHARED_MEMORY, "weights travel through it: mount it writable"))
+    return found
+
+
+def _place(name: str, directory: Path, fix: str) -> Finding:
+    value = f"{directory}, {shutil.disk_usage(directory).free / GIB:.1f} GiB free"
+    return Finding(name, value, _attempt(lambda: tempfile.TemporaryFile(dir=directory).close(), fix))
+
+
+def _attempt(action: Callable[[], object], fix: str) -> str | None:
+    try:
+        action()
+    except OSError as error:
+        return f"{error.strerror}; {fix}"
+    return None
+
+
+def _some(pairs: list[tuple[int, int]]) -> str:
+    shown = ", ".join(f"{a} and {b}" for a, b in pairs[:3])
+    return shown + (f" and {len(pairs) - 3} more pairs" if len(pairs) > 3 else "")

@@ -1,0 +1,162 @@
+"""What a config needs of this machine, held against what it has."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from fuligo.config import Config
+from fuligo.config.schemas import schema
+from fuligo.config.topology import engine_groups
+from fuligo.engines.ports import PortClaims
+from fuligo.engines.sglang.server import PORTS_PER_ENGINE
+from fuligo.errors import EngineError
+from fuligo.machine.facts import Machine, package_versions
+from fuligo.machine.findings import GIB, Finding
+
+Versions = Callable[[Sequence[str], str], Mapping[str, str | None]]
+NCCL_SHARED_MEMORY_BYTES = 1024**3
+"""NCCL's buffers between the GPUs of a node: a container's default of 64 MiB ends a run at its first collective."""
+OWN_FILES = 256
+"""Files that a process has open besides its connections: libraries, data, logs."""
+
+
+def needs(config: Config, machine: Machine, versions: Versions = package_versions) -> list[Finding]:
+    """A line for each need of this node, met or not.
+
+    Args:
+        config: valid
+        machine: where the run's processes of one node would be
+        versions: of packages of an interpreter, None for those that are missing
+    """
+    checks = (_packages(config, machine, versions), _gpus(config, machine), _links(config, machine), _shared_memory(config, machine))
+    return [*(finding for check in checks for finding in check), *_ports(config), _open_files(config, machine)]
+
+
+def num_gpus_of_node(config: Config, machine: Machine) -> int:
+    """GPUs that the run takes here; 0 where it computes on the CPU."""
+    asked = config.cluster.device
+    on_cpu = asked == "cpu" or (asked == "auto" and not machine.gpus.devices)
+    return 0 if on_cpu else min(config.total_num_gpus, config.cluster.num_gpus_per_node)
+
+
+def _packages(config: Config, machine: Machine, versions: Versions) -> Iterator[Finding]:
+    """Those of the backends, in the versions whose flags are known; engines may run under an interpreter of their own."""
+    here = sys.executable
+    if config.resolved_train_backend == "megatron":
+        yield _package(versions, here, "megatron-core", schema("megatron").version)
+        if num_gpus_of_node(config, machine) > 0:
+            yield _package(versions, here, "transformer-engine")
+    if engine_groups(config):
+        python = config.engine.engine_python or here
+        for group in ("sglang", "router"):
+            yield _package(versions, python, schema(group).package, schema(group).version)
+    if config.num_nodes > 1:
+        yield _package(versions, here, "ray")
+    if config.observability.use_tensorboard:
+        yield _package(versions, here, "tensorboard")
+    if config.observability.use_wandb:
+        yield _package(versions, here, "wandb")
+
+
+def _package(versions: Versions, python: str, name: str, wanted: str | None = None) -> Finding:
+    found = versions([name], python)[name]
+    exact = name if wanted is None else f"{name}=={wanted}"
+    fix = f"{python} -m pip install {exact}"
+    if found is None:
+        return Finding(name, "missing", f"the config needs it: {fix}")
+    if wanted is not None and found != wanted:
+        return Finding(name, found, f"the flags were checked against {wanted}: {fix}")
+    return Finding(name, found)
+
+
+def _gpus(config: Config, machine: Machine) -> Iterator[Finding]:
+    asked, devices, torch = config.cluster.device, len(machine.gpus.devices), machine.torch
+    needed = num_gpus_of_node(config, machine)
+    if needed == 0:
+        processes = f"{config.total_num_gpus} processes" if config.total_num_gpus > 1 else "1 process"
+        yield Finding("device", f"CPU, {processes}" + (" (--device auto finds no GPU)" if asked == "auto" else ""))
+        return
+    value = f"{needed} needed, {devices} here"
+    if devices < needed:
+        fix = "give fewer (--actor-num-gpus-per-node, --rollout-num-gpus), say what a node has (--num-gpus-per-node), or --device cpu"
+        yield Finding("GPUs", value, fix)
+    elif torch is not None and torch.num_devices < needed:
+        cause = "it is a CPU build: install one for CUDA" if torch.cuda is None else "look at the driver and at CUDA_VISIBLE_DEVICES"
+        yield Finding("GPUs", f"{value}, torch sees {torch.num_devices}", cause)
+    else:
+        yield Finding("GPUs", value)
+    if needed > 1 and torch is not None:
+        yield Finding("NCCL", torch.nccl or "none", None if torch.nccl else "several GPUs need it: install torch for CUDA")
+
+
+def _links(config: Config, machine: Machine) -> Iterator[Finding]:
+    """The GPUs that exchange activations in every layer."""
+    here = num_gpus_of_node(config, machine)
+    sizes = [("an engine", group.tp_size) for group in engine_groups(config)]
+    if config.resolved_train_backend == "megatron":
+        sizes.append(("--tensor-model-parallel-size", config.parallel.tensor_model_parallel_size))
+    whose, size = max(sizes, key=lambda entry: entry[1], default=("", 1))
+    if min(size, here) < 2 or len(machine.gpus.devices) < 2:
+        return
+    value = f"{size} GPUs of {whose} share each matrix"
+    no_access = machine.gpus.without_peer_access(here)
+    no_link = machine.gpus.without_nvlink(here)
+    if no_access:
+        warning = f"GPUs {no_access[0][0]} and {no_access[0][1]} cannot read each other's memory: all goes through the host; lower the size"
+    elif no_link:
+        warning = f"GPUs {no_link[0][0]} and {no_link[0][1]} have no NVLink: every layer waits for PCIe; a size within NVLink is faster"
+    else:
+        warning = None
+    yield Finding("peer access", value, warning=warning)
+
+
+def _shared_memory(config: Config, machine: Machine) -> Iterator[Finding]:
+    needed = _shared_bytes(config, machine)
+    if needed == 0:
+        return
+    free = machine.shared_memory_bytes
+    if free is None:
+        yield Finding("shared memory", "no /dev/shm", "weights and NCCL need it: mount a tmpfs there")
+        return
+    fix = None if free >= needed else "make it larger (docker run --shm-size), or lower --update-weight-buffer-size"
+    yield Finding("shared memory", f"{free / GIB:.1f} GiB free of {needed / GIB:.1f} GiB that may be needed", fix)
+
+
+def _shared_bytes(config: Config, machine: Machine) -> int:
+    """What may lie in /dev/shm at a time: a bucket of weights that is read while the next is filled, or all weights; NCCL's buffers."""
+    gpus = num_gpus_of_node(config, machine)
+    nccl = NCCL_SHARED_MEMORY_BYTES if gpus > 1 else 0
+    if not config.needs_engine or config.debug.debug_rollout_only:
+        return nccl
+    assert config.model.hf_checkpoint is not None, "validated"
+    weights = sum(file.stat().st_size for file in Path(config.model.hf_checkpoint).glob("*.safetensors"))
+    transport = config.weight_sync.update_weight_transport
+    if transport == "disk" or (transport == "auto" and config.engine.rollout_external_engine_addrs):
+        return nccl + weights
+    if gpus == 0 and transport in ("auto", "tensor"):
+        return nccl + min(weights, 2 * config.weight_sync.update_weight_buffer_size)
+    return nccl
+
+
+def _ports(config: Config) -> Iterator[Finding]:
+    """Claimed as a run would claim them, and given back."""
+    num_engines = sum(group.num_engines for group in engine_groups(config))
+    if num_engines == 0:
+        return
+    with PortClaims() as claims:
+        try:
+            for size in [1, 1, *[1, PORTS_PER_ENGINE, 1] * num_engines]:
+                claims.claim(size)
+        except EngineError as error:
+            yield Finding("ports", f"for a router and {num_engines} engines", str(error))
+            return
+    yield Finding("ports", f"free for a router and {num_engines} engines")
+
+
+def _open_files(config: Config, machine: Machine) -> Finding:
+    needed = (config.rollout.rollout_concurrency if config.needs_engine else 0) + OWN_FILES
+    short = machine.num_open_files < needed
+    fix = f"each request in flight is a connection: ulimit -n {needed}, or lower --rollout-concurrency"
+    return Finding("open files", f"{machine.num_open_files} of {needed} that may be needed", fix if short else None)

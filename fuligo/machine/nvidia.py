@@ -1,0 +1,84 @@
+"""The GPUs of this machine as the driver's `nvidia-smi` tells them: it works where torch is a CPU build, or cannot be imported."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from itertools import combinations
+
+TIMEOUT_S = 20.0
+GPU_QUERY = ("--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader,nounits")
+LINKS_QUERY = ("topo", "-m")
+PEERS_QUERY = ("topo", "-p2p", "r")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_MIB = 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One device."""
+
+    index: int
+    name: str
+    memory_bytes: int
+    driver: str
+    """Version of the driver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """All of them, and what lies between each two."""
+
+    devices: tuple[Gpu, ...] = ()
+    links: tuple[tuple[str, ...], ...] = ()
+    """[n][n] of `nvidia-smi topo -m`: NV18 is 18 NVLinks; SYS, NODE, PHB, PXB, PIX are ways over PCIe."""
+    peers: tuple[tuple[str, ...], ...] = ()
+    """[n][n] of `nvidia-smi topo -p2p r`: OK where one reads the other's memory."""
+
+    def without_nvlink(self, count: int) -> list[tuple[int, int]]:
+        """Pairs among the first `count` GPUs that only PCIe connects."""
+        return [(a, b) for a, b in _pairs(self.links, count) if not self.links[a][b].startswith("NV")]
+
+    def without_peer_access(self, count: int) -> list[tuple[int, int]]:
+        """Pairs among the first `count` GPUs that cannot read each other's memory."""
+        return [(a, b) for a, b in _pairs(self.peers, count) if self.peers[a][b] != "OK"]
+
+
+def read_gpus() -> Gpus:
+    """What is here; nothing where there is no driver."""
+    devices = parse_devices(_nvidia_smi(*GPU_QUERY))
+    if len(devices) < 2:
+        return Gpus(devices)
+    return Gpus(devices, parse_matrix(_nvidia_smi(*LINKS_QUERY)), parse_matrix(_nvidia_smi(*PEERS_QUERY)))
+
+
+def parse_devices(text: str) -> tuple[Gpu, ...]:
+    """`0, NVIDIA H200, 143771, 580.159.04`, one a line; lines that are no such row (messages of a broken driver) are passed over."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return tuple(
+        Gpu(int(row[0]), row[1], int(row[2]) * _MIB, row[3]) for row in rows if len(row) == 4 and row[0].isdigit() and row[2].isdigit()
+    )
+
+
+def parse_matrix(text: str) -> tuple[tuple[str, ...], ...]:
+    """The rows GPU0 .. GPUn-1 of a topology, and of each the columns of the GPUs; empty where there is none."""
+    rows = [_COLOURS.sub("", line).split() for line in text.splitlines()]
+    gpus = [row for row in rows if len(row) > 1 and re.fullmatch(r"GPU\d+", row[0]) and not re.fullmatch(r"GPU\d+", row[1])]
+    return tuple(tuple(row[1 : len(gpus) + 1]) for row in gpus)
+
+
+def _pairs(matrix: tuple[tuple[str, ...], ...], count: int) -> list[tuple[int, int]]:
+    return list(combinations(range(min(count, len(matrix))), 2))
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """Its output; empty where it is not there or does not answer."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

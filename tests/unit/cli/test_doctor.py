@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fuligo import cli
+
+ASSETS = Path(cli.__file__).parents[1] / "quickstart" / "assets"
+RUN = [
+    "--hf-checkpoint",
+    str(ASSETS / "model"),
+    "--prompt-data",
+    str(ASSETS / "train.jsonl"),
+    "--input-key",
+    "prompt",
+    "--num-rollout",
+    "1",
+]
+RUN += ["--custom-rm-path", f"{__file__}:reward"]
+
+
+def reward(args: object, sample: object) -> float:
+    return 0.0
+
+
+def test_a_run_that_works_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *RUN]) == 0
+    shown = capsys.readouterr().out
+    assert "What the run needs of it" in shown and "!!" not in shown
+
+
+def test_what_a_run_lacks_ends_with_code_1_and_its_fix(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *RUN, "--rollout-num-gpus", "1", "--engine-python", "/no/such/python"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "/no/such/python -m pip install sglang==0.5.15.post1" in shown
+
+
+def test_arguments_that_train_refuses_end_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *RUN, "--rollout-batch-size", "0"]) == 2
+    assert "--rollout-batch-size" in capsys.readouterr().err
+    assert cli.main(["doctor", "--help"]) == 0

@@ -48,14 +48,13 @@ def planned(config: Config) -> tuple[Finding, ...]:
 
     Where the shape of the model is not known, those of the flags alone: the torch trainer takes models that the planner does not know.
     """
-    from fuligo.models.find import find_architectures
     from fuligo.planner.check import check
     from fuligo.planner.gpus import GPUS
-    from fuligo.planner.subject import Subject
+    from fuligo.planner.subject import read_subject
 
     try:
-        trained, served = find_architectures(config)
+        subject = read_subject(config, next(iter(GPUS)))
     except ConfigError:
         return findings(config)
-    # No rule asks for the memory or the speed of a GPU; those are in the estimates of `fuligo plan`.
-    return check(Subject(config, trained, served, next(iter(GPUS.values()))))
+    # Rules that depend on the GPU only warn; whether the run fits its memory is an estimate of `fuligo plan`.
+    return check(subject)

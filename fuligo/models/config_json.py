@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from fuligo.errors import ConfigError
@@ -50,9 +51,7 @@ class ConfigJson:
         value = self.values.get(key)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{self.source}: {key} is {value!r}; it must be a number")
-        return value
+        return self._checked_number(key, value)
 
     def switch(self, key: str, default: bool) -> bool:
         """True or false."""
@@ -91,12 +90,27 @@ class ConfigJson:
             raise ConfigError(f"{self.source}: {key} is {value!r}; it must be a list of whole numbers from 0")
         return tuple(value)
 
-    def rotary(self, key: str) -> Any:
-        """A rotary setting: of `rope_parameters` (transformers 5), of `rope_scaling`, or at the top level; None where nowhere."""
+    def rotary_number(self, key: str) -> float | None:
+        """A number among the rotary settings; None where it is nowhere."""
+        value = self._rotary(key)
+        return None if value is None else self._checked_number(key, value)
+
+    @property
+    def rotary_kind(self) -> str:
+        """How the rotary frequencies are scaled: `default` for not at all, `yarn`, `llama3`, ..."""
+        return str(self._rotary("rope_type") or self._rotary("type") or "default")
+
+    def _rotary(self, key: str) -> Any:
+        """Of `rope_parameters` (transformers 5), of `rope_scaling`, or of the top level."""
         for group in (self.values.get("rope_parameters"), self.values.get("rope_scaling")):
             if isinstance(group, Mapping) and group.get(key) is not None:
                 return group[key]
         return self.values.get(key)
+
+    def _checked_number(self, key: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            raise ConfigError(f"{self.source}: {key} is {value!r}; it must be a number")
+        return value
 
     def contradiction(self, text: str) -> ConfigError:
         """An error about two keys that do not go together."""

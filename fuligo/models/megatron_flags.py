@@ -9,6 +9,7 @@ from typing import Any
 from fuligo.config import Config
 from fuligo.config.flag import option_name
 from fuligo.config.passthrough import MegatronArguments
+from fuligo.errors import ConfigError
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.flag_names import EXPERT_KEYS, GROUPED_ATTENTION_KEYS, LATENT_ATTENTION_KEYS, SHAPE_KEYS, spec_family
@@ -92,7 +93,10 @@ def disagreements(config: Config, config_json: Mapping[str, Any], source: str = 
     """
     if not config.megatron:
         return
-    stated = MegatronArguments(stated_flags(config_json, source))
+    try:
+        stated = MegatronArguments(stated_flags(config_json, source))
+    except ValueError as error:
+        raise ConfigError(f"{source} asks for what Megatron does not take: {error}") from None
     model = ConfigJson.of(config_json, source)
     num_layers = model.count("num_hidden_layers")
     unread = {name for reason, names in _UNREAD.items() if reason in stated for name in names}

@@ -58,9 +58,10 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         normed, weight, inverse_rms = ctx.saved_tensors
-        grad_weight = (grad * normed).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        buffer = grad * normed  # fresh memory costs more than arithmetic: one buffer serves all that follows
+        grad_weight = buffer.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, None
-        scaled = grad * weight
-        projection = (scaled * normed).mean(-1, keepdim=True)
-        return scaled.sub_(normed * projection).mul_(inverse_rms), grad_weight, None
+        projection = (buffer @ weight).div_(weight.shape[0])[..., None]
+        torch.mul(grad, weight, out=buffer)
+        return buffer.addcmul_(normed, projection, value=-1).mul_(inverse_rms), grad_weight, None

@@ -12,8 +12,15 @@ from fuligo.models.registry import architecture_of
 
 Flags = dict[str, Any]
 
-_YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-"""Called alike in config.json and by Megatron."""
+_YARN = {
+    "rotary_scaling_factor": "factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+}
+"""Flag -> key among the rotary settings."""
 
 
 def stated_flags(config_json: Mapping[str, Any], source: str = "config.json") -> Flags:
@@ -98,25 +105,23 @@ def _sparse(index: SparseIndex) -> Flags:
 
 
 def _rotary(config: ConfigJson, *, is_latent: bool) -> Flags:
-    base = config.rotary("rope_theta") or 10_000
+    base = config.rotary_number("rope_theta") or 10_000
     flags: Flags = {"position_embedding_type": "rope", "rotary_base": int(base) if base == int(base) else base}
     if not is_latent:
         default = 0.5 if config.model_type in {"glm4", "glm4_moe"} else 1.0
-        share = config.rotary("partial_rotary_factor") or default
+        share = config.rotary_number("partial_rotary_factor") or default
         flags |= {} if share == 1 else {"rotary_percent": share}
         flags |= {"rotary_interleaved": True} if config.model_type == "glm4" else {}
-    kind = config.rotary("rope_type") or config.rotary("type") or "default"
+    kind = config.rotary_kind
     if kind == "default":
         return flags | ({"rope_type": "rope"} if is_latent else {})
+    if config.rotary_number("factor") is None:
+        raise config.contradiction(f"rotary scaling of type {kind} has no factor")
     if kind == "yarn" and is_latent:
-        yarn = {name: config.rotary(name) for name in _YARN}
-        return (
-            flags
-            | {"rope_type": "yarn", "rotary_scaling_factor": config.rotary("factor")}
-            | {name: value for name, value in yarn.items() if value is not None}
-        )
-    if kind == "llama3" and config.rotary("original_max_position_embeddings") == 8192:
-        return flags | {"use_rope_scaling": True, "rope_scaling_factor": config.rotary("factor")}
+        scaling = {flag: config.rotary_number(key) for flag, key in _YARN.items()}
+        return flags | {"rope_type": "yarn"} | {flag: value for flag, value in scaling.items() if value is not None}
+    if kind == "llama3" and config.rotary_number("original_max_position_embeddings") == 8192:
+        return flags | {"use_rope_scaling": True, "rope_scaling_factor": config.rotary_number("factor")}
     raise config.contradiction(f"Megatron has no flags for the rotary scaling of this {config.model_type} ({kind})")
 
 

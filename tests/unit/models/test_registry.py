@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from fuligo.errors import ConfigError
+from fuligo.models.megatron_flags import megatron_flags
 from fuligo.models.registry import FAMILIES, architecture_of, read_architecture, read_config_json
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -104,3 +106,13 @@ def test_an_unreadable_file_is_named(tmp_path: Path, content: str | None, text: 
 def test_a_directory_stands_for_its_config_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     assert read_architecture(tmp_path) == read_architecture(tmp_path / "config.json") == architecture_of(QWEN3)
+
+
+@pytest.mark.parametrize("value", [None, True, 0, -1, 2.5, float("nan"), "x", [], [1], {}, {"a": 1}])
+@pytest.mark.parametrize("config", [QWEN3, GLM_4_5, FLASH, GLM_5_2], ids=lambda config: config["model_type"])
+def test_any_value_of_any_key_is_read_or_refused(config: dict[str, Any], value: object) -> None:
+    for key in (*config, "rope_parameters", "text_config", "num_nextn_predict_layers"):
+        with contextlib.suppress(ConfigError):
+            architecture_of(config | {key: value})
+        with contextlib.suppress(ConfigError):
+            megatron_flags(config | {key: value})

@@ -19,6 +19,8 @@ from fuligo.planner.plan import Plan
 
 DEFAULT_GPU = "h100-80"
 STANDARD_OUTPUT = "-"
+OWN_OPTIONS = ("--gpu", "--host-memory", "--json", "--html")
+"""All else belongs to the job."""
 _GIB = 1024**3
 _PLAIN_WIDTH = 100
 """Of the report where there is no terminal to ask."""
@@ -81,7 +83,7 @@ def split_options(arguments: Sequence[str]) -> Options:
     while rest:
         argument = rest.pop(0)
         option, equals, value = argument.partition("=")
-        if option not in ("--gpu", "--host-memory", "--json", "--html"):
+        if option not in OWN_OPTIONS:
             job.append(argument)
         elif equals:
             given[option] = value

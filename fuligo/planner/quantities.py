@@ -47,3 +47,9 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def as_typed(changes: Iterable[str]) -> str:
+    """`--recompute-granularity full --recompute-method uniform`; with commas where some are not flags to add: `drop --lr, --min-lr 0`."""
+    texts = list(changes)
+    return (" " if all(text.startswith("--") for text in texts) else ", ").join(texts)

@@ -14,7 +14,7 @@ from fuligo.config import Config
 from fuligo.config.changes import change_text
 from fuligo.config.findings import Finding, Severity
 from fuligo.planner.plan import ClusterLayout, EngineCapacity, MemoryBar, Plan
-from fuligo.planner.quantities import count, gibibytes, magnitude, ranges, seconds
+from fuligo.planner.quantities import as_typed, count, gibibytes, magnitude, ranges, seconds
 from fuligo.planner.text_bars import Palette, span_bar, stacked_bar
 
 _MAX_WIDTH = 120
@@ -170,7 +170,7 @@ def _findings(findings: Sequence[Finding], config: Config) -> Iterator[Renderabl
     for finding in findings:
         yield Text.assemble((str(finding.severity), _STYLES[finding.severity]), " ", (finding.id, "bold"), f"  {finding.text}")
         if finding.fix:
-            fix = " ".join(change_text(change, config) for change in finding.fix)
+            fix = as_typed(change_text(change, config) for change in finding.fix)
             yield Padding(Text.assemble(("fix: ", "green"), fix), (0, 0, 0, 2), expand=False)
         if finding.advice:
             yield Padding(Text(finding.advice), (0, 0, 0, 2), expand=False)
@@ -179,7 +179,7 @@ def _findings(findings: Sequence[Finding], config: Config) -> Iterator[Renderabl
 def _suggestions(plan: Plan) -> Iterator[Text]:
     for suggestion in plan.suggestions:
         gain = f"{gibibytes(suggestion.saved_bytes)} less, " if suggestion.saved_bytes > 0 else ""
-        yield Text.assemble((" ".join(suggestion.flags), "green"), f"  {gain}{suggestion.cost}")
+        yield Text.assemble((as_typed(suggestion.flags), "green"), f"  {gain}{suggestion.cost}")
 
 
 def _verdict(plan: Plan) -> Text:

@@ -30,6 +30,8 @@ function itemColour(name) {
   return { "--hue": hue, "--chroma": chroma };
 }
 
+const ITEM_LABELS = { kv_cache: "KV cache", graphs: "CUDA graphs", deepep: "DeepEP buffers", engine: "engine, asleep", trainer: "trainer, asleep" };
+const itemLabel = (name) => (Object.hasOwn(ITEM_LABELS, name) ? ITEM_LABELS[name] : spoken(name));
 const swatch = (colour) => element("span", { class: "swatch", ...colour });
 const roomText = (bar) => (bar.fits ? `${gibibytes(bar.free_bytes)} free` : `${gibibytes(-bar.free_bytes)} too much`);
 
@@ -38,7 +40,7 @@ function memoryBar(bar, scale) {
   const segments = bar.items.filter((item) => item.num_bytes > 0).map((item) =>
     withTooltip(
       element("span", { class: "segment", "--width": percent(item.num_bytes / scale), ...itemColour(item.name) }),
-      () => [`${spoken(item.name)}: ${gibibytes(item.num_bytes)}`, item.note],
+      () => [`${itemLabel(item.name)}: ${gibibytes(item.num_bytes)}`, item.note],
     ),
   );
   return element(

@@ -15,6 +15,9 @@ function copyButton(text) {
 
 const command = (text) => element("div", { class: "command" }, element("code", {}, text), copyButton(text));
 
+// Flags to add stand side by side, ready to be pasted; other changes are listed.
+const asTyped = (changes) => changes.join(changes.every((change) => change.startsWith("--")) ? " " : ", ");
+
 function findingsSection() {
   return section(
     "findings",
@@ -25,7 +28,7 @@ function findingsSection() {
         { class: `finding ${finding.severity}` },
         element("h3", {}, element("span", { class: "severity" }, finding.severity), element("code", {}, finding.id)),
         element("p", {}, finding.text),
-        finding.fix.length ? [element("p", { class: "fix-title" }, "Mended by (tried before it is shown):"), command(finding.fix.join(" "))] : null,
+        finding.fix.length ? [element("p", { class: "fix-title" }, "Mended by (tried before it is shown):"), command(asTyped(finding.fix))] : null,
         finding.advice ? element("p", { class: "advice" }, finding.advice) : null,
       ),
     ),
@@ -39,7 +42,7 @@ function suggestionsSection() {
     "What would make it fit",
     element("p", { class: "lead" }, "The cheapest first."),
     plan.suggestions.map((suggestion) =>
-      element("article", { class: "finding suggestion" }, command(suggestion.flags.join(" ")), element("p", {}, suggestion.saved_bytes > 0 ? [element("b", {}, `${gibibytes(suggestion.saved_bytes)} less`), ", "] : null, suggestion.cost)),
+      element("article", { class: "finding suggestion" }, command(asTyped(suggestion.flags)), element("p", {}, suggestion.saved_bytes > 0 ? [element("b", {}, `${gibibytes(suggestion.saved_bytes)} less`), ", "] : null, suggestion.cost)),
     ),
   );
 }

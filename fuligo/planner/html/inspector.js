@@ -52,7 +52,7 @@ function memoryBlock(bar, scale) {
     element(
       "ul",
       { class: "items" },
-      bar.items.filter((item) => item.num_bytes > 0).map((item) => element("li", { title: item.note }, swatch(itemColour(item.name)), element("span", {}, spoken(item.name)), element("span", { class: "number" }, gibibytes(item.num_bytes)))),
+      bar.items.filter((item) => item.num_bytes > 0).map((item) => element("li", { title: item.note }, swatch(itemColour(item.name)), element("span", {}, itemLabel(item.name)), element("span", { class: "number" }, gibibytes(item.num_bytes)))),
     ),
   );
 }

@@ -4,7 +4,7 @@ function stagesSection() {
   const sparse = layout.stages.some((stage) => stage.index_layers.length);
   const ranks = [...new Set(layout.stages.map((stage) => stage.pipeline_rank))].sort((a, b) => a - b);
   const total = layout.stages.reduce((sum, stage) => sum + stage.num_layers, 0);
-  const text = ranks.length === 1 ? `${count(total, "layer")}, all on every trainer GPU's stage.` : `${count(total, "layer")} in ${count(ranks.length, "stage")}.`;
+  const text = `${count(total, "layer")} in ${count(ranks.length, "stage")}, counted from 0 as in the checkpoint.`;
   return section(
     "stages",
     "Pipeline stages",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.cli import quickstart, serve
+from fuligo.cli import plan, quickstart, serve
 from fuligo.config.files import load_yaml
 from fuligo.config.hooks import hook_problems
 from fuligo.config.parse import parse
@@ -57,6 +57,13 @@ def test_fuligo_train(page: Path, arguments: list[str], reader_directory: Path):
         assert list(hook_problems(config)) == []
     else:
         parse([*arguments[: file - 1], *arguments[file + 1 :]])
+
+
+@pytest.mark.parametrize(("page", "arguments"), commands_of_all_pages("fuligo", "plan"))
+def test_fuligo_plan(page: Path, arguments: list[str], reader_directory: Path):
+    """Exit code 2 is a plan, too: a page may show what is found wrong."""
+    make_files(page, reader_directory)
+    assert plan.main(arguments) in (0, 2)
 
 
 @pytest.mark.parametrize(("page", "arguments"), commands_of_all_pages("fuligo", "serve"))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fuligo.cli.plan import OWN_OPTIONS
 from fuligo.cli.serve import _parser
 from fuligo.config.flags import flags, passthrough_flags
 from tests.unit.docs.pages import PAGES, REPOSITORY, page_name, without_code_blocks
@@ -48,7 +49,7 @@ def test_named_flags_exist(page: Path):
     """A name that ends in `-`, as in `--embedded-*`, stands for all flags that begin so."""
     passed_through = [flag for group in ("sglang", "router", "megatron") for flag in passthrough_flags(group).values()]
     ours = {flag.option for flag in [*flags().values(), *passed_through]}
-    known = ours | set(_parser()._option_string_actions) | NO_FLAGS_OF_A_CONFIG
+    known = ours | set(_parser()._option_string_actions) | set(OWN_OPTIONS) | NO_FLAGS_OF_A_CONFIG
     named = [flag for code in FLAG_IN_CODE.findall(without_code_blocks(page)) for flag in FLAG.findall(code)]
     unknown = [flag for flag in named if not any(option == flag or (flag.endswith("-") and option.startswith(flag)) for option in known)]
     assert unknown == []

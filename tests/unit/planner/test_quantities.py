@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuligo.planner.quantities import count, gibibytes, magnitude, ranges, seconds
+from fuligo.planner.quantities import as_typed, count, gibibytes, magnitude, ranges, seconds
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,8 @@ def test_ranges_name_every_number_once(numbers: set[int]):
         first, _, last = part.partition("-")
         named += range(int(first), int(last or first) + 1)
     assert named == sorted(numbers)
+
+
+def test_changes_as_typed():
+    assert as_typed(["--lr 1e-6", "--min-lr 0"]) == "--lr 1e-6 --min-lr 0"
+    assert as_typed(["drop --lr", "--min-lr 0"]) == "drop --lr, --min-lr 0"

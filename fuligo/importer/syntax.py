@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
@@ -14,6 +13,8 @@ from fuligo.errors import ConfigError
 from fuligo.importer.limits import MAX_FILE_BYTES
 
 _SPACED_ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+)?(\w+)(\s*)(\+?=)(\s*)(.*)$")
+
+_LAST_CONTINUATION = re.compile(rb"(?<!\\)\\\n?\s*\Z")
 
 
 @cache
@@ -36,7 +37,8 @@ def parse_script(source: bytes, name: str) -> Node:
         lines = source.decode().splitlines()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: not UTF-8 text: {error.reason} at byte {error.start}") from None
-    root = _parser().parse(source).root_node
+    # A line that goes on at the end of the file is fine for bash, and not for the grammar.
+    root = _parser().parse(_LAST_CONTINUATION.sub(b"\n", source)).root_node
     if root.has_error:
         line = min((node.start_point[0] for node in _broken(root)), default=0)
         text = lines[line].strip() if line < len(lines) else ""
@@ -68,11 +70,6 @@ def first_line(node: Node) -> str:
     """The node's text for a message, shortened."""
     head, *rest = text_of(node).strip().split("\n", 1)
     return head[:100] + (" ..." if rest or len(head) > 100 else "")
-
-
-def script_name(path: Path) -> str:
-    """How messages call a file."""
-    return path.name
 
 
 def _broken(node: Node) -> Iterator[Node]:

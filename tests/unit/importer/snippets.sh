@@ -200,6 +200,9 @@ x=1; IFS=: read -r a b <<< "p:q"; train $a $b $x
 ### unset
 x=1; unset x; train ${x:-gone}
 
+### a line goes on at the end
+train a b \
+
 ### line continuation
 a=(--x \
        1); train ${a[@]} \

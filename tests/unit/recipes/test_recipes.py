@@ -1,0 +1,149 @@
+"""Every recipe of `examples/` is a valid run with no download: it plans without errors on the GPUs that its file names."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fuligo.config.files import load_yaml
+from fuligo.config.findings import Severity
+from fuligo.config.parse import parse
+from fuligo.planner.make_plan import make_plan
+from tests.unit.recipes.seeds import REPOSITORY
+
+EXAMPLES = REPOSITORY / "examples"
+CLUSTER_RECIPES = {
+    "glm4-9b/separate.yaml": 8,
+    "glm4-9b/colocated.yaml": 8,
+    "glm4.7-flash/8gpus.yaml": 8,
+    "glm4.7-flash/2x8.yaml": 16,
+    "glm4.7-flash/24gpus.yaml": 24,
+    "glm4.5-355b/bf16.yaml": 64,
+    "glm4.5-355b/fp8.yaml": 64,
+    "glm5.2-744b/config.yaml": 256,
+    "qwen3-4b/config.yaml": 8,
+    "mimo-7b/config.yaml": 8,
+}
+RUN_SCRIPTS = {
+    "run-glm4-9B.sh": "glm4-9b/separate.yaml",
+    "run-glm4.7-30B-A3B-8gpus.sh": "glm4.7-flash/8gpus.yaml",
+    "run-glm4.7-30B-A3B.sh": "glm4.7-flash/2x8.yaml",
+    "run-glm4.5-355B-A32B.sh": "glm4.5-355b/bf16.yaml",
+    "run-glm5.2-744B-A40B.sh": "glm5.2-744b/config.yaml",
+    "run-qwen3-4B.sh": "qwen3-4b/config.yaml",
+    "run-mimo-7B-rl-eagle.sh": "mimo-7b/config.yaml",
+}
+
+
+def test_these_are_all_recipes_of_clusters():
+    found = {str(file.relative_to(EXAMPLES)) for file in EXAMPLES.glob("*/*.yaml") if (file.parent / "model").is_dir()}
+    assert found == set(CLUSTER_RECIPES)
+
+
+@pytest.mark.parametrize(("recipe", "num_gpus"), CLUSTER_RECIPES.items())
+def test_plans_without_errors_and_fits(recipe: str, num_gpus: int):
+    config = load_yaml(EXAMPLES / recipe)
+    plan = make_plan(config, "h100-80", recipe)
+    assert [finding for finding in plan.findings if finding.severity is Severity.ERROR] == []
+    assert plan.layout is not None
+    assert len(plan.layout.gpus) == config.total_num_gpus == num_gpus
+    assert [bar.owner for bar in plan.memory if not bar.fits] == []
+
+
+@pytest.mark.parametrize("recipe", CLUSTER_RECIPES)
+def test_the_folder_has_a_page(recipe: str):
+    page = (EXAMPLES / recipe).parent / "README.md"
+    assert Path(recipe).name in page.read_text()
+
+
+def planned(script: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`PLAN=1 bash scripts/run-...sh`, with nothing else on the PATH than bash's own needs."""
+    return subprocess.run(
+        ["bash", str(REPOSITORY / "scripts" / script), *flags],
+        env={"PATH": "/usr/bin:/bin", "PLAN": "1", "PYTHON": sys.executable, "HOME": os.environ.get("HOME", "/"), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_these_are_all_scripts():
+    assert {file.name for file in (REPOSITORY / "scripts").glob("run-*.sh")} == set(RUN_SCRIPTS)
+
+
+@pytest.mark.parametrize("script", RUN_SCRIPTS)
+def test_scripts_plan_instead_of_running(script: str):
+    result = planned(script)
+    assert result.returncode == 0, result.stderr + result.stdout
+
+
+@pytest.mark.parametrize(("script", "recipe"), RUN_SCRIPTS.items())
+def test_scripts_start_the_recipe_and_nothing_else(script: str, recipe: str, tmp_path: Path):
+    """A stand-in for Python shows the arguments: without BASE_DIR they say what the recipe says."""
+    recorder = tmp_path / "python"
+    recorder.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    recorder.chmod(0o755)
+    arguments = planned(script, PYTHON=str(recorder)).stdout.splitlines()
+    assert arguments[:3] == ["-m", "fuligo", "plan"]
+    assert parse(arguments[3:]).config == load_yaml(EXAMPLES / recipe)
+
+
+def test_what_the_user_sets_reaches_the_job(tmp_path: Path):
+    recorder = tmp_path / "python"
+    recorder.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    recorder.chmod(0o755)
+    result = planned(
+        "run-glm5.2-744B-A40B.sh",
+        "--num-rollout",
+        "5",
+        PYTHON=str(recorder),
+        BASE_DIR="/data",
+        SOCKET_IFNAME="ib0",
+        MODEL_ARGS="--rotary-base 5 --override-model-config",
+    )
+    config = parse(result.stdout.splitlines()[3:]).config
+    assert config.model.hf_checkpoint == "/data/GLM-5.2-FP8"
+    assert config.checkpoint.save == "/data/GLM-5.2_fuligo"
+    assert config.data.num_rollout == 5
+    assert (
+        config.cluster.env["NCCL_SOCKET_IFNAME"]
+        == config.cluster.env["GLOO_SOCKET_IFNAME"]
+        == config.cluster.env["TP_SOCKET_IFNAME"]
+        == "ib0"
+    )
+    assert config.cluster.env["NVSHMEM_DISABLE_NCCL"] == "1"
+    assert config.megatron.get("rotary_base") == 5
+
+
+def test_a_cluster_is_started_on_every_host_and_the_job_submitted(tmp_path: Path):
+    """Stand-ins for ray and ssh show what would be started; the head's own line of the host file is left out."""
+    for name in ("ray", "ssh"):
+        (tmp_path / name).write_text(f'#!/bin/bash\necho "{name} $*" >> {tmp_path}/log\n')
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "hosts").write_text("10.0.0.1 slots=8\n10.0.0.2 slots=8\n")
+    result = planned(
+        "run-glm4.7-30B-A3B.sh",
+        PLAN="0",
+        PATH=f"{tmp_path}:/usr/bin:/bin",
+        MASTER_ADDR="10.0.0.1",
+        HOSTFILE=str(tmp_path / "hosts"),
+        BASE_DIR="/data",
+    )
+    assert result.returncode == 0, result.stderr
+    head, worker, job = (tmp_path / "log").read_text().splitlines()
+    assert head.startswith("ray start --head --node-ip-address 10.0.0.1 --port 6379 --num-gpus 8")
+    assert worker.startswith("ssh -n 10.0.0.2 ray start --address=10.0.0.1:6379 --num-gpus 8")
+    assert f"{REPOSITORY}/train.py --config {REPOSITORY}/examples/glm4.7-flash/2x8.yaml --hf-checkpoint /data/GLM-4.7-Flash" in job
+    assert job.startswith("ray job submit")
+
+
+@pytest.mark.parametrize("script", [*RUN_SCRIPTS, "launch.sh"])
+def test_scripts_end_no_process_of_others(script: str):
+    text = (REPOSITORY / "scripts" / script).read_text()
+    assert not {"pkill", "kill", "killall", "rm", "stop"} & set(text.split())
+    assert subprocess.run(["bash", "-n", str(REPOSITORY / "scripts" / script)], check=False).returncode == 0

@@ -6,7 +6,7 @@ TORCH ?= 2.13.0
 # Tests that start processes share two cores badly with more workers than this.
 TEST_WORKERS ?= 2
 
-.PHONY: quickstart install install-dev browser test test-full test-gpu format lint types imports
+.PHONY: quickstart install install-dev install-sglang browser test test-full test-gpu format lint types imports
 
 quickstart: install
 	.venv/bin/fuligo quickstart $(ARGS)
@@ -26,17 +26,29 @@ install-dev: .venv/.installed-dev
 	$(PIP) --editable .[dev]
 	touch $@
 
+# SGLang and its router have an environment of their own: engines are processes that fuligo only starts and talks to.
+install-sglang: .venv-sglang/.installed
+
+.venv-sglang/.installed: requirements/sglang-cpu.txt
+	@test -n "$(PYTHON)" || { echo "SGLang needs Python 3.11 on the PATH (or: make PYTHON=/path/to/python3.11)"; exit 1; }
+	test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements/sglang-cpu.txt
+	touch $@
+
 # Tests of pages need a real browser. Where there is none and we may install Debian's, we do; else they skip and say so.
 browser:
 	@if ! command -v chromium >/dev/null && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null \
 		|| echo "Chromium cannot be installed: the tests of pages are skipped"; fi
 
-test: install-dev browser lint types imports
-	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow"
+test: install-dev install-sglang browser lint types imports
+	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow and not sglang"
+	.venv/bin/python -m pytest tests/sglang -m "not slow"
 
-test-full: install-dev browser lint types imports
-	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu"
+test-full: install-dev install-sglang browser lint types imports
+	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not sglang"
+	.venv/bin/python -m pytest tests/sglang
 
 test-gpu: install-dev
 	.venv/bin/python -m pytest tests/gpu -m gpu

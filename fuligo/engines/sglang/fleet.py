@@ -41,13 +41,17 @@ class Fleet:
 
     def __init__(self, settings: FleetSettings, servers: Sequence[SGLangServer], router: Router) -> None:
         self._settings = settings
-        self._router = router
+        self.router = router
         self._engines = [_Engine(server, _client(settings, server.settings, start=0)) for server in servers]
         self._router_restarts = 0
         # Requests outlive a restart of the router: it takes seconds, they are tried for a minute.
         patient = EngineClient(router.url, retries=max(settings.request_retries, 40), timeout_s=settings.request_timeout_s)
         self.group = EngineGroup([engine.client for engine in self._engines], patient, membership=self)
         self.renew: Renew = _later
+
+    @property
+    def servers(self) -> list[SGLangServer]:
+        return [engine.server for engine in self._engines]
 
     @classmethod
     async def launch(cls, settings: FleetSettings) -> Fleet:
@@ -83,7 +87,7 @@ class Fleet:
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(WATCH_S)
-            if not self._router.process.alive:
+            if not self.router.process.alive:
                 await self._restart_router()
             ask_health = clock() >= next_health
             if ask_health:
@@ -107,7 +111,7 @@ class Fleet:
     async def admit(self, clients: Sequence[EngineClient]) -> None:
         """They have the current weights: requests may reach them."""
         for client in clients:
-            await self._router.add(client.url)
+            await self.router.add(client.url)
             logger.info("engine %s is back in service", client.url)
 
     async def stop(self) -> None:
@@ -117,7 +121,7 @@ class Fleet:
                 engine.restart.cancel()
         await asyncio.gather(*(engine.restart for engine in self._engines if engine.restart is not None), return_exceptions=True)
         await self.group.close()
-        await _stop_all([engine.server for engine in self._engines], self._router)
+        await _stop_all(self.servers, self.router)
 
     async def _is_dead(self, engine: _Engine, *, ask_health: bool) -> bool:
         if not engine.server.process.alive:
@@ -151,7 +155,7 @@ class Fleet:
         Raises:
             EngineError: it died too often
         """
-        await self._router.remove(engine.server.url)
+        await self.router.remove(engine.server.url)
         while True:
             await engine.server.stop()
             await engine.client.close()
@@ -178,12 +182,12 @@ class Fleet:
             EngineError: it is not to be restarted, or did not start
         """
         if not self._settings.restart or self._router_restarts == MAX_RESTARTS:
-            self._router.process.check_alive()
+            self.router.process.check_alive()
         self._router_restarts += 1
         logger.warning("the router is gone; it is restarted")
-        self._router = await launch_router(self._settings.router)
+        self.router = await launch_router(self._settings.router)
         for client in self.group.clients:
-            await self._router.add(client.url)
+            await self.router.add(client.url)
 
 
 @dataclass(slots=True)

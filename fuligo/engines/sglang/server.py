@@ -34,8 +34,8 @@ CPU_ARGUMENTS: dict[str, Any] = {
     "sleep_on_idle": True,  # else the scheduler spins a core that the trainer needs
 }
 """What makes SGLang 0.5.15 serve on a CPU without its kernels; the user's flags win."""
-OWN_ARGUMENTS: dict[str, Any] = {"grammar_backend": "none", "skip_server_warmup": True}
-"""Rollouts need no grammars, and the first rollout is the warm-up."""
+OWN_ARGUMENTS: dict[str, Any] = {"grammar_backend": "none", "skip_server_warmup": True, "log_level_http": "warning"}
+"""Rollouts need no grammars, the first rollout is the warm-up, and a line in the log for every request is too much."""
 
 
 @dataclass(slots=True, frozen=True)

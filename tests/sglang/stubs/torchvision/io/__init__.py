@@ -1,4 +1,4 @@
-from torchvision.absent import absent as __getattr__
+from torchvision.absent import absent as __getattr__  # noqa: F401
 
 
 class ImageReadMode:

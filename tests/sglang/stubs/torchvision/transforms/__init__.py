@@ -1,6 +1,6 @@
 from enum import StrEnum, auto
 
-from torchvision.absent import absent as __getattr__
+from torchvision.absent import absent as __getattr__  # noqa: F401
 from torchvision.transforms import functional as functional
 from torchvision.transforms import v2 as v2
 

@@ -1,1 +1,1 @@
-from torchvision.absent import absent as __getattr__
+from torchvision.absent import absent as __getattr__  # noqa: F401

@@ -1,0 +1,84 @@
+"""Real SGLang engines behind the real router, on a CPU: two engines for the whole session."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from fuligo.engines.client import EngineGroup
+from fuligo.engines.ports import PortClaims
+from fuligo.engines.router import RouterSettings
+from fuligo.engines.sglang.fleet import Fleet, FleetSettings
+from tests import tiny
+from tests.sglang.engines import ENVIRONMENT, server_settings, sglang_python
+
+NUM_ENGINES = 2
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/sglang/" in item.path.as_posix():
+            item.add_marker(pytest.mark.sglang)
+            if sglang_python() is None:
+                item.add_marker(pytest.mark.skip(reason="SGLang is not installed: make install-sglang"))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def claims() -> Iterator[PortClaims]:
+    with PortClaims() as claims:
+        yield claims
+
+
+def fleet_settings(
+    checkpoint: Path, claims: PortClaims, logs: Path, *, num_engines: int = NUM_ENGINES, restart: bool = True
+) -> FleetSettings:
+    python = sglang_python()
+    assert python is not None
+    return FleetSettings(
+        servers=tuple(server_settings(f"engine {n}", checkpoint, claims, logs / f"engine-{n}.txt") for n in range(num_engines)),
+        router=RouterSettings(
+            log_file=logs / "router.txt",
+            host="127.0.0.1",
+            port=claims.claim(),
+            prometheus_port=claims.claim(),
+            arguments={"policy": "round_robin"},
+            python=str(python),
+            environment=ENVIRONMENT,
+        ),
+        restart=restart,
+        health_interval_s=5.0,
+        health_timeout_s=20.0,
+        request_retries=3,
+        request_timeout_s=120.0,
+    )
+
+
+@pytest.fixture(scope="session")
+def running(checkpoint: Path, claims: PortClaims, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Started and stopped in an event loop of their own: each test talks to them from its own."""
+    settings = fleet_settings(checkpoint, claims, tmp_path_factory.mktemp("logs"))
+    with asyncio.Runner() as runner:
+        fleet = runner.run(Fleet.launch(settings))
+        try:
+            yield fleet
+        finally:
+            runner.run(fleet.stop())
+
+
+@pytest_asyncio.fixture
+async def engines(running: Fleet) -> AsyncIterator[EngineGroup]:
+    """The session's engines and router, with the connections of this test."""
+    router = running.group.router
+    assert router is not None
+    group = EngineGroup.connect(running.group.urls, router_url=router.url, timeout_s=120.0)
+    yield group
+    await group.close()

@@ -1,0 +1,97 @@
+"""Engines and router die and come back; requests do not notice, weights are current, and nothing is left at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from fuligo.engines.client import EngineClient, SamplingParams
+from fuligo.engines.ports import PortClaims
+from fuligo.engines.sglang.fleet import Fleet
+from fuligo.errors import EngineError
+from tests.sglang.conftest import fleet_settings
+
+PROMPT = list(range(20, 60))
+LONG = SamplingParams(max_new_tokens=300, ignore_eos=True)
+SHORT = SamplingParams(max_new_tokens=4, ignore_eos=True)
+
+
+@pytest_asyncio.fixture
+async def fleet(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> AsyncIterator[Fleet]:
+    fleet = await Fleet.launch(fleet_settings(checkpoint, claims, tmp_path))
+    yield fleet
+    await fleet.stop()
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    return [*children, *(below for child in children for below in descendants(child))]
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def test_engine_and_router_come_back(fleet: Fleet) -> None:
+    renewed: list[str] = []
+
+    async def renew(client: EngineClient) -> bool:
+        await fleet.group.admit([client])
+        renewed.append(client.url)
+        return True
+
+    fleet.renew = renew
+    watch = asyncio.create_task(fleet.watch())
+
+    # An engine dies while it samples: its requests finish on the other one.
+    requests = [asyncio.create_task(fleet.group.generate(PROMPT, LONG, rid=f"{n}", timeout_s=120)) for n in range(16)]
+    await asyncio.sleep(0.5)
+    victim = fleet.servers[0]
+    os.kill(descendants(victim.process.pid)[0], signal.SIGKILL)
+    generations = await asyncio.gather(*requests)
+    assert [len(generation.output_ids) for generation in generations] == [LONG.max_new_tokens] * 16
+    assert fleet.group.urls == (fleet.servers[1].url,)
+
+    # It is started again, and serves when it has been given weights.
+    while not renewed:
+        assert not watch.done()
+        await asyncio.sleep(0.1)
+    assert renewed == [victim.url]
+    assert set(fleet.group.urls) == {server.url for server in fleet.servers}
+    assert {worker.url for worker in await fleet.router.workers()} == set(fleet.group.urls)
+    assert len((await fleet.group.clients[-1].generate(PROMPT, SHORT, rid="again")).output_ids) == 4
+
+    # The router dies: requests wait for the next one, which knows the engines.
+    os.kill(descendants(fleet.router.process.pid)[0], signal.SIGKILL)
+    generations = await asyncio.gather(*(fleet.group.generate(PROMPT, SHORT, rid=f"after-{n}", timeout_s=120) for n in range(4)))
+    assert all(len(generation.output_ids) == 4 for generation in generations)
+    assert {worker.url for worker in await fleet.router.workers()} == set(fleet.group.urls)
+
+    watch.cancel()
+    pids = [
+        pid for process in (fleet.router.process, *(s.process for s in fleet.servers)) for pid in (process.pid, *descendants(process.pid))
+    ]
+    await fleet.stop()
+    assert not [pid for pid in pids if exists(pid)]
+
+
+async def test_without_fault_tolerance_the_end_names_the_engine(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> None:
+    fleet = await Fleet.launch(fleet_settings(checkpoint, claims, tmp_path, num_engines=1, restart=False))
+    try:
+        os.kill(descendants(fleet.servers[0].process.pid)[0], signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"engine 0 was killed, .*engine-0.txt"):
+            await asyncio.wait_for(fleet.watch(), 60)
+    finally:
+        await fleet.stop()
+
+
+async def test_an_engine_that_cannot_start_says_why(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> None:
+    settings = fleet_settings(tmp_path / "no-model-here", claims, tmp_path, num_engines=1)
+    with pytest.raises(EngineError, match=r"(?s)engine 0 ended with exit code \d+; its log \(.*engine-0.txt\) ends:.*no-model-here"):
+        await Fleet.launch(settings)

@@ -1,0 +1,105 @@
+"""Weights reach every engine whole, whichever way they travel: afterwards engines compute what transformers does with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from fuligo.engines.client import EngineGroup
+from fuligo.weights.manifest import EngineAddress, Transport, WeightManifest, WeightTarget
+from fuligo.weights.senders import WeightSender
+from tests.sglang import oracle
+
+BUCKET_BYTES = 40_000
+"""Several buckets, some tensors larger than one."""
+
+
+@pytest.fixture
+def sender() -> Iterator[WeightSender]:
+    sender = WeightSender()
+    yield sender
+    sender.close()
+
+
+async def publish(
+    sender: WeightSender,
+    engines: EngineGroup,
+    model: PreTrainedModel,
+    transport: Transport,
+    version: int,
+    directory: Path,
+    *,
+    changes_only: bool = False,
+) -> WeightManifest:
+    """As the publisher does it; the sender runs in a thread, as in the trainer."""
+    target = WeightTarget(
+        transport,
+        version,
+        BUCKET_BYTES,
+        engines=tuple(EngineAddress(url) for url in engines.urls),
+        directory=str(directory),
+        changes_only=changes_only,
+    )
+    await engines.pause("abort")
+    manifest = await asyncio.to_thread(sender.send, list(model.named_parameters()), target)
+    if transport == "disk":
+        await engines.update_weights_from_disk(str(directory), version=version)
+    await engines.resume()
+    return manifest
+
+
+async def assert_engines_hold(engines: EngineGroup, model: PreTrainedModel, version: int) -> None:
+    for engine in engines.clients:
+        assert (await engine.model_info()).weight_version == version
+        generations = await oracle.sample(engine)
+        assert oracle.largest_difference(model, generations) < oracle.TOLERANCE, engine.url
+        assert {generation.weight_version for generation in generations} == {version}
+
+
+@pytest.mark.parametrize("transport", ["tensor", "gloo", "disk"])
+async def test_each_transport(sender: WeightSender, engines: EngineGroup, checkpoint: Path, tmp_path: Path, transport: Transport) -> None:
+    model = oracle.load(checkpoint)
+    for version in (11, 12):
+        directory = tmp_path / str(version)
+        copytree(checkpoint, directory, ignore=ignore_patterns("*.safetensors"))
+        oracle.perturbed(model, seed=version)
+        manifest = await publish(sender, engines, model, transport, version, directory)
+        assert manifest.num_bytes == manifest.num_bytes_sent == sum(parameter.nbytes for parameter in model.parameters())
+        await assert_engines_hold(engines, model, version)
+
+
+@pytest.mark.parametrize("transport", ["tensor", "gloo"])
+async def test_changes_alone(sender: WeightSender, engines: EngineGroup, checkpoint: Path, tmp_path: Path, transport: Transport) -> None:
+    model = oracle.perturbed(oracle.load(checkpoint), seed=20)
+    first = await publish(sender, engines, model, transport, 20, tmp_path, changes_only=True)
+    assert first.num_bytes_sent == first.num_bytes
+
+    changed = model.get_parameter("model.layers.1.mlp.down_proj.weight")
+    with torch.no_grad():
+        changed.add_(0.05)
+    second = await publish(sender, engines, model, transport, 21, tmp_path, changes_only=True)
+    assert second.num_bytes_sent == changed.nbytes
+    await assert_engines_hold(engines, model, 21)
+
+    nothing = await publish(sender, engines, model, transport, 22, tmp_path, changes_only=True)
+    assert 0 < nothing.num_bytes_sent < nothing.num_bytes  # one tensor carries the version
+    await assert_engines_hold(engines, model, 22)
+
+
+async def test_an_engine_that_was_restarted_gets_everything(sender: WeightSender, engines: EngineGroup, checkpoint: Path) -> None:
+    """Only changes are sent to those who have the rest: another start of an engine has not."""
+    model = oracle.perturbed(oracle.load(checkpoint), seed=30)
+    first, again = (
+        WeightTarget("tensor", 30 + start, BUCKET_BYTES, tuple(EngineAddress(url, start=start) for url in engines.urls), changes_only=True)
+        for start in (0, 1)
+    )
+    for target in (first, again):
+        manifest = await asyncio.to_thread(sender.send, list(model.named_parameters()), target)
+        assert manifest.num_bytes_sent == manifest.num_bytes
+    await assert_engines_hold(engines, model, 31)

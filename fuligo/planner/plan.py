@@ -123,7 +123,8 @@ class MemoryBar:
     pipeline_rank: int | None = None
     """Of the trainer's GPUs that look so; None for engines and the host."""
     engine_group: int | None = None
-    """Index into `ClusterLayout.engine_groups` for the GPUs of engines; None for the trainer and the host."""
+    """Index into `ClusterLayout.engine_groups` for the GPUs of engines; None for the trainer and the host. Both are set where one bar
+    stands for trainer and engine together."""
 
     @property
     def used_bytes(self) -> int:

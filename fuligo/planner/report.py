@@ -56,8 +56,13 @@ def _headline(plan: Plan) -> Text:
     facts = [plan.model_type, f"{magnitude(plan.num_parameters)} parameters"]
     if plan.num_active_parameters != plan.num_parameters:
         facts.append(f"{magnitude(plan.num_active_parameters)} active")
-    where = "" if plan.layout is None else f" on {count(plan.layout.num_nodes, 'node')}"
-    facts.append(f"{len(plan.layout.gpus)} x {plan.gpu}{where}" if plan.layout is not None else plan.gpu)
+    if plan.layout is None:
+        facts.append(plan.gpu)
+    else:
+        total = len(plan.layout.gpus)
+        used = sum(gpu.trainer is not None or gpu.engine is not None for gpu in plan.layout.gpus)
+        of_total = "" if used == total else f" of {total}"
+        facts.append(f"{used}{of_total} x {plan.gpu} on {count(plan.layout.num_nodes, 'node')}")
     return Text.assemble((plan.name, "bold"), "  ", ", ".join(facts))
 
 

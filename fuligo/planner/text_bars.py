@@ -6,21 +6,27 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rich.text import Text
 
-_COLOURS = {
-    "weights": "blue",
-    "draft_weights": "bright_blue",
-    "gradients": "cyan",
-    "optimizer": "yellow",
-    "activations": "red",
-    "backward": "bright_red",
-    "logits": "magenta",
-    "kv_cache": "green",
-    "graphs": "bright_green",
-    "communication": "bright_magenta",
-    "runtime": "bright_black",
-    "fragmentation": "white",
+_KNOWN = {
+    "weights": ("w", "blue"),
+    "draft_weights": ("W", "bright_blue"),
+    "engine_weights": ("E", "blue"),
+    "gradients": ("g", "cyan"),
+    "optimizer": ("o", "yellow"),
+    "activations": ("a", "red"),
+    "backward": ("b", "bright_red"),
+    "logits": ("l", "magenta"),
+    "kv_cache": ("k", "green"),
+    "graphs": ("h", "bright_green"),
+    "communication": ("c", "bright_magenta"),
+    "deepep": ("d", "bright_magenta"),
+    "runtime": ("r", "bright_black"),
+    "fragmentation": ("f", "white"),
+    "engine": ("e", "bright_yellow"),
+    "engines": ("e", "green"),
+    "trainer": ("t", "bright_cyan"),
 }
-_OTHER_COLOURS = ("bright_yellow", "bright_cyan", "bright_white")
+"""Letter and colour of what most plans consist of: parts of memory, and the two lanes of a step."""
+_OTHER_COLOURS = ("bright_white", "bright_blue")
 _BLOCK = "█"
 
 
@@ -35,11 +41,16 @@ class Palette:
         self._coloured = coloured
         self._letters: dict[str, str] = {}
         self._styles: dict[str, str] = {}
-        for name in dict.fromkeys(names):
-            taken = set(self._letters.values())
+        names = dict.fromkeys(names)
+        taken = {_KNOWN[name][0] for name in names if name in _KNOWN}
+        others = iter(_OTHER_COLOURS * len(names))
+        for name in names:
+            if name in _KNOWN:
+                self._letters[name], self._styles[name] = _KNOWN[name]
+                continue
             self._letters[name] = next((letter for letter in name + name.upper() if letter.isalpha() and letter not in taken), "#")
-            others = len([known for known in self._styles if known not in _COLOURS])
-            self._styles[name] = _COLOURS.get(name, _OTHER_COLOURS[others % len(_OTHER_COLOURS)])
+            self._styles[name] = next(others)
+            taken.add(self._letters[name])
 
     def run(self, name: str, length: int) -> Text:
         """`length` characters of one part."""

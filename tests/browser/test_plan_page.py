@@ -133,6 +133,14 @@ def test_the_inspector_tells_ranks_layers_engine_and_memory(open_plan: OpenPlan)
     assert "engines: decode" not in text
 
 
+def test_one_bar_for_a_gpu_that_trainer_and_engine_share_in_one_process(open_plan: OpenPlan):
+    plan = plan_of_8()
+    trainer, engine = plan.memory
+    together = replace(trainer, owner="trainer and engine", engine_group=0)
+    page = open_plan(replace(plan, memory=(together, trainer, engine)))
+    assert page.locator(".inspector-memory h4").all_inner_texts() == ["trainer and engine\n31.9 GiB free"]
+
+
 def test_a_rank_chip_shows_that_group(open_plan: OpenPlan):
     page = open_plan(plan_of_256())
     gpu(page, 41).click()

@@ -12,7 +12,7 @@ function headline() {
   const tightest = plan.memory.filter(isGpuBar).reduce((worst, bar) => (worst && worst.used_bytes / worst.capacity_bytes >= bar.used_bytes / bar.capacity_bytes ? worst : bar), null);
   const cards = [
     ["Model", magnitude(model.num_parameters), model.num_active_parameters === model.num_parameters ? `${model.model_type}, dense` : `${model.model_type}, ${magnitude(model.num_active_parameters)} active`],
-    layout && ["GPUs", gpus.length.toLocaleString("en"), `${plan.gpu}, ${count(layout.num_nodes, "node")}`],
+    layout && ["GPUs", usedGpus.length.toLocaleString("en"), `${usedGpus.length < gpus.length ? `of ${gpus.length} ` : ""}${plan.gpu}, ${count(layout.num_nodes, "node")}`],
     layout && ["Trainer", trainerShape(), gpus.some((gpu) => gpu.trainer && gpu.engine) ? "shares its GPUs with the engines" : `${count(gpus.filter((gpu) => gpu.trainer).length, "GPU")}`],
     tightest && ["Tightest GPU", `${((100 * tightest.used_bytes) / tightest.capacity_bytes).toFixed(0)}%`, `${tightest.owner}, ${roomText(tightest)}`],
     plan.step.phases.length > 0 && ["One step", `≈ ${seconds(plan.step.duration_s)}`, longestPhase()],

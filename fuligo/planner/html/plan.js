@@ -28,11 +28,15 @@ for (const [key, dimension] of Object.entries(DIMENSIONS)) {
 }
 
 const shownDimensions = Object.values(DIMENSIONS).filter((dimension) => dimension.size > 1);
+const usedGpus = gpus.filter((gpu) => gpu.trainer || gpu.engine);
 const workerType = (gpu) => (gpu.engine ? engineGroups[gpu.engine.group].worker_type : null);
-const barsOf = (gpu) =>
-  plan.memory.filter((bar) =>
-    bar.pipeline_rank !== null ? gpu.trainer?.pp === bar.pipeline_rank : bar.engine_group !== null && gpu.engine?.group === bar.engine_group,
-  );
+// A bar of trainer and engine together (both keys) stands for the GPU alone; else trainer and engine have a bar each.
+function barsOf(gpu) {
+  const fits = (key, value) => key === null || key === value;
+  const bars = plan.memory.filter((bar) => isGpuBar(bar) && fits(bar.pipeline_rank, gpu.trainer?.pp) && fits(bar.engine_group, gpu.engine?.group));
+  const joint = bars.filter((bar) => bar.pipeline_rank !== null && bar.engine_group !== null);
+  return joint.length ? joint : bars;
+}
 const stagesOf = (pipelineRank) => layout.stages.filter((stage) => stage.pipeline_rank === pipelineRank);
 const layersOf = (stage) => Array.from({ length: stage.num_layers }, (_, offset) => stage.first_layer + offset);
 const isGpuBar = (bar) => bar.pipeline_rank !== null || bar.engine_group !== null;

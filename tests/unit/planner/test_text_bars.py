@@ -9,11 +9,11 @@ PALETTE = Palette(("weights", "optimizer", "graphs", "gradients", "weird"), colo
 
 def test_every_name_has_a_letter_of_its_own():
     (line,) = PALETTE.legend(80)
-    assert line.plain == "w weights  o optimizer  g graphs  r gradients  e weird"
+    assert line.plain == "w weights  o optimizer  h graphs  g gradients  e weird"
 
 
 def test_the_legend_breaks_between_entries():
-    assert [line.plain for line in PALETTE.legend(25)] == ["w weights  o optimizer", "g graphs  r gradients", "e weird"]
+    assert [line.plain for line in PALETTE.legend(25)] == ["w weights  o optimizer", "h graphs  g gradients", "e weird"]
 
 
 def test_parts_are_to_scale_up_to_the_capacity():

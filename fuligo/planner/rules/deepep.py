@@ -12,7 +12,7 @@ from fuligo.config.findings import Change, Severity
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.numbers import divisors, nearest_first
 from fuligo.planner.rules.rule import Broken, Fix, rule
-from fuligo.planner.rules.servers import engine_size, put_argument, put_gpus_per_engine, serving_policy, shown, where
+from fuligo.planner.rules.servers import engine_size, put_argument, resizes, serving_policy, shown, where
 from fuligo.planner.server_settings import server_settings
 from fuligo.planner.subject import Subject
 
@@ -41,18 +41,9 @@ def dispatch_has_a_configuration(subject: Subject) -> Iterator[Broken]:
             yield Broken(
                 f"{shown(spec, 'moe_a2a_backend')}: {engine_size(subject, spec)} makes {spec.ep_size} expert ranks, and DeepEP has no "
                 f"dispatch configuration above {MAX_RANKS}",
-                tuple(fix for size in nearest_first(MAX_RANKS, smaller) for fix in _smaller_engines(subject, spec, size)),
+                tuple(resizes(subject, spec, nearest_first(MAX_RANKS, smaller))),
                 f"make engines of at most {MAX_RANKS} GPUs",
             )
-
-
-def _smaller_engines(subject: Subject, spec: EngineGroupSpec, size: int) -> Iterator[Fix]:
-    """The size alone, and with attention replicas and experts spread over all of it."""
-    engine = put_gpus_per_engine(subject, spec, size)
-    yield (engine,)
-    spread = [put_argument(subject, spec, name, size) for name in ("dp_size", "ep_size") if spec.arguments.value(name) > 1]
-    if spread:
-        yield (engine, *spread)
 
 
 @rule("PLAN-DEEPEP-DISPATCH", "--env", "--sglang-cuda-graph-max-bs-decode", "--sglang-speculative-num-draft-tokens")
@@ -189,7 +180,7 @@ def shares_are_whole_blocks(subject: Subject) -> Iterator[Broken]:
                 yield Broken(
                     f"{engine_size(subject, spec)}: {share} GPUs share {name} of {width} columns, {width // share} each, not a multiple of "
                     f"the {block} of an FP8 block",
-                    (*spread, *((put_gpus_per_engine(subject, spec, size),) for size in sizes)),
+                    (*spread, *resizes(subject, spec, sizes)),
                 )
 
 

@@ -13,7 +13,7 @@ from fuligo.config.topology import EngineGroupSpec
 from fuligo.models.architecture import GroupedAttention
 from fuligo.planner.rules.numbers import divisors, nearest_first
 from fuligo.planner.rules.rule import Broken, Fix, rule
-from fuligo.planner.rules.servers import engine_size, put_argument, put_gpus_per_engine, serving_policy, shown, where
+from fuligo.planner.rules.servers import engine_size, put_argument, resizes, serving_policy, shown, where
 from fuligo.planner.subject import Subject
 
 
@@ -38,8 +38,7 @@ def _attention_fixes(subject: Subject, spec: EngineGroupSpec) -> tuple[Fix, ...]
     heads = subject.rollout_architecture.attention.num_heads
     replicas = nearest_first(spec.dp_size, [size for size in divisors(spec.tp_size) if heads % (spec.tp_size // size) == 0])
     fixes = [(put_argument(subject, spec, "dp_size", size),) for size in replicas] if spec.dp_size > 1 else []
-    sizes = nearest_first(spec.num_gpus_per_engine, divisors(spec.num_gpus))
-    return (*fixes, *((put_gpus_per_engine(subject, spec, size),) for size in sizes))
+    return (*fixes, *_sizes(subject, spec))
 
 
 @rule("PLAN-DP-SIZE", "--sglang-dp-size", "--rollout-num-gpus-per-engine")
@@ -145,7 +144,7 @@ def matrices_divide(subject: Subject) -> Iterator[Broken]:
 
 def _sizes(subject: Subject, spec: EngineGroupSpec) -> tuple[Fix, ...]:
     sizes = nearest_first(spec.num_gpus_per_engine, divisors(spec.num_gpus))
-    return tuple((put_gpus_per_engine(subject, spec, size),) for size in sizes)
+    return tuple(resizes(subject, spec, sizes))
 
 
 @rule("PLAN-ENGINE-MOE-DENSE", "--sglang-ep-size", "--sglang-moe-a2a-backend", "--sglang-ep-num-redundant-experts")

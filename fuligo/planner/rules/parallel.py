@@ -33,9 +33,18 @@ def _trainer(config: Config) -> str:
     return f"the trainer's {config.num_train_gpus} GPUs"
 
 
-def _resized(config: Config, name: str, sizes: Iterator[int] | list[int]) -> tuple[Fix, ...]:
-    """Fixes that give the flag `name` another size, the nearest first."""
-    return tuple((put(name, size),) for size in nearest_first(getattr(config.parallel, name) or 1, sizes))
+def _other_tp(subject: Subject, sizes: list[int]) -> tuple[Fix, ...]:
+    """Fixes that give the tensor-parallel group another size; the sequence is split along with it."""
+    config, now = subject.config, subject.config.parallel.tensor_model_parallel_size
+    fixes: list[Fix] = []
+    for size in nearest_first(now, sizes):
+        change = (put(_TP, size),)
+        if size == 1 and config.parallel.sequence_parallel:
+            change = (*change, drop("sequence_parallel"))
+        if size > 1 and subject.architecture.experts is not None and not config.parallel.sequence_parallel:
+            change = (*change, put("sequence_parallel", True))
+        fixes.append(change)
+    return tuple(fixes)
 
 
 def _nearest_of_several(config: Config, product: int, names: tuple[str, ...]) -> tuple[Fix, ...]:
@@ -102,7 +111,7 @@ def heads_divide(subject: Subject) -> Iterator[Broken]:
     if is_megatron(config) and heads % tp:
         yield Broken(
             f"--tensor-model-parallel-size {tp} does not divide the model's {heads} attention heads",
-            _resized(config, _TP, divisors(heads)),
+            _other_tp(subject, divisors(heads)),
             f"choose a size that divides both {heads} and {_trainer(config)}",
         )
 
@@ -118,7 +127,7 @@ def kv_heads_divide(subject: Subject) -> Iterator[Broken]:
     if groups % tp and tp % groups:
         yield Broken(
             f"--tensor-model-parallel-size {tp} neither divides the model's {groups} groups of keys and values nor is a multiple of them",
-            _resized(config, _TP, divisors(attention.num_heads)),
+            _other_tp(subject, divisors(attention.num_heads)),
             f"choose a divisor or a multiple of {groups}",
         )
 
@@ -131,7 +140,7 @@ def mlp_divides(subject: Subject) -> Iterator[Broken]:
     if is_megatron(config) and architecture.attention.num_heads % tp == 0 and width % tp:
         yield Broken(
             f"--tensor-model-parallel-size {tp} does not divide the {width} columns of the model's MLP",
-            _resized(config, _TP, divisors(architecture.attention.num_heads)),
+            _other_tp(subject, divisors(architecture.attention.num_heads)),
             f"choose a divisor of {width}",
         )
 
@@ -165,7 +174,7 @@ def tensor_parallel_stays_in_a_node(subject: Subject) -> Iterator[Broken]:
     yield Broken(
         f"--tensor-model-parallel-size {tp} reaches over nodes, of which each gives the trainer {here} GPUs: "
         "every layer waits for the network",
-        _resized(config, _TP, divisors(here)),
+        _other_tp(subject, divisors(here)),
         f"choose a divisor of {here}",
     )
 

@@ -94,7 +94,8 @@ def _recuts(subject: Subject, cut: _Cut) -> tuple[Fix, ...]:
     best = [fix for _, fix in sorted(found, key=lambda each: each[0])[:6] if fix]
     fewer = [(put("pipeline_model_parallel_size", pp),) for pp in nearest_first(cut.pp, divisors(cut.num_layers + cut.num_extra))]
     plain = [(drop(_FIRST), drop(_LAST))] if (cut.first, cut.last) != (None, None) else []
-    return (*best, *plain, *fewer)
+    interleaved = [(drop(_VPP),)] if cut.vpp > 1 else []
+    return (*best, *interleaved, *plain, *fewer)
 
 
 @rule("PLAN-PP-LAYOUT", "--pipeline-model-parallel-layout")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fuligo.config.findings import Change
 from fuligo.config.flags import option_name
 from fuligo.config.topology import EngineGroupSpec, engine_groups
+from fuligo.planner.rules.rule import Fix
 from fuligo.planner.subject import Subject
 
 
@@ -58,6 +60,23 @@ def put_gpus_per_engine(subject: Subject, spec: EngineGroupSpec, value: int) -> 
         if topology[model].num_gpus_per_engine is not None:
             return Change(("engine", "sglang_config", model, "num_gpus_per_engine"), value)
     return Change(("cluster", "rollout_num_gpus_per_engine"), value)
+
+
+def resizes(subject: Subject, spec: EngineGroupSpec, sizes: Iterable[int]) -> Iterator[Fix]:
+    """Fixes that give an engine other sizes: alone, and with attention replicas and experts spread in the same proportion."""
+    experts = subject.rollout_architecture.experts
+    for size in sizes:
+        engine = put_gpus_per_engine(subject, spec, size)
+        yield (engine,)
+        scaled = {name: spec.arguments.value(name) * size / spec.num_gpus_per_engine for name in ("dp_size", "ep_size")}
+        given = {name: value for name, value in scaled.items() if spec.arguments.value(name) > 1}
+        if not given or any(value != int(value) for value in given.values()):
+            continue
+        spread = [put_argument(subject, spec, name, int(value)) for name, value in given.items()]
+        if experts is not None and spec.arguments.value("ep_num_redundant_experts"):
+            copies = -experts.num_experts % int(given.get("ep_size", 1))
+            spread.append(put_argument(subject, spec, "ep_num_redundant_experts", copies or None))
+        yield (engine, *spread)
 
 
 def engine_size(subject: Subject, spec: EngineGroupSpec) -> str:

@@ -13,7 +13,7 @@ from fuligo.config.topology import EngineGroupSpec, engine_groups
 from fuligo.planner.rules.numbers import divisors, nearest_first
 from fuligo.planner.rules.rule import Broken, Fix, rule
 from fuligo.planner.rules.server_memory import SHARED_FRACTION
-from fuligo.planner.rules.servers import engine_size, option, put_argument, put_gpus_per_engine, running, shown, where
+from fuligo.planner.rules.servers import engine_size, option, put_argument, resizes, running, shown, where
 from fuligo.planner.subject import Subject
 
 
@@ -61,7 +61,7 @@ def engines_are_whole(subject: Subject) -> Iterator[Broken]:
             continue
         there = f"num_gpus {spec.num_gpus}{where(spec)} of --sglang-config" if spec.place else _num_gpus_given(subject)
         sizes = nearest_first(spec.num_gpus_per_engine, divisors(spec.num_gpus) if spec.num_gpus else [])
-        fixes: list[Fix] = [(put_gpus_per_engine(subject, spec, size),) for size in sizes]
+        fixes = list(resizes(subject, spec, sizes))
         if spec.place is None and config.cluster.rollout_num_gpus is not None and spec.num_gpus > spec.num_gpus_per_engine:
             fixes.append((put("rollout_num_gpus", spec.num_gpus // spec.num_gpus_per_engine * spec.num_gpus_per_engine),))
         broken = "is more than" if spec.num_gpus_per_engine > spec.num_gpus else "does not divide"
@@ -86,7 +86,7 @@ def engines_fill_nodes(subject: Subject) -> Iterator[Broken]:
         yield Broken(
             f"{engine_size(subject, spec)} neither divides the {node} GPUs of a node (--num-gpus-per-node) nor is a multiple of them: "
             "engines would straddle nodes",
-            tuple((put_gpus_per_engine(subject, spec, other),) for other in nearest_first(size, fitting)),
+            tuple(resizes(subject, spec, nearest_first(size, fitting))),
         )
 
 
@@ -108,8 +108,11 @@ def pipeline_has_layers(subject: Subject) -> Iterator[Broken]:
     num_layers = subject.rollout_architecture.num_layers
     for spec in running(subject):
         if spec.pp_size > num_layers and spec.num_gpus_per_engine % spec.pp_size == 0:
-            text = f"{shown(spec, 'pp_size')}{where(spec)} is more than the model's {num_layers} layers"
-            yield Broken(text, ((put_argument(subject, spec, "pp_size", None),),))
+            sizes = [size for size in divisors(spec.num_gpus_per_engine) if size <= num_layers]
+            yield Broken(
+                f"{shown(spec, 'pp_size')}{where(spec)} is more than the model's {num_layers} layers",
+                tuple((put_argument(subject, spec, "pp_size", size),) for size in nearest_first(spec.pp_size, sizes)),
+            )
 
 
 @rule("PLAN-PD-PAIR", "--sglang-config")
@@ -124,13 +127,26 @@ def prefill_comes_with_decode(subject: Subject) -> Iterator[Broken]:
         named = " and ".join(sorted(there))
         wanted = "prefill and decode engines come in pairs" if "regular" not in there else "one router serves regular engines or pairs"
         advice = "give both prefill and decode groups, or make all of them regular"
-        yield Broken(f"--sglang-config: model {model} has {named} engines only: {wanted}", _all_regular(subject, model), advice)
+        yield Broken(f"--sglang-config: model {model} has {named} engines only: {wanted}", tuple(_paired(subject, model)), advice)
 
 
-def _all_regular(subject: Subject, model: str) -> tuple[Fix, ...]:
-    groups = [spec.place for spec in running(subject) if spec.model == model and spec.worker_type != "regular"]
-    path = ("engine", "sglang_config")
-    return (tuple(Change((*path, place[0], "server_groups", place[1], "worker_type"), "regular") for place in groups if place),)
+def _paired(subject: Subject, model: str) -> Iterator[Fix]:
+    """The regular groups take the missing part, or one of several groups does; or all become regular."""
+    groups = [spec for spec in running(subject) if spec.model == model and spec.place is not None]
+    there = {spec.worker_type for spec in groups}
+    missing = "decode" if "prefill" in there else "prefill"
+    regular = [spec for spec in groups if spec.worker_type == "regular"]
+    if regular and len(there) == 2:
+        yield tuple(_as_worker(spec, missing) for spec in regular)
+    elif len(groups) > 1:
+        yield (_as_worker(groups[0 if missing == "prefill" else -1], missing),)
+    handed_over = tuple(Change(("sglang", name), None) for name in subject.config.sglang if name.startswith("disaggregation_"))
+    yield (*(_as_worker(spec, "regular") for spec in groups if spec not in regular), *handed_over)
+
+
+def _as_worker(spec: EngineGroupSpec, worker_type: str) -> Change:
+    assert spec.place is not None
+    return Change(("engine", "sglang_config", spec.place[0], "server_groups", spec.place[1], "worker_type"), worker_type)
 
 
 @rule("PLAN-PD-NO-EFFECT", "--sglang-config", "--sglang-disaggregation-transfer-backend", "--sglang-disaggregation-ib-device")

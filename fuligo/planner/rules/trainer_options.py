@@ -17,6 +17,8 @@ from fuligo.planner.rules.rule import Broken, rule
 from fuligo.planner.stages import stages
 from fuligo.planner.subject import Subject
 
+_COMFORTABLE = 0.9
+"""Share of a GPU's memory that an estimate may take before it is risky."""
 _MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 
 
@@ -126,8 +128,8 @@ def cpu_adam_is_for_few_gpus(subject: Subject) -> Iterator[Broken]:
         bars = [bar for bar in memory_bars(without, make_layout(without)) if bar.pipeline_rank is not None]
     except ConfigError:
         return
-    if bars and all(bar.fits for bar in bars):
-        worst = max(bar.used_bytes / bar.capacity_bytes for bar in bars)
+    worst = max((bar.used_bytes / bar.capacity_bytes for bar in bars), default=1.0)
+    if worst <= _COMFORTABLE:
         yield Broken(
             f"--optimizer-cpu-offload: over {config.cluster.actor_num_nodes} nodes the optimizer's state fits on the GPUs, too "
             f"(which are then {worst:.0%} full)",

@@ -1,0 +1,278 @@
+"""Recipes with one thing broken: for each rule of the planner at least one run that breaks it and nothing else."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fuligo.config.findings import Change
+from fuligo.config.parse import parse
+from fuligo.models.architecture import Architecture
+from fuligo.planner.subject import Subject, read_subject
+
+EXAMPLES = Path(__file__).parents[4] / "examples"
+
+DENSE = "glm4-9b/colocated.yaml"
+"""8 shared GPUs, 32 heads, 40 layers; TP 2, CP 2; engines of 2."""
+SEPARATE = "glm4-9b/separate.yaml"
+"""4 GPUs for the trainer and 4 for engines of 2."""
+DRAFTS = "mimo-7b/config.yaml"
+"""8 shared GPUs, 36 layers and one for prediction; engines of 1 with EAGLE."""
+MIXTURE = "glm4.7-flash/8gpus.yaml"
+"""8 shared GPUs, 20 heads with latent attention, 64 experts, 47 layers; EP 8; one engine of 8 with 8 attention replicas."""
+REDUNDANT = "glm4.7-flash/24gpus.yaml"
+"""24 shared GPUs, the same model; one engine of 24 with 6 attention replicas and 8 redundant experts."""
+LARGE = "glm4.5-355b/bf16.yaml"
+"""64 shared GPUs, 96 heads, 160 experts, 92 layers; TP 8, PP 4, CP 2, EP 16; engines of 32."""
+FP8 = "glm4.5-355b/fp8.yaml"
+"""The same, sampled in FP8 with DeepEP over 32 expert ranks."""
+SPARSE = "glm5.2-744b/config.yaml"
+"""256 shared GPUs, 78 layers with sparse attention; PP 8; prefill and decode engines of 64 with DeepEP and EAGLE."""
+
+_GROUPS = ("engine", "sglang_config", 0, "server_groups")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A recipe with other flags, and another model where flags alone cannot break the rule."""
+
+    recipe: str
+    flags: str = ""
+    """As typed."""
+    changes: tuple[Change, ...] = ()
+    """Of what has no flag: groups of engines."""
+    trainer_model: Mapping[str, Any] = field(default_factory=dict)
+    engine_model: Mapping[str, Any] = field(default_factory=dict)
+    quantisation: Mapping[str, Any] | None = None
+    gpu: str = "h100-80"
+
+    def subject(self) -> Subject:
+        """What the planner looks at."""
+        # Which dispatcher a recipe with experts has is not what is tested here.
+        dispatcher = "--moe-token-dispatcher-type alltoall " if "glm4.7" in self.recipe else ""
+        config = parse(["--config", str(EXAMPLES / self.recipe), *shlex.split(dispatcher + self.flags)]).config
+        subject = read_subject(config.changed(self.changes) if self.changes else config, self.gpu)
+        if self.quantisation is not None:
+            assert subject.engine_config_json is not None
+            values = {**subject.engine_config_json.values, "quantization_config": self.quantisation}
+            subject = replace(subject, engine_config_json=replace(subject.engine_config_json, values=values))
+        return replace(
+            subject,
+            architecture=_with(subject.architecture, self.trainer_model),
+            rollout_architecture=_with(subject.rollout_architecture, self.engine_model),
+        )
+
+
+def _with(architecture: Architecture, facts: Mapping[str, Any]) -> Architecture:
+    """Facts of the model, of its attention (`attention.num_heads`), or of its experts, replaced."""
+    for name, value in facts.items():
+        part, _, inner = name.rpartition(".")
+        architecture = replace(architecture, **{part: replace(getattr(architecture, part), **{inner: value})} if part else {inner: value})
+    return architecture
+
+
+def group(number: int, name: str, value: Any) -> Change:
+    """The change of a group of engines."""
+    return Change((*_GROUPS, number, *name.split(".")), value)
+
+
+BROKEN: dict[str, tuple[Run, ...]] = {
+    "PLAN-MODEL-ARGS": (
+        Run(DENSE, "--rotary-base 500000"),
+        Run(DENSE, "--num-layers 46"),
+        Run(DENSE, "--num-experts 8"),
+        Run(DENSE, "--qk-layernorm"),
+    ),
+    "PLAN-QUANTISED-WEIGHTS": (
+        Run(FP8, changes=(Change(("checkpoint", "ref_load"), None),)),
+        Run(FP8, changes=(Change(("checkpoint", "ref_load"), None), Change(("checkpoint", "load"), None))),
+    ),
+    "PLAN-ENV-ALLOCATOR": (
+        Run(DENSE, """--env '{"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}'"""),
+        Run(DENSE, """--env '{"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128,expandable_segments:True"}'"""),
+    ),
+    "PLAN-ENV-CONNECTIONS": (Run(DENSE, """--env '{"CUDA_DEVICE_MAX_CONNECTIONS": "8"}'"""),),
+    "PLAN-TRAINER-GPUS": (
+        Run(DENSE, "--context-parallel-size 3"),
+        Run(DENSE, "--tensor-model-parallel-size 16"),
+        Run(DENSE, "--actor-num-gpus-per-node 6"),
+        Run(LARGE, "--context-parallel-size 3"),
+    ),
+    "PLAN-EXPERT-GPUS": (Run(MIXTURE, "--expert-model-parallel-size 16"), Run(LARGE, "--expert-tensor-parallel-size 2")),
+    "PLAN-TP-HEADS": (Run(MIXTURE, "--tensor-model-parallel-size 8 --sequence-parallel"),),
+    "PLAN-TP-KV-HEADS": (Run(DENSE, trainer_model={"attention.num_kv_heads": 3}),),
+    "PLAN-TP-MLP": (Run(DENSE, trainer_model={"intermediate_size": 13697}),),
+    "PLAN-SP-WITHOUT-TP": (Run(DENSE, "--tensor-model-parallel-size 1"), Run(MIXTURE, "--sequence-parallel")),
+    "PLAN-MOE-SEQUENCE-PARALLEL": (Run(LARGE, "--no-sequence-parallel"), Run(MIXTURE, "--tensor-model-parallel-size 4")),
+    "PLAN-TP-NODES": (
+        Run(DENSE, "--actor-num-nodes 2 --tensor-model-parallel-size 16 --context-parallel-size 1 --max-tokens-per-gpu 9216"),
+    ),
+    "PLAN-UNEVEN-BATCH": (Run(REDUNDANT, "--num-steps-per-rollout 3"),),
+    "PLAN-PP-LAYOUT": (Run(DENSE, "--pipeline-model-parallel-layout Et*20|t*20L --pipeline-model-parallel-size 2"),),
+    "PLAN-PP-ACCOUNTING": (
+        Run(DENSE, "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 20 --account-for-loss-in-pipeline-split"),
+    ),
+    "PLAN-PP-LAYERS": (
+        Run(MIXTURE, "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4"),
+        Run(DENSE, "--decoder-first-pipeline-num-layers 10"),
+        Run(DENSE, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 30 --decoder-last-pipeline-num-layers 11"),
+        Run(DENSE, "--pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split"),
+        Run(LARGE, "--decoder-first-pipeline-num-layers 24"),
+        Run(SPARSE, "--decoder-first-pipeline-num-layers 15"),
+    ),
+    "PLAN-VPP-PP": (Run(DENSE, "--virtual-pipeline-model-parallel-size 2"),),
+    "PLAN-VPP-LAYERS": (Run(DENSE, "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 3"),),
+    "PLAN-DSA-STAGE-START": (
+        Run(SPARSE, "--decoder-first-pipeline-num-layers 15 --decoder-last-pipeline-num-layers 15"),
+        Run(SPARSE, "--decoder-first-pipeline-num-layers 13 --decoder-last-pipeline-num-layers 17"),
+        Run(SPARSE, "--virtual-pipeline-model-parallel-size 2"),
+    ),
+    "PLAN-MOE-DENSE": (Run(DENSE, "--expert-model-parallel-size 2"), Run(DENSE, "--moe-enable-deepep --moe-token-dispatcher-type flex")),
+    "PLAN-EP-EXPERTS": (Run(REDUNDANT, "--expert-model-parallel-size 12"),),
+    "PLAN-ETP-WIDTH": (
+        Run(
+            MIXTURE,
+            "--actor-num-nodes 5 --expert-tensor-parallel-size 5 --rollout-batch-size 40 --no-optimizer-cpu-offload"
+            " --no-overlap-cpu-optimizer-d2h-h2d",
+        ),
+    ),
+    "PLAN-DEEPEP-FLEX": (Run(MIXTURE, "--moe-enable-deepep"), Run(FP8, "--moe-token-dispatcher-type alltoall")),
+    "PLAN-DEEPEP-BACKEND": (Run(FP8, "--moe-flex-dispatcher-backend hybridep"),),
+    "PLAN-FLEX-SIZE": (Run(MIXTURE, "--moe-token-dispatcher-type flex --expert-model-parallel-size 1"),),
+    "PLAN-DISPATCHER": (
+        Run(MIXTURE, "--moe-token-dispatcher-type allgather"),
+        Run(LARGE, "--moe-token-dispatcher-type allgather --no-moe-enable-deepep"),
+    ),
+    "PLAN-SHARED-OVERLAP": (Run(LARGE, "--moe-shared-expert-overlap"),),
+    "PLAN-EP-OVERLAP": (Run(LARGE, "--overlap-moe-expert-parallel-comm"), Run(MIXTURE, "--overlap-moe-expert-parallel-comm")),
+    "PLAN-RECOMPUTE-FULL": (Run(DENSE, "--recompute-method none"), Run(DENSE, "--recompute-num-layers none")),
+    "PLAN-RECOMPUTE-LAYERS": (Run(DENSE, "--recompute-num-layers 41"), Run(LARGE, "--recompute-num-layers 24 --recompute-method block")),
+    "PLAN-RECOMPUTE-MODULES": tuple(
+        Run(recipe, f"--recompute-granularity selective --recompute-method none --recompute-num-layers none --recompute-modules {modules}")
+        for recipe, modules in ((DENSE, "core_attn mlps"), (DENSE, "mla_up_proj"), (DENSE, "moe_act"), (MIXTURE, "moe_act"))
+    ),
+    "PLAN-CPU-ADAM-PRECISION": (Run(MIXTURE, "--no-use-precision-aware-optimizer"),),
+    "PLAN-PRECISION-DISTRIBUTED": (Run(MIXTURE, "--no-use-distributed-optimizer"),),
+    "PLAN-STATE-DTYPES": (Run(DENSE, "--exp-avg-dtype bf16"), Run(DENSE, "--main-grads-dtype bf16")),
+    "PLAN-CPU-ADAM-NODES": (Run(REDUNDANT, "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer"),),
+    "PLAN-OVERLAP-GATHER": (
+        Run(DENSE, "--overlap-param-gather"),
+        Run(DENSE, "--overlap-param-gather --overlap-grad-reduce --no-use-distributed-optimizer"),
+    ),
+    "PLAN-TP-OVERLAP": (Run(DENSE, "--tp-comm-overlap --no-sequence-parallel"),),
+    "PLAN-FP16": (Run(DENSE, "--fp16"),),
+    "PLAN-EXPERT-BIAS": (Run(MIXTURE, "--moe-router-enable-expert-bias --moe-router-score-function softmax --override-model-config"),),
+    "PLAN-DSA-CP": (Run(SPARSE, "--no-allgather-cp"),),
+    "PLAN-MTP-LAYERS": (Run(DENSE, "--mtp-num-layers 1"), Run(DRAFTS, "--mtp-num-layers 2")),
+    "PLAN-SERVER-GPUS": (
+        Run(SPARSE, changes=(group(1, "num_gpus", 128),)),
+        Run(SPARSE, changes=(group(0, "num_gpus", 128),)),
+        Run(SPARSE, "--rollout-num-gpus 512"),
+    ),
+    "PLAN-ENGINE-GPUS": (
+        Run(DENSE, "--rollout-num-gpus-per-engine 16"),
+        Run(SEPARATE, "--rollout-num-gpus 5 --async-mode one-step"),
+        Run(REDUNDANT, "--rollout-num-gpus-per-engine 16 --sglang-ep-size 16 --sglang-dp-size 4 --sglang-ep-num-redundant-experts 0"),
+    ),
+    "PLAN-ENGINE-NODES": (Run(REDUNDANT, "--rollout-num-gpus-per-engine 12 --sglang-ep-size 12 --sglang-dp-size 3"),),
+    "PLAN-ENGINE-PP": (Run(DENSE, "--sglang-pp-size 3"),),
+    "PLAN-ENGINE-PP-LAYERS": (Run(DENSE, "--actor-num-nodes 8 --rollout-num-gpus-per-engine 64 --sglang-pp-size 64"),),
+    "PLAN-PD-PAIR": (
+        Run(SPARSE, changes=(group(0, "worker_type", "decode"),)),
+        Run(SPARSE, changes=(group(0, "worker_type", "regular"),)),
+    ),
+    "PLAN-PD-NO-EFFECT": (
+        Run(DENSE, "--sglang-disaggregation-ib-device mlx5_0"),
+        Run(DENSE, "--sglang-disaggregation-transfer-backend nixl"),
+    ),
+    "PLAN-SPLIT-GPUS": (Run(SEPARATE),),
+    "PLAN-DP-SIZE": (Run(REDUNDANT, "--sglang-dp-size 5"), Run(MIXTURE, "--sglang-dp-size 3")),
+    "PLAN-DP-ALONE": (Run(DENSE, "--sglang-enable-dp-attention"),),
+    "PLAN-ENGINE-HEADS": (
+        Run(REDUNDANT, "--sglang-dp-size 3"),
+        Run(MIXTURE, "--no-sglang-enable-dp-attention --sglang-dp-size 1 --no-sglang-enable-dp-lm-head"),
+    ),
+    "PLAN-ENGINE-KV-HEADS": (Run(DENSE, engine_model={"attention.num_kv_heads": 3}),),
+    "PLAN-DP-LM-HEAD": (Run(DENSE, "--sglang-enable-dp-lm-head"),),
+    "PLAN-DENSE-TP": (Run(MIXTURE, "--sglang-moe-dense-tp-size 2"),),
+    "PLAN-ENGINE-MLP": (
+        Run(DENSE, engine_model={"intermediate_size": 13697}),
+        Run(MIXTURE, engine_model={"experts.intermediate_size": 1500}),
+    ),
+    "PLAN-ENGINE-MOE-DENSE": (Run(DENSE, "--sglang-ep-size 2"), Run(DENSE, "--sglang-moe-a2a-backend deepep")),
+    "PLAN-ENGINE-EP": (Run(REDUNDANT, "--sglang-ep-size 9"),),
+    "PLAN-ENGINE-EP-FORCED": (Run(FP8, "--sglang-ep-size 16"),),
+    "PLAN-ENGINE-EXPERTS": (
+        Run(REDUNDANT, "--sglang-ep-num-redundant-experts 16"),
+        Run(REDUNDANT, "--sglang-ep-num-redundant-experts 0"),
+        Run(MIXTURE, "--sglang-ep-num-redundant-experts 3 --sglang-ep-size 8"),
+    ),
+    "PLAN-ENGINE-TP-EXPERTS": (Run(MIXTURE, engine_model={"experts.num_experts": 4}),),
+    "PLAN-DEEPEP-RANKS": (
+        Run(
+            SPARSE,
+            "--sglang-dp-size 192 --sglang-ep-size 192 --sglang-ep-num-redundant-experts 128 --sglang-chunked-prefill-size 24576"
+            " --sglang-max-running-requests 192",
+            changes=(group(1, "num_gpus_per_engine", 192), group(0, "overrides.dp_size", 64), group(0, "overrides.ep_size", 64)),
+        ),
+    ),
+    "PLAN-DEEPEP-DISPATCH": (
+        Run(SPARSE, """--env '{"NVSHMEM_DISABLE_NCCL": "1", "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": "2"}'"""),
+        Run(FP8, "--sglang-cuda-graph-bs-decode 1 2 4 8 256"),
+        Run(FP8, "--sglang-cuda-graph-bs-decode 1 2 4 8 2048"),
+    ),
+    "PLAN-DEEPEP-MODE": (Run(FP8, "--sglang-deepep-mode normal"), Run(FP8, "--sglang-deepep-mode low_latency")),
+    "PLAN-DEEPEP-NO-EFFECT": (Run(FP8, "--sglang-moe-a2a-backend none --sglang-deepep-mode normal"),),
+    "PLAN-DEEPEP-NVSHMEM": (
+        Run(FP8, changes=(Change(("cluster", "env", "NVSHMEM_DISABLE_NCCL"), None),)),
+        Run(LARGE, """--env '{"NVSHMEM_DISABLE_NCCL": "0"}'"""),
+    ),
+    "PLAN-DEEPEP-FP8-CHANNEL": (Run(FP8, quantisation={"quant_method": "compressed-tensors"}),),
+    "PLAN-FP8-BLOCKS": (Run(FP8, "--sglang-moe-a2a-backend none --sglang-ep-size 1"),),
+    "PLAN-SPEC-ALGORITHM": (Run(DRAFTS, "--sglang-speculative-algorithm EAGEL"),),
+    "PLAN-SPEC-NO-EFFECT": (Run(DRAFTS, changes=(Change(("sglang", "speculative_algorithm"), None),)),),
+    "PLAN-SPEC-TREE": (
+        Run(DRAFTS, "--sglang-speculative-eagle-topk none"),
+        Run(DRAFTS, "--sglang-speculative-num-steps none --sglang-speculative-num-draft-tokens none"),
+    ),
+    "PLAN-SPEC-DRAFT-TOKENS": (Run(DRAFTS, "--sglang-speculative-num-draft-tokens 5"),),
+    "PLAN-SPEC-TREE-SIZE": (Run(DRAFTS, "--sglang-speculative-eagle-topk 2 --sglang-speculative-num-draft-tokens 12"),),
+    "PLAN-SPEC-NO-DRAFT": (Run(DENSE, "--sglang-speculative-algorithm EAGLE"), Run(DRAFTS, "--sglang-speculative-algorithm STANDALONE")),
+    "PLAN-SPEC-PP": (Run(DRAFTS, "--sglang-pp-size 2 --rollout-num-gpus-per-engine 2"),),
+    "PLAN-SPEC-DP-ATTENTION": (Run(MIXTURE, "--sglang-speculative-algorithm NGRAM"),),
+    "PLAN-ATTENTION-BACKEND": (
+        Run(DENSE, "--sglang-attention-backend flashmla"),
+        Run(DENSE, "--sglang-attention-backend dsa"),
+        Run(DENSE, "--sglang-decode-attention-backend aiter"),
+        Run(SPARSE, "--sglang-attention-backend triton"),
+    ),
+    "PLAN-ATTENTION-GPU": (
+        Run(MIXTURE, "--sglang-attention-backend trtllm_mla"),
+        Run(DENSE, "--sglang-attention-backend fa3", gpu="b200"),
+        Run(MIXTURE, "--sglang-attention-backend fa3", gpu="a100-80"),
+    ),
+    "PLAN-DSA-NO-EFFECT": (Run(DENSE, "--sglang-dsa-decode-backend fa3"),),
+    "PLAN-DSA-CACHE": (Run(SPARSE, "--sglang-kv-cache-dtype fp8_e5m2"),),
+    "PLAN-DETERMINISTIC": (Run(DENSE, "--sglang-enable-deterministic-inference --sglang-attention-backend flex_attention"),),
+    "PLAN-MEM-FRACTION": (Run(DENSE, "--sglang-mem-fraction-static 0.9"), Run(DENSE, "--sglang-mem-fraction-static none")),
+    "PLAN-CHUNK-PAGES": (
+        Run(SPARSE, "--sglang-chunked-prefill-size 6400"),
+        Run(MIXTURE, "--sglang-chunked-prefill-size 4"),
+        Run(DENSE, "--sglang-page-size 64 --sglang-chunked-prefill-size 1000"),
+    ),
+    "PLAN-RUNNING-REQUESTS": (Run(MIXTURE, "--sglang-max-running-requests 4"),),
+    "PLAN-GRAPH-BATCH": (Run(DENSE, "--sglang-max-running-requests 512 --sglang-cuda-graph-max-bs-decode 128"),),
+    "PLAN-CHECKPOINT-GPU": (Run(FP8, gpu="a100-80"),),
+    "PLAN-CONTEXT-LENGTH": (Run(DENSE, "--sglang-context-length 65536"),),
+    "PLAN-RESPONSE-CONTEXT": (
+        Run(DENSE, "--sglang-context-length 16384"),
+        Run(DENSE, "--rollout-max-context-len 65536 --max-tokens-per-gpu 40000"),
+        Run(DENSE, "--eval-max-response-len 32768"),
+        Run(DENSE, "--rollout-max-response-len 40000 --max-tokens-per-gpu 40000"),
+    ),
+    "PLAN-MAX-TOKENS": (Run(DENSE, "--max-tokens-per-gpu 2048"), Run(SPARSE, "--max-tokens-per-gpu 2048")),
+}
+"""Rule -> runs that break it."""

@@ -1,0 +1,57 @@
+"""Each rule is broken by runs that break nothing else; a fix that is shown leaves a run without findings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fuligo.config.changes import change_text
+from fuligo.planner.check import check
+from fuligo.planner.rules import RULES
+from fuligo.planner.rules.reference import reference
+from fuligo.planner.rules.rule import PlannerRule
+from tests.unit.planner.rules.broken_runs import BROKEN, DENSE, DRAFTS, EXAMPLES, FP8, LARGE, MIXTURE, REDUNDANT, SPARSE, Run
+
+_IDS = [rule.id for rule in RULES]
+_ADVICE_ONLY = {"PLAN-QUANTISED-WEIGHTS", "PLAN-CHECKPOINT-GPU"}
+"""Rules that no change of flags mends."""
+
+
+@pytest.mark.parametrize("recipe", [DENSE, DRAFTS, MIXTURE, REDUNDANT, LARGE, FP8, SPARSE])
+def test_the_recipes_break_no_rule(recipe: str) -> None:
+    assert check(Run(recipe).subject()) == ()
+
+
+@pytest.mark.parametrize(("rule", "run"), [(rule, run) for rule, runs in BROKEN.items() for run in runs])
+def test_a_broken_rule_is_found_alone_and_its_fix_mends_it(rule: str, run: Run) -> None:
+    subject = run.subject()
+    found = check(subject)
+    assert {finding.id for finding in found} == {rule}
+    for finding in found:
+        assert finding.flags
+        assert any(flag in finding.text or flag == "--sglang-config" for flag in finding.flags)
+        assert finding.fix or rule in _ADVICE_ONLY, finding
+        assert finding.fix or finding.advice
+        assert all(change_text(change, subject.config) for change in finding.fix)
+    if rule not in _ADVICE_ONLY:
+        mended = subject.config
+        for finding in found:
+            mended = mended.changed(finding.fix)
+        assert check(replace(subject, config=mended)) == ()
+
+
+def test_every_rule_is_broken_by_some_run() -> None:
+    assert sorted(BROKEN) == sorted(_IDS)
+    assert len(set(_IDS)) == len(_IDS)
+
+
+def test_the_page_of_rules_is_what_the_rules_say() -> None:
+    assert (EXAMPLES.parent / "docs" / "rules.md").read_text(encoding="utf-8") == reference()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=_IDS)
+def test_a_rule_says_why_it_is_one(rule: PlannerRule) -> None:
+    assert rule.id.startswith("PLAN-")
+    assert rule.why.endswith(".") and len(rule.why) < 160
+    assert rule.flags

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from fuligo.config import Config
 from fuligo.config.changes import change_text
-from fuligo.config.findings import Finding, Rule, Severity
+from fuligo.config.findings import Change, Finding, Rule, Severity
 from fuligo.config.rules import advice, cluster, combinations, effects, required, sizes
 from fuligo.errors import ConfigError
 
@@ -50,5 +50,10 @@ def findings(config: Config) -> tuple[Finding, ...]:
 
 def described(finding: Finding, config: Config) -> str:
     """A finding in one line: what is wrong, and the way out."""
-    way_out = finding.advice or ", ".join(change_text(change, config) for change in finding.fix)
+    way_out = finding.advice or " and ".join(_demand(change, config) for change in finding.fix)
     return f"{finding.text}: {way_out}" if way_out else finding.text
+
+
+def _demand(change: Change, config: Config) -> str:
+    text = change_text(change, config)
+    return f"use {text}" if text.startswith("--") else text

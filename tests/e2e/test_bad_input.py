@@ -36,7 +36,7 @@ def test_unknown_and_contradictory_flags(refused) -> None:
     said = refused("--rollout-batchsize", 4)
     assert "--rollout-batchsize" in said and "did you mean --rollout-batch-size" in said
     said = refused(global_batch_size=7)
-    assert "--global-batch-size 7 does not divide a rollout" in said and "= 16 samples" in said and "use 4" in said
+    assert "--global-batch-size 7 does not divide a rollout" in said and "= 16 samples" in said and "use --global-batch-size 4" in said
 
 
 def test_malformed_data(refused, prompts: Path, tmp_path: Path) -> None:

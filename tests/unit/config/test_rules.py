@@ -127,7 +127,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ),
     ],
     "CFG-GLOBAL-BATCH": [
-        ({"global_batch_size": 100}, "(--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256 samples): --global-batch-size 64"),
+        ({"global_batch_size": 100}, "(--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256 samples): use --global-batch-size 64"),
         ({"global_batch_size": 512}, "--global-batch-size 256"),
     ],
     "CFG-NUM-STEPS": [

@@ -14,7 +14,7 @@ from fuligo.importer.limits import Budget
 
 CALLERS_VARIABLES = frozenset({
     "BASE_DIR", "MASTER_ADDR", "MASTER_PORT", "HOSTFILE", "SOCKET_IFNAME", "NODE_RANK", "WORLD_SIZE", "WORKER_IP", "NNODES", "NUM_NODES",
-    "NUM_GPUS", "MODEL_DIR", "DATA_DIR", "MLP_WORKER_0_HOST", "MLP_SOCKET_IFNAME",
+    "NUM_GPUS", "BASE_FOLDER", "MODEL_DIR", "DATA_DIR", "MLP_WORKER_0_HOST", "MLP_SOCKET_IFNAME",
 })  # fmt: skip
 """Taken from the caller's environment. Others (keys, tokens) only where `--env` names them: the result is printed."""
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from fuligo.cli import plan, quickstart, serve
+from fuligo.cli import import_script, plan, quickstart, serve
 from fuligo.config.files import load_yaml
 from fuligo.config.hooks import hook_problems
 from fuligo.config.parse import parse
 from fuligo.config.validate import validate
+from fuligo.convert import hf_to_dist, hf_to_fp8
 from tests.unit.docs.pages import PAGES, REPOSITORY, code_blocks, commands, page_name
 
 
@@ -25,6 +27,15 @@ def commands_of_all_pages(*beginning: str) -> list:
 TRAIN = [
     *commands_of_all_pages("fuligo", "train"),
     *commands_of_all_pages("torchrun", "--nproc-per-node", "2", "-m", "fuligo", "train"),
+]
+
+
+SCRIPTS = [
+    pytest.param(page, script, id=f"{page_name(page)}-{script}")
+    for page in PAGES
+    for block in code_blocks(page)
+    if block.language == "bash"
+    for script in re.findall(r"(?:bash|source) (scripts/\S+)", block.text)
 ]
 
 
@@ -61,9 +72,41 @@ def test_fuligo_train(page: Path, arguments: list[str], reader_directory: Path):
 
 @pytest.mark.parametrize(("page", "arguments"), commands_of_all_pages("fuligo", "plan"))
 def test_fuligo_plan(page: Path, arguments: list[str], reader_directory: Path):
-    """Exit code 2 is a plan, too: a page may show what is found wrong."""
+    """Exit code 2 is a plan, too: a page may show what is found wrong. Where the config is the reader's, flags are known."""
     make_files(page, reader_directory)
-    assert plan.main(arguments) in (0, 2)
+    file = arguments.index("--config") + 1 if "--config" in arguments else None
+    if file is None or Path(arguments[file]).exists():
+        assert plan.main(arguments) in (0, 2)
+    else:
+        parse(plan.split_options([*arguments[: file - 1], *arguments[file + 1 :]]).job)
+
+
+@pytest.mark.parametrize(("page", "arguments"), commands_of_all_pages("fuligo", "import-script"))
+def test_fuligo_import_script(page: Path, arguments: list[str]):
+    assert import_script.parser().parse_args(arguments).script.suffix == ".sh"
+
+
+@pytest.mark.parametrize(("page", "arguments"), commands_of_all_pages("python", "tools/convert_hf_to_fp8.py"))
+def test_conversion_to_fp8(page: Path, arguments: list[str]):
+    assert hf_to_fp8.parser().parse_args(arguments).model_dir
+
+
+@pytest.mark.parametrize(
+    ("page", "arguments"),
+    [
+        *commands_of_all_pages("python", "tools/convert_hf_to_torch_dist.py"),
+        *commands_of_all_pages("torchrun", "--nproc-per-node", "8", "tools/convert_hf_to_torch_dist.py"),
+    ],
+)
+def test_conversion_to_a_distributed_checkpoint(page: Path, arguments: list[str]):
+    """The model's shape is the reader's; a checkpoint here stands for theirs."""
+    flags = [argument for argument in arguments if argument not in ("${MODEL_ARGS[@]}", "--plan")]
+    assert hf_to_dist.plan_hf_to_dist([*flags, "--model-config-file", str(REPOSITORY / "examples" / "glm4-9b" / "model")], 8).is_chosen
+
+
+@pytest.mark.parametrize(("page", "script"), SCRIPTS)
+def test_bash_scripts_exist(page: Path, script: str):
+    assert (REPOSITORY / script).is_file()
 
 
 @pytest.mark.parametrize(("page", "arguments"), commands_of_all_pages("fuligo", "serve"))

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from fuligo.config.files import load_yaml
-from fuligo.config.findings import Severity
 from fuligo.config.parse import parse
 from fuligo.planner.make_plan import make_plan
 from tests.unit.recipes.seeds import REPOSITORY
@@ -28,6 +27,8 @@ CLUSTER_RECIPES = {
     "qwen3-4b/config.yaml": 8,
     "mimo-7b/config.yaml": 8,
 }
+KNOWN_WARNINGS = {"glm4-9b/separate.yaml": ["PLAN-SPLIT-GPUS"]}
+"""4 GPUs of the trainer and 4 others of the engines take turns in idling; the folder has the shared layout as well."""
 RUN_SCRIPTS = {
     "run-glm4-9B.sh": "glm4-9b/separate.yaml",
     "run-glm4.7-30B-A3B-8gpus.sh": "glm4.7-flash/8gpus.yaml",
@@ -45,10 +46,10 @@ def test_these_are_all_recipes_of_clusters():
 
 
 @pytest.mark.parametrize(("recipe", "num_gpus"), CLUSTER_RECIPES.items())
-def test_plans_without_errors_and_fits(recipe: str, num_gpus: int):
+def test_plans_without_findings_and_fits(recipe: str, num_gpus: int):
     config = load_yaml(EXAMPLES / recipe)
     plan = make_plan(config, "h100-80", recipe)
-    assert [finding for finding in plan.findings if finding.severity is Severity.ERROR] == []
+    assert [finding.id for finding in plan.findings] == KNOWN_WARNINGS.get(recipe, [])
     assert plan.layout is not None
     assert len(plan.layout.gpus) == config.total_num_gpus == num_gpus
     assert [bar.owner for bar in plan.memory if not bar.fits] == []

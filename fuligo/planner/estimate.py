@@ -34,3 +34,15 @@ def estimate(subject: Subject, host_memory_bytes: int | None = None) -> Estimate
     bars, capacities = memory_bars(subject, layout, host_memory_bytes), engine_capacities(subject, layout)
     timeline = phases(subject, layout)
     return Estimate(layout, bars, capacities, timeline, step_seconds(timeline), fits(subject, bars, capacities))
+
+
+def estimate_if_it_fits(subject: Subject) -> Estimate | None:
+    """The same, or None as soon as memory is found to lack; faster where it does.
+
+    Raises:
+        ConfigError: the sizes leave no layout.
+    """
+    layout = make_layout(subject)
+    if not fits(subject, memory_bars(subject, layout), engine_capacities(subject, layout)):
+        return None
+    return estimate(subject)

@@ -107,17 +107,18 @@ def _engine_ranks(specs: Sequence[EngineGroupSpec]) -> Iterator[EngineRank | Non
             yield from [None] * spec.num_gpus
             continue
         _must_divide(spec, f"engine group {group + 1} ({spec.worker_type})")
+        tp_size, dp_size, ep_size = spec.tp_size, spec.dp_size, spec.ep_size
         for _ in range(spec.num_engines):
             for rank in range(spec.num_gpus_per_engine):
-                pp, tp = divmod(rank, spec.tp_size)
+                pp, tp = divmod(rank, tp_size)
                 yield EngineRank(
                     group=group,
                     engine=engine,
                     rank=rank,
                     tp=tp,
                     pp=pp,
-                    dp=tp * spec.dp_size // spec.tp_size,
-                    ep=tp * spec.ep_size // spec.tp_size,
+                    dp=tp * dp_size // tp_size,
+                    ep=tp * ep_size // tp_size,
                 )
             engine += 1
 

@@ -9,7 +9,7 @@ from itertools import combinations
 from fuligo.config.changes import change_text
 from fuligo.config.findings import Change
 from fuligo.errors import ConfigError
-from fuligo.planner.estimate import Estimate, estimate
+from fuligo.planner.estimate import Estimate, estimate, estimate_if_it_fits
 from fuligo.planner.fit import engines_fit
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.plan import Suggestion
@@ -56,10 +56,10 @@ def _tried(subject: Subject, now: Estimate, candidates: list[Changes]) -> list[R
     for changes in candidates:
         try:
             changed = replace(subject, config=subject.config.changed(changes))
-            then = estimate(changed)
+            then = estimate_if_it_fits(changed)
         except ConfigError:
             continue
-        if then.fits and not rule_errors(changed) - known:
+        if then is not None and not rule_errors(changed) - known:
             gpu_seconds = then.step_s * changed.config.total_num_gpus
             found.append(Remedy(changes, _suggestion(subject, changes, now, then), gpu_seconds))
     return found

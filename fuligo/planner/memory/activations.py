@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from fuligo.config import Config
-from fuligo.models.architecture import Architecture, GroupedAttention, Layer
+from fuligo.models.architecture import Architecture, GroupedAttention, Layer, PartKind
 from fuligo.planner.trainer_shape import TrainerShape
 
 BF16 = 2
@@ -37,8 +37,8 @@ class LayerBytes:
 def layer_bytes(layer: Layer, architecture: Architecture, shape: TrainerShape, config: Config) -> LayerBytes:
     """Bytes a token of `layer`'s activations on one rank."""
     hidden, split = architecture.hidden_size, shape.shards_sequence
-    norms = 2 * 2 * BF16 * hidden / split
-    attention = _attention(architecture, shape)
+    norms = (2 * 2 + num_output_norms(layer, hidden)) * BF16 * hidden / split
+    attention = _attention(architecture, shape) + BF16 * normed_head_elements(layer, architecture) / shape.tp
     index = _index(architecture, layer)
     mlp = _mlp(layer, architecture, shape, gathers=config.parallel.moe_token_dispatcher_type == "allgather")
     whole = norms + attention + index + mlp.kept
@@ -50,6 +50,21 @@ def layer_bytes(layer: Layer, architecture: Architecture, shape: TrainerShape, c
         entry=entry,
         passing=mlp.passing + gathered + _context_parallel(architecture, shape, config) + 2 * BF16 * hidden / split,
     )
+
+
+def num_output_norms(layer: Layer, hidden_size: int) -> int:
+    """Norms beside those of the inputs of attention and MLP (GLM-4 has two on their outputs): each keeps its input only."""
+    sizes = [part.num_parameters for part in layer.parts if part.kind is PartKind.NORM]
+    return max(0, sum(size // hidden_size for size in sizes if size % hidden_size == 0) - 2)
+
+
+def normed_head_elements(layer: Layer, architecture: Architecture) -> int:
+    """Elements of queries and keys of one token where they have norms of their own (Qwen3), which keep their inputs."""
+    attention = architecture.attention
+    if not isinstance(attention, GroupedAttention):
+        return 0
+    has_norms = any(part.kind is PartKind.NORM and part.num_parameters == 2 * attention.head_dim for part in layer.parts)
+    return (attention.num_heads + attention.num_kv_heads) * attention.head_dim if has_norms else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from fuligo.config.topology import EngineGroupSpec
@@ -50,10 +51,10 @@ def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, r
     before = CUDA_CONTEXT_BYTES + _communication_bytes(spec) + resident
     static = round(settings.mem_fraction_static * (gpu.memory_bytes - before))
     layers = math.ceil(architecture.num_layers / spec.pp_size)
-    weights = _weights(architecture.layers, spec, architecture, settings) // spec.pp_size
-    weights += _held(architecture.outer_parts, spec, architecture, settings)
+    held = _holder(spec, architecture, settings)
+    weights = _weights(architecture.layers, held) // spec.pp_size + held(architecture.outer_parts)
     draft_layers = architecture.mtp_layers if settings.drafts_with_own_layers else ()
-    draft = _weights(draft_layers, spec, architecture, settings)
+    draft = _weights(draft_layers, held)
     counted, allocated = (round(size * (layers + len(draft_layers))) for size in _cache_bytes(spec, architecture))
     tokens = max(0, static - weights - draft) // counted
     limit = spec.arguments.get("max_total_tokens")
@@ -61,7 +62,7 @@ def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, r
     return EngineMemory(
         settings=settings,
         weights=weights,
-        expert_weights=_held(experts, spec, architecture, settings) // spec.pp_size,
+        expert_weights=held(experts) // spec.pp_size,
         draft_weights=draft,
         before=before,
         static=static,
@@ -116,36 +117,41 @@ def is_fp8(spec: EngineGroupSpec, architecture: Architecture) -> bool:
     return architecture.is_quantised or "fp8" in str(spec.arguments.get("quantization") or "")
 
 
-def _weights(layers: Iterable[Layer], spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings) -> int:
-    return sum(_held(layer.parts, spec, architecture, settings) for layer in layers)
+def _weights(layers: Iterable[Layer], held: Callable[[Iterable[Part]], int]) -> int:
+    return held(part for layer in layers for part in layer.parts)
 
 
-def _held(parts: Iterable[Part], spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings) -> int:
-    """Bytes of `parts` on one rank."""
+def _holder(spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings) -> Callable[[Iterable[Part]], int]:
+    """A function that gives the bytes of parts on one rank."""
     fp8 = is_fp8(spec, architecture)
-    total = 0.0
-    for part in parts:
-        size = 1 + 4 / FP8_BLOCK if fp8 and part.quantisable else 2
-        total += part.num_parameters * size * _share(part, spec, architecture, settings)
-    return round(total)
+    share = _shares(spec, architecture, settings)
+
+    def held(parts: Iterable[Part]) -> int:
+        counts: Counter[tuple[PartKind, Split, bool]] = Counter()
+        for part in parts:
+            counts[part.kind, part.split, part.quantisable] += part.num_parameters
+        total = 0.0
+        for (kind, split, quantisable), num_parameters in counts.items():
+            size = 1 + 4 / FP8_BLOCK if fp8 and quantisable else 2
+            total += num_parameters * size * (1.0 if split is Split.REPLICATED else share[kind])
+        return round(total)
+
+    return held
 
 
-def _share(part: Part, spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings) -> float:
-    """Of a part, what one rank holds."""
-    arguments, attention_tp = spec.arguments, spec.tp_size // spec.dp_size
-    if part.split is Split.REPLICATED:
-        return 1.0
-    if part.kind is PartKind.ROUTED_EXPERTS:
-        assert architecture.experts is not None
-        redundant = arguments.get("ep_num_redundant_experts") or 0
-        return (1 + redundant / architecture.experts.num_experts) / spec.tp_size
-    if part.kind in (PartKind.ATTENTION, PartKind.INDEXER, PartKind.EMBEDDING):
-        return 1 / attention_tp
-    if part.kind is PartKind.HEAD:
-        return 1 / (attention_tp if arguments.get("enable_dp_lm_head") else spec.tp_size)
-    if part.kind is PartKind.SHARED_EXPERT and settings.uses_deepep:
-        return 1.0
-    return 1 / (arguments.get("moe_dense_tp_size") or spec.tp_size)
+def _shares(spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings) -> dict[PartKind, float]:
+    """Of a part that is not replicated, what one rank holds, by its kind."""
+    arguments, tp_size = spec.arguments, spec.tp_size
+    attention_tp = tp_size // spec.dp_size
+    redundant = arguments.get("ep_num_redundant_experts") or 0
+    num_experts = architecture.experts.num_experts if architecture.experts else 1
+    dense = 1 / (arguments.get("moe_dense_tp_size") or tp_size)
+    shares = dict.fromkeys(PartKind, dense)
+    shares |= dict.fromkeys((PartKind.ATTENTION, PartKind.INDEXER, PartKind.EMBEDDING), 1 / attention_tp)
+    shares[PartKind.HEAD] = 1 / (attention_tp if arguments.get("enable_dp_lm_head") else tp_size)
+    shares[PartKind.SHARED_EXPERT] = 1.0 if settings.uses_deepep else dense
+    shares[PartKind.ROUTED_EXPERTS] = (1 + redundant / num_experts) / tp_size
+    return shares
 
 
 def _cache_bytes(spec: EngineGroupSpec, architecture: Architecture) -> tuple[float, float]:

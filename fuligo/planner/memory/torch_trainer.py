@@ -6,7 +6,7 @@ import math
 
 from fuligo.models.architecture import Architecture, GroupedAttention, Layer
 from fuligo.planner.lengths import micro_batch_tokens
-from fuligo.planner.memory.activations import BF16, FP32
+from fuligo.planner.memory.activations import BF16, FP32, normed_head_elements, num_output_norms
 from fuligo.planner.memory.constants import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTES, FRAGMENTATION, amount, billions
 from fuligo.planner.plan import MemoryItem
 from fuligo.planner.subject import Subject
@@ -56,7 +56,7 @@ def _gathered(subject: Subject) -> MemoryItem:
 def _activations(subject: Subject) -> MemoryItem:
     config, architecture = subject.config, subject.architecture
     tokens = micro_batch_tokens(config, trainer_shape(config))
-    per_layer = [_layer_bytes(layer, architecture, compute_bytes(subject)) for layer in architecture.layers]
+    per_layer = [layer_bytes(layer, architecture, compute_bytes(subject)) for layer in architecture.layers]
     if config.model.gradient_checkpointing:
         entries = compute_bytes(subject) * architecture.hidden_size * len(per_layer)
         per_token, how = entries + max(per_layer), "inputs of all layers and one layer's activations"
@@ -65,22 +65,28 @@ def _activations(subject: Subject) -> MemoryItem:
     return MemoryItem("activations", round(tokens * per_token), f"{tokens} tokens x {per_token / 1024:.0f} KiB: {how}")
 
 
-def _layer_bytes(layer: Layer, architecture: Architecture, size: int) -> float:
-    """Bytes a token that one layer of transformers keeps: as Megatron's, but norms keep an fp32 copy of their input, and the gate, what
-    it gates, its activation and the product are four tensors."""
+def layer_bytes(layer: Layer, architecture: Architecture, size: int) -> float:
+    """Bytes a token that one layer of transformers keeps for its backward pass.
+
+    Operations are not fused: a norm keeps its input in fp32 as well, the MLP its gate, the activated gate, what it gates, and the
+    product; the router an fp32 copy of its input; experts also their outputs, which are weighted afterwards.
+    """
     hidden, attention, experts = architecture.hidden_size, architecture.attention, architecture.experts
-    norms = 2 * (2 * size + FP32) * hidden
+    rounded = size if size < FP32 else 0  # a norm's fp32 result in the compute type, before its weight
+    norms = 2 * (FP32 + rounded + size) * hidden + num_output_norms(layer, hidden) * (FP32 + rounded) * hidden
     if isinstance(attention, GroupedAttention):
         query, key_value = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-        heads = size * (3 * query + 3 * key_value)  # before and after the rotation
+        heads = size * (2 * query + 2 * key_value) + (FP32 + rounded) * normed_head_elements(layer, architecture)
     else:
         query_key = attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
-        heads = size * (4 * query_key + 2 * attention.num_heads * attention.v_head_dim)
+        latent = (FP32 + rounded + size) * ((attention.q_lora_rank or 0) + attention.kv_lora_rank)
+        heads = size * (2 * query_key + 2 * attention.num_heads * attention.v_head_dim) + latent
+    heads += FP32 * attention.num_heads
     if not layer.is_moe or experts is None:
         return norms + heads + 4 * size * architecture.intermediate_size
     copies = experts.num_experts_per_token * (2 * hidden + 4 * experts.intermediate_size)
     shared = 4 * experts.num_shared_experts * experts.intermediate_size
-    return norms + heads + size * (copies + shared)
+    return norms + heads + size * (copies + shared) + FP32 * (hidden + 2 * experts.num_experts)
 
 
 def _logits(subject: Subject) -> MemoryItem:

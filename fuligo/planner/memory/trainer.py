@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fuligo.config import Config
+from fuligo.models.architecture import Layer
 from fuligo.planner.lengths import micro_batch_tokens, num_micro_batches
 from fuligo.planner.memory.activations import BF16, FP32, LayerBytes, chunks_in_flight, layer_bytes, logits_bytes
 from fuligo.planner.memory.constants import (
@@ -158,9 +159,9 @@ def _activations(subject: Subject, shape: TrainerShape, stages: list[Stage], pip
     config, architecture = subject.config, subject.architecture
     tokens = micro_batch_tokens(config, shape)
     in_flight = chunks_in_flight(shape, pipeline_rank, num_micro_batches(subject, shape))
-    chunks = [[layer_bytes(layer, architecture, shape, config) for layer in stage_layers(architecture, stage)] for stage in stages]
+    chunks = [_chunk(stage_layers(architecture, stage), subject, shape) for stage in stages]
     if stages[-1].has_head:
-        chunks[-1] += [layer_bytes(layer, architecture, shape, config) for layer in prediction_layers(subject)]
+        chunks[-1] += _chunk(prediction_layers(subject), subject, shape)
     stored = max(_stored(chunk, config) for chunk in chunks)
     recompute = config.parallel.recompute_granularity or "no"
     items = [
@@ -178,6 +179,18 @@ def _activations(subject: Subject, shape: TrainerShape, stages: list[Stage], pip
     note = "activations of the layers that are recomputed, and gradients" if config.parallel.recompute_granularity else "gradients"
     beside = f"; logits ({amount(logits)}) are gone by then" if logits else ""
     return [*items, MemoryItem("backward", round(layer_work), f"one layer's backward pass: {note} of {tokens} tokens{beside}")]
+
+
+def _chunk(layers: Iterable[Layer], subject: Subject, shape: TrainerShape) -> list[LayerBytes]:
+    """Of consecutive layers; there are few kinds of them."""
+    kinds: dict[tuple[bool, bool], LayerBytes] = {}
+    chunk = []
+    for layer in layers:
+        kind = layer.is_moe, layer.computes_index
+        if kind not in kinds:
+            kinds[kind] = layer_bytes(layer, subject.architecture, shape, subject.config)
+        chunk.append(kinds[kind])
+    return chunk
 
 
 def _stored(chunk: list[LayerBytes], config: Config) -> float:

@@ -41,7 +41,7 @@ class SwiGlu(torch.autograd.Function):
         return torch.nn.functional.silu(gate) * up
 
 
-def saved_bytes(architecture: Architecture) -> int:
+def saved_bytes(architecture: Architecture, *, head_norms: bool, output_norms: bool) -> int:
     """Of one dense layer with the operations that Megatron and TransformerEngine fuse, by autograd."""
     attention, hidden, width = architecture.attention, architecture.hidden_size, architecture.intermediate_size
     assert isinstance(attention, GroupedAttention)
@@ -71,17 +71,23 @@ def saved_bytes(architecture: Architecture) -> int:
         query, key, value = (
             part.contiguous().view(TOKENS, -1, size) for part in qkv.split([heads * size, kv_heads * size, kv_heads * size], -1)
         )
-        x = x + Attention.apply(query, key, value).view(TOKENS, -1) @ weights[1]
-        x = x + SwiGlu.apply(Norm.apply(x) @ weights[2]) @ weights[3]
+        if head_norms:
+            query, key = Norm.apply(query), Norm.apply(key)
+        attended = Attention.apply(query, key, value).view(TOKENS, -1) @ weights[1]
+        x = x + (Norm.apply(attended) if output_norms else attended)
+        computed = SwiGlu.apply(Norm.apply(x) @ weights[2]) @ weights[3]
+        x = x + (Norm.apply(computed) if output_norms else computed)
     return sum(saved.values())
 
 
-@pytest.mark.parametrize("model", ["qwen3-4b", "glm4-9b", "mimo-7b"])
-def test_a_dense_layer_keeps_what_autograd_saves(model: str) -> None:
+@pytest.mark.parametrize(
+    "model, head_norms, output_norms", [("qwen3-4b", True, False), ("glm4-9b", False, True), ("mimo-7b", False, False)]
+)
+def test_a_dense_layer_keeps_what_autograd_saves(model: str, head_norms: bool, output_norms: bool) -> None:
     architecture = facts(model)
     subject = subject_of("--actor-num-gpus-per-node 1 --tensor-model-parallel-size 1 --train-backend megatron", model)
     ours = layer_bytes(architecture.layers[0], architecture, trainer_shape(subject.config), subject.config)
-    assert ours.whole * TOKENS == pytest.approx(saved_bytes(architecture), rel=1e-3)
+    assert ours.whole * TOKENS == pytest.approx(saved_bytes(architecture, head_norms=head_norms, output_norms=output_norms), rel=1e-3)
     assert ours.stored == ours.whole
     assert ours.entry == 2 * architecture.hidden_size
 

@@ -1,0 +1,69 @@
+"""Activations of the torch trainer: against what autograd saves in the trainer's own models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen3Config
+
+from fuligo.models.registry import architecture_of
+from fuligo.models.rms_norm import speed_up_rms_norms
+from fuligo.planner.memory.torch_trainer import layer_bytes
+from fuligo.trainer.torch_backend import attention
+
+TOKENS = 128
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+}
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+    "num_nextn_predict_layers": 0,
+}
+
+
+def saved_bytes(config: Any, dtype: torch.dtype) -> int:
+    """What one forward pass over packed tokens leaves for the backward pass."""
+    attention.register()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.PACKED_ATTENTION)
+    speed_up_rms_norms(model)
+    model = model.to(dtype)
+    ours = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in ours:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model.base_model(
+            input_ids=torch.arange(TOKENS)[None] % 64,
+            position_ids=torch.arange(TOKENS)[None],
+            packed_cu_seqlens=(0, TOKENS),
+            use_cache=False,
+        )
+    assert output is not None
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+@pytest.mark.parametrize("dtype, size", [(torch.float32, 4), (torch.bfloat16, 2)])
+@pytest.mark.parametrize("make, tolerance", [(Qwen3Config, 0.01), (Glm4MoeConfig, 0.07)])
+def test_a_layer_keeps_what_autograd_saves(make: Any, tolerance: float, dtype: torch.dtype, size: int) -> None:
+    shape = SHAPE | (EXPERTS if make is Glm4MoeConfig else {})
+    two, four = (make(num_hidden_layers=count, **shape) for count in (2, 4))
+    measured = (saved_bytes(four, dtype) - saved_bytes(two, dtype)) / 2
+    architecture = architecture_of(two.to_dict())
+    assert layer_bytes(architecture.layers[0], architecture, size) * TOKENS == pytest.approx(measured, rel=tolerance)

@@ -71,6 +71,19 @@ def test_every_gpu_is_drawn_and_large_enough_to_be_hit(open_plan: OpenPlan, make
     assert page.evaluate("document.documentElement.scrollWidth") == width, "the page does not scroll sideways"
 
 
+@pytest.mark.parametrize("width", [1280, 400])
+def test_nodes_of_many_gpus_take_several_lines(open_plan: OpenPlan, width: int):
+    plan = plan_of_256()
+    assert plan.layout is not None
+    gpus = tuple(replace(gpu, node=index // 32, local_index=index % 32) for index, gpu in enumerate(plan.layout.gpus))
+    page = open_plan(replace(plan, layout=replace(plan.layout, gpus=gpus, num_nodes=8, num_gpus_per_node=32)), width)
+    widths = page.locator(".cell .outline").evaluate_all("cells => cells.map(cell => cell.getBoundingClientRect().width)")
+    assert min(widths) >= 14
+    gpu(page, 3).focus()
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate("document.activeElement.dataset.index") == "11", "eight GPUs a line"
+
+
 def test_cells_do_not_overlap(open_plan: OpenPlan):
     page = open_plan(plan_of_256(), 400)
     places = page.locator(".cell .outline").evaluate_all(
@@ -166,6 +179,9 @@ def test_keyboard(open_plan: OpenPlan):
     assert gpu(page, expected).get_attribute("aria-pressed") == "true"
     page.keyboard.press("Escape")
     assert gpu(page, expected).get_attribute("aria-pressed") == "false"
+    page.keyboard.press("Escape")
+    assert with_class(page, "dim") != set(), "the focused GPU's peers stand out, kept or not"
+    assert page.locator('.cell[aria-pressed="true"]').count() == 0
     page.keyboard.press("End")
     assert page.evaluate("document.activeElement.dataset.index") == "63"
     assert page.locator('.cell[tabindex="0"]').count() == 1, "Tab leaves the cluster at once"

@@ -133,15 +133,20 @@ function drawCluster(picture, refresh) {
 }
 
 function moveByKey(event, pin) {
-  const { columns } = drawn.shape;
-  const perNode = layout.num_gpus_per_node;
-  const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns * perNode, ArrowDown: columns * perNode, Home: -gpus.length, End: gpus.length };
+  const last = gpus.length - 1;
+  const vertical = (direction) => verticalNeighbour(gpus[state.current], direction, drawn.shape).index;
+  const targets = {
+    ArrowLeft: () => Math.max(0, state.current - 1),
+    ArrowRight: () => Math.min(last, state.current + 1),
+    ArrowUp: () => vertical(-1),
+    ArrowDown: () => vertical(1),
+    Home: () => 0,
+    End: () => last,
+  };
   if (event.key === "Enter" || event.key === " ") pin(state.current);
-  else if (event.key === "Escape") pin(state.pinned ?? state.current);
-  else if (event.key in steps) {
-    const target = state.current + steps[event.key];
-    const bounded = Math.max(0, Math.min(gpus.length - 1, target));
-    if (target === bounded || event.key === "Home" || event.key === "End") state.current = bounded;
+  else if (event.key === "Escape") state.pinned !== null && pin(state.pinned);
+  else if (Object.hasOwn(targets, event.key)) {
+    state.current = targets[event.key]();
     drawn.cells[state.current].focus();
   } else return;
   event.preventDefault();

@@ -1,23 +1,27 @@
 // The cluster as one SVG: nodes as boxes, GPUs as cells in them. Knows where things are, not what they mean.
 
 const NODE_GAP = 12;
+const LINE_GAP = 4;
 const NODE_PADDING = 8;
 const NODE_TITLE = 18;
 const MIN_CELL = 17;
 const MAX_CELL = 112;
 const COMFORTABLE_HEIGHT = 640;
+const MAX_PER_ROW = 8; // GPUs side by side in a node
 const SPACIOUS_HEIGHT = 180; // what one or two rows of nodes may take
 
 // The fewest columns of nodes with which the drawing is not too high, as long as a cell stays large enough to be hit.
 function arrangement(width, numNodes, perNode) {
+  const perRow = Math.min(perNode, MAX_PER_ROW);
+  const lines = Math.ceil(perNode / perRow);
   let chosen = null;
   for (let columns = 1; columns <= numNodes; columns += 1) {
-    const cell = Math.min((width - NODE_GAP * (columns - 1)) / columns - 2 * NODE_PADDING, perNode * MAX_CELL) / perNode;
+    const cell = Math.min((width - NODE_GAP * (columns - 1)) / columns - 2 * NODE_PADDING, perRow * MAX_CELL) / perRow;
     if (chosen && cell < MIN_CELL) break;
     const rows = Math.ceil(numNodes / columns);
-    const cellHeight = Math.max(24, Math.min(cell * (rows <= 2 ? 1.7 : 1.1), Math.max(64, SPACIOUS_HEIGHT / rows)));
-    const nodeHeight = NODE_TITLE + cellHeight + 2 * NODE_PADDING;
-    chosen = { columns, cell, cellHeight, nodeHeight, nodeWidth: cell * perNode + 2 * NODE_PADDING, height: rows * (nodeHeight + NODE_GAP) - NODE_GAP };
+    const cellHeight = Math.max(24, Math.min(cell * (rows * lines <= 2 ? 1.7 : 1.1), Math.max(64, SPACIOUS_HEIGHT / rows / lines)));
+    const nodeHeight = NODE_TITLE + lines * (cellHeight + LINE_GAP) - LINE_GAP + 2 * NODE_PADDING;
+    chosen = { columns, perRow, cell, cellHeight, nodeHeight, nodeWidth: cell * perRow + 2 * NODE_PADDING, height: rows * (nodeHeight + NODE_GAP) - NODE_GAP };
     if (chosen.height <= COMFORTABLE_HEIGHT) break;
   }
   return chosen;
@@ -28,8 +32,8 @@ function cellBox(gpu, shape) {
   const row = Math.floor(gpu.node / shape.columns);
   const inset = shape.cell > 30 ? 2 : 1.2;
   return {
-    x: column * (shape.nodeWidth + NODE_GAP) + NODE_PADDING + gpu.local_index * shape.cell + inset,
-    y: row * (shape.nodeHeight + NODE_GAP) + NODE_TITLE + NODE_PADDING,
+    x: column * (shape.nodeWidth + NODE_GAP) + NODE_PADDING + (gpu.local_index % shape.perRow) * shape.cell + inset,
+    y: row * (shape.nodeHeight + NODE_GAP) + NODE_TITLE + NODE_PADDING + Math.floor(gpu.local_index / shape.perRow) * (shape.cellHeight + LINE_GAP),
     width: shape.cell - 2 * inset,
     height: shape.cellHeight,
   };
@@ -73,4 +77,17 @@ function drawPath(members, shape) {
     return `${(x + width / 2).toFixed(1)},${(y + height / 2).toFixed(1)}`;
   });
   return svg("polyline", { class: "path", points: points.join(" "), "aria-hidden": "true" });
+}
+
+// The nearest cell above (-1) or below (1) in the same column of cells, or the cell itself.
+function verticalNeighbour(gpu, direction, shape) {
+  const from = cellBox(gpu, shape);
+  let nearest = gpu;
+  let distance = Infinity;
+  for (const other of gpus) {
+    const to = cellBox(other, shape);
+    const away = (to.y - from.y) * direction;
+    if (away > 1 && away < distance && Math.abs(to.x - from.x) < from.width / 2) [nearest, distance] = [other, away];
+  }
+  return nearest;
 }

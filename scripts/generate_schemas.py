@@ -165,7 +165,9 @@ def alias_facts(action: argparse.Action) -> dict[str, Any]:
 def argument_facts(action: argparse.Action) -> dict[str, Any]:
     facts: dict[str, Any] = {"kind": kind_of(action)}
     if action.choices:
-        facts["choices"] = [str(choice) for choice in action.choices]
+        numbers = facts["kind"] == "int"
+        # Some parsers list a set, in another order each time.
+        facts["choices"] = [str(choice) for choice in (action.choices if numbers else sorted(action.choices))]
     default = None if action.default == argparse.SUPPRESS else action.default
     facts["default"] = [] if facts["kind"].endswith("_list") and not default else default
     option = action.option_strings[0]

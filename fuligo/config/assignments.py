@@ -17,7 +17,6 @@ from fuligo.config.flag import Flag
 from fuligo.config.values import invalid_reason
 from fuligo.errors import ConfigError
 
-
 ADDED = ("env",)
 """Flags where a later value adds to an earlier one: one variable on the command line must not drop the environment block of a file."""
 

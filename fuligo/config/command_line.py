@@ -16,7 +16,9 @@ from typing import Any
 from fuligo.config.assignments import ADDED, Assignment, Given, anchored, invalid_value
 from fuligo.config.flag import PREFIXES, Flag, Kind
 from fuligo.config.flags import flags, option_name, passthrough_groups, suggest_options
+from fuligo.config.moved import MOVED
 from fuligo.config.passthrough import deprecation, problem_with_name
+from fuligo.config.reserved import RESERVED
 from fuligo.config.schemas import schema
 from fuligo.config.topology_file import read_topology
 
@@ -112,8 +114,22 @@ def _meaning(option: str) -> _Meaning:
             raise _Problem(f"{option} {problem}" if problem.startswith("cannot") else f"{option}: {problem}")
     negated = _negated(name)
     if negated is None:
-        raise _Problem(f"unknown flag {option}{suggest_options(name)}")
+        raise _Problem(f"unknown flag {option}{_instead(name)}")
     return _Meaning(negated, value=False)
+
+
+def _instead(name: str) -> str:
+    """What to give instead of an unknown flag, as far as that can be guessed."""
+    if name in MOVED:
+        return f"; {MOVED[name]}"
+    suggestion = suggest_options(name)
+    reserved = [(group, schema(group).canonical(name)) for group in passthrough_groups()]
+    texts = [
+        f"; {schema(group).backend}'s {argument}: {RESERVED[group][argument]}"
+        for group, argument in reserved
+        if argument in RESERVED[group]
+    ]
+    return suggestion or "".join(texts[:1])
 
 
 def _negated(name: str) -> Flag | None:

@@ -21,9 +21,21 @@ from fuligo.config.topology_file import LOADER, read_topology, topology_of
 _HEADER = "# Every flag of this run with the value in force. To run it again: fuligo train --config {name} --run-dir NEW\n"
 
 
+class _Dumper(yaml.SafeDumper):
+    """PyYAML writes Unicode's line separators in a way that it reads back as spaces; quoted twice they are escaped."""
+
+
+def _text_node(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    odd = any(separator in text for separator in "\x85\u2028\u2029")
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if odd else None)
+
+
+_Dumper.add_representer(str, _text_node)
+
+
 def save_yaml(config: Config, path: Path) -> None:
     """Write the whole config, defaults included; `load_yaml` gives an equal one. The file appears at once or not at all."""
-    text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True, width=120)
+    text = yaml.dump(_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(_HEADER.format(name=path.name) + text, encoding="utf-8")
     unfinished.replace(path)

@@ -84,7 +84,7 @@ def _similar(name: str) -> list[Flag]:
         bare = bare.removeprefix(f"{group}_")
     exact = [flags()[bare]] if bare in flags() else []
     for group in passthrough_groups():
-        canonical = schema(group).aliases[bare].name if bare in schema(group).aliases else bare
+        canonical = schema(group).canonical(bare)
         if canonical in passthrough_flags(group):
             exact.append(passthrough_flags(group)[canonical])
     if exact:

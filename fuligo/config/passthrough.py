@@ -152,7 +152,7 @@ def problem_with_name(backend: Schema, name: str) -> str | None:
     """Why an argument cannot be given: it is reserved, gone or unknown; None where it can."""
     from fuligo.config.flags import flags  # which are read off Config, which holds the arguments
 
-    canonical = backend.aliases[name].name if name in backend.aliases else name
+    canonical = backend.canonical(name)
     reserved = RESERVED[backend.group].get(canonical)
     if reserved is not None:
         return f"cannot be given: {reserved}"

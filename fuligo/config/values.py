@@ -16,6 +16,14 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, ">": o
 _SUFFIXES = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
+class _InvalidItem(Exception):
+    """The wrong one of a list; never leaves this module."""
+
+    def __init__(self, item: Any) -> None:
+        super().__init__(item)
+        self.item = item
+
+
 def checked_value(flag: Flag, given: Any) -> Any:
     """`given` as the type of the flag.
 
@@ -24,6 +32,8 @@ def checked_value(flag: Flag, given: Any) -> Any:
     """
     try:
         return _READERS[flag.kind](flag, given)
+    except _InvalidItem as error:
+        raise ValueError(invalid_reason(flag, error.item)) from None
     except (ValueError, TypeError, OverflowError, RecursionError):
         raise ValueError(invalid_reason(flag, given)) from None
 
@@ -91,7 +101,13 @@ def _list_of(item: Callable[[Flag, Any], Any]) -> Callable[[Flag, Any], list[Any
     def read(flag: Flag, given: Any) -> list[Any]:
         if not isinstance(given, (list, tuple)):
             raise ValueError
-        return [item(flag, entry) for entry in given]
+        values = []
+        for entry in given:
+            try:
+                values.append(item(flag, entry))
+            except (ValueError, TypeError, OverflowError):
+                raise _InvalidItem(entry) from None
+        return values
 
     return read
 

@@ -49,6 +49,10 @@ class Schema:
         """`SGLang`."""
         return BACKENDS[self.group]
 
+    def canonical(self, name: str) -> str:
+        """The argument that a name stands for: itself where it is no alias."""
+        return self.aliases[name].name if name in self.aliases else name
+
 
 @functools.cache
 def schema(group: str) -> Schema:

@@ -32,6 +32,13 @@ def test_a_saved_config_loads_equal_and_runs_again(tmp_path: Path, config: Confi
     assert parse(["--config", str(file)]).config == config
 
 
+@pytest.mark.parametrize("text", ["\x85", "a\u2028b", "\u2029", "a\nb", "\r", "'\"", "null", "2026-01-01", " a ", "#"])
+def test_odd_texts_survive(tmp_path: Path, text: str) -> None:
+    config = parse([f"--name={text}"]).config
+    save_yaml(config, tmp_path / "config.yaml")
+    assert load_yaml(tmp_path / "config.yaml").observability.name == text
+
+
 def test_the_file_holds_every_flag_with_the_value_in_force(tmp_path: Path) -> None:
     save_yaml(parse(["--lr", "3e-4"]).config, tmp_path / "config.yaml")
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())

@@ -30,7 +30,7 @@ def phases(subject: Subject, layout: ClusterLayout) -> tuple[Phase, ...]:
         start_of_sync = max(sum(phase.duration_s for phase in trainer), rollout.duration_s if rollout else 0.0)
         sync = [replace(publish, start_s=start_of_sync)] if rollout else []
         return (*first, *_one_after_another(trainer, 0.0), *sync)
-    chain = [rollout, *moves[:1], *trainer, *moves[1:], publish]
+    chain = [rollout, *moves[:1], *trainer, publish, *moves[1:]]
     return tuple(_one_after_another(chain, 0.0))
 
 

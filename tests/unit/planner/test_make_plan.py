@@ -94,3 +94,12 @@ def test_gpus_are_found_by_name(name: str) -> None:
 def test_an_unknown_gpu_is_named_with_a_guess() -> None:
     with pytest.raises(ConfigError, match="did you mean h100-80"):
         gpu("h100")
+
+
+def test_documented_gpus_are_those_that_there_are() -> None:
+    page = (EXAMPLES.parent / "docs" / "planner-model.md").read_text()
+    for known in GPUS.values():
+        [row] = [line for line in page.splitlines() if line.startswith(f"| `{known.name}` |")]
+        assert f"{known.memory_bytes / GIB:.1f} GiB" in row
+        assert f"{known.bf16_flops / 1e12:.0f} TFLOP/s" in row
+        assert f"{known.link_bytes_per_s / 1e9:.0f} GB/s" in row

@@ -1,0 +1,131 @@
+"""Whole runs on SGLang engines, as a user starts them: the quickstart's task until the reward rises, and an engine that dies meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.e2e.command import environment
+from tests.sglang.engines import ENVIRONMENT, sglang_python
+
+ASSETS = Path(str(files("fuligo.quickstart"))) / "assets"
+
+
+def command(run_dir: Path, **changes: object) -> list[str]:
+    """The quickstart's task with two engines behind a router and proven publishes."""
+    flags: dict[str, object] = {
+        "config": ASSETS / "config.yaml",
+        "hf_checkpoint": ASSETS / "model",
+        "prompt_data": ASSETS / "train.jsonl",
+        "eval_prompt_data": ASSETS / "test.jsonl",
+        "skip_eval_before_train": True,
+        "run_dir": run_dir,
+        "rollout_backend": "sglang",
+        "rollout_num_gpus": 2,
+        "actor_num_gpus_per_node": 1,
+        "engine_python": sglang_python(),
+        "engine_env": json.dumps(ENVIRONMENT),
+        "check_weight_update_equal": True,
+        "router_policy": "round_robin",
+        "progress": "plain",
+        **changes,
+    }
+    parts = [(f"--{name.replace('_', '-')}", value) for name, value in flags.items()]
+    words = [word for option, value in parts for word in ([option] if value is True else [option, str(value)])]
+    return [sys.executable, "-m", "fuligo", "train", *words]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[object]:
+    running: list[subprocess.Popen[str]] = []
+
+    def launch(**changes: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command(tmp_path / "run", **changes),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(),
+            start_new_session=True,
+        )
+        running.append(process)
+        return process
+
+    yield launch
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def metrics(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def servers_below(pid: int) -> list[int]:
+    """SGLang servers that a run started, without their guards."""
+    children = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    own = [child for child in children if _is_server(child)]
+    return own + [server for child in children for server in servers_below(child)]
+
+
+def _is_server(pid: int) -> bool:
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return b"sglang.launch_server" in words and b"fuligo.engines.guard" not in words
+
+
+def test_the_reward_rises_and_an_engine_that_dies_comes_back(start, tmp_path: Path) -> None:
+    """Dynamic sampling and partial rollout keep the engines busy when one of them is killed."""
+    run = start(
+        num_rollout=8,
+        use_fault_tolerance=True,
+        update_weight_mode="delta",
+        over_sampling_batch_size=40,
+        dynamic_sampling_filter_path="fuligo.rollout.filters.check_reward_nonzero_std",
+        partial_rollout=True,
+    )
+    lines: list[str] = []
+    for line in run.stdout:
+        lines.append(line)
+        if re.match("step 2/", line):
+            os.kill(servers_below(run.pid)[0], signal.SIGKILL)
+    assert run.wait() == 0, "".join(lines)
+    assert any("engine 0" in line and "restarted" in line for line in lines)
+
+    steps = metrics(tmp_path / "run")
+    assert len(steps) == 8
+    rewards = [step["rollout/reward_mean"] for step in steps]
+    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.2
+    assert all(step["rollout/num_groups_kept"] == 32 and step["rollout/num_failed"] == 0 for step in steps)
+    assert sum(step["rollout/num_resumed"] for step in steps) > 0
+    # The engines' log-probabilities are the trainer's, also where tokens of several versions meet in a sample.
+    on_policy = [step["train/logprob_abs_diff"] for step in steps if step["rollout/num_resumed"] == 0]
+    assert on_policy and max(on_policy) < 1e-3
+
+    samples = pq.read_table(tmp_path / "run" / "samples" / "rollout_000003.parquet").to_pylist()
+    kept = [sample for sample in samples if sample["kept"]]
+    assert len(kept) == 256
+    assert all(len(sample["versions"]) == len(sample["response_ids"]) for sample in samples)
+    assert {version for sample in kept for version in sample["versions"]} <= {0, 1, 2, 3}
+
+
+def test_without_fault_tolerance_the_run_ends_and_names_the_engine(start, tmp_path: Path) -> None:
+    run = start(num_rollout=8, save_interval=1)
+    for line in run.stdout:
+        if re.match("step 2/", line):
+            os.kill(servers_below(run.pid)[0], signal.SIGKILL)
+            break
+    rest = run.stdout.read()
+    assert run.wait() == 1, rest
+    assert re.search(r"engine 0 was killed", rest), rest
+    assert "Traceback" not in rest.partition("its log")[0]
+    assert (tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "2"

@@ -138,7 +138,7 @@ class _Reader:
             problem = problem_with_name(backend, name)
             constructed = self._constructed(value_node, origin) if problem is None else None
             if constructed is None:
-                self.problems += [f"{origin}: {problem}{_elsewhere(name, problem)}"] if problem else []
+                self.problems += [f"{origin}: {problem}"] if problem else []
                 continue
             alias = backend.aliases.get(name)
             flag = backend.flags[alias.name if alias else name]
@@ -206,13 +206,3 @@ def _unknown_group(group: str) -> str:
 def _suggest_keys(name: str) -> str:
     names = nearest(name.replace("-", "_"), flags())
     return did_you_mean(f"{near} (group {flags()[near].group})" for near in names)
-
-
-def _elsewhere(name: str, problem: str) -> str:
-    """Where an unknown argument belongs, when another group has it."""
-    key = name.replace("-", "_")
-    if not problem.startswith("unknown") or "did you mean" in problem:
-        return ""
-    found = [group for group in passthrough_groups() if key in passthrough_flags(group)]
-    found += [flags()[key].group] if key in flags() else []
-    return did_you_mean(f"{key} (group {group})" for group in found)

@@ -162,8 +162,18 @@ def problem_with_name(backend: Schema, name: str) -> str | None:
         return None
     if name in backend.hints:
         return f"{backend.backend} {backend.version} has no such argument: {backend.hints[name]}"
-    near = nearest(name, [*backend.flags, *backend.aliases])
+    near = _in_other_groups(backend.group, name) or nearest(name, [*backend.flags, *backend.aliases])
     return f"unknown argument of {backend.backend} {backend.version}{did_you_mean(near)}"
+
+
+def _in_other_groups(group: str, name: str) -> list[str]:
+    """Where a name is one: `swiglu (group megatron)`."""
+    from fuligo.config.flags import flags, passthrough_flags, passthrough_groups
+
+    key = name.replace("-", "_")
+    found = [flags()[key].group] if key in flags() else []
+    found += [other for other in passthrough_groups() if other != group and key in passthrough_flags(other)]
+    return [f"{key} (group {other})" for other in found]
 
 
 def deprecation(backend: Schema, name: str, show: Callable[[str], str]) -> str | None:

@@ -109,6 +109,34 @@ def test_all_problems_of_file_and_flags_are_reported_at_once(tmp_path: Path) -> 
     assert len(caught.value.problems) == 4
 
 
+def test_paths_that_begin_with_a_dot_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "recipes" / "run.yaml"
+    file.parent.mkdir()
+    file.write_text(
+        "model: {hf_checkpoint: ./model}\ncheckpoint: {load: ../saved, ref_load: plain/model}\n"
+        "data: {prompt_data: './a.jsonl@[0:8]'}\neval: {eval_prompt_data: [aime, ./b.jsonl]}\nreward: {custom_rm_path: ./no.path}\n"
+    )
+    config = load_yaml(file)
+    assert config.model.hf_checkpoint == str(file.parent / "model")
+    assert (config.checkpoint.load, config.checkpoint.ref_load) == (str(tmp_path / "saved"), "plain/model")
+    assert config.data.prompt_data == str(file.parent / "a.jsonl@[0:8]")
+    assert config.eval.eval_prompt_data == ["aime", str(file.parent / "b.jsonl")]
+    assert config.reward.custom_rm_path == "./no.path"
+    monkeypatch.chdir(file.parent)
+    assert load_yaml(Path("run.yaml")).model.hf_checkpoint == "model"
+    assert load_yaml(Path("run.yaml")).checkpoint.load == str(tmp_path / "saved")
+
+
+def test_a_written_path_means_the_same_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, run = tmp_path / "here", tmp_path / "here" / "run"
+    run.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    config = parse(["--hf-checkpoint", "./model", "--load", "../saved", "--ref-load", "model"]).config
+    assert (config.model.hf_checkpoint, config.checkpoint.load, config.checkpoint.ref_load) == ("model", str(tmp_path / "saved"), "model")
+    save_yaml(config.model_copy(update={"model": config.model.model_copy(update={"hf_checkpoint": "../model"})}), run / "config.yaml")
+    assert load_yaml(run / "config.yaml").model.hf_checkpoint == str(tmp_path / "model")
+
+
 SHIPPED = sorted(
     file
     for pattern in ("examples/**/*.yaml", "fuligo/**/*.yaml")

@@ -210,6 +210,7 @@ def test_flags_override_the_file_and_none_takes_back(tmp_path: Path) -> None:
         ("megatron: {num_moe_experts: 2}\n", ["give --num-experts"]),
         ("router: {zzzz: 2}\n", ["unknown argument of sglang-router 0.3.2"]),
         ("router: {swiglu: true}\n", ["unknown argument of sglang-router 0.3.2; did you mean swiglu (group megatron)?"]),
+        ("sglang: {rollout_batch_size: 2}\n", ["did you mean rollout_batch_size (group rollout)?"]),
         ("sglang: 3\n", ["sglang must hold flags"]),
         ("sgl: {}\n", ["unknown group sgl"]),
     ],

@@ -46,7 +46,7 @@ def expand(shell: Evaluator, node: Node, quoted: bool, unset_is_empty: bool) -> 
     if operator:
         value = _changed(shell, node, value, operator, parts[2:])
     if isinstance(value, list) and operand.type == "subscript" and _subscript(operand) == "*" and quoted:
-        return words._joined(shell, value)
+        return words.joined(shell, value)
     return value if is_array or isinstance(value, str) else (value[0] if value else "")
 
 
@@ -54,7 +54,7 @@ def _variable(shell: Evaluator, operand: Node) -> tuple[str, Value | None, bool]
     """Name, value, and whether all elements of an array are meant."""
     if operand.type != "subscript":
         name = text_of(operand)
-        value = words._parameter(shell, name)
+        value = words.parameter(shell, name)
         if isinstance(value, list) and name not in ("@", "*"):
             value = value[0] if value else None
         return name, value, name in ("@", "*")
@@ -95,7 +95,7 @@ def _default(
 
 def _operand(shell: Evaluator, node: Node, parts: list[Node], quoted: bool) -> tuple[Piece, ...]:
     """What stands between the operator and the closing brace."""
-    found = words._between(shell, node, parts[2:], parts[1].end_byte, node.end_byte - 1, quoted, False)
+    found = words.between(shell, node, parts[2:], parts[1].end_byte, node.end_byte - 1, quoted, False)
     return tuple(Piece(piece.text, piece.quoted, splits=not piece.quoted and not quoted) for piece in found)
 
 

@@ -7,35 +7,12 @@ from pathlib import Path
 
 from tree_sitter import Node
 
-from fuligo.importer import arithmetic, commands, conditions, words
-from fuligo.importer.files import NULL, FileRefusedError
+from fuligo.importer import arithmetic, assignments, commands, conditions, redirections, words
+from fuligo.importer.call import Call, Shell
+from fuligo.importer.control import FunctionReturn, LoopControl, ScriptExit
 from fuligo.importer.patterns import glob_pattern, matches
-from fuligo.importer.state import Function, Input, State, Streams, Value
+from fuligo.importer.state import Function, Input, State, Streams
 from fuligo.importer.syntax import first_line, line_of, parse_script, spaced_assignment, text_of
-
-
-class ScriptExit(Exception):
-    """`exit`, or a failure under `set -e`; never leaves the package."""
-
-    def __init__(self, status: int, line: int) -> None:
-        super().__init__(status)
-        self.status, self.line = status, line
-
-
-class _LoopControl(Exception):
-    """`break` and `continue`."""
-
-    def __init__(self, levels: int, goes_on: bool) -> None:
-        super().__init__(levels)
-        self.levels, self.goes_on = levels, goes_on
-
-
-class _FunctionReturn(Exception):
-    """`return`."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.status = status
 
 
 class Interpreter:
@@ -90,9 +67,9 @@ class Interpreter:
         self.state.sources.append(path)
         try:
             return self.sequence(root.children, streams)
-        except _FunctionReturn as ended:
+        except FunctionReturn as ended:
             return ended.status
-        except _LoopControl:  # outside of a loop it does nothing but end the file
+        except LoopControl:  # outside of a loop it does nothing but end the file
             return 0
         finally:
             self.state.sources.pop()
@@ -107,7 +84,7 @@ class Interpreter:
         positional, state.positional = state.positional, arguments
         try:
             return self.run(function.body, streams)
-        except _FunctionReturn as ended:
+        except FunctionReturn as ended:
             return ended.status
         finally:
             state.positional = positional
@@ -119,7 +96,7 @@ class Interpreter:
         """What the commands in `$(...)` print, without the line ends behind it."""
         streams = Streams()
 
-        def capture(shell: Interpreter) -> int:
+        def capture(shell: Shell) -> int:
             shell.state.captures = True
             return shell.sequence(node.children, streams)
 
@@ -128,80 +105,35 @@ class Interpreter:
         self.state.budget.spend(len(text))
         return text
 
-    def in_subshell(self, work: Callable[[Interpreter], int]) -> int:
+    def in_subshell(self, work: Callable[[Shell], int]) -> int:
         """Do `work` in a shell whose changes are forgotten; `exit` ends it alone."""
         self.state.budget.enter()
         try:
             return work(Interpreter(self.state.fork()))
-        except (ScriptExit, _FunctionReturn) as ended:
+        except (ScriptExit, FunctionReturn) as ended:
             return ended.status
-        except _LoopControl:
+        except LoopControl:
             return 0
         finally:
             self.state.budget.leave()
 
     # -- simple statements -------------------------------------------------------------------------------------------------------------
 
-    def assign(self, node: Node) -> None:
-        """`NAME=value`, `NAME+=value`, `NAME=(...)`, `NAME[i]=value`."""
-        target, value = self.assigned(node)
-        self.state.set(target, value)
-
-    def assigned(self, node: Node) -> tuple[str, Value]:
-        """Name and new value of an assignment."""
-        target = node.child_by_field_name("name")
-        assert target is not None
-        value_node = node.child_by_field_name("value")
-        appends = any(not child.is_named and text_of(child) == "+=" for child in node.children)
-        if value_node is not None and value_node.type == "array":
-            name = text_of(target)
-            elements = words.fields(self, [child for child in value_node.children if child.is_named and child.type != "comment"])
-            before = self.state.get(name) if appends else []
-            return name, [*([before] if isinstance(before, str) else before or []), *elements]
-        value = "" if value_node is None else words.text(self, value_node)
-        if target.type == "subscript":
-            return self._element(target, value)
-        name = text_of(target)
-        before = self.state.get(name) if appends else ""
-        if isinstance(before, list):
-            return name, [before[0] + value if before else value, *before[1:]]
-        return name, (before or "") + value
-
-    def _element(self, target: Node, value: str) -> tuple[str, Value]:
-        name = text_of(target.children[0])
-        index_node = target.child_by_field_name("index")
-        assert index_node is not None
-        index, before = arithmetic.evaluate(self.state, index_node), self.state.get(name)
-        elements = [before] if isinstance(before, str) else list(before or [])
-        if not 0 <= index <= len(elements):
-            raise self.state.error(line_of(target), f"{name}[{index}] is behind the end of {name}, which has {len(elements)} elements")
-        return name, [*elements[:index], value, *elements[index + 1 :]]
-
     def command(self, node: Node, streams: Streams) -> int:
         """A function, a built-in, a stand-in, a launch, or a chore that is skipped; everything else is an error."""
         name_node = node.child_by_field_name("name")
         assert name_node is not None
         arguments = words.fields(self, [*name_node.children, *node.children_by_field_name("argument")])
-        streams = self._with_herestring(node, streams)
+        streams = redirections.with_herestring(self, node, streams)
         if not arguments:
             return 0
-        prefixed = dict(self.assigned(child) for child in node.children if child.type == "variable_assignment")
+        prefixed = dict(assignments.assigned(self, child) for child in node.children if child.type == "variable_assignment")
         if (spaced := spaced_assignment(first_line(node))) and arguments[1:] and arguments[1].startswith(("=", "+=")):
             raise self.state.error(line_of(node), f"`{first_line(node)}` runs a command called {arguments[0]}{spaced}")
         if arguments[0] in self.state.functions:
             return self.call(self.state.functions[arguments[0]], arguments[1:], streams)
-        call = commands.Call(
-            arguments[0], tuple(arguments[1:]), line_of(node), {k: str(v) for k, v in prefixed.items() if isinstance(v, str)}
-        )
+        call = Call(arguments[0], tuple(arguments[1:]), line_of(node), {k: str(v) for k, v in prefixed.items() if isinstance(v, str)})
         return commands.run(self, call, streams)
-
-    def _with_herestring(self, node: Node, streams: Streams) -> Streams:
-        for child in node.children:
-            if child.type == "herestring_redirect":
-                streams = Streams(Input(words.text(self, child.named_children[-1]) + "\n"), streams.stdout)
-            elif child.type == "file_redirect":
-                raise self.state.error(line_of(node), f"`{first_line(node)}`: a redirection in front of a command is not understood")
-        return streams
 
     def declaration(self, node: Node, streams: Streams) -> int:
         """`export`, `local`, `declare`, `readonly`."""
@@ -210,7 +142,7 @@ class Interpreter:
             if child.type == "word" and text_of(child) in ("-x", "-r", "-g", "-a", "-i", "--"):
                 continue
             if child.type == "variable_assignment":
-                name, value = self.assigned(child)
+                name, value = assignments.assigned(self, child)
             elif child.type == "variable_name":
                 name = text_of(child)
                 value = self.state.get(name) if keyword in ("export", "readonly") else ""
@@ -309,9 +241,9 @@ class Interpreter:
             self.state.budget.step()
             try:
                 status = self.sequence(body.children, streams)
-            except _LoopControl as control:
+            except LoopControl as control:
                 if control.levels > 1:
-                    raise _LoopControl(control.levels - 1, control.goes_on) from None
+                    raise LoopControl(control.levels - 1, control.goes_on) from None
                 if not control.goes_on:
                     break
         return status
@@ -352,60 +284,16 @@ class Interpreter:
         return statuses[-1]
 
     def redirected(self, node: Node, streams: Streams) -> int:
-        """`<`, `<<`, `<<<`, `>`, `>>`, `2>`, `2>&1`, `&>`: files that are written exist in memory only."""
+        """Files that are written exist in memory only."""
         body = node.child_by_field_name("body")
-        redirects = _redirects(node)
         if body is None:
             raise self.state.error(line_of(node), f"`{first_line(node)}` redirects no command")
-        writes: list[tuple[str, bool]] = []
-        for redirect in redirects:
-            streams = self._redirect(redirect, streams, writes)
+        inner, writes = redirections.applied(self, node, streams)
         try:
-            return self.run(body, streams)
+            return self.run(body, inner)
         finally:
             for path, appends in writes:
-                self.state.files.write(path, "".join(streams.stdout), appends)
-
-    def _redirect(self, node: Node, streams: Streams, writes: list[tuple[str, bool]]) -> Streams:
-        line = line_of(node)
-        if node.type == "heredoc_redirect":
-            return Streams(Input(self._heredoc(node)), streams.stdout)
-        if node.type == "herestring_redirect":
-            return Streams(Input(words.text(self, node.named_children[-1]) + "\n"), streams.stdout)
-        descriptor = next((text_of(child) for child in node.named_children if child.type == "file_descriptor"), "")
-        sign = next(text_of(child) for child in node.children if not child.is_named)
-        destination = node.child_by_field_name("destination")
-        target = "" if destination is None else words.text(self, destination)
-        if sign == ">&" and target in ("1", "2"):
-            return Streams(streams.stdin, self.state.findings.printed) if target == "2" and descriptor in ("", "1") else streams
-        if sign == "<" and descriptor in ("", "0"):
-            return Streams(Input(self._read(line, target)), streams.stdout)
-        if sign not in (">", ">>", "&>", "&>>", ">|") or descriptor not in ("", "1", "2") or not target:
-            raise self.state.error(line, f"the redirection `{first_line(node)}` is not understood")
-        if self.state.path(target).startswith(("/dev/tcp/", "/dev/udp/")):
-            raise self.state.error(line, f"{target} would open a connection; nothing is contacted")
-        if descriptor == "2":
-            return streams
-        writes.append((self.state.path(target), sign in (">>", "&>>")))
-        return Streams(streams.stdin, [])
-
-    def _read(self, line: int, target: str) -> str:
-        path = self.state.path(target)
-        try:
-            return self.state.files.read(path)
-        except FileRefusedError as error:
-            if path == NULL:
-                return ""
-            raise self.state.error(line, str(error)) from None
-
-    def _heredoc(self, node: Node) -> str:
-        start = next(text_of(child) for child in node.named_children if child.type == "heredoc_start")
-        body = next((child for child in node.named_children if child.type == "heredoc_body"), None)
-        if body is None:
-            return ""
-        text = words.heredoc_text(self, body, expands=not set(start) & set("'\"\\"))
-        strips_tabs = any(not child.is_named and text_of(child) == "<<-" for child in node.children)
-        return "".join(line.lstrip("\t") for line in text.splitlines(keepends=True)) if strips_tabs else text
+                self.state.files.write(path, "".join(inner.stdout), appends)
 
     def compound(self, node: Node, streams: Streams) -> int:
         if text_of(node.children[0]) == "((":
@@ -424,7 +312,7 @@ class Interpreter:
     def assignments(self, node: Node, streams: Streams) -> int:
         self.state.status = 0
         for child in [node] if node.type == "variable_assignment" else node.named_children:
-            self.assign(child)
+            self.state.set(*assignments.assigned(self, child))
         return self.state.status  # of a substitution in the value
 
     def negated(self, node: Node, streams: Streams) -> int:
@@ -432,14 +320,6 @@ class Interpreter:
 
     def test(self, node: Node, streams: Streams) -> int:
         return int(not conditions.evaluate(self, node))
-
-    # -- control flow, for `commands` --------------------------------------------------------------------------------------------------
-
-    def leave_loop(self, levels: int, goes_on: bool) -> int:
-        raise _LoopControl(levels, goes_on)
-
-    def leave_function(self, status: int) -> int:
-        raise _FunctionReturn(status)
 
 
 def _before(node: Node, token: str) -> list[Node]:
@@ -450,16 +330,6 @@ def _before(node: Node, token: str) -> list[Node]:
 def _after(node: Node, token: str) -> list[Node]:
     position = next(index for index, child in enumerate(node.children) if not child.is_named and child.type == token)
     return [child for child in node.children[position + 1 :] if child.is_named]
-
-
-def _redirects(node: Node) -> list[Node]:
-    """All redirections of a statement; the grammar puts those behind a here-document's mark inside of it."""
-    found = []
-    for child in node.children:
-        if child.type.endswith("_redirect"):
-            found.append(child)
-            found += [inner for inner in child.children if inner.type == "file_redirect"] if child.type == "heredoc_redirect" else []
-    return found
 
 
 _Handler = Callable[[Interpreter, Node, Streams], int]

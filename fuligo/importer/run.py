@@ -8,8 +8,9 @@ from pathlib import Path
 from posixpath import normpath
 
 from fuligo.errors import ConfigError
+from fuligo.importer.control import ScriptExit
 from fuligo.importer.files import FileRefusedError, ScriptFiles
-from fuligo.importer.interpreter import Interpreter, ScriptExit
+from fuligo.importer.interpreter import Interpreter
 from fuligo.importer.limits import MAX_FILE_BYTES, Budget, LimitError
 from fuligo.importer.state import CALLERS_VARIABLES, Findings, Launch, State, Streams, how_to_set
 

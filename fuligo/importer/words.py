@@ -98,7 +98,7 @@ def pieces(shell: Evaluator, node: Node, quoted: bool, unset_is_empty: bool = Fa
         case "string":
             return _string(shell, node, unset_is_empty)
         case "concatenation":
-            return _between(shell, node, node.children, node.start_byte, node.end_byte, quoted, unset_is_empty)
+            return between(shell, node, node.children, node.start_byte, node.end_byte, quoted, unset_is_empty)
         case "simple_expansion":
             return _simple_expansion(shell, node, quoted, unset_is_empty)
         case "expansion":
@@ -116,7 +116,7 @@ def heredoc_text(shell: Evaluator, body: Node, expands: bool) -> str:
     """The text of a here-document."""
     if not expands:
         return text_of(body)
-    return "".join(piece.text for piece in _between(shell, body, body.children, body.start_byte, body.end_byte, True, False))
+    return "".join(piece.text for piece in between(shell, body, body.children, body.start_byte, body.end_byte, True, False))
 
 
 def _literal(shell: Evaluator, node: Node, raw: str) -> Piece:
@@ -137,12 +137,12 @@ def _substituted(value: str, quoted: bool) -> Piece:
 
 def _string(shell: Evaluator, node: Node, unset_is_empty: bool) -> list[Piece]:
     """`"..."`: one field, also an empty one, unless it is nothing but `"$@"` or `"${array[@]}"` without elements."""
-    inner = _between(shell, node, node.children[1:-1], node.start_byte + 1, node.end_byte - 1, True, unset_is_empty)
+    inner = between(shell, node, node.children[1:-1], node.start_byte + 1, node.end_byte - 1, True, unset_is_empty)
     only_elements = len(node.named_children) == 1 and re.fullmatch(r'"\$(@|\{(\w+\[)?@\]?\})"', text_of(node)) is not None
     return inner if only_elements else [Piece("", quoted=True), *inner]
 
 
-def _between(
+def between(
     shell: Evaluator, parent: Node, children: Sequence[Node], start: int, end: int, quoted: bool, unset_is_empty: bool
 ) -> list[Piece]:
     """Children and the text between them: the grammar leaves out blanks and line ends in strings and here-documents."""
@@ -171,10 +171,10 @@ def _between(
 
 def _simple_expansion(shell: Evaluator, node: Node, quoted: bool, unset_is_empty: bool) -> list[Piece]:
     name = text_of(node).lstrip()[1:]
-    return _values(shell, node, _parameter(shell, name), name, quoted, unset_is_empty)
+    return _values(shell, node, parameter(shell, name), name, quoted, unset_is_empty)
 
 
-def _parameter(shell: Evaluator, name: str) -> Value | None:
+def parameter(shell: Evaluator, name: str) -> Value | None:
     """A variable or a special parameter; None where it is not set."""
     state = shell.state
     if name in ("@", "*"):
@@ -200,7 +200,7 @@ def _values(shell: Evaluator, node: Node, value: Value | None, name: str, quoted
     if isinstance(value, list) and name not in ("@", "*"):
         value = value[0] if value else ""
     if name == "*" and quoted:
-        value = _joined(shell, value)
+        value = joined(shell, value)
     return _elements(shell, value, quoted)
 
 
@@ -213,7 +213,7 @@ def _elements(shell: Evaluator, value: Value, quoted: bool) -> list[Piece]:
     return found
 
 
-def _joined(shell: Evaluator, value: Value) -> str:
+def joined(shell: Evaluator, value: Value) -> str:
     return _separators(shell)[:1].join(value) if isinstance(value, list) else value
 
 

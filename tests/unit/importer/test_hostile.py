@@ -217,3 +217,14 @@ WORDS = st.sampled_from([*PARTS.replace("\n", "|").split("|"), "|", "||", "\n"])
 def test_any_jumble_ends_with_a_clear_error_or_a_launch(parts: list[str], tmp_path: Path):
     error = evaluate(" ".join(parts), tmp_path)
     assert error == "" or "run.sh" in error
+
+
+LAUNCH_SCRIPT = (Path(__file__).with_name("snippets.sh")).read_text().splitlines()
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(start=st.integers(0, len(LAUNCH_SCRIPT) - 1), length=st.integers(1, 30), cut=st.integers(0, 200), inserted=WORDS)
+def test_any_damaged_script_ends_with_a_clear_error_or_a_launch(start: int, length: int, cut: int, inserted: str, tmp_path: Path):
+    text = "\n".join(LAUNCH_SCRIPT[start : start + length])
+    error = evaluate(text[:cut] + inserted + text[cut + 1 :], tmp_path)
+    assert error == "" or "run.sh" in error

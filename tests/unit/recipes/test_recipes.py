@@ -148,3 +148,10 @@ def test_scripts_end_no_process_of_others(script: str):
     text = (REPOSITORY / "scripts" / script).read_text()
     assert not {"pkill", "kill", "killall", "rm", "stop"} & set(text.split())
     assert subprocess.run(["bash", "-n", str(REPOSITORY / "scripts" / script)], check=False).returncode == 0
+
+
+def test_train_py_is_fuligo_train():
+    command = [sys.executable, str(REPOSITORY / "train.py"), "--actor-num-nodes", "1", "--rolout-batch-size", "3"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 2
+    assert "did you mean --rollout-batch-size" in result.stderr

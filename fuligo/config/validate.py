@@ -50,8 +50,8 @@ def findings(config: Config) -> tuple[Finding, ...]:
 
 def described(finding: Finding, config: Config) -> str:
     """A finding in one line: what is wrong, and the way out."""
-    way_out = finding.advice or " and ".join(_demand(change, config) for change in finding.fix)
-    return f"{finding.text}: {way_out}" if way_out else finding.text
+    ways_out = [" and ".join(_demand(change, config) for change in finding.fix), finding.advice]
+    return ": ".join(filter(None, [finding.text, "; ".join(filter(None, ways_out))]))
 
 
 def _demand(change: Change, config: Config) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from fuligo.config import Config
 from fuligo.config.findings import Finding, Severity
+from fuligo.config.hook_syntax import hook_findings
 from fuligo.errors import ConfigError
 from fuligo.planner.check import check
 from fuligo.planner.estimate import Estimate, estimate
@@ -30,8 +31,9 @@ def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: in
         ConfigError: the GPU is not known, or nothing says what the model's shape is.
     """
     subject = read_subject(config, gpu_name)
-    findings = check(subject)
-    has_errors = any(finding.severity is Severity.ERROR for finding in findings)
+    rules = check(subject)
+    has_errors = any(finding.severity is Severity.ERROR for finding in rules)
+    findings = _errors_first((*rules, *hook_findings(config)))
     numbers: Estimate | None = None
     try:
         numbers = estimate(subject, host_memory_bytes)

@@ -59,7 +59,7 @@ def _finding(effect: Effect, config: Config, names: list[str]) -> Finding:
         text=f"{' and '.join(shown)} {have} no effect {effect.otherwise}",
         flags=tuple(flags()[name].option for name in names),
         fix=tuple(drop(name) for name in names),
-        advice=f"{effect.remedy}, or leave {them} out",
+        advice=f"to use {them}, {effect.remedy}",
     )
 
 
@@ -136,7 +136,7 @@ EFFECTS = (
         ("kl_coef",),
         lambda config: _estimator(config).uses_kl_coef or _custom_advantages(config),
         "with this --advantage-estimator",
-        _with(lambda facts: facts.uses_kl_coef) + ", use --use-kl-loss --kl-loss-coef",
+        _with(lambda facts: facts.uses_kl_coef) + " or use --use-kl-loss --kl-loss-coef",
     ),
     Effect(
         "GAMMA",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fuligo.algorithms.estimators import estimator
 from fuligo.config import Config
-from fuligo.config.flags import did_you_mean, nearest
+from fuligo.config.flags import nearest
 from fuligo.config.rules.rule import Broken, put, rule
 
 NEEDS_LABEL = {
@@ -73,7 +73,7 @@ def reward_is_known(config: Config) -> Broken | None:
         return None
     boxed = [_BOXED + known for known in NEEDS_LABEL] if name.startswith(_BOXED) else []
     near = nearest(name, [*NEEDS_LABEL, *boxed])
-    hint = did_you_mean(near) or f"; known: {', '.join(NEEDS_LABEL)}, each also with the prefix {_BOXED}"
+    hint = "" if near else f"; known: {', '.join(NEEDS_LABEL)}, each also with the prefix {_BOXED}"
     text = f"--rm-type {name} is not a built-in reward{hint}"
     return Broken(text, (put("rm_type", near[0]),) if near else (), advice="your own function goes to --custom-rm-path")
 

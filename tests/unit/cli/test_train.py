@@ -42,7 +42,14 @@ def train(model: Path, started: list[Config], tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     rows = [{"input": f"What is {n} + {n}?", "label": str(2 * n)} for n in range(4)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sound = {"hf-checkpoint": str(model), "prompt-data": "prompts.jsonl", "label-key": "label", "rm-type": "deepscaler", "num-rollout": "2"}
+    sound = {
+        "hf-checkpoint": str(model),
+        "prompt-data": "prompts.jsonl",
+        "label-key": "label",
+        "rm-type": "deepscaler",
+        "num-rollout": "2",
+        "rollout-max-response-len": "64",
+    }
 
     def run(**changed: str) -> tuple[int, str]:
         flags = {**sound, **{name.replace("_", "-"): value for name, value in changed.items()}}

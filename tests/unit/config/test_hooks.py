@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from fuligo.config.findings import Severity
 from fuligo.config.flags import flags
 from fuligo.config.hook_specs import ALIASES, HOOKS
-from fuligo.config.hooks import hook_of, hook_problems, load_hook
+from fuligo.config.hook_syntax import hook_finding, hook_findings
+from fuligo.config.hooks import hook_of, hook_problem, hook_problems, load_hook
 from fuligo.errors import HookError
 from tests.unit.config.conftest import MakeConfig
 
@@ -166,3 +168,72 @@ def test_paths_of_slime_resolve_to_ours(path: str) -> None:
     flag = "buffer_filter_path" if path.endswith("pop_first") else "dynamic_sampling_filter_path"
     assert load_hook(flag, path) is load_hook(flag, ALIASES[path])
     assert load_hook(flag, path).__module__.startswith("fuligo.rollout.")
+
+
+READ = [
+    *[(flag, function) for flag in ("custom_rm_path", "custom_generate_function_path") for function in ("reward", "generate", "too_few")],
+    *[
+        ("custom_rm_path", function)
+        for function in ("plain_reward", "reward_with_more", "too_many", "rewrd", "rollout", "py", "partial_reward")
+    ],
+    *[("custom_generate_function_path", function) for function in ("generate_not_async", "generate_object", "rollout")],
+    *[("rollout_function_path", function) for function in ("rollout", "rollout_without_evaluation", "reward")],
+    *[("data_source_path", function) for function in ("Source", "HalfSource", "reward", "Nothing")],
+]
+
+
+@pytest.mark.parametrize(("flag", "function"), READ)
+@pytest.mark.parametrize("form", ["{module}.{function}", "{module}:{function}", "{module}.py:{function}"])
+def test_reading_a_hook_finds_what_importing_it_finds(module: str, flag: str, function: str, form: str) -> None:
+    path = form.format(module=module, function=function)
+    imported = list(hook_problem(flag, path))
+    read = list(hook_finding(flag, path))
+    assert [finding.severity for finding in read] == [Severity.ERROR] * len(imported)
+    assert [finding.flags for finding in read] == [(flags()[flag].option,)] * len(imported)
+    for finding, problem in zip(read, imported, strict=True):
+        assert set(finding.text.split()) & set(problem.split()) >= {flags()[flag].option, f"{path}:"}
+
+
+@pytest.mark.parametrize(
+    ("path", "severity", "text"),
+    [
+        ("no_such_module.reward", Severity.WARNING, "there is no no_such_module on this machine"),
+        ("nowhere.py:reward", Severity.WARNING, "there is no nowhere.py on this machine"),
+        ("reward", Severity.ERROR, "must look like package.module.function"),
+        ("broken.py:reward", Severity.ERROR, "broken.py:1 is not valid Python"),
+    ],
+)
+def test_a_hook_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, severity: Severity, text: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text("def broken(:")
+    (finding,) = hook_finding("custom_rm_path", path)
+    assert finding.severity is severity and text in finding.text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from elsewhere import reward",
+        "from elsewhere import *",
+        "import sys\nif sys.argv:\n    def reward(args, sample): ...",
+        "reward = make()",
+        "@decorated\ndef reward(x): ...",
+        "class reward(Base): ...",
+        "raise RuntimeError('never run')\ndef reward(args, sample): ...",
+    ],
+)
+def test_what_cannot_be_known_without_running_is_no_finding_and_nothing_runs(tmp_path: Path, source: str) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    assert list(hook_finding("custom_rm_path", f"{tmp_path}/mine.py:reward")) == []
+
+
+@pytest.mark.parametrize("path", ALIASES)
+def test_built_in_hooks_are_read_without_finding(path: str) -> None:
+    flag = "buffer_filter_path" if path.endswith("pop_first") else "dynamic_sampling_filter_path"
+    assert list(hook_finding(flag, path)) == []
+
+
+def test_all_hooks_of_a_config_are_read(make_config: MakeConfig, module: str) -> None:
+    config = make_config(rm_type=None, custom_rm_path=f"{module}.reward", buffer_filter_path=f"{module}.nothing", data_source_path="x")
+    assert [finding.flags for finding in hook_findings(config)] == [("--buffer-filter-path",), ("--data-source-path",)]
+    assert module not in sys.modules

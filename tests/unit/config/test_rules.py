@@ -39,8 +39,8 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     ],
     "CFG-REWARD-MISSING": [({"rm_type": None}, "--custom-rm-path")],
     "CFG-REWARD-UNKNOWN": [
-        ({"rm_type": "deepscalr"}, "did you mean deepscaler?"),
-        ({"rm_type": "boxed_maths"}, "did you mean boxed_math"),
+        ({"rm_type": "deepscalr"}, "use --rm-type deepscaler"),
+        ({"rm_type": "boxed_maths"}, "use --rm-type boxed_math"),
         ({"rm_type": "judge"}, "known: math, deepscaler"),
     ],
     "CFG-REWARD-LABEL": [({"label_key": None}, "--label-key"), ({"label_key": None, "rm_type": "boxed_math"}, "--label-key")],
@@ -290,7 +290,7 @@ def test_a_flag_without_effect_is_an_error_unless_its_value_is_neutral(name: str
 def test_several_flags_without_effect_are_one_finding_for_each_cause() -> None:
     (tis, evaluation) = findings(config_with(tis_clip=3.0, tis_mode="icepop", eval_interval=2))
     assert tis.text == "--tis-mode icepop and --tis-clip 3.0 have no effect without --use-tis"
-    assert tis.advice == "add --use-tis, or leave them out"
+    assert tis.advice == "to use them, add --use-tis"
     assert evaluation.id == "CFG-NO-EFFECT-EVAL"
 
 

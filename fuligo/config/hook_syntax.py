@@ -1,0 +1,133 @@
+"""Hooks read, not run: whether the function is there and fits, by the syntax tree of its file. For where nothing may be imported."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from fuligo.config import Config
+from fuligo.config.findings import Finding, Severity
+from fuligo.config.flags import did_you_mean, flags, nearest
+from fuligo.config.given import value_of
+from fuligo.config.hook_specs import ALIASES, HOOKS, HookSpec
+
+MISSING, MISFIT = "CFG-HOOK-MISSING", "CFG-HOOK-MISFIT"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def hook_findings(config: Config) -> Iterator[Finding]:
+    """What is wrong with the hooks that the config names, as far as their source tells. Imports and runs nothing.
+
+    A module that is not on this machine may be on the cluster: a warning. What a module makes at run time cannot be seen: no finding.
+    """
+    for name in HOOKS:
+        path = value_of(config, name)
+        if isinstance(path, str):
+            yield from hook_finding(name, path)
+
+
+def hook_finding(flag_name: str, path: str) -> Iterator[Finding]:
+    """What is wrong with one hook: one finding, or none."""
+    option = flags()[flag_name].option
+    module, _, function = _split(ALIASES.get(path, path))
+    if not module or not function.isidentifier():
+        text = f"{option} {path}: it must look like package.module.function or path/to/file.py:function"
+        yield Finding(MISFIT, Severity.ERROR, text, (option,), advice="complete it")
+        return
+    file = _source(module)
+    if file is None:
+        text = f"{option} {path}: there is no {module} on this machine (searched in {Path.cwd()} and the Python path)"
+        yield Finding(MISSING, Severity.WARNING, text, (option,), advice="correct the path, unless it is right on the cluster")
+        return
+    problem = _problem(file, function, HOOKS[flag_name])
+    if problem is not None:
+        yield Finding(MISFIT, Severity.ERROR, f"{option} {path}: {problem}", (option,), advice="correct it")
+
+
+def _split(path: str) -> tuple[str, str, str]:
+    return path.rpartition(":" if ":" in path else ".")
+
+
+def _source(module: str) -> Path | None:
+    """The file of a module, found as Python would find it, without importing its packages."""
+    if module.endswith(".py"):
+        file = Path(module).expanduser()
+        return file if file.is_file() else None
+    relative = Path(*module.split("."))
+    for root in [*sys.path, ""]:  # an empty entry is the working directory
+        for candidate in (Path(root) / relative / "__init__.py", Path(root) / relative.with_suffix(".py")):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+def _problem(file: Path, name: str, spec: HookSpec) -> str | None:
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        return f"{file}:{error.lineno} is not valid Python: {error.msg}"
+    except (OSError, ValueError) as error:
+        return f"{file} cannot be read: {error}"
+    found = {node.name: node for node in tree.body if isinstance(node, Function | ast.ClassDef)}
+    node = found.get(name)
+    if node is None:
+        elsewhere = any(isinstance(node, ast.If | ast.Try | ast.With | ast.For) for node in tree.body)
+        if elsewhere or {name, "*"} & _other_names(tree):
+            return None
+        return f"{file} has no {name}{did_you_mean(nearest(name, found))}"
+    return _class_problem(node, spec) if isinstance(node, ast.ClassDef) else _function_problem(node, spec)
+
+
+def _other_names(tree: ast.Module) -> set[str]:
+    """Names that are imported or assigned: what they hold is not seen. `*` stands for any."""
+    names = {
+        target.id for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)
+    }
+    names |= {node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def _class_problem(node: ast.ClassDef, spec: HookSpec) -> str | None:
+    if not spec.methods or node.bases or node.decorator_list:
+        return None  # an instance may be callable; a base may have the methods
+    there = {each.name for each in node.body if isinstance(each, Function)}
+    missing = [method for method in spec.methods if method not in there]
+    return f"the class lacks {', '.join(missing)}" if missing else None
+
+
+def _function_problem(node: Function, spec: HookSpec) -> str | None:
+    if node.decorator_list:
+        return None  # what a decorator makes of it is not seen
+    if spec.methods:
+        return f"it must be a class with {', '.join(spec.methods)}"
+    if spec.must_be_async and not isinstance(node, ast.AsyncFunctionDef):
+        return f"it must be `async def`, called as {spec.call}"
+    signature = _signature(node)
+    try:
+        signature.bind(*spec.parameters, **dict.fromkeys(spec.keywords))
+    except TypeError as error:
+        return f"it is called as {spec.call}, its signature is {signature}: {error}"
+    return None
+
+
+def _signature(node: Function) -> inspect.Signature:
+    """Of a function by its syntax: names, kinds, and which have a default."""
+    given, kind = node.args, inspect.Parameter
+    positional = [(arg.arg, kind.POSITIONAL_ONLY) for arg in given.posonlyargs] + [
+        (arg.arg, kind.POSITIONAL_OR_KEYWORD) for arg in given.args
+    ]
+    num_required = len(positional) - len(given.defaults)
+    parameters = [kind(name, how, default=kind.empty if index < num_required else ...) for index, (name, how) in enumerate(positional)]
+    if given.vararg:
+        parameters.append(kind(given.vararg.arg, kind.VAR_POSITIONAL))
+    for arg, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        parameters.append(kind(arg.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else ...))
+    if given.kwarg:
+        parameters.append(kind(given.kwarg.arg, kind.VAR_KEYWORD))
+    return inspect.Signature(parameters)

@@ -98,35 +98,13 @@ def step_times_of_trl(kind: str, num_steps: int, directory: Path) -> list[float]
 def run_trl(kind: str, num_steps: int, ends_file: Path) -> None:
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOTrainer
 
-    lengths = torch.tensor(response_lengths(kind))
     model = AutoModelForCausalLM.from_pretrained(ASSETS / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "model")
+    fix_lengths(model, response_lengths(kind), tokenizer.eos_token_id)
     rows = [json.loads(line) for line in (ASSETS / "train.jsonl").read_text().splitlines()]
-
-    class FixedLengths:
-        """The end token is impossible before a row's length, and certain there."""
-
-        prompt_length = 0
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            num_done = input_ids.shape[1] - self.prompt_length
-            last = lengths == num_done + 1
-            end_scores = scores[:, tokenizer.eos_token_id].clone()
-            scores = scores.masked_fill(last[:, None], -torch.inf)
-            scores[:, tokenizer.eos_token_id] = torch.where(last, end_scores, -torch.inf)
-            return scores
-
-    fixed = FixedLengths()
-    plain_generate = model.generate
-
-    def generate_fixed(**inputs):
-        fixed.prompt_length = inputs["input_ids"].shape[1]
-        return plain_generate(**inputs, logits_processor=LogitsProcessorList([fixed]))
-
-    model.generate = generate_fixed
     ends: list[float] = []
 
     class Clock(TrainerCallback):
@@ -139,26 +117,56 @@ def run_trl(kind: str, num_steps: int, ends_file: Path) -> None:
         reward_funcs=lambda completion_ids, **_: [score(ids) for ids in completion_ids],
         train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
         callbacks=[Clock()],
-        args=GRPOConfig(
-            output_dir=str(ends_file.parent),
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            per_device_train_batch_size=NUM_PROMPTS * SAMPLES_PER_PROMPT,
-            num_generations=SAMPLES_PER_PROMPT,
-            max_completion_length=MAX_TOKENS,
-            max_steps=num_steps,
-            learning_rate=1e-6,
-            loss_type="grpo",
-            beta=0.0,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        ),
+        args=trl_config(num_steps, ends_file.parent),
     )
     trainer.train()
     ends_file.write_text(json.dumps(ends))
+
+
+def fix_lengths(model, lengths: list[int], end_token: int) -> None:
+    """Make `model.generate` end every row at its length: the end token is impossible before, and certain there."""
+    import torch
+    from transformers import LogitsProcessorList
+
+    lasts = torch.tensor(lengths)
+    plain_generate = model.generate
+
+    def generate_fixed(**inputs):
+        prompt_length = inputs["input_ids"].shape[1]
+
+        def end_at_length(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            last = lasts == input_ids.shape[1] - prompt_length + 1
+            end_scores = scores[:, end_token].clone()
+            scores = scores.masked_fill(last[:, None], -torch.inf)
+            scores[:, end_token] = torch.where(last, end_scores, -torch.inf)
+            return scores
+
+        return plain_generate(**inputs, logits_processor=LogitsProcessorList([end_at_length]))
+
+    model.generate = generate_fixed
+
+
+def trl_config(num_steps: int, directory: Path):
+    """The same numbers as fuligo's; what fuligo does not do is switched off."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(directory),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=NUM_PROMPTS * SAMPLES_PER_PROMPT,
+        num_generations=SAMPLES_PER_PROMPT,
+        max_completion_length=MAX_TOKENS,
+        max_steps=num_steps,
+        learning_rate=1e-6,
+        loss_type="grpo",
+        beta=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
 
 
 def median_step(times, kind: str, num_steps: int) -> float:

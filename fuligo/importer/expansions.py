@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tree_sitter import Node
 
 from fuligo.importer import arithmetic, words
@@ -44,6 +46,8 @@ def expand(shell: Evaluator, node: Node, quoted: bool, unset_is_empty: bool) -> 
     if prefix:
         return _prefixed(shell, node, prefix, value, is_array, bool(operator))
     if operator:
+        if operator == ":" and name in ("@", "*"):
+            value = [str(shell.state.sources[0]), *value]  # counted from $0
         value = _changed(shell, node, value, operator, parts[2:])
     if isinstance(value, list) and operand.type == "subscript" and _subscript(operand) == "*" and quoted:
         return words.joined(shell, value)
@@ -96,7 +100,7 @@ def _default(
 def _operand(shell: Evaluator, node: Node, parts: list[Node], quoted: bool) -> tuple[Piece, ...]:
     """What stands between the operator and the closing brace."""
     found = words.between(shell, node, parts[2:], parts[1].end_byte, node.end_byte - 1, quoted, False)
-    return tuple(Piece(piece.text, piece.quoted, splits=not piece.quoted and not quoted) for piece in found)
+    return tuple(replace(piece, splits=not piece.quoted and not quoted) for piece in found)
 
 
 def _prefixed(shell: Evaluator, node: Node, prefix: str, value: Value, is_array: bool, has_operator: bool) -> Value:

@@ -31,10 +31,11 @@ class Piece:
     quoted: bool
     splits: bool = False
     """Comes from an expansion outside of quotes: spaces in it end a field."""
+    ends_field: bool = False
+    """No text: stands between the elements of an array."""
 
 
-_NEXT_FIELD = Piece("", quoted=False, splits=True)
-"""Between the elements of an array; recognised by identity."""
+_NEXT_FIELD = Piece("", quoted=False, ends_field=True)
 
 
 class Evaluator(Protocol):
@@ -65,7 +66,7 @@ def fields(shell: Evaluator, nodes: Iterable[Node]) -> list[str]:
 
 def text(shell: Evaluator, node: Node, unset_is_empty: bool = False) -> str:
     """A word where nothing is split: the value of an assignment, an operand of a test."""
-    return "".join(piece.text or (" " if piece is _NEXT_FIELD else "") for piece in pieces(shell, node, True, unset_is_empty))
+    return "".join(" " if piece.ends_field else piece.text for piece in pieces(shell, node, True, unset_is_empty))
 
 
 def pattern_parts(shell: Evaluator, node: Node) -> list[tuple[str, bool]]:
@@ -247,7 +248,7 @@ def _split(shell: Evaluator, parts: list[Piece]) -> list[str]:
     found: list[str] = []
     current: str | None = None
     for piece in parts:
-        if piece is _NEXT_FIELD:
+        if piece.ends_field:
             found += [] if current is None else [current]
             current = None
         elif not piece.splits:

@@ -124,6 +124,12 @@ set -- a b c; shift; train "$@" $# $1
 ### all arguments
 f() { train "$@" $#; }; f "a b" c
 
+### slices of all arguments
+f() { train "${@:2}" x ${@:1:1} "${@:2:1}"; }; f a "b c" d
+
+### arrays as alternatives
+M=(--a "1 2"); train ${M[@]+"${M[@]}"} ${M[@]+${M[@]}} ${N[@]+"${N[@]}"} "${M[@]:-none}" "${N[@]:-none}" ${M+x} end
+
 ### lists
 false && a=1 || a=2; true || a=3; ! false && b=4; train $a $b
 

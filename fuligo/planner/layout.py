@@ -7,12 +7,10 @@ from collections.abc import Iterator, Sequence
 from fuligo.config.topology import EngineGroupSpec, engine_groups
 from fuligo.errors import ConfigError
 from fuligo.planner.plan import ClusterLayout, EngineGroup, EngineRank, PlacedGpu, TrainerRank
+from fuligo.planner.slots import engine_slots, trainer_slots
 from fuligo.planner.stages import stages
 from fuligo.planner.subject import Subject
 from fuligo.planner.trainer_shape import TrainerShape, trainer_shape
-
-Slot = tuple[int, int]
-"""(node, index within the node)"""
 
 EMBEDDED_RANK = EngineRank(group=0, engine=0, rank=0, tp=0, pp=0, dp=0, ep=0)
 EMBEDDED_GROUP = EngineGroup("default", "regular", num_engines=1, num_gpus_per_engine=1, tp=1, pp=1, dp=1, ep=1)
@@ -32,12 +30,12 @@ def make_layout(subject: Subject) -> ClusterLayout:
     shape = trainer_shape(config)
     specs, embedded = engine_groups(config), config.needs_engine and config.resolved_rollout_backend == "embedded"
     per_node = max(config.cluster.num_gpus_per_node, config.resolved_actor_num_gpus_per_node)
-    trainer_slots = _trainer_slots(shape.num_ranks, config.resolved_actor_num_gpus_per_node)
+    trainers_at = trainer_slots(shape.num_ranks, config.resolved_actor_num_gpus_per_node)
     engine_ranks = [EMBEDDED_RANK] if embedded else list(_engine_ranks(specs))
-    engine_slots = _engine_slots(trainer_slots, len(engine_ranks), per_node, shares=config.cluster.colocate or embedded)
-    trainers = dict(zip(trainer_slots, trainer_ranks(shape)))
-    engines = dict(zip(engine_slots, engine_ranks))
-    num_nodes = 1 + max(node for node, _ in [*trainer_slots, *engine_slots])
+    engines_at = engine_slots(trainers_at, len(engine_ranks), per_node, shares=config.cluster.colocate or embedded)
+    trainers = dict(zip(trainers_at, trainer_ranks(shape)))
+    engines = dict(zip(engines_at, engine_ranks))
+    num_nodes = 1 + max(node for node, _ in [*trainers_at, *engines_at])
     return ClusterLayout(
         num_nodes=num_nodes,
         num_gpus_per_node=per_node,
@@ -76,23 +74,6 @@ def trainer_ranks(shape: TrainerShape) -> tuple[TrainerRank, ...]:
         )
         for rank in range(shape.num_ranks)
     )
-
-
-def _trainer_slots(num_ranks: int, per_node: int) -> list[Slot]:
-    return [divmod(rank, per_node) for rank in range(num_ranks)]
-
-
-def _engine_slots(trainer_slots: Sequence[Slot], num_gpus: int, per_node: int, *, shares: bool) -> list[Slot]:
-    """GPUs of the engines, in order."""
-    chosen = list(trainer_slots[:num_gpus]) if shares else []
-    taken = set(trainer_slots)
-    number = 0
-    while len(chosen) < num_gpus:
-        slot = divmod(number, per_node)
-        if slot not in taken:
-            chosen.append(slot)
-        number += 1
-    return chosen
 
 
 def _engine_ranks(specs: Sequence[EngineGroupSpec]) -> Iterator[EngineRank | None]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fuligo.engines.client import EngineClient, EngineGroup
 from fuligo.engines.router import Router, RouterSettings, launch_router
-from fuligo.engines.sglang.server import ServerSettings, SGLangServer
+from fuligo.engines.sglang.server import Server, ServerSettings, SGLangServer
 from fuligo.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -20,6 +20,8 @@ MAX_RESTARTS = 3
 """Of one engine or of the router in one run: what dies more often is broken, not unlucky."""
 Renew = Callable[[EngineClient], Awaitable[bool]]
 """Give a restarted engine the current weights; False where that must wait for the next publish."""
+Start = Callable[[ServerSettings], Server]
+"""Begins to start an engine; on this machine, or wherever it has its place."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,8 +41,9 @@ class FleetSettings:
 class Fleet:
     """Running engines and their router. Requests go through `group`."""
 
-    def __init__(self, settings: FleetSettings, servers: Sequence[SGLangServer], router: Router) -> None:
+    def __init__(self, settings: FleetSettings, servers: Sequence[Server], router: Router, start: Start = SGLangServer) -> None:
         self._settings = settings
+        self._start = start
         self.router = router
         self._engines = [_Engine(server, _client(settings, server.settings, start=0)) for server in servers]
         self._router_restarts = 0
@@ -50,17 +53,17 @@ class Fleet:
         self.renew: Renew = _later
 
     @property
-    def servers(self) -> list[SGLangServer]:
+    def servers(self) -> list[Server]:
         return [engine.server for engine in self._engines]
 
     @classmethod
-    async def launch(cls, settings: FleetSettings) -> Fleet:
+    async def launch(cls, settings: FleetSettings, start: Start = SGLangServer) -> Fleet:
         """Start everything; returns when the router sends requests to every engine.
 
         Raises:
             EngineError: one did not start; carries the last lines of its log, and nothing is left running
         """
-        servers = [SGLangServer(server) for server in settings.servers]
+        servers = [start(server) for server in settings.servers]
         router: Router | None = None
         try:
             async with asyncio.TaskGroup() as starting:
@@ -75,7 +78,7 @@ class Fleet:
             if isinstance(error, ExceptionGroup):
                 raise error.exceptions[0] from None  # the others were cancelled because of it
             raise
-        return cls(settings, servers, router)
+        return cls(settings, servers, router, start)
 
     async def watch(self) -> None:
         """Look after the processes until cancelled.
@@ -124,7 +127,7 @@ class Fleet:
         await _stop_all(self.servers, self.router)
 
     async def _is_dead(self, engine: _Engine, *, ask_health: bool) -> bool:
-        if not engine.server.process.alive:
+        if not engine.server.alive:
             return True
         return ask_health and not await engine.server.answers(self._settings.health_timeout_s)
 
@@ -135,14 +138,14 @@ class Fleet:
             EngineError: it is not to be restarted
         """
         if not self._settings.restart:
-            engine.server.process.check_alive()
+            engine.server.check_alive()
             raise EngineError(
                 f"{engine.server.settings.name} ({engine.server.url}) does not answer; its log is {engine.server.settings.log_file}. "
                 "Resume from the last checkpoint; with --use-fault-tolerance it would have been restarted."
             )
         engine.num_restarts += 1
         if engine.num_restarts > MAX_RESTARTS:
-            engine.server.process.check_alive()
+            engine.server.check_alive()
             raise EngineError(
                 f"{engine.server.settings.name} stopped answering {engine.num_restarts} times; see {engine.server.settings.log_file}"
             )
@@ -160,7 +163,7 @@ class Fleet:
             await engine.server.stop()
             await engine.client.close()
             try:
-                engine.server = SGLangServer(engine.server.settings)
+                engine.server = self._start(engine.server.settings)
                 await engine.server.wait_ready()
                 engine.client = _client(self._settings, engine.server.settings, start=engine.num_restarts)
                 self.group.joining.append(engine.client)
@@ -192,7 +195,7 @@ class Fleet:
 
 @dataclass(slots=True)
 class _Engine:
-    server: SGLangServer
+    server: Server
     client: EngineClient
     num_restarts: int = 0
     restart: asyncio.Task[None] | None = None
@@ -218,5 +221,5 @@ async def _later(client: EngineClient) -> bool:
     return False
 
 
-async def _stop_all(servers: Sequence[SGLangServer], router: Router | None) -> None:
+async def _stop_all(servers: Sequence[Server], router: Router | None) -> None:
     await asyncio.gather(*(server.stop() for server in servers), *([router.stop()] if router is not None else []))

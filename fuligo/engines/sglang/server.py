@@ -1,4 +1,4 @@
-"""One SGLang engine on this machine: its command, its environment, its start."""
+"""One SGLang engine: its command, its environment, its start on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from fuligo.engines.arguments import command_line
 from fuligo.engines.client import EngineClient
@@ -107,8 +107,46 @@ class ServerSettings:
         return {**chosen, **self.environment}
 
 
+class Server(Protocol):
+    """A started engine, wherever it runs."""
+
+    @property
+    def settings(self) -> ServerSettings: ...
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def alive(self) -> bool:
+        """Its processes have not ended, as far as is known here."""
+        ...
+
+    def check_alive(self) -> None:
+        """
+        Raises:
+            EngineError: it has ended; carries the last lines of its log
+        """
+        ...
+
+    async def wait_ready(self) -> None:
+        """Return when it takes requests.
+
+        Raises:
+            EngineError: it ended, or was not ready before the deadline; carries the last lines of its log
+        """
+        ...
+
+    async def answers(self, timeout_s: float) -> bool:
+        """Its `/health` does, within the time."""
+        ...
+
+    async def stop(self) -> None:
+        """Returns when it and all that it started are gone."""
+        ...
+
+
 class SGLangServer:
-    """A started engine."""
+    """An engine as a process of this machine. Implements `Server`."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -118,24 +156,30 @@ class SGLangServer:
     def url(self) -> str:
         return self.settings.url
 
-    async def wait_ready(self) -> None:
-        """Return when it takes requests.
+    @property
+    def alive(self) -> bool:
+        return self.process.alive
 
-        Raises:
-            EngineError: it ended, or was not ready before the deadline; carries the last lines of its log
-        """
+    def check_alive(self) -> None:
+        self.process.check_alive()
+
+    async def wait_ready(self) -> None:
         await self.process.wait_until(lambda: self.answers(PROBE_TIMEOUT_S), self.settings.start_timeout_s)
 
     async def answers(self, timeout_s: float) -> bool:
-        """Its `/health` does, within the time."""
-        client = EngineClient(self.url, retries=0)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await client.is_healthy()
-        except TimeoutError:
-            return False
-        finally:
-            await client.close()
+        return await answers(self.url, timeout_s)
 
     async def stop(self) -> None:
         await self.process.stop()
+
+
+async def answers(url: str, timeout_s: float) -> bool:
+    """`/health` of the engine does, within the time."""
+    client = EngineClient(url, retries=0)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await client.is_healthy()
+    except TimeoutError:
+        return False
+    finally:
+        await client.close()

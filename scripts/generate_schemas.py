@@ -87,7 +87,12 @@ def megatron_schema() -> dict[str, Any]:
         for field in [sets] if isinstance(sets, str) else sets:
             if field != name:
                 hints[field] = f"give --{name.replace('_', '-')}"
-    for config in (TransformerConfig, MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig):
+    configs = (TransformerConfig, MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    fields = {field.name for config in configs for field in dataclasses.fields(config)}
+    gone = sorted({*hints, *launch["set_by_fuligo"]} - fields)
+    if gone:
+        raise SystemExit(f"megatron_launch.json sets fields that Megatron-Core does not have: {', '.join(gone)}")
+    for config in configs:
         annotations = typing.get_type_hints(config)
         for field in dataclasses.fields(config):
             facts = field_facts(field.name, annotations[field.name])

@@ -8,10 +8,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fuligo.config.flag import Kind
+from fuligo.config.flag import Flag, Kind
 from fuligo.config.flags import flags, passthrough_flags, passthrough_groups, sections
 from fuligo.config.moved import MOVED
 from fuligo.config.parse import parse
@@ -41,6 +42,55 @@ def test_a_schema_is_what_the_installed_package_says(group: str) -> None:
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Schema:
     return schema(request.param)
+
+
+PARSERS = {
+    "sglang": "from sglang.srt.server_args import ServerArgs as Args",
+    "router": "from sglang_router.router_args import RouterArgs as Args",
+}
+PARSE_EACH = """
+import argparse, json, sys
+parser = argparse.ArgumentParser()
+Args.add_cli_args(parser)
+required = ["--model-path", "M"] if any("--model-path" in a.option_strings and a.required for a in parser._actions) else []
+print(json.dumps([getattr(parser.parse_args([*required, *words]), name) for name, words in json.load(sys.stdin)]))
+"""
+
+
+def example(flag: Flag) -> Any:
+    """A value other than the default where there is one."""
+    numbers = {bound.split()[0]: float(bound.split()[1]) for bound in flag.bounds.split(" and ") if bound}
+    one = flag.choices[-1] if flag.choices else "a"
+    whole = int(one) if one.isdigit() else int(numbers.get(">=", 1)) + 1
+    part = 0.5 if numbers.get("<", numbers.get("<=", 1)) <= 1 else 1.5
+    return {
+        Kind.BOOL: flag.default is not True,
+        Kind.INT: whole,
+        Kind.SIZE: whole,
+        Kind.FLOAT: part,
+        Kind.TEXT: one,
+        Kind.CHOICE: one,
+        Kind.TEXT_LIST: [one, one],
+        Kind.INT_LIST: [whole, whole],
+        Kind.FLOAT_LIST: [part, part],
+        Kind.JSON: {"decode": {"backend": "full"}} if flag.name == "cuda_graph_config" else {"a": 1},
+        Kind.JSON_LIST: ["a"],
+    }[flag.kind]
+
+
+@pytest.mark.parametrize("group", PARSERS)
+def test_the_package_reads_our_command_line_as_the_same_values(group: str) -> None:
+    if not is_installed(PACKAGES[group]):
+        pytest.skip(f"{PACKAGES[group]} is not installed here (docs/passthrough.md: FULIGO_SCHEMA_PYTHON)")
+    own_types = {"lora_paths", "selector", "prefill_selector", "decode_selector"}  # the package makes objects of these texts
+    given = {name: example(flag) for name, flag in passthrough_flags(group).items() if name not in own_types}
+    kind = passthrough_groups()[group]
+    words = [(name, kind({name: value}).command_line()) for name, value in given.items()]
+    done = subprocess.run(
+        [PYTHON, "-c", PARSERS[group] + PARSE_EACH], input=json.dumps(words), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert dict(zip(given, json.loads(done.stdout.splitlines()[-1]), strict=True)) == given
 
 
 def test_versions_are_the_pinned_ones() -> None:

@@ -81,9 +81,11 @@ def _captures(spec: EngineGroupSpec) -> bool:
 
 
 def _largest_batch(subject: Subject, spec: EngineGroupSpec) -> int:
-    """Sequences of the largest decoding graph of one rank: no more than may run there."""
+    """Sequences of the largest decoding graph of one rank: as given, else SGLang's choice, but no more than may run there."""
     batch = server_settings(spec, subject.rollout_architecture, subject.gpu).graph_batch
     running = spec.arguments.get("max_running_requests")
+    if spec.arguments.get("cuda_graph_bs_decode") or spec.arguments.get("cuda_graph_max_bs_decode"):
+        return batch
     if running is None and spec.arguments.get("speculative_algorithm") is not None:
         running = _SPECULATIVE_REQUESTS
     return batch if running is None else min(batch, -(-running // spec.dp_size))

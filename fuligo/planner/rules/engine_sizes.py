@@ -210,9 +210,9 @@ def experts_divide(subject: Subject) -> Iterator[Broken]:
         fixes: list[Fix] = [] if fewest else [(put_argument(subject, spec, "ep_num_redundant_experts", None),)]
         fixes += [(put_argument(subject, spec, "ep_num_redundant_experts", number),) for number in copies]
         fixes += [(put_argument(subject, spec, "ep_size", size),) for size in nearest_first(spec.ep_size, divisors(spec.tp_size))]
-        shown_copies = f" + {redundant} redundant ones ({shown(spec, 'ep_num_redundant_experts')})" if redundant else ""
+        shown_copies = f" + {redundant} redundant ones ({shown(spec, 'ep_num_redundant_experts')}) = {total}" if redundant else ""
         yield Broken(
-            f"{experts.num_experts} experts{shown_copies} = {total} do not divide by {shown(spec, 'ep_size', spec.ep_size)}{where(spec)}",
+            f"{experts.num_experts} experts{shown_copies} do not divide by {shown(spec, 'ep_size', spec.ep_size)}{where(spec)}",
             tuple(fixes),
             "add redundant experts, or choose another size",
         )

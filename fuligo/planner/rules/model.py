@@ -36,7 +36,7 @@ def flags_agree_with_config_json(subject: Subject) -> Iterator[Broken]:
     for option, given, expected in differing:
         name = option.removeprefix("--").replace("-", "_")
         said = f"{option} {given}" if given is not True else option
-        other = "has no place with such a model" if expected is None else "is not given" if expected is False else f"is {expected}"
+        other = "has no place with such a model" if expected is None else "is off" if expected is False else f"is {expected}"
         right: Fix = (Change(("megatron", name), None if expected in (None, False) else expected),)
         yield Broken(
             f"{said}: by {found.source} it {other}",

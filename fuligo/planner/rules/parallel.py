@@ -15,6 +15,7 @@ from fuligo.planner.rules.numbers import divisors, nearest_first
 from fuligo.planner.rules.rule import Broken, Fix, rule
 from fuligo.planner.subject import Subject
 
+_GPUS = ("--actor-num-nodes", "--actor-num-gpus-per-node")
 _TP, _PP, _CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 
@@ -29,8 +30,10 @@ def expert_tensor_parallel_size(config: Config) -> int:
     return config.parallel.expert_tensor_parallel_size or config.parallel.tensor_model_parallel_size
 
 
-def _trainer(config: Config) -> str:
-    return f"the trainer's {config.num_train_gpus} GPUs"
+def trainer_gpus(config: Config) -> str:
+    """`the trainer's 8 GPUs (--actor-num-nodes 1 x --actor-num-gpus-per-node 8)`."""
+    nodes, each = config.cluster.actor_num_nodes, config.resolved_actor_num_gpus_per_node
+    return f"the trainer's {config.num_train_gpus} GPUs (--actor-num-nodes {nodes} x --actor-num-gpus-per-node {each})"
 
 
 def _other_tp(subject: Subject, sizes: list[int]) -> tuple[Fix, ...]:
@@ -66,7 +69,7 @@ def dense_sizes_divide(config: Config) -> bool:
     return config.num_train_gpus % product == 0
 
 
-@rule("PLAN-TRAINER-GPUS", "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+@rule("PLAN-TRAINER-GPUS", "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size", *_GPUS)
 def sizes_divide_gpus(subject: Subject) -> Iterator[Broken]:
     """A replica of the model takes TP x PP x CP GPUs, and replicas are whole."""
     config, sizes = subject.config, subject.config.parallel
@@ -75,13 +78,13 @@ def sizes_divide_gpus(subject: Subject) -> Iterator[Broken]:
     tp, pp, cp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size, sizes.context_parallel_size
     yield Broken(
         f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x --context-parallel-size {cp} = {tp * pp * cp} "
-        f"does not divide {_trainer(config)}",
+        f"does not divide {trainer_gpus(config)}",
         _nearest_of_several(config, tp * pp * cp, (_TP, _PP, _CP)),
-        "choose sizes whose product divides the GPUs, or give the trainer more (--actor-num-nodes, --actor-num-gpus-per-node)",
+        "choose sizes whose product divides the GPUs, or give the trainer others",
     )
 
 
-@rule("PLAN-EXPERT-GPUS", "--expert-tensor-parallel-size", "--expert-model-parallel-size", "--pipeline-model-parallel-size")
+@rule("PLAN-EXPERT-GPUS", "--expert-tensor-parallel-size", "--expert-model-parallel-size", "--pipeline-model-parallel-size", *_GPUS)
 def expert_sizes_divide_gpus(subject: Subject) -> Iterator[Broken]:
     """The experts have a grid of their own over the same GPUs: ETP x EP x PP must divide them, too."""
     config = subject.config
@@ -97,7 +100,7 @@ def expert_sizes_divide_gpus(subject: Subject) -> Iterator[Broken]:
     default = "" if config.parallel.expert_tensor_parallel_size else " (by default --tensor-model-parallel-size)"
     yield Broken(
         f"--expert-tensor-parallel-size {etp}{default} x --expert-model-parallel-size {ep} x --pipeline-model-parallel-size {pp} = "
-        f"{etp * ep * pp} does not divide {_trainer(config)}",
+        f"{etp * ep * pp} does not divide {trainer_gpus(config)}",
         _nearest_of_several(config, etp * ep * pp, (_ETP, _EP)),
         "choose expert sizes whose product with the pipeline's divides the GPUs",
     )
@@ -112,7 +115,7 @@ def heads_divide(subject: Subject) -> Iterator[Broken]:
         yield Broken(
             f"--tensor-model-parallel-size {tp} does not divide the model's {heads} attention heads",
             _other_tp(subject, divisors(heads)),
-            f"choose a size that divides both {heads} and {_trainer(config)}",
+            f"choose a size that divides both {heads} and {trainer_gpus(config)}",
         )
 
 

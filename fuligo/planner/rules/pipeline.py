@@ -132,15 +132,21 @@ def layers_divide_into_stages(subject: Subject) -> Iterator[Broken]:
     counts = cut.counts()
     if counts is not None and min(counts) > 0:
         return
-    rest = cut.num_layers + cut.num_extra - (cut.first or 0) - (cut.last or 0)
-    num_middle = cut.pp - (cut.first is not None) - (cut.last is not None)
-    extra = f" ({cut.num_extra} counted for embedding and loss)" if cut.num_extra else ""
     yield Broken(
-        f"--pipeline-model-parallel-size {cut.pp}{_given(config)}: {rest} of {cut.num_layers + cut.num_extra} layers{extra} are left "
-        f"for {max(num_middle, 0)} middle stages, which must have equally many",
+        f"--pipeline-model-parallel-size {cut.pp}{_given(config)}: {_why_uneven(cut)}",
         _recuts(subject, cut),
         f"choose stages that add up to {cut.num_layers} layers",
     )
+
+
+def _why_uneven(cut: _Cut) -> str:
+    extra = f" ({cut.num_extra} counted for embedding and loss)" if cut.num_extra else ""
+    total, given = cut.num_layers + cut.num_extra, (cut.first or 0) + (cut.last or 0)
+    num_middle = cut.pp - (cut.first is not None) - (cut.last is not None)
+    if num_middle > 0 and given < total:
+        stages = f"{num_middle} middle stages" if given else f"{num_middle} stages"
+        return f"{stages} cannot share {total - given}{f' of {total}' if given else ''} layers{extra} equally"
+    return f"the given stages have {given} layers, the model has {total}{extra}, and {max(num_middle, 0)} stages are left"
 
 
 @rule("PLAN-VPP-PP", "--virtual-pipeline-model-parallel-size", "--pipeline-model-parallel-size")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from fuligo.config import Config
 from fuligo.config.findings import Change
 from fuligo.config.flags import option_name
 from fuligo.config.topology import EngineGroupSpec, engine_groups
@@ -12,9 +13,23 @@ from fuligo.planner.rules.rule import Fix
 from fuligo.planner.subject import Subject
 
 
+_latest: list[tuple[Config, tuple[EngineGroupSpec, ...]]] = []
+"""The groups of the config that was asked for last: dozens of rules ask for the same."""
+
+
+def all_groups(subject: Subject) -> tuple[EngineGroupSpec, ...]:
+    """Every group, placeholders included."""
+    for config, groups in _latest:
+        if config is subject.config:
+            return groups
+    groups = engine_groups(subject.config)
+    _latest[:] = [(subject.config, groups)]
+    return groups
+
+
 def running(subject: Subject) -> list[EngineGroupSpec]:
     """Groups with engines."""
-    return [spec for spec in engine_groups(subject.config) if spec.num_engines and spec.worker_type != "placeholder"]
+    return [spec for spec in all_groups(subject) if spec.num_engines and spec.worker_type != "placeholder"]
 
 
 def serving_policy(subject: Subject) -> list[EngineGroupSpec]:

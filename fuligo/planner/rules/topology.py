@@ -9,11 +9,12 @@ from collections.abc import Iterator
 
 from fuligo.config.findings import Change, Severity
 from fuligo.config.rules.rule import drop, put
-from fuligo.config.topology import EngineGroupSpec, engine_groups
+from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.numbers import divisors, nearest_first
+from fuligo.planner.rules.parallel import trainer_gpus
 from fuligo.planner.rules.rule import Broken, Fix, rule
 from fuligo.planner.rules.server_memory import SHARED_FRACTION
-from fuligo.planner.rules.servers import engine_size, option, put_argument, resizes, running, shown, where
+from fuligo.planner.rules.servers import all_groups, engine_size, option, put_argument, resizes, running, shown, where
 from fuligo.planner.subject import Subject
 
 
@@ -22,7 +23,7 @@ def _num_gpus_given(subject: Subject) -> str:
     if config.cluster.rollout_num_gpus is not None:
         return f"--rollout-num-gpus {config.resolved_rollout_num_gpus}"
     if config.cluster.colocate:
-        return f"the {config.resolved_rollout_num_gpus} GPUs of the trainer (--colocate)"
+        return f"{trainer_gpus(config)}, shared by --colocate"
     return f"--rollout-num-gpus {config.resolved_rollout_num_gpus}"
 
 
@@ -30,7 +31,7 @@ def _num_gpus_given(subject: Subject) -> str:
 def groups_add_up(subject: Subject) -> Iterator[Broken]:
     """Every GPU of the engines belongs to one group of servers."""
     config = subject.config
-    groups = engine_groups(config)
+    groups = all_groups(subject)
     if config.engine.sglang_config is None or not groups:
         return
     total, there = sum(spec.num_gpus for spec in groups), config.resolved_rollout_num_gpus
@@ -56,7 +57,7 @@ def _resized_groups(groups: tuple[EngineGroupSpec, ...], missing: int) -> Iterat
 def engines_are_whole(subject: Subject) -> Iterator[Broken]:
     """The GPUs of a group make whole engines."""
     config = subject.config
-    for spec in engine_groups(config):
+    for spec in all_groups(subject):
         if spec.worker_type == "placeholder" or (spec.num_gpus and spec.num_gpus % spec.num_gpus_per_engine == 0):
             continue
         there = f"num_gpus {spec.num_gpus}{where(spec)} of --sglang-config" if spec.place else _num_gpus_given(subject)

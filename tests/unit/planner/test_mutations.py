@@ -1,0 +1,86 @@
+"""Nearly every single mistake in a recipe is refused or warned of, by a message that names it; none ends in a traceback."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fuligo.config.parse import parse
+from fuligo.errors import ConfigError
+from fuligo.planner.check import broken_rules
+from fuligo.planner.subject import read_subject
+from tests.unit.planner.mutations import Mutation, mutations, other_sizes_that_fit, read
+from tests.unit.planner.sizes_oracle import read_recipe
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+RECIPES = sorted(path for path in EXAMPLES.glob("*/*.yaml") if (path.parent / "model" / "config.json").is_file())
+NUM_MUTATIONS = 200
+MIN_CAUGHT = 0.97
+NUM_SIZES = 20
+DIVISIBILITY = {
+    "CFG-GLOBAL-BATCH",
+    "CFG-NUM-STEPS",
+    "PLAN-TRAINER-GPUS",
+    "PLAN-EXPERT-GPUS",
+    "PLAN-TP-HEADS",
+    "PLAN-EP-EXPERTS",
+    "PLAN-PP-LAYERS",
+    "PLAN-DSA-STAGE-START",
+    "PLAN-SERVER-GPUS",
+    "PLAN-ENGINE-GPUS",
+    "PLAN-ENGINE-NODES",
+    "PLAN-DP-SIZE",
+    "PLAN-ENGINE-HEADS",
+    "PLAN-DENSE-TP",
+    "PLAN-ENGINE-EP",
+    "PLAN-ENGINE-EXPERTS",
+}
+"""Rules that the arithmetic of the mutations covers."""
+
+
+def messages(mutation: Mutation, folder: Path) -> list[str]:
+    """Everything that the user is told."""
+    file = folder / f"{id(mutation.file)}.yaml"
+    if not file.exists():
+        file.write_text(yaml.safe_dump(mutation.file), encoding="utf-8")
+    try:
+        parsed = parse(["--config", str(file), *mutation.arguments])
+        said = list(parsed.warnings)
+        if not _names(mutation, said):
+            said += [f"{finding.text} {finding.advice}" for finding in broken_rules(read_subject(parsed.config, "h100-80"))]
+    except ConfigError as error:
+        return list(error.problems)
+    return said
+
+
+def _names(mutation: Mutation, said: list[str]) -> bool:
+    return any(name in text for text in said for name in mutation.named)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_single_mistakes_are_found_and_named(recipe: Path, tmp_path: Path) -> None:
+    drawn = list(mutations(recipe, NUM_MUTATIONS, seed=1))
+    survivors = [mutation for mutation in drawn if not _names(mutation, messages(mutation, tmp_path))]
+    shown = [(mutation.kind, mutation.named, mutation.arguments) for mutation in survivors]
+    assert len(survivors) <= (1 - MIN_CAUGHT) * NUM_MUTATIONS, shown
+    assert min(Counter(mutation.kind for mutation in drawn).values()) >= NUM_MUTATIONS // 10
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_sizes_that_divide_are_not_refused(recipe: Path, tmp_path: Path) -> None:
+    for arguments in other_sizes_that_fit(recipe, NUM_SIZES, seed=1):
+        config = parse(["--config", str(recipe), *arguments]).config
+        refused = {finding.id for finding in broken_rules(read_subject(config, "h100-80"))} & DIVISIBILITY
+        assert not refused, arguments
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_the_arithmetic_of_the_mutations_agrees_with_the_recipe(recipe: Path) -> None:
+    assert read_recipe(read(recipe)).fits()
+
+
+def test_there_are_recipes() -> None:
+    assert len(RECIPES) >= 9

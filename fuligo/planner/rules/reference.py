@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fuligo.config.hook_syntax import MISFIT, MISSING
 from fuligo.config.validate import RULES as CONFIG_RULES
 from fuligo.planner.rules import RULES
 
@@ -39,6 +40,8 @@ def _lines() -> Iterator[str]:
     for config_rule in CONFIG_RULES:
         doc = (config_rule.check.__doc__ or "").strip().splitlines()
         yield f"| `{config_rule.id}` | {doc[0] if doc else ''} |"
+    yield f"\nHooks are read in `fuligo plan`, and imported in `fuligo train`: `{MISSING}` is a module that is not on this machine, `{MISFIT}` a"
+    yield "function that is not in it or cannot be called as it would be."
 
 
 if __name__ == "__main__":

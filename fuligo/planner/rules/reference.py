@@ -40,8 +40,8 @@ def _lines() -> Iterator[str]:
     for config_rule in CONFIG_RULES:
         doc = (config_rule.check.__doc__ or "").strip().splitlines()
         yield f"| `{config_rule.id}` | {doc[0] if doc else ''} |"
-    yield f"\nHooks are read in `fuligo plan`, and imported in `fuligo train`: `{MISSING}` is a module that is not on this machine, `{MISFIT}` a"
-    yield "function that is not in it or cannot be called as it would be."
+    yield f"\nHooks are read in `fuligo plan`, and imported in `fuligo train`: `{MISSING}` is a module that is not on this"
+    yield f"machine, `{MISFIT}` a function that is not in it or cannot be called as it would be."
 
 
 if __name__ == "__main__":

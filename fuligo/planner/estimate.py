@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fuligo.planner.fit import fits
+from fuligo.planner.fit import fits, lacking_bytes
 from fuligo.planner.layout import make_layout
 from fuligo.planner.memory import engine_capacities, memory_bars
 from fuligo.planner.plan import ClusterLayout, EngineCapacity, MemoryBar, Phase
@@ -36,13 +36,12 @@ def estimate(subject: Subject, host_memory_bytes: int | None = None) -> Estimate
     return Estimate(layout, bars, capacities, timeline, step_seconds(timeline), fits(subject, bars, capacities))
 
 
-def estimate_if_it_fits(subject: Subject) -> Estimate | None:
-    """The same, or None as soon as memory is found to lack; faster where it does.
+def shortfall(subject: Subject, host_memory_bytes: int | None = None) -> float:
+    """Bytes by which the peaks of all kinds of GPUs exceed their memory, and of the host where its memory is given; 0 where the run fits.
 
     Raises:
         ConfigError: the sizes leave no layout.
     """
     layout = make_layout(subject)
-    if not fits(subject, memory_bars(subject, layout), engine_capacities(subject, layout)):
-        return None
-    return estimate(subject)
+    bars = memory_bars(subject, layout, host_memory_bytes)
+    return lacking_bytes(subject, bars, engine_capacities(subject, layout), host_memory_given=host_memory_bytes is not None)

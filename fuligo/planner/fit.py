@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fuligo.config.findings import Finding, Severity
+from fuligo.planner.gpus import GIB
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.plan import EngineCapacity, MemoryBar
 from fuligo.planner.quantities import gibibytes
@@ -37,6 +38,15 @@ def memory_findings(
 def fits(subject: Subject, bars: Sequence[MemoryBar], capacities: Sequence[EngineCapacity]) -> bool:
     """Every GPU's peak fits, and every engine holds at least one sample of the longest kind."""
     return all(bar.fits for bar in bars if bar.owner != "host") and all(_holds_one(subject, capacity) for capacity in capacities)
+
+
+def lacking_bytes(subject: Subject, bars: Sequence[MemoryBar], capacities: Sequence[EngineCapacity], *, host_memory_given: bool) -> float:
+    """What is missing on all kinds of GPUs together, and on the host where its memory was given; 0 where the run fits.
+
+    Room for one sample in an engine's cache counts as a GiB: it is missing or not, and weights say by how much.
+    """
+    excess = sum(max(0, bar.used_bytes - bar.capacity_bytes) for bar in bars if bar.owner != "host" or host_memory_given)
+    return excess + GIB * sum(not _holds_one(subject, capacity) for capacity in capacities)
 
 
 def engines_fit(subject: Subject, bars: Sequence[MemoryBar], capacities: Sequence[EngineCapacity]) -> bool:

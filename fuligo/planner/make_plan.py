@@ -42,7 +42,7 @@ def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: in
             findings = (*(Finding(LAYOUT, Severity.ERROR, problem, ()) for problem in error.problems), *findings)
     if numbers is None:
         return _plan(name, subject, findings)
-    found = () if numbers.fits else remedies(subject)
+    found = () if numbers.fits else remedies(subject, host_memory_bytes)
     memory = tuple(memory_findings(subject, numbers.memory, numbers.capacities, host_memory_given=host_memory_bytes is not None))
     return replace(
         _plan(name, subject, _errors_first((*findings, *(_mended(finding, found) for finding in memory)))),

@@ -9,7 +9,7 @@ from itertools import combinations
 from fuligo.config.changes import change_text
 from fuligo.config.findings import Change
 from fuligo.errors import ConfigError
-from fuligo.planner.estimate import Estimate, estimate, estimate_if_it_fits
+from fuligo.planner.estimate import Estimate, estimate, shortfall
 from fuligo.planner.fit import engines_fit
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.plan import Suggestion
@@ -19,6 +19,8 @@ from fuligo.planner.subject import Subject
 from fuligo.planner.trainer_shape import trainer_shape
 
 NUM_SHOWN = 3
+NUM_COMBINED = 7
+"""Kinds of changes that are tried in pairs."""
 Changes = tuple[Change, ...]
 
 
@@ -37,32 +39,55 @@ def suggest(subject: Subject) -> tuple[Suggestion, ...]:
     return tuple(remedy.suggestion for remedy in remedies(subject))
 
 
-def remedies(subject: Subject) -> tuple[Remedy, ...]:
-    """As `suggest`, with the changes themselves: single ones, or pairs where no single one is enough."""
-    now = estimate(subject)
+def remedies(subject: Subject, host_memory_bytes: int | None = None) -> tuple[Remedy, ...]:
+    """As `suggest`, with the changes themselves: single ones, or pairs where no single one is enough.
+
+    Args:
+        host_memory_bytes: of one node; given, what a change puts there has to fit, too.
+    """
+    now = estimate(subject, host_memory_bytes)
     if now.fits:
         return ()
-    single = list(_candidates(subject, now))
-    found = _tried(subject, now, single)
-    if not found:
-        pairs = [(*one, *other) for one, other in combinations(single, 2) if not {c.path for c in one} & {c.path for c in other}]
-        found = _tried(subject, now, pairs)
+    trials = [trial for changes in _candidates(subject, now) if (trial := _tried(subject, changes, host_memory_bytes))]
+    if not any(trial.shortfall == 0 for trial in trials):
+        pairs = (one.changes + other.changes for one, other in combinations(_most_helpful(trials), 2))
+        trials = [trial for changes in pairs if (trial := _tried(subject, changes, host_memory_bytes))]
+    known = rule_errors(subject)
+    fitting = [trial for trial in trials if trial.shortfall == 0 and not rule_errors(trial.subject) - known]
+    found = [_remedy(subject, trial, now, host_memory_bytes) for trial in fitting]
     return tuple(sorted(found, key=lambda remedy: remedy.gpu_seconds)[:NUM_SHOWN])
 
 
-def _tried(subject: Subject, now: Estimate, candidates: list[Changes]) -> list[Remedy]:
-    known = rule_errors(subject)
-    found = []
-    for changes in candidates:
-        try:
-            changed = replace(subject, config=subject.config.changed(changes))
-            then = estimate_if_it_fits(changed)
-        except ConfigError:
-            continue
-        if then is not None and not rule_errors(changed) - known:
-            gpu_seconds = then.step_s * changed.config.total_num_gpus
-            found.append(Remedy(changes, _suggestion(subject, changes, now, then), gpu_seconds))
-    return found
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """The run with some changes."""
+
+    changes: Changes
+    subject: Subject
+    shortfall: float
+    """Bytes that its GPUs lack."""
+
+
+def _tried(subject: Subject, changes: Changes, host_memory_bytes: int | None) -> _Trial | None:
+    """None where the changes leave no config or no layout."""
+    try:
+        changed = replace(subject, config=subject.config.changed(changes))
+        return _Trial(changes, changed, shortfall(changed, host_memory_bytes))
+    except ConfigError:
+        return None
+
+
+def _most_helpful(trials: list[_Trial]) -> list[_Trial]:
+    """The best trial of each kind of change, the best kinds."""
+    best: dict[tuple[str | int, ...], _Trial] = {}
+    for trial in sorted(trials, key=lambda trial: trial.shortfall):
+        best.setdefault(trial.changes[0].path, trial)
+    return list(best.values())[:NUM_COMBINED]
+
+
+def _remedy(subject: Subject, trial: _Trial, now: Estimate, host_memory_bytes: int | None) -> Remedy:
+    then = estimate(trial.subject, host_memory_bytes)
+    return Remedy(trial.changes, _suggestion(subject, trial.changes, now, then), then.step_s * trial.subject.config.total_num_gpus)
 
 
 def _suggestion(subject: Subject, changes: Changes, now: Estimate, then: Estimate) -> Suggestion:

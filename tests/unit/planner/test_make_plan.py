@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fuligo.config.findings import Finding, Severity
+from fuligo.config import Config
+from fuligo.config.findings import Change, Finding, Severity
 from fuligo.config.parse import parse
 from fuligo.errors import ConfigError
 from fuligo.planner.gpus import GIB, GPUS, gpu
@@ -103,3 +106,39 @@ def test_documented_gpus_are_those_that_there_are() -> None:
         assert f"{known.memory_bytes / GIB:.1f} GiB" in row
         assert f"{known.bf16_flops / 1e12:.0f} TFLOP/s" in row
         assert f"{known.link_bytes_per_s / 1e9:.0f} GB/s" in row
+
+
+SIZES = [
+    *(("parallel", f"{name}_parallel_size") for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")),
+    ("parallel", "virtual_pipeline_model_parallel_size"),
+    ("parallel", "decoder_first_pipeline_num_layers"),
+    ("parallel", "recompute_num_layers"),
+    ("train", "max_tokens_per_gpu"),
+    ("train", "micro_batch_size"),
+    ("train", "num_steps_per_rollout"),
+    ("cluster", "actor_num_nodes"),
+    ("cluster", "actor_num_gpus_per_node"),
+    ("cluster", "num_gpus_per_node"),
+    ("cluster", "rollout_num_gpus"),
+    ("cluster", "rollout_num_gpus_per_engine"),
+    *(("sglang", name) for name in ("dp_size", "ep_size", "pp_size", "moe_dense_tp_size", "max_total_tokens", "chunked_prefill_size")),
+]
+CONFIGS = {path: parse(["--config", str(path)]).config for path in RECIPES}
+
+
+@given(
+    path=st.sampled_from(RECIPES),
+    places=st.lists(st.sampled_from(SIZES), min_size=1, max_size=3, unique=True),
+    sizes=st.lists(st.integers(-1, 9) | st.sampled_from([12, 16, 64, 100, 4096]), min_size=3, max_size=3),
+    gpu_name=st.sampled_from(sorted(GPUS)),
+)
+def test_whatever_the_sizes_there_is_a_plan_or_a_clear_error(path: Path, places: list, sizes: list[int], gpu_name: str) -> None:
+    try:
+        changed: Config = CONFIGS[path].changed([Change(place, size) for place, size in zip(places, sizes)])
+        plan = make_plan(changed, gpu_name, "sizes")
+    except ConfigError:
+        return
+    has_errors = any(finding.severity is Severity.ERROR for finding in plan.findings)
+    assert plan.layout is not None or has_errors
+    assert has_errors or all(bar.fits for bar in plan.memory if bar.owner != "host")
+    assert all(item.num_bytes >= 0 for bar in plan.memory for item in bar.items)

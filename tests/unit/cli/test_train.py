@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -100,6 +101,40 @@ def test_bad_input_is_refused(train: Train, started: list[Config], changed: dict
     assert shown.count("error:") == 1 and "problems" not in shown
     for text in texts:
         assert text in shown
+
+
+@pytest.mark.parametrize(
+    ("changed", "texts"),
+    [
+        ({"rollout_max_response_len": "4096"}, ["--rollout-max-response-len 4096", "1024 tokens of the engines' context"]),
+        ({"use_opsm": "true"}, ["--use-opsm: off-policy sequence masking cannot run yet"]),
+    ],
+    ids=" ".join,
+)
+def test_what_the_planner_refuses_and_what_cannot_run_yet_start_nothing(
+    train: Train, started: list[Config], changed: dict[str, str], texts: list[str]
+) -> None:
+    code, shown = train(**changed)
+    assert code == 2 and not started
+    for text in texts:
+        assert text in shown
+
+
+def test_a_model_that_the_planner_does_not_know_is_checked_by_its_flags(
+    train: Train, started: list[Config], model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "other")
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "model_type": "some_new_family"}))
+    assert train(hf_checkpoint="other", rollout_max_response_len="4096") == (0, "")
+    code, shown = train(hf_checkpoint="other", kl_loss_coef="0.1")
+    assert code == 2 and "--kl-loss-coef 0.1 has no effect without --use-kl-loss" in shown and len(started) == 1
+
+
+def test_the_environment_block_is_that_of_the_process(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULIGO_TEST_VARIABLE", "before")
+    assert train(env='{"FULIGO_TEST_VARIABLE":"1"}') == (0, "")
+    assert os.environ["FULIGO_TEST_VARIABLE"] == "1"
 
 
 def test_a_malformed_line_is_named_by_its_number(train: Train, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fuligo.config.assignments import ADDED, Assignment, Given, anchored, invali
 from fuligo.config.flag import PREFIXES, Flag, Kind
 from fuligo.config.flags import flags, option_name, passthrough_groups, suggest_options
 from fuligo.config.moved import MOVED
-from fuligo.config.passthrough import deprecation, problem_with_name
+from fuligo.config.passthrough import deprecation, refusal
 from fuligo.config.reserved import RESERVED
 from fuligo.config.schemas import schema
 from fuligo.config.topology_file import read_topology
@@ -101,17 +101,14 @@ def _meaning(option: str) -> _Meaning:
         return _Meaning(flags()[name])
     group = next((group for group, prefix in PREFIXES.items() if name.startswith(prefix)), "megatron")
     bare = name.removeprefix(PREFIXES.get(group, ""))
-    if group in passthrough_groups():
-        backend = schema(group)
-        problem = problem_with_name(backend, bare)
-        if problem is None:
-            alias = backend.aliases.get(bare)
-            flag = backend.flags[alias.name if alias else bare]
-            return _Meaning(
-                flag, alias.value if alias else None, deprecation(backend, bare, lambda n: option_name(PREFIXES.get(group, "") + n))
-            )
-        if not problem.startswith("unknown"):
-            raise _Problem(f"{option} {problem}" if problem.startswith("cannot") else f"{option}: {problem}")
+    backend = schema(group)
+    if (refused := refusal(backend, bare)) is not None:
+        raise _Problem(f"{option}: {refused}")
+    alias = backend.aliases.get(bare)
+    flag = backend.flags.get(backend.canonical(bare))
+    if flag is not None:
+        warning = deprecation(backend, bare, lambda name: option_name(PREFIXES.get(group, "") + name))
+        return _Meaning(flag, alias.value if alias else None, warning)
     negated = _negated(name)
     if negated is None:
         raise _Problem(f"unknown flag {option}{_instead(name)}")

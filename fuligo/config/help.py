@@ -100,7 +100,7 @@ def _argument_text(backend: Schema, topic: str) -> str | None:
     if flag is None:
         return f"{option_name(topic)}: {problem}\n" if given in backend.hints else None
     if problem is not None:
-        return f"{_flag_text(flag)}\n  {flag.option} {problem}\n"
+        return f"{_flag_text(flag)}\n  {flag.option}: {problem}\n"
     value = f" {alias.value}" if alias and alias.value is not None else ""
     also = f"  {option_name(topic)} is the same as {flag.option}{value}\n" if alias else ""
     return f"{_flag_text(flag)}\n{also}  in a file: `{backend.group}: {{{flag.name}: ...}}`\n"

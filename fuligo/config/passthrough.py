@@ -149,21 +149,27 @@ class MegatronArguments(PassThrough):
 
 
 def problem_with_name(backend: Schema, name: str) -> str | None:
-    """Why an argument cannot be given: it is reserved, gone or unknown; None where it can."""
+    """Why an argument cannot be given: it is refused, or unknown; None where it can."""
+    if (refused := refusal(backend, name)) is not None:
+        return refused
+    if backend.canonical(name) in backend.flags:
+        return None
+    near = _in_other_groups(backend.group, name) or nearest(name, [*backend.flags, *backend.aliases])
+    return f"unknown argument of {backend.backend} {backend.version}{did_you_mean(near)}"
+
+
+def refusal(backend: Schema, name: str) -> str | None:
+    """What to do instead, for a name that is known and cannot be given: fuligo decides it, a typed flag covers it, or it is gone."""
     from fuligo.config.flags import flags  # which are read off Config, which holds the arguments
 
     canonical = backend.canonical(name)
-    reserved = RESERVED[backend.group].get(canonical)
-    if reserved is not None:
-        return f"cannot be given: {reserved}"
+    if canonical in RESERVED[backend.group]:
+        return f"cannot be given; {RESERVED[backend.group][canonical]}"
     if backend.group == "megatron" and canonical in flags():
         return f"belongs in the group {flags()[canonical].group}, not in megatron"
-    if canonical in backend.flags:
-        return None
     if name in backend.hints:
         return f"{backend.backend} {backend.version} has no such argument: {backend.hints[name]}"
-    near = _in_other_groups(backend.group, name) or nearest(name, [*backend.flags, *backend.aliases])
-    return f"unknown argument of {backend.backend} {backend.version}{did_you_mean(near)}"
+    return None
 
 
 def _in_other_groups(group: str, name: str) -> list[str]:

@@ -137,7 +137,7 @@ def test_what_fuligo_sets_is_refused_with_what_decides_it(group: str, name: str)
     assert flag is not None, f"{name} is no argument of {group}: take it off the list"
     if flag.flat_name not in flags():  # `--sglang-config` is ours
         (problem,) = problems_of([flag.option, "1"])
-        assert problem == f"{flag.option} cannot be given: {RESERVED[group][name]}"
+        assert problem == f"{flag.option}: cannot be given; {RESERVED[group][name]}"
     with pytest.raises(ValueError, match="cannot be given"):
         passthrough_groups()[group]({name: 1})
 
@@ -200,8 +200,8 @@ def test_flags_override_the_file_and_none_takes_back(tmp_path: Path) -> None:
         ("sglang: {dp_size: true}\n", ["sglang.dp_size", "True"]),
         ("sglang: {enable_dp_attention: 1}\n", ["true or false"]),
         ("sglang: {dp-size: 8}\n", ["did you mean dp_size"]),
-        ("sglang: {tp_size: 8}\n", ["sglang.tp_size: cannot be given: --rollout-num-gpus-per-engine sets it"]),
-        ("sglang: {tensor_parallel_size: 8}\n", ["cannot be given: --rollout-num-gpus-per-engine sets it"]),
+        ("sglang: {tp_size: 8}\n", ["sglang.tp_size: cannot be given; --rollout-num-gpus-per-engine sets it"]),
+        ("sglang: {tensor_parallel_size: 8}\n", ["cannot be given; --rollout-num-gpus-per-engine sets it"]),
         ("sglang: {cuda_graph_bs_decode: 8}\n", ["a list of integers"]),
         ("sglang: {nsa_decode_backend: fa3, dsa_decode_backend: fa3}\n", ["the same is already given as nsa_decode_backend"]),
         ("sglang: {served_model_name: 7}\n", ["put it in quotes"]),
@@ -313,7 +313,7 @@ def test_no_values_crash_the_check(given: dict[str, Any]) -> None:
         ("megatron", ["megatron-core 0.16.1", "--swiglu", "--moe-layer-freq"]),
         ("sglang_mem_fraction_static", ["share of a GPU's memory", "> 0 and < 1", "`sglang: {mem_fraction_static: ...}`"]),
         ("sglang_nsa_decode_backend", ["--sglang-nsa-decode-backend is the same as --sglang-dsa-decode-backend"]),
-        ("sglang_tp_size", ["cannot be given: --rollout-num-gpus-per-engine sets it"]),
+        ("sglang_tp_size", ["cannot be given; --rollout-num-gpus-per-engine sets it"]),
         ("swiglu", ["--swiglu", "`megatron: {swiglu: ...}`"]),
         ("num_moe_experts", ["give --num-experts"]),
     ],

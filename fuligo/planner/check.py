@@ -15,6 +15,8 @@ from fuligo.planner.subject import Subject
 
 MAX_TRIES = 12
 """Fixes that are tried for one finding."""
+MAX_COMPARED = 3
+"""Fixes that mend a finding, of which the best is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +63,24 @@ def _without_repeats(found: list[_Found]) -> Iterator[_Found]:
 
 
 def _with_tried_fix(each: _Found, subject: Subject, known: Counter[str]) -> Finding:
-    fix = next((fix for fix in each.fixes[:MAX_TRIES] if _mends(fix, each.finding.id, subject, known)), ())
-    return replace(each.finding, fix=fix)
+    """The first fix that mends the finding; of the first few that do, the one that mends most of the others with it."""
+    best, most_mended = (), 0
+    num_compared = 0
+    for fix in each.fixes[:MAX_TRIES]:
+        num_mended = _num_mended(fix, each.finding.id, subject, known)
+        if num_mended > most_mended:
+            best, most_mended = fix, num_mended
+        num_compared += bool(num_mended)
+        if most_mended == known.total() or num_compared == MAX_COMPARED:
+            break
+    return replace(each.finding, fix=best)
 
 
-def _mends(fix: Fix, rule_id: str, subject: Subject, known: Counter[str]) -> bool:
-    """The changed config is free of this finding and has none that was not there before."""
+def _num_mended(fix: Fix, rule_id: str, subject: Subject, known: Counter[str]) -> int:
+    """Findings that the changed config is free of; 0 where this one is still there, or another is new."""
     try:
         changed = replace(subject, config=subject.config.changed(fix))
     except ConfigError:
-        return False
+        return 0
     left = Counter(each.finding.id for each in _broken(changed))
-    return left[rule_id] < known[rule_id] and not left - known
+    return known.total() - left.total() if left[rule_id] < known[rule_id] and not left - known else 0

@@ -39,8 +39,9 @@ def trainer_gpus(config: Config) -> str:
 def _other_tp(subject: Subject, sizes: list[int]) -> tuple[Fix, ...]:
     """Fixes that give the tensor-parallel group another size; the sequence is split along with it."""
     config, now = subject.config, subject.config.parallel.tensor_model_parallel_size
+    others = config.parallel.pipeline_model_parallel_size * config.parallel.context_parallel_size
     fixes: list[Fix] = []
-    for size in nearest_first(now, sizes):
+    for size in sorted(nearest_first(now, sizes), key=lambda size: config.num_train_gpus % (size * others) != 0):
         change = (put(_TP, size),)
         if size == 1 and config.parallel.sequence_parallel:
             change = (*change, drop("sequence_parallel"))

@@ -12,7 +12,6 @@ from fuligo.config.topology import EngineGroupSpec, engine_groups
 from fuligo.planner.rules.rule import Fix
 from fuligo.planner.subject import Subject
 
-
 _latest: list[tuple[Config, tuple[EngineGroupSpec, ...]]] = []
 """The groups of the config that was asked for last: dozens of rules ask for the same."""
 

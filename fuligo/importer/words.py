@@ -14,7 +14,7 @@ from tree_sitter import Node
 
 from fuligo.importer import arithmetic
 from fuligo.importer.state import State, Value, how_to_set
-from fuligo.importer.syntax import line_of, text_of
+from fuligo.importer.syntax import line_of, parse_script, text_of
 
 _ESCAPES_IN_QUOTES = re.compile(r'\\([$`"\\])|\\\n')
 _ESCAPES = re.compile(r"\\\n|\\(.)", re.DOTALL)
@@ -104,6 +104,8 @@ def pieces(shell: Evaluator, node: Node, quoted: bool, unset_is_empty: bool = Fa
             return _simple_expansion(shell, node, quoted, unset_is_empty)
         case "expansion":
             return _expansion(shell, node, quoted, unset_is_empty)
+        case "command_substitution" if raw.startswith("$((") and raw.endswith("))"):
+            return [_substituted(str(arithmetic.evaluate(shell.state, _as_arithmetic(shell, node))), quoted)]
         case "command_substitution":
             return [_substituted(shell.substitute(node), quoted)]
         case "arithmetic_expansion":
@@ -126,6 +128,15 @@ def _literal(shell: Evaluator, node: Node, raw: str) -> Piece:
     if re.search(r"(?<!\\)\{[^}]*,", raw):
         raise shell.state.error(line_of(node), f"`{raw}`: lists in braces are not understood; write the words out")
     return Piece(_ESCAPES.sub(lambda match: match[1] or "", raw), quoted="\\" in raw)
+
+
+def _as_arithmetic(shell: Evaluator, node: Node) -> Node:
+    """In here-documents the grammar takes `$((...))` for commands; read alone, on its own line, it does not."""
+    root = parse_script(b"\n" * node.start_point[0] + b"x=" + (node.text or b""), shell.state.sources[-1].name)
+    value = root.children[0].child_by_field_name("value")
+    if value is None or value.type != "arithmetic_expansion":
+        raise shell.state.error(line_of(node), f"`{text_of(node)[:100]}` is not understood; write its value out")
+    return value
 
 
 def _unquote(raw: str) -> str:

@@ -156,6 +156,12 @@ $(echo c)
 EOF
 train "$(cat $T)"
 
+### sums in a here-document
+n=3; cat > $T <<EOF
+a: $((256 - 64)) $((n*2)) "$((n / 2))" $(echo "$((1+n))")
+EOF
+train "$(cat $T)"
+
 ### here-document as it is
 x=5; cat <<'EOF' > $T
 $x "y"

@@ -30,25 +30,39 @@ function itemColour(name) {
   return { "--hue": hue, "--chroma": chroma };
 }
 
-const ITEM_LABELS = { kv_cache: "KV cache", graphs: "CUDA graphs", deepep: "DeepEP buffers", engine: "engine, asleep", trainer: "trainer, asleep" };
+const ITEM_LABELS = {
+  kv_cache: "KV cache",
+  graphs: "CUDA graphs",
+  deepep: "DeepEP buffers",
+  engine: "engine, asleep",
+  trainer: "trainer, asleep",
+};
 const itemLabel = (name) => (Object.hasOwn(ITEM_LABELS, name) ? ITEM_LABELS[name] : spoken(name));
 const swatch = (colour) => element("span", { class: "swatch", ...colour });
 const roomText = (bar) => (bar.fits ? `${gibibytes(bar.free_bytes)} free` : `${gibibytes(-bar.free_bytes)} too much`);
 
 // `scale`: the bytes that the full width stands for.
 function memoryBar(bar, scale) {
-  const segments = bar.items.filter((item) => item.num_bytes > 0).map((item) =>
-    withTooltip(
-      element("span", { class: "segment", "--width": percent(item.num_bytes / scale), ...itemColour(item.name) }),
-      () => [`${itemLabel(item.name)}: ${gibibytes(item.num_bytes)}`, item.note],
-    ),
-  );
+  const segments = bar.items
+    .filter((item) => item.num_bytes > 0)
+    .map((item) =>
+      withTooltip(element("span", { class: "segment", "--width": percent(item.num_bytes / scale), ...itemColour(item.name) }), () => [
+        `${itemLabel(item.name)}: ${gibibytes(item.num_bytes)}`,
+        item.note,
+      ]),
+    );
   return element(
     "div",
-    { class: `bar ${bar.fits ? "" : "over"}`, role: "img", "aria-label": `${bar.owner}: ${gibibytes(bar.used_bytes)} of ${gibibytes(bar.capacity_bytes)}, ${roomText(bar)}` },
+    {
+      class: `bar ${bar.fits ? "" : "over"}`,
+      role: "img",
+      "aria-label": `${bar.owner}: ${gibibytes(bar.used_bytes)} of ${gibibytes(bar.capacity_bytes)}, ${roomText(bar)}`,
+    },
     element("div", { class: "room", "--width": percent(bar.capacity_bytes / scale) }),
     element("div", { class: "segments" }, segments),
-    bar.fits ? null : element("div", { class: "excess", "--left": percent(bar.capacity_bytes / scale), "--width": percent(-bar.free_bytes / scale) }),
+    bar.fits
+      ? null
+      : element("div", { class: "excess", "--left": percent(bar.capacity_bytes / scale), "--width": percent(-bar.free_bytes / scale) }),
     element("div", { class: "capacity", "--left": percent(bar.capacity_bytes / scale) }),
   );
 }
@@ -56,5 +70,9 @@ function memoryBar(bar, scale) {
 const barScale = (bars) => Math.max(1, ...bars.map((bar) => Math.max(bar.capacity_bytes, bar.used_bytes)));
 
 function legend(entries) {
-  return element("ul", { class: "legend" }, entries.map(([label, colour]) => element("li", {}, swatch(colour), label)));
+  return element(
+    "ul",
+    { class: "legend" },
+    entries.map(([label, colour]) => element("li", {}, swatch(colour), label)),
+  );
 }

@@ -1,6 +1,13 @@
 // The cluster section: colours by a switch, peers on hover, focus or tap.
 
-const ROLE_NAMES = { trainer: "trainer", regular: "engine", prefill: "prefill engine", decode: "decode engine", placeholder: "kept free", none: "unused" };
+const ROLE_NAMES = {
+  trainer: "trainer",
+  regular: "engine",
+  prefill: "prefill engine",
+  decode: "decode engine",
+  placeholder: "kept free",
+  none: "unused",
+};
 
 // What is chosen; `pinned` stays when the pointer leaves.
 const state = { colour: "role", peers: null, current: 0, hovered: null, pinned: null, band: null };
@@ -22,11 +29,17 @@ function facesOf(gpu) {
   if (dimension) {
     const rank = dimension.rank(gpu);
     if (rank === null) return [{ kind: "role-none", colour: {}, label: "" }];
-    return [{ kind: "rank", colour: rankColour(rank, dimension.size), label: drawn.shape.cell > 50 ? `${dimension.label} ${rank}` : `${rank}` }];
+    return [
+      { kind: "rank", colour: rankColour(rank, dimension.size), label: drawn.shape.cell > 50 ? `${dimension.label} ${rank}` : `${rank}` },
+    ];
   }
   const roles = [gpu.trainer && "trainer", workerType(gpu)].filter(Boolean);
   const wide = drawn.shape.cell > 62;
-  return (roles.length ? roles : ["none"]).map((role) => ({ kind: `role-${role}`, colour: {}, label: wide ? (ROLE_NAMES[role] ?? role).split(" ")[0] : "" }));
+  return (roles.length ? roles : ["none"]).map((role) => ({
+    kind: `role-${role}`,
+    colour: {},
+    label: wide ? (ROLE_NAMES[role] ?? role).split(" ")[0] : "",
+  }));
 }
 
 function clusterSection() {
@@ -54,7 +67,10 @@ function clusterSection() {
 }
 
 function colourSwitch(changed) {
-  const options = [["role", "Role", "trainer or engine"], ...shownDimensions.map((dimension) => [dimension.key, dimension.label, dimension.name])];
+  const options = [
+    ["role", "Role", "trainer or engine"],
+    ...shownDimensions.map((dimension) => [dimension.key, dimension.label, dimension.name]),
+  ];
   return element(
     "fieldset",
     { class: "switch" },
@@ -83,17 +99,42 @@ function colourSwitch(changed) {
 function clusterKey(refresh) {
   const dimension = colourDimension();
   if (!dimension) {
-    const roles = [...new Set(gpus.flatMap((gpu) => [gpu.trainer && "trainer", workerType(gpu), !gpu.trainer && !gpu.engine && "none"].filter(Boolean)))];
-    return [element("ul", { class: "legend" }, roles.map((role) => element("li", {}, element("span", { class: `swatch role-${role}` }), ROLE_NAMES[role] ?? role)))];
+    const roles = [
+      ...new Set(gpus.flatMap((gpu) => [gpu.trainer && "trainer", workerType(gpu), !gpu.trainer && !gpu.engine && "none"].filter(Boolean))),
+    ];
+    return [
+      element(
+        "ul",
+        { class: "legend" },
+        roles.map((role) => element("li", {}, element("span", { class: `swatch role-${role}` }), ROLE_NAMES[role] ?? role)),
+      ),
+    ];
   }
   const show = (band) => () => {
     state.band = band;
     refresh();
   };
   const bands = Array.from({ length: dimension.size }, (_, rank) =>
-    element("span", { class: "band", title: `${dimension.label} ${rank}`, onpointerenter: show(rank), onpointerleave: show(null), ...rankColour(rank, dimension.size) }, dimension.size <= 16 ? rank : ""),
+    element(
+      "span",
+      {
+        class: "band",
+        title: `${dimension.label} ${rank}`,
+        onpointerenter: show(rank),
+        onpointerleave: show(null),
+        ...rankColour(rank, dimension.size),
+      },
+      dimension.size <= 16 ? rank : "",
+    ),
   );
-  return [element("div", { class: "bands", "aria-hidden": "true" }, bands), element("p", { class: "key-text" }, `${dimension.name === "same engine" ? "engines" : `${dimension.name} ranks`} 0 to ${dimension.size - 1}`)];
+  return [
+    element("div", { class: "bands", "aria-hidden": "true" }, bands),
+    element(
+      "p",
+      { class: "key-text" },
+      `${dimension.name === "same engine" ? "engines" : `${dimension.name} ranks`} 0 to ${dimension.size - 1}`,
+    ),
+  ];
 }
 
 function drawCluster(picture, refresh) {
@@ -125,7 +166,14 @@ function drawCluster(picture, refresh) {
   const width = picture.clientWidth;
   const root = svg(
     "svg",
-    { viewBox: `0 0 ${width} ${shape.height}`, width, height: shape.height, role: "group", "aria-label": "GPUs; the arrow keys move between them", onkeydown: (event) => moveByKey(event, pin) },
+    {
+      viewBox: `0 0 ${width} ${shape.height}`,
+      width,
+      height: shape.height,
+      role: "group",
+      "aria-label": "GPUs; the arrow keys move between them",
+      onkeydown: (event) => moveByKey(event, pin),
+    },
     nodes,
     drawn.cells,
   );
@@ -169,7 +217,10 @@ function mark(inspector) {
   });
   drawn.path?.remove();
   if (group && state.band === null && dimension.key === "pp") {
-    drawn.path = drawPath([...group].sort((a, b) => a.trainer.pp - b.trainer.pp), drawn.shape);
+    drawn.path = drawPath(
+      [...group].sort((a, b) => a.trainer.pp - b.trainer.pp),
+      drawn.shape,
+    );
     drawn.cells[0].parentNode.append(drawn.path);
   }
   inspector.classList.toggle("kept", state.pinned !== null);
@@ -182,5 +233,9 @@ function mark(inspector) {
     mark(inspector);
   };
   const choose = (key) => change({ peers: key, pinned: gpu.index, current: gpu.index });
-  inspector.replaceChildren(...inspect(gpu, peersOf, dimension?.key, choose, () => change({ pinned: null })).flat().filter(Boolean));
+  inspector.replaceChildren(
+    ...inspect(gpu, peersOf, dimension?.key, choose, () => change({ pinned: null }))
+      .flat()
+      .filter(Boolean),
+  );
 }

@@ -28,11 +28,20 @@ function findingsSection() {
         { class: `finding ${finding.severity}` },
         element("h3", {}, element("span", { class: "severity" }, finding.severity), element("code", {}, finding.id)),
         element("p", {}, finding.text),
-        finding.fix.length ? [element("p", { class: "fix-title" }, "Mended by (tried before it is shown):"), command(asTyped(finding.fix))] : null,
+        finding.fix.length
+          ? [element("p", { class: "fix-title" }, "Mended by (tried before it is shown):"), command(asTyped(finding.fix))]
+          : null,
         finding.advice ? element("p", { class: "advice" }, finding.advice) : null,
       ),
     ),
-    plan.notes.map((note) => element("article", { class: "finding note" }, element("h3", {}, element("span", { class: "severity" }, "note")), element("p", {}, note))),
+    plan.notes.map((note) =>
+      element(
+        "article",
+        { class: "finding note" },
+        element("h3", {}, element("span", { class: "severity" }, "note")),
+        element("p", {}, note),
+      ),
+    ),
   );
 }
 
@@ -42,9 +51,28 @@ function suggestionsSection() {
     "What would make it fit",
     element("p", { class: "lead" }, "The cheapest first."),
     plan.suggestions.map((suggestion) =>
-      element("article", { class: "finding suggestion" }, command(asTyped(suggestion.flags)), element("p", {}, suggestion.saved_bytes > 0 ? [element("b", {}, `${gibibytes(suggestion.saved_bytes)} less`), ", "] : null, suggestion.cost)),
+      element(
+        "article",
+        { class: "finding suggestion" },
+        command(asTyped(suggestion.flags)),
+        element(
+          "p",
+          {},
+          suggestion.saved_bytes > 0 ? [element("b", {}, `${gibibytes(suggestion.saved_bytes)} less`), ", "] : null,
+          suggestion.cost,
+        ),
+      ),
     ),
   );
 }
 
-const assumptionsSection = () => section("assumptions", "What the estimates assume", element("ul", { class: "assumptions" }, plan.assumptions.map((sentence) => element("li", {}, sentence))));
+const assumptionsSection = () =>
+  section(
+    "assumptions",
+    "What the estimates assume",
+    element(
+      "ul",
+      { class: "assumptions" },
+      plan.assumptions.map((sentence) => element("li", {}, sentence)),
+    ),
+  );

@@ -27,7 +27,12 @@ function stageLine(stage) {
   const ends = [stage.has_embedding && "embedding", stage.has_head && "head"].filter(Boolean);
   return [
     element("dt", {}, stage.virtual_rank || layout.stages.some((other) => other.virtual_rank) ? `Chunk ${stage.virtual_rank}` : "Layers"),
-    element("dd", {}, stage.num_layers ? `${ranges(layersOf(stage))} (${stage.num_layers})` : "none", ends.length ? ` + ${ends.join(", ")}` : ""),
+    element(
+      "dd",
+      {},
+      stage.num_layers ? `${ranges(layersOf(stage))} (${stage.num_layers})` : "none",
+      ends.length ? ` + ${ends.join(", ")}` : "",
+    ),
     stage.index_layers.length ? [element("dt", {}, "Own index"), element("dd", {}, ranges(stage.index_layers))] : null,
   ];
 }
@@ -36,9 +41,10 @@ function engineLines(gpu) {
   const group = engineGroups[gpu.engine.group];
   if (group.worker_type === "placeholder") return [element("dt", {}, "Engines"), element("dd", {}, "kept free by a placeholder")];
   const ranks = ["tp", "pp", "dp", "ep"].filter((key) => group[key] > 1).map((key) => `${key.toUpperCase()} ${gpu.engine[key]}`);
+  const model = group.model === "default" ? "" : ` of ${group.model}`;
   return [
     element("dt", {}, "Engine"),
-    element("dd", {}, `${group.worker_type} ${gpu.engine.engine}${group.model === "default" ? "" : ` of ${group.model}`}, rank ${gpu.engine.rank} of ${group.num_gpus_per_engine}`),
+    element("dd", {}, `${group.worker_type} ${gpu.engine.engine}${model}, rank ${gpu.engine.rank} of ${group.num_gpus_per_engine}`),
     ranks.length ? [element("dt", {}, "Its ranks"), element("dd", {}, ranks.join(" · "))] : null,
   ];
 }
@@ -52,7 +58,17 @@ function memoryBlock(bar, scale) {
     element(
       "ul",
       { class: "items" },
-      bar.items.filter((item) => item.num_bytes > 0).map((item) => element("li", { title: item.note }, swatch(itemColour(item.name)), element("span", {}, itemLabel(item.name)), element("span", { class: "number" }, gibibytes(item.num_bytes)))),
+      bar.items
+        .filter((item) => item.num_bytes > 0)
+        .map((item) =>
+          element(
+            "li",
+            { title: item.note },
+            swatch(itemColour(item.name)),
+            element("span", {}, itemLabel(item.name)),
+            element("span", { class: "number" }, gibibytes(item.num_bytes)),
+          ),
+        ),
     ),
   );
 }
@@ -62,7 +78,13 @@ function inspect(gpu, peersOf, highlighted, choose, letGo) {
   const bars = barsOf(gpu);
   const scale = barScale(bars);
   return [
-    element("h3", {}, gpuTitle(gpu), gpu.trainer ? element("span", { class: "rank" }, `trainer rank ${gpu.trainer.rank}`) : null, element("button", { type: "button", class: "let-go", "aria-label": "Close", onclick: letGo }, "×")),
+    element(
+      "h3",
+      {},
+      gpuTitle(gpu),
+      gpu.trainer ? element("span", { class: "rank" }, `trainer rank ${gpu.trainer.rank}`) : null,
+      element("button", { type: "button", class: "let-go", "aria-label": "Close", onclick: letGo }, "×"),
+    ),
     rankChips(gpu, peersOf, highlighted, choose),
     element(
       "dl",

@@ -9,7 +9,11 @@ function memorySection() {
     "Memory",
     element("p", { class: "lead" }, "The peak of each kind of GPU, stacked; the line is what the GPU has."),
     legend(names.map((name) => [itemLabel(name), itemColour(name)])),
-    element("div", { class: "memory-bars" }, plan.memory.map((bar) => memoryRow(bar, isGpuBar(bar) ? scale : barScale([bar])))),
+    element(
+      "div",
+      { class: "memory-bars" },
+      plan.memory.map((bar) => memoryRow(bar, isGpuBar(bar) ? scale : barScale([bar]))),
+    ),
     capacities(),
     element("details", {}, element("summary", {}, "Figures, and how they come about"), memoryTable()),
   );
@@ -19,9 +23,20 @@ function memoryRow(bar, scale) {
   return element(
     "div",
     { class: "memory-row" },
-    element("div", { class: "memory-owner" }, element("b", {}, bar.owner), element("span", {}, isGpuBar(bar) ? count(bar.num_gpus, "GPU") : "")),
+    element(
+      "div",
+      { class: "memory-owner" },
+      element("b", {}, bar.owner),
+      element("span", {}, isGpuBar(bar) ? count(bar.num_gpus, "GPU") : ""),
+    ),
     memoryBar(bar, scale),
-    element("div", { class: "memory-figures" }, element("b", {}, gibibytes(bar.used_bytes)), ` of ${gibibytes(bar.capacity_bytes)}`, element("span", { class: bar.fits ? "" : "bad" }, roomText(bar))),
+    element(
+      "div",
+      { class: "memory-figures" },
+      element("b", {}, gibibytes(bar.used_bytes)),
+      ` of ${gibibytes(bar.capacity_bytes)}`,
+      element("span", { class: bar.fits ? "" : "bad" }, roomText(bar)),
+    ),
   );
 }
 
@@ -46,7 +61,15 @@ function memoryTable() {
     element(
       "table",
       {},
-      element("thead", {}, element("tr", {}, ["Where", "What", "Size", "How it comes about"].map((title) => element("th", { scope: "col" }, title)))),
+      element(
+        "thead",
+        {},
+        element(
+          "tr",
+          {},
+          ["Where", "What", "Size", "How it comes about"].map((title) => element("th", { scope: "col" }, title)),
+        ),
+      ),
       plan.memory.map((bar) =>
         element(
           "tbody",

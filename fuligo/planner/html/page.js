@@ -4,24 +4,62 @@ function verdict() {
   const errors = plan.findings.filter((finding) => finding.severity === "error").length;
   const warnings = plan.findings.length - errors;
   const words = [errors ? count(errors, "error") : "valid", warnings ? count(warnings, "warning") : null].filter(Boolean).join(", ");
-  return element("a", { class: `verdict ${errors ? "error" : warnings ? "warning" : "good"}`, href: plan.findings.length ? "#findings" : "#cluster" }, words);
+  return element(
+    "a",
+    { class: `verdict ${errors ? "error" : warnings ? "warning" : "good"}`, href: plan.findings.length ? "#findings" : "#cluster" },
+    words,
+  );
 }
 
 function headline() {
   const { model } = plan;
-  const tightest = plan.memory.filter(isGpuBar).reduce((worst, bar) => (worst && worst.used_bytes / worst.capacity_bytes >= bar.used_bytes / bar.capacity_bytes ? worst : bar), null);
+  const tightest = plan.memory
+    .filter(isGpuBar)
+    .reduce((worst, bar) => (worst && worst.used_bytes / worst.capacity_bytes >= bar.used_bytes / bar.capacity_bytes ? worst : bar), null);
   const cards = [
-    ["Model", magnitude(model.num_parameters), model.num_active_parameters === model.num_parameters ? `${model.model_type}, dense` : `${model.model_type}, ${magnitude(model.num_active_parameters)} active`],
-    layout && ["GPUs", usedGpus.length.toLocaleString("en"), `${usedGpus.length < gpus.length ? `of ${gpus.length} ` : ""}${plan.gpu}, ${count(layout.num_nodes, "node")}`],
-    layout && ["Trainer", trainerShape(), gpus.some((gpu) => gpu.trainer && gpu.engine) ? "shares its GPUs with the engines" : `${count(gpus.filter((gpu) => gpu.trainer).length, "GPU")}`],
-    tightest && ["Tightest GPU", `${((100 * tightest.used_bytes) / tightest.capacity_bytes).toFixed(0)}%`, `${tightest.owner}, ${roomText(tightest)}`],
+    [
+      "Model",
+      magnitude(model.num_parameters),
+      model.num_active_parameters === model.num_parameters
+        ? `${model.model_type}, dense`
+        : `${model.model_type}, ${magnitude(model.num_active_parameters)} active`,
+    ],
+    layout && [
+      "GPUs",
+      usedGpus.length.toLocaleString("en"),
+      `${usedGpus.length < gpus.length ? `of ${gpus.length} ` : ""}${plan.gpu}, ${count(layout.num_nodes, "node")}`,
+    ],
+    layout && [
+      "Trainer",
+      trainerShape(),
+      gpus.some((gpu) => gpu.trainer && gpu.engine)
+        ? "shares its GPUs with the engines"
+        : `${count(gpus.filter((gpu) => gpu.trainer).length, "GPU")}`,
+    ],
+    tightest && [
+      "Tightest GPU",
+      `${((100 * tightest.used_bytes) / tightest.capacity_bytes).toFixed(0)}%`,
+      `${tightest.owner}, ${roomText(tightest)}`,
+    ],
     plan.step.phases.length > 0 && ["One step", `≈ ${seconds(plan.step.duration_s)}`, longestPhase()],
   ].filter(Boolean);
   return element(
     "section",
     { class: "headline", "aria-label": "Summary" },
     element("div", { class: "title" }, element("h1", {}, plan.name), verdict()),
-    element("div", { class: "cards" }, cards.map(([label, value, text]) => element("div", { class: "card" }, element("span", { class: "card-label" }, label), element("strong", {}, value), element("span", { class: "card-text" }, text)))),
+    element(
+      "div",
+      { class: "cards" },
+      cards.map(([label, value, text]) =>
+        element(
+          "div",
+          { class: "card" },
+          element("span", { class: "card-label" }, label),
+          element("strong", {}, value),
+          element("span", { class: "card-text" }, text),
+        ),
+      ),
+    ),
   );
 }
 
@@ -51,17 +89,19 @@ function themeButton() {
 themeButton();
 const findingsAtTop = plan.findings.some((finding) => finding.severity === "error");
 const anyFindings = plan.findings.length + plan.notes.length > 0;
-document.getElementById("main").append(
-  ...[
-    headline(),
-    findingsAtTop && findingsSection(),
-    plan.suggestions.length > 0 && suggestionsSection(),
-    layout && clusterSection(),
-    layout && layout.stages.length > 0 && stagesSection(),
-    plan.memory.length > 0 && memorySection(),
-    plan.step.phases.length > 0 && stepSection(),
-    !findingsAtTop && anyFindings && findingsSection(),
-    plan.assumptions.length > 0 && assumptionsSection(),
-    settingsSection(),
-  ].filter(Boolean),
-);
+document
+  .getElementById("main")
+  .append(
+    ...[
+      headline(),
+      findingsAtTop && findingsSection(),
+      plan.suggestions.length > 0 && suggestionsSection(),
+      layout && clusterSection(),
+      layout && layout.stages.length > 0 && stagesSection(),
+      plan.memory.length > 0 && memorySection(),
+      plan.step.phases.length > 0 && stepSection(),
+      !findingsAtTop && anyFindings && findingsSection(),
+      plan.assumptions.length > 0 && assumptionsSection(),
+      settingsSection(),
+    ].filter(Boolean),
+  );

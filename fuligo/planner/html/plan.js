@@ -5,14 +5,41 @@ const layout = plan.layout;
 const gpus = layout ? layout.gpus.map((gpu, index) => ({ ...gpu, index })) : [];
 const engineGroups = layout ? layout.engine_groups : [];
 
-const sameTrainer = (...keys) => (a, b) => Boolean(a.trainer && b.trainer) && keys.every((key) => a.trainer[key] === b.trainer[key]);
+const sameTrainer =
+  (...keys) =>
+  (a, b) =>
+    Boolean(a.trainer && b.trainer) && keys.every((key) => a.trainer[key] === b.trainer[key]);
 
 // A dimension: the rank of a GPU in it (null where it has none), how many ranks there are, and who shares a group with whom.
 const DIMENSIONS = {
-  tp: { label: "TP", name: "tensor parallel", side: "trainer", rank: (gpu) => gpu.trainer?.tp ?? null, peers: sameTrainer("cp", "dp", "pp") },
-  cp: { label: "CP", name: "context parallel", side: "trainer", rank: (gpu) => gpu.trainer?.cp ?? null, peers: sameTrainer("tp", "dp", "pp") },
-  pp: { label: "PP", name: "pipeline parallel", side: "trainer", rank: (gpu) => gpu.trainer?.pp ?? null, peers: sameTrainer("tp", "cp", "dp") },
-  ep: { label: "EP", name: "expert parallel", side: "trainer", rank: (gpu) => gpu.trainer?.ep ?? null, peers: sameTrainer("pp", "etp", "expert_dp") },
+  tp: {
+    label: "TP",
+    name: "tensor parallel",
+    side: "trainer",
+    rank: (gpu) => gpu.trainer?.tp ?? null,
+    peers: sameTrainer("cp", "dp", "pp"),
+  },
+  cp: {
+    label: "CP",
+    name: "context parallel",
+    side: "trainer",
+    rank: (gpu) => gpu.trainer?.cp ?? null,
+    peers: sameTrainer("tp", "dp", "pp"),
+  },
+  pp: {
+    label: "PP",
+    name: "pipeline parallel",
+    side: "trainer",
+    rank: (gpu) => gpu.trainer?.pp ?? null,
+    peers: sameTrainer("tp", "cp", "dp"),
+  },
+  ep: {
+    label: "EP",
+    name: "expert parallel",
+    side: "trainer",
+    rank: (gpu) => gpu.trainer?.ep ?? null,
+    peers: sameTrainer("pp", "etp", "expert_dp"),
+  },
   dp: { label: "DP", name: "data parallel", side: "trainer", rank: (gpu) => gpu.trainer?.dp ?? null, peers: sameTrainer("tp", "cp", "pp") },
   engine: {
     label: "Engine",
@@ -33,7 +60,9 @@ const workerType = (gpu) => (gpu.engine ? engineGroups[gpu.engine.group].worker_
 // A bar of trainer and engine together (both keys) stands for the GPU alone; else trainer and engine have a bar each.
 function barsOf(gpu) {
   const fits = (key, value) => key === null || key === value;
-  const bars = plan.memory.filter((bar) => isGpuBar(bar) && fits(bar.pipeline_rank, gpu.trainer?.pp) && fits(bar.engine_group, gpu.engine?.group));
+  const bars = plan.memory.filter(
+    (bar) => isGpuBar(bar) && fits(bar.pipeline_rank, gpu.trainer?.pp) && fits(bar.engine_group, gpu.engine?.group),
+  );
   const joint = bars.filter((bar) => bar.pipeline_rank !== null && bar.engine_group !== null);
   return joint.length ? joint : bars;
 }
@@ -56,6 +85,11 @@ function gpuFacts(gpu) {
     const ranks = shownDimensions.filter(({ side }) => side === "trainer").map((dimension) => `${dimension.label} ${dimension.rank(gpu)}`);
     facts.push(`trainer rank ${gpu.trainer.rank}${ranks.length ? `: ${ranks.join(", ")}` : ""}`);
   }
-  if (gpu.engine) facts.push(workerType(gpu) === "placeholder" ? "kept free by a placeholder" : `${workerType(gpu)} engine ${gpu.engine.engine}, rank ${gpu.engine.rank}`);
+  if (gpu.engine)
+    facts.push(
+      workerType(gpu) === "placeholder"
+        ? "kept free by a placeholder"
+        : `${workerType(gpu)} engine ${gpu.engine.engine}, rank ${gpu.engine.rank}`,
+    );
   return facts.length ? facts : ["unused"];
 }

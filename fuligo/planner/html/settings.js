@@ -27,10 +27,32 @@ function settingsSection() {
     "Config",
     element("div", { class: "filters" }, search, element("label", {}, all, "also what is left at its default")),
     status,
-    scrollable("Settings", element("table", { class: "settings" }, element("thead", {}, element("tr", {}, ["Group", "Name", "Value"].map((title) => element("th", { scope: "col" }, title)))), body)),
+    scrollable(
+      "Settings",
+      element(
+        "table",
+        { class: "settings" },
+        element(
+          "thead",
+          {},
+          element(
+            "tr",
+            {},
+            ["Group", "Name", "Value"].map((title) => element("th", { scope: "col" }, title)),
+          ),
+        ),
+        body,
+      ),
+    ),
   );
 }
 
 // A group is named in its first row.
 const settingRow = (setting, index, rows) =>
-  element("tr", { class: setting.is_default ? "default" : "" }, element("td", {}, setting.group === rows[index - 1]?.group ? "" : setting.group), element("th", { scope: "row" }, element("code", {}, setting.name)), element("td", {}, element("code", { class: "value" }, settingText(setting.value))));
+  element(
+    "tr",
+    { class: setting.is_default ? "default" : "" },
+    element("td", {}, setting.group === rows[index - 1]?.group ? "" : setting.group),
+    element("th", { scope: "row" }, element("code", {}, setting.name)),
+    element("td", {}, element("code", { class: "value" }, settingText(setting.value))),
+  );

@@ -9,7 +9,11 @@ function stagesSection() {
     "stages",
     "Pipeline stages",
     element("p", { class: "lead" }, text, sparse ? " Filled layers compute their own sparse index; each stage has to begin with one." : ""),
-    element("div", { class: "stages" }, ranks.map((rank) => stageRow(rank, ranks.length))),
+    element(
+      "div",
+      { class: "stages" },
+      ranks.map((rank) => stageRow(rank, ranks.length)),
+    ),
     element(
       "ul",
       { class: "legend" },
@@ -28,7 +32,12 @@ function stageRow(rank, numStages) {
   return element(
     "div",
     { class: "stage", ...rankColour(rank, numStages) },
-    element("div", { class: "stage-label" }, element("b", {}, `Stage ${rank}`), element("span", {}, `${count(numLayers, "layer")} · ${count(numGpus, "GPU")}`)),
+    element(
+      "div",
+      { class: "stage-label" },
+      element("b", {}, `Stage ${rank}`),
+      element("span", {}, `${count(numLayers, "layer")} · ${count(numGpus, "GPU")}`),
+    ),
     element("div", { class: "chunks" }, chunks.map(chunkOfLayers)),
   );
 }
@@ -41,7 +50,10 @@ function chunkOfLayers(stage) {
     { class: "chunk", role: "img", "aria-label": words },
     stage.has_embedding ? element("span", { class: "layer end", title: "embedding" }, "E") : null,
     layersOf(stage).map((layer) =>
-      withTooltip(element("span", { class: computing.has(layer) ? "layer computing" : "layer" }, layer), () => [`Layer ${layer}`, computing.has(layer) && "computes its own sparse index"]),
+      withTooltip(element("span", { class: computing.has(layer) ? "layer computing" : "layer" }, layer), () => [
+        `Layer ${layer}`,
+        computing.has(layer) && "computes its own sparse index",
+      ]),
     ),
     stage.has_head ? element("span", { class: "layer end", title: "head" }, "H") : null,
   );

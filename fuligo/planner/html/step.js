@@ -1,6 +1,17 @@
 // The timeline of one step.
 
-const PHASE_HUES = { rollout: 150, reward: 110, score: 235, logprobs: 235, reference: 205, train: 262, optimizer: 75, sync: 20, offload: 320, onload: 320 };
+const PHASE_HUES = {
+  rollout: 150,
+  reward: 110,
+  score: 235,
+  logprobs: 235,
+  reference: 205,
+  train: 262,
+  optimizer: 75,
+  sync: 20,
+  offload: 320,
+  onload: 320,
+};
 const phaseColour = (name) => ({ "--hue": PHASE_HUES[name] ?? itemColour(name)["--hue"], "--chroma": 0.1 });
 
 function stepSection() {
@@ -11,7 +22,18 @@ function stepSection() {
     "step",
     "One step",
     element("p", { class: "lead" }, "An estimate, about ", element("b", {}, seconds(duration)), "; what it rests on stands below."),
-    element("div", { class: "timeline" }, lanes.map((lane) => timelineLane(lane, phases.filter((phase) => phase.lane === lane), end)), timelineAxis(end)),
+    element(
+      "div",
+      { class: "timeline" },
+      lanes.map((lane) =>
+        timelineLane(
+          lane,
+          phases.filter((phase) => phase.lane === lane),
+          end,
+        ),
+      ),
+      timelineAxis(end),
+    ),
     scrollable("Phases of a step", phaseTable(phases, end)),
   );
 }
@@ -28,7 +50,12 @@ function timelineLane(lane, phases, end) {
         withTooltip(
           element(
             "div",
-            { class: "phase", "--left": percent(phase.start_s / end), "--width": percent(phase.duration_s / end), ...phaseColour(phase.name) },
+            {
+              class: "phase",
+              "--left": percent(phase.start_s / end),
+              "--width": percent(phase.duration_s / end),
+              ...phaseColour(phase.name),
+            },
             phase.duration_s / end > 0.07 ? element("span", {}, spoken(phase.name)) : null,
           ),
           () => [`${spoken(phase.name)}: ${seconds(phase.duration_s)}`, phase.note],
@@ -53,7 +80,11 @@ function timelineAxis(end) {
     "div",
     { class: "lane axis", "aria-hidden": "true" },
     element("div", { class: "lane-label" }),
-    element("div", { class: "lane-track" }, ticks.map((tick) => element("span", { class: "tick", "--left": percent(tick / end) }, tick === 0 ? "0" : tickText(tick, step)))),
+    element(
+      "div",
+      { class: "lane-track" },
+      ticks.map((tick) => element("span", { class: "tick", "--left": percent(tick / end) }, tick === 0 ? "0" : tickText(tick, step))),
+    ),
   );
 }
 
@@ -66,7 +97,15 @@ function phaseTable(phases, end) {
   return element(
     "table",
     {},
-    element("thead", {}, element("tr", {}, ["Phase", "On", "Time", "Share", "Work", "Rests on"].map((title) => element("th", { scope: "col" }, title)))),
+    element(
+      "thead",
+      {},
+      element(
+        "tr",
+        {},
+        ["Phase", "On", "Time", "Share", "Work", "Rests on"].map((title) => element("th", { scope: "col" }, title)),
+      ),
+    ),
     element(
       "tbody",
       {},

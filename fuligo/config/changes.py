@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ def change_text(change: Change, config: Config | None = None) -> str:
     group, name, *inner = change.path
     if name == "sglang_config" and inner:
         return f"sglang_config: {_place(inner, config)} {_plain(change.value)}"
+    if (group, name) == ("cluster", "env") and inner and change.value is not None:
+        return f"--env {_plain({inner[0]: change.value})}"  # given beside a file, it adds to the file's
     if inner:
         where = ".".join(map(str, inner))
         return f"{group}.{name}: drop {where}" if change.value is None else f"{group}.{name}: {where} {_plain(change.value)}"
@@ -87,4 +90,6 @@ def _plain(value: object) -> str:
         return "dropped"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, dict):
+        return f"'{json.dumps(value)}'"
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

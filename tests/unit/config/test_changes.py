@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ Path = tuple[str | int, ...]
         (("sglang", "enable_dp_attention"), False, "--no-sglang-enable-dp-attention"),
         (("cluster", "rollout_num_gpus"), None, "drop --rollout-num-gpus"),
         (("sglang", "cuda_graph_bs"), [1, 2], "--sglang-cuda-graph-bs 1 2"),
-        (("cluster", "env", "NVSHMEM_DISABLE_NCCL"), "1", "cluster.env: NVSHMEM_DISABLE_NCCL 1"),
+        (("cluster", "env", "NVSHMEM_DISABLE_NCCL"), "1", '--env \'{"NVSHMEM_DISABLE_NCCL": "1"}\''),
         (("cluster", "env", "NVSHMEM_DISABLE_NCCL"), None, "cluster.env: drop NVSHMEM_DISABLE_NCCL"),
         (("engine", "sglang_config", 0, "server_groups", 1, "num_gpus"), 192, "sglang_config: model default, group 2: num_gpus 192"),
         (
@@ -58,11 +59,14 @@ def test_models_are_numbered_where_their_names_are_not_known() -> None:
         Change(("rollout", "rollout_stop"), ["a", "b"]),
         Change(("sglang", "mem_fraction_static"), 0.5),
         Change(("megatron", "num_layers"), 4),
+        Change(("sglang", "enable_dp_attention"), False),
+        Change(("cluster", "env"), {"A": "two words"}),
+        Change(("cluster", "env", "A"), "two words"),
     ],
     ids=lambda change: change.path[-1],
 )
 def test_what_is_typed_is_what_changes(change: Change) -> None:
-    typed = change_text(change).split()
+    typed = shlex.split(change_text(change))
     assert parse(typed).config == Config().changed([change])
 
 

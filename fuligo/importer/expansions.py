@@ -136,7 +136,7 @@ def _changed_text(shell: Evaluator, node: Node, value: str, operator: str, opera
         raise _not_understood(shell, node)
     given = [operand for operand in operands if operand.is_named]
     separator = next((index for index, operand in enumerate(operands) if not operand.is_named), len(operands))
-    shell.state.budget.spend(len(value))
+    shell.state.budget.spend_on_pattern(len(value))
     try:
         pattern = glob_pattern(part for operand in operands[:separator] for part in words.pattern_parts(shell, operand))
     except PatternError as error:

@@ -36,6 +36,8 @@ class Interpreter:
         handler = _STATEMENTS.get(node.type)
         if handler is None:
             raise self.state.error(line_of(node), f"`{first_line(node)}` is not understood ({node.type.replace('_', ' ')})")
+        if node.type in _SIMPLE:
+            self.state.budget.spend(node.end_byte - node.start_byte)
         status = handler(self, node, streams)
         self.state.status = status
         return status
@@ -252,6 +254,7 @@ class Interpreter:
         value_node = node.child_by_field_name("value")
         assert value_node is not None
         value = words.text(self, value_node)
+        self.state.budget.spend((len(value) + 1) * len(node.named_children))
         for item in node.named_children:
             if item.type != "case_item":
                 continue
@@ -332,6 +335,8 @@ def _after(node: Node, token: str) -> list[Node]:
     return [child for child in node.children[position + 1 :] if child.is_named]
 
 
+_SIMPLE = ("command", "variable_assignment", "declaration_command", "test_command", "redirected_statement", "compound_statement")
+"""Statements whose text is counted each time that they are evaluated; others consist of these."""
 _Handler = Callable[[Interpreter, Node, Streams], int]
 _STATEMENTS: dict[str, _Handler] = {
     "command": Interpreter.command,

@@ -10,8 +10,10 @@ MAX_CHARACTERS = 2_000_000
 """Of all texts that expansions and commands make together."""
 MAX_DEPTH = 40
 """Functions, substitutions and sourced files inside each other. Python's own stack ends at about 80."""
-MAX_FILE_BYTES = 1_000_000
+MAX_FILE_BYTES = 200_000
 """Of a script, and of a file that it reads."""
+MAX_HEREDOCS = 100
+"""In one file: the parser's time grows with their square."""
 
 
 class LimitError(Exception):
@@ -32,8 +34,12 @@ class Budget:
         if self.steps < 0:
             raise LimitError(f"the script does not end: {MAX_STEPS:,} statements were evaluated")
 
+    def spend_on_pattern(self, num_characters: int) -> None:
+        """Count a search for a pattern in a text: from each of its characters to its end, in the worst case."""
+        self.spend(num_characters**2 // 10)
+
     def spend(self, num_characters: int) -> None:
-        """Count text before it is made."""
+        """Count text before it is made or read."""
         self.characters -= num_characters
         if self.characters < 0:
             raise LimitError(f"the script makes more than {MAX_CHARACTERS:,} characters of text")

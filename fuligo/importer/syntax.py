@@ -10,7 +10,7 @@ import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
 from fuligo.errors import ConfigError
-from fuligo.importer.limits import MAX_FILE_BYTES
+from fuligo.importer.limits import MAX_FILE_BYTES, MAX_HEREDOCS
 
 _SPACED_ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+)?(\w+)(\s*)(\+?=)(\s*)(.*)$")
 
@@ -37,6 +37,8 @@ def parse_script(source: bytes, name: str) -> Node:
         lines = source.decode().splitlines()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+    if source.count(b"<<") > MAX_HEREDOCS:
+        raise ConfigError(f"{name}: more than {MAX_HEREDOCS} here-documents, which is no launch script")
     # A line that goes on at the end of the file is fine for bash, and not for the grammar.
     root = _parser().parse(_LAST_CONTINUATION.sub(b"\n", source)).root_node
     if root.has_error:

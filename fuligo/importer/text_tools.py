@@ -71,7 +71,7 @@ def grep(arguments: Sequence[str], text: str, budget: Budget) -> tuple[str, int]
     at_start = "F" not in options and rest[0].startswith("^")
     found: list[str] = []
     for line in text.splitlines():
-        budget.spend(len(line) * (len(pattern) + 1))
+        budget.spend_on_pattern(len(line))
         spans = [span for span in search(pattern, line) if not at_start or span[0] == 0]
         hit = bool(spans) or matches(pattern, "")
         if hit == ("v" in options):

@@ -125,7 +125,7 @@ def heredoc_text(shell: Evaluator, body: Node, expands: bool) -> str:
 def _literal(shell: Evaluator, node: Node, raw: str) -> Piece:
     if raw.startswith("~") and (len(raw) == 1 or raw[1] == "/"):
         raise shell.state.error(line_of(node), f"{raw}: the home directory of the machine that runs the job is not known; write it out")
-    if re.search(r"(?<!\\)\{[^}]*,", raw):
+    if any("," in part.partition("}")[0] for part in raw.replace("\\{", "").split("{")[1:]):
         raise shell.state.error(line_of(node), f"`{raw}`: lists in braces are not understood; write the words out")
     return Piece(_ESCAPES.sub(lambda match: match[1] or "", raw), quoted="\\" in raw)
 

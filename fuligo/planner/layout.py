@@ -33,7 +33,7 @@ def make_layout(subject: Subject) -> ClusterLayout:
     trainers_at = trainer_slots(shape.num_ranks, config.resolved_actor_num_gpus_per_node)
     engine_ranks = [EMBEDDED_RANK] if embedded else list(_engine_ranks(specs))
     engines_at = engine_slots(trainers_at, len(engine_ranks), per_node, shares=config.cluster.colocate or embedded)
-    trainers = dict(zip(trainers_at, trainer_ranks(shape)))
+    trainers = {} if config.debug.debug_rollout_only else dict(zip(trainers_at, trainer_ranks(shape)))
     engines = dict(zip(engines_at, engine_ranks))
     num_nodes = 1 + max(node for node, _ in [*trainers_at, *engines_at])
     return ClusterLayout(

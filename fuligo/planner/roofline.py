@@ -22,6 +22,8 @@ def phases(subject: Subject, layout: ClusterLayout) -> tuple[Phase, ...]:
     """
     config = subject.config
     rollout = rollout_phase(subject, layout) if config.needs_engine and not config.is_sft else None
+    if rollout is not None and config.debug.debug_rollout_only:
+        return (rollout,)
     trainer = [phase for phase in (score_phase(subject, layout), train_phase(subject, layout), optimizer_phase(subject, layout)) if phase]
     moves = _moves(subject, layout)
     publish = _publish(subject)

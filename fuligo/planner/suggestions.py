@@ -19,6 +19,8 @@ from fuligo.planner.subject import Subject
 from fuligo.planner.trainer_shape import trainer_shape
 
 NUM_SHOWN = 3
+SMALL_CHUNK_TOKENS = 1024
+"""Of logits: still a large matrix product."""
 NUM_COMBINED = 7
 """Kinds of changes that are tried in pairs."""
 Changes = tuple[Change, ...]
@@ -118,6 +120,8 @@ def _candidates(subject: Subject, now: Estimate) -> Iterator[Changes]:
 
 def _trainer_candidates(subject: Subject) -> Iterator[Changes]:
     config, shape = subject.config, trainer_shape(subject.config)
+    if config.train.log_probs_chunk_size > SMALL_CHUNK_TOKENS:
+        yield (Change(("train", "log_probs_chunk_size"), SMALL_CHUNK_TOKENS),)
     tokens = config.train.max_tokens_per_gpu
     if config.train.use_dynamic_batch_size and tokens is not None:
         longest = -(-longest_sample(config) // shape.cp)

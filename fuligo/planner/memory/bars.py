@@ -20,7 +20,10 @@ def memory_bars(subject: Subject, layout: ClusterLayout, host_memory_bytes: int 
     Args:
         host_memory_bytes: of one node; None: as the GPU's maker ships its servers.
     """
-    return (*_trainer_bars(subject, layout), *_engine_bars(subject), *_host_bars(subject, layout, host_memory_bytes))
+    engines = _engine_bars(subject)
+    if subject.config.debug.debug_rollout_only:
+        return tuple(engines)
+    return (*_trainer_bars(subject, layout), *engines, *_host_bars(subject, layout, host_memory_bytes))
 
 
 def engine_capacities(subject: Subject, layout: ClusterLayout) -> tuple[EngineCapacity, ...]:
@@ -39,7 +42,7 @@ def engine_capacities(subject: Subject, layout: ClusterLayout) -> tuple[EngineCa
 def planned_engines(subject: Subject) -> list[tuple[int, EngineGroupSpec, EngineMemory]]:
     """(group, its servers, their memory) of the SGLang servers that run the policy's model; the shape of other models is not known."""
     config = subject.config
-    resident = trainer_resident_bytes(subject) if config.cluster.colocate else 0
+    resident = _trainer_left_over(subject)
     return [
         (group, spec, engine_memory(spec, subject.rollout_architecture, subject.gpu, resident))
         for group, spec in enumerate(engine_groups(config))
@@ -83,8 +86,14 @@ def _engines_left_over(subject: Subject) -> tuple[MemoryItem, ...]:
     return max(kept, key=lambda items: sum(item.num_bytes for item in items), default=())
 
 
+def _trainer_left_over(subject: Subject) -> int:
+    """Under --colocate: bytes that the trainer keeps on a GPU while the engines work."""
+    config = subject.config
+    return trainer_resident_bytes(subject) if config.cluster.colocate and not config.debug.debug_rollout_only else 0
+
+
 def _engine_bars(subject: Subject) -> list[MemoryBar]:
-    resident = trainer_resident_bytes(subject) if subject.config.cluster.colocate else 0
+    resident = _trainer_left_over(subject)
     return [
         MemoryBar(
             owner=f"engines: {spec.worker_type}" if spec.model == "default" else f"engines: {spec.model} {spec.worker_type}",

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuligo.errors import ConfigError
+from fuligo.planner.estimate import estimate
 from fuligo.planner.layout import make_layout, trainer_ranks
 from fuligo.planner.plan import TrainerRank
 from fuligo.planner.stages import stages
@@ -157,3 +158,11 @@ def test_the_embedded_engine_shares_the_first_gpu() -> None:
     assert layout.gpus[0].trainer and layout.gpus[0].engine
     assert layout.gpus[1].trainer and not layout.gpus[1].engine
     assert (layout.tp, layout.pp, layout.dp) == (1, 1, 2)
+
+
+def test_without_training_no_gpu_has_a_trainer() -> None:
+    plan = estimate(subject_of(f"{GLM4_9B_SEPARATE} --debug-rollout-only", "glm4-9b"))
+    assert not any(gpu.trainer for gpu in plan.layout.gpus)
+    assert all(gpu.engine for gpu in plan.layout.gpus[4:]), "they stand where they always do"
+    assert [bar.owner for bar in plan.memory] == ["engines: regular"]
+    assert [phase.name for phase in plan.phases] == ["rollout"]

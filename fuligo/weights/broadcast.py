@@ -8,11 +8,12 @@ helper), so that both ends meet under the same keys. A bucket travels as one row
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from itertools import accumulate, count
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from fuligo.weights.manifest import EngineAddress
 TIMEOUT = timedelta(seconds=300)
 """Of a group's beginning and of one broadcast: an engine that is gone is noticed by then."""
 _numbers = count()
+T = TypeVar("T")
 
 
 class BroadcastGroup:
@@ -62,26 +64,21 @@ class BroadcastGroup:
                 )
             )
 
-        with ThreadPoolExecutor(1, "weights-join") as thread:
-            joining = thread.submit(asyncio.run, self._and_close(engines_join()))
-            try:
-                group, _ = _new_process_group_helper(
-                    world_size,
-                    0,
-                    [],
-                    dist.Backend(backend),
-                    PrefixStore(self.name, store),
-                    group_name=self.name,  # pyright: ignore[reportArgumentType]  # SGLang gives a plain text, too
-                    timeout=TIMEOUT,
-                )
-                joining.result()
-            except (EngineError, RuntimeError) as error:
-                raise WeightSyncError(
-                    f"the engines {[engine.url for engine in engines]} did not join the {backend} group: {error}"
-                ) from error
-        assert isinstance(group, dist.ProcessGroup)
-        self._group = group
-        _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+        def join() -> dist.ProcessGroup:
+            group, _ = _new_process_group_helper(
+                world_size,
+                0,
+                [],
+                dist.Backend(backend),
+                PrefixStore(self.name, store),
+                group_name=self.name,  # pyright: ignore[reportArgumentType]  # SGLang gives a plain text, too
+                timeout=TIMEOUT,
+            )
+            assert isinstance(group, dist.ProcessGroup)
+            return group
+
+        self._group = self._together(join, engines_join, f"join the {backend} group")
+        _world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
 
     def broadcast(self, bucket: Bucket, version: int | None) -> None:
         """Send one bucket to all engines; returns when they have loaded it.
@@ -90,7 +87,7 @@ class BroadcastGroup:
             version: given with the last bucket
 
         Raises:
-            EngineError: an engine refused it
+            WeightSyncError: an engine refused it, or is gone
         """
         row = torch.cat([as_bytes(tensor) for _, tensor in bucket]).to(self._device)
 
@@ -108,13 +105,33 @@ class BroadcastGroup:
                 )
             )
 
-        with ThreadPoolExecutor(1, "weights-receive") as thread:
-            receiving = thread.submit(asyncio.run, self._and_close(engines_receive()))
+        self._together(lambda: self._broadcast(row), engines_receive, f"take a bucket of {row.numel()} bytes")
+
+    def _broadcast(self, row: torch.Tensor) -> None:
+        dist.broadcast(row, src=0, group=self._group)
+        if row.is_cuda:
+            torch.cuda.synchronize(row.device)
+
+    def _together(self, own_part: Callable[[], T], engines_part: Callable[[], Coroutine[Any, Any, None]], what: str) -> T:
+        """Do both at the same time: each waits for the other.
+
+        Our part is in a daemon thread, for where an engine fails it may wait for good, out of reach of any deadline.
+        """
+        mine: Future[T] = Future()
+
+        def work() -> None:
             try:
-                dist.broadcast(row, src=0, group=self._group)
-            except RuntimeError as error:
-                raise WeightSyncError(f"the broadcast of {row.numel()} bytes to {[e.url for e in self.engines]} failed: {error}") from error
-            receiving.result()
+                mine.set_result(own_part())
+            except BaseException as error:  # handed to whoever waits
+                mine.set_exception(error)
+
+        threading.Thread(target=work, name="weights-broadcast", daemon=True).start()
+        try:
+            asyncio.run(self._and_close(engines_part()))
+            return mine.result(TIMEOUT.total_seconds())
+        except (EngineError, RuntimeError, TimeoutError) as error:
+            urls = ", ".join(engine.url for engine in self.engines)
+            raise WeightSyncError(f"the engines {urls} did not {what}: {error or 'no end within ' + str(TIMEOUT)}") from error
 
     def close(self) -> None:
         """Leave the group; engines that are gone or refuse are passed over, for theirs ends with them."""
@@ -125,7 +142,7 @@ class BroadcastGroup:
         asyncio.run(self._and_close(engines_leave()))
         dist.destroy_process_group(self._group)
 
-    async def _and_close(self, call) -> None:
+    async def _and_close(self, call: Coroutine[Any, Any, None]) -> None:
         """A client's connections belong to the event loop that they were opened in."""
         try:
             await call

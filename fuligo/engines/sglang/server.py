@@ -67,7 +67,7 @@ class ServerSettings:
     ports: ServerPorts
     log_file: Path
     gpu_ids: tuple[int, ...] = ()
-    """Of this node."""
+    """Of this node, consecutive. The others stay visible to the engine: NCCL cannot reach a peer's GPU that its process does not see."""
     num_nodes: int = 1
     node_rank: int = 0
     python: str = sys.executable
@@ -92,6 +92,8 @@ class ServerSettings:
             "pp_size": self.pp_size,
             "device": self.device,
         }
+        if self.gpu_ids:
+            placed["base_gpu_id"] = self.gpu_ids[0]
         if self.worker_type != "regular":
             placed |= {"disaggregation_mode": self.worker_type, "disaggregation_bootstrap_port": self.ports.bootstrap}
         defaults = OWN_ARGUMENTS | (CPU_ARGUMENTS if self.device == "cpu" else {})
@@ -102,8 +104,6 @@ class ServerSettings:
         chosen = OWN_ENVIRONMENT | (CPU_ENVIRONMENT if self.device == "cpu" else {})
         if self.device == "cpu" and self.tp_size > 1:
             chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(self.tp_size))
-        if self.device == "cuda":
-            chosen["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpu_ids))
         return {**chosen, **self.environment}
 
 

@@ -18,6 +18,8 @@ MAX_TRIES = 12
 MAX_COMPARED = 3
 """Fixes that mend a finding, of which the best is shown."""
 
+NOTHING_TRIED_HELPS = "mend what else is wrong first: with that, no change of these flags that was tried keeps all rules"
+
 
 @dataclass(frozen=True, slots=True)
 class _Found:
@@ -73,7 +75,8 @@ def _with_tried_fix(each: _Found, subject: Subject, known: Counter[str]) -> Find
         num_compared += bool(num_mended)
         if most_mended == known.total() or num_compared == MAX_COMPARED:
             break
-    return replace(each.finding, fix=best)
+    advice = each.finding.advice or ("" if best else NOTHING_TRIED_HELPS)
+    return replace(each.finding, fix=best, advice=advice)
 
 
 def _num_mended(fix: Fix, rule_id: str, subject: Subject, known: Counter[str]) -> int:

@@ -6,6 +6,8 @@ Sources: Megatron-Core 0.16.1, `parallel_state.initialize_model_parallel`, `Tran
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
+from math import log, prod
 
 from fuligo.config import Config
 from fuligo.config.findings import Severity
@@ -17,6 +19,9 @@ from fuligo.planner.subject import Subject
 
 _GPUS = ("--actor-num-nodes", "--actor-num-gpus-per-node")
 _TP, _PP, _CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+_FLAG_COSTS = 1.0
+"""Changing one flag more is as bad as a size that is wrong by a factor of e."""
+_MAX_FIXES = 24
 _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 
 
@@ -51,16 +56,20 @@ def _other_tp(subject: Subject, sizes: list[int]) -> tuple[Fix, ...]:
     return tuple(fixes)
 
 
-def _nearest_of_several(config: Config, product: int, names: tuple[str, ...]) -> tuple[Fix, ...]:
-    """Fixes that change one of the sizes so that all together divide the trainer's GPUs; the smallest change first."""
-    fixes: list[tuple[float, Fix]] = []
-    for name in names:
-        size = getattr(config.parallel, name) or config.parallel.tensor_model_parallel_size
-        others = product // size
-        if config.num_train_gpus % others == 0:
-            for other in nearest_first(size, divisors(config.num_train_gpus // others)):
-                fixes.append((max(size, other) / min(size, other), (put(name, other),)))
-    return tuple(fix for _, fix in sorted(fixes, key=lambda each: each[0]))
+def _nearest_of_several(subject: Subject, sizes: dict[str, int], *, fixed: int = 1) -> tuple[Fix, ...]:
+    """Fixes after which the sizes, together with `fixed`, divide the trainer's GPUs: few changes, and small ones, first."""
+    gpus = subject.config.num_train_gpus
+    found: list[tuple[float, Fix]] = []
+    for chosen in product(divisors(gpus), repeat=len(sizes)):
+        if gpus % (prod(chosen) * fixed):
+            continue
+        changed = {name: new for (name, old), new in zip(sizes.items(), chosen, strict=True) if new != old}
+        distance = sum(abs(log(new / sizes[name])) + _FLAG_COSTS for name, new in changed.items())
+        fix = tuple(put(name, new) for name, new in changed.items())
+        if changed.get(_TP) == 1 and subject.config.parallel.sequence_parallel:
+            fix = (*fix, drop("sequence_parallel"))
+        found.append((distance, fix))
+    return tuple(fix for _, fix in sorted(found, key=lambda each: each[0])[:_MAX_FIXES])
 
 
 def dense_sizes_divide(config: Config) -> bool:
@@ -80,7 +89,7 @@ def sizes_divide_gpus(subject: Subject) -> Iterator[Broken]:
     yield Broken(
         f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x --context-parallel-size {cp} = {tp * pp * cp} "
         f"does not divide {trainer_gpus(config)}",
-        _nearest_of_several(config, tp * pp * cp, (_TP, _PP, _CP)),
+        _nearest_of_several(subject, {_TP: tp, _PP: pp, _CP: cp}),
         "choose sizes whose product divides the GPUs, or give the trainer others",
     )
 
@@ -102,7 +111,7 @@ def expert_sizes_divide_gpus(subject: Subject) -> Iterator[Broken]:
     yield Broken(
         f"--expert-tensor-parallel-size {etp}{default} x --expert-model-parallel-size {ep} x --pipeline-model-parallel-size {pp} = "
         f"{etp * ep * pp} does not divide {trainer_gpus(config)}",
-        _nearest_of_several(config, etp * ep * pp, (_ETP, _EP)),
+        _nearest_of_several(subject, {_ETP: etp, _EP: ep}, fixed=pp),
         "choose expert sizes whose product with the pipeline's divides the GPUs",
     )
 

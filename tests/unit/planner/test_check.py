@@ -139,6 +139,7 @@ def test_of_many_mistakes_each_fix_mends_its_own_and_makes_no_new_one() -> None:
         assert before == Counter(finding.id for finding in broken_rules(subject))
         for finding in found:
             if not finding.fix:
+                assert finding.advice
                 continue
             num_fixes += 1
             after = Counter(left.id for left in broken_rules(replace(subject, config=subject.config.changed(finding.fix))))

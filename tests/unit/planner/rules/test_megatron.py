@@ -1,0 +1,48 @@
+"""What Megatron-Core's own config refuses, the rules refuse, and nothing else of it: against recorded verdicts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from fuligo.config.findings import Severity
+from fuligo.planner.check import broken_rules
+from tests.unit.planner.rules.broken_runs import DENSE, MIXTURE, Run
+from tests.unit.planner.rules.megatron_cases import Case, cases
+
+VERDICTS: list[bool] = json.loads((Path(__file__).parent / "megatron_verdicts.json").read_text(encoding="utf-8"))
+"""Whether Megatron-Core 0.16.1 refuses each case."""
+REFUSED_LATER = {"PLAN-PP-LAYERS", "PLAN-VPP-LAYERS"}
+"""Stages that are to be even are checked by Megatron's launcher, not by its config."""
+
+
+def _flags(case: Case) -> str:
+    """On as many nodes as the sizes need to divide the GPUs."""
+    words = []
+    for name, value in asdict(case).items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            switches_off = name in ("sequence_parallel", "moe_grouped_gemm")
+            words += [] if name == "is_mixture" else [f"--{option}"] if value else [f"--no-{option}"] if switches_off else []
+        elif isinstance(value, tuple):
+            words += [f"--{option}", *value] if value else []
+        else:
+            words += [f"--{option}", "none" if value is None else str(value)]
+    nodes = case.tensor_model_parallel_size * case.pipeline_model_parallel_size * case.expert_model_parallel_size
+    return " ".join([*words, f"--context-parallel-size 1 --actor-num-nodes {nodes} --rollout-batch-size 4096"])
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_rules_refuse_what_megatron_refuses(part: int) -> None:
+    for case, is_refused in list(zip(cases(), VERDICTS, strict=True))[part::4]:
+        subject = Run(MIXTURE if case.is_mixture else DENSE, _flags(case)).subject()
+        errors = {finding.id for finding in broken_rules(subject) if finding.severity is Severity.ERROR}
+        even = case.decoder_first_pipeline_num_layers is None and case.decoder_last_pipeline_num_layers is None
+        assert bool(errors - (REFUSED_LATER if even and not is_refused else set())) == is_refused, (case, errors)
+
+
+def test_both_verdicts_were_recorded() -> None:
+    assert min(VERDICTS.count(True), VERDICTS.count(False)) > 80

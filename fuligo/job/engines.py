@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fuligo.config import Config
 from fuligo.config.hugging_face import read_model_config
@@ -14,15 +14,19 @@ from fuligo.engines.client import EngineClient, EngineGroup
 from fuligo.engines.launch import EmbeddedEngineSettings, EngineProcess, launch_embedded
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
-from fuligo.errors import EngineError, FuligoError
-from fuligo.job.fleet import fleet_settings
+from fuligo.errors import ConfigError, EngineError, FuligoError
+from fuligo.job.fleet import fleet_settings, local_places
 from fuligo.job.trainer_settings import resolve_device, resolve_precision
+from fuligo.job.watch import while_watching
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.trainer.protocol import Trainer
 from fuligo.weights.manifest import Transport
 from fuligo.weights.proof import ChecksumProof, EqualityProof, LogprobProof
 from fuligo.weights.publisher import PublishSettings, WeightPublisher
 from fuligo.weights.scratch import scratch_root
+
+if TYPE_CHECKING:
+    from fuligo.cluster.cluster import RayCluster
 
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-3, 0.05
 """Nats; of mean log-probability differences between two implementations of one model (in bf16: 0.01 to 0.03 seen)."""
@@ -50,27 +54,19 @@ class Engines:
             yield
             return
         self.fleet.renew = publisher.renew if isinstance(publisher, WeightPublisher) else self._admit
-        block = asyncio.current_task()
-        assert block is not None
-        watch = asyncio.create_task(self.fleet.watch())
-        watch.add_done_callback(lambda done: None if done.cancelled() else block.cancel())
-        try:
+        async with while_watching(self.fleet.watch()):
             yield
-        except asyncio.CancelledError:
-            if watch.done() and not watch.cancelled() and block.uncancel() == 0:
-                watch.result()
-            raise
-        finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
 
     async def _admit(self, engine: EngineClient) -> bool:
         await self.group.admit([engine])
         return True
 
 
-async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncExitStack) -> Engines | None:
+async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncExitStack, cluster: RayCluster | None) -> Engines | None:
     """Start the engines, or connect to those that run; returns when they answer. None where nothing is sampled.
+
+    Args:
+        cluster: has places for SGLang engines; None: they run here
 
     Raises:
         EngineError: an engine did not start, or does not answer.
@@ -80,7 +76,7 @@ async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncEx
     flags = config.engine
     urls = [address if "://" in address else f"http://{address}" for address in flags.rollout_external_engine_addrs]
     if not urls and config.resolved_rollout_backend == "sglang":
-        fleet = await Fleet.launch(fleet_settings(config, directory, stack.enter_context(PortClaims())))
+        fleet = await _launch_fleet(config, directory, stack.enter_context(PortClaims()), cluster)
         stack.push_async_callback(fleet.stop)
         return Engines(fleet.group, fleet)
     if not urls:
@@ -91,6 +87,13 @@ async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncEx
     stack.push_async_callback(engines.close)
     await engines.wait_ready(flags.engine_start_timeout_s)
     return Engines(engines)
+
+
+async def _launch_fleet(config: Config, directory: RunDirectory, claims: PortClaims, cluster: RayCluster | None) -> Fleet:
+    if cluster is None:
+        return await Fleet.launch(fleet_settings(config, directory, local_places(config, claims), claims))
+    settings = fleet_settings(config, directory, await cluster.engine_places(), claims)
+    return await Fleet.launch(settings, cluster.start_engine)
 
 
 @asynccontextmanager
@@ -123,11 +126,17 @@ def _embedded_settings(config: Config, directory: RunDirectory) -> EmbeddedEngin
     )
 
 
-def build_publisher(config: Config, trainer: Trainer, engines: EngineGroup, *, version: int) -> WeightPublisher:
+def build_publisher(
+    config: Config, trainer: Trainer, engines: EngineGroup, *, version: int, cluster: RayCluster | None = None
+) -> WeightPublisher:
+    """
+    Raises:
+        ConfigError: the transport does not reach the engines from where rank 0 runs
+    """
     assert config.model.hf_checkpoint is not None
     flags = config.weight_sync
     settings = PublishSettings(
-        transport=_transport(config),
+        transport=_transport(config, cluster),
         bucket_bytes=flags.update_weight_buffer_size,
         changes_only=flags.update_weight_mode == "delta",
         model_files=Path(config.model.hf_checkpoint),
@@ -150,13 +159,23 @@ def _proof(config: Config, trainer: Trainer) -> EqualityProof:
     )
 
 
-def _transport(config: Config) -> Transport:
-    """auto: shared memory between processes of one machine, broadcast between GPUs; engines that we did not start read files."""
+def _transport(config: Config, cluster: RayCluster | None) -> Transport:
+    """auto: shared memory on one machine, broadcast between GPUs and between machines; engines that we did not start read files."""
     asked = config.weight_sync.update_weight_transport
+    embedded = config.resolved_rollout_backend == "embedded"
+    one_machine = cluster is None or (cluster.sender_is_here if embedded else cluster.sender_shares_machine_with_engines)
     if asked != "auto":
+        here = cluster is None or (one_machine and (asked != "disk" or cluster.sender_is_here))
+        if asked in ("tensor", "disk") and not here and not config.engine.rollout_external_engine_addrs:
+            raise ConfigError(
+                f"--update-weight-transport {asked} goes through the memory of one machine, and trainer rank 0, the driver and the engines "
+                "are on several: leave it out, or give nccl (gloo on a CPU)"
+            )
         return asked
     if config.engine.rollout_external_engine_addrs:
         return "disk"
-    if config.resolved_rollout_backend == "sglang" and resolve_device(config) == "cuda":
+    if embedded and not one_machine:
+        raise ConfigError("the embedded engine runs beside the driver, and trainer rank 0 on another node: use --rollout-backend sglang")
+    if not embedded and resolve_device(config) == "cuda" and not config.cluster.colocate:
         return "nccl"
-    return "tensor"
+    return "tensor" if one_machine else "gloo"

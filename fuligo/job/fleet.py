@@ -1,37 +1,36 @@
-"""From the configuration to a fleet of SGLang engines on this machine."""
+"""From the configuration to a fleet of SGLang engines, and to their places on this machine."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fuligo.config import Config
-from fuligo.config.topology import EngineGroupSpec, engine_groups
+from fuligo.config.topology import engine_groups
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.router import RouterSettings
 from fuligo.engines.sglang.fleet import FleetSettings
-from fuligo.engines.sglang.server import PORTS_PER_ENGINE, ServerPorts, ServerSettings
+from fuligo.engines.sglang.place import EnginePlace, claim_ports
+from fuligo.engines.sglang.server import ServerSettings
 from fuligo.errors import ConfigError
 from fuligo.job.trainer_settings import resolve_device
 from fuligo.observability.run_directory import RunDirectory
+from fuligo.planner.slots import engine_gpus, engine_slots, trainer_slots
 
-HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
-def fleet_settings(config: Config, directory: RunDirectory, claims: PortClaims) -> FleetSettings:
+def fleet_settings(config: Config, directory: RunDirectory, places: Sequence[EnginePlace], claims: PortClaims) -> FleetSettings:
     """
     Args:
-        claims: of the run's ports; open as long as the fleet runs
-
-    Raises:
-        ConfigError: the engines need more GPUs than this machine has
+        places: of the engines, in order
+        claims: of this machine's ports, for the router; open as long as the fleet runs
     """
-    groups = engine_groups(config)
     return FleetSettings(
-        servers=tuple(_servers(config, groups, directory, claims)),
+        servers=tuple(_servers(config, directory, places)),
         router=RouterSettings(
             log_file=directory.path / "router.txt",
-            host=HOST,
+            host=LOOPBACK,
             port=claims.claim(),
             prometheus_port=claims.claim(),
             arguments=dict(config.router.items()),
@@ -46,38 +45,50 @@ def fleet_settings(config: Config, directory: RunDirectory, claims: PortClaims) 
     )
 
 
-def _servers(config: Config, groups: tuple[EngineGroupSpec, ...], directory: RunDirectory, claims: PortClaims) -> Iterator[ServerSettings]:
-    """Engines take GPUs in order, after the trainer's; a placeholder leaves its GPUs free."""
+def local_places(config: Config, claims: PortClaims) -> list[EnginePlace]:
+    """On this machine, in the order of `fuligo plan`.
+
+    Raises:
+        ConfigError: the run needs more GPUs than this machine has
+    """
     device = resolve_device(config)
-    gpu_ids = iter(_gpu_ids(config) if device == "cuda" else ())
-    number = 0
-    for group in groups:
-        if group.worker_type == "placeholder":
-            for _ in range(group.num_gpus):
-                next(gpu_ids, None)
-            continue
-        for _ in range(group.num_engines):
-            assert group.model_path is not None, "validated"
-            yield ServerSettings(
-                name=f"engine {number}",
-                model_path=group.model_path,
-                tp_size=group.tp_size,
-                pp_size=group.pp_size,
-                arguments=dict(group.arguments.items()),
-                worker_type=group.worker_type,
-                device=device,
-                host=HOST,
-                ports=ServerPorts(claims.claim(), claims.claim(PORTS_PER_ENGINE), claims.claim()),
-                log_file=directory.path / f"engine-{number}.txt",
-                gpu_ids=tuple(next(gpu_ids) for _ in range(group.num_gpus_per_engine)) if device == "cuda" else (),
-                python=_python(config),
-                environment=_environment(config),
-                start_timeout_s=config.engine.engine_start_timeout_s,
-            )
-            number += 1
+    if device == "cuda":
+        _check_gpus(config)
+    trainers = trainer_slots(config.num_train_gpus, config.num_train_gpus)
+    groups = engine_groups(config)
+    per_node = max(config.total_num_gpus, 1)
+    slots = engine_slots(trainers, sum(group.num_gpus for group in groups), per_node, shares=config.cluster.colocate)
+    return [
+        EnginePlace(LOOPBACK, claim_ports(claims), tuple(slots[number][1] for number in numbers) if device == "cuda" else ())
+        for numbers in engine_gpus(groups)
+    ]
 
 
-def _gpu_ids(config: Config) -> range:
+def _servers(config: Config, directory: RunDirectory, places: Sequence[EnginePlace]) -> Iterator[ServerSettings]:
+    groups = [group for group in engine_groups(config) for _ in range(group.num_engines)]
+    for number, (group, place) in enumerate(zip(groups, places, strict=True)):
+        assert group.model_path is not None, "validated"
+        assert group.worker_type != "placeholder", "a placeholder has no engines"
+        yield ServerSettings(
+            name=f"engine {number}",
+            model_path=group.model_path,
+            tp_size=group.tp_size,
+            pp_size=group.pp_size,
+            arguments=dict(group.arguments.items()),
+            worker_type=group.worker_type,
+            device=resolve_device(config),
+            host=place.host,
+            ports=place.ports,
+            log_file=directory.path / f"engine-{number}.txt",
+            gpu_ids=place.gpu_ids,
+            num_nodes=place.num_nodes,
+            python=_python(config),
+            environment=_environment(config),
+            start_timeout_s=config.engine.engine_start_timeout_s,
+        )
+
+
+def _check_gpus(config: Config) -> None:
     import torch
 
     here, needed = torch.cuda.device_count(), config.total_num_gpus
@@ -86,7 +97,6 @@ def _gpu_ids(config: Config) -> range:
             f"trainer and engines need {needed} GPUs and this machine has {here}: take fewer "
             "(--actor-num-gpus-per-node, --rollout-num-gpus), or --colocate to share them"
         )
-    return range(config.num_train_gpus, needed)
 
 
 def _python(config: Config) -> str:

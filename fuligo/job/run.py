@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from fuligo.checkpoint.location import Checkpoint, WeightsOnly, resolve
 from fuligo.checkpoint.state import RunState
 from fuligo.checkpoint.store import CheckpointStore
+from fuligo.cluster.launcher import chosen_launcher, prepare_environment
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
 from fuligo.config.hooks import hook_of
@@ -24,6 +25,7 @@ from fuligo.job.periodic import Evaluate, SaveCheckpoint, SaveDebugRollout, Sche
 from fuligo.job.recorder import RunRecorder
 from fuligo.job.stream import Stream, StreamBuilder
 from fuligo.job.trainer_settings import resolve_device, trainer_settings
+from fuligo.job.watch import while_watching
 from fuligo.loop import Loop, Periodic, Publisher, sample_only
 from fuligo.observability.progress import open_progress
 from fuligo.observability.run_directory import RunDirectory
@@ -34,6 +36,7 @@ from fuligo.trainer.settings import advantage_settings, sample_settings
 from fuligo.weights.publisher import Unpublished
 
 if TYPE_CHECKING:
+    from fuligo.cluster.cluster import RayCluster
     from fuligo.trainer.protocol import Trainer
 
 logger = logging.getLogger(__name__)
@@ -90,11 +93,25 @@ async def run_config(config: Config) -> Outcome:
         if origin.state is not None:
             logger.info("resuming from %s at rollout %d", origin.checkpoint, origin.step)
             origin.state.rng.restore()
-        return await _run(config, origin, directory, stack)
+        if chosen_launcher(config) == "local":
+            return await _run(config, origin, directory, stack, None)
+        config, cluster = await _join_cluster(config, origin, directory, stack)
+        return await _run(config, origin, directory, stack, cluster)
 
 
-async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: AsyncExitStack) -> Outcome:
-    launching = asyncio.create_task(launch_engines(config, directory, stack))
+async def _join_cluster(config: Config, origin: Origin, directory: RunDirectory, stack: AsyncExitStack) -> tuple[Config, RayCluster]:
+    """The cluster decides where `--device auto` computes."""
+    prepare_environment()
+    from fuligo.cluster.cluster import open_cluster
+
+    cluster = await open_cluster(config, stack)
+    assert config.model.hf_checkpoint is not None, "validated"
+    await cluster.check_paths([directory.path, origin.initial_weights, Path(config.model.hf_checkpoint)])
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": cluster.device})}), cluster
+
+
+async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: AsyncExitStack, cluster: RayCluster | None) -> Outcome:
+    launching = asyncio.create_task(launch_engines(config, directory, stack, cluster))
     stack.push_async_callback(_abandon, launching)
     await asyncio.sleep(0)  # the engine's process starts now, beside all that follows
     builder = StreamBuilder.open(config)
@@ -106,11 +123,11 @@ async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: A
     recorder = _open_recorder(config, directory, origin, num_rollout, stack)
 
     with recorder.phase("start", origin.step):
-        trainer = await _load_trainer(config, origin, num_rollout, stack)
+        trainer = await _load_trainer(config, origin, num_rollout, stack, directory, cluster)
         engines = await launching
     publisher: Publisher = Unpublished(origin.policy_version)
     if trainer is not None and engines is not None:
-        publisher = build_publisher(config, trainer, engines.group, version=origin.policy_version)
+        publisher = build_publisher(config, trainer, engines.group, version=origin.policy_version, cluster=cluster)
         with recorder.phase("sync", origin.step):
             await publisher.sync()
     if engines is not None:
@@ -139,16 +156,22 @@ async def _abandon(task: asyncio.Task[Engines | None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def _load_trainer(config: Config, origin: Origin, num_rollout: int, stack: AsyncExitStack) -> Trainer | None:
+async def _load_trainer(
+    config: Config, origin: Origin, num_rollout: int, stack: AsyncExitStack, directory: RunDirectory, cluster: RayCluster | None
+) -> Trainer | None:
     """None with --debug-rollout-only."""
     if config.debug.debug_rollout_only:
         return None
-    from fuligo.trainer.torch_backend.trainer import TorchTrainer
+    settings = trainer_settings(config, resolve_device(config), initial_weights=origin.initial_weights, num_rollout=num_rollout)
+    if cluster is None:
+        from fuligo.trainer.torch_backend.trainer import TorchTrainer
 
-    trainer = TorchTrainer(
-        trainer_settings(config, resolve_device(config), initial_weights=origin.initial_weights, num_rollout=num_rollout)
-    )
-    stack.push_async_callback(trainer.close)
+        trainer = TorchTrainer(settings)
+        stack.push_async_callback(trainer.close)
+    else:
+        trainer = cluster.trainer(settings, directory.path)
+        stack.push_async_callback(trainer.close)
+        await stack.enter_async_context(while_watching(trainer.watch()))
     await trainer.load()
     if origin.checkpoint is not None:
         await trainer.restore(origin.checkpoint)

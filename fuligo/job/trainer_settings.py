@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from fuligo.cluster.launcher import chosen_launcher
 from fuligo.config import Config
 from fuligo.errors import ConfigError
 from fuligo.trainer.packing import Capacity
@@ -26,6 +27,8 @@ def resolve_device(config: Config) -> Device:
     import torch
 
     asked = config.cluster.device
+    if asked != "auto" and chosen_launcher(config) == "ray":
+        return asked  # the nodes have it, whatever this machine has
     if asked == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device here; give --device cpu, or auto")
     return "cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu"

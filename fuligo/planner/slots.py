@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+from fuligo.config.topology import EngineGroupSpec
 
 Slot = tuple[int, int]
 """(node, index within the node)"""
@@ -24,3 +26,13 @@ def engine_slots(trainers: Sequence[Slot], num_gpus: int, per_node: int, *, shar
             chosen.append(slot)
         number += 1
     return chosen
+
+
+def engine_gpus(groups: Sequence[EngineGroupSpec]) -> Iterator[range]:
+    """Which of the GPUs of all engines each engine takes; a placeholder leaves its GPUs free."""
+    first = 0
+    for group in groups:
+        for number in range(group.num_engines):
+            start = first + number * group.num_gpus_per_engine
+            yield range(start, start + group.num_gpus_per_engine)
+        first += group.num_gpus

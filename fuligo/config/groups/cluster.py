@@ -20,6 +20,9 @@ class ClusterFlags(FlagGroup):
     rollout_backend: Literal["auto", "embedded", "sglang"] = flag(
         "auto", "engine; auto is embedded unless the trainer is megatron, or an SGLang flag or --rollout-num-gpus* is given"
     )
+    launcher: Literal["auto", "local", "ray"] = flag(
+        "auto", "who starts ranks and engines; auto is ray in a Ray job, with RAY_ADDRESS set, or for several nodes, else this process"
+    )
     actor_num_nodes: int = flag(1, "nodes of the trainer", source="seed", ge=1)
     actor_num_gpus_per_node: int | None = flag(
         None,

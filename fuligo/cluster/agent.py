@@ -1,0 +1,56 @@
+"""An actor on each node: it holds the run's share of the node, claims ports there, and starts engines there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fuligo.engines.ports import PortClaims
+from fuligo.engines.server_process import last_lines
+from fuligo.engines.sglang.place import claim_ports
+from fuligo.engines.sglang.server import ServerPorts, ServerSettings, SGLangServer
+from fuligo.errors import EngineError
+
+
+class NodeAgent:
+    """Engines end with it, however it ends."""
+
+    def __init__(self) -> None:
+        import ray
+
+        self._gpu_ids = tuple(int(number) for number in ray.get_gpu_ids())
+        self._claims = PortClaims()
+        self._servers: dict[str, SGLangServer] = {}
+
+    async def gpu_ids(self) -> tuple[int, ...]:
+        """Of the node's share, in order."""
+        return tuple(sorted(self._gpu_ids))
+
+    async def claim_engine_ports(self) -> ServerPorts:
+        return claim_ports(self._claims)
+
+    async def missing(self, paths: list[str]) -> list[str]:
+        """Those that this node does not see."""
+        return [path for path in paths if not Path(path).exists()]  # noqa: ASYNC240  # nothing else waits for it
+
+    async def start(self, settings: ServerSettings) -> None:
+        """Returns before the engine is ready."""
+        self._servers[settings.name] = SGLangServer(settings)
+
+    async def ending(self, name: str) -> str:
+        """Returns when the engine's process has ended: how, and the last lines of its log."""
+        process = self._servers[name].process
+        await process.ended()
+        try:
+            process.check_alive()
+        except EngineError as error:
+            return str(error)
+        raise AssertionError("it has ended")
+
+    async def last_lines(self, name: str) -> str:
+        return last_lines(self._servers[name].process.log_file)
+
+    async def stop(self, name: str) -> None:
+        """Returns when nothing of the engine is left on this node."""
+        server = self._servers.pop(name, None)
+        if server is not None:
+            await server.stop()

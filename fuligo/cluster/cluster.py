@@ -1,0 +1,157 @@
+"""A run's share of a Ray cluster: its nodes, the trainer's ranks on them, and the engines on them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fuligo.cluster.connection import connected, has_gpus, own_node
+from fuligo.cluster.engines import RemotePart, RemoteServer
+from fuligo.cluster.placement import Placement, engine_parts, place
+from fuligo.cluster.rank import TrainerRank
+from fuligo.cluster.reservation import AGENT_TIMEOUT_S, Bundle, Device, Reservation, reserve, start_agent
+from fuligo.cluster.supervision import RankHandle
+from fuligo.cluster.trainer import RayTrainer
+from fuligo.config import Config
+from fuligo.engines.sglang.place import EnginePlace
+from fuligo.engines.sglang.server import ServerSettings
+from fuligo.errors import ConfigError
+from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
+
+
+@dataclass(slots=True, frozen=True)
+class Node:
+    """A node of the run."""
+
+    bundle: Bundle
+    agent: Any
+    """Handle of its `NodeAgent`."""
+    gpu_ids: tuple[int, ...]
+    """Of the run's share, by slot; empty on a CPU."""
+
+
+class RayCluster:
+    """Opened by `open_cluster`."""
+
+    def __init__(self, config: Config, device: Device, placement: Placement, reservation: Reservation, nodes: Sequence[Node]) -> None:
+        self._environment = config.cluster.env
+        self.device: Device = device
+        self._placement = placement
+        self._reservation = reservation
+        self._nodes = nodes
+        self._parts: dict[str, tuple[RemotePart, ...]] = {
+            f"engine {number}": tuple(
+                RemotePart(nodes[part.node].agent, nodes[part.node].bundle.host, _gpus(nodes[part.node], part.slots))
+                for part in engine_parts(slots, name=f"engine {number}")
+            )
+            for number, slots in enumerate(placement.engines)
+        }
+
+    async def engine_places(self) -> list[EnginePlace]:
+        """Of the engines, in order; their ports are claimed on their nodes."""
+        firsts = [parts[0] for parts in self._parts.values()]
+        ports = await asyncio.gather(*(part.agent.claim_engine_ports.remote() for part in firsts))
+        return [
+            EnginePlace(part.host, its_ports, part.gpu_ids, num_nodes=len(parts))
+            for part, its_ports, parts in zip(firsts, ports, self._parts.values())
+        ]
+
+    def start_engine(self, settings: ServerSettings) -> RemoteServer:
+        """Begin to start it on its nodes."""
+        return RemoteServer(settings, self._parts[settings.name])
+
+    def trainer(self, settings: TorchTrainerSettings, logs: Path) -> RayTrainer:
+        """
+        Args:
+            logs: directory of the ranks' logs
+        """
+        reference = settings.reference_weights
+        settings = replace(
+            settings,  # nodes have other working directories
+            hf_checkpoint=settings.hf_checkpoint.absolute(),
+            initial_weights=settings.initial_weights.absolute(),
+            reference_weights=None if reference is None else reference.absolute(),
+        )
+        return RayTrainer(settings, [self._rank(rank, logs / f"trainer-rank-{rank}.txt") for rank in range(len(self._placement.ranks))])
+
+    async def check_paths(self, paths: Sequence[Path]) -> None:
+        """
+        Raises:
+            ConfigError: a node does not see what this machine sees; names both
+        """
+        here = [str(path) for path in _existing(paths)]
+        for node in self._nodes:
+            missing = await node.agent.missing.remote(here)
+            if missing:
+                raise ConfigError(
+                    f"node {node.bundle.host} does not have {', '.join(missing)}: models, --run-dir and --save must be on a disk that all "
+                    "nodes share, under one path"
+                )
+
+    @property
+    def sender_shares_machine_with_engines(self) -> bool:
+        """Rank 0 and every engine run on one node."""
+        first = self._nodes[self._placement.ranks[0][0]].bundle.node_id
+        return all(self._nodes[node].bundle.node_id == first for engine in self._placement.engines for node, _ in engine)
+
+    @property
+    def sender_is_here(self) -> bool:
+        """Rank 0 runs on this process's machine."""
+        return self._nodes[self._placement.ranks[0][0]].bundle.node_id == own_node()
+
+    def _rank(self, rank: int, log_file: Path) -> RankHandle:
+        number, slot = self._placement.ranks[rank]
+        node = self._nodes[number]
+        environment = self._environment
+        if self.device == "cuda":
+            gpu = str(node.gpu_ids[slot])
+            environment = {**environment, "CUDA_VISIBLE_DEVICES": gpu, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        actor = self._reservation.actor(
+            TrainerRank,
+            node.bundle,
+            resources={},  # its node's agent holds them
+            environment=environment,
+            rank=rank,
+            size=len(self._placement.ranks),
+            log_file=str(log_file.absolute()),
+        )
+        return RankHandle(rank, node.bundle.host, actor, log_file.absolute())
+
+
+async def open_cluster(config: Config, stack: AsyncExitStack) -> RayCluster:
+    """Connect, or start Ray on this machine, and reserve what the run takes; given back when the stack closes.
+
+    Raises:
+        ConfigError: there is no cluster, or it has not got what the run takes
+    """
+    placement = place(config)
+    asked = config.cluster.device
+    stack.enter_context(connected(num_slots=sum(placement.node_sizes), device=asked, several_nodes=len(placement.node_sizes) > 1))
+    device: Device = "cuda" if asked == "cuda" or (asked == "auto" and has_gpus()) else "cpu"
+    reservation = await reserve(placement.node_sizes, device)
+    stack.callback(reservation.close)
+    nodes = await _open_nodes(reservation, device, config.cluster.env)
+    return RayCluster(config, device, placement, reservation, nodes)
+
+
+async def _open_nodes(reservation: Reservation, device: Device, environment: Mapping[str, str]) -> list[Node]:
+    agents = [start_agent(reservation, bundle, device, environment) for bundle in reservation.bundles]
+    try:
+        async with asyncio.timeout(AGENT_TIMEOUT_S):
+            gpu_ids = await asyncio.gather(*(agent.gpu_ids.remote() for agent in agents))
+    except TimeoutError:
+        hosts = ", ".join(bundle.host for bundle in reservation.bundles)
+        raise ConfigError(f"Ray did not start a process on each of {hosts} within {AGENT_TIMEOUT_S:g} s; see Ray's logs there") from None
+    return [Node(bundle, agent, ids) for bundle, agent, ids in zip(reservation.bundles, agents, gpu_ids)]
+
+
+def _gpus(node: Node, slots: Sequence[int]) -> tuple[int, ...]:
+    return tuple(node.gpu_ids[slot] for slot in slots) if node.gpu_ids else ()
+
+
+def _existing(paths: Sequence[Path]) -> list[Path]:
+    return [path.absolute() for path in paths if path.exists()]

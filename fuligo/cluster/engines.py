@@ -1,0 +1,106 @@
+"""SGLang engines on the nodes of a Ray cluster, as the fleet sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from fuligo.cluster.supervision import reason
+from fuligo.engines.sglang.server import PROBE_TIMEOUT_S, ServerSettings, answers
+from fuligo.errors import EngineError
+
+POLL_S = 0.2
+STOP_TIMEOUT_S = 40.0
+"""Longer than a node's own deadline for it."""
+
+
+@dataclass(slots=True, frozen=True)
+class RemotePart:
+    """What one node has of an engine."""
+
+    agent: Any
+    """Handle of the node's `NodeAgent`."""
+    host: str
+    gpu_ids: tuple[int, ...]
+
+
+class RemoteServer:
+    """An engine on one or more nodes; its parts end together. Implements `engines.sglang.server.Server`."""
+
+    def __init__(self, settings: ServerSettings, parts: Sequence[RemotePart]) -> None:
+        """Begin to start it: one process tree a node, which meet at the first node's address."""
+        self.settings = settings = _with_absolute_paths(settings)
+        self._parts = parts
+        self._starting = [
+            part.agent.start.remote(replace(settings, node_rank=number, gpu_ids=part.gpu_ids, log_file=_log_of(settings, number)))
+            for number, part in enumerate(parts)
+        ]
+        self._endings = [asyncio.create_task(self._ending(number)) for number in range(len(parts))]
+        """Each is done when the part has ended: what it says then."""
+
+    @property
+    def url(self) -> str:
+        return self.settings.url
+
+    @property
+    def alive(self) -> bool:
+        return not any(ending.done() for ending in self._endings)
+
+    def check_alive(self) -> None:
+        for ending in self._endings:
+            if ending.done():
+                raise EngineError(ending.result())
+
+    async def wait_ready(self) -> None:
+        deadline = time.monotonic() + self.settings.start_timeout_s
+        while not await answers(self.url, PROBE_TIMEOUT_S):
+            self.check_alive()
+            if time.monotonic() > deadline:
+                lines = await self._parts[0].agent.last_lines.remote(self.settings.name)
+                raise EngineError(
+                    f"{self.settings.name} on {self._parts[0].host} was not ready within {self.settings.start_timeout_s:g} s; its log "
+                    f"({self.settings.log_file}) ends:\n{lines}"
+                )
+            await asyncio.sleep(POLL_S)
+
+    async def answers(self, timeout_s: float) -> bool:
+        return await answers(self.url, timeout_s)
+
+    async def stop(self) -> None:
+        stopping = [asyncio.ensure_future(_finished(part.agent.stop.remote(self.settings.name))) for part in self._parts]
+        await asyncio.wait(stopping, timeout=STOP_TIMEOUT_S)  # a lost node has nothing left to stop
+        for ending in self._endings:
+            ending.cancel()
+        await asyncio.gather(*self._endings, return_exceptions=True)
+
+    async def _ending(self, number: int) -> str:
+        part = self._parts[number]
+        try:
+            await self._starting[number]
+            return f"on {part.host}: {await part.agent.ending.remote(self.settings.name)}"
+        except RayError as error:
+            return f"{self.settings.name} is gone with its node {part.host}: {reason(error)}"
+
+
+async def _finished(call: ray.ObjectRef) -> None:
+    try:
+        await call
+    except RayError:
+        return
+
+
+def _with_absolute_paths(settings: ServerSettings) -> ServerSettings:
+    """Nodes have other working directories."""
+    model = Path(settings.model_path)
+    return replace(settings, log_file=settings.log_file.absolute(), model_path=str(model.absolute()) if model.exists() else str(model))
+
+
+def _log_of(settings: ServerSettings, part: int) -> Path:
+    return settings.log_file if settings.num_nodes == 1 else settings.log_file.with_stem(f"{settings.log_file.stem}-node-{part}")

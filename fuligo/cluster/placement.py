@@ -1,0 +1,79 @@
+"""Which process goes to which GPU of which node: the layout of `fuligo plan`, as a run needs it. Knows no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fuligo.config import Config
+from fuligo.config.topology import engine_groups
+from fuligo.errors import ConfigError
+from fuligo.planner.slots import Slot, engine_gpus, engine_slots, trainer_slots
+
+
+@dataclass(slots=True, frozen=True)
+class Placement:
+    """On a CPU a slot is a process instead of a GPU."""
+
+    node_sizes: tuple[int, ...]
+    """Slots that the run takes of each node, in order."""
+    ranks: tuple[Slot, ...]
+    """(node, slot within the node) of each trainer rank: physical order is rank order."""
+    engines: tuple[tuple[Slot, ...], ...]
+    """Of each engine, in its ranks' order."""
+
+
+@dataclass(slots=True, frozen=True)
+class EnginePart:
+    """What one node has of an engine."""
+
+    node: int
+    slots: tuple[int, ...]
+    """Within the node."""
+
+
+def place(config: Config) -> Placement:
+    """Trainer ranks first, then engines; under --colocate engines share the trainer's slots. Slots of placeholders are taken and stay free.
+
+    Raises:
+        ConfigError: an engine would have unequal parts on its nodes
+    """
+    per_node = max(config.cluster.num_gpus_per_node, config.resolved_actor_num_gpus_per_node)
+    ranks = trainer_slots(config.num_train_gpus, config.resolved_actor_num_gpus_per_node)
+    groups = engine_groups(config)
+    gpus = engine_slots(ranks, sum(group.num_gpus for group in groups), per_node, shares=config.cluster.colocate)
+    taken = sorted({*ranks, *gpus})
+    compact = _without_gaps(taken)
+    placement = Placement(
+        node_sizes=tuple(sum(slot[0] == node for slot in taken) for node in sorted({node for node, _ in taken})),
+        ranks=tuple(compact[slot] for slot in ranks),
+        engines=tuple(tuple(compact[gpus[number]] for number in numbers) for numbers in engine_gpus(groups)),
+    )
+    for number, engine in enumerate(placement.engines):
+        engine_parts(engine, name=f"engine {number}")
+    return placement
+
+
+def engine_parts(slots: Sequence[Slot], *, name: str) -> tuple[EnginePart, ...]:
+    """The engine's slots by node, in order.
+
+    Raises:
+        ConfigError: the parts are not equal: SGLang cuts an engine evenly over its nodes
+    """
+    nodes = list(dict.fromkeys(node for node, _ in slots))
+    parts = tuple(EnginePart(node, tuple(index for its_node, index in slots if its_node == node)) for node in nodes)
+    sizes = [len(part.slots) for part in parts]
+    if len(set(sizes)) > 1:
+        raise ConfigError(
+            f"{name} would have {' and '.join(map(str, sizes))} GPUs on its nodes, SGLang needs the same number on each: choose "
+            "--rollout-num-gpus-per-engine that divides --num-gpus-per-node, and a trainer that leaves whole engines free"
+        )
+    return parts
+
+
+def _without_gaps(taken: Sequence[Slot]) -> dict[Slot, Slot]:
+    """Nodes and slots counted among those that are taken."""
+    nodes = sorted({node for node, _ in taken})
+    return {
+        slot: (number, index) for number, node in enumerate(nodes) for index, slot in enumerate(slot for slot in taken if slot[0] == node)
+    }

@@ -1,0 +1,123 @@
+"""An actor that holds one rank of the torch trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fuligo.errors import FuligoError, TrainerError
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
+    from fuligo.trainer.torch_backend.worker import RankWorker
+
+logger = logging.getLogger(__name__)
+
+JOIN_TIMEOUT = timedelta(seconds=300)
+
+
+@dataclass(slots=True, frozen=True)
+class Answer:
+    """What a command gave on one rank. Errors travel as values: a call that raises is a lost rank."""
+
+    value: Any = None
+    """Rank 0's result."""
+    error: FuligoError | None = None
+    is_deliberate: bool = False
+    """The error has a text for the user; else it is what Python said."""
+
+
+class TrainerRank:
+    """The computing goes on in a thread: the actor answers meanwhile, and what does not answer is stuck or stopped.
+
+    Args:
+        log_file: takes what the rank prints
+    """
+
+    def __init__(self, rank: int, size: int, log_file: str) -> None:
+        _print_into(Path(log_file))
+        from fuligo.trainer.torch_backend.compute_thread import ComputeThread
+
+        self._rank = rank
+        self._size = size
+        self._compute = ComputeThread(f"trainer-rank-{rank}")
+        self._store: TCPStore | None = None
+        self._worker: RankWorker | None = None
+
+    async def pid(self) -> int:
+        """Answers as long as the rank's process runs."""
+        return os.getpid()
+
+    async def open_store(self, host: str) -> int:
+        """On rank 0: where the ranks meet; its port."""
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+    async def load(self, settings: TorchTrainerSettings, host: str, port: int) -> Answer:
+        """Join the others, build this rank's part of the model."""
+        return await self._carry_out("load", lambda: self._load(settings, host, port))
+
+    async def call(self, method: str, arguments: bytes) -> Answer:
+        """A method of `RankWorker`.
+
+        Args:
+            arguments: pickled, so that arrays come out writable, which those of Ray's object store are not
+        """
+        worker = self._worker
+        assert worker is not None, "load() first"
+        return await self._carry_out(method, lambda: getattr(worker, method)(*pickle.loads(arguments)))
+
+    async def leave(self) -> None:
+        """The process group, if the thread is free to."""
+        await asyncio.wrap_future(self._compute.submit(_leave_world))
+
+    async def _carry_out(self, method: str, work: Any) -> Answer:
+        try:
+            value = await asyncio.wrap_future(self._compute.submit(work))
+        except FuligoError as error:
+            return Answer(error=error, is_deliberate=True)
+        except Exception as error:
+            logger.exception("rank %d failed in %s", self._rank, method)
+            return Answer(error=TrainerError(f"{type(error).__name__}: {error}"))
+        return Answer(value if self._rank == 0 else None)
+
+    def _load(self, settings: TorchTrainerSettings, host: str, port: int) -> None:
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+        from fuligo.trainer.torch_backend.worker import RankWorker
+        from fuligo.trainer.torch_backend.world import World, join_world
+
+        needs_group = self._size > 1 or settings.device == "cuda" or settings.precision == "bf16"
+        world = World()
+        if needs_group:
+            store = TCPStore(host, port, is_master=False, timeout=JOIN_TIMEOUT)
+            world = join_world(self._rank, self._size, settings.device, store=store, timeout_s=settings.command_timeout_s)
+        self._worker = RankWorker(settings, world)
+
+
+def _leave_world() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _print_into(log_file: Path) -> None:
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("ab") as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)

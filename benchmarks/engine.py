@@ -1,6 +1,6 @@
-"""Tokens per second of the embedded engine, over HTTP, beside transformers' `generate` (and SGLang on a CPU where it is installed).
+"""Tokens per second of the embedded engine, over HTTP, beside transformers' `generate` and, where it is given, SGLang on a CPU.
 
-    python benchmarks/engine.py [--requests 1 16 256] [--threads N] [--repeats 3]
+    python benchmarks/engine.py [--requests 1 16 256] [--threads N] [--repeats 3] [--engine-python .venv-sglang/bin/python]
 
 Same model (a Qwen3 of 0.85M parameters), same prompts, same numbers of new tokens, log-probabilities on, one run. Each engine is
 measured in turn, `--repeats` times round, and the best of each counts: what else runs on the machine hits all of them alike.
@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import os
-import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,16 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from fuligo.engines.client import EngineClient, SamplingParams
 from fuligo.engines.launch import EmbeddedEngineSettings, launch_embedded
+from fuligo.engines.ports import PortClaims
+from fuligo.engines.sglang.place import claim_ports
+from fuligo.engines.sglang.server import ServerSettings, SGLangServer
 
 Runner = Callable[["Workload"], Awaitable[None]]
 VOCAB_SIZE = 512
 PROMPT_TOKENS = 16
 EQUAL_TOKENS = 32
+TORCHVISION_STUB = Path(__file__).parents[1] / "tests" / "sglang" / "stubs"
+"""SGLang imports torchvision, and the registry's does not load beside a CPU build of torch."""
 
 
 @dataclass(slots=True)
@@ -123,50 +127,65 @@ def row(load: Workload, seconds: dict[str, float]) -> str:
 
 
 async def measure(args: argparse.Namespace, directory: Path) -> None:
-    engine = await launch_embedded(EmbeddedEngineSettings(str(directory), directory / "engine.log", device="cpu", num_threads=args.threads))
-    client = EngineClient(engine.url)
-    sglang = await launch_sglang(directory, args.threads) if importlib.util.find_spec("sglang") else None
     torch.set_num_threads(args.threads)
     model = Qwen3ForCausalLM.from_pretrained(directory)
 
     async def generate(load: Workload) -> None:
         await asyncio.to_thread(run_generate, model, load)
 
-    runners: dict[str, Runner] = {"embedded": lambda load: run_engine(client, load), "generate": generate}
-    if sglang is not None:
-        runners["sglang"] = lambda load: run_engine(sglang.client, load)
-    try:
+    async with AsyncExitStack() as stack:
+        embedded = await stack.enter_async_context(embedded_engine(directory, args.threads))
+        runners: dict[str, Runner] = {"embedded": lambda load: run_engine(embedded, load), "generate": generate}
+        if args.engine_python is not None:
+            sglang = await stack.enter_async_context(sglang_engine(directory, args))
+            runners["SGLang"] = lambda load: run_engine(sglang, load)
         for kind in ("equal", "mixed"):
             for num_requests in args.requests:
                 load = workload(kind, num_requests)
                 print(row(load, await best_seconds(runners, load, args.repeats)), flush=True)
+
+
+@asynccontextmanager
+async def embedded_engine(directory: Path, threads: int) -> AsyncIterator[EngineClient]:
+    engine = await launch_embedded(EmbeddedEngineSettings(str(directory), directory / "engine.log", device="cpu", num_threads=threads))
+    client = EngineClient(engine.url)
+    try:
+        yield client
     finally:
         await client.close()
         await engine.stop()
-        if sglang is not None:
-            await sglang.client.close()
-            sglang.process.terminate()
 
 
-@dataclass(slots=True)
-class Sglang:
-    process: asyncio.subprocess.Process
-    client: EngineClient
-
-
-async def launch_sglang(directory: Path, threads: int) -> Sglang:
-    port = 31000
-    environment = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    flags = "--device cpu --attention-backend torch_native --sampling-backend pytorch --grammar-backend none --disable-overlap-schedule"
-    flags += " --disable-cuda-graph --skip-server-warmup --skip-tokenizer-init --mem-fraction-static 0.1 --max-total-tokens 65536"
-    flags += f" --max-running-requests 256 --dtype bfloat16 --sleep-on-idle --port {port} --model-path {directory}"
-    with (directory / "sglang.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "sglang.launch_server", *flags.split(), env=os.environ | environment, stdout=log, stderr=log
+@asynccontextmanager
+async def sglang_engine(directory: Path, args: argparse.Namespace) -> AsyncIterator[EngineClient]:
+    with PortClaims() as claims:
+        settings = ServerSettings(
+            name="SGLang",
+            model_path=str(directory),
+            tp_size=1,
+            pp_size=1,
+            arguments={
+                "skip_tokenizer_init": True,
+                "max_running_requests": 256,
+                "max_total_tokens": 131072,
+                "dtype": args.sglang_dtype,
+            },
+            worker_type="regular",
+            device="cpu",
+            host="127.0.0.1",
+            ports=claim_ports(claims),
+            log_file=directory / "sglang.log",
+            python=args.engine_python,
+            environment={"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": str(TORCHVISION_STUB)},
         )
-    client = EngineClient(f"http://127.0.0.1:{port}")
-    await client.wait_ready(120)
-    return Sglang(process, client)
+        server = SGLangServer(settings)
+        client = EngineClient(server.url)
+        try:
+            await server.wait_ready()
+            yield client
+        finally:
+            await client.close()
+            await server.stop()
 
 
 def main() -> None:
@@ -174,6 +193,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 256])
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--engine-python", help="interpreter that has SGLang (make install-sglang: .venv-sglang/bin/python)")
+    parser.add_argument("--sglang-dtype", default="bfloat16")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fuligo-bench-") as directory:
         save_model(Path(directory))

@@ -103,7 +103,6 @@ ROWS = (
     NotYet(_split_engines, "the split of prefill and decode", "regular engines do both"),
     NotYet(_several_models, "more than one served model", "serve the actor alone"),
     NotYet(_switch("advantage_estimator", "ppo"), "PPO's value model", "the other estimators need none"),
-    NotYet(_switch("async_mode", "full"), "continuous rollout", "--async-mode one-step samples one rollout ahead"),
     NotYet(_switch("use_opd"), "on-policy distillation", "leave it out"),
     NotYet(_switch("use_opsm"), "off-policy sequence masking", "--use-tis --tis-mode sequence-mask masks sequences by their ratio"),
     NotYet(_switch("async_save"), "saving while training goes on", "leave it out"),

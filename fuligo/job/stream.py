@@ -14,7 +14,7 @@ from fuligo.data.dataset import PromptDataset
 from fuligo.data.settings import data_settings
 from fuligo.data.source import PromptSource
 from fuligo.engines.client import EngineGroup
-from fuligo.rollout.build import build_evaluator, build_generate, build_rollouts
+from fuligo.rollout.build import RolloutSide, build_evaluator, build_generate, build_rollouts
 from fuligo.rollout.debug_data import load_rollout
 from fuligo.rollout.evaluate import Evaluator
 from fuligo.rollout.modes import Rollouts
@@ -35,13 +35,23 @@ class Stream:
     produce: Callable[[int], Awaitable[Rollout]]
     """Makes the rollout of a step."""
     evaluator: Evaluator | None = None
+    side: RolloutSide | None = None
+    """What samples; None where rollouts are given."""
 
     def rollouts(self, config: Config, *, start: int, num_rollout: int, phase: PhaseTimer) -> Rollouts:
         async def timed(step: int) -> Rollout:
+            if self.side is not None and step == start:
+                self.side.activity.take_idle_fraction()  # what went before is no part of a step
             with phase("rollout", step):
-                return await self.produce(step)
+                rollout = await self.produce(step)
+            if self.side is not None:
+                rollout.metrics["perf/engine_idle_fraction"] = self.side.activity.take_idle_fraction()
+            return rollout
 
-        return Rollouts(timed, start=start, stop=num_rollout, mode=config.rollout.async_mode)
+        continuous = None if self.side is None else self.side.continuous
+        if continuous is not None:
+            return Rollouts(timed, start=start, stop=num_rollout, mode="full", publishing=continuous.publishing)
+        return Rollouts(timed, start=start, stop=num_rollout, mode="one-step" if config.rollout.async_mode == "one-step" else "sync")
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,11 +107,19 @@ class StreamBuilder:
         reward = reward_runner(self.config)
         stack.push_async_callback(reward.close)
         side = build_rollouts(
-            self.config, prompts=self.source, engines=engines, tokenizer=self.tokenizer, reward=reward, policy_version=policy_version
+            self.config,
+            prompts=self.source,
+            engines=engines,
+            tokenizer=self.tokenizer,
+            reward=reward,
+            policy_version=policy_version,
+            num_rollout=self.num_rollout,
         )
+        if side.continuous is not None:
+            stack.push_async_callback(side.continuous.close)
         if state is not None:
-            side.source.restore(state)
-        return Stream(side.produce, self._evaluator(engines, side.generate, reward, stack))
+            side.restore(state)
+        return Stream(side.produce, self._evaluator(engines, side.generate, reward, stack), side)
 
     def _supervised(
         self,

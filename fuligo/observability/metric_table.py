@@ -24,6 +24,7 @@ class Metric:
 _USABLE = "usable samples of kept groups"
 _TOKENS = "trained tokens, each weighing as much as in the loss; then optimizer steps"
 _STEPS = "optimizer steps"
+_POLLS = "polls (one a second) that found a request in an engine"
 
 METRICS = (
     Metric("step", "", "rollout id, from 0"),
@@ -44,9 +45,10 @@ METRICS = (
     Metric(
         "rollout/staleness",
         "versions",
-        "versions of the weights between a token and the rollout that used it",
+        "versions of the weights between a token and the rollout that used it (`--async-mode full`: and the training that uses it)",
         f"tokens of a sample, then {_USABLE}",
     ),
+    Metric("rollout/staleness_max", "versions", f"the same, of the oldest token among all {_USABLE}"),
     Metric(
         "rollout/aborted_len_mean",
         "tokens",
@@ -59,13 +61,49 @@ METRICS = (
     Metric("rollout/num_groups_dropped", "groups", "finished and refused, by the filter or for want of usable samples"),
     Metric("rollout/num_groups_surplus", "groups", "finished and accepted when the rollout was full already; discarded"),
     Metric("rollout/num_groups_aborted", "groups", "unfinished when the rollout was full"),
-    Metric("rollout/num_groups_stale", "groups", "in the buffer, and too old to continue (`--max-staleness`)"),
-    Metric("rollout/num_resumed", "samples", "continued from the buffer"),
+    Metric("rollout/num_groups_stale", "groups", "too old to continue, or to train on (`--max-staleness`); their prompts are drawn again"),
+    Metric("rollout/num_resumed", "samples", "continued from the buffer (`--async-mode full`: sampled by several versions of the weights)"),
+    Metric("rollout/num_queued", "groups", "`--async-mode full`: accepted, and waiting for a later rollout"),
+    Metric("rollout/num_in_flight", "groups", "`--async-mode full`: being sampled or judged when the rollout was handed out"),
     Metric("rollout/num_failed", "samples", "failed in generation or reward; their reasons are in samples/"),
     Metric("rollout/num_tokens", "tokens", "sampled in this rollout, used or not"),
     Metric("rollout/dropped/<reason>", "groups", "dropped for this reason"),
     Metric("rollout/epoch", "", "pass over the data"),
-    Metric("rollout/tokens_per_s", "tokens/s", "response tokens sampled", "seconds of the rollout, rewards included"),
+    Metric(
+        "rollout/tokens_per_s",
+        "tokens/s",
+        "response tokens sampled",
+        "seconds of the rollout, rewards included (`--async-mode full`: since the last rollout was handed out)",
+    ),
+    Metric("engine/num_running_mean", "requests", "being decoded, in all engines together", _POLLS),
+    Metric("engine/num_running_max", "requests", "the same, at most"),
+    Metric("engine/num_waiting_mean", "requests", "waiting in the engines for a free slot or for memory", _POLLS),
+    Metric("engine/num_waiting_max", "requests", "the same, at most"),
+    Metric("engine/kv_usage_mean", "share", "of the KV cache that is in use (embedded engine: reserved)", f"{_POLLS}, and engines"),
+    Metric("engine/kv_usage_max", "share", "the same, of the fullest engine at any poll"),
+    Metric(
+        "engine/tokens_per_s",
+        "tokens/s",
+        "new tokens, as the engines measure it over their last decoding steps; only with `--sglang-enable-metrics`",
+        f"{_POLLS}; added over engines",
+    ),
+    Metric("engine/<n>/num_running_mean", "requests", "the same of one engine, counted from 0; where there are several", _POLLS),
+    Metric("engine/<n>/num_waiting_mean", "requests", "of one engine", _POLLS),
+    Metric("engine/<n>/kv_usage_mean", "share", "of one engine", _POLLS),
+    Metric("engine/<n>/tokens_per_s", "tokens/s", "of one engine", _POLLS),
+    Metric(
+        "engine/cache_hit_rate",
+        "share",
+        "prompt tokens whose keys and values were in the engine's cache, of all requests answered (those of evaluations included)",
+        "prompt tokens; of a continued response also its tokens so far",
+    ),
+    Metric(
+        "engine/spec_accept_length",
+        "tokens",
+        "new tokens that a pass of the model gave, the one of its own included; only with speculative decoding",
+        "passes that verified drafts",
+    ),
+    Metric("engine/num_missed_polls", "polls", "not answered in 5 s: an engine was busy loading weights, or dead"),
     Metric(
         "train/loss",
         "",
@@ -95,7 +133,14 @@ METRICS = (
     Metric(
         "perf/<phase>_s",
         "s",
-        "time in a phase of the step: rollout, score, train, sync, eval, save, ...; phases of several steps may overlap",
+        "time in a phase of the step: rollout, score, train, sync, eval, save, ...; phases of several steps may overlap. "
+        "With `--async-mode full`, rollout is the time in which the trainer waited for one",
+    ),
+    Metric(
+        "perf/engine_idle_fraction",
+        "share",
+        "part of the time in which no request for training or evaluation was under way; one that a publish holds up is under way",
+        "seconds between the ends of two rollouts",
     ),
     Metric("perf/idle_fraction", "share", "part of the step in which the trainer neither scored nor trained", "`perf/step_s`"),
     Metric("eval/<dataset>/mean@<n>", "", "reward", "usable samples of a prompt, then prompts of the data set"),

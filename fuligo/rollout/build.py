@@ -6,28 +6,33 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
+from fuligo.config.groups import RolloutFlags
 from fuligo.config.hooks import hook_of, load_hook
 from fuligo.data.dataset import PromptDataset, PromptTooLongError
 from fuligo.data.settings import data_settings
 from fuligo.engines.client import EngineGroup
+from fuligo.engines.generation import SamplingParams
 from fuligo.errors import ConfigError, DataError
+from fuligo.rollout.activity import Activity, Observed
+from fuligo.rollout.admission import Admission
+from fuligo.rollout.continuous import ContinuousRunner
 from fuligo.rollout.custom_generate import CustomGenerate
 from fuligo.rollout.custom_rollout import CustomRollout
 from fuligo.rollout.custom_source import CustomSource
 from fuligo.rollout.eval_sets import EvalSetSpec, eval_set_specs
 from fuligo.rollout.evaluate import EvalSet, Evaluator
-from fuligo.rollout.generate import SingleTurn, sampling_params
+from fuligo.rollout.generate import Engine, SingleTurn, sampling_params
 from fuligo.rollout.hook_adapters import buffer_filter, group_filter, sample_filter
-from fuligo.rollout.protocol import GenerateFn, GroupStream, PromptStream, RewardFn, Rollout
+from fuligo.rollout.protocol import GenerateFn, GroupFilter, GroupStream, PromptStream, RewardFn, Rollout, RolloutState
 from fuligo.rollout.rewards import CustomReward, RewardRunner, reward_settings
 from fuligo.rollout.runner import RolloutRunner
 from fuligo.rollout.sampler import Sampler
 from fuligo.rollout.source import POP_FIRST, GroupSource
-from fuligo.types import Prompt
+from fuligo.types import Prompt, SampleGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,6 +48,14 @@ class RolloutSide:
     source: GroupStream
     generate: GenerateFn
     """Shared by training and evaluation."""
+    activity: Activity
+    """Of the engines."""
+    continuous: ContinuousRunner | None = None
+    """Where sampling never stops (`--async-mode full`)."""
+
+    def restore(self, state: RolloutState) -> None:
+        """Go on where a checkpoint left."""
+        (self.continuous or self.source).restore(state)
 
 
 def build_rollouts(
@@ -53,11 +66,13 @@ def build_rollouts(
     tokenizer: PreTrainedTokenizerBase,
     reward: RewardFn,
     policy_version: Callable[[], int],
+    num_rollout: int,
 ) -> RolloutSide:
     """
     Args:
         prompts: the training data; None with `--data-source-path`
         policy_version: version of the weights in the engines
+        num_rollout: of the whole run
 
     Raises:
         ConfigError: flags that do not go together.
@@ -65,7 +80,8 @@ def build_rollouts(
     """
     args = ArgsView(config)
     source = _source(config, args, prompts)
-    generate = _generate(config, args, engines, tokenizer, policy_version)
+    activity = Activity()
+    generate = _generate(config, args, Observed(engines, activity), tokenizer, policy_version)
     params = sampling_params(config.rollout)
     custom = hook_of(config, "rollout_function_path")
     if custom is not None:
@@ -78,18 +94,19 @@ def build_rollouts(
             policy_version=policy_version,
             reward_key=config.reward.reward_key,
         )
-        return RolloutSide(rollouts.rollout, source, generate)
+        return RolloutSide(rollouts.rollout, source, generate, activity)
     filter_hook = hook_of(config, "dynamic_sampling_filter_path")
     sample_hook = hook_of(config, "rollout_sample_filter_path")
-    runner = RolloutRunner(
+    sampler = Sampler(
+        generate,
+        seed=config.data.rollout_seed,
+        stream="train",
+        turns=asyncio.Semaphore(config.rollout.rollout_concurrency),
+        timeout_s=config.rollout.rollout_timeout_s,
+    )
+    parts = _RunnerParts(
         source=source,
-        sampler=Sampler(
-            generate,
-            seed=config.data.rollout_seed,
-            stream="train",
-            turns=asyncio.Semaphore(config.rollout.rollout_concurrency),
-            timeout_s=config.rollout.rollout_timeout_s,
-        ),
+        sampler=sampler,
         reward=reward,
         engines=engines,
         params=params,
@@ -98,9 +115,33 @@ def build_rollouts(
         group_filter=None if filter_hook is None else group_filter(filter_hook, args),
         sample_filter=None if sample_hook is None else sample_filter(sample_hook, args),
         policy_version=policy_version,
-        aligned_waves=_reproducible(config),
     )
-    return RolloutSide(runner.rollout, source, generate)
+    if config.rollout.async_mode == "full":
+        continuous = ContinuousRunner(**parts, admission=_admission(config, num_rollout))
+        return RolloutSide(continuous.rollout, source, generate, activity, continuous)
+    runner = RolloutRunner(**parts, aligned_waves=_reproducible(config))
+    return RolloutSide(runner.rollout, source, generate, activity)
+
+
+class _RunnerParts(TypedDict):
+    """What both runners are made of."""
+
+    source: GroupStream
+    sampler: Sampler
+    reward: RewardFn
+    engines: EngineGroup
+    params: SamplingParams
+    flags: RolloutFlags
+    reward_key: str | None
+    group_filter: GroupFilter | None
+    sample_filter: Callable[[list[SampleGroup]], None] | None
+    policy_version: Callable[[], int]
+
+
+def _admission(config: Config, num_rollout: int) -> Admission:
+    flags = config.rollout
+    assert flags.max_staleness is not None, "validated: --async-mode full comes with --max-staleness"
+    return Admission(flags.rollout_batch_size, flags.max_staleness, config.weight_sync.update_weights_interval, num_rollout)
 
 
 def build_evaluator(
@@ -142,17 +183,19 @@ def build_generate(
 def _source(config: Config, args: ArgsView, prompts: PromptStream | None) -> GroupStream:
     flags = config.rollout
     hook = hook_of(config, "data_source_path")
+    buffers = flags.partial_rollout and flags.async_mode != "full"
     if hook is not None:
-        for value, option in ((flags.buffer_filter_path, "--buffer-filter-path"), (flags.max_staleness, "--max-staleness")):
+        max_age_in_buffer = None if flags.async_mode == "full" else flags.max_staleness
+        for value, option in ((flags.buffer_filter_path, "--buffer-filter-path"), (max_age_in_buffer, "--max-staleness")):
             if value is not None:
                 raise ConfigError(f"{option} has no effect with --data-source-path: the buffer is the data source's own; drop one of them")
-        return CustomSource(hook(args), partial_rollout=flags.partial_rollout, mask_offpolicy=flags.mask_offpolicy_in_partial_rollout)
+        return CustomSource(hook(args), partial_rollout=buffers, mask_offpolicy=flags.mask_offpolicy_in_partial_rollout)
     assert prompts is not None, "without --data-source-path there are prompt files"
     chooser = hook_of(config, "buffer_filter_path")
     return GroupSource(
         prompts,
         flags.n_samples_per_prompt,
-        partial_rollout=flags.partial_rollout,
+        partial_rollout=buffers,
         buffer_filter=POP_FIRST if chooser is None else buffer_filter(chooser, args),
         mask_offpolicy=flags.mask_offpolicy_in_partial_rollout,
         max_staleness=flags.max_staleness,
@@ -160,10 +203,10 @@ def _source(config: Config, args: ArgsView, prompts: PromptStream | None) -> Gro
 
 
 def _generate(
-    config: Config, args: ArgsView, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase, policy_version: Callable[[], int]
+    config: Config, args: ArgsView, engine: Engine, tokenizer: PreTrainedTokenizerBase, policy_version: Callable[[], int]
 ) -> GenerateFn:
     flags = config.rollout
-    single_turn = SingleTurn(engines, tokenizer, timeout_s=flags.rollout_timeout_s, max_context_len=flags.rollout_max_context_len)
+    single_turn = SingleTurn(engine, tokenizer, timeout_s=flags.rollout_timeout_s, max_context_len=flags.rollout_max_context_len)
     hook = hook_of(config, "custom_generate_function_path")
     return single_turn if hook is None else CustomGenerate(hook, args, single_turn, policy_version)
 

@@ -62,12 +62,8 @@ class DynamicSampling:
             RolloutError: `max_waves` waves did not fill the rollout.
         """
         if self.num_waves == self.max_waves:
-            reasons = ", ".join(f"{count} by {reason}" for reason, count in self.drop_counts().most_common())
-            raise RolloutError(
-                f"{self.num_waves} sampling waves ({self.num_submitted} prompts) gave {len(self._kept)} of the {self.target} groups "
-                f"needed; dropped: {reasons}. If every answer gets the same reward, the prompts are too easy or too hard for the model, "
-                "or the reward is wrong. Else loosen --dynamic-sampling-filter-path or raise --max-sampling-waves."
-            )
+            tried = f"{self.num_waves} sampling waves ({self.num_submitted} prompts)"
+            raise too_many_dropped(tried, len(self._kept), self.target, self.drop_counts())
         self.num_waves += 1
 
     def submit(self, indices: Iterable[int]) -> None:
@@ -107,3 +103,17 @@ class DynamicSampling:
             if index in self._kept:
                 filling.append(index)
         return filling
+
+
+def too_many_dropped(what: str, num_kept: int, target: int, reasons: Counter[str]) -> RolloutError:
+    """The end of a run whose filter drops (nearly) everything.
+
+    Args:
+        what: how much was tried
+    """
+    dropped = ", ".join(f"{count} by {reason}" for reason, count in reasons.most_common())
+    return RolloutError(
+        f"{what} gave {num_kept} of the {target} groups needed; dropped: {dropped}. If every answer gets the same reward, the prompts "
+        "are too easy or too hard for the model, or the reward is wrong. Else loosen --dynamic-sampling-filter-path or raise "
+        "--max-sampling-waves."
+    )

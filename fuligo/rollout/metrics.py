@@ -12,6 +12,9 @@ from fuligo.rollout.filters import MIN_REWARD_STD, reward_std
 from fuligo.rollout.protocol import RolloutState
 from fuligo.types import Sample, SampleGroup, SampleStatus
 
+STALE = "stale"
+"""Why a group is dropped that has a token older than --max-staleness allows."""
+
 
 @dataclass(slots=True)
 class RolloutCounts:
@@ -40,7 +43,7 @@ def sample_metrics(groups: Sequence[SampleGroup], *, reward_key: str | None, pol
     """Means over the usable samples of kept groups.
 
     Args:
-        policy_version: that of the weights that sampled this rollout
+        policy_version: that of the weights when the rollout began; of those that train on it where sampling never stops
     """
     samples = usable(sample for group in groups if group.kept for sample in group.samples)
     rewards = np.array([sample.reward_value(reward_key) for sample in samples], np.float64)
@@ -54,6 +57,7 @@ def sample_metrics(groups: Sequence[SampleGroup], *, reward_key: str | None, pol
             "prompt_len_mean": _mean([len(sample.prompt_ids) for sample in samples]),
             "truncated_ratio": _mean([sample.status is SampleStatus.TRUNCATED for sample in samples]),
             "staleness": _mean([policy_version - sample.versions.mean() for sample in samples]),
+            "staleness_max": max((policy_version - int(sample.versions.min()) for sample in samples), default=0),
             "num_failed": sum(sample.status is SampleStatus.FAILED for group in groups for sample in group.samples),
         }
     )
@@ -69,12 +73,11 @@ def sampling_metrics(
         aborted: those of them that were unfinished when it had enough
     """
     num_kept = sum(group.kept for group in groups)
-    candidates = [usable(group.samples) for group in groups if group.kept or group.index in sampling.dropped]
-    spreads = [reward_std(samples, reward_key) for samples in candidates if len(samples) > 1]
+    candidates = [group for group in groups if group.kept or group.index in sampling.dropped]
     num_tokens = sum(sample.response_length for group in groups for sample in group.samples) - counts.num_tokens_before
     return _named(
         {
-            "zero_std_ratio": _mean([spread <= MIN_REWARD_STD for spread in spreads]),
+            "zero_std_ratio": _zero_std_ratio(candidates, reward_key),
             "num_waves": sampling.num_waves,
             "num_groups_kept": num_kept,
             "num_groups_dropped": len(sampling.dropped),
@@ -88,6 +91,50 @@ def sampling_metrics(
         }
         | {f"dropped/{reason}": count for reason, count in sorted(sampling.drop_counts().items())}
     )
+
+
+def continuous_metrics(
+    groups: Sequence[SampleGroup],
+    *,
+    reasons: Mapping[str, int],
+    num_queued: int,
+    num_in_flight: int,
+    num_tokens: int,
+    elapsed_s: float,
+    reward_key: str | None,
+) -> dict[str, float]:
+    """What became of the groups since the last rollout, where sampling never stops.
+
+    Args:
+        groups: kept and dropped ones
+        reasons: how many were dropped for each
+        num_queued: accepted groups that wait for a later rollout
+        num_in_flight: groups that are being sampled or judged
+        num_tokens: sampled since the last rollout
+        elapsed_s: since the last rollout
+    """
+    samples = [sample for group in groups for sample in group.samples if sample.response_length]
+    num_stale = reasons.get(STALE, 0)
+    return _named(
+        {
+            "zero_std_ratio": _zero_std_ratio([group for group in groups if group.drop_reason != STALE], reward_key),
+            "num_groups_kept": sum(group.kept for group in groups),
+            "num_groups_dropped": sum(reasons.values()) - num_stale,
+            "num_groups_stale": num_stale,
+            "num_resumed": sum(bool((sample.versions != sample.versions[0]).any()) for sample in samples),
+            "num_queued": num_queued,
+            "num_in_flight": num_in_flight,
+            "num_tokens": num_tokens,
+            "tokens_per_s": num_tokens / max(elapsed_s, 1e-9),
+        }
+        | {f"dropped/{reason}": count for reason, count in sorted(reasons.items())}
+    )
+
+
+def _zero_std_ratio(groups: Iterable[SampleGroup], reward_key: str | None) -> float:
+    """Share of the groups with at least two usable samples whose rewards are all equal."""
+    candidates = [samples for group in groups if len(samples := usable(group.samples)) > 1]
+    return _mean([reward_std(samples, reward_key) <= MIN_REWARD_STD for samples in candidates])
 
 
 def epoch_metric(state: RolloutState) -> dict[str, float]:

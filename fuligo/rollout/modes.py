@@ -1,4 +1,4 @@
-"""When rollouts are sampled: each when it is asked for, or one ahead of the training."""
+"""When rollouts are sampled: each when it is asked for, one ahead of the training, or all the time."""
 
 from __future__ import annotations
 
@@ -18,21 +18,32 @@ class Rollouts:
     one training step older than in sync mode. Whoever changes weights awaits `settle()` first. `Rollout.state` of k was taken before
     k + 1 began: a resume from it samples k + 1 again, and nothing of it is lost or trained on twice.
 
+    full: `produce` takes rollouts out of a sampling that goes on by itself (`continuous.ContinuousRunner`). Weights may change at any
+    time: `settle()` announces it and does not wait.
+
     Leave it as an async context manager, or `close()` it: a rollout that was begun ahead is cancelled.
 
     Args:
         produce: samples one rollout (`RolloutRunner.rollout`, or saved ones)
         start: first rollout, 0 or where a checkpoint resumes
         stop: number of rollouts of the whole run
+        publishing: told that weights are about to change
     """
 
     def __init__(
-        self, produce: Callable[[int], Awaitable[Rollout]], *, start: int, stop: int, mode: Literal["sync", "one-step"] = "sync"
+        self,
+        produce: Callable[[int], Awaitable[Rollout]],
+        *,
+        start: int,
+        stop: int,
+        mode: Literal["sync", "one-step", "full"] = "sync",
+        publishing: Callable[[], None] = lambda: None,
     ) -> None:
         self._produce = produce
         self._next = start
         self._stop = stop
         self._one_ahead = mode == "one-step"
+        self._publishing = publishing
         self._ahead: asyncio.Future[Rollout] | None = None
 
     def __aiter__(self) -> Rollouts:
@@ -60,7 +71,11 @@ class Rollouts:
         await self.close()
 
     async def settle(self) -> None:
-        """Return when no rollout is being sampled, so that weights may change. An error of the rollout is raised when it is asked for."""
+        """Return when weights may change: when no rollout is being sampled, or at once where sampling never stops.
+
+        An error of the rollout is raised when it is asked for.
+        """
+        self._publishing()
         if self._ahead is not None:
             await asyncio.wait([self._ahead])
 

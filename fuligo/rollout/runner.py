@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -16,18 +14,15 @@ from fuligo.errors import RolloutError
 from fuligo.rollout.aligned_start import aligned_start
 from fuligo.rollout.dynamic_sampling import DynamicSampling
 from fuligo.rollout.group_tasks import GroupTasks
-from fuligo.rollout.metrics import RolloutCounts, epoch_metric, sample_metrics, sampling_metrics, usable
+from fuligo.rollout.judging import TOO_FEW_USABLE, drop_reason, refuse_mass_failure
+from fuligo.rollout.metrics import RolloutCounts, epoch_metric, sample_metrics, sampling_metrics
 from fuligo.rollout.protocol import Draw, EngineControl, GroupFilter, GroupStream, RewardFn, Rollout
 from fuligo.rollout.sampler import Sampler
-from fuligo.types import SampleGroup, SampleStatus
+from fuligo.types import SampleGroup
 
 logger = logging.getLogger(__name__)
 
-MIN_MASS_FAILURE = 8
-"""Groups; fewer failures in one rollout are never taken for a broken engine or reward."""
-_OF_ONE_REQUEST = re.compile(r"request \S+: ")
-"""What tells one request's error from another's of the same cause."""
-TOO_FEW_USABLE, SURPLUS, ABORTED = "too_few_usable_samples", "surplus", "aborted"
+SURPLUS, ABORTED = "surplus", "aborted"
 
 
 class RolloutRunner:
@@ -121,8 +116,9 @@ class RolloutRunner:
                 run.sampling.begin_wave()
                 await self._start_wave(run, tasks)
             group = await tasks.next_finished()
-            run.sampling.finish(group.index, self._drop_reason(group))
-            _refuse_mass_failure(run)
+            run.sampling.finish(group.index, drop_reason(group, self._flags.n_samples_per_prompt, self._group_filter))
+            num_failed = run.sampling.drop_counts()[TOO_FEW_USABLE]
+            refuse_mass_failure(run.step, num_failed, run.sampling.target, run.groups.values())
 
     async def _start_wave(self, run: _Run, tasks: GroupTasks) -> None:
         draw = self._source.draw(self._wave_size, run.step, run.version)
@@ -133,13 +129,6 @@ class RolloutRunner:
         async with aligned_start(self._engines, draw.groups) if aligned else nullcontext():
             for group in draw.groups:
                 tasks.start(group)
-
-    def _drop_reason(self, group: SampleGroup) -> str | None:
-        """Why a finished group is not trained on. Samples split from one rollout count once; the filter sees usable samples only."""
-        samples = usable(group.samples)
-        if len({sample.index for sample in samples}) < min(2, self._flags.n_samples_per_prompt):
-            return TOO_FEW_USABLE
-        return self._group_filter(samples) if self._group_filter is not None else None
 
     def _conclude(self, run: _Run) -> Rollout:
         """Say of every group what became of it; kept ones pass the sample filter."""
@@ -177,16 +166,3 @@ class _Run:
         self.counts.num_stale += draw.num_stale
         self.counts.num_resumed += sum(not sample.finished for sample in begun)
         self.counts.num_tokens_before += sum(sample.response_length for sample in begun)
-
-
-def _refuse_mass_failure(run: _Run) -> None:
-    """As many failed groups as the rollout needs (and more than a few): something is broken, and going on would use up the data."""
-    num_failed = run.sampling.drop_counts()[TOO_FEW_USABLE]
-    if num_failed < max(run.sampling.target, MIN_MASS_FAILURE):
-        return
-    samples = [sample for group in run.groups.values() for sample in group.samples]
-    errors = Counter(_OF_ONE_REQUEST.sub("", sample.error or "") for sample in samples if sample.status is SampleStatus.FAILED)
-    most_common = "; ".join(f"{count} x {error}" for error, count in errors.most_common(3))
-    raise RolloutError(
-        f"rollout {run.step}: {num_failed} groups have too few usable samples; most frequent errors: {most_common or 'no reward was set'}"
-    )

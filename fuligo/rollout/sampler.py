@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
@@ -17,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 DEADLINE_SLACK = 1.01
 """A request that is given up at the same deadline gets to say which engine it waited for."""
+NO_PROGRESS_PAUSE_S = 0.01
+"""Before a sample is continued that was interrupted without a single new token."""
 
 
 class Sampler:
@@ -44,21 +47,40 @@ class Sampler:
         async with self._turns:
             if not self.open:
                 return [sample]
-            seeded = replace(params, sampling_seed=sampling_seed(self._seed, self._stream, sample.index))
-            deadline = asyncio.timeout(self.timeout_s * DEADLINE_SLACK)
-            try:
-                async with deadline:
-                    result = await self._generate(sample, seeded)
-                samples = result if isinstance(result, list) else [result]
-                problem = _problem(samples)
-            except Exception as error:
-                samples = [sample]
-                if isinstance(error, TimeoutError) and deadline.expired():
-                    problem = f"no response within {self.timeout_s:g} s (--rollout-timeout-s)"
-                else:
-                    logger.warning("sample %d: generation raised", sample.index, exc_info=True)
-                    problem = f"generation raised {type(error).__name__}: {error}"
-            return samples if problem is None else [failed(sample, problem)]
+            return await self._generate_once(sample, params)
+
+    async def sample_on(self, sample: Sample, params: SamplingParams, goes_on: Callable[[Sequence[Sample]], bool]) -> list[Sample]:
+        """As `sample`, but what an engine interrupts is continued at once and keeps its turn.
+
+        Args:
+            goes_on: asked before every request, with what the sample has become so far; where it says no, that is returned
+        """
+        async with self._turns:
+            samples = [sample]
+            while self.open and not all(part.finished for part in samples) and goes_on(samples):
+                before = sum(part.response_length for part in samples)
+                parts = [[part] if part.finished else await self._generate_once(part, params) for part in samples]
+                samples = [piece for part in parts for piece in part]
+                if sum(part.response_length for part in samples) == before and not all(part.finished for part in samples):
+                    await asyncio.sleep(NO_PROGRESS_PAUSE_S)
+            return samples
+
+    async def _generate_once(self, sample: Sample, params: SamplingParams) -> list[Sample]:
+        seeded = replace(params, sampling_seed=sampling_seed(self._seed, self._stream, sample.index))
+        deadline = asyncio.timeout(self.timeout_s * DEADLINE_SLACK)
+        try:
+            async with deadline:
+                result = await self._generate(sample, seeded)
+            samples = result if isinstance(result, list) else [result]
+            problem = _problem(samples)
+        except Exception as error:
+            samples = [sample]
+            if isinstance(error, TimeoutError) and deadline.expired():
+                problem = f"no response within {self.timeout_s:g} s (--rollout-timeout-s)"
+            else:
+                logger.warning("sample %d: generation raised", sample.index, exc_info=True)
+                problem = f"generation raised {type(error).__name__}: {error}"
+        return samples if problem is None else [failed(sample, problem)]
 
 
 def sampling_seed(rollout_seed: int, stream: str, index: int) -> int:

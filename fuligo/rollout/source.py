@@ -96,7 +96,7 @@ class GroupSource:
         if self._max_staleness is None:
             return 0
         oldest = policy_version - self._max_staleness
-        stale = [group for group in self._buffer if _first_version(group, policy_version) < oldest]
+        stale = [group for group in self._buffer if first_version(group, policy_version) < oldest]
         self._forget(stale)
         return len(stale)
 
@@ -148,7 +148,8 @@ def _copy(sample: Sample, step: int, mask_offpolicy: bool) -> Sample:
     )
 
 
-def _first_version(group: SampleGroup, default: int) -> int:
+def first_version(group: SampleGroup, default: int) -> int:
+    """The oldest version that a token of the group was sampled with; `default` where there is no token."""
     return min((int(sample.versions.min()) for sample in group.samples if sample.response_length), default=default)
 
 

@@ -57,6 +57,7 @@ async def build(data: dict[str, Any] | None = None, **flags: Any) -> RolloutSide
         tokenizer=tiny.tokenizer(),
         reward=reward_runner(config),
         policy_version=lambda: 0,
+        num_rollout=3,
     )
 
 

@@ -69,7 +69,13 @@ def build(config: Config, engines: EngineGroup) -> RolloutSide:
     assert config.data.prompt_data is not None
     prompts = PromptSource(PromptDataset.open(config.data.prompt_data, data_settings(config), tokenizer))
     return build_rollouts(
-        config, prompts=prompts, engines=engines, tokenizer=tokenizer, reward=reward_runner(config), policy_version=lambda: 0
+        config,
+        prompts=prompts,
+        engines=engines,
+        tokenizer=tokenizer,
+        reward=reward_runner(config),
+        policy_version=lambda: 0,
+        num_rollout=3,
     )
 
 

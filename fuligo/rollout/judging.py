@@ -1,0 +1,52 @@
+"""What becomes of a finished group, and when so much goes wrong that sampling must end."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from fuligo.errors import RolloutError
+from fuligo.rollout.metrics import usable
+from fuligo.rollout.protocol import GroupFilter
+from fuligo.types import SampleGroup, SampleStatus
+
+MIN_MASS_FAILURE = 8
+"""Groups; fewer failures in one rollout are never taken for a broken engine or reward."""
+TOO_FEW_USABLE = "too_few_usable_samples"
+_OF_ONE_REQUEST = re.compile(r"request \S+: ")
+"""What tells one request's error from another's of the same cause."""
+
+
+def drop_reason(group: SampleGroup, num_samples: int, group_filter: GroupFilter | None) -> str | None:
+    """Why a finished group is not trained on; None keeps it. Samples split from one rollout count once.
+
+    Args:
+        num_samples: `--n-samples-per-prompt`
+        group_filter: sees usable samples only
+    """
+    samples = usable(group.samples)
+    if len({sample.index for sample in samples}) < min(2, num_samples):
+        return TOO_FEW_USABLE
+    return group_filter(samples) if group_filter is not None else None
+
+
+def refuse_mass_failure(step: int, num_failed: int, batch_size: int, groups: Iterable[SampleGroup]) -> None:
+    """As many failed groups as the rollout needs (and more than a few): something is broken, and going on would use up the data.
+
+    Args:
+        num_failed: groups that were dropped as `TOO_FEW_USABLE`
+        batch_size: groups that the rollout needs
+        groups: where the errors stand
+
+    Raises:
+        RolloutError: with the most frequent errors.
+    """
+    if num_failed < max(batch_size, MIN_MASS_FAILURE):
+        return
+    samples = [sample for group in groups for sample in group.samples]
+    errors = Counter(_OF_ONE_REQUEST.sub("", sample.error or "") for sample in samples if sample.status is SampleStatus.FAILED)
+    most_common = "; ".join(f"{count} x {error}" for error, count in errors.most_common(3))
+    raise RolloutError(
+        f"rollout {step}: {num_failed} groups have too few usable samples; most frequent errors: {most_common or 'no reward was set'}"
+    )

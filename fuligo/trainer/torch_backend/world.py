@@ -54,6 +54,9 @@ def join_world(rank: int, size: int, device_type: str, *, store: Store, timeout_
     device = torch.device(device_type, rank % torch.cuda.device_count()) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # SGLang 0.5.15 sets this for its processes. Weights are broadcast to them, and NCCL fails ("invalid argument") where two ends
+        # allocate differently.
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

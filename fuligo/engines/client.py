@@ -15,7 +15,17 @@ import aiohttp
 import numpy as np
 import orjson
 
-from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, Retryable, SamplingParams, parse_generation, parse_version
+from fuligo.engines.generation import (
+    EngineLoad,
+    Generation,
+    ModelInfo,
+    Retryable,
+    SamplingParams,
+    Served,
+    parse_generation,
+    parse_load,
+    parse_version,
+)
 from fuligo.errors import EngineError
 from fuligo.types import IntArray
 from fuligo.weights.checksum import WeightsDigest
@@ -113,16 +123,14 @@ class EngineClient:
         except (KeyError, TypeError, Retryable) as error:
             raise EngineError(f"engine {self.url}: /model_info answered {answer!r:.200}") from error
 
-    async def load(self) -> EngineLoad:
-        answer = await self._call("GET", "/v1/loads")
+    async def load(self, *, retries: int | None = None) -> EngineLoad:
+        """
+        Args:
+            retries: by default those of every call
+        """
+        answer = await self._call("GET", "/v1/loads", retries=retries)
         try:
-            loads = answer["loads"]
-            arrived = [load.get("num_arrived_reqs") for load in loads]
-            return EngineLoad(
-                num_running=sum(load["num_running_reqs"] for load in loads),
-                num_waiting=sum(load["num_waiting_reqs"] for load in loads),
-                num_arrived=None if None in arrived else sum(arrived),
-            )
+            return parse_load(answer["loads"])
         except (KeyError, TypeError, AttributeError) as error:
             raise EngineError(f"engine {self.url}: /v1/loads answered {answer!r:.200}") from error
 
@@ -325,6 +333,8 @@ class EngineGroup:
         self.joining: list[EngineClient] = []
         """Restarted engines that wait for weights; no request reaches them."""
         self.membership = membership
+        self.served = Served()
+        """Everything that was answered to `generate`."""
         self._turn = itertools.cycle(self.clients)
 
     @classmethod
@@ -349,7 +359,9 @@ class EngineGroup:
     ) -> Generation:
         """See `EngineClient.generate`."""
         client = self.router or next(self._turn)
-        return await client.generate(input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s)
+        generation = await client.generate(input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s)
+        self.served = self.served.plus(generation)
+        return generation
 
     async def wait_ready(self, timeout_s: float) -> None:
         await self._all(lambda client: client.wait_ready(timeout_s))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -138,17 +138,43 @@ class Generation:
     """Prompt tokens whose keys and values were not computed anew."""
     text: str
     """Decoded new tokens, without the stop string or end token; empty where the engine has no tokenizer."""
+    num_verifications: int = 0
+    """Passes of the model that judged drafted tokens; 0 without speculative decoding."""
+
+
+@dataclass(slots=True, frozen=True)
+class Served:
+    """Sums over what engines answered."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_drafted_tokens: int = 0
+    """New tokens of requests that were decoded speculatively."""
+    num_verifications: int = 0
+
+    def plus(self, generation: Generation) -> Served:
+        drafted = len(generation.output_ids) if generation.num_verifications else 0
+        return Served(
+            self.num_prompt_tokens + generation.prompt_tokens,
+            self.num_cached_tokens + generation.cached_tokens,
+            self.num_drafted_tokens + drafted,
+            self.num_verifications + generation.num_verifications,
+        )
 
 
 @dataclass(slots=True, frozen=True)
 class EngineLoad:
-    """Requests in an engine."""
+    """What is in an engine now; sums over its data-parallel ranks."""
 
     num_running: int
     num_waiting: int
     """Received and not started: no free slot, or the engine is paused."""
     num_arrived: int | None
     """Requests received since the start; None where an engine does not count them (SGLang)."""
+    kv_usage: float | None = None
+    """Share of the KV cache in use; None where the engine does not say."""
+    tokens_per_s: float | None = None
+    """New tokens of the last decoding steps; None where they are not measured (SGLang without `--enable-metrics`) or none were made."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -186,6 +212,7 @@ def parse_generation(answer: Any) -> Generation:
         scored_ids = np.asarray([entry[1] for entry in scored], np.int64)
         reason = meta["finish_reason"]["type"]
         prompt_tokens, cached_tokens = int(meta["prompt_tokens"]), int(meta.get("cached_tokens", 0))
+        num_verifications = int(meta.get("spec_verify_ct", 0))
         text = answer.get("text") or ""
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise Retryable(f"malformed answer ({type(error).__name__}: {error}): {answer!r:.200}") from error
@@ -207,4 +234,22 @@ def parse_generation(answer: Any) -> Generation:
         prompt_tokens,
         cached_tokens,
         str(text),
+        num_verifications,
+    )
+
+
+def parse_load(ranks: Sequence[Mapping[str, Any]]) -> EngineLoad:
+    """The data-parallel ranks of an engine in an answer of `/v1/loads`.
+
+    Raises:
+        KeyError, TypeError, AttributeError: it is not what the API promises
+    """
+    arrived = [rank["num_arrived_reqs"] for rank in ranks if "num_arrived_reqs" in rank]
+    capacity = sum(rank.get("max_total_num_tokens", 0) for rank in ranks)
+    return EngineLoad(
+        num_running=sum(rank["num_running_reqs"] for rank in ranks),
+        num_waiting=sum(rank["num_waiting_reqs"] for rank in ranks),
+        num_arrived=sum(arrived) if len(arrived) == len(ranks) else None,
+        kv_usage=sum(rank.get("num_used_tokens", 0) for rank in ranks) / capacity if capacity else None,
+        tokens_per_s=sum(rank.get("gen_throughput", 0.0) for rank in ranks) or None,
     )

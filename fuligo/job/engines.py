@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from fuligo.config import Config
 from fuligo.config.hugging_face import read_model_config
 from fuligo.engines.client import EngineClient, EngineGroup
 from fuligo.engines.launch import EmbeddedEngineSettings, EngineProcess, launch_embedded
+from fuligo.engines.metrics import EngineMonitor
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
 from fuligo.errors import ConfigError, EngineError, FuligoError
@@ -19,6 +20,7 @@ from fuligo.job.fleet import fleet_settings, local_places
 from fuligo.job.trainer_settings import resolve_device, resolve_precision
 from fuligo.job.watch import while_watching
 from fuligo.observability.run_directory import RunDirectory
+from fuligo.rollout.protocol import Rollout
 from fuligo.trainer.protocol import Trainer
 from fuligo.weights.manifest import Transport
 from fuligo.weights.proof import ChecksumProof, EqualityProof, LogprobProof
@@ -37,12 +39,17 @@ class Engines:
     """What samples."""
 
     group: EngineGroup
+    monitor: EngineMonitor
     fleet: Fleet | None = None
     """Who looks after SGLang engines that this run started."""
 
+    @classmethod
+    def of(cls, group: EngineGroup, fleet: Fleet | None = None) -> Engines:
+        return cls(group, EngineMonitor(group), fleet)
+
     @asynccontextmanager
     async def watched(self, publisher: object) -> AsyncIterator[None]:
-        """While the block runs, dead engines of the fleet are restarted; one that cannot be ends the block.
+        """While the block runs, engines are polled, and dead ones of the fleet are restarted; one that cannot be ends the block.
 
         Args:
             publisher: gives a restarted engine its weights; where nothing is published, those that it loads are right
@@ -50,12 +57,22 @@ class Engines:
         Raises:
             EngineError: an engine or the router is gone for good
         """
-        if self.fleet is None:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(while_watching(self.monitor.watch()))
+            if self.fleet is not None:
+                self.fleet.renew = publisher.renew if isinstance(publisher, WeightPublisher) else self._admit
+                await stack.enter_async_context(while_watching(self.fleet.watch()))
             yield
-            return
-        self.fleet.renew = publisher.renew if isinstance(publisher, WeightPublisher) else self._admit
-        async with while_watching(self.fleet.watch()):
-            yield
+
+    def measured(self, produce: Callable[[int], Awaitable[Rollout]]) -> Callable[[int], Awaitable[Rollout]]:
+        """A rollout's metrics say how the engines did meanwhile."""
+
+        async def produce_measured(step: int) -> Rollout:
+            rollout = await produce(step)
+            rollout.metrics.update(self.monitor.take())
+            return rollout
+
+        return produce_measured
 
     async def _admit(self, engine: EngineClient) -> bool:
         await self.group.admit([engine])
@@ -78,7 +95,7 @@ async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncEx
     if not urls and config.resolved_rollout_backend == "sglang":
         fleet = await _launch_fleet(config, directory, stack.enter_context(PortClaims()), cluster)
         stack.push_async_callback(fleet.stop)
-        return Engines(fleet.group, fleet)
+        return Engines.of(fleet.group, fleet)
     if not urls:
         engine = await launch_embedded(_embedded_settings(config, directory))
         await stack.enter_async_context(_stopped_at_the_end(engine))
@@ -86,7 +103,7 @@ async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncEx
     engines = EngineGroup.connect(urls, retries=config.rollout.rollout_retries, timeout_s=config.rollout.rollout_timeout_s)
     stack.push_async_callback(engines.close)
     await engines.wait_ready(flags.engine_start_timeout_s)
-    return Engines(engines)
+    return Engines.of(engines)
 
 
 async def _launch_fleet(config: Config, directory: RunDirectory, claims: PortClaims, cluster: RayCluster | None) -> Fleet:

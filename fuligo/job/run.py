@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from fuligo.cluster.launcher import chosen_launcher, prepare_environment
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
 from fuligo.config.hooks import hook_of
-from fuligo.errors import CheckpointError
+from fuligo.errors import CheckpointError, ConfigError
 from fuligo.job.engines import Engines, build_publisher, launch_engines
 from fuligo.job.periodic import Evaluate, SaveCheckpoint, SaveDebugRollout, Schedule
 from fuligo.job.recorder import RunRecorder
@@ -102,9 +102,12 @@ async def run_config(config: Config) -> Outcome:
 async def _join_cluster(config: Config, origin: Origin, directory: RunDirectory, stack: AsyncExitStack) -> tuple[Config, RayCluster]:
     """The cluster decides where `--device auto` computes."""
     prepare_environment()
-    from fuligo.cluster.cluster import open_cluster
+    try:
+        from fuligo.cluster.cluster import open_cluster
+    except ImportError as error:
+        raise ConfigError("--launcher ray: the package ray is not installed; pip install 'fuligo[ray]'") from error
 
-    cluster = await open_cluster(config, stack)
+    cluster = await open_cluster(config, stack, directory.path / "ray.txt")
     assert config.model.hf_checkpoint is not None, "validated"
     await cluster.check_paths([directory.path, origin.initial_weights, Path(config.model.hf_checkpoint)])
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": cluster.device})}), cluster
@@ -134,6 +137,8 @@ async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: A
         await stack.enter_async_context(engines.watched(publisher))
     state = None if origin.state is None else origin.state.rollout
     stream = builder.build(None if engines is None else engines.group, state=state, policy_version=lambda: publisher.version, stack=stack)
+    if engines is not None:
+        stream = replace(stream, produce=engines.measured(stream.produce))
     rollouts = stream.rollouts(config, start=origin.step, num_rollout=num_rollout, phase=recorder.phase)
     stack.push_async_callback(rollouts.close)
 

@@ -9,14 +9,14 @@ from fuligo.observability.jsonl import Record
 from fuligo.types import StepResult
 
 TIMING_KEYS = frozenset({"time", "rollout/tokens_per_s", "train/tokens_per_s"})
-TIMING_PREFIX = "perf/"
+TIMING_PREFIXES = ("perf/", "engine/")
 TRAINER_PHASES = ("score", "train")
 """Phases in which the trainer computes."""
 
 
 def is_timing(key: str) -> bool:
     """The value depends on the clock: it differs between two runs that are otherwise equal bit for bit."""
-    return key in TIMING_KEYS or key.startswith(TIMING_PREFIX)
+    return key in TIMING_KEYS or key.startswith(TIMING_PREFIXES)
 
 
 def without_timings(record: Mapping[str, object]) -> Record:
@@ -36,7 +36,7 @@ def step_record(
     Args:
         step: rollout id.
         policy_version: of the weights after the step.
-        rollout: `rollout/*`.
+        rollout: `rollout/*`, `engine/*`.
         result: of training; None where nothing is trained.
         perf: `perf/*`, of `perf_metrics`.
     """

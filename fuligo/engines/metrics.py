@@ -1,0 +1,109 @@
+"""What engines say of themselves while they sample: `engine/*` of a step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+
+from fuligo.engines.client import EngineClient, EngineGroup
+from fuligo.engines.generation import EngineLoad, Served
+from fuligo.errors import EngineError
+
+POLL_S = 1.0
+POLL_TIMEOUT_S = 5.0
+
+
+class EngineMonitor:
+    """Asks every engine for its load, again and again. One that does not answer is counted, and is no error: others watch over engines.
+
+    The load is read from `/v1/loads`, which costs SGLang a look into shared memory. What SGLang has there of its prefix cache is of the
+    last prefill alone and zero in between, so that cache and speculation are counted from the answers to requests instead.
+    """
+
+    def __init__(self, engines: EngineGroup, *, interval_s: float = POLL_S) -> None:
+        self._engines = engines
+        self._interval_s = interval_s
+        self._numbers: dict[str, int] = {}
+        """By URL, in the order of first sight: an engine that was restarted keeps its number."""
+        self._polls: list[dict[int, EngineLoad]] = []
+        self._num_missed = 0
+        self._served = engines.served
+
+    async def watch(self) -> None:
+        """Poll until cancelled."""
+        while True:
+            await self.poll()
+            await asyncio.sleep(self._interval_s)
+
+    async def poll(self) -> None:
+        """Ask every engine once."""
+        loads: dict[int, EngineLoad] = {}
+        await asyncio.gather(*(self._ask(client, loads) for client in self._engines.clients))
+        if any(load.num_running or load.num_waiting for load in loads.values()):
+            self._polls.append(loads)
+
+    def take(self) -> dict[str, float]:
+        """`engine/*` since the last call. Polls that found no request in any engine do not count."""
+        polls, self._polls = self._polls, []
+        num_missed, self._num_missed = self._num_missed, 0
+        before, self._served = self._served, self._engines.served
+        metrics = load_metrics(polls, num_engines=len(self._numbers)) | served_metrics(before, self._served)
+        return metrics | {"engine/num_missed_polls": num_missed}
+
+    async def _ask(self, client: EngineClient, loads: dict[int, EngineLoad]) -> None:
+        number = self._numbers.setdefault(client.url, len(self._numbers))
+        try:
+            async with asyncio.timeout(POLL_TIMEOUT_S):
+                loads[number] = await client.load(retries=0)
+        except (EngineError, TimeoutError):
+            self._num_missed += 1
+
+
+def load_metrics(polls: Sequence[dict[int, EngineLoad]], *, num_engines: int) -> dict[str, float]:
+    """Of all engines together, and of each where there are several.
+
+    Args:
+        polls: loads by the number of the engine; one that did not answer is left out, and its means are over the other polls
+    """
+    if not polls:
+        return {}
+    engines = {number: [poll[number] for poll in polls if number in poll] for number in range(num_engines)}
+    engines = {number: loads for number, loads in engines.items() if loads}
+    usages = [load.kv_usage for loads in engines.values() for load in loads if load.kv_usage is not None]
+    rates = {number: rate for number, loads in engines.items() if (rate := _mean(load.tokens_per_s for load in loads)) is not None}
+    metrics: dict[str, float] = {
+        "engine/num_running_mean": sum(fmean(load.num_running for load in loads) for loads in engines.values()),
+        "engine/num_running_max": max(sum(load.num_running for load in poll.values()) for poll in polls),
+        "engine/num_waiting_mean": sum(fmean(load.num_waiting for load in loads) for loads in engines.values()),
+        "engine/num_waiting_max": max(sum(load.num_waiting for load in poll.values()) for poll in polls),
+    }
+    if usages:
+        metrics |= {"engine/kv_usage_mean": fmean(usages), "engine/kv_usage_max": max(usages)}
+    if rates:
+        metrics["engine/tokens_per_s"] = sum(rates.values())
+    if num_engines > 1:
+        for number, loads in engines.items():
+            metrics[f"engine/{number}/num_running_mean"] = fmean(load.num_running for load in loads)
+            metrics[f"engine/{number}/num_waiting_mean"] = fmean(load.num_waiting for load in loads)
+            if (usage := _mean(load.kv_usage for load in loads)) is not None:
+                metrics[f"engine/{number}/kv_usage_mean"] = usage
+            if number in rates:
+                metrics[f"engine/{number}/tokens_per_s"] = rates[number]
+    return metrics
+
+
+def served_metrics(before: Served, now: Served) -> dict[str, float]:
+    """What the answers between two moments say."""
+    metrics: dict[str, float] = {}
+    if num_prompt_tokens := now.num_prompt_tokens - before.num_prompt_tokens:
+        metrics["engine/cache_hit_rate"] = (now.num_cached_tokens - before.num_cached_tokens) / num_prompt_tokens
+    if num_verifications := now.num_verifications - before.num_verifications:
+        metrics["engine/spec_accept_length"] = (now.num_drafted_tokens - before.num_drafted_tokens) / num_verifications
+    return metrics
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Of those that there are."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None

@@ -142,7 +142,7 @@ class EngineCapacity:
     group: int
     kv_cache_tokens: int
     concurrent_sequences: int
-    """Of the longest prompt and response that the config allows."""
+    """Of the longest prompt and response that the config allows; no more than the engine runs at a time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """What an SGLang server makes of its arguments where they are not given: the sizes that depend on the GPU.
 
-Rules of SGLang 0.5.15.post1 (`srt/server_args.py`: `_handle_gpu_memory_settings`, `_handle_data_parallelism`), NVIDIA GPUs.
+Rules of SGLang 0.5.15.post1 (`srt/server_args.py`: `_handle_gpu_memory_settings`, `_handle_data_parallelism`;
+`srt/arg_groups/speculative_hook.py`), NVIDIA GPUs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from fuligo.planner.gpus import GIB, MIB, Gpu
 
 DEFAULT_PREFILL_TOKENS = 16384
 """`max_prefill_tokens` where it is not given."""
+SPECULATIVE_REQUESTS = 48
+"""`max_running_requests` of a server that drafts, where it is not given; its attention replicas share them."""
 DRAFTS_OF_MODEL = ("EAGLE", "NEXTN")
 """Speculative algorithms whose draft is the model's own layer for multi-token prediction."""
 
@@ -70,7 +73,7 @@ def server_settings(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu)
         chunked_prefill_tokens=max(1, chunk // spec.dp_size),
         graph_batch=batch,
         num_prefill_graphs=num_prefill_graphs,
-        max_running_requests=arguments.get("max_running_requests"),
+        max_running_requests=max_running_requests(spec),
         uses_deepep=arguments.get("moe_a2a_backend") == "deepep",
         drafts_with_own_layers=algorithm in DRAFTS_OF_MODEL and arguments.get("speculative_draft_model_path") is None,
         draft_tokens=1 if algorithm is None else arguments.get("speculative_num_draft_tokens") or 1,
@@ -78,6 +81,12 @@ def server_settings(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu)
     given = arguments.get("mem_fraction_static")
     fraction = _default_fraction(spec, architecture, gpu, settings, chunk) if given is None else float(given)
     return replace(settings, mem_fraction_static=fraction)
+
+
+def max_running_requests(spec: EngineGroupSpec) -> int | None:
+    """Of one server; None: as many as its memory holds."""
+    default = None if spec.arguments.get("speculative_algorithm") is None else SPECULATIVE_REQUESTS
+    return spec.arguments.get("max_running_requests") or default
 
 
 def _graph_batch(spec: EngineGroupSpec, size: _Size) -> int:
@@ -112,7 +121,8 @@ def _default_fraction(spec: EngineGroupSpec, architecture: Architecture, gpu: Gp
     """--mem-fraction-static where it is not given: what is left of the GPU after a reserve, in MiB."""
     reserve = 512.0
     if spec.worker_type == "decode":
-        running = settings.max_running_requests or settings.graph_batch or 1
+        # Reckoned before SGLang limits a server that drafts.
+        running = spec.arguments.get("max_running_requests") or settings.graph_batch or 1
         reserve += max(running * settings.draft_tokens, 2048) * 1.5
     else:
         reserve += max(chunk, 2048) * 1.5

@@ -34,8 +34,10 @@ def engine_capacities(subject: Subject, layout: ClusterLayout) -> tuple[EngineCa
         return (EngineCapacity(0, tokens, tokens // longest),)
     capacities = []
     for group, spec, memory in planned_engines(subject):
-        replicas = spec.dp_size
-        capacities.append(EngineCapacity(group, memory.kv_tokens * replicas, memory.kv_tokens // longest * replicas))
+        sequences = memory.kv_tokens // longest
+        if memory.settings.max_running_requests is not None:
+            sequences = min(sequences, max(1, memory.settings.max_running_requests // spec.dp_size))
+        capacities.append(EngineCapacity(group, memory.kv_tokens * spec.dp_size, sequences * spec.dp_size))
     return tuple(capacities)
 
 

@@ -13,7 +13,7 @@ from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.numbers import divisors, nearest_first
 from fuligo.planner.rules.rule import Broken, Fix, rule
 from fuligo.planner.rules.servers import engine_size, put_argument, resizes, serving_policy, shown, where
-from fuligo.planner.server_settings import server_settings
+from fuligo.planner.server_settings import max_running_requests, server_settings
 from fuligo.planner.subject import Subject
 
 MAX_RANKS = 160
@@ -22,8 +22,6 @@ DISPATCH_TOKENS = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 DEFAULT_DISPATCH_TOKENS = 128
 MAX_DISPATCH_TOKENS = 1024
 """DeepEP marks the end of a low-latency message by this count of tokens."""
-_SPECULATIVE_REQUESTS = 48
-"""--sglang-max-running-requests under speculative decoding, where it is not given."""
 
 
 def with_deepep(subject: Subject) -> list[EngineGroupSpec]:
@@ -83,11 +81,9 @@ def _captures(spec: EngineGroupSpec) -> bool:
 def _largest_batch(subject: Subject, spec: EngineGroupSpec) -> int:
     """Sequences of the largest decoding graph of one rank: as given, else SGLang's choice, but no more than may run there."""
     batch = server_settings(spec, subject.rollout_architecture, subject.gpu).graph_batch
-    running = spec.arguments.get("max_running_requests")
+    running = max_running_requests(spec)
     if spec.arguments.get("cuda_graph_bs_decode") or spec.arguments.get("cuda_graph_max_bs_decode"):
         return batch
-    if running is None and spec.arguments.get("speculative_algorithm") is not None:
-        running = _SPECULATIVE_REQUESTS
     return batch if running is None else min(batch, -(-running // spec.dp_size))
 
 

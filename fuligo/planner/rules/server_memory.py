@@ -1,7 +1,7 @@
 """Memory settings and batches of engines.
 
 Source: SGLang 0.5.15.post1, `ServerArgs._handle_gpu_memory_settings`, `_handle_data_parallelism`, `check_server_args`,
-`arg_groups/overrides.py` (page sizes).
+`arg_groups/overrides.py` (page sizes), `arg_groups/speculative_hook.py` (requests).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.numbers import nearest_first
 from fuligo.planner.rules.rule import Broken, rule
 from fuligo.planner.rules.servers import put_argument, running, serving_policy, shown, where
-from fuligo.planner.server_settings import server_settings
+from fuligo.planner.server_settings import SPECULATIVE_REQUESTS, max_running_requests, server_settings
 from fuligo.planner.subject import Subject
 
 MAX_SHARED_FRACTION = 0.8
@@ -77,10 +77,43 @@ def chunks_are_whole_pages(subject: Subject) -> Iterator[Broken]:
 def every_replica_runs_requests(subject: Subject) -> Iterator[Broken]:
     """The requests of an engine are shared by its attention replicas."""
     for spec in running(subject):
-        given = spec.arguments.get("max_running_requests")
-        if given is not None and given < spec.dp_size:
-            text = f"{shown(spec, 'max_running_requests')}{where(spec)} leaves none to some of {shown(spec, 'dp_size')} replicas"
-            yield Broken(text, ((put_argument(subject, spec, "max_running_requests", spec.dp_size),),))
+        requests = max_running_requests(spec)
+        if requests is None or requests >= spec.dp_size:
+            continue
+        text = f"{_requests_shown(spec)} leaves none to some of {shown(spec, 'dp_size')} replicas{where(spec)}"
+        enough = max(spec.dp_size, _requests_wanted(subject, spec))
+        yield Broken(text, ((put_argument(subject, spec, "max_running_requests", enough),),))
+
+
+@rule("PLAN-SPEC-REQUESTS", "--sglang-speculative-algorithm", "--sglang-max-running-requests", severity=Severity.WARNING)
+def drafting_engines_run_few_requests(subject: Subject) -> Iterator[Broken]:
+    """SGLang runs few requests at a time where it drafts, unless it is told how many."""
+    for spec in serving_policy(subject):
+        requests, wanted = max_running_requests(spec), _requests_wanted(subject, spec)
+        is_given = spec.arguments.get("max_running_requests") is not None
+        if is_given or requests is None or wanted <= requests or requests < spec.dp_size or spec.worker_type == "prefill":
+            continue
+        share = f", {requests // spec.dp_size} for each of {spec.dp_size} attention replicas" if spec.dp_size > 1 else ""
+        yield Broken(
+            f"with {shown(spec, 'speculative_algorithm')} and without --sglang-max-running-requests an engine{where(spec)} runs {requests} "
+            f"requests at a time{share}; its share of a rollout is {wanted}",
+            ((put_argument(subject, spec, "max_running_requests", wanted),),),
+        )
+
+
+def _requests_shown(spec: EngineGroupSpec) -> str:
+    if spec.arguments.get("max_running_requests") is not None:
+        return shown(spec, "max_running_requests")
+    return f"--sglang-max-running-requests is not given, and SGLang takes {SPECULATIVE_REQUESTS} with {shown(spec, 'speculative_algorithm')}, which"
+
+
+def _requests_wanted(subject: Subject, spec: EngineGroupSpec) -> int:
+    """An engine's share of the rollout, the same for each attention replica, and no more than its CUDA graphs take if those are given."""
+    num_engines = sum(other.num_engines for other in serving_policy(subject) if other.worker_type != "prefill") or 1
+    per_replica = -(-subject.config.samples_per_rollout // (num_engines * spec.dp_size))
+    given = spec.arguments.get("cuda_graph_bs_decode")
+    largest = max(map(int, given)) if given else spec.arguments.get("cuda_graph_max_bs_decode")
+    return spec.dp_size * min(per_replica, largest or per_replica)
 
 
 @rule("PLAN-GRAPH-BATCH", "--sglang-cuda-graph-max-bs-decode", "--sglang-cuda-graph-bs-decode", severity=Severity.WARNING)
@@ -123,6 +156,7 @@ RULES = (
     engines_leave_room,
     chunks_are_whole_pages,
     every_replica_runs_requests,
+    drafting_engines_run_few_requests,
     batches_have_graphs,
     gpu_computes_fp8,
 )

@@ -102,8 +102,10 @@ def test_more_bandwidth_makes_rollouts_faster_and_not_training() -> None:
 def test_speculative_decoding_makes_rollouts_faster() -> None:
     names = {"algorithm": "EAGLE", "num-steps": 2, "eagle-topk": 1, "num-draft-tokens": 3}
     flags = " ".join(f"--sglang-speculative-{name} {value}" for name, value in names.items())
-    plain, drafted = (estimate_of(f"{FLASH_8} {CPU_ADAM} {more}", "glm4.7-flash") for more in ("", flags))
+    requests = "--sglang-max-running-requests 256"
+    plain, drafted, few = (estimate_of(f"{FLASH_8} {CPU_ADAM} {more}", "glm4.7-flash") for more in ("", f"{flags} {requests}", flags))
     assert phase(drafted, "rollout").duration_s < phase(plain, "rollout").duration_s
+    assert phase(few, "rollout").duration_s > phase(drafted, "rollout").duration_s, "SGLang's 48 requests are too few"
 
 
 def test_cpu_adam_is_slower() -> None:

@@ -54,3 +54,11 @@ def test_given_values_win() -> None:
     settings = server_settings(spec, facts(LATENT), gpu("h100-80"))
     assert (settings.mem_fraction_static, settings.graph_batch) == (0.7, 48)
     assert settings.chunked_prefill_tokens == 512, "a chunk is shared by the data-parallel ranks of attention"
+
+
+@pytest.mark.parametrize(("arguments", "requests"), [({}, None), ({"speculative_algorithm": "EAGLE"}, 48)])
+def test_a_server_that_drafts_runs_48_requests_unless_told_otherwise(arguments: dict[str, Any], requests: int | None) -> None:
+    settings = server_settings(spec_of(1, **arguments), facts(GROUPED), gpu("h100-80"))
+    assert settings.max_running_requests == requests
+    settings = server_settings(spec_of(1, max_running_requests=256, **arguments), facts(GROUPED), gpu("h100-80"))
+    assert settings.max_running_requests == 256

@@ -94,6 +94,7 @@ SGLANG_ARGS=(
    --sglang-disaggregation-ib-device $(d=(); for i in $(seq 100 107); do d+=(mlx5_$i); done; IFS=,; echo "${d[*]}")
    --sglang-speculative-algorithm EAGLE --sglang-speculative-num-steps 4
    --sglang-speculative-eagle-topk 1 --sglang-speculative-num-draft-tokens ${DRAFT}
+   --sglang-max-running-requests 768
 )
 WANDB_ARGS=(
    # --use-wandb

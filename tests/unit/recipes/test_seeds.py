@@ -181,7 +181,7 @@ class TestGlm52:
         "--num-steps-per-rollout 1 --sequence-parallel --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
         "--use-dynamic-batch-size --max-tokens-per-gpu 4096 --optimizer-cpu-offload --use-precision-aware-optimizer "
         "--overlap-cpu-optimizer-d2h-h2d --sglang-moe-a2a-backend deepep --sglang-moe-dense-tp-size 1 --sglang-enable-dp-lm-head "
-        "--sglang-mem-fraction-static 0.7 --moe-token-dispatcher-type flex --moe-enable-deepep "
+        "--sglang-mem-fraction-static 0.7 --sglang-max-running-requests 768 --moe-token-dispatcher-type flex --moe-enable-deepep "
     )
 
     def command(self, directory: Path) -> tuple[str, ...]:

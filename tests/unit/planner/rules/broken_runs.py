@@ -240,8 +240,11 @@ BROKEN: dict[str, tuple[Run, ...]] = {
     ),
     "PLAN-SPEC-DRAFT-TOKENS": (Run(DRAFTS, "--sglang-speculative-num-draft-tokens 5"),),
     "PLAN-SPEC-TREE-SIZE": (Run(DRAFTS, "--sglang-speculative-eagle-topk 2 --sglang-speculative-num-draft-tokens 12"),),
-    "PLAN-SPEC-NO-DRAFT": (Run(DENSE, "--sglang-speculative-algorithm EAGLE"), Run(DRAFTS, "--sglang-speculative-algorithm STANDALONE")),
-    "PLAN-SPEC-PP": (Run(DRAFTS, "--sglang-pp-size 2 --rollout-num-gpus-per-engine 2"),),
+    "PLAN-SPEC-NO-DRAFT": (
+        Run(DENSE, "--sglang-speculative-algorithm EAGLE --sglang-max-running-requests 64"),
+        Run(DRAFTS, "--sglang-speculative-algorithm STANDALONE"),
+    ),
+    "PLAN-SPEC-PP": (Run(DRAFTS, "--sglang-pp-size 2 --rollout-num-gpus-per-engine 2 --sglang-max-running-requests 64"),),
     "PLAN-SPEC-DP-ATTENTION": (Run(MIXTURE, "--sglang-speculative-algorithm NGRAM"),),
     "PLAN-ATTENTION-BACKEND": (
         Run(DENSE, "--sglang-attention-backend flashmla"),
@@ -263,7 +266,14 @@ BROKEN: dict[str, tuple[Run, ...]] = {
         Run(MIXTURE, "--sglang-chunked-prefill-size 4"),
         Run(DENSE, "--sglang-page-size 64 --sglang-chunked-prefill-size 1000"),
     ),
-    "PLAN-RUNNING-REQUESTS": (Run(MIXTURE, "--sglang-max-running-requests 4"),),
+    "PLAN-RUNNING-REQUESTS": (
+        Run(MIXTURE, "--sglang-max-running-requests 4"),
+        Run(SPARSE, "--sglang-max-running-requests none"),
+    ),
+    "PLAN-SPEC-REQUESTS": (
+        Run(MIXTURE, "--sglang-max-running-requests none"),
+        Run(DRAFTS, "--rollout-batch-size 64 --sglang-cuda-graph-max-bs-decode 96"),
+    ),
     "PLAN-GRAPH-BATCH": (Run(DENSE, "--sglang-max-running-requests 512 --sglang-cuda-graph-max-bs-decode 128"),),
     "PLAN-CHECKPOINT-GPU": (Run(FP8, gpu="a100-80"),),
     "PLAN-CONTEXT-LENGTH": (Run(DENSE, "--sglang-context-length 65536"),),

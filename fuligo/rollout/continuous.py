@@ -93,9 +93,10 @@ class ContinuousRunner:
             HookError: of the data source or a filter. Both may have happened while an earlier rollout was trained on.
         """
         self._next_step, self._asked = step, Asked(step, self._policy_version())
-        for group in [group for group in self._queue.values() if self._is_stale(group)]:
+        stale = [self._queue[index] for index in sorted(self._queue) if self._is_stale(self._queue[index])]
+        for group in stale:
             del self._queue[group.index]
-            self._drop(group, STALE)
+        self._drop_stale(stale)
         if self._sampling is None:
             self._sampling = self._begin()
         elif not self._sampling.done():
@@ -134,7 +135,9 @@ class ContinuousRunner:
         self._restored = []
         for group in restored:
             self._since.num_tokens_before += _num_tokens(group)
-            if self._is_stale(group) or _is_judged(group):
+        self._drop_stale([group for group in restored if self._is_stale(group)])
+        for group in [group for group in restored if group.drop_reason != STALE]:
+            if _is_judged(group):
                 self._finish(group)
             else:
                 self._tasks.start(group)
@@ -164,7 +167,7 @@ class ContinuousRunner:
             RolloutError: too much was dropped since the last rollout.
         """
         if self._is_stale(group):
-            self._drop(group, STALE)
+            self._drop_stale([group])
             return
         assert group.finished, "only a stale group does not go on"
         reason = drop_reason(group, self._flags.n_samples_per_prompt, self._group_filter)
@@ -178,8 +181,12 @@ class ContinuousRunner:
         group.kept, group.drop_reason = False, reason
         self._since.dropped.append(group)
         self._since.reasons[reason] += 1
-        if reason == STALE:
-            self._source.put_back([group])
+
+    def _drop_stale(self, groups: list[SampleGroup]) -> None:
+        """Their prompts are the next to be drawn."""
+        for group in groups:
+            self._drop(group, STALE)
+        self._source.put_back(groups)
 
     def _refuse_to_go_on_for_ever(self) -> None:
         size, reasons = self._flags.rollout_batch_size, self._since.reasons

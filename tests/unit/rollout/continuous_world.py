@@ -1,0 +1,101 @@
+"""The scripted world around a `ContinuousRunner`: a trainer that takes some ticks, a publish that interrupts the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fuligo.config.groups import RolloutFlags
+from fuligo.rollout.admission import Admission
+from fuligo.rollout.continuous import ContinuousRunner
+from fuligo.rollout.debug_data import decode_groups, encode_groups
+from fuligo.rollout.generate import SingleTurn, sampling_params
+from fuligo.rollout.protocol import GenerateFn, GroupFilter, Rollout, RolloutState
+from fuligo.rollout.sampler import Sampler
+from fuligo.rollout.source import GroupSource
+from fuligo.types import SampleGroup
+from tests.unit.rollout.scripted import Rows, ScriptedEngine, ScriptedReward, Tokenizer
+
+
+@dataclass
+class ContinuousWorld:
+    engine: ScriptedEngine
+    rows: Rows
+    reward: ScriptedReward
+    runner: ContinuousRunner
+    update_interval: int = 1
+
+    async def publish(self) -> None:
+        """As `WeightPublisher` does: what runs is aborted, what arrives meanwhile waits, then it goes on with the next version."""
+        self.runner.publishing()
+        await self.engine.pause("abort")
+        await self.engine.abort_all()
+        await self.engine.until(lambda: self.engine.num_running == 0)
+        self.engine.version += 1
+        await self.engine.resume()
+
+    async def step(self, step: int, ticks: int = 10) -> Rollout:
+        """One step of the loop: take a rollout, train on it for some ticks, publish when due."""
+        rollout = await self.runner.rollout(step)
+        await pass_ticks(ticks)
+        if (step + 1) % self.update_interval == 0:
+            await self.publish()
+        return rollout
+
+    async def steps(self, num_steps: int, *, start: int = 0, ticks: int = 10) -> list[Rollout]:
+        return [await self.step(step, ticks) for step in range(start, start + num_steps)]
+
+
+async def pass_ticks(num_ticks: int) -> None:
+    for _ in range(num_ticks):
+        await asyncio.sleep(0)
+
+
+def continuous(
+    *,
+    engine: ScriptedEngine | None = None,
+    reward: ScriptedReward | None = None,
+    rows: Rows | None = None,
+    group_filter: GroupFilter | None = None,
+    sample_filter: Callable[[list[SampleGroup]], None] | None = None,
+    generate: GenerateFn | None = None,
+    state: RolloutState | None = None,
+    max_staleness: int = 1,
+    update_interval: int = 1,
+    num_rollout: int = 1000,
+    **flags: Any,
+) -> ContinuousWorld:
+    engine, reward, rows = engine or ScriptedEngine(), reward or ScriptedReward(), rows or Rows()
+    given = RolloutFlags(
+        **{
+            "rollout_batch_size": 2,
+            "n_samples_per_prompt": 2,
+            "async_mode": "full",
+            "max_staleness": max_staleness,
+            **flags,
+        }
+    )
+    turns = asyncio.Semaphore(given.rollout_concurrency)
+    single_turn = SingleTurn(engine, Tokenizer(), timeout_s=20.0)
+    runner = ContinuousRunner(
+        source=GroupSource(rows, given.n_samples_per_prompt),
+        sampler=Sampler(generate or single_turn, seed=1, stream="train", turns=turns, timeout_s=20.0),
+        reward=reward,
+        engines=engine,
+        params=sampling_params(given),
+        flags=given,
+        admission=Admission(given.rollout_batch_size, max_staleness, update_interval, num_rollout),
+        group_filter=group_filter,
+        sample_filter=sample_filter,
+        policy_version=lambda: engine.version,
+    )
+    if state is not None:
+        runner.restore(state)
+    return ContinuousWorld(engine, rows, reward, runner, update_interval)
+
+
+def saved(state: RolloutState) -> RolloutState:
+    """The state as a checkpoint gives it back."""
+    return RolloutState(state.source, state.next_sample_index, state.next_group_index, decode_groups(encode_groups(state.buffer)))

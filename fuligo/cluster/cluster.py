@@ -122,15 +122,21 @@ class RayCluster:
         return RankHandle(rank, node.bundle.host, actor, log_file.absolute())
 
 
-async def open_cluster(config: Config, stack: AsyncExitStack) -> RayCluster:
+async def open_cluster(config: Config, stack: AsyncExitStack, log_file: Path) -> RayCluster:
     """Connect, or start Ray on this machine, and reserve what the run takes; given back when the stack closes.
+
+    Args:
+        log_file: of Ray's processes, where it is started here
 
     Raises:
         ConfigError: there is no cluster, or it has not got what the run takes
     """
     placement = place(config)
     asked = config.cluster.device
-    stack.enter_context(connected(num_slots=sum(placement.node_sizes), device=asked, several_nodes=len(placement.node_sizes) > 1))
+    several_nodes = len(placement.node_sizes) > 1
+    await stack.enter_async_context(
+        connected(num_slots=sum(placement.node_sizes), device=asked, several_nodes=several_nodes, log_file=log_file)
+    )
     device: Device = "cuda" if asked == "cuda" or (asked == "auto" and has_gpus()) else "cpu"
     reservation = await reserve(placement.node_sizes, device)
     stack.callback(reservation.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping, MutableMapping
 from typing import Literal
 
@@ -10,6 +11,8 @@ from fuligo.config import Config
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 """Of a running cluster: set by the user, by `fuligo launch`, and by Ray itself within a job."""
+
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 
 
 def chosen_launcher(config: Config, environment: Mapping[str, str] = os.environ) -> Literal["local", "ray"]:
@@ -23,11 +26,20 @@ def chosen_launcher(config: Config, environment: Mapping[str, str] = os.environ)
     return "ray" if several_nodes or environment.get(ADDRESS_VARIABLE) else "local"
 
 
-def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> None:
+def prepare_environment(*, several_nodes: bool, environment: MutableMapping[str, str] = os.environ) -> None:
     """What Ray reads when it is imported. What the user set stays."""
-    if not environment.get(ADDRESS_VARIABLE):
-        # A cluster that starts here takes nobody without its token; Ray makes one where there is none.
-        environment.setdefault("RAY_AUTH_MODE", "token")
+    starts_here = not several_nodes and not environment.get(ADDRESS_VARIABLE)
+    if starts_here and "RAY_AUTH_MODE" not in environment:
+        environment.update(token_environment(new_token()))  # a cluster that starts here is this run's own
     # Servers stand under a guard that ends them in good order; killed itself, it could not.
     environment.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
-    environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def new_token() -> str:
+    """Whoever has it may use the cluster."""
+    return secrets.token_hex(32)
+
+
+def token_environment(token: str) -> dict[str, str]:
+    """Of every process of a cluster that takes nobody without the token."""
+    return {"RAY_AUTH_MODE": "token", TOKEN_VARIABLE: token}

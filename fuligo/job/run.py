@@ -16,6 +16,7 @@ from fuligo.checkpoint.location import Checkpoint, WeightsOnly, resolve
 from fuligo.checkpoint.state import RunState
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.cluster.launcher import chosen_launcher, prepare_environment
+from fuligo.cluster.placement import place
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
 from fuligo.config.hooks import hook_of
@@ -101,7 +102,7 @@ async def run_config(config: Config) -> Outcome:
 
 async def _join_cluster(config: Config, origin: Origin, directory: RunDirectory, stack: AsyncExitStack) -> tuple[Config, RayCluster]:
     """The cluster decides where `--device auto` computes."""
-    prepare_environment()
+    prepare_environment(several_nodes=len(place(config).node_sizes) > 1)
     try:
         from fuligo.cluster.cluster import open_cluster
     except ImportError as error:

@@ -1,0 +1,76 @@
+"""However a run on Ray ends, it says why, it can be resumed, and nothing of it stays behind: ranks, engine, Ray itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import succeed
+from tests.e2e.conftest import Job, Start
+from tests.e2e.processes import alive, descendants, shared_memory, wait_until
+from tests.e2e.records import metrics
+
+RANKS = {"launcher": "ray", "actor_num_gpus_per_node": 2}
+INTERRUPTED = 130
+
+
+def two_steps(run_dir: Path, process: subprocess.Popen[str]) -> dict[int, str]:
+    """Processes of the run once it has trained for two steps."""
+    wait_until(lambda: len(metrics(run_dir)) >= 2 or process.poll() is not None, "two steps are recorded", timeout_s=240)
+    assert process.poll() is None, process.communicate()[0]
+    family = descendants(process.pid)
+    for part in ("gcs_server", "raylet", "ray::TrainerRank", "ray::NodeAgent", "fuligo serve"):
+        assert any(part in command for command in family.values()), (part, family)
+    return family
+
+
+def assert_nothing_left(pid: int, family: dict[int, str]) -> None:
+    wait_until(lambda: not alive(family), "all processes have ended", timeout_s=60)
+    wait_until(lambda: not shared_memory([pid, *family]), "shared memory is given back", timeout_s=30)
+
+
+def test_a_killed_rank_ends_the_run_and_it_resumes(job: Job, start: Start, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    flags = {**RANKS, "save_interval": 1, "run_dir": run_dir}
+    process = start(*job(**flags, num_rollout=1000))
+    family = two_steps(run_dir, process)
+    killed_at = time.monotonic()
+    os.kill(next(pid for pid, command in family.items() if "ray::TrainerRank" in command), signal.SIGKILL)
+    said, _ = process.communicate(timeout=120)
+    assert time.monotonic() - killed_at < 60
+    said = " ".join(said.split())
+    assert process.returncode == 1, said
+    assert "Traceback" not in said
+    assert "trainer rank " in said
+    assert " on 127.0.0.1 is gone" in said, said
+    assert " during `" in said
+    assert "resume with --load" in said
+    assert_nothing_left(process.pid, family)
+
+    done = int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    succeed(*job(**flags, num_rollout=done + 1, load=run_dir / "checkpoints"))
+    assert [record["step"] for record in metrics(run_dir)] == list(range(done + 1))
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all", "exit_code"),
+    [(signal.SIGINT, True, INTERRUPTED), (signal.SIGTERM, False, INTERRUPTED), (signal.SIGKILL, False, -signal.SIGKILL)],
+    ids=["ctrl-c", "sigterm", "sigkill"],
+)
+def test_nothing_stays_behind(number: signal.Signals, to_all: bool, exit_code: int, job: Job, start: Start, tmp_path: Path) -> None:
+    """A terminal sends Ctrl-C to all processes of the run."""
+    process = start(*job(**RANKS, num_rollout=1000, run_dir=tmp_path / "run"))
+    family = two_steps(tmp_path / "run", process)
+    if to_all:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    said, _ = process.communicate(timeout=90)
+    assert process.returncode == exit_code, said
+    assert number == signal.SIGKILL or "Traceback" not in said
+    assert_nothing_left(process.pid, family)

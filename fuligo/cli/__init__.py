@@ -16,6 +16,7 @@ COMMANDS = {
     "quickstart": "GRPO with a tiny model, here and now: about a minute, no GPU",
     "train": "the job: fuligo train --config run.yaml, or flags, or both",
     "plan": "what train would do to a cluster, without one: rules, layout, memory, time; the same arguments",
+    "view": "a page over run directories: curves, samples, time, health; live, or a report in one file",
     "import-script": "the config file of a bash launch script, which is read and never run",
     "serve": "the embedded engine alone",
     "doctor": "what this machine has, and lacks for a run: the arguments of train, or none",

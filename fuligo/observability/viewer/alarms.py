@@ -1,0 +1,208 @@
+"""What is wrong with a run, in plain words: pure functions of its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fuligo.observability.viewer.metric_columns import MetricColumns, Values, finite, median
+
+BASE_STEPS = 50
+"""Recent good steps that a value is compared with."""
+MIN_BASE_STEPS = 3
+LASTING_STEPS = 3
+"""A single step may be bad luck; where noted, an alarm needs so many in a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    key: str
+    """The metric."""
+    severity: Literal["error", "warning", "note"]
+    title: str
+    text: str
+    first_step: int
+    last_step: int
+    ongoing: bool
+    """It holds at the latest step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Rows in a row at which something holds."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """Which values of one metric are bad, and what to say of them."""
+
+    key: str
+    severity: Literal["error", "warning", "note"]
+    title: str
+    bad: Callable[[Values], list[bool]]
+    text: Callable[[Values, Stretch], str]
+    lasting: int = 1
+
+
+def alarms(metrics: MetricColumns) -> list[Alarm]:
+    """What holds now first, then by severity and step. Of each kind the latest stretch is told, and how many there were before."""
+    found = [*_watched(metrics), *_not_finite(metrics)]
+    severities = ("error", "warning", "note")
+    return sorted(found, key=lambda alarm: (not alarm.ongoing, severities.index(alarm.severity), -alarm.last_step))
+
+
+def with_cause(alarm: Alarm, cause: str | None) -> Alarm:
+    return replace(alarm, text=f"{alarm.text} {cause}") if cause else alarm
+
+
+def stretches(bad: Sequence[bool], lasting: int = 1) -> list[Stretch]:
+    """At least `lasting` rows long; a single good row does not end one."""
+    found: list[Stretch] = []
+    for row in (row for row, is_bad in enumerate(bad) if is_bad):
+        if found and row - found[-1].last <= 2:
+            found[-1] = Stretch(found[-1].first, row)
+        else:
+            found.append(Stretch(row, row))
+    return [stretch for stretch in found if stretch.last - stretch.first + 1 >= lasting]
+
+
+def _watched(metrics: MetricColumns) -> Iterator[Alarm]:
+    for watch in WATCHES:
+        values = metrics.column(watch.key)
+        found = stretches(watch.bad(values), watch.lasting)
+        if found:
+            before = len(found) - 1
+            text = watch.text(values, found[-1]) + (f" It happened {_times(before)} before." if before else "")
+            yield _alarm(metrics, watch, found[-1], text)
+
+
+def _alarm(metrics: MetricColumns, watch: _Watch, stretch: Stretch, text: str) -> Alarm:
+    steps = metrics.steps
+    ongoing = stretch.last == metrics.num_rows - 1
+    since = f"since step {_step(steps, stretch.first)}"
+    between = f"in step {_step(steps, stretch.first)}"
+    if stretch.first != stretch.last:
+        between = f"in steps {_step(steps, stretch.first)} to {_step(steps, stretch.last)}"
+    title = f"{watch.title} {since if ongoing and stretch.first != stretch.last else between}"
+    return Alarm(watch.key, watch.severity, title, text, _step(steps, stretch.first), _step(steps, stretch.last), ongoing)
+
+
+def _step(steps: Values, row: int) -> int:
+    return int(steps[row] or 0)
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else "twice" if number == 2 else f"{number} times"
+
+
+def _not_finite(metrics: MetricColumns) -> Iterator[Alarm]:
+    for key in ("train/loss", "train/grad_norm"):
+        values = metrics.columns.get(key)
+        if not values or not finite(values):
+            continue
+        began = next(row for row, value in enumerate(values) if value is not None)
+        found = stretches([row > began and value is None for row, value in enumerate(metrics.column(key))])
+        if found:
+            watch = _Watch(key, "error", f"{key} is not a number", lambda _: [], lambda *_: "")
+            text = "The update was lost, or has spoilt the weights: look at that step's samples, then resume from a checkpoint before it."
+            yield _alarm(metrics, watch, found[-1], text)
+
+
+def _base(values: Values, row: int, bad: Sequence[bool]) -> float | None:
+    """The median of good rows before."""
+    good = [value for at, value in enumerate(values[max(0, row - BASE_STEPS) : row], max(0, row - BASE_STEPS)) if not bad[at]]
+    known = finite(good)
+    return median(known) if len(known) >= MIN_BASE_STEPS else None
+
+
+def _rises(factor: float, least: float, at_once: float | None = None) -> Callable[[Values], list[bool]]:
+    """Above `least` and so many times the good steps before; or above `at_once`, whatever was before."""
+
+    def bad(values: Values) -> list[bool]:
+        found: list[bool] = []
+        for row, value in enumerate(values):
+            base = _base(values, row, found) if value is not None and value > least else None
+            rise = base is not None and value is not None and value > factor * base
+            found.append(rise or (at_once is not None and value is not None and value > at_once))
+        return found
+
+    return bad
+
+
+def _above(limit: float) -> Callable[[Values], list[bool]]:
+    return lambda values: [value is not None and value > limit for value in values]
+
+
+def _entropy_collapses(values: Values) -> list[bool]:
+    start = median(finite(values[:10])[:5])
+    return [start is not None and row >= 5 and value is not None and value < 0.1 * start for row, value in enumerate(values)]
+
+
+def _compared(values: Values, stretch: Stretch) -> str:
+    """`0.31, 18 times the 0.017 before`."""
+    worst = max(finite(values[stretch.first : stretch.last + 1]))
+    base = median(finite(values[max(0, stretch.first - BASE_STEPS) : stretch.first]))
+    return f"{worst:.3g}" + (f", {worst / base:.3g} times the {base:.3g} before" if base else "")
+
+
+def _mismatch_text(values: Values, stretch: Stretch) -> str:
+    return f"Their log-probabilities of the same tokens differ by up to {_compared(values, stretch)} nats on average."
+
+
+def _clip_text(values: Values, stretch: Stretch) -> str:
+    worst = max(finite(values[stretch.first : stretch.last + 1]))
+    return (
+        f"Up to {worst:.0%} of the tokens have no gradient: the policy moves too far within a step. "
+        "Fewer optimizer steps a rollout, a smaller learning rate or a wider clip range."
+    )
+
+
+def _kl_text(values: Values, stretch: Stretch) -> str:
+    return f"It reaches {_compared(values, stretch)} nats. Read samples: the policy may have found a way around the reward."
+
+
+def _entropy_text(values: Values, stretch: Stretch) -> str:
+    start = median(finite(values[:10])[:5]) or 0.0
+    low = min(finite(values[stretch.first : stretch.last + 1]))
+    return f"It fell from {start:.3g} to {low:.3g} nats: samples of a group are nearly alike, and there is little left to learn from."
+
+
+def _grad_text(values: Values, stretch: Stretch) -> str:
+    return f"It reaches {_compared(values, stretch)}. Look at the samples of that step: very long ones, or a reward out of range."
+
+
+def _truncated_text(values: Values, stretch: Stretch) -> str:
+    worst = max(finite(values[stretch.first : stretch.last + 1]))
+    return f"Up to {worst:.0%} are cut off at the longest length allowed, and judged without their end."
+
+
+def _zero_std_text(values: Values, stretch: Stretch) -> str:
+    worst = max(finite(values[stretch.first : stretch.last + 1]))
+    return f"In up to {worst:.0%} of the groups all rewards are equal. Harder or easier prompts, or dynamic sampling, would help."
+
+
+def _failed_text(values: Values, stretch: Stretch) -> str:
+    total = sum(finite(values[stretch.first : stretch.last + 1]))
+    return f"{total:.0f} in all; each sample says why (Samples, status failed)."
+
+
+WATCHES = (
+    # bf16 engines and trainers differ by 0.005 to 0.02 nats; 0.1 is wrong weights, sampling parameters or routing from the start.
+    _Watch("train/logprob_abs_diff", "error", "Engine and trainer disagree", _rises(3, 0.03, at_once=0.1), _mismatch_text),
+    _Watch("train/clip_fraction", "warning", "Much of the update is clipped", _above(0.3), _clip_text, LASTING_STEPS),
+    _Watch("train/kl", "warning", "The policy runs away from its reference", _rises(5, 0.1), _kl_text, LASTING_STEPS),
+    _Watch("train/entropy", "warning", "Entropy has collapsed", _entropy_collapses, _entropy_text, LASTING_STEPS),
+    _Watch("train/grad_norm", "warning", "The gradient jumps", _rises(10, 0.0), _grad_text),
+    _Watch("rollout/truncated_ratio", "warning", "Many answers are cut off", _above(0.25), _truncated_text, LASTING_STEPS),
+    _Watch("rollout/zero_std_ratio", "note", "Most groups teach nothing", _above(0.8), _zero_std_text, LASTING_STEPS),
+    _Watch("rollout/num_failed", "warning", "Samples failed", _above(0), _failed_text),
+)
+"""Limits are rules of thumb, chosen so that ordinary runs are silent."""
+
+
+def watched_keys() -> Iterable[str]:
+    return [watch.key for watch in WATCHES]

@@ -1,0 +1,299 @@
+"""What the page asks, as plain JSON values: the same for the server and for a page in one file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+
+from fuligo.observability.viewer.alarms import watched_keys
+from fuligo.observability.viewer.run import RunReader
+from fuligo.observability.viewer.sample_columns import STATUSES, SampleColumns, read_sample_columns
+from fuligo.observability.viewer.sample_query import Order, SampleFilter, TextSearch, matching, ordered
+from fuligo.observability.viewer.sample_rows import LINE_COLUMNS, Row, message_texts, read_rows, short, short_prompt
+from fuligo.observability.viewer.settings import differences
+from fuligo.observability.viewer.step_time import StepTime
+
+Answer = dict[str, Any]
+SEARCH_BUDGET_S = 0.15
+"""Of one request; the page asks again where more is left."""
+MAX_HISTORY = 400
+_TOKEN_COLUMNS = ("engine_logprobs", "trainer_logprobs", "ref_logprobs", "entropy", "advantages")
+_SHOWN_LATEST = ("rollout/reward_mean", "rollout/response_len_mean", "rollout/tokens_per_s", "train/tokens_per_s", "perf/step_s")
+
+
+def run_answer(run: RunReader) -> Answer:
+    """What is known of a run at a glance."""
+    run.update_metrics()
+    metrics = run.metrics
+    state, age_s = run.state()
+    latest = metrics.latest("step")
+    return {
+        "name": run.name,
+        "path": str(run.path.resolve()),
+        "state": state,
+        "age_s": age_s,
+        "num_done": 0 if latest is None else int(latest) + 1,
+        "num_rollouts": run.num_rollouts,
+        "now": asdict(run.now()),
+        "clock_s": time.time(),
+        "latest": {key: metrics.latest(key) for key in _SHOWN_LATEST},
+        "first_reward": next(iter(metrics.column("rollout/reward_mean")), None),
+        "keys": [key for key in metrics.columns if "/" in key],
+        "eval_keys": [key for key in run.evaluations.columns if "/" in key],
+        "generation": metrics.generation,
+        "num_rows": metrics.num_rows,
+        "num_samples": len(run.samples.columns()),
+        "indexed": run.samples.progress,
+        "trace_read": run.trace.share_read,
+        "problems": run.problems(),
+    }
+
+
+def metrics_answer(run: RunReader, keys: Sequence[str], after: int, generation: int) -> Answer:
+    """Rows from `after` on; all of them where the page knows another generation of the file."""
+    run.update_metrics()
+    metrics = run.metrics
+    start = after if generation == metrics.generation else 0
+    return {
+        "generation": metrics.generation,
+        "start": start,
+        "step": metrics.steps[start:],
+        "time": metrics.column("time")[start:],
+        "tokens": metrics.tokens()[start:],
+        "values": {key: metrics.column(key)[start:] for key in keys if key in metrics.columns},
+        "evaluations": {
+            "step": run.evaluations.steps,
+            "values": {key: run.evaluations.column(key) for key in keys if key in run.evaluations.columns},
+        },
+    }
+
+
+def differences_answer(runs: Sequence[RunReader]) -> Answer:
+    return {"runs": [run.name for run in runs], "rows": [asdict(row) for row in differences([run.settings for run in runs])]}
+
+
+def samples_answer(run: RunReader, wanted: SampleFilter, order: Order, offset: int, limit: int) -> Answer:
+    """A page of the list. With a text, what was found so far; asking again goes on."""
+    columns = run.samples.columns()
+    share = 1.0
+    if wanted.text:
+        version = run.samples.version
+        search = run.search((wanted, version), lambda: _search(run, columns, wanted))
+        with run.lock:
+            search.go_on(SEARCH_BUDGET_S)
+            positions, share = np.array(search.found, np.int64), search.share_done
+    else:
+        positions = matching(columns, wanted)
+    positions = ordered(columns, positions, order)
+    shown = columns.take(positions[offset : offset + limit])
+    return {
+        "total": len(positions),
+        "offset": offset,
+        "rows": sample_lines(run, shown),
+        "searched": share,
+        "indexed": run.samples.progress,
+    }
+
+
+def _search(run: RunReader, columns: SampleColumns, wanted: SampleFilter) -> TextSearch:
+    return TextSearch(columns, matching(columns, wanted), wanted.text, run.samples.file)
+
+
+def sample_lines(run: RunReader, shown: SampleColumns) -> list[Answer]:
+    """With texts, which are read from the files of these rows alone."""
+    texts: dict[tuple[int, int], Row] = {}
+    for step in np.unique(shown.step).tolist():
+        rows = sorted(shown.row[shown.step == step].tolist())
+        texts.update({(step, row): text for row, text in zip(rows, _texts(run, step, rows), strict=False)})
+    return [{**_numbers(shown, at), **_line_texts(texts.get((int(shown.step[at]), int(shown.row[at])), {}))} for at in range(len(shown))]
+
+
+def _texts(run: RunReader, step: int, rows: list[int]) -> list[Row]:
+    path = run.samples.file(step)
+    try:
+        return read_rows(path, rows, LINE_COLUMNS) if path is not None else []
+    except (OSError, pa.ArrowException):
+        return []
+
+
+def _numbers(columns: SampleColumns, at: int) -> Answer:
+    code = int(columns.status[at])
+    return {
+        "step": int(columns.step[at]),
+        "row": int(columns.row[at]),
+        "index": int(columns.index[at]),
+        "group": int(columns.group[at]),
+        "reward": _number(columns.reward[at]),
+        "length": int(columns.length[at]),
+        "advantage": _number(columns.advantage[at]),
+        "staleness": int(columns.staleness[at]),
+        "status": STATUSES[code] if code < len(STATUSES) else "unknown",
+        "kept": bool(columns.kept[at]),
+        "prompt_key": str(int(columns.prompt[at])),  # 63 bits: more than a number of JavaScript holds
+    }
+
+
+def _line_texts(row: Row) -> Answer:
+    return {
+        "prompt": short_prompt(row.get("prompt")),
+        "response": short(row.get("response")),
+        "label": short(row.get("label")),
+        "finish_reason": row.get("finish_reason"),
+        "drop_reason": row.get("drop_reason"),
+        "error": short(row.get("error")),
+    }
+
+
+def _number(value: Any) -> float | None:
+    return float(f"{value:.5g}") if value is not None and np.isfinite(value) else None
+
+
+def _of_step(run: RunReader, step: int) -> SampleColumns | None:
+    """From the index; a step that it does not know yet is read by itself."""
+    columns = run.samples.columns()
+    here = np.flatnonzero(columns.step == step)
+    if len(here):
+        return columns.take(here)
+    path = run.samples.file(step)
+    try:
+        return read_sample_columns(path, step) if path is not None else None
+    except (OSError, pa.ArrowException):
+        return None
+
+
+def sample_answer(run: RunReader, step: int, row: int) -> Answer | None:
+    """One sample, token by token, with the lines of its group; None where there is none."""
+    columns = _of_step(run, step)
+    at = np.empty(0, np.int64) if columns is None else np.flatnonzero(columns.row == row)
+    path = run.samples.file(step)
+    if columns is None or not len(at) or path is None:
+        return None
+    try:
+        whole = next(iter(read_rows(path, [row])), None)
+    except (OSError, pa.ArrowException):
+        return None
+    if whole is None:
+        return None
+    group = columns.group[at[0]]
+    members = columns.take(np.flatnonzero(columns.group == group)) if group >= 0 else columns.take(at)
+    return {
+        **_numbers(columns, int(at[0])),
+        **{name: whole.get(name) for name in ("label", "finish_reason", "drop_reason", "error")},
+        "messages": message_texts(whole.get("prompt")),
+        "response": whole.get("response") or "",
+        "metadata": _metadata(whole.get("metadata")),
+        "spans": whole.get("spans") or [],
+        "prompt_tokens": len(whole.get("prompt_ids") or []),
+        "tokens": _tokens(run, whole),
+        "members": _members(run, step, members),
+    }
+
+
+def _members(run: RunReader, step: int, members: SampleColumns) -> list[Answer]:
+    """The samples of a group with their whole responses, to be read side by side."""
+    rows = members.row.tolist()
+    path = run.samples.file(step)
+    try:
+        texts = read_rows(path, rows, ["response", "drop_reason", "error"]) if path is not None else []
+    except (OSError, pa.ArrowException):
+        texts = []
+    return [{**_numbers(members, at), **{name: text.get(name) for name in text}} for at, text in enumerate(texts)]
+
+
+def _tokens(run: RunReader, whole: Row) -> Answer:
+    """Lists of one entry a response token; null where the run does not know it."""
+    ids = whole.get("response_ids") or []
+    return {
+        "ids": ids,
+        "texts": run.tokens.texts(ids) if ids else [],
+        "mask": whole.get("loss_mask"),
+        "versions": whole.get("versions"),
+        **{name: _rounded(whole.get(name)) for name in _TOKEN_COLUMNS},
+    }
+
+
+def _rounded(values: list[float | None] | None) -> list[float | None] | None:
+    return None if values is None else [None if value is None or not np.isfinite(value) else float(f"{value:.4g}") for value in values]
+
+
+def _metadata(text: Any) -> Any:
+    try:
+        return orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        return {}
+
+
+def history_answer(run: RunReader, prompt_key: int) -> Answer:
+    """All samples of the same prompt, oldest first."""
+    columns = run.samples.columns()
+    positions = np.flatnonzero(columns.prompt == prompt_key)
+    return {
+        "total": len(positions),
+        "rows": [_numbers(columns, int(at)) for at in positions[-MAX_HISTORY:]],
+        "indexed": run.samples.progress,
+    }
+
+
+def steps_answer(run: RunReader) -> Answer:
+    """Seconds of every step by cause: one list a cause, one entry a step."""
+    run.update_metrics()
+    causes = run.causes()
+    names = list(dict.fromkeys(cause.name for _, of_step in causes for cause in of_step))
+    seconds = {name: [0.0] * len(causes) for name in names}
+    for at, (_, of_step) in enumerate(causes):
+        for cause in of_step:
+            seconds[cause.name][at] = round(cause.seconds, 4)
+    idle = [_number(value) if value is not None else None for value in run.metrics.column("perf/idle_fraction")]
+    return {"steps": [step for step, _ in causes], "causes": seconds, "idle": idle, "trace_read": run.trace.share_read}
+
+
+def step_answer(run: RunReader, step: int) -> Answer | None:
+    """The timeline of one step; times are seconds since its start."""
+    run.update_metrics()
+    found = run.step_time(step)
+    return None if found is None else _step_answer(found)
+
+
+def _step_answer(found: StepTime) -> Answer:
+    start, end = found.window
+    return {
+        "step": found.step,
+        "start_s": start,
+        "duration_s": round(end - start, 6),
+        "causes": [{"name": cause.name, "seconds": round(cause.seconds, 6)} for cause in found.causes],
+        "phases": [
+            {
+                "track": track,
+                "name": phase.name,
+                "step": phase.step,
+                "start_s": round(phase.start_s - start, 6),
+                "end_s": round(phase.end_s - start, 6),
+                "failed": phase.failed,
+            }
+            for track, phase in found.phases
+        ],
+        "generating": found.generating,
+        "longest": [
+            {
+                **{name: getattr(sample, name) for name in ("row", "index", "tokens", "status")},
+                "start_s": round(sample.start_s - start, 6),
+                "end_s": round(sample.end_s - start, 6),
+                "alone_s": round(sample.alone_s, 6),
+            }
+            for sample in found.longest
+        ],
+        "trainer_idle": round(found.trainer_idle, 5),
+        "engines_idle": None if found.engines_idle is None else round(found.engines_idle, 5),
+    }
+
+
+def health_answer(run: RunReader) -> Answer:
+    run.update_metrics()
+    watched = [key for key in watched_keys() if key in run.metrics.columns]
+    return {"alarms": [asdict(alarm) for alarm in run.alarms()], "watched": watched, "log": run.log_warnings()}

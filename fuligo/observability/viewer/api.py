@@ -1,0 +1,128 @@
+"""The server's addresses. All of them read; runs are chosen by name from those that were given, never by a path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+from fastapi import FastAPI, HTTPException, Query
+from fastapi.responses import FileResponse, HTMLResponse, Response
+from starlette.middleware.gzip import GZipMiddleware
+
+from fuligo.observability.viewer import answers
+from fuligo.observability.viewer.access import Access
+from fuligo.observability.viewer.page import page
+from fuligo.observability.viewer.run import RunReader
+from fuligo.observability.viewer.run_files import inside
+from fuligo.observability.viewer.sample_query import Order, SampleFilter
+from fuligo.observability.viewer.watcher import Watcher
+
+MAX_LIMIT = 200
+
+
+def make_app(
+    runs: Sequence[RunReader], *, token: str | None = None, cookie: str = "fuligo_view", watcher: Watcher | None = None
+) -> FastAPI:
+    """
+    Args:
+        runs: to look at, of different names.
+        token: asked of every visitor; None answers to this machine's own names alone.
+        cookie: that keeps the token in the browser.
+        watcher: told of every request.
+    """
+    app = FastAPI(title="fuligo view", docs_url=None, redoc_url=None, openapi_url=None)
+    by_name = {run.name: run for run in runs}
+    text = page(f"{runs[0].name if len(runs) == 1 else f'{len(runs)} runs'}: fuligo view")
+
+    def chosen(name: str) -> RunReader:
+        if watcher is not None:
+            watcher.wake()
+        if name not in by_name:
+            raise HTTPException(404, f"there is no run {name!r} here")
+        return by_name[name]
+
+    @app.get("/")
+    def front_page() -> HTMLResponse:
+        return HTMLResponse(text)
+
+    @app.get("/api/runs")
+    def list_runs() -> Response:
+        return _json({"runs": [answers.run_answer(chosen(name)) for name in by_name]})
+
+    @app.get("/api/metrics")
+    def metrics(run: str, keys: str = "", after: Annotated[int, Query(ge=0)] = 0, generation: int = -1) -> Response:
+        return _json(answers.metrics_answer(chosen(run), [key for key in keys.split(",") if key], after, generation))
+
+    @app.get("/api/differences")
+    def config_differences(run: Annotated[list[str], Query()]) -> Response:
+        return _json(answers.differences_answer([chosen(name) for name in run]))
+
+    @app.get("/api/history")
+    def history(run: str, prompt: int) -> Response:
+        return _json(answers.history_answer(chosen(run), prompt))
+
+    @app.get("/api/sample")
+    def sample(run: str, step: int, row: int) -> Response:
+        return _json(answers.sample_answer(chosen(run), step, row), f"run {run} has no row {row} in the samples of step {step}")
+
+    @app.get("/api/steps")
+    def steps(run: str) -> Response:
+        return _json(answers.steps_answer(chosen(run)))
+
+    @app.get("/api/step")
+    def one_step(run: str, step: int) -> Response:
+        return _json(answers.step_answer(chosen(run), step), f"run {run} has recorded no step {step}")
+
+    @app.get("/api/health")
+    def health(run: str) -> Response:
+        return _json(answers.health_answer(chosen(run)))
+
+    @app.get("/api/trace.json")
+    def trace(run: str) -> Response:
+        reader = chosen(run)
+        file = reader.path / "trace.json"
+        if not inside(reader.path, file):
+            raise HTTPException(404, f"run {run} has no trace.json")
+        return FileResponse(file, media_type="application/json", filename=f"{Path(reader.name).name}-trace.json")
+
+    _add_samples(app, chosen)
+    app.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)
+    app.add_middleware(Access, token=token, cookie=cookie)
+    return app
+
+
+def _add_samples(app: FastAPI, chosen: Any) -> None:
+    @app.get("/api/samples")
+    def samples(
+        run: str,
+        order: Order = "newest",
+        offset: Annotated[int, Query(ge=0)] = 0,
+        limit: Annotated[int, Query(ge=0, le=MAX_LIMIT)] = 50,
+        step_min: int | None = None,
+        step_max: int | None = None,
+        reward_min: float | None = None,
+        reward_max: float | None = None,
+        length_min: int | None = None,
+        length_max: int | None = None,
+        advantage_min: float | None = None,
+        advantage_max: float | None = None,
+        staleness_min: int | None = None,
+        status: str | None = None,
+        kept: bool | None = None,
+        group: int | None = None,
+        prompt: int | None = None,
+        text: Annotated[str, Query(max_length=500)] = "",
+    ) -> Response:
+        wanted = SampleFilter(
+            step_min, step_max, reward_min, reward_max, length_min, length_max, advantage_min, advantage_max,
+            staleness_min, status, kept, group, prompt, text.strip(),
+        )  # fmt: skip
+        return _json(answers.samples_answer(chosen(run), wanted, order, offset, limit))
+
+
+def _json(answer: dict[str, Any] | None, missing: str = "") -> Response:
+    if answer is None:
+        raise HTTPException(404, missing)
+    return Response(orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")

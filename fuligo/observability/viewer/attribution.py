@@ -1,0 +1,104 @@
+"""Where the seconds of a step went: every instant belongs to one cause, so that they add up to the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fuligo.observability.viewer.trace_reader import PhaseEvent
+
+Interval = tuple[float, float]
+"""Start and end, seconds since the epoch."""
+PRIORITY = ("sync", "train", "score", "save", "eval", "record")
+"""Of phases at the same time the first here is the cause; a rollout that runs beside training costs nothing and comes last."""
+ROLLOUT = "rollout"
+SAMPLING = "sampling"
+STRAGGLERS = "last samples"
+REWARD = "reward"
+BETWEEN = "between phases"
+TAIL_SHARE = 0.25
+"""Of the most samples generated at one time: with fewer than this the rollout waits for its last ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpans:
+    """Intervals of a rollout's samples; empty where they are not known."""
+
+    generate: Sequence[Interval] = ()
+    reward: Sequence[Interval] = ()
+
+
+def attribute(window: Interval, phases: Iterable[PhaseEvent], spans: SampleSpans | None = None) -> list[Cause]:
+    """The seconds of `window` by cause, the longest first; they sum to its length.
+
+    Args:
+        window: of the step.
+        phases: of any step.
+        spans: of samples at work in it: they divide the time of the rollout that nothing else covers.
+    """
+    start, end = window
+    if end <= start:
+        return []
+    inside = [phase for phase in phases if phase.end_s > start and phase.start_s < end]
+    names = [name for name in PRIORITY if any(phase.name == name for phase in inside)]
+    names += sorted({phase.name for phase in inside} - {*PRIORITY, ROLLOUT})
+    names += [ROLLOUT] if any(phase.name == ROLLOUT for phase in inside) else []
+    generate = _clipped(spans.generate, window) if spans else np.empty((0, 2))
+    reward = _clipped(spans.reward, window) if spans else np.empty((0, 2))
+    by_name = {name: _clipped([(phase.start_s, phase.end_s) for phase in inside if phase.name == name], window) for name in names}
+    cuts = np.unique(np.concatenate([np.array([start, end]), *(part.ravel() for part in (*by_name.values(), generate, reward))]))
+    lengths = np.diff(cuts)
+    owner = np.full(len(lengths), len(names))
+    for position, name in reversed(list(enumerate(names))):
+        owner[_active(by_name[name], cuts) > 0] = position
+    labels = np.array([*names, BETWEEN], dtype=object)[owner]
+    if len(generate) or len(reward):
+        _divide_rollout(labels, _active(generate, cuts), _active(reward, cuts))
+    seconds = [Cause(str(name), float(lengths[labels == name].sum())) for name in dict.fromkeys(labels)]
+    return sorted((cause for cause in seconds if cause.seconds > 0), key=lambda cause: -cause.seconds)
+
+
+def covered(window: Interval, intervals: Iterable[Interval]) -> float:
+    """Seconds of `window` in which at least one interval runs."""
+    clipped = _clipped(list(intervals), window)
+    cuts = np.unique(np.concatenate([np.array(window), clipped.ravel()]))
+    return float(np.diff(cuts)[_active(clipped, cuts) > 0].sum())
+
+
+def concurrency(window: Interval, intervals: Sequence[Interval], num_points: int) -> list[int]:
+    """How many intervals run, at the middle of each of so many equal parts of the window."""
+    clipped = _clipped(intervals, window)
+    edges = np.linspace(*window, num_points + 1)
+    middles = (edges[1:] + edges[:-1]) / 2
+    started = np.searchsorted(np.sort(clipped[:, 0]), middles, side="right")
+    return (started - np.searchsorted(np.sort(clipped[:, 1]), middles, side="right")).tolist()
+
+
+def _divide_rollout(labels: np.ndarray, generating: np.ndarray, rewarding: np.ndarray) -> None:
+    rollout = labels == ROLLOUT
+    most = generating.max(initial=0)
+    labels[rollout & (generating > 0)] = SAMPLING
+    labels[rollout & (generating > 0) & (generating < TAIL_SHARE * most)] = STRAGGLERS
+    labels[rollout & (generating == 0) & (rewarding > 0)] = REWARD
+
+
+def _clipped(intervals: Sequence[Interval], window: Interval) -> np.ndarray:
+    """[N, 2] the parts inside the window."""
+    array = np.clip(np.array(intervals, np.float64).reshape(-1, 2), *window)
+    return array[array[:, 1] > array[:, 0]]
+
+
+def _active(intervals: np.ndarray, cuts: np.ndarray) -> np.ndarray:
+    """How many intervals cover each stretch between two cuts."""
+    change = np.zeros(len(cuts), np.int64)
+    np.add.at(change, np.searchsorted(cuts, intervals[:, 0]), 1)
+    np.add.at(change, np.searchsorted(cuts, intervals[:, 1]), -1)
+    return np.cumsum(change)[:-1]

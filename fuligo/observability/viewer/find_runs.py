@@ -1,0 +1,41 @@
+"""Which run directories are meant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fuligo.errors import ConfigError
+
+MARKS = ("metrics.jsonl", "config.yaml", "samples", "trace.json")
+"""Any of them makes a directory a run: one that was damaged is looked at, too."""
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """Each path itself, or the runs right inside it, by name.
+
+    Raises:
+        ConfigError: a path is no directory, or holds no run.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            raise ConfigError(f"{path} is no directory; give a run directory (--run-dir of fuligo train), or a directory of such")
+        runs = [path] if _is_run(path) else sorted(child for child in path.iterdir() if child.is_dir() and _is_run(child))
+        if not runs:
+            raise ConfigError(f"{path} holds no run: neither {', '.join(MARKS)} nor directories with them")
+        found += [run for run in runs if run.resolve() not in {other.resolve() for other in found}]
+    return found
+
+
+def run_names(paths: Sequence[Path]) -> list[str]:
+    """Short and different: the directory's name, with its parents' where that is taken; they name the runs in links."""
+    names = [path.resolve().name or "run" for path in paths]
+    for depth in range(2, 8):
+        taken = {name for name in names if names.count(name) > 1}
+        names = ["/".join(path.resolve().parts[-depth:]) if name in taken else name for path, name in zip(paths, names, strict=True)]
+    return names
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / mark).exists() for mark in MARKS)

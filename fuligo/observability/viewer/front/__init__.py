@@ -1,0 +1,1 @@
+"""Markup, style and scripts of the page; `page.py` puts them together."""

@@ -1,0 +1,44 @@
+// What is shown stands in the address after "#": a link restores the view.
+
+const VIEWS = ["overview", "samples", "time", "health"];
+
+function readAddress() {
+  const [view, query] = location.hash.slice(1).split("?");
+  return { view: VIEWS.includes(view) ? view : "overview", params: new URLSearchParams(query ?? "") };
+}
+
+let address = readAddress();
+const param = (name) => address.params.get(name);
+
+function addressWith(changes, view = address.view) {
+  const params = new URLSearchParams(view === address.view ? address.params : keptBetweenViews());
+  for (const [name, value] of Object.entries(changes)) {
+    params.delete(name);
+    for (const one of Array.isArray(value) ? value : [value]) if (one !== null && one !== undefined && one !== "") params.append(name, one);
+  }
+  const query = params.toString();
+  return `#${view}${query ? `?${query}` : ""}`;
+}
+
+function keptBetweenViews() {
+  const kept = new URLSearchParams();
+  for (const [name, value] of address.params) if (name === "run" || name === "hide") kept.append(name, value);
+  return kept;
+}
+
+// `quietly` leaves no entry in the browser's history: for sliders and typing.
+function go(changes, { view = address.view, quietly = false } = {}) {
+  const target = addressWith(changes, view);
+  const changedView = view !== address.view;
+  history[quietly ? "replaceState" : "pushState"](null, "", target);
+  address = readAddress();
+  if (changedView) openView();
+  else currentView?.moved?.();
+}
+
+addEventListener("popstate", () => {
+  const before = address.view;
+  address = readAddress();
+  if (address.view === before) currentView?.moved?.();
+  else openView();
+});

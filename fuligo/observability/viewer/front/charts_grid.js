@@ -1,0 +1,63 @@
+// Charts in groups, by the keys of the runs.
+
+const GROUPS = [
+  [
+    "Learning",
+    ["rollout/reward_mean", /^eval\/.*\/(mean|pass)@/, "rollout/response_len_mean", "rollout/truncated_ratio", "rollout/zero_std_ratio"],
+  ],
+  [
+    "Training",
+    ["train/loss", "train/entropy", "train/kl", "train/grad_norm", "train/clip_fraction", "train/logprob_abs_diff", "rollout/staleness"],
+  ],
+  ["Speed", ["perf/step_s", "rollout/tokens_per_s", "train/tokens_per_s", "perf/idle_fraction"]],
+];
+const UNITS = [
+  [/tokens_per_s$/, "tokens/s"],
+  [/_s$/, "s"],
+  [/_len_|_tokens$/, "tokens"],
+  [/entropy|\/kl|logprob/, "nats"],
+];
+const unitOf = (key) => UNITS.find(([pattern]) => pattern.test(key))?.[1] ?? "";
+
+function groupsOf(keys) {
+  const left = new Set(keys);
+  const groups = GROUPS.map(([title, wanted]) => {
+    const found = wanted.flatMap((one) => [...left].filter((key) => (one instanceof RegExp ? one.test(key) : one === key)));
+    for (const key of found) left.delete(key);
+    return [title, found];
+  }).filter(([, found]) => found.length);
+  return { groups, rest: [...left].sort() };
+}
+
+class ChartsGrid {
+  constructor({ zoom }) {
+    this.zoom = zoom;
+    this.node = element("div", { class: "grid-charts" });
+    this.charts = new Map();
+  }
+
+  // draw: key -> [series, options]
+  show(keys, draw) {
+    for (const [key, chart] of this.charts) {
+      if (keys.includes(key)) continue;
+      chart.remove();
+      chart.node.remove();
+      this.charts.delete(key);
+    }
+    for (const key of keys) {
+      if (!this.charts.has(key)) {
+        const chart = new Chart({ title: key, unit: unitOf(key), zoom: this.zoom });
+        chart.node.dataset.key = key;
+        this.charts.set(key, chart);
+      }
+      const chart = this.charts.get(key);
+      if (this.node.children[keys.indexOf(key)] !== chart.node)
+        this.node.insertBefore(chart.node, this.node.children[keys.indexOf(key)] ?? null);
+      chart.show(...draw(key));
+    }
+  }
+
+  remove() {
+    for (const chart of this.charts.values()) chart.remove();
+  }
+}

@@ -1,0 +1,95 @@
+// Health: what is wrong, in words, and the curves that say so.
+
+class Health {
+  constructor(root) {
+    this.alarms = element("section", { class: "headline", "aria-label": "Alarms" });
+    this.grid = new ChartsGrid({ zoom: () => {} });
+    this.log = element("section", { id: "log" });
+    root.append(this.alarms, element("section", {}, element("h2", {}, "What is watched"), this.grid.node), this.log);
+    this.refresh = oneAtATime(() => this.load());
+    this.moved();
+  }
+
+  moved() {
+    this.refresh();
+  }
+
+  updated() {
+    const { num_rows, generation } = chosenRun();
+    const state = `${generation} ${num_rows}`;
+    if (state !== this.known) this.refresh();
+    this.known = state;
+  }
+
+  async load() {
+    const run = chosenRun();
+    const health = await ask("health", { run: run.name });
+    await updateCurves(run, ["perf/step_s", ...health.watched]);
+    if (currentView !== this) return;
+    const ongoing = health.alarms.filter((alarm) => alarm.ongoing).length;
+    this.alarms.replaceChildren(
+      element(
+        "h1",
+        {},
+        run.num_rows === 0
+          ? "No step is over yet"
+          : ongoing
+            ? `${count(ongoing, "thing")} to look at`
+            : health.alarms.length
+              ? "Well now"
+              : "All is well",
+      ),
+      element(
+        "p",
+        { class: "lead" },
+        health.alarms.length
+          ? "Limits are rules of thumb: an alarm says where to look."
+          : `${count(health.watched.length, "curve")} watched, nothing found.`,
+      ),
+      ...health.alarms.map((alarm) => this.alarm(alarm)),
+    );
+    this.grid.show(health.watched, (key) => {
+      const bands = health.alarms
+        .filter((alarm) => alarm.key === key)
+        .map((alarm) => ({ first: alarm.first_step, last: alarm.last_step, severity: alarm.severity }));
+      return [[{ name: run.name, colour: runColour(run.name), points: curve(run, key, "step"), smooth: [] }], { bands }];
+    });
+    this.log.replaceChildren(
+      ...(health.log.length
+        ? [element("h2", {}, "Last warnings of the log"), element("pre", { class: "log" }, health.log.join("\n"))]
+        : []),
+    );
+  }
+
+  alarm(alarm) {
+    const steps = { step_min: alarm.first_step, step_max: alarm.last_step };
+    return element(
+      "article",
+      { class: `alarm ${alarm.severity} ${alarm.ongoing ? "" : "over"}` },
+      element("h3", {}, alarm.title, alarm.ongoing ? null : pill("over")),
+      element("p", {}, alarm.text),
+      element(
+        "p",
+        { class: "alarm-links" },
+        element("code", {}, alarm.key),
+        element(
+          "a",
+          { href: addressWith(steps, "samples"), onclick: (event) => (event.preventDefault(), go(steps, { view: "samples" })) },
+          "its samples",
+        ),
+        element(
+          "a",
+          {
+            href: addressWith({ step: alarm.first_step }, "time"),
+            onclick: (event) => (event.preventDefault(), go({ step: alarm.first_step }, { view: "time" })),
+          },
+          `time of step ${alarm.first_step}`,
+        ),
+      ),
+    );
+  }
+
+  close() {
+    this.grid.remove();
+  }
+}

@@ -1,0 +1,303 @@
+// Overview: how the runs stand, and their curves.
+
+class Overview {
+  constructor(root) {
+    this.head = element("section", { class: "headline", "aria-label": "Runs" });
+    this.controls = element("div", { class: "controls" });
+    this.body = element("div");
+    this.differences = element("section", { id: "differences" });
+    this.grids = new Map();
+    this.restOpen = false;
+    root.append(this.head, this.controls, this.body, this.differences);
+    this.drawControls();
+    this.refresh = oneAtATime(() => this.load());
+    this.moved();
+  }
+
+  moved() {
+    this.drawControls();
+    this.refresh();
+  }
+
+  updated() {
+    this.refresh();
+  }
+
+  get settings() {
+    const kind = param("x") in AXES ? param("x") : "step";
+    const range = param("from") !== null && param("to") !== null ? [Number(param("from")), Number(param("to"))] : null;
+    const smoothing = Math.min(0.99, Math.max(0, Number(param("smooth") ?? 0) || 0));
+    return { kind, smoothing, log: param("log") === "1", range, find: param("find") ?? "" };
+  }
+
+  drawControls() {
+    const { kind, smoothing, log, range, find } = this.settings;
+    if (this.controls.contains(document.activeElement) && this.slider) {
+      this.zoomOut.hidden = !range;
+      this.sliderValue.textContent = smoothing.toFixed(2);
+      return; // not under somebody's fingers
+    }
+    this.slider = element("input", { type: "range", min: 0, max: 0.98, step: 0.01, value: smoothing, "aria-label": "Smoothing" });
+    this.sliderValue = element("output", {}, smoothing.toFixed(2));
+    this.slider.addEventListener("input", () => go({ smooth: Number(this.slider.value) || null }, { quietly: true }));
+    this.zoomOut = element(
+      "button",
+      { type: "button", class: "quiet", hidden: !range, onclick: () => go({ from: null, to: null }) },
+      "Show all",
+    );
+    const search = element("input", { type: "search", placeholder: "Find a metric", "aria-label": "Find a metric", value: find });
+    search.addEventListener("input", () => go({ find: search.value }, { quietly: true }));
+    this.controls.replaceChildren(
+      choice(
+        "Along",
+        "x",
+        [
+          ["step", "Step"],
+          ["time", "Time"],
+          ["tokens", "Tokens"],
+        ],
+        kind,
+        (x) => go({ x: x === "step" ? null : x, from: null, to: null }),
+      ),
+      element("label", { class: "slider" }, "Smoothing", this.slider, this.sliderValue),
+      element(
+        "label",
+        { class: "check" },
+        element("input", { type: "checkbox", checked: log, onchange: (event) => go({ log: event.target.checked ? 1 : null }) }),
+        "Log scale",
+      ),
+      search,
+      this.zoomOut,
+    );
+  }
+
+  async load() {
+    this.drawHead();
+    const shown = visibleRuns();
+    const { find } = this.settings;
+    const keys = [...new Set(shown.flatMap((run) => [...run.eval_keys, ...run.keys]))];
+    const wanted = find ? keys.filter((key) => key.toLowerCase().includes(find.toLowerCase())) : keys;
+    const { groups, rest } = groupsOf(wanted);
+    const open = find ? true : this.restOpen;
+    const asked = ["perf/step_s", ...groups.flatMap(([, found]) => found), ...(open ? rest : [])];
+    await Promise.all(shown.map((run) => updateCurves(run, asked)));
+    if (currentView !== this) return;
+    this.drawGroups(groups, rest, open, find, keys.length);
+    await this.loadDifferences();
+  }
+
+  drawGroups(groups, rest, open, find, numKeys) {
+    if (!groups.length && !rest.length) {
+      this.closeGrids();
+      this.body.replaceChildren(empty(numKeys ? `No metric is called “${find}”.` : "No step is over yet: curves begin with the first."));
+      return;
+    }
+    const sections = [...groups.map(([title, keys]) => [title, keys, true]), ...(rest.length ? [["More", rest, open]] : [])];
+    const titles = JSON.stringify(sections.map(([title]) => title).concat(find ? ["found"] : []));
+    if (this.drawn !== titles || !this.body.querySelector(".group")) {
+      this.closeGrids();
+      this.drawn = titles;
+      this.body.replaceChildren(...sections.map(([title, keys]) => this.group(title, keys, find)));
+    }
+    for (const [title, keys, isOpen] of sections) if (isOpen) this.grids.get(title).show(keys, (key) => this.chartOf(key));
+  }
+
+  group(title, keys, find) {
+    const grid = new ChartsGrid({ zoom: (ends) => go({ from: ends && ends[0].toPrecision(7), to: ends && ends[1].toPrecision(7) }) });
+    this.grids.set(title, grid);
+    if (title !== "More" || find) return element("section", { class: "group" }, element("h2", {}, title), grid.node);
+    const details = element(
+      "details",
+      { class: "group", open: this.restOpen },
+      element("summary", {}, `${count(keys.length, "more metric")}`),
+      grid.node,
+    );
+    details.addEventListener("toggle", () => {
+      if (details.open === this.restOpen) return;
+      this.restOpen = details.open;
+      this.refresh();
+    });
+    return details;
+  }
+
+  chartOf(key) {
+    const { kind, smoothing, log, range } = this.settings;
+    const series = visibleRuns()
+      .map((run) => {
+        const points = curve(run, key, kind);
+        const few = key.startsWith("eval/") || points.length < 4;
+        return { name: run.name, colour: runColour(run.name), points, smooth: smoothing > 0 && !few ? smoothed(points, smoothing) : [] };
+      })
+      .filter(({ points }) => points.length);
+    return [series, { kind, log, range }];
+  }
+
+  drawHead() {
+    const run = runs[0];
+    const problems = runs.flatMap((one) => one.problems.map((text) => (runs.length > 1 ? `${one.name}: ${text}` : text)));
+    if (this.head.contains(document.activeElement)) {
+      this.head.querySelector(".live")?.replaceChildren(...this.runTable().childNodes);
+      return;
+    }
+    this.head.replaceChildren(
+      ...[
+        element(
+          "div",
+          { class: "title" },
+          element("h1", {}, runs.length === 1 ? run.name : count(runs.length, "run")),
+          runs.length === 1 ? pill(stateText(run), run.state) : null,
+        ),
+        runs.length === 1
+          ? this.runCards(run)
+          : element("div", { class: "scroll" }, element("table", { class: "runs live" }, ...this.runTable().childNodes)),
+        notes(problems),
+      ].filter(Boolean),
+    );
+  }
+
+  runCards(run) {
+    const { latest, now } = run;
+    const done = run.num_rollouts ? run.num_done / run.num_rollouts : null;
+    return cards([
+      [
+        "Step",
+        run.num_rollouts ? `${run.num_done} of ${run.num_rollouts}` : String(run.num_done),
+        isLive(run) && now.doing ? `${now.doing}${now.doing_step === null ? "" : `, step ${now.doing_step}`}` : stateText(run),
+        done,
+      ],
+      ["Reward", figure(latest["rollout/reward_mean"], 3), run.first_reward === null ? "" : `from ${figure(run.first_reward, 3)} at first`],
+      ["Answers", `${figure(latest["rollout/response_len_mean"], 3)} tokens`, "mean length, latest step"],
+      ["Speed", `${now.step_s === null ? NOTHING : seconds(now.step_s)} a step`, speedText(latest)],
+      isLive(run)
+        ? [
+            "Expected end",
+            now.left_s === null ? NOTHING : `in ${duration(now.left_s)}`,
+            now.left_s === null ? "" : `about ${clock(run.clock_s + now.left_s)}`,
+          ]
+        : [
+            "Samples",
+            run.num_samples.toLocaleString("en"),
+            run.indexed[0] < run.indexed[1] ? `${run.indexed[0]} of ${run.indexed[1]} steps read` : "to look at",
+          ],
+    ]);
+  }
+
+  runTable() {
+    const hidden = hiddenRuns();
+    return element(
+      "table",
+      {},
+      element(
+        "thead",
+        {},
+        element(
+          "tr",
+          {},
+          ["Run", "State", "Steps", "Reward", "A step", "Left"].map((title) => element("th", { scope: "col" }, title)),
+        ),
+      ),
+      element(
+        "tbody",
+        {},
+        runs.map((run) =>
+          element(
+            "tr",
+            {},
+            element(
+              "th",
+              { scope: "row" },
+              element(
+                "label",
+                { class: "check" },
+                element("input", {
+                  type: "checkbox",
+                  checked: !hidden.has(run.name),
+                  onchange: (event) => showRun(run.name, event.target.checked),
+                }),
+                swatchOf(runColour(run.name)),
+                run.name,
+              ),
+            ),
+            element("td", {}, isLive(run) && run.now.doing ? run.now.doing : stateText(run)),
+            element("td", { class: "number" }, run.num_rollouts ? `${run.num_done} / ${run.num_rollouts}` : run.num_done),
+            element("td", { class: "number" }, figure(run.latest["rollout/reward_mean"], 3)),
+            element("td", { class: "number" }, run.now.step_s === null ? NOTHING : seconds(run.now.step_s)),
+            element("td", { class: "number" }, isLive(run) ? duration(run.now.left_s) : ""),
+          ),
+        ),
+      ),
+    );
+  }
+
+  async loadDifferences() {
+    if (
+      runs.length < 2 ||
+      this.asked ===
+        visibleRuns()
+          .map((run) => run.name)
+          .join("\n")
+    )
+      return;
+    this.asked = visibleRuns()
+      .map((run) => run.name)
+      .join("\n");
+    const { runs: names, rows } = await ask("differences", { run: visibleRuns().map((run) => run.name) });
+    this.differences.replaceChildren(
+      element("h2", {}, "Settings that differ"),
+      rows.length
+        ? element(
+            "div",
+            { class: "scroll" },
+            element(
+              "table",
+              { class: "settings" },
+              element(
+                "thead",
+                {},
+                element(
+                  "tr",
+                  {},
+                  element("th", { scope: "col" }, "Setting"),
+                  names.map((name) => element("th", { scope: "col" }, swatchOf(runColour(name)), name)),
+                ),
+              ),
+              element(
+                "tbody",
+                {},
+                rows.map((row) =>
+                  element(
+                    "tr",
+                    {},
+                    element("th", { scope: "row" }, element("span", { class: "soft" }, `${row.group} `), row.name),
+                    row.values.map((value) => element("td", {}, element("code", {}, value))),
+                  ),
+                ),
+              ),
+            ),
+          )
+        : empty("None: these runs have the same config."),
+    );
+  }
+
+  closeGrids() {
+    for (const grid of this.grids.values()) grid.remove();
+    this.grids.clear();
+    this.drawn = null;
+  }
+
+  close() {
+    this.closeGrids();
+  }
+}
+
+function speedText(latest) {
+  const rate = latest["rollout/tokens_per_s"];
+  return rate === null ? "" : `${figure(Math.round(rate))} tokens/s sampled`;
+}
+
+function showRun(name, shown) {
+  const hidden = hiddenRuns();
+  if (shown) hidden.delete(name);
+  else hidden.add(name);
+  go({ hide: [...hidden] });
+}

@@ -1,0 +1,85 @@
+// The page: its views, and the runs kept up to date.
+
+const VIEW_TITLES = { overview: "Overview", samples: "Samples", time: "Time", health: "Health" };
+const VIEW_CLASSES = { overview: Overview, samples: Samples, time: Time, health: Health };
+var currentView = null;
+
+function openView() {
+  currentView?.close?.();
+  hideTooltip();
+  const main = document.getElementById("main");
+  main.replaceChildren();
+  main.dataset.view = address.view;
+  drawTop();
+  currentView = null;
+  const view = new VIEW_CLASSES[address.view](main);
+  currentView = view;
+  view.updated();
+  scrollTo(0, 0);
+}
+
+function drawTop() {
+  document.getElementById("views").replaceChildren(
+    ...VIEWS.map((view) =>
+      element(
+        "a",
+        {
+          href: addressWith({}, view),
+          "aria-current": view === address.view ? "page" : null,
+          onclick: (event) => {
+            if (event.metaKey || event.ctrlKey || event.shiftKey) return;
+            event.preventDefault();
+            if (view !== address.view) go({}, { view });
+          },
+        },
+        VIEW_TITLES[view],
+      ),
+    ),
+  );
+  const select = document.getElementById("run");
+  select.hidden = runs.length < 2 || address.view === "overview";
+  select.replaceChildren(...runs.map((run) => element("option", { value: run.name, selected: run === chosenRun() }, run.name)));
+}
+
+// light-dark() in the style follows color-scheme: the button sets it on the root, else the system decides.
+function themeButton() {
+  const button = document.getElementById("theme");
+  let dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const label = () => (button.textContent = dark ? "Light" : "Dark");
+  button.addEventListener("click", () => {
+    dark = !dark;
+    document.documentElement.style.colorScheme = dark ? "dark" : "light";
+    label();
+  });
+  label();
+}
+
+const poll = oneAtATime(async () => {
+  const connection = document.getElementById("connection");
+  try {
+    const before = fingerprint();
+    runs = (await ask("runs")).runs;
+    connection.textContent = "";
+    if (before !== fingerprint() || runs.some((run) => isLive(run))) currentView?.updated();
+  } catch {
+    connection.textContent = "fuligo view has ended: this is what it showed last";
+  }
+});
+
+const fingerprint = () => JSON.stringify(runs.map(({ age_s, clock_s, ...rest }) => rest));
+
+async function start() {
+  themeButton();
+  document.getElementById("run").addEventListener("change", (event) => {
+    const kept = { run: event.target.value, sample: null, step: null };
+    go(kept);
+    openView();
+  });
+  runs = (await ask("runs")).runs;
+  openView();
+  if (isReport) return;
+  setInterval(() => document.hidden || poll(), POLL_MS);
+  document.addEventListener("visibilitychange", () => document.hidden || poll());
+}
+
+start();

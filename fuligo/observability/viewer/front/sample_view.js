@@ -1,0 +1,212 @@
+// One sample: its prompt, its answer token by token, its group, the same prompt at other steps.
+
+class SampleView {
+  constructor({ close, open }) {
+    Object.assign(this, { closeIt: close, open });
+    this.node = element("article", { class: "sample-view", "aria-label": "Sample", tabindex: -1 });
+    this.latest = latestOnly();
+  }
+
+  async show(run, step, row) {
+    const key = `${run.name}:${step}.${row}`;
+    if (this.shown === key) return;
+    this.shown = key;
+    this.history?.remove();
+    let sample;
+    try {
+      sample = await this.latest(ask("sample", { run: run.name, step, row }));
+    } catch (error) {
+      this.node.replaceChildren(this.bar(`Step ${step}, row ${row}`), notes([error.message]));
+      return;
+    }
+    if (sample === undefined) return;
+    this.sample = sample;
+    this.node.replaceChildren(
+      ...[
+        this.bar(`Sample ${sample.index}`),
+        this.facts(sample),
+        this.why(sample),
+        this.prompt(sample),
+        element(
+          "section",
+          { class: "part" },
+          element("h3", {}, "Answer"),
+          new TokenView(sample.tokens, (colour) => go({ colour }, { quietly: true })).node,
+          this.plain(sample),
+        ),
+        this.group(sample),
+        (this.historyPart = element("section", { class: "part", "aria-label": "The same prompt over time" })),
+        this.rest(sample),
+      ].filter(Boolean),
+    );
+    this.node.scrollTop = 0;
+    await this.showHistory(run, sample);
+  }
+
+  bar(title) {
+    return element(
+      "header",
+      { class: "sample-bar" },
+      element("h2", {}, title),
+      element("button", { type: "button", class: "quiet", onclick: () => this.closeIt() }, "Close"),
+    );
+  }
+
+  facts(sample) {
+    const facts = [
+      ["reward", rewardPill(sample.reward)],
+      ["label", sample.label === null ? null : sample.label],
+      ["step", sample.step],
+      [
+        "group",
+        element(
+          "a",
+          {
+            href: addressWith({ group: sample.group, sample: null }),
+            onclick: (event) => (event.preventDefault(), go({ group: sample.group })),
+          },
+          sample.group,
+        ),
+      ],
+      ["tokens", `${sample.prompt_tokens} + ${sample.length}`],
+      ["advantage", sample.advantage === null ? null : signed(sample.advantage)],
+      [
+        "ended",
+        [sample.status, sample.finish_reason && sample.finish_reason !== sample.status ? ` (${sample.finish_reason})` : ""].join(""),
+      ],
+      ["took", spanText(sample.spans)],
+    ];
+    return element(
+      "dl",
+      { class: "sample-facts" },
+      facts
+        .filter(([, value]) => value !== null && value !== "")
+        .map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))),
+    );
+  }
+
+  why(sample) {
+    return notes(
+      [
+        sample.error ? `Failed: ${sample.error}` : null,
+        sample.kept ? null : `Its group was not trained on${sample.drop_reason ? `: ${sample.drop_reason}` : ""}.`,
+        sample.status === "truncated" ? "Cut off at the longest length allowed." : null,
+        sample.staleness > 0
+          ? `Its oldest token was sampled ${sample.staleness} version${sample.staleness > 1 ? "s" : ""} before the newest of this step.`
+          : null,
+      ].filter(Boolean),
+    );
+  }
+
+  prompt(sample) {
+    return element(
+      "section",
+      { class: "part" },
+      element("h3", {}, "Prompt"),
+      sample.messages.map(([role, text]) =>
+        element("div", { class: "message" }, element("span", { class: "role" }, role), element("div", { class: "prose" }, text)),
+      ),
+    );
+  }
+
+  plain(sample) {
+    return element(
+      "details",
+      { class: "plain" },
+      element("summary", {}, "As plain text"),
+      element("pre", { class: "prose" }, sample.response || "(nothing)"),
+    );
+  }
+
+  group(sample) {
+    if (sample.members.length < 2) return null;
+    return element(
+      "section",
+      { class: "part", "aria-label": "The group side by side" },
+      element("h3", {}, `The group: ${count(sample.members.length, "answer")} to the same prompt`),
+      element(
+        "div",
+        { class: "members", tabindex: 0, role: "group", "aria-label": "Answers of the group" },
+        sample.members.map((member) => this.member(member, member.row === sample.row)),
+      ),
+    );
+  }
+
+  member(member, current) {
+    return element(
+      "button",
+      {
+        type: "button",
+        class: `member ${current ? "current" : ""}`,
+        "aria-current": current ? "true" : null,
+        onclick: () => this.open(member.step, member.row),
+      },
+      element(
+        "span",
+        { class: "member-head" },
+        rewardPill(member.reward),
+        element("span", {}, `${member.length} tokens`),
+        member.advantage === null ? null : element("span", {}, signed(member.advantage, 2)),
+        marksOf(member),
+      ),
+      element("span", { class: "prose" }, shortened(member.response || member.error || "(nothing)", 1200)),
+    );
+  }
+
+  async showHistory(run, sample) {
+    const history = await this.latest(ask("history", { run: run.name, prompt: sample.prompt_key }));
+    if (history === undefined) return;
+    const steps = [...new Set(history.rows.map((row) => row.step))];
+    if (steps.length < 2) {
+      this.historyPart.replaceChildren(
+        element("h3", {}, "The same prompt over time"),
+        element("p", { class: "soft" }, "It was drawn in this step only, as far as the samples are read."),
+      );
+      return;
+    }
+    const mean = (rows) => rows.reduce((sum, row) => sum + (row.reward ?? 0), 0) / rows.length;
+    const points = steps
+      .map((step) => ({ x: step, y: mean(history.rows.filter((row) => row.step === step && row.reward !== null)) }))
+      .filter(({ y }) => Number.isFinite(y));
+    this.history = new Chart({ title: "mean reward of this prompt" });
+    this.historyPart.replaceChildren(
+      element("h3", {}, "The same prompt over time"),
+      this.history.node,
+      element(
+        "div",
+        { class: "history" },
+        steps.map((step) => {
+          const rows = history.rows.filter((row) => row.step === step);
+          return element(
+            "button",
+            {
+              type: "button",
+              class: "quiet",
+              "aria-current": step === sample.step ? "true" : null,
+              onclick: () => this.open(step, rows[0].row),
+            },
+            `step ${step}: ${figure(mean(rows), 3)}`,
+          );
+        }),
+      ),
+    );
+    this.history.show([{ name: "reward", colour: runColour(run.name), points, smooth: [] }], {});
+  }
+
+  rest(sample) {
+    const metadata = Object.keys(sample.metadata ?? {}).length ? JSON.stringify(sample.metadata, null, 1) : null;
+    return metadata && element("details", { class: "plain" }, element("summary", {}, "Metadata"), element("pre", {}, metadata));
+  }
+
+  remove() {
+    this.history?.remove();
+  }
+}
+
+const shortened = (text, most) => (text.length > most ? `${text.slice(0, most)}…` : text);
+
+function spanText(spans) {
+  const total = new Map();
+  for (const { name, start_s, end_s } of spans) total.set(name, (total.get(name) ?? 0) + end_s - start_s);
+  return [...total].map(([name, time]) => `${name} ${fine(time)}`).join(", ");
+}

@@ -1,0 +1,64 @@
+// What every view knows: the runs, their colours, and the one that is chosen.
+
+const RUN_HUES = [265, 25, 155, 75, 320, 200, 110, 350];
+const POLL_MS = 1000;
+let runs = [];
+
+const runColour = (name) => ({
+  "--hue":
+    RUN_HUES[
+      Math.max(
+        0,
+        runs.findIndex((run) => run.name === name),
+      ) % RUN_HUES.length
+    ],
+});
+const chosenRun = () => runs.find((run) => run.name === param("run")) ?? runs[0];
+const hiddenRuns = () => new Set(address.params.getAll("hide"));
+const visibleRuns = () => {
+  const hidden = hiddenRuns();
+  const shown = runs.filter((run) => !hidden.has(run.name));
+  return shown.length ? shown : runs;
+};
+
+const isLive = (run) => run.state === "running" || run.state === "quiet" || run.state === "empty";
+const STATE_WORDS = { finished: "finished", running: "running", quiet: "silent", stopped: "stopped", empty: "no step yet" };
+
+function stateText(run) {
+  if (run.state === "quiet") return `silent for ${duration(run.age_s)}`;
+  if (run.state === "stopped") return run.num_rollouts ? `stopped after ${run.num_done} of ${run.num_rollouts} steps` : "not running";
+  return STATE_WORDS[run.state];
+}
+
+// One question at a time: an answer that is late does not pile up others behind it.
+function oneAtATime(work) {
+  let running = null;
+  let again = false;
+  return async function run() {
+    if (running) {
+      again = true;
+      return running;
+    }
+    running = (async () => {
+      do {
+        again = false;
+        await work();
+      } while (again);
+    })();
+    try {
+      await running;
+    } finally {
+      running = null;
+    }
+  };
+}
+
+// Answers that come after another question was asked are of no use.
+function latestOnly() {
+  let newest = 0;
+  return async (question) => {
+    const mine = ++newest;
+    const answer = await question;
+    return mine === newest ? answer : undefined;
+  };
+}

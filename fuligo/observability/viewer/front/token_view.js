@@ -1,0 +1,185 @@
+// One response token by token, coloured by what engine and trainer say of it.
+
+const PARTS = 256; // tokens a paragraph: those out of sight are not laid out
+// least: the value of full colour is never smaller, or noise would look like news.
+const COLOURS = [
+  {
+    key: "diff",
+    title: "Engine − trainer",
+    least: 0.01,
+    needs: ["engine_logprobs", "trainer_logprobs"],
+    signed: true,
+    lead: "engine minus trainer log-probability, nats",
+  },
+  { key: "engine_logprobs", title: "Surprise", least: 0.5, needs: ["engine_logprobs"], lead: "minus the engine's log-probability, nats" },
+  {
+    key: "trainer_logprobs",
+    title: "Surprise of trainer",
+    least: 0.5,
+    needs: ["trainer_logprobs"],
+    lead: "minus the trainer's log-probability, nats",
+  },
+  { key: "entropy", title: "Entropy", least: 0.1, needs: ["entropy"], lead: "of the policy's distribution, nats" },
+  { key: "advantages", title: "Advantage", least: 0.1, needs: ["advantages"], signed: true, lead: "what the token is pushed by" },
+  { key: "mask", title: "Mask", least: 1, needs: ["mask"], lead: "tokens that are trained" },
+  { key: "versions", title: "Version", needs: ["versions"], lead: "policy version that sampled the token" },
+];
+
+function tokenValues(tokens, key) {
+  if (key === "diff")
+    return tokens.engine_logprobs.map((value, at) =>
+      value === null || tokens.trainer_logprobs[at] === null ? null : value - tokens.trainer_logprobs[at],
+    );
+  if (key === "engine_logprobs" || key === "trainer_logprobs") return tokens[key].map((value) => (value === null ? null : -value));
+  return tokens[key];
+}
+
+class TokenView {
+  constructor(tokens, choose) {
+    this.tokens = tokens;
+    this.available = COLOURS.filter(({ needs }) => needs.every((name) => tokens[name]?.length === tokens.ids.length));
+    this.facts = element("div", { class: "token-facts", "aria-live": "polite" });
+    this.legend = element("div", { class: "token-legend" });
+    this.text = element("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": "Tokens of the response: arrow keys move" });
+    this.choice = element("div");
+    this.node = element("div", { class: "token-view" }, this.choice, this.legend, this.text, this.facts);
+    this.onchoose = choose;
+    this.drawTokens();
+    this.text.addEventListener("pointerover", (event) => this.over(event));
+    this.text.addEventListener("click", (event) => event.target.dataset.at && this.mark(Number(event.target.dataset.at)));
+    this.text.addEventListener("keydown", (event) => this.key(event));
+    this.colour(param("colour"));
+    this.tell(null);
+  }
+
+  drawTokens() {
+    const { ids, texts } = this.tokens;
+    this.cells = ids.map((id, at) =>
+      element("span", { class: "token", "data-at": at }, texts ? shownToken(texts[at]) : String(id), texts ? null : " "),
+    );
+    const parts = [];
+    for (let at = 0; at < ids.length; at += PARTS) parts.push(element("span", { class: "token-part" }, this.cells.slice(at, at + PARTS)));
+    this.text.replaceChildren(...parts);
+    if (!texts && ids.length)
+      this.text.before(element("p", { class: "soft" }, "The tokenizer is not on this machine: tokens are shown by their ids."));
+  }
+
+  colour(wanted) {
+    const chosen = this.available.find(({ key }) => key === wanted) ?? this.available[0];
+    this.choice.replaceChildren(
+      this.available.length
+        ? choice(
+            "Colour by",
+            "colour",
+            this.available.map(({ key, title }) => [key, title]),
+            chosen.key,
+            (key) => (this.onchoose(key), this.recolour(key)),
+          )
+        : empty("The run recorded nothing about single tokens."),
+    );
+    if (chosen) this.recolour(chosen.key);
+  }
+
+  recolour(key) {
+    const chosen = COLOURS.find((one) => one.key === key);
+    const values = tokenValues(this.tokens, key);
+    this.text.dataset.colour = key;
+    if (key === "versions") return this.colourVersions(values, chosen);
+    const known = values.filter((value) => value !== null).map(Math.abs);
+    const sorted = Float64Array.from(known).sort();
+    const most = Math.max(chosen.least, sorted[Math.floor(0.98 * (sorted.length - 1))] ?? 0);
+    this.cells.forEach((cell, at) => {
+      const value = values[at];
+      cell.className = `token ${value === null ? "unknown" : value < 0 ? "minus" : "plus"}`;
+      cell.style.setProperty("--heat", value === null ? 0 : Math.min(1, Math.abs(value) / most).toFixed(3));
+    });
+    const text =
+      key === "mask"
+        ? `${known.filter((value) => value > 0).length} of ${known.length} tokens are trained`
+        : `${chosen.lead}; full colour at ${figure(most, 3)}`;
+    this.legend.replaceChildren(
+      key === "mask" ? "" : element("span", { class: `ramp ${chosen.signed ? "signed" : ""}` }),
+      element("span", {}, text),
+      chosen.signed ? element("span", { class: "soft" }, "blue: below 0, red: above") : "",
+    );
+    return undefined;
+  }
+
+  colourVersions(values, chosen) {
+    const versions = [...new Set(values)].sort((a, b) => a - b);
+    const colour = (version) => ({ "--hue": RUN_HUES[versions.indexOf(version) % RUN_HUES.length] });
+    this.cells.forEach((cell, at) => {
+      cell.className = "token version";
+      cell.style.setProperty("--hue", colour(values[at])["--hue"]);
+    });
+    this.legend.replaceChildren(
+      ...versions.map((version) =>
+        element(
+          "span",
+          { class: "key" },
+          swatchOf(colour(version)),
+          `version ${version}: ${count(values.filter((one) => one === version).length, "token")}`,
+        ),
+      ),
+      element("span", { class: "soft" }, chosen.lead),
+    );
+  }
+
+  over(event) {
+    if (event.target.dataset.at !== undefined) this.tell(Number(event.target.dataset.at));
+  }
+
+  mark(at) {
+    this.cells[this.at]?.classList.remove("chosen");
+    this.at = at;
+    this.cells[at].classList.add("chosen");
+    this.tell(at);
+  }
+
+  key(event) {
+    const moves = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 };
+    if (!this.cells.length || !(event.key in moves || event.key === "Home" || event.key === "End")) return;
+    event.preventDefault();
+    const to = event.key === "Home" ? 0 : event.key === "End" ? this.cells.length - 1 : (this.at ?? -1) + moves[event.key];
+    this.mark(Math.max(0, Math.min(this.cells.length - 1, to)));
+    this.cells[this.at].scrollIntoView({ block: "nearest" });
+  }
+
+  tell(at) {
+    const { tokens } = this;
+    if (at === null) {
+      this.facts.replaceChildren(
+        element(
+          "span",
+          { class: "soft" },
+          this.cells.length ? "Point at a token, or walk through them with the arrow keys." : "No token was sampled.",
+        ),
+      );
+      return;
+    }
+    const value = (name, digits = 4) => (tokens[name] ? figure(tokens[name][at], digits) : NOTHING);
+    const both = tokens.engine_logprobs && tokens.trainer_logprobs && tokens.trainer_logprobs[at] !== null;
+    const facts = [
+      ["token", `${at} of ${this.cells.length}`],
+      ["id", tokens.ids[at]],
+      ["text", tokens.texts ? JSON.stringify(tokens.texts[at]) : NOTHING],
+      ["engine", value("engine_logprobs")],
+      ["trainer", value("trainer_logprobs")],
+      ["difference", both ? signed(tokens.engine_logprobs[at] - tokens.trainer_logprobs[at]) : NOTHING],
+      ["probability", tokens.engine_logprobs ? share(Math.exp(tokens.engine_logprobs[at]), 2) : NOTHING],
+      ["entropy", value("entropy")],
+      ["advantage", value("advantages")],
+      ["reference", tokens.ref_logprobs ? value("ref_logprobs") : null],
+      ["trained", tokens.mask ? (tokens.mask[at] ? "yes" : "no") : NOTHING],
+      ["version", value("versions")],
+    ];
+    this.facts.replaceChildren(
+      ...facts
+        .filter(([, text]) => text !== null)
+        .map(([name, text]) => element("span", { class: "fact" }, element("span", { class: "soft" }, name), element("b", {}, text))),
+    );
+  }
+}
+
+// Line ends are marked and kept, so that what was sampled can be seen.
+const shownToken = (text) => text.replaceAll("\n", "↵\n").replaceAll("\t", "→\t") || "∅";

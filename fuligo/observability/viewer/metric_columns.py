@@ -1,0 +1,117 @@
+"""`metrics.jsonl` as columns that grow with the file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from fuligo.observability.viewer.tail import Tail
+
+Values = list[float | None]
+"""None where a step lacks the key, or its value was not finite."""
+
+
+class MetricColumns:
+    """Every key of the records by row; rows are steps, in the order of the file."""
+
+    def __init__(self, path: Path, step_key: str = "step") -> None:
+        self._tail = Tail(path)
+        self._step_key = step_key
+        self._generation = -1
+        self._reset()
+
+    def _reset(self) -> None:
+        self.num_rows = 0
+        self.num_damaged = 0
+        self.columns: dict[str, Values] = {}
+        self._generation = self._tail.generation
+
+    @property
+    def generation(self) -> int:
+        """Rises when rows were taken back: the run was resumed from an earlier step."""
+        return self._tail.generation
+
+    def update(self) -> None:
+        """Read what was added."""
+        while lines := self._tail.read():
+            if self._tail.generation != self._generation:
+                self._reset()
+            for line in lines:
+                self._add(line)
+        if self._tail.generation != self._generation:
+            self._reset()
+
+    def column(self, key: str) -> Values:
+        """As long as there are rows."""
+        values = self.columns.get(key, [])
+        return values + [None] * (self.num_rows - len(values))
+
+    def latest(self, key: str) -> float | None:
+        values = self.columns.get(key, [])
+        return values[-1] if len(values) == self.num_rows and values else None
+
+    @property
+    def steps(self) -> Values:
+        return self.column(self._step_key)
+
+    def tokens(self) -> list[float]:
+        """Sampled up to each row."""
+        total, sums = 0.0, []
+        for value in self.column("rollout/num_tokens"):
+            total += value or 0
+            sums.append(total)
+        return sums
+
+    def row_of_step(self, step: int) -> int | None:
+        """Rows are mostly the steps themselves."""
+        steps = self.columns.get(self._step_key, [])
+        if step < len(steps) and steps[step] == step:
+            return step
+        return steps.index(step) if step in steps else None
+
+    def _add(self, line: bytes) -> None:
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            record = None
+        if not isinstance(record, dict) or not _is_number(record.get(self._step_key)):
+            self.num_damaged += bool(line.strip())
+            return
+        row = self.num_rows
+        for key, value in record.items():
+            column = self.columns.setdefault(str(key), [])
+            if len(column) < row:
+                column.extend([None] * (row - len(column)))
+            column.append(_rounded(key, value))
+        self.num_rows += 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _rounded(key: str, value: Any) -> float | None:
+    """Six digits are more than a curve shows, and a third of the bytes."""
+    if not _is_number(value):
+        return None
+    if key == "time":
+        return round(value, 2)
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def finite(values: Iterable[float | None]) -> list[float]:
+    """Those that are there."""
+    return [value for value in values if value is not None]
+
+
+def median(values: Sequence[float]) -> float | None:
+    """None of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -1,0 +1,119 @@
+"""A run in one page that asks no server: to send to a colleague. Curves whole, samples and timelines chosen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fuligo.errors import ConfigError
+from fuligo.observability.viewer import answers
+from fuligo.observability.viewer.page import page
+from fuligo.observability.viewer.run import RunReader
+from fuligo.observability.viewer.sample_columns import SampleColumns
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSize:
+    """What a report holds of each run."""
+
+    num_steps: int = 12
+    """Steps whose samples and timelines are in it: the first, the last, and some evenly between."""
+    num_groups: int = 4
+    """Whole groups of each of these steps; those with mixed rewards first."""
+    num_troubled: int = 24
+    """Further samples of the run that failed, were cut off, or were dropped; the newest."""
+    max_tokens: int = 200_000
+    """Response tokens in all; samples beyond it are listed without their tokens."""
+
+
+def write_report(runs: Sequence[RunReader], path: Path, size: ReportSize | None = None) -> int:
+    """Write the page; its bytes.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    for run in runs:
+        run.update_metrics()
+        while run.update_rest(float("inf")):
+            pass
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    data = page(f"{title}: fuligo report", report_document(runs, size or ReportSize())).encode()
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_bytes(data)
+        unfinished.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--export {path} cannot be written: {error.strerror}; choose another place") from None
+    return len(data)
+
+
+def report_document(runs: Sequence[RunReader], size: ReportSize) -> dict[str, Any]:
+    """Answers to everything that the page can ask of these runs, as far as the report goes."""
+    steps = {run.name: chosen_steps(run.samples.steps(), size.num_steps) for run in runs}
+    samples = {run.name: _samples(run, steps[run.name], size) for run in runs}
+    return {
+        "runs": [answers.run_answer(run) for run in runs],
+        "metrics": {run.name: _metrics(run) for run in runs},
+        "differences": answers.differences_answer(runs),
+        "steps": {run.name: answers.steps_answer(run) for run in runs},
+        "step": {run.name: _timelines(run, size) for run in runs},
+        "health": {run.name: answers.health_answer(run) for run in runs},
+        "samples": {name: lines for name, (lines, _) in samples.items()},
+        "sample": {name: whole for name, (_, whole) in samples.items()},
+    }
+
+
+def chosen_steps(steps: Sequence[int], most: int) -> list[int]:
+    """The first, the last, and some evenly between."""
+    if len(steps) <= most:
+        return list(steps)
+    return [steps[round(at * (len(steps) - 1) / (most - 1))] for at in range(most)]
+
+
+def chosen_samples(columns: SampleColumns, steps: Sequence[int], size: ReportSize) -> np.ndarray:
+    """Positions in the index: whole groups of the steps, then troubled samples of any step."""
+    chosen: list[int] = []
+    for step in steps:
+        here = np.flatnonzero(columns.step == step)
+        groups = list(dict.fromkeys(columns.group[here].tolist()))
+        members = {group: here[columns.group[here] == group] for group in groups}
+        mixed = sorted(groups, key=lambda group: -_spread(columns.reward[members[group]]))
+        chosen += [at for group in mixed[: size.num_groups] for at in members[group].tolist()]
+    troubled = np.flatnonzero((columns.status != 0) | ~columns.kept)
+    chosen += troubled[len(troubled) - min(size.num_troubled, len(troubled)) :].tolist()
+    return np.array(sorted(set(chosen)), np.int64)
+
+
+def _spread(rewards: np.ndarray) -> float:
+    known = rewards[np.isfinite(rewards)]
+    return float(np.std(known)) if len(known) else 0.0
+
+
+def _metrics(run: RunReader) -> dict[str, Any]:
+    return answers.metrics_answer(run, [*run.metrics.columns, *run.evaluations.columns], 0, -1)
+
+
+def _timelines(run: RunReader, size: ReportSize) -> dict[str, Any]:
+    recorded = [int(step) for step in run.metrics.steps if step is not None]
+    return {str(step): answers.step_answer(run, step) for step in chosen_steps(recorded, size.num_steps)}
+
+
+def _samples(run: RunReader, steps: Sequence[int], size: ReportSize) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    columns = run.samples.columns()
+    chosen = columns.take(chosen_samples(columns, steps, size))
+    lines = answers.sample_lines(run, chosen)
+    left = size.max_tokens
+    whole: dict[str, Any] = {}
+    for line in sorted(lines, key=lambda line: -line["step"]):
+        left -= line["length"]
+        if left < 0:
+            break
+        sample = answers.sample_answer(run, line["step"], line["row"])
+        if sample is not None:
+            whole[f"{line['step']}.{line['row']}"] = sample
+    return lines, whole

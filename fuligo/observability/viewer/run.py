@@ -1,0 +1,185 @@
+"""One run directory as the page sees it; everything is read when it is new, and once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from fuligo.observability.viewer.alarms import Alarm, alarms, with_cause
+from fuligo.observability.viewer.attribution import Cause
+from fuligo.observability.viewer.liveness import State, is_locked, run_state
+from fuligo.observability.viewer.metric_columns import MetricColumns, finite, median
+from fuligo.observability.viewer.mismatch import explanation, mismatch_by_version
+from fuligo.observability.viewer.now import WINDOW_STEPS, Now, what_now
+from fuligo.observability.viewer.run_files import inside, missing_files
+from fuligo.observability.viewer.sample_index import SampleIndex
+from fuligo.observability.viewer.sample_query import TextSearch
+from fuligo.observability.viewer.settings import Settings, read_settings
+from fuligo.observability.viewer.step_time import NEIGHBOURS, StepTime, step_causes, step_time
+from fuligo.observability.viewer.tokens import TokenTexts
+from fuligo.observability.viewer.trace_reader import TraceReader
+
+MAX_SEARCHES = 8
+MAX_LOG_BYTES = 64 * 1024
+_TOKENIZER_SETTINGS = ("model.hf_checkpoint", "checkpoint.hf_checkpoint")
+
+
+class RunReader:
+    """Of one run. Methods may be called from several threads."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        self.name = name
+        self.lock = threading.RLock()
+        self.metrics = MetricColumns(path / "metrics.jsonl")
+        self.evaluations = MetricColumns(path / "eval" / "metrics.jsonl", "num_rollouts")
+        self.trace = TraceReader(path / "trace.json")
+        self.samples = SampleIndex(path)
+        self.searches: OrderedDict[Any, TextSearch] = OrderedDict()
+        self._settings: tuple[float, Settings] = (-1.0, {})
+        self._causes: dict[int, tuple[int, list[Cause]]] = {}
+        self._explained: dict[tuple[int, int], str | None] = {}
+        self._tokens: TokenTexts | None = None
+
+    def update_metrics(self) -> None:
+        """What was added to metrics and evaluations: a few lines, on every request."""
+        with self.lock:
+            for columns, name in ((self.metrics, "metrics.jsonl"), (self.evaluations, "eval/metrics.jsonl")):
+                if inside(self.path, self.path / name):
+                    columns.update()
+
+    def update_rest(self, budget_s: float) -> bool:
+        """What may take long, for about so long: trace and samples; whether there was something."""
+        with self.lock:
+            read = inside(self.path, self.path / "trace.json") and self.trace.update(max_chunks=1)
+        return self.samples.update(budget_s) or read
+
+    @property
+    def settings(self) -> Settings:
+        """Of `config.yaml`, read again when it changes."""
+        path = self.path / "config.yaml"
+        try:
+            changed = path.stat().st_mtime
+        except OSError:
+            return {}
+        if changed != self._settings[0]:
+            self._settings = (changed, read_settings(path) if inside(self.path, path) else {})
+        return self._settings[1]
+
+    @property
+    def num_rollouts(self) -> int | None:
+        value = self.settings.get("data.num_rollout")
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def state(self) -> tuple[State, float | None]:
+        """And the seconds since a file changed."""
+        ages = [
+            time.time() - changed for name in ("metrics.jsonl", "trace.json", "log.txt") if (changed := self._changed(name)) is not None
+        ]
+        age_s = max(0.0, min(ages)) if ages else None
+        latest = self.metrics.latest("step")
+        step_s = median(finite(self.metrics.column("perf/step_s")[-WINDOW_STEPS:]))
+        state = run_state(
+            num_done=0 if latest is None else int(latest) + 1,
+            num_rollouts=self.num_rollouts,
+            locked=bool(is_locked(self.path / "metrics.jsonl")),
+            age_s=age_s,
+            step_s=step_s,
+        )
+        return state, age_s
+
+    def _changed(self, name: str) -> float | None:
+        try:
+            return (self.path / name).stat().st_mtime
+        except OSError:
+            return None
+
+    def now(self) -> Now:
+        with self.lock:
+            return what_now(self.metrics, self.num_rollouts, self.trace.by_step, self.trace.last)
+
+    def problems(self) -> list[str]:
+        """What is missing or damaged, and what cannot be shown for it."""
+        texts = missing_files(self.path)
+        for number, name in ((self.metrics.num_damaged, "metrics.jsonl"), (self.trace.num_damaged, "trace.json")):
+            if number:
+                texts.append(f"{name}: {number} line{'s' * (number > 1)} cannot be read and {'are' if number > 1 else 'is'} left out")
+        damaged = dict(self.samples.damaged)
+        for step, problem in sorted(damaged.items())[:3]:
+            texts.append(f"samples of step {step} cannot be read: {problem}")
+        if len(damaged) > 3:
+            texts.append(f"samples of {len(damaged) - 3} more steps cannot be read")
+        return texts
+
+    def alarms(self) -> list[Alarm]:
+        """With the cause of a disagreement, where the samples of its first step tell it."""
+        return [
+            with_cause(alarm, self._cause(alarm.first_step)) if alarm.key == "train/logprob_abs_diff" else alarm
+            for alarm in alarms(self.metrics)
+        ]
+
+    def _cause(self, step: int) -> str | None:
+        key = (step, self.metrics.generation)
+        if key not in self._explained:
+            path = self.samples.file(step)
+            if path is None:
+                return None
+            row = self.metrics.row_of_step(step)
+            before = self.metrics.column("policy_version")[row - 1] if row else None
+            try:
+                self._explained[key] = explanation(step, mismatch_by_version(path), None if before is None else int(before))
+            except (OSError, pa.ArrowException):
+                self._explained[key] = None
+        return self._explained[key]
+
+    def causes(self) -> list[tuple[int, list[Cause]]]:
+        """Of every step, by phases alone. Kept, as long as no phase is added to a step or its neighbours."""
+        with self.lock:
+            result = []
+            for value in self.metrics.steps:
+                step = int(value or 0)
+                near = range(step - NEIGHBOURS, step + NEIGHBOURS + 1)
+                num_phases = sum(len(self.trace.by_step[other]) for other in near if other in self.trace.by_step)
+                known = self._causes.get(step)
+                if known is None or known[0] != num_phases:
+                    known = self._causes[step] = (num_phases, step_causes(self.metrics, self.trace, step))
+                result.append((step, known[1]))
+            return result
+
+    def step_time(self, step: int) -> StepTime | None:
+        files = {other: path for other in range(step, step + NEIGHBOURS + 1) if (path := self.samples.file(other)) is not None}
+        with self.lock:
+            return step_time(self.metrics, self.trace, step, files)
+
+    @property
+    def tokens(self) -> TokenTexts:
+        if self._tokens is None:
+            named = [Path(value) for key in _TOKENIZER_SETTINGS if isinstance(value := self.settings.get(key), str)]
+            saved = sorted(self.path.glob("checkpoints/iter_*/hf"), reverse=True)[:1]
+            self._tokens = TokenTexts([*named, *saved])
+        return self._tokens
+
+    def log_warnings(self, limit: int = 20) -> list[str]:
+        """The last warnings and errors of `log.txt`, newest first; its end alone is read."""
+        path = self.path / "log.txt"
+        if not inside(self.path, path):
+            return []
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - MAX_LOG_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+        return [line[:500] for line in reversed(lines) if " WARNING " in line or " ERROR " in line][:limit]
+
+    def search(self, key: Any, make: Any) -> TextSearch:
+        """One that goes on, or a new one."""
+        with self.lock:
+            if key not in self.searches:
+                self.searches[key] = make()
+                while len(self.searches) > MAX_SEARCHES:
+                    self.searches.popitem(last=False)
+            self.searches.move_to_end(key)
+            return self.searches[key]

@@ -1,0 +1,89 @@
+"""Where every sample of a run is, kept up to date file by file: newest steps first, so that one never waits for all of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pyarrow as pa
+
+from fuligo.observability.viewer.run_files import SampleFile, inside, sample_files
+from fuligo.observability.viewer.sample_columns import SampleColumns, joined, no_samples, read_sample_columns
+
+
+class SampleIndex:
+    """Columns of the files read so far. `update` is called from a thread of its own; `columns` never reads a file."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._known: dict[int, tuple[SampleFile, SampleColumns | None]] = {}
+        self._num_files = 0
+        self._joined: tuple[int, SampleColumns] = (0, no_samples())
+        self.version = 0
+        """Rises with every change."""
+        self.damaged: dict[int, str] = {}
+        """By step: files that cannot be read, and why."""
+
+    def update(self, budget_s: float = float("inf")) -> bool:
+        """Read files that are new or have changed, until all are known or the time is over; whether something changed."""
+        files = {file.step: file for file in sample_files(self._run)}
+        gone = [step for step in self._known if step not in files]
+        pending = [file for step, file in sorted(files.items(), reverse=True) if self._is_new(file)]
+        with self._lock:
+            self._num_files = len(files)
+            for step in gone:
+                del self._known[step]
+                self.damaged.pop(step, None)
+            self.version += bool(gone)
+        end = time.monotonic() + budget_s
+        for file in pending:
+            self._read(file)
+            if time.monotonic() > end:
+                break
+        return bool(gone or pending)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Files known, and files there are."""
+        return len(self._known), self._num_files
+
+    def columns(self) -> SampleColumns:
+        """Of everything known, in the order of steps."""
+        with self._lock:
+            version, columns = self._joined
+            if version != self.version:
+                parts = [columns for _, (_, columns) in sorted(self._known.items()) if columns is not None]
+                columns = joined(parts) if parts else no_samples()
+                self._joined = (self.version, columns)
+            return columns
+
+    def file(self, step: int) -> Path | None:
+        """Of a step; found without the index, too."""
+        known = self._known.get(step)
+        if known is not None:
+            return known[0].path
+        path = self._run / "samples" / f"rollout_{step:06d}.parquet"
+        return path if path.is_file() and not path.is_symlink() and inside(self._run, path) else None
+
+    def steps(self) -> list[int]:
+        with self._lock:
+            return sorted(self._known)
+
+    def _is_new(self, file: SampleFile) -> bool:
+        known = self._known.get(file.step)
+        return known is None or known[0] != file
+
+    def _read(self, file: SampleFile) -> None:
+        try:
+            columns, problem = read_sample_columns(file.path, file.step), None
+        except (OSError, pa.ArrowException, ValueError, KeyError) as error:
+            columns, problem = None, " ".join(str(error).split())[:200]
+        with self._lock:
+            self._known[file.step] = (file, columns)
+            self.version += 1
+            if problem is None:
+                self.damaged.pop(file.step, None)
+            else:
+                self.damaged[file.step] = problem

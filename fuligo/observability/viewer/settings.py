@@ -1,0 +1,57 @@
+"""`config.yaml` as flat names; what differs between runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Settings = dict[str, str | int | float | bool | None]
+
+
+@dataclass(frozen=True, slots=True)
+class SettingRow:
+    """One setting in several runs."""
+
+    group: str
+    name: str
+    values: tuple[str, ...]
+    """By run, as in the file; `–` where a run lacks it."""
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """`group.name` -> value, as written: the config of another version is read, too. Nothing where there is no such file."""
+    try:
+        document = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    settings: dict[str, Any] = {}
+    for group, values in document.items() if isinstance(document, dict) else ():
+        if isinstance(values, dict):
+            settings.update({f"{group}.{name}": value for name, value in values.items()})
+        else:
+            settings[f".{group}"] = values
+    return settings
+
+
+def differences(runs: Sequence[Mapping[str, Any]]) -> list[SettingRow]:
+    """Settings that are not the same in all runs, in the order of the files."""
+    names = list(dict.fromkeys(name for settings in runs for name in settings))
+    rows: list[SettingRow] = []
+    for name in names:
+        values = tuple(_text(settings[name]) if name in settings else "–" for settings in runs)
+        if len(set(values)) > 1:
+            group, _, key = name.partition(".")
+            rows.append(SettingRow(group, key, values))
+    return rows
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)

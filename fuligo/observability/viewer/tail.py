@@ -1,0 +1,58 @@
+"""Reading a file that grows, a line at a time and never twice."""
+
+from __future__ import annotations
+
+import os
+from io import BufferedReader
+from pathlib import Path
+
+CHUNK_BYTES = 4 * 1024**2
+
+
+class Tail:
+    """Whole lines of a file as they are added; a cut-off last line waits for its end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.generation = 0
+        """Rises when the file was cut back or replaced: what was read before no longer counts."""
+        self.offset = 0
+        """Bytes read, whole lines only."""
+        self._identity: int | None = None
+        self._last_byte = b""
+
+    def read(self, max_bytes: int = CHUNK_BYTES) -> list[bytes]:
+        """The next whole lines without their ends; none where there is nothing new, or no file."""
+        try:
+            with self.path.open("rb") as file:
+                self._notice_restart(file)
+                file.seek(self.offset)
+                data = file.read(max_bytes)
+                end = data.rfind(b"\n") + 1
+                while not end and len(data) >= max_bytes and (more := file.read(max_bytes)):
+                    data += more  # a line longer than the limit
+                    end = data.rfind(b"\n") + 1
+        except OSError:
+            return []
+        self.offset += end
+        if end:
+            self._last_byte = data[max(0, end - 64) : end]
+        return data[: end - 1].split(b"\n") if end else []
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the file now; 0 without one."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+    def _notice_restart(self, file: BufferedReader) -> None:
+        """A run that was resumed cut its files back, and may have grown them again since: then what ended our part differs."""
+        state = os.fstat(file.fileno())
+        file.seek(max(0, self.offset - len(self._last_byte)))
+        same = state.st_ino == self._identity or self._identity is None
+        if not same or state.st_size < self.offset or file.read(len(self._last_byte)) != self._last_byte:
+            self.generation += 1
+            self.offset, self._last_byte = 0, b""
+        self._identity = state.st_ino

@@ -1,0 +1,105 @@
+"""The phases of a trace, as it grows. Spans of samples are skipped: those of a step stand whole in its samples file."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from fuligo.observability.trace import OTHER_PID, SAMPLE_PIDS
+from fuligo.observability.viewer.tail import Tail
+
+_SAMPLE_PIDS = {*SAMPLE_PIDS.values(), OTHER_PID}
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseEvent:
+    """A stretch of time on a track of the trace."""
+
+    name: str
+    step: int
+    process: int
+    lane: int
+    start_s: float
+    """Seconds since the epoch."""
+    end_s: float
+    failed: bool = False
+
+
+class TraceReader:
+    """Phases by step, in the order in which they ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = Tail(path)
+        self._generation = 0
+        self.by_step: dict[int, list[PhaseEvent]] = defaultdict(list)
+        self.names: dict[int, str] = {}
+        """Of processes."""
+        self.last: PhaseEvent | None = None
+        self.num_damaged = 0
+
+    def update(self, max_chunks: int = 1_000_000) -> bool:
+        """Read what was added; whether something was."""
+        anything = False
+        for _ in range(max_chunks):
+            lines = self._tail.read()
+            if self._tail.generation != self._generation:
+                self._generation = self._tail.generation
+                self.by_step, self.names, self.last, self.num_damaged = defaultdict(list), {}, None, 0
+            if not lines:
+                break
+            anything = True
+            for line in lines:
+                self._add(line)
+        return anything
+
+    @property
+    def share_read(self) -> float:
+        """1.0 when all of the file is known."""
+        size = self._tail.size_bytes
+        return min(1.0, self._tail.offset / size) if size else 1.0
+
+    def process_name(self, process: int) -> str:
+        return self.names.get(process, f"process {process}")
+
+    def _add(self, line: bytes) -> None:
+        text = line.strip().rstrip(b",")
+        if not text or text in (b"[", b"]"):
+            return
+        try:
+            event = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            self.num_damaged += 1
+            return
+        if not isinstance(event, dict):
+            return
+        if event.get("ph") == "M" and event.get("name") == "process_name":
+            self.names[_number(event.get("pid"))] = str(_dict(event.get("args")).get("name"))
+        elif event.get("ph") == "X" and event.get("pid") not in _SAMPLE_PIDS:
+            self._add_phase(event)
+
+    def _add_phase(self, event: dict[str, Any]) -> None:
+        args = _dict(event.get("args"))
+        start_s = _number(event.get("ts")) / 1e6
+        phase = PhaseEvent(
+            str(event.get("name")),
+            int(_number(args.get("step"))),
+            int(_number(event.get("pid"))),
+            int(_number(event.get("tid"))),
+            start_s,
+            start_s + max(0.0, _number(event.get("dur")) / 1e6),
+            bool(args.get("failed")),
+        )
+        self.by_step[phase.step].append(phase)
+        self.last = phase
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: Any) -> Any:
+    return value if isinstance(value, int | float) else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,5 +92,5 @@ def _plain(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
-        return f"'{json.dumps(value)}'"
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        return shlex.quote(json.dumps(value))
+    return " ".join(shlex.quote(str(each)) for each in (value if isinstance(value, list | tuple) else [value]))

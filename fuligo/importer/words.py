@@ -99,6 +99,7 @@ def pieces(shell: Evaluator, node: Node, quoted: bool, unset_is_empty: bool = Fa
         case "string":
             return _string(shell, node, unset_is_empty)
         case "concatenation":
+            _refuse_words_in_braces(shell, node)
             return between(shell, node, node.children, node.start_byte, node.end_byte, quoted, unset_is_empty)
         case "simple_expansion":
             return _simple_expansion(shell, node, quoted, unset_is_empty)
@@ -115,6 +116,13 @@ def pieces(shell: Evaluator, node: Node, quoted: bool, unset_is_empty: bool = Fa
     raise shell.state.error(line_of(node), f"`{raw[:100]}` is not understood ({node.type.replace('_', ' ')})")
 
 
+def _refuse_words_in_braces(shell: Evaluator, node: Node) -> None:
+    """`mlx5_{0..7}`, `{a,b}.jsonl`: bash makes several words of them."""
+    unquoted = "".join(text_of(child) if child.type in ("word", "brace_expression", "number") else "x" for child in node.children)
+    if re.search(r"\{[^{}]*(,|\.\.)[^{}]*\}", unquoted.replace("\\{", "")):
+        raise shell.state.error(line_of(node), f"`{text_of(node)[:100]}`: of braces, {{1..8}} alone is understood; write the words out")
+
+
 def heredoc_text(shell: Evaluator, body: Node, expands: bool) -> str:
     """The text of a here-document."""
     if not expands:
@@ -126,7 +134,7 @@ def _literal(shell: Evaluator, node: Node, raw: str) -> Piece:
     if raw.startswith("~") and (len(raw) == 1 or raw[1] == "/"):
         raise shell.state.error(line_of(node), f"{raw}: the home directory of the machine that runs the job is not known; write it out")
     if any("," in part.partition("}")[0] for part in raw.replace("\\{", "").split("{")[1:]):
-        raise shell.state.error(line_of(node), f"`{raw}`: lists in braces are not understood; write the words out")
+        raise shell.state.error(line_of(node), f"`{raw}`: of braces, {{1..8}} alone is understood; write the words out")
     return Piece(_ESCAPES.sub(lambda match: match[1] or "", raw), quoted="\\" in raw)
 
 

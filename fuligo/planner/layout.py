@@ -12,6 +12,8 @@ from fuligo.planner.stages import stages
 from fuligo.planner.subject import Subject
 from fuligo.planner.trainer_shape import TrainerShape, trainer_shape
 
+MAX_GPUS = 32768
+"""Every GPU is placed and drawn: a plan of more takes minutes, and most likely a size was mistyped."""
 EMBEDDED_RANK = EngineRank(group=0, engine=0, rank=0, tp=0, pp=0, dp=0, ep=0)
 EMBEDDED_GROUP = EngineGroup("default", "regular", num_engines=1, num_gpus_per_engine=1, tp=1, pp=1, dp=1, ep=1)
 """The embedded engine: one process beside the trainer's first."""
@@ -24,9 +26,14 @@ def make_layout(subject: Subject) -> ClusterLayout:
     the same order under `--colocate` (the embedded engine always), and then, as always without it, the GPUs still free, node by node.
 
     Raises:
-        ConfigError: sizes do not divide, or an engine group cannot be cut into engines.
+        ConfigError: sizes do not divide, an engine group cannot be cut into engines, or there are more than `MAX_GPUS`.
     """
     config = subject.config
+    if config.total_num_gpus > MAX_GPUS:
+        raise ConfigError(
+            f"--actor-num-nodes {config.cluster.actor_num_nodes} x --actor-num-gpus-per-node {config.resolved_actor_num_gpus_per_node} "
+            f"with the engines' own (--rollout-num-gpus) are {config.total_num_gpus} GPUs; plans are made of up to {MAX_GPUS}, take fewer"
+        )
     shape = trainer_shape(config)
     specs, embedded = engine_groups(config), config.needs_engine and config.resolved_rollout_backend == "embedded"
     per_node = max(config.cluster.num_gpus_per_node, config.resolved_actor_num_gpus_per_node)

@@ -7,6 +7,8 @@ from dataclasses import replace
 from fuligo.config import Config
 from fuligo.config.findings import Finding, Severity
 from fuligo.config.hook_syntax import hook_findings
+from fuligo.config.validate import described
+from fuligo.config.validate import findings as config_findings
 from fuligo.errors import ConfigError
 from fuligo.planner.check import check
 from fuligo.planner.estimate import Estimate, estimate
@@ -28,9 +30,9 @@ def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: in
         host_memory_bytes: of one node; None: as the GPU's maker ships its servers.
 
     Raises:
-        ConfigError: the GPU is not known, or nothing says what the model's shape is.
+        ConfigError: the GPU is not known, or nothing says what the model's shape is; also tells what else is wrong.
     """
-    subject = read_subject(config, gpu_name)
+    subject = _read_subject(config, gpu_name)
     rules = check(subject)
     has_errors = any(finding.severity is Severity.ERROR for finding in rules)
     findings = _errors_first((*rules, *hook_findings(config)))
@@ -54,6 +56,14 @@ def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: in
         suggestions=tuple(remedy.suggestion for remedy in found),
         assumptions=assumptions(subject, numbers.layout),
     )
+
+
+def _read_subject(config: Config, gpu_name: str) -> Subject:
+    try:
+        return read_subject(config, gpu_name)
+    except ConfigError as error:
+        broken = [each for each in config_findings(config) if each.severity is Severity.ERROR and each.id != "CFG-MODEL-MISSING"]
+        raise ConfigError(*error.problems, *(described(each, config) for each in broken)) from None
 
 
 def _mended(finding: Finding, found: tuple[Remedy, ...]) -> Finding:

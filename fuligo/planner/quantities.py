@@ -50,6 +50,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def as_typed(changes: Iterable[str]) -> str:
-    """`--recompute-granularity full --recompute-method uniform`; with commas where some are not flags to add: `drop --lr, --min-lr 0`."""
+    """The flags to add in one piece, as they are pasted, then what else is to change: `--colocate --rollout-num-gpus 8; drop --lr`."""
     texts = list(changes)
-    return (" " if all(text.startswith("--") for text in texts) else ", ").join(texts)
+    added = " ".join(text for text in texts if text.startswith("--"))
+    return "; ".join(filter(None, [added, *(text for text in texts if not text.startswith("--"))]))

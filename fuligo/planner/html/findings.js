@@ -16,7 +16,11 @@ function copyButton(text) {
 const command = (text) => element("div", { class: "command" }, element("code", {}, text), copyButton(text));
 
 // Flags to add stand side by side, ready to be pasted; other changes are listed.
-const asTyped = (changes) => changes.join(changes.every((change) => change.startsWith("--")) ? " " : ", ");
+const asTyped = (changes) => {
+  const isFlag = (change) => change.startsWith("--");
+  const rest = changes.filter((change) => !isFlag(change));
+  return [changes.filter(isFlag).join(" "), ...rest].filter(Boolean).join("; ");
+};
 
 function findingsSection() {
   return section(

@@ -104,7 +104,8 @@ def drafting_engines_run_few_requests(subject: Subject) -> Iterator[Broken]:
 def _requests_shown(spec: EngineGroupSpec) -> str:
     if spec.arguments.get("max_running_requests") is not None:
         return shown(spec, "max_running_requests")
-    return f"--sglang-max-running-requests is not given, and SGLang takes {SPECULATIVE_REQUESTS} with {shown(spec, 'speculative_algorithm')}, which"
+    algorithm = shown(spec, "speculative_algorithm")
+    return f"--sglang-max-running-requests is not given, and SGLang takes {SPECULATIVE_REQUESTS} with {algorithm}, which"
 
 
 def _requests_wanted(subject: Subject, spec: EngineGroupSpec) -> int:

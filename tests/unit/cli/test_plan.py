@@ -173,3 +173,9 @@ sys.exit(code)
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr.strip()) == (0, "[]")
     assert "\x1b" not in ran.stdout, "no colour codes where no terminal is"
+
+
+def test_where_the_model_is_not_known_all_else_is_said_too(run_plan: RunPlan):
+    code, _, said = run_plan("--rm-type", "deepscalr")
+    assert code == 2
+    assert "--model-config-file" in said and "use --rm-type deepscaler" in said and "--hf-checkpoint is missing" not in said

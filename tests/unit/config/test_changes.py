@@ -30,6 +30,7 @@ Path = tuple[str | int, ...]
         (("sglang", "enable_dp_attention"), False, "--no-sglang-enable-dp-attention"),
         (("cluster", "rollout_num_gpus"), None, "drop --rollout-num-gpus"),
         (("sglang", "cuda_graph_bs"), [1, 2], "--sglang-cuda-graph-bs 1 2"),
+        (("megatron", "pipeline_model_parallel_layout"), "Et*20|t*20L", "--pipeline-model-parallel-layout 'Et*20|t*20L'"),
         (("cluster", "env", "NVSHMEM_DISABLE_NCCL"), "1", '--env \'{"NVSHMEM_DISABLE_NCCL": "1"}\''),
         (("cluster", "env", "NVSHMEM_DISABLE_NCCL"), None, "cluster.env: drop NVSHMEM_DISABLE_NCCL"),
         (("engine", "sglang_config", 0, "server_groups", 1, "num_gpus"), 192, "sglang_config: model default, group 2: num_gpus 192"),

@@ -152,6 +152,8 @@ HOSTILE = {
     "x=aaaa; while :; do x=${x//a/aa}; done": "characters of text",
     "echo $(seq 1 1000000000000)": "numbers",
     "echo {1..1000000000}": "numbers",
+    "echo mlx5_{0..7}": "of braces, {1..8} alone is understood",
+    "echo {a,b}.jsonl": "of braces, {1..8} alone is understood",
     "printf '%999999999d' 1": "printf",
     "x=$((9**9**9))": "64 bits",
     "echo aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa | grep '\\(a*\\)*b'": "grep",

@@ -166,3 +166,8 @@ def test_without_training_no_gpu_has_a_trainer() -> None:
     assert all(gpu.engine for gpu in plan.layout.gpus[4:]), "they stand where they always do"
     assert [bar.owner for bar in plan.memory] == ["engines: regular"]
     assert [phase.name for phase in plan.phases] == ["rollout"]
+
+
+def test_a_cluster_that_nobody_has_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"--actor-num-nodes 100000000 .* are 800000000 GPUs; plans are made of up to 32768"):
+        make_layout(subject_of(f"{GLM4_9B_COLOCATED} --actor-num-nodes 100000000", "glm4-9b"))

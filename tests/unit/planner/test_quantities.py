@@ -46,4 +46,5 @@ def test_ranges_name_every_number_once(numbers: set[int]):
 
 def test_changes_as_typed():
     assert as_typed(["--lr 1e-6", "--min-lr 0"]) == "--lr 1e-6 --min-lr 0"
-    assert as_typed(["drop --lr", "--min-lr 0"]) == "drop --lr, --min-lr 0"
+    assert as_typed(["--colocate", "drop --lr", "--min-lr 0"]) == "--colocate --min-lr 0; drop --lr"
+    assert as_typed(["drop --lr", "drop --min-lr"]) == "drop --lr; drop --min-lr"

@@ -1,0 +1,90 @@
+"""A fix that is shown works when it is typed: bash splits the text, the command line reads it, and the rule is kept."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fuligo.config import Config
+from fuligo.config.changes import change_text
+from fuligo.config.findings import Finding
+from fuligo.config.flag import PREFIXES
+from fuligo.config.parse import parse
+from fuligo.config.validate import findings
+from fuligo.planner.check import broken_rules, check
+from fuligo.planner.quantities import as_typed
+from tests.unit.config.test_rules import BROKEN as BROKEN_FLAGS
+from tests.unit.config.test_rules import config_of
+from tests.unit.planner.rules.broken_runs import BROKEN, Run
+
+RUNS = [(rule, run) for rule, runs in BROKEN.items() for run in runs]
+
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="bash splits what is typed")
+
+
+def words(text: str) -> list[str]:
+    """The arguments that bash makes of a text."""
+    printed = subprocess.run(["bash", "-c", f"printf '%s\\0' {text}"], capture_output=True, check=True, text=True)
+    assert not printed.stderr
+    return printed.stdout.split("\0")[:-1]
+
+
+def shown(finding: Finding, config: Config) -> str:
+    """As the report says it: flags to add, and behind each `;` something else to change."""
+    return as_typed(change_text(change, config) for change in finding.fix)
+
+
+def edited(values: dict[str, Any], step: str) -> None:
+    """Does to a config file what a fix says in words."""
+    if match := re.fullmatch(r"drop --(?:no-)?(\S+)", step):
+        name = match[1].replace("-", "_")
+        for group, given in values.items():
+            given.pop(name.removeprefix(PREFIXES.get(group, "")) if name.startswith(PREFIXES.get(group, "")) else name, None)
+    elif match := re.fullmatch(r"cluster\.env: drop (\S+)", step):
+        del values["cluster"]["env"][match[1]]
+    elif match := re.fullmatch(r"sglang_config: model (\S+), group (\d+): (\S+) (\S+)", step):
+        model = next(each for each in values["engine"]["sglang_config"] if each.get("name", "default") == match[1])
+        *parents, last = match[3].split(".")
+        place = model["server_groups"][int(match[2]) - 1]
+        for parent in parents:
+            place = place[parent]
+        place[last] = yaml.safe_load(match[4])
+    else:
+        raise AssertionError(f"not understood: {step}")
+
+
+def mended_as_typed(config: Config, finding: Finding, file: Path) -> Config:
+    """The config that a user gets who types the fix, and edits the config file where it says so."""
+    values = config.model_dump(mode="json", exclude_defaults=True)
+    typed: list[str] = []
+    for step in filter(None, shown(finding, config).split("; ")):
+        if step.startswith("--"):
+            typed += words(step)
+        else:
+            edited(values, step)
+    file.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return parse(["--config", str(file), *typed]).config
+
+
+@pytest.mark.parametrize(("rule", "run"), RUNS)
+def test_a_fix_of_the_planner_mends_the_run(rule: str, run: Run, tmp_path: Path) -> None:
+    subject = run.subject()
+    for finding in check(subject):
+        mended = mended_as_typed(subject.config, finding, tmp_path / "run.yaml")
+        assert mended == subject.config.changed(finding.fix)
+        left = {each.text for each in broken_rules(replace(subject, config=mended)) if each.id == rule}
+        assert finding.text not in left or not finding.fix
+
+
+@pytest.mark.parametrize("values", [values for cases in BROKEN_FLAGS.values() for values, _ in cases], ids=str)
+def test_a_fix_of_the_flags_is_what_is_typed(values: dict[str, Any], tmp_path: Path) -> None:
+    config = config_of(values)
+    for finding in findings(config):
+        assert mended_as_typed(config, finding, tmp_path / "run.yaml") == config.changed(finding.fix)

@@ -111,6 +111,17 @@ def sampling_ahead_has_its_own_gpus(config: Config) -> Broken | None:
     return Broken(text, (drop("async_mode"), *([drop("max_staleness")] if mode == "full" and not config.rollout.partial_rollout else [])))
 
 
+@rule("CFG-ASYNC-WHOLE-ROLLOUTS", "--async-mode", "--rollout-function-path", "--loss-type")
+def continuous_sampling_is_ours(config: Config) -> Broken | None:
+    """Sampling that never stops begins and ends single groups; what makes whole rollouts cannot be asked for that."""
+    rollout = config.rollout
+    if rollout.async_mode != "full" or not (rollout.rollout_function_path or config.is_sft):
+        return None
+    other = "--loss-type sft_loss samples nothing" if config.is_sft else "--rollout-function-path makes whole rollouts"
+    fix = (put("async_mode", "one-step"), *([] if rollout.partial_rollout else [drop("max_staleness")]))
+    return Broken(f"--async-mode full keeps groups in flight all the time, {other}", fix)
+
+
 @rule("CFG-ENVIRONMENT-NAME", "--env", "--engine-env")
 def environment_names_are_names(config: Config) -> Broken | None:
     """The name of an environment variable has letters, digits and underscores."""
@@ -131,5 +142,6 @@ RULES = (
     every_rollout_has_its_file,
     engine_addresses_are_complete,
     sampling_ahead_has_its_own_gpus,
+    continuous_sampling_is_ours,
     environment_names_are_names,
 )

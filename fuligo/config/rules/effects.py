@@ -209,6 +209,13 @@ EFFECTS = (
         "add one of them",
     ),
     Effect(
+        "CONTINUOUS",
+        ("over_sampling_batch_size", "buffer_filter_path", "mask_offpolicy_in_partial_rollout"),
+        lambda config: config.rollout.async_mode != "full",
+        "with --async-mode full, which aborts no surplus and continues everything at once",
+        "sample by --async-mode sync or one-step",
+    ),
+    Effect(
         "BUFFER",
         ("buffer_filter_path", "max_staleness"),
         lambda config: config.data.data_source_path is None or config.rollout.async_mode == "full",

@@ -68,12 +68,6 @@ def _shared_gpus(config: Config) -> str | None:
     return "--colocate" if config.cluster.colocate and config.resolved_rollout_backend == "sglang" else None
 
 
-def _several_nodes(config: Config) -> str | None:
-    if config.resolved_rollout_backend != "sglang" or config.num_nodes == 1 or config.cluster.device == "cpu":
-        return None
-    return f"--actor-num-nodes {config.cluster.actor_num_nodes} with {config.total_num_gpus} GPUs of {config.num_nodes} nodes"
-
-
 def _split_engines(config: Config) -> str | None:
     kinds = {group.worker_type for group in engine_groups(config)} & {"prefill", "decode"}
     return f"--sglang-config with {' and '.join(sorted(kinds))} engines" if kinds else None
@@ -99,13 +93,12 @@ def _reward(config: Config) -> str | None:
 ROWS = (
     NotYet(_megatron, "the Megatron trainer", "--train-backend torch trains on one node, without these flags"),
     NotYet(_shared_gpus, "the sharing of GPUs by trainer and SGLang engines", "give the engines GPUs of their own (--rollout-num-gpus)"),
-    NotYet(_several_nodes, "a run on several nodes", "one node runs trainer and engines"),
     NotYet(_split_engines, "the split of prefill and decode", "regular engines do both"),
     NotYet(_several_models, "more than one served model", "serve the actor alone"),
     NotYet(_switch("advantage_estimator", "ppo"), "PPO's value model", "the other estimators need none"),
     NotYet(_switch("use_opd"), "on-policy distillation", "leave it out"),
     NotYet(_switch("use_opsm"), "off-policy sequence masking", "--use-tis --tis-mode sequence-mask masks sequences by their ratio"),
     NotYet(_switch("async_save"), "saving while training goes on", "leave it out"),
-    NotYet(_switch("hostfile"), "the launch on several nodes", "start the trainer's ranks by torchrun"),
+    NotYet(_switch("hostfile"), "the launch by fuligo train", "fuligo launch --hostfile F -- <these arguments> starts the nodes"),
     NotYet(_reward, "this reward", "your own function goes to --custom-rm-path"),
 )

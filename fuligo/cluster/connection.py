@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -17,7 +18,7 @@ from fuligo.engines.ports import PortClaims
 from fuligo.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-_QUIET: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": "error"}
+_QUIET: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
 """What a rank or an engine says is in its own log."""
 
 
@@ -44,7 +45,7 @@ async def connected(*, num_slots: int, device: str, several_nodes: bool, log_fil
         port = claims.claim()
         head = start_node("Ray", head_command(port, num_cpus=num_cpus, num_gpus=0 if device == "cpu" else None), log_file, {})
         try:
-            await head_is_open(head, port)
+            await head_is_open(head, LOOPBACK, port)
             with _driver(f"{LOOPBACK}:{port}"):
                 yield
         finally:

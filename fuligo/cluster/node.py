@@ -33,10 +33,11 @@ def worker_command(address: str, *, num_cpus: int | None, num_gpus: int | None, 
 
 
 def start_node(name: str, command: list[str], log_file: Path, environment: Mapping[str, str]) -> ServerProcess:
-    return ServerProcess(name, command, log_file=log_file, environment=environment, grace_s=GRACE_S)
+    own = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}  # nobody else has work on a node that ends
+    return ServerProcess(name, command, log_file=log_file, environment={**own, **environment}, grace_s=GRACE_S)
 
 
-async def head_is_open(head: ServerProcess, port: int) -> None:
+async def head_is_open(head: ServerProcess, host: str, port: int) -> None:
     """Return when it takes connections.
 
     Raises:
@@ -45,7 +46,7 @@ async def head_is_open(head: ServerProcess, port: int) -> None:
 
     async def connects() -> bool:
         try:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            _, writer = await asyncio.open_connection(host, port)
         except OSError:
             return False
         writer.close()

@@ -23,12 +23,11 @@ ASKED = [
     ),
     (f"{SEPARATE} --mtp-num-layers 1 --enable-mtp-training --swiglu --num-layers 4", " and 1 more: the Megatron trainer"),
     ("--rollout-backend sglang --colocate", "--colocate: the sharing of GPUs by trainer and SGLang engines"),
-    ("--actor-num-gpus-per-node 8 --rollout-num-gpus 8", "16 GPUs of 2 nodes: a run on several nodes"),
     ("--advantage-estimator ppo", "--advantage-estimator ppo: PPO's value model"),
     ("--use-opd", "--use-opd: on-policy distillation"),
     ("--use-opsm", "--use-opsm: off-policy sequence masking"),
     ("--async-save", "--async-save: saving while training goes on"),
-    ("--hostfile hosts", "--hostfile hosts: the launch on several nodes"),
+    ("--hostfile hosts", "--hostfile hosts: the launch by fuligo train"),
     ("--rm-type gpqa", "--rm-type gpqa: this reward"),
 ]
 

@@ -1,0 +1,97 @@
+"""`fuligo launch`: a run on the nodes of a hostfile. Starts a Ray cluster for it, and ends it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from fuligo.errors import ConfigError
+
+DESCRIPTION = """\
+  fuligo launch --hostfile F -- <arguments of fuligo train>
+      starts Ray here and, by ssh, on the other hosts of F (`address slots=8`, a line each), runs, and ends what it started
+  fuligo launch --join ADDRESS:PORT --slots 8
+      makes this machine a node of a cluster that runs, until Ctrl-C
+"""
+SSH = "ssh -o BatchMode=yes {host} {command}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """
+    Raises:
+        ConfigError: wrong arguments
+        FuligoError: a node did not come, or what ended the run
+    """
+    own, train = _split(list(arguments))
+    options = _parser().parse_args(own)
+    if (options.join is None) == (options.hostfile is None):
+        raise ConfigError("fuligo launch needs one of --hostfile F -- <arguments of fuligo train> and --join ADDRESS:PORT")
+    with tempfile.TemporaryDirectory(prefix="fuligo-launch-") as logs:
+        if options.join is not None:
+            return _join(options, Path(logs))
+        return _launch(options, train, Path(logs))
+
+
+def _launch(options: argparse.Namespace, train: list[str], logs: Path) -> int:
+    from fuligo.cli.train import main as run
+    from fuligo.cluster.hostfile import Host, head_of, read_hostfile
+    from fuligo.cluster.launch import LaunchedCluster, LaunchSettings
+    from fuligo.config.parse import parse
+    from fuligo.engines.host import own_address
+
+    config = parse(train).config
+    hosts = read_hostfile(Path(options.hostfile), default_slots=config.cluster.num_gpus_per_node)
+    head = head_of(hosts) or Host(own_address([f"http://{hosts[0].address}"]), 0)
+    settings = LaunchSettings(
+        head=head,
+        workers=tuple(host for host in hosts if host != head),
+        port=options.head_port,
+        device=config.cluster.device,
+        ssh=options.ssh,
+        logs=logs,
+        timeout_s=options.timeout_s,
+    )
+    with asyncio.Runner() as runner:
+        cluster = LaunchedCluster(settings)
+        try:
+            runner.run(cluster.wait_ready())
+            return run(train)
+        finally:
+            runner.run(cluster.stop())
+
+
+def _join(options: argparse.Namespace, logs: Path) -> int:
+    from fuligo.cluster.hostfile import Host
+    from fuligo.cluster.launch import join
+
+    if "RAY_AUTH_TOKEN" not in os.environ:
+        raise ConfigError("--join: RAY_AUTH_TOKEN is not set; give it (and RAY_AUTH_MODE=token) the value that the head was started with")
+    host = Host(options.host or "", options.slots)
+    asyncio.run(join(options.join, host, device=options.device, attached=options.attached, logs=logs))
+    return 0
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Before and after `--`."""
+    if "--" not in arguments:
+        return arguments, []
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("fuligo launch", usage="\n" + DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hostfile", help="nodes, an address a line")
+    parser.add_argument("--head-port", type=int, default=6379, help="of Ray on this machine (6379)")
+    parser.add_argument("--ssh", default=SSH, help=f"how a command gets to a host ({SSH})")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="for all hosts to join (300)")
+    parser.add_argument("--join", metavar="ADDRESS:PORT", help="of a Ray head")
+    parser.add_argument("--host", help="this machine's address, as the other nodes reach it")
+    parser.add_argument("--slots", type=int, default=8, help="GPUs of this machine (8)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: slots are processes")
+    parser.add_argument("--attached", action="store_true", help="end when standard input closes")
+    return parser

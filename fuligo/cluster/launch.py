@@ -1,0 +1,164 @@
+"""A Ray cluster for one run: the head here, a worker on every other host, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fuligo.cluster.hostfile import Host
+from fuligo.cluster.launcher import ADDRESS_VARIABLE, TOKEN_VARIABLE, new_token, token_environment
+from fuligo.cluster.node import GRACE_S, head_command, head_is_open, start_node, worker_command
+from fuligo.engines.server_process import last_lines
+from fuligo.errors import EngineError
+
+POLL_S = 0.5
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(slots=True, frozen=True)
+class LaunchSettings:
+    head: Host
+    """This machine; without slots it takes the driver alone."""
+    workers: tuple[Host, ...]
+    port: int
+    device: Device
+    ssh: str
+    """Command of a shell, with `{host}` and `{command}`."""
+    logs: Path
+    """Directory for what Ray and the remote commands print."""
+    timeout_s: float
+    """Deadline of the last worker's joining."""
+
+
+class LaunchedCluster:
+    """Running nodes. Workers end when the connection to them closes, which is when this process ends, however it does."""
+
+    def __init__(self, settings: LaunchSettings) -> None:
+        """Start all nodes; the environment of this process leads to them from now on."""
+        self._settings = settings
+        token = new_token()
+        self.address = f"{settings.head.address}:{settings.port}"
+        os.environ.update({**token_environment(token), ADDRESS_VARIABLE: self.address})
+        slots = _slots(settings.head, settings.device)
+        command = head_command(settings.port, host=settings.head.address, num_cpus=slots.num_cpus, num_gpus=slots.num_gpus)
+        self._head = start_node("the Ray head", command, settings.logs / "ray-head.txt", {})
+        self._workers = {host: self._start_worker(host, token) for host in settings.workers}
+
+    async def wait_ready(self) -> None:
+        """Return when all nodes are there.
+
+        Raises:
+            EngineError: one did not start or did not join in time; names it
+        """
+        await head_is_open(self._head, self._settings.head.address, self._settings.port)
+        import ray
+
+        ray.init(address=self.address, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
+        try:
+            await self._wait_for_workers(ray)
+        finally:
+            ray.shutdown()
+
+    async def stop(self) -> None:
+        """Ends exactly what was started here: workers, then the head."""
+        for worker in self._workers.values():
+            assert worker.stdin is not None
+            worker.stdin.close()
+        deadline = time.monotonic() + GRACE_S + 5.0
+        for worker in self._workers.values():
+            while worker.poll() is None and time.monotonic() < deadline:  # noqa: ASYNC110  # nothing tells when a process ends but asking
+                await asyncio.sleep(POLL_S)
+            worker.kill()
+        await self._head.stop()
+
+    async def _wait_for_workers(self, ray) -> None:
+        deadline = time.monotonic() + self._settings.timeout_s
+        while missing := self._missing({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}):
+            self._head.check_alive()
+            for host, worker in self._workers.items():
+                if worker.poll() is not None:
+                    raise EngineError(f"the worker on {host.address} ended with exit code {worker.returncode}:\n{self._last_lines(host)}")
+            if time.monotonic() > deadline:
+                told = "\n".join(f"{host.address} said:\n{self._last_lines(host)}" for host in missing)
+                names = ", ".join(host.address for host in missing)
+                raise EngineError(
+                    f"{len(missing)} of {len(self._workers)} workers did not join {self.address} within {self._settings.timeout_s:g} s: "
+                    f"{names}. Is the port open between the nodes, is fuligo installed there under {sys.executable}?\n{told}"
+                )
+            await asyncio.sleep(POLL_S)
+
+    def _missing(self, joined: set[str]) -> list[Host]:
+        return [host for host in self._workers if host.address not in joined]
+
+    def _start_worker(self, host: Host, token: str) -> subprocess.Popen[bytes]:
+        join = [sys.executable, "-m", "fuligo", "launch", "--join", self.address, "--host", host.address]
+        join += ["--slots", str(host.num_slots), "--device", self._settings.device, "--attached"]
+        # The token goes through standard input: command lines can be read by everybody on a machine.
+        shell = f"read -r {TOKEN_VARIABLE}; export {TOKEN_VARIABLE} RAY_AUTH_MODE=token; cd {shlex.quote(str(Path.cwd()))} && exec "
+        command = [
+            part.format(host=host.address, command=shell + shlex.join(join)) if "{" in part else part
+            for part in shlex.split(self._settings.ssh)
+        ]
+        with self._log_of(host).open("ab") as log:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, process_group=0)
+        assert process.stdin is not None
+        process.stdin.write(f"{token}\n".encode())
+        process.stdin.flush()
+        return process
+
+    def _log_of(self, host: Host) -> Path:
+        return self._settings.logs / f"worker-{host.address}.txt"
+
+    def _last_lines(self, host: Host) -> str:
+        return last_lines(self._log_of(host))
+
+
+async def join(address: str, host: Host, *, device: Device, attached: bool, logs: Path) -> None:
+    """Be a node of the cluster at `address` until told to end.
+
+    Args:
+        attached: end when standard input closes
+
+    Raises:
+        EngineError: Ray ended by itself
+    """
+    slots = _slots(host, device)
+    command = worker_command(address, num_cpus=slots.num_cpus, num_gpus=slots.num_gpus, host=host.address or None)
+    worker = start_node("Ray", command, logs / "ray-worker.txt", {})
+    try:
+        await asyncio.wait(
+            [asyncio.ensure_future(worker.ended()), *([asyncio.ensure_future(_input_closed())] if attached else [])],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        worker.check_alive()
+    finally:
+        await worker.stop()
+
+
+async def _input_closed() -> None:
+    """Nothing is ever written to it after the token."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while await reader.read(1024):
+        pass
+
+
+@dataclass(slots=True, frozen=True)
+class _Slots:
+    num_cpus: int
+    num_gpus: int | None
+
+
+def _slots(host: Host, device: Device) -> _Slots:
+    """On a CPU, slots are processes; else they are GPUs."""
+    if device == "cpu":
+        return _Slots(host.num_slots, 0)
+    return _Slots(max(os.cpu_count() or 1, host.num_slots), host.num_slots)

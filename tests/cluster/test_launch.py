@@ -1,0 +1,50 @@
+"""Two Ray nodes of one machine, which a hostfile names; a shell stands where ssh would."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from tests.e2e.command import fail
+from tests.e2e.conftest import Job, Start
+from tests.e2e.processes import alive, descendants, wait_until
+from tests.e2e.records import metrics
+
+SHELL = "bash -c {command}"
+
+
+def hostfile(directory: Path, text: str) -> Path:
+    path = directory / "hosts"
+    path.write_text(text)
+    return path
+
+
+def launch(hosts: Path, port: int, *, ssh: str = SHELL, timeout_s: int = 120) -> list[str]:
+    return ["launch", "--hostfile", str(hosts), "--head-port", str(port), "--ssh", ssh, "--timeout-s", str(timeout_s), "--"]
+
+
+def test_two_nodes_train_and_end_with_the_driver(job: Job, start: Start, free_port: int, tmp_path: Path) -> None:
+    """A rank on each node. The driver is killed: no node outlives it."""
+    hosts = hostfile(tmp_path, "127.0.0.2 slots=2\n127.0.0.3 slot=2  # MPI writes slots\n")
+    run_dir = tmp_path / "run"
+    train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, num_rollout=1000, run_dir=run_dir)
+    process = start(*launch(hosts, free_port), *train[1:])
+    wait_until(lambda: len(metrics(run_dir)) >= 2 or process.poll() is not None, "two steps are recorded", timeout_s=300)
+    assert process.poll() is None, process.communicate()[0]
+    family = descendants(process.pid)
+    assert sum("raylet/raylet" in command for command in family.values()) == 2, family
+    assert sum("ray::TrainerRank" in command for command in family.values()) == 2, family
+
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    wait_until(lambda: not alive(family), "all processes of both nodes have ended", timeout_s=90)
+
+
+def test_a_host_that_does_not_come_is_named(job: Job, free_port: int, tmp_path: Path) -> None:
+    hosts = hostfile(tmp_path, "127.0.0.2 slots=2\n127.0.0.3 slots=2\n")
+    train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, run_dir=tmp_path / "run")
+    said = fail(1, *launch(hosts, free_port, ssh="bash -c 'echo no route to {host}; exit 255'"), *train[1:])
+    assert "the worker on 127.0.0.3 ended with exit code 255: no route to 127.0.0.3" in said
+    said = fail(1, *launch(hosts, free_port, ssh="cat", timeout_s=1), *train[1:])
+    assert "1 of 1 workers did not join 127.0.0.2" in said
+    assert "127.0.0.3" in said

@@ -1,0 +1,86 @@
+"""Rollouts of a fixed size for benchmarks: the real runner, sampler and client, prompts from memory, a reward that costs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from fuligo.config.groups import RolloutFlags
+from fuligo.engines.client import EngineGroup
+from fuligo.engines.generation import SamplingParams
+from fuligo.rollout.generate import SingleTurn
+from fuligo.rollout.protocol import Rollout
+from fuligo.rollout.runner import RolloutRunner
+from fuligo.rollout.sampler import Sampler
+from fuligo.rollout.source import GroupSource
+from fuligo.types import IntArray, Prompt, SampleGroup
+
+ASSETS = Path(__file__).parents[1] / "fuligo" / "quickstart" / "assets"
+TIMEOUT_S = 600.0
+
+
+class Prompts:
+    """The same prompts for every rollout. Implements `rollout.protocol.PromptStream`."""
+
+    def __init__(self, prompt_ids: Sequence[IntArray]) -> None:
+        self._prompt_ids = prompt_ids
+
+    def take(self, num_prompts: int, /) -> list[Prompt]:
+        assert num_prompts <= len(self._prompt_ids)
+        return [Prompt(row, "", ids) for row, ids in enumerate(self._prompt_ids[:num_prompts])]
+
+    def give_back(self, prompts: list[Prompt], /) -> None:
+        pass
+
+    def state(self) -> dict[str, int | list[int]]:
+        return {}
+
+    def restore(self, state: dict[str, int | list[int]], /) -> None:
+        pass
+
+
+async def reward(group: SampleGroup) -> None:
+    for sample in group.samples:
+        sample.reward = float(sample.index % 2)
+
+
+def build_runner(
+    engines: EngineGroup, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[IntArray], *, samples_per_prompt: int, num_tokens: int
+) -> RolloutRunner:
+    """Samples `num_tokens` tokens `samples_per_prompt` times for every prompt, all at once."""
+    num_requests = len(prompt_ids) * samples_per_prompt
+    flags = RolloutFlags(
+        rollout_batch_size=len(prompt_ids),
+        n_samples_per_prompt=samples_per_prompt,
+        rollout_max_response_len=num_tokens,
+        rollout_concurrency=num_requests,
+    )
+    sampler = Sampler(
+        SingleTurn(engines, tokenizer, timeout_s=TIMEOUT_S),
+        seed=0,
+        stream="train",
+        turns=asyncio.Semaphore(num_requests),
+        timeout_s=TIMEOUT_S,
+    )
+    return RolloutRunner(
+        source=GroupSource(Prompts(prompt_ids), samples_per_prompt),
+        sampler=sampler,
+        reward=reward,
+        engines=engines,
+        params=SamplingParams(num_tokens, ignore_eos=True),
+        flags=flags,
+    )
+
+
+def check_complete(rollout: Rollout, *, num_requests: int, num_tokens: int) -> None:
+    """
+    Raises:
+        RuntimeError: a request failed, or gave another number of tokens
+    """
+    samples = [sample for group in rollout.kept for sample in group.samples]
+    wrong = [sample for sample in samples if sample.error is not None or sample.response_length != num_tokens]
+    if wrong or len(samples) != num_requests:
+        raise RuntimeError(f"{len(samples)} of {num_requests} samples, {len(wrong)} of them wrong: {wrong[0].error if wrong else ''}")

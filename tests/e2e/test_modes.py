@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fuligo.checkpoint.location import TRACKER
-from tests.e2e.command import succeed
+from tests.e2e.command import REPOSITORY, succeed
 from tests.e2e.conftest import Job
 from tests.e2e.records import TOKENS, checkpoint, evaluations, metrics, sample_rows
 
@@ -152,6 +152,42 @@ def test_one_step_ahead(job: Job, tmp_path: Path) -> None:
     sampled_by = {row["step"]: set(row["versions"]) for row in sample_rows(tmp_path / "run", "versions")}
     assert sampled_by == {0: {0}, 1: {0}, 2: {1}, 3: {2}}
     assert (checkpoint(tmp_path / "run", 4) / "hf" / "config.json").exists()
+
+
+def test_sampling_that_never_stops_learns_and_stays_within_its_bound(tmp_path: Path) -> None:
+    """The quickstart's task, with evaluations in between."""
+    assets = REPOSITORY / "fuligo" / "quickstart" / "assets"
+    run_dir, max_staleness, num_rollout = tmp_path / "run", 2, 14
+    succeed(
+        *("train", "--config", assets / "config.yaml", "--hf-checkpoint", assets / "model", "--prompt-data", assets / "train.jsonl"),
+        *("--async-mode", "full", "--max-staleness", max_staleness, "--use-tis", "--num-rollout", num_rollout, "--run-dir", run_dir),
+        *("--eval-prompt-data", "sums", f"{assets / 'test.jsonl'}@[0:32]", "--eval-interval", 5, "--progress", "plain"),
+    )
+    records = metrics(run_dir)
+    rewards = [record["rollout/reward_mean"] for record in records]
+    assert sum(rewards[-3:]) / 3 > rewards[0] + 0.2
+    first, last = (evaluations(run_dir)[end]["eval/sums/mean@2"] for end in (0, -1))
+    assert last > first + 0.2
+    assert [record["policy_version"] for record in records] == list(range(1, num_rollout + 1))
+
+    kept = [row for row in sample_rows(run_dir, "kept", "versions") if row["kept"]]
+    staleness = [row["step"] - min(row["versions"]) for row in kept]
+    assert min(staleness) == 0 and 1 <= max(staleness) <= max_staleness
+    assert max(record["rollout/staleness_max"] for record in records) == max(staleness)
+
+
+def test_what_a_publish_interrupts_goes_on_where_it_stood(job: Job, tmp_path: Path) -> None:
+    """The engine is slow, and so many publishes meet requests. Weights hardly change, so that log-probabilities of all versions agree."""
+    run_dir = tmp_path / "run"
+    slow = {"rollout_max_response_len": 120, "embedded_max_running_requests": 6, "lr": 1e-12}
+    succeed(*job(**slow, async_mode="full", max_staleness=3, use_tis=True, num_rollout=5, run_dir=run_dir))
+    kept = [row for row in sample_rows(run_dir, "kept", "versions", "engine_logprobs", "trainer_logprobs") if row["kept"]]
+    interrupted = [row for row in kept if len(set(row["versions"])) > 1]
+    assert interrupted
+    for row in interrupted:
+        assert row["versions"] == sorted(row["versions"])
+        np.testing.assert_allclose(row["engine_logprobs"], row["trainer_logprobs"], atol=1e-4)
+    assert sum(record["rollout/num_resumed"] for record in metrics(run_dir)) == len(interrupted)
 
 
 def test_supervised_training_lowers_its_loss(job: Job, prompts: Path, tmp_path: Path) -> None:

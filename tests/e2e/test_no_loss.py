@@ -1,4 +1,4 @@
-"""With over-sampling, filters, partial rollout and one-step-off sampling, and a kill in between: nothing is lost, nothing used twice."""
+"""With over-sampling, filters, partial rollout and sampling ahead or all the time, and a kill in between: nothing is lost or used twice."""
 
 from __future__ import annotations
 
@@ -23,17 +23,22 @@ PROMPTS = [f"what is {n} + {n}?" for n in range(10, 10 + NUM_PROMPTS)]
 
 @pytest.mark.parametrize(
     "mode",
-    [{"partial_rollout": True}, {"async_mode": "one-step"}, {"async_mode": "one-step", "partial_rollout": True, "max_staleness": 1}],
-    ids=["partial", "one-step", "one-step-partial"],
+    [
+        {"partial_rollout": True},
+        {"async_mode": "one-step"},
+        {"async_mode": "one-step", "partial_rollout": True, "max_staleness": 1},
+        {"async_mode": "full", "max_staleness": 1, "over_sampling_batch_size": None},
+    ],
+    ids=["partial", "one-step", "one-step-partial", "full"],
 )
 def test_every_prompt_ends_once_or_waits_once(mode: dict, job: Job, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
+    settings = {"over_sampling_batch_size": 8, **mode}
     command = job(
-        **mode,
+        **settings,
         rm_type=None,
         custom_rm_path="tests.e2e.killers.reward",
         dynamic_sampling_filter_path="tests.e2e.killers.drop_some",
-        over_sampling_batch_size=8,
         n_samples_per_prompt=NUM_SAMPLES,
         rollout_max_response_len=32,
         embedded_max_running_requests=10,  # not all at a time: when a rollout is full, some have begun and some have not
@@ -47,7 +52,7 @@ def test_every_prompt_ends_once_or_waits_once(mode: dict, job: Job, tmp_path: Pa
     succeed(*command)
 
     rows = sample_rows(run_dir, "index", "group_index", "prompt", "kept", "drop_reason")
-    ended = [row for row in rows if row["drop_reason"] != "aborted"]
+    ended = [row for row in rows if row["drop_reason"] not in ("aborted", "stale")]
     state = RunState.read(checkpoint(run_dir, NUM_ROLLOUT)).rollout
     assert [record["step"] for record in metrics(run_dir)] == list(range(NUM_ROLLOUT))
     assert sum(row["kept"] for row in rows) == NUM_ROLLOUT * 4 * NUM_SAMPLES
@@ -66,8 +71,14 @@ def test_every_prompt_ends_once_or_waits_once(mode: dict, job: Job, tmp_path: Pa
     assert drawn.total() == epoch * NUM_PROMPTS + offset, "as many prompts as were drawn"
     assert {drawn[row] for row in range(NUM_PROMPTS)} <= {epoch, epoch + 1}, "each once an epoch"
 
-    aborted = [row for row in rows if row["drop_reason"] == "aborted"]
-    assert aborted, "the run did what this test is about"
+    if mode.get("async_mode") == "full":
+        oldest = {row["step"]: 0 for row in rows}
+        for row in sample_rows(run_dir, "kept", "versions"):
+            if row["kept"]:
+                oldest[row["step"]] = max(oldest[row["step"]], row["step"] - min(row["versions"]))
+        assert max(oldest.values()) == 1, "trained on by weights at most one version newer, and sampled ahead"
+        return
+    assert any(row["drop_reason"] == "aborted" for row in rows), "the run did what this test is about"
     if "partial_rollout" in mode:
         assert sum(record["rollout/num_resumed"] for record in metrics(run_dir)) > 0
 

@@ -30,7 +30,8 @@ class Rollouts(Protocol):
 class Publisher(Protocol):
     """Brings the engines to the trainer's weights; see `weights.publisher.WeightPublisher`."""
 
-    version: int
+    @property
+    def version(self) -> int: ...
 
     async def publish(self) -> int: ...
 

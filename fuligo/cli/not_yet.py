@@ -65,7 +65,13 @@ def _megatron(config: Config) -> str | None:
 
 
 def _shared_gpus(config: Config) -> str | None:
-    return "--colocate" if config.cluster.colocate and config.resolved_rollout_backend == "sglang" else None
+    if not config.cluster.colocate or config.resolved_rollout_backend != "sglang":
+        return None
+    if config.engine.use_fault_tolerance:
+        return "--colocate with --use-fault-tolerance"
+    if config.weight_sync.update_weights_interval > 1:
+        return f"--colocate with --update-weights-interval {config.weight_sync.update_weights_interval}"
+    return f"--colocate on {config.num_nodes} nodes" if config.num_nodes > 1 and config.cluster.device != "cpu" else None
 
 
 def _split_engines(config: Config) -> str | None:
@@ -92,7 +98,7 @@ def _reward(config: Config) -> str | None:
 
 ROWS = (
     NotYet(_megatron, "the Megatron trainer", "--train-backend torch trains on one node, without these flags"),
-    NotYet(_shared_gpus, "the sharing of GPUs by trainer and SGLang engines", "give the engines GPUs of their own (--rollout-num-gpus)"),
+    NotYet(_shared_gpus, "this way of sharing GPUs", "give the engines GPUs of their own (--rollout-num-gpus)"),
     NotYet(_split_engines, "the split of prefill and decode", "regular engines do both"),
     NotYet(_several_models, "more than one served model", "serve the actor alone"),
     NotYet(_switch("advantage_estimator", "ppo"), "PPO's value model", "the other estimators need none"),

@@ -37,6 +37,9 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 CONNECT_TIMEOUT_S = 10.0
 T = TypeVar("T")
 
+MemoryTag = Literal["weights", "kv_cache"]
+"""What of an engine's device memory."""
+
 
 class EngineClient:
     """One engine.
@@ -223,12 +226,12 @@ class EngineClient:
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"engine {self.url}: /weights_checker answered {answer!r:.200}") from error
 
-    async def release_memory(self) -> None:
-        """Give back the device memory of the idle engine (KV cache, and weights on a GPU)."""
-        await self._call("POST", "/release_memory_occupation", {})
+    async def release_memory(self, tag: MemoryTag | None = None) -> None:
+        """Give back device memory of the idle engine: the KV cache, or weights (which are lost), by default both."""
+        await self._call("POST", "/release_memory_occupation", _tags(tag))
 
-    async def resume_memory(self) -> None:
-        await self._call("POST", "/resume_memory_occupation", {})
+    async def resume_memory(self, tag: MemoryTag | None = None) -> None:
+        await self._call("POST", "/resume_memory_occupation", _tags(tag))
 
     async def close(self) -> None:
         if self._session is not None:
@@ -284,6 +287,10 @@ class EngineClient:
             if path == "/generate":
                 raise Retryable(f"the answer is not JSON: {raw[:200]!r}") from error
             return raw.decode(errors="replace")
+
+
+def _tags(tag: MemoryTag | None) -> dict[str, Any]:
+    return {} if tag is None else {"tags": [tag]}
 
 
 def _error_text(raw: bytes) -> str:
@@ -413,11 +420,11 @@ class EngineGroup:
 
         return await self._all(ask)
 
-    async def release_memory(self) -> None:
-        await self._all(lambda client: client.release_memory())
+    async def release_memory(self, tag: MemoryTag | None = None) -> None:
+        await self._all(lambda client: client.release_memory(tag))
 
-    async def resume_memory(self) -> None:
-        await self._all(lambda client: client.resume_memory())
+    async def resume_memory(self, tag: MemoryTag | None = None) -> None:
+        await self._all(lambda client: client.resume_memory(tag))
 
     async def close(self) -> None:
         await self._all(lambda client: client.close())

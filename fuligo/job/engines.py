@@ -18,6 +18,7 @@ from fuligo.engines.sglang.fleet import Fleet
 from fuligo.errors import ConfigError, EngineError, FuligoError
 from fuligo.job.fleet import fleet_settings, local_places
 from fuligo.job.trainer_settings import resolve_device, resolve_precision
+from fuligo.job.turns import SharingProof, SharingPublisher, Turns
 from fuligo.job.watch import while_watching
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.rollout.protocol import Rollout
@@ -144,9 +145,12 @@ def _embedded_settings(config: Config, directory: RunDirectory) -> EmbeddedEngin
 
 
 def build_publisher(
-    config: Config, trainer: Trainer, engines: EngineGroup, *, version: int, cluster: RayCluster | None = None
-) -> WeightPublisher:
+    config: Config, trainer: Trainer, engines: EngineGroup, *, version: int, cluster: RayCluster | None, turns: Turns | None
+) -> WeightPublisher | SharingPublisher:
     """
+    Args:
+        trainer: takes turns itself, where `turns` are given
+
     Raises:
         ConfigError: the transport does not reach the engines from where rank 0 runs
     """
@@ -160,7 +164,19 @@ def build_publisher(
         scratch=scratch_root(),
     )
     proof = _proof(config, trainer) if flags.check_weight_update_equal else None
-    return WeightPublisher(trainer, engines, settings, version=version, proof=proof)
+    if turns is None:
+        return WeightPublisher(trainer, engines, settings, version=version, proof=proof)
+    sharing_proof = None if proof is None else SharingProof(proof, turns)
+    return SharingPublisher(WeightPublisher(trainer, engines, settings, version=version, proof=sharing_proof), turns)
+
+
+def shares_devices(config: Config) -> bool:
+    """Trainer and SGLang engines take turns. (The embedded engine is small enough to stay.)"""
+    return config.cluster.colocate and config.needs_engine and config.resolved_rollout_backend == "sglang"
+
+
+def build_turns(config: Config, trainer: Trainer, engines: EngineGroup) -> Turns:
+    return Turns(trainer, engines, keep_weights=config.weight_sync.update_weight_mode == "delta")
 
 
 def _proof(config: Config, trainer: Trainer) -> EqualityProof:

@@ -74,7 +74,7 @@ def _servers(config: Config, directory: RunDirectory, places: Sequence[EnginePla
             model_path=group.model_path,
             tp_size=group.tp_size,
             pp_size=group.pp_size,
-            arguments=dict(group.arguments.items()),
+            arguments={**_own_arguments(config), **dict(group.arguments.items())},
             worker_type=group.worker_type,
             device=resolve_device(config),
             host=place.host,
@@ -86,6 +86,11 @@ def _servers(config: Config, directory: RunDirectory, places: Sequence[EnginePla
             environment=_environment(config),
             start_timeout_s=config.engine.engine_start_timeout_s,
         )
+
+
+def _own_arguments(config: Config) -> dict[str, bool]:
+    """Without it SGLang keeps the memory that it is told to release."""
+    return {"enable_memory_saver": True} if config.cluster.colocate and resolve_device(config) == "cuda" else {}
 
 
 def _check_gpus(config: Config) -> None:

@@ -21,11 +21,12 @@ from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
 from fuligo.config.hooks import hook_of
 from fuligo.errors import CheckpointError, ConfigError
-from fuligo.job.engines import Engines, build_publisher, launch_engines
+from fuligo.job.engines import Engines, build_publisher, build_turns, launch_engines, shares_devices
 from fuligo.job.periodic import Evaluate, SaveCheckpoint, SaveDebugRollout, Schedule
 from fuligo.job.recorder import RunRecorder
 from fuligo.job.stream import Stream, StreamBuilder
 from fuligo.job.trainer_settings import resolve_device, trainer_settings
+from fuligo.job.turns import SharingTrainer
 from fuligo.job.watch import while_watching
 from fuligo.loop import Loop, Periodic, Publisher, sample_only
 from fuligo.observability.progress import open_progress
@@ -115,7 +116,10 @@ async def _join_cluster(config: Config, origin: Origin, directory: RunDirectory,
 
 
 async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: AsyncExitStack, cluster: RayCluster | None) -> Outcome:
-    launching = asyncio.create_task(launch_engines(config, directory, stack, cluster))
+    trainer_is_off = asyncio.Event()  # engines size their memory by what is free when they start
+    if not shares_devices(config):
+        trainer_is_off.set()
+    launching = asyncio.create_task(_launch_after(trainer_is_off, config, directory, stack, cluster))
     stack.push_async_callback(_abandon, launching)
     await asyncio.sleep(0)  # the engine's process starts now, beside all that follows
     builder = StreamBuilder.open(config)
@@ -128,12 +132,19 @@ async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: A
 
     with recorder.phase("start", origin.step):
         trainer = await _load_trainer(config, origin, num_rollout, stack, directory, cluster)
+        if trainer is not None and not trainer_is_off.is_set():
+            await trainer.offload()
+        trainer_is_off.set()
         engines = await launching
     publisher: Publisher = Unpublished(origin.policy_version)
     if trainer is not None and engines is not None:
-        publisher = build_publisher(config, trainer, engines.group, version=origin.policy_version, cluster=cluster)
+        turns = build_turns(config, trainer, engines.group) if shares_devices(config) else None
+        trainer = SharingTrainer(trainer, turns) if turns is not None else trainer
+        publisher = engine_publisher = build_publisher(
+            config, trainer, engines.group, version=origin.policy_version, cluster=cluster, turns=turns
+        )
         with recorder.phase("sync", origin.step):
-            await publisher.sync()
+            await engine_publisher.sync()
     if engines is not None:
         await stack.enter_async_context(engines.watched(publisher))
     state = None if origin.state is None else origin.state.rollout
@@ -154,6 +165,13 @@ async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: A
     else:
         await _loop(config, rollouts, trainer, publisher, recorder, periodic).run()
     return Outcome(directory.path, evaluate.history if evaluate is not None else [])
+
+
+async def _launch_after(
+    event: asyncio.Event, config: Config, directory: RunDirectory, stack: AsyncExitStack, cluster: RayCluster | None
+) -> Engines | None:
+    await event.wait()
+    return await launch_engines(config, directory, stack, cluster)
 
 
 async def _abandon(task: asyncio.Task[Engines | None]) -> None:

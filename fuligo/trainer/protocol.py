@@ -12,8 +12,10 @@ from fuligo.weights.manifest import WeightManifest, WeightTarget
 class Trainer(Protocol):
     """Every method is a coroutine that returns when all ranks are done; none blocks the event loop meanwhile."""
 
-    num_updates: int
-    """Calls of `train` begun so far: the weights are others after each."""
+    @property
+    def num_updates(self) -> int:
+        """Calls of `train` begun so far: the weights are others after each."""
+        ...
 
     async def load(self) -> None:
         """Build the model, the reference where the loss needs one, and the optimizer; load the first weights or the checkpoint."""

@@ -1,0 +1,163 @@
+"""Trainer and engines on the same devices: who has loaded what when, with scripted parts that check it at every call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fuligo.job.turns import SharingProof, SharingPublisher, SharingTrainer, Turns
+from fuligo.weights.manifest import WeightManifest, WeightTarget
+
+TARGET = WeightTarget("tensor", 1, 1)
+MANIFEST = WeightManifest(1, 1, 1, None)
+
+
+class Device:
+    """What is on it, and in which order calls came."""
+
+    def __init__(self) -> None:
+        self.holds = {"weights", "kv_cache"}
+        self.weights_are_good = True
+        self.calls: list[str] = []
+
+
+class Engines:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    async def pause(self, mode: str) -> None:
+        self.device.calls.append(f"pause {mode}")
+
+    async def resume(self) -> None:
+        self.device.calls.append("resume")
+
+    async def release_memory(self, tag: str) -> None:
+        self.device.calls.append(f"release {tag}")
+        assert tag in self.device.holds
+        self.device.holds.discard(tag)
+        if tag == "weights":
+            self.device.weights_are_good = False
+
+    async def resume_memory(self, tag: str) -> None:
+        self.device.calls.append(f"take {tag}")
+        assert not (tag == "kv_cache" and "trainer" in self.device.holds), "too much for the device"
+        self.device.holds.add(tag)
+
+    def sample(self) -> None:
+        assert self.device.holds == {"weights", "kv_cache"}
+        assert self.device.weights_are_good
+
+
+class Trainer:
+    num_updates = 0
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    async def onload(self) -> None:
+        self.device.calls.append("onload")
+        assert "kv_cache" not in self.device.holds, "too much for the device"
+        self.device.holds.add("trainer")
+
+    async def offload(self) -> None:
+        self.device.calls.append("offload")
+        self.device.holds.discard("trainer")
+
+    async def _work(self, name: str) -> None:
+        self.device.calls.append(name)
+        assert "trainer" in self.device.holds
+
+    async def score(self, samples: list) -> list:
+        await self._work("score")
+        return samples
+
+    async def logprobs(self, samples: list) -> list:
+        await self._work("logprobs")
+        return samples
+
+    async def train(self, batch: object) -> None:
+        await self._work("train")
+
+    async def save(self, directory: Path) -> None:
+        await self._work("save")
+
+    async def send_weights(self, target: WeightTarget) -> WeightManifest:
+        await self._work("send")
+        assert "weights" in self.device.holds
+        self.device.weights_are_good = True
+        return MANIFEST
+
+
+class Publisher:
+    version = 0
+
+    def __init__(self, trainer: SharingTrainer, proof: SharingProof | None = None) -> None:
+        self.trainer, self.proof = trainer, proof
+
+    async def publish(self) -> int:
+        manifest = await self.trainer.send_weights(TARGET)
+        if self.proof is not None:
+            await self.proof.check(None, manifest)  # type: ignore[arg-type]
+        return 1
+
+
+class Parts:
+    def __init__(self, *, keep_weights: bool = False) -> None:
+        self.device = Device()
+        self.engines = Engines(self.device)
+        self.turns = Turns(Trainer(self.device), self.engines, keep_weights=keep_weights)  # type: ignore[arg-type]
+        self.trainer = SharingTrainer(Trainer(self.device), self.turns)  # type: ignore[arg-type]
+        self.publisher = SharingPublisher(Publisher(self.trainer), self.turns)  # type: ignore[arg-type]
+
+
+async def test_a_step_moves_each_part_once() -> None:
+    parts = Parts()
+    parts.engines.sample()
+    await parts.trainer.score([])
+    await parts.trainer.train(None)  # type: ignore[arg-type]
+    await parts.publisher.publish()
+    parts.engines.sample()
+    assert parts.device.calls == [
+        *("pause abort", "release kv_cache", "release weights", "onload"),
+        *("score", "train"),
+        *("take weights", "send"),
+        *("offload", "take kv_cache", "resume"),
+    ]
+
+
+async def test_a_checkpoint_after_the_publish_leaves_the_engines_their_weights() -> None:
+    parts = Parts()
+    await parts.trainer.save(Path())
+    parts.engines.sample()
+    assert parts.device.calls == ["pause abort", "release kv_cache", "onload", "save", "offload", "take kv_cache", "resume"]
+
+
+async def test_a_proof_samples_and_scores_in_turns() -> None:
+    parts = Parts()
+
+    class Proof:
+        async def check(self, engines: object, manifest: WeightManifest) -> None:
+            parts.engines.sample()
+            await parts.trainer.logprobs([])
+            parts.engines.sample()
+
+    publisher = SharingPublisher(Publisher(parts.trainer, SharingProof(Proof(), parts.turns)), parts.turns)  # type: ignore[arg-type]
+    await parts.trainer.train(None)  # type: ignore[arg-type]
+    await publisher.publish()
+    parts.engines.sample()
+
+
+async def test_where_a_publish_brings_changes_alone_the_engines_keep_their_weights() -> None:
+    parts = Parts(keep_weights=True)
+    await parts.trainer.train(None)  # type: ignore[arg-type]
+    await parts.turns.to_engines()
+    parts.engines.sample()
+    assert "release weights" not in parts.device.calls
+
+
+async def test_engines_never_sample_from_weights_that_are_gone() -> None:
+    parts = Parts()
+    await parts.trainer.train(None)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="a publish came before"):
+        await parts.turns.to_engines()

@@ -1,0 +1,41 @@
+"""Files that name the nodes of a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fuligo.cluster.hostfile import Host, head_of, read_hostfile
+from fuligo.errors import ConfigError
+
+
+def test_lines_as_people_write_them(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# cluster\n10.0.0.1 slots=4\n\n10.0.0.2 slot=2  # half\nnode-3.local\n10.0.0.4 slots = 8 max_slots=8\n")
+    assert read_hostfile(path, default_slots=8) == [Host("10.0.0.1", 4), Host("10.0.0.2", 2), Host("node-3.local", 8), Host("10.0.0.4", 8)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("10.0.0.1 slots=eight", "line 1: '10.0.0.1 slots=eight' is no"),
+        ("10.0.0.1\n10.0.0.1 slots=2", "line 2: 10.0.0.1 stands there twice"),
+        ("# nobody\n", "names no host"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_hostfile(tmp_path / "hosts", default_slots=8)
+
+
+def test_the_file_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_hostfile(tmp_path / "hosts", default_slots=8)
+
+
+def test_the_head_is_the_host_that_is_this_machine() -> None:
+    here, elsewhere = Host("127.0.0.1", 8), Host("192.0.2.200", 8)
+    assert head_of([elsewhere, here]) == here
+    assert head_of([elsewhere]) is None

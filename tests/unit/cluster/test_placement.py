@@ -1,0 +1,97 @@
+"""A run takes the nodes and GPUs that `fuligo plan` draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fuligo.cluster.launcher import chosen_launcher, prepare_environment
+from fuligo.cluster.placement import EnginePart, engine_parts, place
+from fuligo.config.parse import parse
+from fuligo.errors import ConfigError
+from fuligo.planner.gpus import GPUS
+from fuligo.planner.layout import make_layout
+from fuligo.planner.plan import ClusterLayout
+from fuligo.planner.subject import read_subject
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+RECIPES = sorted(path for path in EXAMPLES.glob("*/*.yaml") if (path.parent / "model").is_dir())
+
+
+def placed(flags: str):
+    return place(parse(f"--hf-checkpoint m --prompt-data d {flags}".split()).config)
+
+
+def drawn(layout: ClusterLayout) -> tuple[list[tuple[int, int]], dict[int, list[tuple[int, int]]]]:
+    """(node, index) of each trainer rank and of each engine's ranks, as the plan has them."""
+    trainers = {gpu.trainer.rank: (gpu.node, gpu.local_index) for gpu in layout.gpus if gpu.trainer is not None}
+    engines: dict[int, dict[int, tuple[int, int]]] = {}
+    for gpu in layout.gpus:
+        if gpu.engine is not None:
+            engines.setdefault(gpu.engine.engine, {})[gpu.engine.rank] = (gpu.node, gpu.local_index)
+    return [trainers[rank] for rank in sorted(trainers)], {n: [ranks[r] for r in sorted(ranks)] for n, ranks in engines.items()}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_recipe_runs_where_its_plan_draws_it(recipe: Path) -> None:
+    config = parse(["--config", str(recipe)]).config
+    ranks, engines = drawn(make_layout(read_subject(config, next(iter(GPUS)))))
+    placement = place(config)
+    assert list(placement.ranks) == ranks
+    assert {number: list(slots) for number, slots in enumerate(placement.engines)} == engines
+    assert set(placement.node_sizes) == {8}
+
+
+def test_trainer_first_then_engines() -> None:
+    placement = placed("--actor-num-gpus-per-node 2 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2")
+    assert placement.node_sizes == (6,)
+    assert placement.ranks == ((0, 0), (0, 1))
+    assert placement.engines == (((0, 2), (0, 3)), ((0, 4), (0, 5)))
+
+
+def test_engines_share_the_trainers_slots_when_colocated() -> None:
+    placement = placed("--rollout-backend sglang --colocate --actor-num-gpus-per-node 4 --rollout-num-gpus-per-engine 2")
+    assert placement.node_sizes == (4,)
+    assert placement.engines == (((0, 0), (0, 1)), ((0, 2), (0, 3)))
+
+
+def test_a_rank_on_each_of_two_nodes() -> None:
+    placement = placed("--device cpu --actor-num-nodes 2 --actor-num-gpus-per-node 1")
+    assert placement.node_sizes == (1, 1)
+    assert placement.ranks == ((0, 0), (1, 0))
+
+
+def test_an_engine_of_two_nodes_has_equal_parts() -> None:
+    engine = placed("--actor-num-gpus-per-node 8 --rollout-num-gpus 16 --rollout-num-gpus-per-engine 16").engines[0]
+    assert engine_parts(engine, name="engine 0") == (EnginePart(1, tuple(range(8))), EnginePart(2, tuple(range(8))))
+
+
+def test_an_engine_of_unequal_parts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="engine 1 would have 1 and 3 GPUs on its nodes"):
+        placed("--actor-num-gpus-per-node 3 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 4")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "launcher"),
+    [
+        ("", {}, "local"),
+        ("", {"RAY_ADDRESS": "10.0.0.1:6379"}, "ray"),
+        ("--launcher local", {"RAY_ADDRESS": "10.0.0.1:6379"}, "local"),
+        ("--launcher ray", {}, "ray"),
+        ("--actor-num-nodes 2", {}, "ray"),
+        ("--actor-num-nodes 2", {"WORLD_SIZE": "16", "RANK": "0"}, "local"),
+        ("--actor-num-gpus-per-node 8 --rollout-num-gpus 8", {}, "ray"),
+    ],
+)
+def test_who_launches(flags: str, environment: dict[str, str], launcher: str) -> None:
+    assert chosen_launcher(parse(f"--hf-checkpoint m --prompt-data d {flags}".split()).config, environment) == launcher
+
+
+def test_a_cluster_that_starts_here_has_a_token_of_its_own() -> None:
+    first, second, joined = {}, {}, {"RAY_ADDRESS": "10.0.0.1:6379"}
+    for environment in (first, second, joined):
+        prepare_environment(several_nodes=False, environment=environment)
+    assert first["RAY_AUTH_MODE"] == "token"
+    assert first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"]
+    assert "RAY_AUTH_TOKEN" not in joined, "the user's, or none"

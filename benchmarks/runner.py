@@ -1,6 +1,6 @@
 """What the rollout runner itself costs: thousands of requests at a time against a server that answers from a script.
 
-    python benchmarks/runner.py [--requests 10000] [--tokens 256] [--rollouts 5]
+    python benchmarks/runner.py [--requests 10000] [--prompt-tokens 512] [--tokens 256] [--rollouts 5]
 
 A rollout of --requests samples, eight to a prompt, all in flight at once: runner, sampler, HTTP client, checks, decoding to text, a
 reward that costs nothing. The server, a process of its own, answers each request --delay seconds after the last one could have come in,
@@ -30,7 +30,6 @@ from transformers import AutoTokenizer
 from fuligo.engines.client import EngineGroup
 
 SAMPLES_PER_PROMPT = 8
-PROMPT_TOKENS = 128
 FIRST_TOKEN, NUM_TOKEN_IDS = 10, 20
 
 
@@ -42,7 +41,7 @@ class ScriptedServer:
         meta = {
             "id": "scripted",
             "finish_reason": {"type": "length", "length": num_tokens},
-            "prompt_tokens": PROMPT_TOKENS,
+            "prompt_tokens": 1,
             "completion_tokens": num_tokens,
             "cached_tokens": 0,
             "weight_version": "0",
@@ -91,13 +90,16 @@ def resident_bytes() -> int:
 
 
 async def measure(args: argparse.Namespace) -> None:
-    prompts = [np.arange(PROMPT_TOKENS, dtype=np.int32) % NUM_TOKEN_IDS + FIRST_TOKEN] * (args.requests // SAMPLES_PER_PROMPT)
+    prompts = [np.arange(args.prompt_tokens, dtype=np.int32) % NUM_TOKEN_IDS + FIRST_TOKEN] * (args.requests // SAMPLES_PER_PROMPT)
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "model")
     async with scripted_server(args) as url:
         engines = EngineGroup.connect([url], retries=0, timeout_s=TIMEOUT_S)
         runner = build_runner(engines, tokenizer, prompts, samples_per_prompt=SAMPLES_PER_PROMPT, num_tokens=args.tokens)
         gc.freeze()  # as a run does when its parts are made
-        print(f"{args.requests:,} requests at once, {args.tokens} tokens each; {resident_bytes() / 1e6:.0f} MB before", flush=True)
+        print(
+            f"{args.requests:,} requests at once, {args.prompt_tokens} + {args.tokens} tokens; {resident_bytes() / 1e6:.0f} MB before",
+            flush=True,
+        )
         for step in range(args.rollouts):
             start_s, start_cpu_s = time.perf_counter(), time.process_time()
             rollout = await runner.rollout(step)
@@ -112,6 +114,7 @@ async def measure(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000, help="a multiple of 8")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rollouts", type=int, default=5)
     parser.add_argument("--delay", type=float, default=0.5, help="seconds")

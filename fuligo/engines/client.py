@@ -80,9 +80,8 @@ class EngineClient:
             EngineError: refused (400), no valid answer after the retries, or none before the deadline
         """
         body: dict[str, Any] = {
-            "input_ids": np.ascontiguousarray(
-                input_ids, np.int32
-            ),  # thousands wait at a time: a list of numbers takes ten times the memory
+            # Thousands wait at a time: as a list of numbers a prompt takes several times the memory.
+            "input_ids": np.ascontiguousarray(input_ids, np.int32),
             "sampling_params": params.to_json(),
             "return_logprob": True,
             "logprob_start_len": -1,

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
         FuligoError: a node did not come, or what ended the run
     """
     own, train = _split(list(arguments))
-    options = _parser().parse_args(own)
+    options = parser().parse_args(own)
     if (options.join is None) == (options.hostfile is None):
         raise ConfigError("fuligo launch needs one of --hostfile F -- <arguments of fuligo train> and --join ADDRESS:PORT")
     with tempfile.TemporaryDirectory(prefix="fuligo-launch-") as logs:
@@ -83,15 +83,15 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[:at], arguments[at + 1 :]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("fuligo launch", usage="\n" + DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hostfile", help="nodes, an address a line")
-    parser.add_argument("--head-port", type=int, default=6379, help="of Ray on this machine (6379)")
-    parser.add_argument("--ssh", default=SSH, help=f"how a command gets to a host ({SSH})")
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="for all hosts to join (300)")
-    parser.add_argument("--join", metavar="ADDRESS:PORT", help="of a Ray head")
-    parser.add_argument("--host", help="this machine's address, as the other nodes reach it")
-    parser.add_argument("--slots", type=int, default=8, help="GPUs of this machine (8)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: slots are processes")
-    parser.add_argument("--attached", action="store_true", help="end when standard input closes")
-    return parser
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser("fuligo launch", usage="\n" + DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--hostfile", help="nodes, an address a line")
+    made.add_argument("--head-port", type=int, default=6379, help="of Ray on this machine (6379)")
+    made.add_argument("--ssh", default=SSH, help=f"how a command gets to a host ({SSH})")
+    made.add_argument("--timeout-s", type=float, default=300.0, help="for all hosts to join (300)")
+    made.add_argument("--join", metavar="ADDRESS:PORT", help="of a Ray head")
+    made.add_argument("--host", help="this machine's address, as the other nodes reach it")
+    made.add_argument("--slots", type=int, default=8, help="GPUs of this machine (8)")
+    made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: slots are processes")
+    made.add_argument("--attached", action="store_true", help="end when standard input closes")
+    return made

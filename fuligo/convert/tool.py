@@ -34,5 +34,6 @@ def run(lines: Callable[[], Iterable[str]], plan_only: bool) -> NoReturn:
 
 
 def world_size() -> int:
-    """Processes that torchrun started, else 1."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Processes that torchrun started, else 1; also where `WORLD_SIZE` is no number of processes."""
+    given = os.environ.get("WORLD_SIZE", "")
+    return int(given) if given.isdecimal() and int(given) else 1

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fuligo.convert.hf_to_dist import describe, plan_hf_to_dist
+from fuligo.convert.tool import world_size
 from fuligo.errors import ConfigError
 from fuligo.models.registry import read_architecture
 
@@ -122,3 +123,9 @@ from fuligo.convert.hf_to_dist import plan_hf_to_dist
 plan_hf_to_dist({paths(FLASH)!r}, 8)
 print([name for name in ("torch", "transformers", "numpy", "ray", "megatron") if name in sys.modules])"""
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("given", "number"), [("32", 32), ("", 1), ("0", 1), ("many", 1)])
+def test_processes_are_those_of_torchrun(given: str, number: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", given)
+    assert world_size() == number

@@ -40,7 +40,10 @@ def main(arguments: Sequence[str]) -> int:
     outcome = run(config)
     before, after = outcome.evaluations[0], outcome.evaluations[-1]
     _show_answers(console, before.groups["held_out"], after.groups["held_out"])
+    report = _write_report(run_dir)
     console.print(
+        f"report       {report} (open it in a browser)\n"
+        f"look closer  fuligo view {run_dir}\n"
         f"metrics      {run_dir}/metrics.jsonl\n"
         f"every answer {run_dir}/samples/*.parquet\n"
         f"timeline     {run_dir}/trace.json (open it at ui.perfetto.dev, or chrome://tracing)\n"
@@ -74,6 +77,16 @@ def _flags(run_dir: Path, seed: int) -> list[str]:
     }
     given = [str(part) for flag, value in flags.items() for part in (flag, value)]
     return [*given, "--eval-prompt-data", "held_out", str(ASSETS / "test.jsonl")]
+
+
+def _write_report(run_dir: Path) -> Path:
+    """Curves, samples, time and health in one page. A small one: it is written within the quickstart's time."""
+    from fuligo.observability.viewer.report import ReportSize, write_report
+    from fuligo.observability.viewer.run import RunReader
+
+    path = run_dir / "report.html"
+    write_report([RunReader(run_dir, run_dir.name)], path, ReportSize(num_steps=8, num_groups=2, num_troubled=8))
+    return path
 
 
 def _show_answers(console, before, after) -> None:

@@ -21,3 +21,5 @@ def test_a_tiny_model_learns_to_add(seed: int, tmp_path: Path) -> None:
     assert float(start) <= 0.50
     assert float(end) >= 0.90
     assert run_dir == str(tmp_path / "run")
+    assert f"report       {tmp_path / 'run' / 'report.html'}" in output
+    assert "fuligo report</title>" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")

@@ -109,7 +109,7 @@ def _samples(run: RunReader, steps: Sequence[int], size: ReportSize) -> tuple[li
     lines = answers.sample_lines(run, chosen)
     left = size.max_tokens
     whole: dict[str, Any] = {}
-    for line in sorted(lines, key=lambda line: -line["step"]):
+    for line in sorted(lines, key=lambda line: (-line["step"], line["row"])):
         left -= line["length"]
         if left < 0:
             break

@@ -57,7 +57,11 @@ def read_sample_columns(path: Path, step: int) -> SampleColumns:
     Raises:
         OSError, pa.ArrowException: it is no parquet file, or a damaged one.
     """
-    with pq.ParquetFile(path, read_dictionary=["prompt", "status"]) as file:
+    try:
+        file = pq.ParquetFile(path, read_dictionary=["prompt", "status"])
+    except KeyError:  # it has no such columns
+        file = pq.ParquetFile(path)
+    with file:
         present = set(file.schema_arrow.names)
         return columns_of(file.read([name for name in _READ if name in present], use_threads=False), step)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,33 @@ def read_rows(path: Path, rows: Sequence[int], columns: Iterable[str] | None = N
     Raises:
         OSError, pa.ArrowException: the file is gone or damaged.
     """
-    with pq.ParquetFile(path) as file:
-        names = [name for name in columns if name in file.schema_arrow.names] if columns is not None else None
-        found: dict[int, Row] = {}
-        start = 0
-        for group in range(file.num_row_groups):
-            end = start + file.metadata.row_group(group).num_rows
-            wanted = sorted({row - start for row in rows if start <= row < end})
-            if wanted:
-                table = file.read_row_group(group, columns=names, use_threads=False).take(pa.array(wanted))
-                found.update(zip([start + row for row in wanted], table.to_pylist(), strict=True))
-            start = end
+    state = path.stat()
+    version = (state.st_mtime_ns, state.st_size)
+    names = None if columns is None else tuple(columns)
+    found: dict[int, Row] = {}
+    start = 0
+    for group, num_rows in enumerate(_group_sizes(path, version)):
+        wanted = sorted({row - start for row in rows if start <= row < start + num_rows})
+        if wanted:
+            table = _row_group(path, version, group, names).take(pa.array(wanted))
+            found.update(zip([start + row for row in wanted], table.to_pylist(), strict=True))
+        start += num_rows
     return [found[row] for row in rows if row in found]
+
+
+@lru_cache(maxsize=256)
+def _group_sizes(path: Path, version: tuple[int, int]) -> list[int]:
+    """Rows of each row group."""
+    metadata = pq.read_metadata(path)
+    return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+
+
+@lru_cache(maxsize=4)
+def _row_group(path: Path, version: tuple[int, int], group: int, names: tuple[str, ...] | None) -> pa.Table:
+    """The samples of a group are read one after the other: they mostly share a row group. Few are kept, long answers take megabytes."""
+    with pq.ParquetFile(path) as file:
+        present = [name for name in names if name in file.schema_arrow.names] if names is not None else None
+        return file.read_row_group(group, columns=present, use_threads=False)
 
 
 def message_texts(prompt: str | None) -> list[tuple[str, str]]:

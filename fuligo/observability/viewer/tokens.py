@@ -7,6 +7,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+_BROKEN = "\ufffd"
+"""What a part of a character is decoded to."""
+MAX_PARTS = 8
+"""Tokens that characters which share tokens may have in all."""
+
 
 class TokenTexts:
     """Loaded when first asked."""
@@ -17,18 +22,32 @@ class TokenTexts:
         self._searched = False
 
     def texts(self, ids: Sequence[int]) -> list[str] | None:
-        """One text a token; None without a tokenizer. A token that is a part of a character has the replacement character."""
+        """One text a token, None without a tokenizer. Of several tokens that make up a character the first has it, the others nothing."""
         tokenizer = self._load()
         if tokenizer is None:
             return None
         known = {token: tokenizer.decode([token], skip_special_tokens=False) for token in set(ids)}
-        return [known[token] for token in ids]
+        texts = [known[token] for token in ids]
+        at = 0
+        while at < len(ids):
+            at = _joined(tokenizer, ids, texts, at) if _BROKEN in texts[at] else at + 1
+        return texts
 
     def _load(self) -> Any:
         if not self._searched:
             self._searched = True
             self._tokenizer = next(filter(None, map(_tokenizer, self._candidates)), None)
         return self._tokenizer
+
+
+def _joined(tokenizer: Any, ids: Sequence[int], texts: list[str], at: int) -> int:
+    """Give the characters of the tokens from `at` on to the first of them; where the next ones begin."""
+    for end in range(at + 2, min(at + MAX_PARTS, len(ids)) + 1):
+        text = tokenizer.decode(list(ids[at:end]), skip_special_tokens=False)
+        if _BROKEN not in text:
+            texts[at:end] = [text, *[""] * (end - at - 1)]
+            return end
+    return at + 1
 
 
 @lru_cache(maxsize=4)

@@ -6,7 +6,7 @@ const MAX_HEIGHT = 12_000_000; // browsers draw no taller boxes
 
 class SampleList {
   constructor({ question, choose, status }) {
-    Object.assign(this, { question, choose, status, total: 0, chosen: null, pages: new Map(), asking: new Set(), round: 0 });
+    Object.assign(this, { question, choose, status, total: 0, chosen: null, pages: new Map(), asking: new Map(), round: 0 });
     this.lines = element("div", { class: "lines" });
     this.node = element("div", { class: "sample-list", tabindex: 0, role: "listbox", "aria-label": "Samples" }, this.lines);
     this.node.addEventListener("scroll", () => this.draw(), { passive: true });
@@ -43,9 +43,12 @@ class SampleList {
   }
 
   async fetchPage(page) {
-    if (this.pages.has(page) || this.asking.has(page)) return;
-    this.asking.add(page);
-    const round = this.round;
+    if (this.pages.has(page)) return;
+    if (!this.asking.has(page)) this.asking.set(page, this.receivePage(page, this.round));
+    await this.asking.get(page);
+  }
+
+  async receivePage(page, round) {
     const answer = await ask("samples", { ...this.question(), offset: page * PAGE_LINES, limit: PAGE_LINES });
     if (round !== this.round) return;
     this.asking.delete(page);
@@ -101,10 +104,11 @@ class SampleList {
     );
   }
 
-  pick(at) {
-    const row = this.line(at);
-    if (!row) return;
+  async pick(at) {
     this.at = at;
+    if (!this.line(at)) await this.fetchPage(Math.floor(at / PAGE_LINES));
+    const row = this.line(at);
+    if (!row || this.at !== at) return;
     this.select(`${row.step}.${row.row}`);
     this.choose(row);
   }
@@ -126,7 +130,6 @@ class SampleList {
     const top = at * LINE_HEIGHT;
     if (top < this.node.scrollTop) this.node.scrollTop = top;
     if (top + LINE_HEIGHT > this.node.scrollTop + this.node.clientHeight) this.node.scrollTop = top + LINE_HEIGHT - this.node.clientHeight;
-    this.at = at;
     this.pick(at);
   }
 

@@ -181,5 +181,5 @@ class TokenView {
   }
 }
 
-// Line ends are marked and kept, so that what was sampled can be seen.
-const shownToken = (text) => text.replaceAll("\n", "↵\n").replaceAll("\t", "→\t") || "∅";
+// Line ends are marked and kept, so that what was sampled can be seen. A token without a text is the rest of a character.
+const shownToken = (text) => text.replaceAll("\n", "↵\n").replaceAll("\t", "→\t") || "⋯";

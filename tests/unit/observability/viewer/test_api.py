@@ -1,0 +1,135 @@
+"""The server's addresses: only reading, only these runs, only for those who may."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from fuligo.observability.viewer.api import make_app
+from fuligo.observability.viewer.run import RunReader
+from fuligo.observability.viewer.server import address, token_for
+from tests.unit.observability.viewer.recorded_run import NUM_STEPS, write_run
+
+LOCAL = "http://127.0.0.1:6780"
+Client = Callable[..., TestClient]
+
+
+@pytest.fixture
+def client(run: RunReader) -> TestClient:
+    return TestClient(make_app([run]), base_url=LOCAL)
+
+
+def test_every_question_has_an_answer(client: TestClient) -> None:
+    for path in (
+        "/",
+        "/api/runs",
+        "/api/metrics?run=recorded&keys=train/loss",
+        "/api/differences?run=recorded",
+        "/api/samples?run=recorded",
+        "/api/sample?run=recorded&step=3&row=5",
+        "/api/history?run=recorded&prompt=1",
+        "/api/steps?run=recorded",
+        "/api/step?run=recorded&step=3",
+        "/api/health?run=recorded",
+        "/api/trace.json?run=recorded",
+    ):
+        answer = client.get(path)
+        assert answer.status_code == 200, path
+        assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_only_what_is_new_is_sent(client: TestClient) -> None:
+    answer = client.get("/api/metrics", params={"run": "recorded", "keys": "train/loss", "after": NUM_STEPS - 2, "generation": 0}).json()
+    assert answer["step"] == [NUM_STEPS - 2, NUM_STEPS - 1]
+    assert answer["start"] == NUM_STEPS - 2
+    whole = client.get("/api/metrics", params={"run": "recorded", "keys": "train/loss", "after": 5, "generation": 3}).json()
+    assert len(whole["step"]) == NUM_STEPS, "the page knows another generation of the file"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/metrics?run=../recorded",
+        "/api/samples?run=/etc",
+        "/api/sample?run=recorded&step=99&row=0",
+        "/api/sample?run=recorded&step=1&row=99",
+        "/api/step?run=recorded&step=99",
+        "/api/trace.json?run=..%2F..%2Fetc%2Fpasswd",
+        "/api/trace.json/../../etc/passwd",
+        "/config.yaml",
+        "/samples/rollout_000000.parquet",
+        "/docs",
+    ],
+)
+def test_nothing_else_can_be_reached(client: TestClient, path: str) -> None:
+    assert client.get(path).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path", ["/api/samples?run=recorded&limit=100000", "/api/samples?run=recorded&order=name", "/api/sample?run=recorded&step=x&row=1"]
+)
+def test_nonsense_is_refused(client: TestClient, path: str) -> None:
+    assert client.get(path).status_code == 422
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
+def test_it_only_reads(client: TestClient, method: str) -> None:
+    assert client.request(method, "/api/runs").status_code == 405
+
+
+def test_links_out_of_the_run_are_not_followed(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", num_steps=1)
+    for name in ("trace.json", "config.yaml", "log.txt", "metrics.jsonl"):
+        (path / name).rename(tmp_path / name)
+        (path / name).symlink_to(tmp_path / name)
+    run = RunReader(path, "run")
+    run.update_rest(float("inf"))
+    client = TestClient(make_app([run]), base_url=LOCAL)
+    assert client.get("/api/trace.json?run=run").status_code == 404
+    assert client.get("/api/health?run=run").json()["log"] == []
+    assert run.settings == {}
+    assert run.metrics.num_rows == 0
+    assert not run.trace.by_step
+
+
+class TestAccess:
+    def test_without_a_token_only_names_of_this_machine_are_answered(self, run: RunReader) -> None:
+        app = make_app([run])
+        for host in ("localhost:6780", "127.0.0.1", "[::1]:6780", "127.0.0.5:1"):
+            assert TestClient(app, base_url=LOCAL).get("/", headers={"host": host}).status_code == 200, host
+        for host in ("evil.example", "localhost.evil.example", "10.0.0.1:6780", ""):
+            assert TestClient(app, base_url=LOCAL).get("/", headers={"host": host}).status_code == 403, host
+
+    def test_a_token_is_asked_of_everybody(self, run: RunReader) -> None:
+        client = TestClient(make_app([run], token="secret"), base_url="http://host.example:6780", follow_redirects=False)
+        for path in ("/", "/api/runs", "/?token=wrong", "/?token="):
+            assert client.get(path).status_code == 401, path
+        assert client.get("/api/runs", headers={"authorization": "Bearer secret"}).status_code == 200
+        assert client.get("/api/runs", headers={"authorization": "Bearer Secret"}).status_code == 401
+
+    def test_the_token_leaves_the_address_and_stays_in_a_cookie(self, run: RunReader) -> None:
+        client = TestClient(make_app([run], token="secret"), base_url="http://host.example:6780", follow_redirects=False)
+        answer = client.get("/?token=secret&a=b")
+        assert (answer.status_code, answer.headers["location"]) == (303, "/?a=b")
+        assert "HttpOnly" in answer.headers["set-cookie"]
+        assert "SameSite=strict" in answer.headers["set-cookie"]
+        assert client.get("/").status_code == 200
+
+    def test_elsewhere_there_is_always_a_token(self) -> None:
+        assert token_for("127.0.0.1", None) is None
+        assert token_for("localhost", "mine") == "mine"
+        made = token_for("0.0.0.0", None)
+        assert made is not None
+        assert len(made) >= 20
+        assert made != token_for("0.0.0.0", None)
+        assert address("0.0.0.0", 6780, made).endswith(f":6780/?token={made}")
+        assert address("::1", 6780, None) == "http://[::1]:6780/"
+
+
+def test_the_page_may_ask_its_server_alone(client: TestClient) -> None:
+    text = client.get("/").text
+    policy = text.partition('http-equiv="Content-Security-Policy" content="')[2].partition('"')[0]
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
+    assert "unsafe" not in policy

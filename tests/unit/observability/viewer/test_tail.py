@@ -1,0 +1,50 @@
+"""A growing file is read a whole line at a time, once, however its bytes arrive."""
+
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fuligo.observability.viewer.tail import Tail
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.binary(max_size=12).filter(lambda line: b"\n" not in line), max_size=12), st.data())
+def test_lines_do_not_depend_on_how_the_file_grew(tmp_path_factory, lines: list[bytes], data) -> None:
+    path: Path = tmp_path_factory.mktemp("tail") / "file"
+    whole = b"".join(line + b"\n" for line in lines)
+    tail, read, at = Tail(path), [], 0
+    while at < len(whole):
+        step = data.draw(st.integers(1, len(whole) - at))
+        with path.open("ab") as file:
+            file.write(whole[at : at + step])
+        at += step
+        max_bytes = data.draw(st.integers(1, 16))
+        while new := tail.read(max_bytes):
+            read += new
+    assert read == lines
+    assert tail.generation == 0
+
+
+def test_a_cut_off_last_line_waits_for_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"one\ntw")
+    tail = Tail(path)
+    assert tail.read() == [b"one"]
+    assert tail.read() == []
+    path.write_bytes(b"one\ntwo\n")
+    assert tail.read() == [b"two"]
+
+
+def test_a_file_that_was_cut_back_and_grew_again_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"one\ntwo\nthree\n")
+    tail = Tail(path)
+    tail.read()
+    path.write_bytes(b"one\nTWO\nTHREE\nFOUR\n")
+    assert tail.read() == [b"one", b"TWO", b"THREE", b"FOUR"]
+    assert tail.generation == 1
+
+
+def test_no_file_has_no_lines(tmp_path: Path) -> None:
+    assert Tail(tmp_path / "missing").read() == []

@@ -77,7 +77,17 @@ def _run(arguments: list[str]) -> int:
 
         hint = did_you_mean(nearest(command, COMMANDS)) or f"; the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no command {command!r}{hint}")
-    return importlib.import_module(f"fuligo.cli.{command.replace('-', '_')}").main(rest)
+    try:
+        module = importlib.import_module(f"fuligo.cli.{command.replace('-', '_')}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("fuligo"):
+            raise
+        # Plain: what shows other errors may be missing, too.
+        print(
+            f"error: {sys.executable} has no {error.name}: take the Python that fuligo is installed in, or install it", file=sys.stderr
+        )
+        return 2
+    return module.main(rest)
 
 
 def overview() -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -112,3 +113,11 @@ def test_doctor_reports_this_machine(capsys: pytest.CaptureFixture[str], monkeyp
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("Python", "torch", "cores", "memory", "working directory"))
     assert cli.main(["doctor", "--fast"]) == 2
+
+
+def test_a_python_without_the_packages_is_named():
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    command = [sys.executable, "-S", "-m", "fuligo", "plan"]  # -S: no site-packages
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"error: {sys.executable} has no pydantic") and "Traceback" not in ended.stderr

@@ -83,9 +83,7 @@ def _run(arguments: list[str]) -> int:
         if error.name is None or error.name.startswith("fuligo"):
             raise
         # Plain: what shows other errors may be missing, too.
-        print(
-            f"error: {sys.executable} has no {error.name}: take the Python that fuligo is installed in, or install it", file=sys.stderr
-        )
+        print(f"error: {sys.executable} has no {error.name}: take the Python that fuligo is installed in, or install it", file=sys.stderr)
         return 2
     return module.main(rest)
 

@@ -28,7 +28,7 @@ _USAGE = f"""\
 fuligo plan [--gpu NAME] [--host-memory GIB] [--json [FILE]] [--html FILE] [--config FILE] [--flag VALUE ...]
 
 Says what the job would do to a cluster: rules that it breaks, with fixes; where every process runs; memory; the time of a step.
-Takes the arguments of fuligo train, starts nothing, needs no GPU. Exit code 2 where fuligo train would refuse them, else 0.
+Takes the arguments of fuligo train, starts nothing, needs no GPU. Exit code 2 where there are errors, else 0.
 
   --gpu NAME           plan for this GPU, default {DEFAULT_GPU}: {", ".join(GPUS)}
   --host-memory GIB    memory of one node, default what the GPU's maker puts into his servers

@@ -188,10 +188,14 @@ def _suggestions(plan: Plan) -> Iterator[Text]:
 
 
 def _verdict(plan: Plan) -> Text:
-    num_errors = sum(finding.severity is Severity.ERROR for finding in plan.findings)
+    errors = [finding for finding in plan.findings if finding.severity is Severity.ERROR]
+    num_errors = len(errors)
     num_warnings = len(plan.findings) - num_errors
     warnings = f", {count(num_warnings, 'warning')}" if num_warnings else ""
     if num_errors:
-        return Text.assemble((count(num_errors, "error"), "bold red"), f"{warnings}: fuligo train would refuse this")
+        # What it needs of memory is an estimate, for which fuligo train refuses nothing.
+        of_memory = all(finding.id.startswith("PLAN-MEMORY") for finding in errors)
+        consequence = "this would run out of memory" if of_memory else "fuligo train would refuse this"
+        return Text.assemble((count(num_errors, "error"), "bold red"), f"{warnings}: {consequence}")
     estimates = f"; the times are estimates under {count(len(plan.assumptions), 'assumption')} (--html or --json tells them)"
     return Text.assemble(("valid", "bold green"), warnings, estimates if plan.assumptions else "")

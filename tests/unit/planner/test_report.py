@@ -79,7 +79,7 @@ def test_findings_with_fixes_and_the_verdict():
     assert text.index("error PLAN-MEMORY-TRAINER") < text.index("fix: --max-tokens-per-gpu 8192") < text.index("warning PLAN-LONG-SAMPLES")
     assert "samples are never truncated" in text
     assert "note: --lr is given twice" in text
-    assert "1 error, 1 warning: fuligo train would refuse this" in text
+    assert "1 error, 1 warning: this would run out of memory" in text
 
 
 def test_suggestions_with_their_cost():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from fuligo.engines.client import EngineClient
@@ -81,13 +82,16 @@ class WeightSender:
 
 
 def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | None) -> None:
-    """Through shared memory: each rank of each engine opens the same tensors."""
+    """Through memory that both sides see: each rank of each engine opens the same tensors."""
 
-    async def post(payload: str) -> None:
+    async def post(payloads: list[str]) -> None:
         clients = [EngineClient(engine.url) for engine in engines]
+        waiting = iter(payloads)
         try:
             calls = [
-                client.update_weights_from_tensor([payload] * engine.num_ranks, version=version, flush_cache=version is not None)
+                client.update_weights_from_tensor(
+                    [next(waiting) for _ in range(engine.num_ranks)], version=version, flush_cache=version is not None
+                )
                 for client, engine in zip(clients, engines)
             ]
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
@@ -97,8 +101,13 @@ def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | No
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    with shared_payload(bucket, num_receivers=sum(engine.num_ranks for engine in engines)) as payload:
-        asyncio.run(post(payload))
+    num_receivers = sum(engine.num_ranks for engine in engines)
+    with ExitStack() as shared:
+        if any(tensor.is_cuda for _, tensor in bucket):  # a CUDA IPC handle can be opened once
+            payloads = [shared.enter_context(shared_payload(bucket)) for _ in range(num_receivers)]
+        else:
+            payloads = [shared.enter_context(shared_payload(bucket, num_receivers=num_receivers))] * num_receivers
+        asyncio.run(post(payloads))
 
 
 def _write_shards(buckets: Iterator[Bucket], directory: Path) -> None:

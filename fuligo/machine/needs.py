@@ -76,7 +76,13 @@ def _gpus(config: Config, machine: Machine) -> Iterator[Finding]:
     needed = num_gpus_of_node(config, machine)
     if needed == 0:
         processes = f"{config.total_num_gpus} processes" if config.total_num_gpus > 1 else "1 process"
-        yield Finding("device", f"CPU, {processes}" + (" (--device auto finds no GPU)" if asked == "auto" else ""))
+        found = f"CPU, {processes}" + (" (--device auto finds no GPU)" if asked == "auto" else "")
+        needs_gpus = config.resolved_train_backend == "megatron" and asked == "auto"
+        yield (
+            Finding("device", found, "the Megatron trainer needs GPUs: ask on a node of the cluster")
+            if needs_gpus
+            else Finding("device", found)
+        )
         return
     value = f"{needed} needed, {devices} here"
     if devices < needed:

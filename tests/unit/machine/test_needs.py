@@ -66,6 +66,11 @@ def test_several_nodes_need_ray(checkpoint: Path) -> None:
     assert "pip install ray" in (found(asked, TWO_H200, {})["ray"].problem or "")
 
 
+def test_the_megatron_trainer_needs_gpus(checkpoint: Path) -> None:
+    asked = config(checkpoint, "--train-backend", "megatron", "--rollout-num-gpus", "8")
+    assert "needs GPUs" in (found(asked, LAPTOP)["device"].problem or "")
+
+
 def test_gpus_are_counted(checkpoint: Path) -> None:
     asked = config(checkpoint, "--device", "cuda", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2")
     assert found(asked, FOUR_L4)["GPUs"].problem is None and found(asked, FOUR_L4)["NCCL"].value == "2.28.9"

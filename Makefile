@@ -44,11 +44,11 @@ browser:
 
 test: install-dev install-sglang browser lint types imports
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow and not sglang"
-	.venv/bin/python -m pytest tests/sglang -m "not slow"
+	.venv/bin/python -m pytest tests/sglang tests/cluster -m "sglang and not slow"
 
 test-full: install-dev install-sglang browser lint types imports
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not sglang"
-	.venv/bin/python -m pytest tests/sglang
+	.venv/bin/python -m pytest tests/sglang tests/cluster -m sglang
 
 test-gpu: install-dev
 	.venv/bin/python -m pytest tests/gpu -m gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from fuligo.engines.ports import PortClaims
@@ -32,8 +33,14 @@ class NodeAgent:
         """Those that this node does not see."""
         return [path for path in paths if not Path(path).exists()]  # noqa: ASYNC240  # nothing else waits for it
 
-    async def start(self, settings: ServerSettings) -> None:
-        """Returns before the engine is ready."""
+    async def start(self, settings: ServerSettings, host: str) -> None:
+        """Returns before the engine is ready.
+
+        Args:
+            host: this node's
+        """
+        if settings.node_rank > 0:
+            settings = replace(settings, listens_at=(host, self._claims.claim()))
         self._servers[settings.name] = SGLangServer(settings)
 
     async def ending(self, name: str) -> str:

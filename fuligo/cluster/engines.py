@@ -39,7 +39,9 @@ class RemoteServer:
         self.settings = settings = _with_absolute_paths(settings)
         self._parts = parts
         self._starting = [
-            part.agent.start.remote(replace(settings, node_rank=number, gpu_ids=part.gpu_ids, log_file=_log_of(settings, number)))
+            part.agent.start.remote(
+                replace(settings, node_rank=number, gpu_ids=part.gpu_ids, log_file=_log_of(settings, number)), part.host
+            )
             for number, part in enumerate(parts)
         ]
         self._endings = [asyncio.create_task(self._ending(number)) for number in range(len(parts))]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.command import succeed
 from tests.e2e.conftest import Start
 from tests.e2e.processes import alive, descendants, wait_until
 from tests.e2e.records import metrics
@@ -21,16 +22,33 @@ pytestmark = [
 ]
 
 
+def task(run_dir: Path) -> list[object]:
+    """The quickstart's, with proven publishes to SGLang engines."""
+    return [
+        *("--config", ASSETS / "config.yaml", "--hf-checkpoint", ASSETS / "model", "--prompt-data", ASSETS / "train.jsonl"),
+        *("--run-dir", run_dir, "--progress", "plain", "--device", "cpu", "--skip-eval-before-train"),
+        *("--launcher", "ray", "--rollout-backend", "sglang", "--rollout-num-gpus", 2, "--router-policy", "round_robin"),
+        *("--engine-python", sglang_python(), "--engine-env", json.dumps(ENVIRONMENT)),
+        *("--eval-prompt-data", ASSETS / "test.jsonl", "--check-weight-update-equal"),
+    ]
+
+
+@pytest.mark.slow
+def test_an_engine_spans_two_nodes(free_port: int, tmp_path: Path) -> None:
+    """The rank on one Ray node, tensor parallelism of the engine over two others; weights go by broadcast."""
+    run_dir, hosts = tmp_path / "run", tmp_path / "hosts"
+    hosts.write_text("".join(f"127.0.0.{number} slots=1\n" for number in (2, 3, 4)))
+    sizes = ["--num-rollout", 2, "--num-gpus-per-node", 1, "--actor-num-gpus-per-node", 1, "--rollout-num-gpus-per-engine", 2]
+    succeed("launch", "--hostfile", hosts, "--head-port", free_port, "--ssh", "bash -c {command}", "--", *task(run_dir), *sizes)
+    steps = metrics(run_dir)
+    assert len(steps) == 2
+    assert max(step["train/logprob_abs_diff"] for step in steps) < 1e-3
+    assert {path.name for path in run_dir.glob("engine-*")} == {"engine-0-node-0.txt", "engine-0-node-1.txt"}
+
+
 def test_the_reward_rises(start: Start, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(
-        "train",
-        *("--config", ASSETS / "config.yaml", "--hf-checkpoint", ASSETS / "model", "--prompt-data", ASSETS / "train.jsonl"),
-        *("--run-dir", run_dir, "--num-rollout", 6, "--progress", "plain", "--device", "cpu", "--skip-eval-before-train"),
-        *("--launcher", "ray", "--actor-num-gpus-per-node", 2, "--rollout-backend", "sglang", "--rollout-num-gpus", 2),
-        *("--engine-python", sglang_python(), "--engine-env", json.dumps(ENVIRONMENT), "--router-policy", "round_robin"),
-        *("--eval-prompt-data", ASSETS / "test.jsonl", "--check-weight-update-equal"),
-    )
+    process = start("train", *task(run_dir), "--num-rollout", 6, "--actor-num-gpus-per-node", 2)
     wait_until(lambda: len(metrics(run_dir)) >= 2 or process.poll() is not None, "two steps are recorded", timeout_s=400)
     family = descendants(process.pid)
     said, _ = process.communicate(timeout=400)

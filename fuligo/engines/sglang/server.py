@@ -70,6 +70,8 @@ class ServerSettings:
     """Of this node, consecutive. The others stay visible to the engine: NCCL cannot reach a peer's GPU that its process does not see."""
     num_nodes: int = 1
     node_rank: int = 0
+    listens_at: tuple[str, int] | None = None
+    """Of a part on a further node, which answers /health there; None: `host` and its HTTP port."""
     python: str = sys.executable
     """Interpreter that has SGLang."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -80,10 +82,11 @@ class ServerSettings:
         return f"http://{self.host}:{self.ports.http}"
 
     def command(self) -> list[str]:
+        host, port = self.listens_at or (self.host, self.ports.http)
         placed: dict[str, Any] = {
             "model_path": self.model_path,
-            "host": self.host,
-            "port": self.ports.http,
+            "host": host,
+            "port": port,
             "nccl_port": self.ports.distributed + PORTS_PER_ENGINE - 1,
             "dist_init_addr": f"{self.host}:{self.ports.distributed}",
             "nnodes": self.num_nodes,

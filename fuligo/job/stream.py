@@ -48,10 +48,11 @@ class Stream:
                 rollout.metrics["perf/engine_idle_fraction"] = self.side.activity.take_idle_fraction()
             return rollout
 
-        continuous = None if self.side is None else self.side.continuous
-        if continuous is not None:
-            return Rollouts(timed, start=start, stop=num_rollout, mode="full", publishing=continuous.publishing)
-        return Rollouts(timed, start=start, stop=num_rollout, mode="one-step" if config.rollout.async_mode == "one-step" else "sync")
+        mode, side = config.rollout.async_mode, self.side
+        if side is None:  # what is given comes when asked for
+            return Rollouts(timed, start=start, stop=num_rollout, mode="one-step" if mode == "one-step" else "sync")
+        publishing = (lambda: None) if side.continuous is None else side.continuous.publishing
+        return Rollouts(timed, start=start, stop=num_rollout, mode=mode, publishing=publishing, policy_version=side.policy_version)
 
 
 @dataclass(slots=True, frozen=True)

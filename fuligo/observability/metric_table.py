@@ -45,7 +45,7 @@ METRICS = (
     Metric(
         "rollout/staleness",
         "versions",
-        "versions of the weights between a token and the rollout that used it (`--async-mode full`: and the training that uses it)",
+        "versions of the weights between a token and the training that uses it",
         f"tokens of a sample, then {_USABLE}",
     ),
     Metric("rollout/staleness_max", "versions", f"the same, of the oldest token among all {_USABLE}"),

@@ -50,6 +50,8 @@ class RolloutSide:
     """Shared by training and evaluation."""
     activity: Activity
     """Of the engines."""
+    policy_version: Callable[[], int]
+    """Of the weights in the engines."""
     continuous: ContinuousRunner | None = None
     """Where sampling never stops (`--async-mode full`)."""
 
@@ -94,7 +96,7 @@ def build_rollouts(
             policy_version=policy_version,
             reward_key=config.reward.reward_key,
         )
-        return RolloutSide(rollouts.rollout, source, generate, activity)
+        return RolloutSide(rollouts.rollout, source, generate, activity, policy_version)
     filter_hook = hook_of(config, "dynamic_sampling_filter_path")
     sample_hook = hook_of(config, "rollout_sample_filter_path")
     sampler = Sampler(
@@ -118,9 +120,9 @@ def build_rollouts(
     )
     if config.rollout.async_mode == "full":
         continuous = ContinuousRunner(**parts, admission=_admission(config, num_rollout))
-        return RolloutSide(continuous.rollout, source, generate, activity, continuous)
+        return RolloutSide(continuous.rollout, source, generate, activity, policy_version, continuous)
     runner = RolloutRunner(**parts, aligned_waves=_reproducible(config))
-    return RolloutSide(runner.rollout, source, generate, activity)
+    return RolloutSide(runner.rollout, source, generate, activity, policy_version)
 
 
 class _RunnerParts(TypedDict):

@@ -123,11 +123,10 @@ class ContinuousRunner:
     async def _sample(self) -> None:
         async with self._tasks:
             self._resume()
-            self._admit()
             while True:
-                self._finish(await self._tasks.next_finished())
                 self._admit()
                 self._changed.set()
+                self._finish(await self._tasks.next_finished())
 
     def _resume(self) -> None:
         """What a checkpoint held: judged groups are queued, the others go on."""
@@ -166,10 +165,9 @@ class ContinuousRunner:
         Raises:
             RolloutError: too much was dropped since the last rollout.
         """
-        if self._is_stale(group):
+        if self._is_stale(group) or not group.finished:  # only what grew too old does not go on
             self._drop_stale([group])
             return
-        assert group.finished, "only a stale group does not go on"
         reason = drop_reason(group, self._flags.n_samples_per_prompt, self._group_filter)
         if reason is None:
             self._queue[group.index] = group
@@ -202,8 +200,10 @@ class ContinuousRunner:
         return first_version(group, version) < version - self._admission.max_staleness
 
     def _filling(self) -> list[SampleGroup]:
-        """Queued groups that fill the rollout as things stand, those that began first; with `--sampling-order submission`, none before
-        all that began earlier are judged."""
+        """Queued groups that fill the rollout as things stand, those that began first.
+
+        With `--sampling-order submission`, none before all that began earlier are judged.
+        """
         indices = sorted(self._queue)
         if self._flags.sampling_order == "submission":
             first_running = self._tasks.first_running

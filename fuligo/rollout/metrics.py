@@ -43,7 +43,7 @@ def sample_metrics(groups: Sequence[SampleGroup], *, reward_key: str | None, pol
     """Means over the usable samples of kept groups.
 
     Args:
-        policy_version: that of the weights when the rollout began; of those that train on it where sampling never stops
+        policy_version: that of the weights that train on the groups, as far as it is known
     """
     samples = usable(sample for group in groups if group.kept for sample in group.samples)
     rewards = np.array([sample.reward_value(reward_key) for sample in samples], np.float64)
@@ -56,9 +56,18 @@ def sample_metrics(groups: Sequence[SampleGroup], *, reward_key: str | None, pol
             "response_len_max": max(lengths, default=0),
             "prompt_len_mean": _mean([len(sample.prompt_ids) for sample in samples]),
             "truncated_ratio": _mean([sample.status is SampleStatus.TRUNCATED for sample in samples]),
+            "num_failed": sum(sample.status is SampleStatus.FAILED for group in groups for sample in group.samples),
+        }
+    ) | staleness_metrics(groups, policy_version)
+
+
+def staleness_metrics(groups: Sequence[SampleGroup], policy_version: int) -> dict[str, float]:
+    """How old the tokens of kept groups are for weights of this version."""
+    samples = usable(sample for group in groups if group.kept for sample in group.samples)
+    return _named(
+        {
             "staleness": _mean([policy_version - sample.versions.mean() for sample in samples]),
             "staleness_max": max((policy_version - int(sample.versions.min()) for sample in samples), default=0),
-            "num_failed": sum(sample.status is SampleStatus.FAILED for group in groups for sample in group.samples),
         }
     )
 

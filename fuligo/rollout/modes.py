@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Literal
 
+from fuligo.rollout.metrics import staleness_metrics
 from fuligo.rollout.protocol import Rollout
 
 
@@ -28,6 +29,7 @@ class Rollouts:
         start: first rollout, 0 or where a checkpoint resumes
         stop: number of rollouts of the whole run
         publishing: told that weights are about to change
+        policy_version: version of the weights, which train on what is handed out; the metrics say how old its tokens are for them
     """
 
     def __init__(
@@ -38,12 +40,14 @@ class Rollouts:
         stop: int,
         mode: Literal["sync", "one-step", "full"] = "sync",
         publishing: Callable[[], None] = lambda: None,
+        policy_version: Callable[[], int] | None = None,
     ) -> None:
         self._produce = produce
         self._next = start
         self._stop = stop
         self._one_ahead = mode == "one-step"
         self._publishing = publishing
+        self._policy_version = policy_version
         self._ahead: asyncio.Future[Rollout] | None = None
 
     def __aiter__(self) -> Rollouts:
@@ -60,6 +64,8 @@ class Rollouts:
         rollout = await (self._produce(step) if self._ahead is None else self._ahead)
         self._ahead = None
         self._next = step + 1
+        if self._policy_version is not None:
+            rollout.metrics |= staleness_metrics(rollout.groups, self._policy_version())
         if self._one_ahead and self._next < self._stop:
             self._ahead = asyncio.ensure_future(self._produce(self._next))
         return rollout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -57,11 +58,17 @@ class Sampler:
         """
         async with self._turns:
             samples = [sample]
+            progress_s = time.monotonic()
             while self.open and not all(part.finished for part in samples) and goes_on(samples):
-                before = sum(part.response_length for part in samples)
+                before = _num_tokens(samples)
                 parts = [[part] if part.finished else await self._generate_once(part, params) for part in samples]
                 samples = [piece for part in parts for piece in part]
-                if sum(part.response_length for part in samples) == before and not all(part.finished for part in samples):
+                if _num_tokens(samples) > before:
+                    progress_s = time.monotonic()
+                elif time.monotonic() - progress_s > self.timeout_s:
+                    problem = f"interrupted again and again, without a new token for {self.timeout_s:g} s (--rollout-timeout-s)"
+                    samples = [part if part.finished else failed(part, problem) for part in samples]
+                else:
                     await asyncio.sleep(NO_PROGRESS_PAUSE_S)
             return samples
 
@@ -110,6 +117,10 @@ def malformation(sample: Sample) -> str | None:
 def clear_response(sample: Sample) -> None:
     sample.response_ids, sample.versions = np.empty(0, np.int32), np.empty(0, np.int32)
     sample.loss_mask, sample.engine_logprobs, sample.response = np.empty(0, np.int8), np.empty(0, np.float32), ""
+
+
+def _num_tokens(samples: Sequence[Sample]) -> int:
+    return sum(sample.response_length for sample in samples)
 
 
 def _problem(samples: list[Sample]) -> str | None:

@@ -65,6 +65,7 @@ def continuous(
     max_staleness: int = 1,
     update_interval: int = 1,
     num_rollout: int = 1000,
+    timeout_s: float = 20.0,
     **flags: Any,
 ) -> ContinuousWorld:
     engine, reward, rows = engine or ScriptedEngine(), reward or ScriptedReward(), rows or Rows()
@@ -78,10 +79,10 @@ def continuous(
         }
     )
     turns = asyncio.Semaphore(given.rollout_concurrency)
-    single_turn = SingleTurn(engine, Tokenizer(), timeout_s=20.0)
+    single_turn = SingleTurn(engine, Tokenizer(), timeout_s=timeout_s)
     runner = ContinuousRunner(
         source=GroupSource(rows, given.n_samples_per_prompt),
-        sampler=Sampler(generate or single_turn, seed=1, stream="train", turns=turns, timeout_s=20.0),
+        sampler=Sampler(generate or single_turn, seed=1, stream="train", turns=turns, timeout_s=timeout_s),
         reward=reward,
         engines=engine,
         params=sampling_params(given),

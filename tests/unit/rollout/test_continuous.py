@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
-from fuligo.engines.generation import SamplingParams
+from fuligo.engines.generation import Generation, SamplingParams
 from fuligo.errors import EngineError, RolloutError
 from fuligo.rollout.modes import Rollouts
 from fuligo.rollout.protocol import Rollout
@@ -170,6 +171,25 @@ class TestStaleness:
         assert rows_of(second) == [2, 3], "their prompts are the next"
         assert {int(version) for sample in samples_of(second.kept) for version in sample.versions} == {2}
 
+    async def test_a_group_that_does_not_go_on_is_dropped_also_when_its_old_sample_fails(self):
+        """Sample 0 grows too old, so sample 1 does not go on; then sample 0 fails, and leaves nothing old behind."""
+        given = continuous(engine=ScriptedEngine(lambda row, index: 200 if row == 0 else 5), rollout_max_response_len=200)
+        single_turn = given.runner._tasks._sampler._generate
+
+        async def fails_late(sample: Sample, params: SamplingParams) -> Sample:
+            if sample.index == 0 and len(sample.versions) and given.engine.version == 1:
+                sample.versions = sample.versions[:0]  # malformed: it fails, and its response is cleared
+                return sample
+            return await single_turn(sample, params)
+
+        given = continuous(engine=given.engine, generate=fails_late, rollout_max_response_len=200, max_staleness=0)
+        given.runner._flags = given.runner._flags.model_copy(update={"rollout_batch_size": 1})
+        rollout = await given.step(0, ticks=20)
+        assert rows_of(rollout) == [1]
+        await pass_ticks(20)
+        second = await given.runner.rollout(1)
+        assert rows_where(second.groups, "stale") == [0]
+
     async def test_in_the_order_of_submission_nothing_is_dropped(self):
         _, rollouts = await self.too_slow(sampling_order="submission")
         assert [rows_of(rollout) for rollout in rollouts] == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -211,6 +231,18 @@ class TestState:
         assert continued.row == 4
         for sample in continued.samples:
             assert sample.versions.tolist() == [0] * begun[sample.index] + [2] * (200 - begun[sample.index])
+
+    async def test_a_resume_hands_out_at_once_what_was_complete(self):
+        given = continuous(max_staleness=1)
+        await given.runner.rollout(0)
+        await pass_ticks(100)
+        await given.publish()
+        await given.runner.rollout(1)
+        await pass_ticks(100)
+        queued = saved(given.runner._state(1))
+        resumed = continuous(engine=ScriptedEngine(version=2), max_staleness=1, num_rollout=3, state=queued)
+        assert rows_of(await asyncio.wait_for(resumed.runner.rollout(2), 5.0)) == [4, 5]
+        assert resumed.engine.requests == [], "the last rollout was there already"
 
     async def test_finished_samples_of_an_unfinished_group_are_not_sampled_again(self):
         lengths = lambda row, index: 300 if index == 4 else 5  # noqa: E731
@@ -291,6 +323,17 @@ class TestTheEnd:
         await given.publish()
         with pytest.raises(EngineError, match="the judge is gone"):
             await given.runner.rollout(1)
+
+    async def test_an_engine_that_interrupts_for_ever_fails_the_sample_at_its_deadline(self):
+        class Interrupting(ScriptedEngine):
+            async def generate(self, *args: Any, **kwargs: Any) -> Generation:
+                if kwargs["priority"] == 0:
+                    return Generation(np.empty(0, np.int32), np.empty(0, np.float32), "abort", 0, 1, 0, "")
+                return await super().generate(*args, **kwargs)
+
+        given = continuous(engine=Interrupting(), timeout_s=0.05, n_samples_per_prompt=3, sampling_order="submission")
+        sample = (await given.runner.rollout(0)).kept[0].samples[0]
+        assert sample.error == "interrupted again and again, without a new token for 0.05 s (--rollout-timeout-s)"
 
     async def test_closing_leaves_nothing_running(self):
         given = continuous(engine=ScriptedEngine(by_row({2: 1000, 3: 1000})), rollout_max_response_len=1000)

@@ -93,7 +93,7 @@ async def test_leaving_early_cancels_the_rollout_that_is_ahead():
 def one_step(state: RolloutState | None = None, start: int = 0) -> tuple[World, Rollouts]:
     given = world(state=state)
     given.engine.version = max(0, start)
-    return given, Rollouts(given.runner.rollout, start=start, stop=4, mode="one-step")
+    return given, Rollouts(given.runner.rollout, start=start, stop=4, mode="one-step", policy_version=lambda: given.engine.version)
 
 
 async def train(given: World, rollouts: Rollouts) -> list[Rollout]:
@@ -109,6 +109,8 @@ async def test_one_step_trains_on_tokens_of_the_version_before():
     history = await train(*one_step())
     versions = [{int(version) for sample in samples_of(rollout.kept) for version in sample.versions} for rollout in history]
     assert versions == [{0}, {0}, {1}, {2}]
+    assert [rollout.metrics["rollout/staleness"] for rollout in history] == [0, 1, 1, 1]
+    assert [rollout.metrics["rollout/staleness_max"] for rollout in history] == [0, 1, 1, 1]
 
 
 async def test_a_resume_samples_what_was_ahead_again_with_the_same_prompts_and_numbers():

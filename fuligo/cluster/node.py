@@ -35,7 +35,6 @@ def worker_command(address: str, *, num_cpus: int | None, num_gpus: int | None, 
 def start_node(name: str, command: list[str], log_file: Path, environment: Mapping[str, str]) -> ServerProcess:
     own = {
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # nobody else has work on a node that ends
-        "RAY_raylet_start_wait_time_s": f"{START_TIMEOUT_S:g}",  # a busy machine takes more than the 30 s of Ray
     }
     return ServerProcess(name, command, log_file=log_file, environment={**own, **environment}, grace_s=GRACE_S)
 

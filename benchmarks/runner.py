@@ -3,9 +3,9 @@
     python benchmarks/runner.py [--requests 10000] [--prompt-tokens 512] [--tokens 256] [--rollouts 5]
 
 A rollout of --requests samples, eight to a prompt, all in flight at once: runner, sampler, HTTP client, checks, decoding to text, a
-reward that costs nothing. The server, a process of its own, answers each request --delay seconds after the last one could have come in,
-always with the same tokens and log-probabilities. For every rollout: CPU seconds of this process per thousand requests, its memory, and
-how many requests were in the server at once. What it costs on each further rollout shows whether anything piles up.
+reward that costs nothing. The server, a process of its own, answers each request --delay seconds after it came in, always with the same
+tokens and log-probabilities. For every rollout: CPU seconds of this process per thousand requests, its memory, and how many requests were
+in the server at a time. What it costs on each further rollout shows whether anything piles up.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ FIRST_TOKEN, NUM_TOKEN_IDS = 10, 20
 
 
 class ScriptedServer:
-    """Answers `/generate` with the same body, some time after the request that is the last of its rollout."""
+    """Answers `/generate` with the same body after a fixed delay."""
 
-    def __init__(self, num_tokens: int, num_requests: int, delay_s: float) -> None:
+    def __init__(self, num_tokens: int, delay_s: float) -> None:
         ids = [FIRST_TOKEN + number % NUM_TOKEN_IDS for number in range(num_tokens)]
         meta = {
             "id": "scripted",
@@ -48,24 +48,32 @@ class ScriptedServer:
             "output_token_logprobs": [[-1.0 - token / 97, token, None] for token in ids],
         }
         self._answer = orjson.dumps({"text": "", "output_ids": ids, "meta_info": meta})
-        self._num_requests = num_requests
         self._delay_s = delay_s
-        self._num_waiting = 0
-        self._all_here = asyncio.Event()
+        self._num_running = 0
+        self._most_running = 0
 
     async def generate(self, request: web.Request) -> web.Response:
         await request.read()
-        self._num_waiting += 1
-        all_here = self._all_here
-        if self._num_waiting == self._num_requests:
-            self._num_waiting, self._all_here = 0, asyncio.Event()
-            asyncio.get_running_loop().call_later(self._delay_s, all_here.set)
-        await all_here.wait()
+        self._num_running += 1
+        self._most_running = max(self._most_running, self._num_running)
+        await asyncio.sleep(self._delay_s)
+        self._num_running -= 1
         return web.Response(body=self._answer, content_type="application/json")
+
+    async def loads(self, _: web.Request) -> web.Response:
+        """As running: the most requests there were at a time since the last call."""
+        most, self._most_running = self._most_running, self._num_running
+        return web.json_response({"loads": [{"num_running_reqs": most, "num_waiting_reqs": 0}]})
+
+    async def abort(self, _: web.Request) -> web.Response:
+        """Asked for only where requests failed and others took their place."""
+        return web.json_response({})
 
     async def serve(self) -> None:
         app = web.Application()
         app.router.add_post("/generate", self.generate)
+        app.router.add_get("/v1/loads", self.loads)
+        app.router.add_post("/abort_request", self.abort)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
@@ -75,7 +83,7 @@ class ScriptedServer:
 
 @asynccontextmanager
 async def scripted_server(args: argparse.Namespace) -> AsyncIterator[str]:
-    command = [sys.executable, __file__, "--serve", f"--requests={args.requests}", f"--tokens={args.tokens}", f"--delay={args.delay}"]
+    command = [sys.executable, __file__, "--serve", f"--tokens={args.tokens}", f"--delay={args.delay}"]
     process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
@@ -97,7 +105,7 @@ async def measure(args: argparse.Namespace) -> None:
         runner = build_runner(engines, tokenizer, prompts, samples_per_prompt=SAMPLES_PER_PROMPT, num_tokens=args.tokens)
         gc.freeze()  # as a run does when its parts are made
         print(
-            f"{args.requests:,} requests at once, {args.prompt_tokens} + {args.tokens} tokens; {resident_bytes() / 1e6:.0f} MB before",
+            f"{args.requests:,} requests, {args.prompt_tokens} + {args.tokens} tokens; {resident_bytes() / 1e6:.0f} MB before",
             flush=True,
         )
         for step in range(args.rollouts):
@@ -105,7 +113,10 @@ async def measure(args: argparse.Namespace) -> None:
             rollout = await runner.rollout(step)
             seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
             check_complete(rollout, num_requests=args.requests, num_tokens=args.tokens)
-            cost = f"{seconds:.1f} s, {cpu_s / args.requests * 1e3:.3f} CPU seconds a thousand requests"
+            most = (await engines.load()).num_running
+            cost = (
+                f"{seconds:.1f} s, at most {most:,} requests at a time, {cpu_s / args.requests * 1e3:.3f} CPU seconds a thousand requests"
+            )
             print(f"rollout {step}: {cost}, {resident_bytes() / 1e6:.0f} MB", flush=True)
             del rollout
         await engines.close()
@@ -117,12 +128,12 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rollouts", type=int, default=5)
-    parser.add_argument("--delay", type=float, default=0.5, help="seconds")
+    parser.add_argument("--delay", type=float, default=5.0, help="seconds from a request to its answer")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
-    asyncio.run(ScriptedServer(args.tokens, args.requests, args.delay).serve() if args.serve else measure(args))
+    asyncio.run(ScriptedServer(args.tokens, args.delay).serve() if args.serve else measure(args))
 
 
 if __name__ == "__main__":

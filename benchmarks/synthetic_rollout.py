@@ -80,7 +80,7 @@ def check_complete(rollout: Rollout, *, num_requests: int, num_tokens: int) -> N
     Raises:
         RuntimeError: a request failed, or gave another number of tokens
     """
-    samples = [sample for group in rollout.kept for sample in group.samples]
+    samples = [sample for group in rollout.groups for sample in group.samples]
     wrong = [sample for sample in samples if sample.error is not None or sample.response_length != num_tokens]
     if wrong or len(samples) != num_requests:
         raise RuntimeError(f"{len(samples)} of {num_requests} samples, {len(wrong)} of them wrong: {wrong[0].error if wrong else ''}")

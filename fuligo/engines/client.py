@@ -35,6 +35,8 @@ __all__ = ["EngineClient", "EngineGroup", "EngineLoad", "Generation", "ModelInfo
 PauseMode = Literal["abort", "retract", "in_place"]
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 CONNECT_TIMEOUT_S = 10.0
+CONNECT_TO_GENERATE_TIMEOUT_S = 60.0
+"""When thousands of requests begin at a time, the server's queue of connections overflows, and the kernel tries again after 1, 2, 4 s."""
 T = TypeVar("T")
 
 MemoryTag = Literal["weights", "kv_cache"]
@@ -268,12 +270,13 @@ class EngineClient:
         if session is None:
             session = self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
                 headers={"Content-Type": "application/json"},
             )
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        connect_s = CONNECT_TO_GENERATE_TIMEOUT_S if path == "/generate" else CONNECT_TIMEOUT_S
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
         try:
-            async with session.request(method, self.url + path, data=data) as response:
+            async with session.request(method, self.url + path, data=data, timeout=timeout) as response:
                 raw = await response.read()
                 status = response.status
         except (aiohttp.ClientError, ConnectionError) as error:

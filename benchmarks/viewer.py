@@ -35,6 +35,7 @@ FIRST_VIEW = (
     "train/grad_norm,train/clip_fraction,train/logprob_abs_diff,perf/step_s,rollout/tokens_per_s,train/tokens_per_s,perf/idle_fraction"
 )
 REPEATS = 5
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def write_run(path: Path, num_steps: int, num_samples: int, num_tokens: int) -> None:
@@ -109,15 +110,17 @@ def served(path: Path) -> Iterator[tuple[str, int]]:
         assert process.stdout is not None
         found = re.search(r"http://\S+", process.stdout.readline())
         assert found is not None
-        yield found[0], process.pid
-        process.terminate()
+        try:
+            yield found[0], process.pid
+        finally:
+            process.terminate()
 
 
 def asked(address: str, path: str) -> tuple[float, int, bytes]:
     """Seconds, bytes on the wire (compressed), the answer."""
     request = urllib.request.Request(address + path, headers={"Accept-Encoding": "gzip"})
     begin_s = time.perf_counter()
-    with urllib.request.urlopen(request) as answer:
+    with _OPENER.open(request, timeout=60) as answer:
         data = answer.read()
         packed = answer.headers.get("Content-Encoding") == "gzip"
     elapsed_s = time.perf_counter() - begin_s
@@ -150,9 +153,8 @@ def measure(path: Path, num_steps: int) -> None:
         show("one sample by its link", address, f"api/sample?run={name}&step=3&row=100")
         while (known := json.loads(asked(address, "api/runs")[2])["runs"][0])["indexed"][0] < num_steps or known["trace_read"] < 1:
             time.sleep(0.2)
-        print(
-            f"{'all samples and the trace known after':44} {time.perf_counter() - begin_s:8.1f} s, {memory_mib(pid):.0f} MiB, {known['num_samples']} samples"
-        )
+        known_s = time.perf_counter() - begin_s
+        print(f"{'all samples and the trace known after':44} {known_s:8.1f} s, {memory_mib(pid):.0f} MiB, {known['num_samples']} samples")
         show("filter: reward, status", address, f"api/samples?run={name}&limit=40&reward_min=1&status=truncated")
         show("order: longest of all", address, f"api/samples?run={name}&limit=40&order=-length")
         show("far down the list", address, f"api/samples?run={name}&limit=40&offset=400000")

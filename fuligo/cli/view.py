@@ -11,6 +11,7 @@ from pathlib import Path
 from fuligo.errors import ConfigError
 
 DEFAULT_PORT = 6780
+BACKLOG = 128
 _DESCRIPTION = "See what the model did, and why the step took that long: a local page over run directories, live or finished."
 
 
@@ -74,6 +75,7 @@ def _bound(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen(BACKLOG)  # whoever opens the address at once waits, and is not turned away
     except BaseException:
         listener.close()
         raise

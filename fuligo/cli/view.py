@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a path is no run, the address is taken, or the report cannot be written.
     """
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     from fuligo.observability.viewer.find_runs import find_runs, run_names
     from fuligo.observability.viewer.run import RunReader
 
@@ -43,7 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Of the command's own options."""
     parser = argparse.ArgumentParser("fuligo view", description=_DESCRIPTION)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory, or a directory that holds some")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")

@@ -142,15 +142,15 @@ def _entropy_collapses(values: Values) -> list[bool]:
     return [start is not None and row >= 5 and value is not None and value < 0.1 * start for row, value in enumerate(values)]
 
 
-def _compared(values: Values, stretch: Stretch) -> str:
-    """`0.31, 18 times the 0.017 before`."""
+def _compared(values: Values, stretch: Stretch, unit: str = "") -> str:
+    """`0.31 nats, 18 times the 0.017 before`."""
     worst = max(finite(values[stretch.first : stretch.last + 1]))
     base = median(finite(values[max(0, stretch.first - BASE_STEPS) : stretch.first]))
-    return f"{worst:.3g}" + (f", {worst / base:.3g} times the {base:.3g} before" if base else "")
+    return f"{worst:.3g}{unit}" + (f", {worst / base:.3g} times the {base:.3g} before" if base else "")
 
 
 def _mismatch_text(values: Values, stretch: Stretch) -> str:
-    return f"Their log-probabilities of the same tokens differ by up to {_compared(values, stretch)} nats on average."
+    return f"Their log-probabilities of the same tokens differ on average by up to {_compared(values, stretch, ' nats')}."
 
 
 def _clip_text(values: Values, stretch: Stretch) -> str:
@@ -162,7 +162,7 @@ def _clip_text(values: Values, stretch: Stretch) -> str:
 
 
 def _kl_text(values: Values, stretch: Stretch) -> str:
-    return f"It reaches {_compared(values, stretch)} nats. Read samples: the policy may have found a way around the reward."
+    return f"It reaches {_compared(values, stretch, ' nats')}. Read samples: the policy may have found a way around the reward."
 
 
 def _entropy_text(values: Values, stretch: Stretch) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.cli import import_script, launch
+from fuligo.cli import import_script, launch, view
 from fuligo.cli.plan import OWN_OPTIONS
 from fuligo.cli.serve import _parser
 from fuligo.config.flags import flags, passthrough_flags
@@ -19,9 +19,8 @@ OUR_PATH = re.compile(r"`((?:fuligo|tests|docs|examples|benchmarks)/[\w./-]+)`")
 FLAG_IN_CODE = re.compile(r"`[^`\n]*`")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 NO_FLAGS_OF_A_CONFIG = {"--config", "--help"}
-OF_OTHER_COMMANDS = {
-    option for made in (import_script.parser(), launch.parser(), hf_to_fp8.parser()) for option in made._option_string_actions
-}
+_OTHERS = (import_script.parser(), launch.parser(), view.parser(), hf_to_fp8.parser())
+OF_OTHER_COMMANDS = {option for made in _OTHERS for option in made._option_string_actions}
 GENERATED = REPOSITORY / "docs" / "flags.md"
 """From the flags themselves; its introduction shows their syntax on made-up ones."""
 

@@ -166,7 +166,7 @@ class Samples {
         "div",
         { class: "field narrow" },
         element("span", {}, "Stale by"),
-        field("staleness_min", { type: "number", min: 0, placeholder: "at least", "aria-label": "Stale by at least" }),
+        field("staleness_min", { type: "number", min: 0, placeholder: "≥", "aria-label": "Stale by at least" }),
       ),
       element(
         "div",

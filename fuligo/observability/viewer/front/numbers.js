@@ -18,6 +18,7 @@ const share = (value, digits = 0) => (value === null || value === undefined ? NO
 // 4 s, 3:07, 2:03:07
 function duration(time) {
   if (time === null || time === undefined || !Number.isFinite(time)) return NOTHING;
+  if (time === 0) return "0 s";
   if (time < 60) return seconds(Math.max(0, time));
   const whole = Math.round(time);
   const [hours, minutes, rest] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];

@@ -193,7 +193,9 @@ class Overview {
         element(
           "tr",
           {},
-          ["Run", "State", "Steps", "Reward", "A step", "Left"].map((title) => element("th", { scope: "col" }, title)),
+          ["Run", "State", "Steps", "Reward", "A step", "Left"].map((title, at) =>
+            element("th", { scope: "col", class: at > 1 ? "number" : "" }, title),
+          ),
         ),
       ),
       element(

@@ -29,7 +29,8 @@ def chosen_launcher(config: Config, environment: Mapping[str, str] = os.environ)
 def prepare_environment(*, several_nodes: bool, environment: MutableMapping[str, str] = os.environ) -> None:
     """What Ray reads when it is imported. What the user set stays."""
     starts_here = not several_nodes and not environment.get(ADDRESS_VARIABLE)
-    if starts_here and "RAY_AUTH_MODE" not in environment:
+    has_token = environment.get(TOKEN_VARIABLE) or environment.get("RAY_AUTH_TOKEN_PATH")
+    if starts_here and not has_token and environment.get("RAY_AUTH_MODE", "token") == "token":
         environment.update(token_environment(new_token()))  # a cluster that starts here is this run's own
     # Servers stand under a guard that ends them in good order; killed itself, it could not.
     environment.setdefault("RAY_kill_child_processes_on_worker_exit", "0")

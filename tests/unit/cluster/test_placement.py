@@ -95,3 +95,19 @@ def test_a_cluster_that_starts_here_has_a_token_of_its_own() -> None:
     assert first["RAY_AUTH_MODE"] == "token"
     assert first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"]
     assert "RAY_AUTH_TOKEN" not in joined, "the user's, or none"
+
+
+@pytest.mark.parametrize(
+    ("given", "makes_one"),
+    [
+        ({"RAY_AUTH_MODE": "token"}, True),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "theirs"}, False),
+        ({"RAY_AUTH_TOKEN_PATH": "/theirs"}, False),
+        ({"RAY_AUTH_MODE": "disabled"}, False),
+    ],
+)
+def test_what_the_user_set_for_ray_stays(given: dict[str, str], makes_one: bool) -> None:
+    environment = dict(given)
+    prepare_environment(several_nodes=False, environment=environment)
+    assert (environment.get("RAY_AUTH_TOKEN") != given.get("RAY_AUTH_TOKEN")) == makes_one
+    assert environment.items() >= given.items()

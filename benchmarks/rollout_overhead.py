@@ -30,7 +30,7 @@ import numpy as np
 from synthetic_rollout import ASSETS, TIMEOUT_S, build_runner, check_complete
 from transformers import AutoTokenizer
 
-from fuligo.engines.client import EngineGroup
+from fuligo.engines.group import EngineGroup
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.router import RouterSettings
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings

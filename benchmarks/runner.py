@@ -27,7 +27,7 @@ from aiohttp import web
 from synthetic_rollout import ASSETS, TIMEOUT_S, build_runner, check_complete
 from transformers import AutoTokenizer
 
-from fuligo.engines.client import EngineGroup
+from fuligo.engines.group import EngineGroup
 
 SAMPLES_PER_PROMPT = 8
 FIRST_TOKEN, NUM_TOKEN_IDS = 10, 20

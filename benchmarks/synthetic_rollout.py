@@ -9,8 +9,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from fuligo.config.groups import RolloutFlags
-from fuligo.engines.client import EngineGroup
 from fuligo.engines.generation import SamplingParams
+from fuligo.engines.group import EngineGroup
 from fuligo.rollout.generate import SingleTurn
 from fuligo.rollout.protocol import Rollout
 from fuligo.rollout.runner import RolloutRunner

@@ -1,6 +1,6 @@
 """Talking to inference engines: the one caller of the SGLang HTTP API.
 
-`EngineClient` speaks to one server, `EngineGroup` to all of them as if they were one. Token ids go in and come out; text is for people.
+Token ids go in and come out; text is for people.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 import numpy as np
@@ -21,7 +21,6 @@ from fuligo.engines.generation import (
     ModelInfo,
     Retryable,
     SamplingParams,
-    Served,
     parse_generation,
     parse_load,
     parse_version,
@@ -30,7 +29,7 @@ from fuligo.errors import EngineError
 from fuligo.types import IntArray
 from fuligo.weights.checksum import WeightsDigest
 
-__all__ = ["EngineClient", "EngineGroup", "EngineLoad", "Generation", "ModelInfo", "PauseMode", "SamplingParams"]
+__all__ = ["EngineClient", "EngineLoad", "Generation", "ModelInfo", "PauseMode", "SamplingParams"]
 
 PauseMode = Literal["abort", "retract", "in_place"]
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
@@ -309,154 +308,3 @@ def _error_text(raw: bytes) -> str:
             return str(error.get("message", error))[:2000]
         return str(error)[:2000]
     return str(answer)[:500]
-
-
-class Membership(Protocol):
-    """Who looks after the engines of a group: `engines.sglang.fleet.Fleet` is one."""
-
-    async def is_lost(self, client: EngineClient) -> bool:
-        """A control call to this engine failed: True where it is dead, and the others go on without it."""
-        ...
-
-    async def admit(self, clients: Sequence[EngineClient]) -> None:
-        """They have the current weights: requests may reach them."""
-        ...
-
-
-class EngineGroup:
-    """Several engines that serve the same weights, used like one.
-
-    Args:
-        clients: every engine; control calls go to all of them
-        router: where given, requests go through it, else to the engines in turn
-        membership: who comes and goes; without one, the engines are those that were given
-    """
-
-    def __init__(
-        self,
-        clients: Sequence[EngineClient],
-        router: EngineClient | None = None,
-        *,
-        membership: Membership | None = None,
-    ) -> None:
-        self.clients = list(clients)
-        self.router = router
-        self.joining: list[EngineClient] = []
-        """Restarted engines that wait for weights; no request reaches them."""
-        self.membership = membership
-        self.served = Served()
-        """Everything that was answered to `generate`."""
-        self._turn = itertools.cycle(self.clients)
-
-    @classmethod
-    def connect(cls, urls: Sequence[str], *, router_url: str | None = None, retries: int = 3, timeout_s: float = 600.0) -> EngineGroup:
-        """Clients of the engines at `urls`; nothing is sent yet."""
-        clients = [EngineClient(url, retries=retries, timeout_s=timeout_s) for url in urls]
-        router = EngineClient(router_url, retries=retries, timeout_s=timeout_s) if router_url else None
-        return cls(clients, router)
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        return tuple(client.url for client in self.clients)
-
-    async def generate(
-        self,
-        input_ids: Sequence[int] | IntArray,
-        params: SamplingParams,
-        *,
-        rid: str,
-        priority: int = 0,
-        timeout_s: float | None = None,
-    ) -> Generation:
-        """See `EngineClient.generate`."""
-        client = self.router or next(self._turn)
-        generation = await client.generate(input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s)
-        self.served = self.served.plus(generation)
-        return generation
-
-    async def wait_ready(self, timeout_s: float) -> None:
-        await self._all(lambda client: client.wait_ready(timeout_s))
-
-    async def model_infos(self) -> list[tuple[str, ModelInfo]]:
-        """Of every engine, with its URL."""
-
-        async def ask(client: EngineClient) -> tuple[str, ModelInfo]:
-            return client.url, await client.model_info()
-
-        return await self._all(ask)
-
-    async def load(self) -> EngineLoad:
-        """The sum over the engines."""
-        loads = await self._all(lambda client: client.load())
-        arrived = [load.num_arrived for load in loads if load.num_arrived is not None]
-        return EngineLoad(
-            sum(load.num_running for load in loads),
-            sum(load.num_waiting for load in loads),
-            sum(arrived) if len(arrived) == len(loads) else None,
-        )
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._all(lambda client: client.pause(mode))
-
-    async def resume(self) -> None:
-        await self._all(lambda client: client.resume())
-
-    async def abort_all(self) -> None:
-        await self._all(lambda client: client.abort_all())
-
-    async def flush_cache(self) -> None:
-        await self._all(lambda client: client.flush_cache())
-
-    async def update_weights_from_disk(self, path: str, version: int) -> None:
-        await self._all(lambda client: client.update_weights_from_disk(path, version))
-
-    async def update_weights_from_tensor(
-        self, payloads: Sequence[str], version: int | None, flush_cache: bool = True, load_format: str | None = None
-    ) -> None:
-        """See `EngineClient.update_weights_from_tensor`; the payloads must have been encoded for as many receivers as there are engines."""
-        await self._all(lambda client: client.update_weights_from_tensor(payloads, version, flush_cache, load_format))
-
-    async def weights_checksums(self) -> list[tuple[str, WeightsDigest]]:
-        """Of every engine, with its URL."""
-
-        async def ask(client: EngineClient) -> tuple[str, WeightsDigest]:
-            return client.url, await client.weights_checksum()
-
-        return await self._all(ask)
-
-    async def release_memory(self, tag: MemoryTag | None = None) -> None:
-        await self._all(lambda client: client.release_memory(tag))
-
-    async def resume_memory(self, tag: MemoryTag | None = None) -> None:
-        await self._all(lambda client: client.resume_memory(tag))
-
-    async def close(self) -> None:
-        await self._all(lambda client: client.close())
-        if self.router is not None:
-            await self.router.close()
-
-    async def admit(self, engines: Sequence[EngineClient]) -> None:
-        """Restarted engines have the current weights and serve again."""
-        if engines:
-            assert self.membership is not None, "only a member restarts"
-            self.joining = [client for client in self.joining if client not in engines]
-            self.clients += engines
-            await self.membership.admit(engines)
-
-    def remove(self, client: EngineClient) -> None:
-        """It is dead: nothing is sent to it any more."""
-        self.clients = [other for other in self.clients if other is not client]
-        self.joining = [other for other in self.joining if other is not client]
-
-    async def _all(self, call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
-        """Every engine at once; all have answered when the first error is raised. Lost engines are passed over while others are left."""
-        asked = list(self.clients)
-        answers = await asyncio.gather(*(call(client) for client in asked), return_exceptions=True)
-        good = [answer for answer in answers if not isinstance(answer, BaseException)]
-        for client, answer in zip(asked, answers):
-            if not isinstance(answer, BaseException):
-                continue
-            if not good or self.membership is None or not await self.membership.is_lost(client):
-                raise answer
-            self.remove(client)
-        return good

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from fuligo.engines.client import EngineClient, EngineGroup
+from fuligo.engines.client import EngineClient
 from fuligo.engines.generation import EngineLoad, Served
+from fuligo.engines.group import EngineGroup
 from fuligo.errors import EngineError
 
 POLL_S = 1.0

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from fuligo.config import Config
 from fuligo.config.hugging_face import read_model_config
-from fuligo.engines.client import EngineClient, EngineGroup
+from fuligo.engines.client import EngineClient
+from fuligo.engines.group import EngineGroup
 from fuligo.engines.launch import EmbeddedEngineSettings, EngineProcess, launch_embedded
 from fuligo.engines.metrics import EngineMonitor
 from fuligo.engines.ports import PortClaims

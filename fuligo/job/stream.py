@@ -13,7 +13,7 @@ from fuligo.data.conversation import ConversationDataset, ConversationSource
 from fuligo.data.dataset import PromptDataset
 from fuligo.data.settings import data_settings
 from fuligo.data.source import PromptSource
-from fuligo.engines.client import EngineGroup
+from fuligo.engines.group import EngineGroup
 from fuligo.rollout.build import RolloutSide, build_evaluator, build_generate, build_rollouts
 from fuligo.rollout.debug_data import load_rollout
 from fuligo.rollout.evaluate import Evaluator

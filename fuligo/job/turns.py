@@ -15,7 +15,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fuligo.engines.client import EngineGroup, MemoryTag
+from fuligo.engines.client import MemoryTag
+from fuligo.engines.group import EngineGroup
 from fuligo.trainer.protocol import Trainer
 from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
 from fuligo.weights.manifest import WeightManifest, WeightTarget

@@ -14,8 +14,8 @@ from fuligo.config.groups import RolloutFlags
 from fuligo.config.hooks import hook_of, load_hook
 from fuligo.data.dataset import PromptDataset, PromptTooLongError
 from fuligo.data.settings import data_settings
-from fuligo.engines.client import EngineGroup
 from fuligo.engines.generation import SamplingParams
+from fuligo.engines.group import EngineGroup
 from fuligo.errors import ConfigError, DataError
 from fuligo.rollout.activity import Activity, Observed
 from fuligo.rollout.admission import Admission

@@ -26,7 +26,7 @@ STATUS_BY_FINISH_REASON: dict[FinishReason, SampleStatus] = {
 
 
 class Engine(Protocol):
-    """Samples one continuation; `engines.client.EngineGroup` and `EngineClient` do."""
+    """Samples one continuation; `engines.group.EngineGroup` and `EngineClient` do."""
 
     async def generate(
         self, input_ids: IntArray, params: SamplingParams, *, rid: str, priority: int = 0, timeout_s: float | None = None

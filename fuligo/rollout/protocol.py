@@ -28,7 +28,7 @@ class RewardFn(Protocol):
 
 
 class EngineControl(Protocol):
-    """What a rollout asks of the engines as a whole; `engines.client.EngineGroup` is one."""
+    """What a rollout asks of the engines as a whole; `engines.group.EngineGroup` is one."""
 
     async def abort_all(self) -> None: ...
 

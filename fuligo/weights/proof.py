@@ -8,7 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from fuligo.engines.client import EngineClient, EngineGroup, SamplingParams
+from fuligo.engines.client import EngineClient, SamplingParams
+from fuligo.engines.group import EngineGroup
 from fuligo.errors import WeightSyncError
 from fuligo.trainer.protocol import Trainer
 from fuligo.types import SampleStatus, TrainSample

@@ -8,7 +8,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from fuligo.engines.client import EngineClient, EngineGroup
+from fuligo.engines.client import EngineClient
+from fuligo.engines.group import EngineGroup
 from fuligo.errors import WeightSyncError
 from fuligo.trainer.protocol import Trainer
 from fuligo.weights.manifest import EngineAddress, Transport, WeightManifest, WeightTarget

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from fuligo.engines.client import EngineGroup
+from fuligo.engines.group import EngineGroup
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.router import RouterSettings
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings

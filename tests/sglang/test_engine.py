@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fuligo.engines.client import EngineGroup, SamplingParams
+from fuligo.engines.client import SamplingParams
+from fuligo.engines.group import EngineGroup
 from fuligo.errors import EngineError
 from tests.sglang import oracle
 

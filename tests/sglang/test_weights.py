@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from fuligo.engines.client import EngineGroup
+from fuligo.engines.group import EngineGroup
 from fuligo.weights.manifest import EngineAddress, Transport, WeightManifest, WeightTarget
 from fuligo.weights.senders import WeightSender
 from tests.sglang import oracle

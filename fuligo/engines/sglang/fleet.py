@@ -7,7 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from fuligo.engines.client import EngineClient, EngineGroup
+from fuligo.engines.client import EngineClient
+from fuligo.engines.group import EngineGroup
 from fuligo.engines.router import Router, RouterSettings, launch_router
 from fuligo.engines.sglang.server import Server, ServerSettings, SGLangServer
 from fuligo.errors import EngineError

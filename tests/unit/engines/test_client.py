@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from fuligo.engines.client import EngineClient, EngineGroup, SamplingParams
+from fuligo.engines.client import EngineClient, SamplingParams
+from fuligo.engines.group import EngineGroup
 from fuligo.errors import EngineError
 
 PARAMS = SamplingParams(4)

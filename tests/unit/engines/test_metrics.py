@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from fuligo.engines.client import EngineGroup
 from fuligo.engines.generation import EngineLoad, Generation, Served, parse_generation, parse_load
+from fuligo.engines.group import EngineGroup
 from fuligo.engines.metrics import EngineMonitor, load_metrics, served_metrics
 from fuligo.observability.metric_table import undocumented
 from fuligo.observability.metrics import is_timing

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from fuligo.cli import serve
-from fuligo.engines.client import EngineClient, EngineGroup, EngineLoad, SamplingParams
+from fuligo.engines.client import EngineClient, EngineLoad, SamplingParams
+from fuligo.engines.group import EngineGroup
 from fuligo.engines.launch import EmbeddedEngineSettings, EngineProcess, launch_embedded
 from fuligo.errors import ConfigError, EngineError
 from fuligo.weights.checksum import weights_checksum

@@ -9,7 +9,7 @@ import pytest
 
 from fuligo.config import Config
 from fuligo.config.groups import DataFlags, RewardFlags, RolloutFlags
-from fuligo.engines.client import EngineGroup
+from fuligo.engines.group import EngineGroup
 from fuligo.errors import ConfigError, HookError, RolloutError
 from fuligo.rollout.build import RolloutSide, build_rollouts
 from fuligo.rollout.custom_generate import CustomGenerate

@@ -17,7 +17,7 @@ from fuligo.config.groups import DataFlags, EvalFlags, ModelFlags, RewardFlags, 
 from fuligo.data.dataset import PromptDataset
 from fuligo.data.settings import data_settings
 from fuligo.data.source import PromptSource
-from fuligo.engines.client import EngineGroup
+from fuligo.engines.group import EngineGroup
 from fuligo.engines.launch import EmbeddedEngineSettings, launch_embedded
 from fuligo.rollout.build import RolloutSide, build_evaluator, build_rollouts
 from fuligo.rollout.protocol import Rollout, RolloutState

@@ -99,16 +99,9 @@ def build_rollouts(
         return RolloutSide(rollouts.rollout, source, generate, activity, policy_version)
     filter_hook = hook_of(config, "dynamic_sampling_filter_path")
     sample_hook = hook_of(config, "rollout_sample_filter_path")
-    sampler = Sampler(
-        generate,
-        seed=config.data.rollout_seed,
-        stream="train",
-        turns=asyncio.Semaphore(config.rollout.rollout_concurrency),
-        timeout_s=config.rollout.rollout_timeout_s,
-    )
     parts = _RunnerParts(
         source=source,
-        sampler=sampler,
+        sampler=_sampler(config, generate),
         reward=reward,
         engines=engines,
         params=params,
@@ -123,6 +116,16 @@ def build_rollouts(
         return RolloutSide(continuous.rollout, source, generate, activity, policy_version, continuous)
     runner = RolloutRunner(**parts, aligned_waves=_reproducible(config))
     return RolloutSide(runner.rollout, source, generate, activity, policy_version)
+
+
+def _sampler(config: Config, generate: GenerateFn) -> Sampler:
+    return Sampler(
+        generate,
+        seed=config.data.rollout_seed,
+        stream="train",
+        turns=asyncio.Semaphore(config.rollout.rollout_concurrency),
+        timeout_s=config.rollout.rollout_timeout_s,
+    )
 
 
 class _RunnerParts(TypedDict):

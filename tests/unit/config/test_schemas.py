@@ -22,20 +22,24 @@ from fuligo.config.values import checked_value
 REPOSITORY = Path(__file__).parents[3]
 SCRIPT = REPOSITORY / "scripts" / "generate_schemas.py"
 PACKAGES = {"sglang": "sglang", "router": "sglang_router", "megatron": "megatron.core"}
-PYTHON = os.environ.get("FULIGO_SCHEMA_PYTHON", sys.executable)
+OWN = REPOSITORY / ".venv-sglang" / "bin" / "python"
+"""Of `make install-sglang`."""
+PYTHON = os.environ.get("FULIGO_SCHEMA_PYTHON", str(OWN) if OWN.exists() else sys.executable)
 """Another environment may have the packages: they are large, and pin what fuligo does not."""
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY / "tests" / "sglang" / "stubs")}
 
 
 def is_installed(package: str) -> bool:
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package.partition('.')[0]}') is None)"
-    return subprocess.run([PYTHON, "-c", look], check=False).returncode == 0
+    return subprocess.run([PYTHON, "-c", look], check=False, env=ENVIRONMENT).returncode == 0
 
 
 @pytest.mark.parametrize("group", BACKENDS)
 def test_a_schema_is_what_the_installed_package_says(group: str) -> None:
     if not is_installed(PACKAGES[group]):
-        pytest.skip(f"{PACKAGES[group]} is not installed here (docs/passthrough.md: FULIGO_SCHEMA_PYTHON)")
-    done = subprocess.run([PYTHON, str(SCRIPT), "--check", group], capture_output=True, text=True, timeout=300, check=False)
+        pytest.skip(f"{PACKAGES[group]} is not installed here (make install-sglang; docs/passthrough.md)")
+    command = [PYTHON, str(SCRIPT), "--check", group]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
 
 
@@ -81,14 +85,13 @@ def example(flag: Flag) -> Any:
 @pytest.mark.parametrize("group", PARSERS)
 def test_the_package_reads_our_command_line_as_the_same_values(group: str) -> None:
     if not is_installed(PACKAGES[group]):
-        pytest.skip(f"{PACKAGES[group]} is not installed here (docs/passthrough.md: FULIGO_SCHEMA_PYTHON)")
+        pytest.skip(f"{PACKAGES[group]} is not installed here (make install-sglang; docs/passthrough.md)")
     own_types = {"lora_paths", "selector", "prefill_selector", "decode_selector"}  # the package makes objects of these texts
     given = {name: example(flag) for name, flag in passthrough_flags(group).items() if name not in own_types}
     kind = passthrough_groups()[group]
     words = [(name, kind({name: value}).command_line()) for name, value in given.items()]
-    done = subprocess.run(
-        [PYTHON, "-c", PARSERS[group] + PARSE_EACH], input=json.dumps(words), capture_output=True, text=True, timeout=300, check=False
-    )
+    command = [PYTHON, "-c", PARSERS[group] + PARSE_EACH]
+    done = subprocess.run(command, input=json.dumps(words), capture_output=True, text=True, timeout=300, check=False, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert dict(zip(given, json.loads(done.stdout.splitlines()[-1]), strict=True)) == given
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,6 +67,14 @@ def make_app(
     def sample(run: str, step: int, row: int) -> Response:
         return _json(answers.sample_answer(chosen(run), step, row), f"run {run} has no row {row} in the samples of step {step}")
 
+    _add_steps(app, chosen)
+    _add_samples(app, chosen)
+    app.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)
+    app.add_middleware(Access, token=token, cookie=cookie)
+    return app
+
+
+def _add_steps(app: FastAPI, chosen: Callable[[str], RunReader]) -> None:
     @app.get("/api/steps")
     def steps(run: str) -> Response:
         return _json(answers.steps_answer(chosen(run)))
@@ -86,11 +94,6 @@ def make_app(
         if not inside(reader.path, file):
             raise HTTPException(404, f"run {run} has no trace.json")
         return FileResponse(file, media_type="application/json", filename=f"{Path(reader.name).name}-trace.json")
-
-    _add_samples(app, chosen)
-    app.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)
-    app.add_middleware(Access, token=token, cookie=cookie)
-    return app
 
 
 def _add_samples(app: FastAPI, chosen: Any) -> None:

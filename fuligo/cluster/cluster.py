@@ -20,7 +20,7 @@ from fuligo.config import Config
 from fuligo.engines.sglang.place import EnginePlace
 from fuligo.engines.sglang.server import ServerSettings
 from fuligo.errors import ConfigError
-from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
+from fuligo.trainer.ranks.settings import TrainerSettings
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,7 +64,7 @@ class RayCluster:
         """Begin to start it on its nodes."""
         return RemoteServer(settings, self._parts[settings.name])
 
-    def trainer(self, settings: TorchTrainerSettings, logs: Path) -> RayTrainer:
+    def trainer(self, settings: TrainerSettings, logs: Path) -> RayTrainer:
         """
         Args:
             logs: directory of the ranks' logs

@@ -1,4 +1,4 @@
-"""An actor that holds one rank of the torch trainer."""
+"""An actor that holds one rank of the trainer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fuligo.errors import FuligoError, TrainerError
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
-    from fuligo.trainer.torch_backend.worker import RankWorker
+    from fuligo.trainer.ranks.settings import TrainerSettings
+    from fuligo.trainer.ranks.worker import RankWorker
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class TrainerRank:
 
     def __init__(self, rank: int, size: int, log_file: str) -> None:
         _print_into(Path(log_file))
-        from fuligo.trainer.torch_backend.compute_thread import ComputeThread
+        from fuligo.trainer.ranks.compute_thread import ComputeThread
 
         self._rank = rank
         self._size = size
@@ -64,7 +64,7 @@ class TrainerRank:
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return self._store.port
 
-    async def load(self, settings: TorchTrainerSettings, host: str, port: int) -> Answer:
+    async def load(self, settings: TrainerSettings, host: str, port: int) -> Answer:
         """Join the others, build this rank's part of the model."""
         return await self._carry_out("load", lambda: self._load(settings, host, port))
 
@@ -92,18 +92,17 @@ class TrainerRank:
             return Answer(error=TrainerError(f"{type(error).__name__}: {error}"))
         return Answer(value if self._rank == 0 else None)
 
-    def _load(self, settings: TorchTrainerSettings, host: str, port: int) -> None:
+    def _load(self, settings: TrainerSettings, host: str, port: int) -> None:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-        from fuligo.trainer.torch_backend.worker import RankWorker
-        from fuligo.trainer.torch_backend.world import World, join_world
+        from fuligo.trainer.ranks.worker import build_worker
+        from fuligo.trainer.ranks.world import World, join_world
 
-        needs_group = self._size > 1 or settings.device == "cuda" or settings.precision == "bf16"
         world = World()
-        if needs_group:
+        if settings.needs_process_group:
             store = TCPStore(host, port, is_master=False, timeout=JOIN_TIMEOUT)
             world = join_world(self._rank, self._size, settings.device, store=store, timeout_s=settings.command_timeout_s)
-        self._worker = RankWorker(settings, world)
+        self._worker = build_worker(settings, world)
 
 
 def _leave_world() -> None:

@@ -1,4 +1,4 @@
-"""The torch trainer on a Ray cluster: one actor a rank, all called at once; the result is rank 0's."""
+"""The trainer on a Ray cluster: one actor a rank, all called at once; the result is rank 0's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from fuligo.cluster.supervision import HEARTBEAT_S, RankHandle, finish, heartbeat
 from fuligo.errors import TrainerError
-from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
+from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
 from fuligo.weights.manifest import WeightManifest, WeightTarget
 
@@ -29,7 +29,7 @@ class RayTrainer:
         ranks: by rank; none has been told anything yet
     """
 
-    def __init__(self, settings: TorchTrainerSettings, ranks: Sequence[RankHandle]) -> None:
+    def __init__(self, settings: TrainerSettings, ranks: Sequence[RankHandle]) -> None:
         self._settings = settings
         self._ranks = ranks
         self._commands = asyncio.Lock()

@@ -17,11 +17,11 @@ def run_job(config: Config) -> int:
     """`fuligo train`; 0, or the FuligoError that ended it. Of several processes that torchrun started the first one drives."""
     from rich.console import Console
 
-    from fuligo.trainer.torch_backend.ranks import torchrun_place
+    from fuligo.trainer.ranks.ranks import torchrun_place
 
     place = torchrun_place()
     if place is not None and place[0] > 0:
-        from fuligo.trainer.torch_backend.rank import follow
+        from fuligo.trainer.ranks.rank import follow
 
         follow(*place)
         return 0

@@ -188,9 +188,9 @@ async def _load_trainer(
         return None
     settings = trainer_settings(config, resolve_device(config), initial_weights=origin.initial_weights, num_rollout=num_rollout)
     if cluster is None:
-        from fuligo.trainer.torch_backend.trainer import TorchTrainer
+        from fuligo.trainer.ranks.trainer import LocalTrainer
 
-        trainer = TorchTrainer(settings)
+        trainer = LocalTrainer(settings)
         stack.push_async_callback(trainer.close)
     else:
         trainer = cluster.trainer(settings, directory.path)

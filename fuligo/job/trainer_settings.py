@@ -9,9 +9,10 @@ from fuligo.cluster.launcher import chosen_launcher
 from fuligo.config import Config
 from fuligo.errors import ConfigError
 from fuligo.trainer.packing import Capacity
+from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters
 from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.settings import loss_settings
-from fuligo.trainer.torch_backend.settings import OptimizerSettings, TorchTrainerSettings, TrainedParameters
+from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 
 DEFAULT_MAX_TOKENS = 8192
 """Of a micro-batch where no flag says how to cut them; the loss does not depend on it."""

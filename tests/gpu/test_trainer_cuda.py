@@ -14,10 +14,12 @@ from torch.distributed import HashStore
 
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
+from fuligo.trainer.ranks.settings import OptimizerSettings
+from fuligo.trainer.ranks.world import World, join_world
 from fuligo.trainer.schedule import LearningRateSchedule
-from fuligo.trainer.torch_backend.settings import OptimizerSettings, TorchTrainerSettings
-from fuligo.trainer.torch_backend.worker import RankWorker
-from fuligo.trainer.torch_backend.world import World, full_tensor, join_world
+from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
+from fuligo.trainer.torch_backend.sharding import full_tensor
+from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from tests import train_batches
 
 LENGTHS = [(4, 90), (1, 3), (60, 9), (2, 1), (5, 140), (3, 90), (7, 6), (8, 20)]
@@ -31,7 +33,7 @@ def cuda_world():
     dist.destroy_process_group()
 
 
-def worker(checkpoint: Path, device: Literal["cpu", "cuda"], precision: Literal["fp32", "bf16"] = "fp32", **changes) -> RankWorker:
+def worker(checkpoint: Path, device: Literal["cpu", "cuda"], precision: Literal["fp32", "bf16"] = "fp32", **changes) -> TorchRankWorker:
     settings = TorchTrainerSettings(
         hf_checkpoint=checkpoint,
         initial_weights=checkpoint,
@@ -42,10 +44,10 @@ def worker(checkpoint: Path, device: Literal["cpu", "cuda"], precision: Literal[
         device=device,
         precision=precision,
     )
-    return RankWorker(replace(settings, **changes), World(device=torch.device(device)))
+    return TorchRankWorker(replace(settings, **changes), World(device=torch.device(device)))
 
 
-def gradients(rank: RankWorker, batch) -> dict[str, torch.Tensor]:
+def gradients(rank: TorchRankWorker, batch) -> dict[str, torch.Tensor]:
     rank.gradients(batch, 0)
     return {name: full_tensor(p.grad).float().cpu() for name, p in rank.policy.model.named_parameters() if p.grad is not None}
 

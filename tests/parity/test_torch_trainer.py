@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity
+from fuligo.trainer.ranks.settings import OptimizerSettings
+from fuligo.trainer.ranks.world import World
 from fuligo.trainer.schedule import LearningRateSchedule
-from fuligo.trainer.torch_backend.settings import OptimizerSettings, TorchTrainerSettings
-from fuligo.trainer.torch_backend.worker import RankWorker
-from fuligo.trainer.torch_backend.world import World
+from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
+from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from tests import tiny, train_batches
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9), (7, 6), (8, 2)]
@@ -60,7 +61,7 @@ def padded_scores(checkpoint: Path, samples, temperature: float = 1.0) -> list[t
 def test_logprobs_and_entropy_equal_the_padded_forward(checkpoint, temperature):
     """Trap 1: also for the first response token, and across the borders of packed samples. Trap 2: temperature, full vocabulary."""
     samples = train_batches.samples(LENGTHS)
-    worker = RankWorker(settings_of(checkpoint, temperature=temperature, capacity=Capacity(max_tokens=40), chunk_tokens=7), World())
+    worker = TorchRankWorker(settings_of(checkpoint, temperature=temperature, capacity=Capacity(max_tokens=40), chunk_tokens=7), World())
     want = padded_scores(checkpoint, samples, temperature)
 
     scored = worker.score(samples)
@@ -75,7 +76,7 @@ def test_logprobs_and_entropy_equal_the_padded_forward(checkpoint, temperature):
 def test_gradient_equals_autograd_through_the_padded_model(checkpoint):
     """The whole path: packing, response-only logits, chunks, and the loss of samples of unequal length."""
     samples = train_batches.samples(LENGTHS)
-    worker = RankWorker(
+    worker = TorchRankWorker(
         settings_of(checkpoint, loss=LossSettings(loss_type="sft_loss"), chunk_tokens=5, capacity=Capacity(max_tokens=30)), World()
     )
     worker.gradients(train_batches.batch(samples), 0)
@@ -99,6 +100,6 @@ def test_reference_logprobs_are_the_reference_models(checkpoint, tmp_path):
     family = checkpoint.name[:-1]  # pytest numbers the directories that it makes
     reference = tiny.save_checkpoint(tmp_path, family, seed=5)
     samples = train_batches.samples(LENGTHS)
-    worker = RankWorker(settings_of(checkpoint, reference_weights=reference, loss=LossSettings(kl_loss=KlLoss(0.1, "k3"))), World())
+    worker = TorchRankWorker(settings_of(checkpoint, reference_weights=reference, loss=LossSettings(kl_loss=KlLoss(0.1, "k3"))), World())
     for s, (logprobs, _) in zip(worker.score(samples), padded_scores(reference, samples)):
         np.testing.assert_allclose(s.ref_logprobs, logprobs, atol=2e-5)

@@ -18,9 +18,10 @@ from safetensors.numpy import load_file
 from fuligo.errors import TrainerError
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity
+from fuligo.trainer.ranks.settings import OptimizerSettings
+from fuligo.trainer.ranks.trainer import LocalTrainer
 from fuligo.trainer.schedule import LearningRateSchedule
-from fuligo.trainer.torch_backend.settings import OptimizerSettings, TorchTrainerSettings
-from fuligo.trainer.torch_backend.trainer import TorchTrainer
+from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.weights.manifest import WeightTarget
 from tests import tiny, train_batches
 
@@ -45,8 +46,8 @@ def settings(tmp_path_factory) -> TorchTrainerSettings:
     )
 
 
-async def trainer_of(settings: TorchTrainerSettings, num_ranks: int) -> TorchTrainer:
-    trainer = TorchTrainer(replace(settings, num_ranks=num_ranks))
+async def trainer_of(settings: TorchTrainerSettings, num_ranks: int) -> LocalTrainer:
+    trainer = LocalTrainer(replace(settings, num_ranks=num_ranks))
     await trainer.load()
     return trainer
 
@@ -118,10 +119,10 @@ async def test_a_killed_rank_ends_the_step_in_seconds_and_is_named(settings):
 
 DRIVER = """
 import asyncio, sys, pickle, time
-from fuligo.trainer.torch_backend.trainer import TorchTrainer
+from fuligo.trainer.ranks.trainer import LocalTrainer
 
 async def main():
-    trainer = TorchTrainer(pickle.loads(bytes.fromhex(sys.argv[1])))
+    trainer = LocalTrainer(pickle.loads(bytes.fromhex(sys.argv[1])))
     await trainer.load()
     print(trainer.follower_pid(1), flush=True)
     await asyncio.sleep(600)

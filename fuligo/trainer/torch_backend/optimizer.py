@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fuligo.errors import ConfigError
-from fuligo.trainer.torch_backend.settings import OptimizerSettings, TrainedParameters
+from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters
 
 
 def freeze_parameters(model: nn.Module, trained: TrainedParameters) -> None:

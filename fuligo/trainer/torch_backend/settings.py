@@ -1,68 +1,17 @@
-"""What the torch trainer needs to know; plain data that travels to every rank."""
+"""What the torch trainer needs to know beside what every trainer does."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from dataclasses import dataclass
 
-from fuligo.trainer.objective import LossSettings
-from fuligo.trainer.packing import Capacity
-from fuligo.trainer.schedule import LearningRateSchedule
+from fuligo.trainer.ranks.settings import TrainerSettings
 
 
 @dataclass(slots=True, frozen=True)
-class OptimizerSettings:
-    """AdamW (Loshchilov & Hutter 2019)."""
-
-    schedule: LearningRateSchedule
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    """Decoupled; matrices only, not biases and norms."""
-    clip_grad: float = 1.0
-    """Largest global gradient norm; 0 clips nothing."""
-
-
-@dataclass(slots=True, frozen=True)
-class TrainedParameters:
-    """Which parameters are trained: all, those that match one of `only`, or those that match none of `frozen`. Regexes, searched."""
-
-    only: tuple[str, ...] = ()
-    frozen: tuple[str, ...] = ()
-
-
-@dataclass(slots=True, frozen=True)
-class TorchTrainerSettings:
-    hf_checkpoint: Path
-    """Tokenizer files and the data type that weights are published in."""
-    initial_weights: Path
-    """Hugging Face directory of the first weights."""
-    optimizer: OptimizerSettings
-    loss: LossSettings = field(default_factory=LossSettings)
-    reference_weights: Path | None = None
-    """Hugging Face directory of the reference model; None: the loss needs none."""
-    ref_update_interval: int | None = None
-    """Rollouts after which the reference takes the policy's weights."""
-    needs_old_logprobs: bool = False
-    """`score` computes them: several optimizer steps a rollout, or rewards shaped by the KL to the reference."""
-    temperature: float = 1.0
-    """Of sampling: log-probabilities are those of the distribution that was sampled from."""
-    capacity: Capacity = field(default_factory=Capacity)
-    """Of a micro-batch in training."""
-    score_capacity: Capacity = field(default_factory=Capacity)
-    """Of a micro-batch without gradient."""
-    chunk_tokens: int = 4096
-    """Tokens whose logits exist at a time."""
-    balance_data: bool = False
+class TorchTrainerSettings(TrainerSettings):
     gradient_checkpointing: bool = False
-    trained: TrainedParameters = field(default_factory=TrainedParameters)
-    device: Literal["cpu", "cuda"] = "cpu"
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Compute type; weights, gradients' sums and optimizer state are float32."""
-    publish_dtype: Literal["fp32", "bf16"] | None = None
-    """What engines get the weights in: what they compute in; None: the data type of `hf_checkpoint`."""
-    num_ranks: int = 1
-    seed: int = 1234
-    command_timeout_s: float = 1800.0
-    """Deadline of whatever all ranks do together: loading, a rollout's training, a save."""
+
+    @property
+    def needs_process_group(self) -> bool:
+        """FSDP2, which casts to half precision, needs one even for a single rank."""
+        return self.num_ranks > 1 or self.device == "cuda" or self.precision == "bf16"

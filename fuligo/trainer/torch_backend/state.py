@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from fuligo.errors import CheckpointError
+from fuligo.trainer.ranks.world import World
+from fuligo.trainer.torch_backend.sharding import full_tensor, shard_like
 from fuligo.trainer.torch_backend.tensor_files import TensorFiles, write_tensors
 from fuligo.trainer.torch_backend.weights import load_weights, named_weights, weight_tensors
-from fuligo.trainer.torch_backend.world import World, full_tensor, shard_like
 
 FORMAT = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")

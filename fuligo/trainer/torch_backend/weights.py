@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fuligo.trainer.torch_backend.world import full_tensor, shard_like
+from fuligo.trainer.torch_backend.sharding import full_tensor, shard_like
 
 
 def weight_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -15,13 +15,14 @@ from transformers import AutoConfig
 from fuligo.errors import TrainerError
 from fuligo.trainer.batch import pack_tokens
 from fuligo.trainer.packing import Cost, MicroBatchPlan, pack, sequence_flops
+from fuligo.trainer.ranks.world import World
 from fuligo.trainer.torch_backend.gradients import StepGradients, compute_gradients, split_scores
 from fuligo.trainer.torch_backend.model import Policy, check_packed_forward, enable_gradient_checkpointing, load_model
 from fuligo.trainer.torch_backend.optimizer import apply_step, build_optimizer, freeze_parameters, gradient_norm
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
+from fuligo.trainer.torch_backend.sharding import shard
 from fuligo.trainer.torch_backend.state import Progress, TrainingState, restore_state, save_state
 from fuligo.trainer.torch_backend.weights import copy_weights, export_dtype, named_weights
-from fuligo.trainer.torch_backend.world import World, shard
 from fuligo.types import FloatArray, StepResult, TokenScores, TrainBatch, TrainSample
 from fuligo.weights.manifest import WeightManifest, WeightTarget
 from fuligo.weights.senders import WeightSender
@@ -29,7 +30,7 @@ from fuligo.weights.senders import WeightSender
 logger = logging.getLogger(__name__)
 
 
-class RankWorker:
+class TorchRankWorker:
     """Policy, reference, optimizer and counters of one rank; their parts of them where the model is sharded."""
 
     def __init__(self, settings: TorchTrainerSettings, world: World) -> None:

@@ -11,11 +11,12 @@ import torch
 from fuligo.algorithms.off_policy import Correction
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity, MicroBatchPlan
+from fuligo.trainer.ranks.settings import OptimizerSettings
+from fuligo.trainer.ranks.world import World
 from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.torch_backend.gradients import compute_gradients
-from fuligo.trainer.torch_backend.settings import OptimizerSettings, TorchTrainerSettings
-from fuligo.trainer.torch_backend.worker import RankWorker
-from fuligo.trainer.torch_backend.world import World
+from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
+from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from fuligo.types import TrainBatch
 from tests import train_batches
 
@@ -29,7 +30,7 @@ LOSSES = {
 
 
 @pytest.fixture(scope="module")
-def worker(checkpoint, reference_checkpoint) -> RankWorker:
+def worker(checkpoint, reference_checkpoint) -> TorchRankWorker:
     settings = TorchTrainerSettings(
         hf_checkpoint=checkpoint,
         initial_weights=checkpoint,
@@ -37,7 +38,7 @@ def worker(checkpoint, reference_checkpoint) -> RankWorker:
         optimizer=OptimizerSettings(LearningRateSchedule(peak=1e-3)),
         needs_old_logprobs=True,
     )
-    return RankWorker(settings, World())
+    return TorchRankWorker(settings, World())
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def batch(worker) -> TrainBatch:
 
 
 def gradient(
-    worker: RankWorker, batch: TrainBatch, loss: LossSettings, capacity: Capacity, *, chunk_tokens: int = 4096
+    worker: TorchRankWorker, batch: TrainBatch, loss: LossSettings, capacity: Capacity, *, chunk_tokens: int = 4096
 ) -> dict[str, torch.Tensor]:
     worker.settings = replace(worker.settings, loss=loss, capacity=capacity)
     worker.policy.chunk_tokens = chunk_tokens
@@ -87,7 +88,7 @@ def test_size_of_logit_chunks_leaves_the_gradient_alone(worker, batch):
 
 
 def test_gradient_checkpointing_leaves_the_gradient_alone(checkpoint, worker, batch):
-    recomputing = RankWorker(replace(worker.settings, reference_weights=None, gradient_checkpointing=True), World())
+    recomputing = TorchRankWorker(replace(worker.settings, reference_weights=None, gradient_checkpointing=True), World())
     assert_same(gradient(recomputing, batch, LOSSES["grpo"], Capacity()), gradient(worker, batch, LOSSES["grpo"], Capacity()))
 
 

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fuligo.errors import CheckpointError
 from fuligo.trainer.objective import KlLoss, LossSettings
+from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters
+from fuligo.trainer.ranks.world import World
 from fuligo.trainer.schedule import LearningRateSchedule
-from fuligo.trainer.torch_backend.settings import OptimizerSettings, TorchTrainerSettings, TrainedParameters
-from fuligo.trainer.torch_backend.worker import RankWorker
-from fuligo.trainer.torch_backend.world import World
+from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
+from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from tests import tiny, train_batches
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 4), (5, 14), (3, 9)]
@@ -28,11 +29,11 @@ def settings(checkpoint) -> TorchTrainerSettings:
     return TorchTrainerSettings(hf_checkpoint=checkpoint, initial_weights=checkpoint, optimizer=OptimizerSettings(schedule))
 
 
-def worker_of(settings: TorchTrainerSettings) -> RankWorker:
-    return RankWorker(settings, World())
+def worker_of(settings: TorchTrainerSettings) -> TorchRankWorker:
+    return TorchRankWorker(settings, World())
 
 
-def train(worker: RankWorker, seed: int) -> dict[str, float]:
+def train(worker: TorchRankWorker, seed: int) -> dict[str, float]:
     samples = worker.score(train_batches.samples(LENGTHS, seed=seed))
     metrics = worker.train(train_batches.batch(samples, num_steps=2)).metrics
     return {name: value for name, value in metrics.items() if name != "train/tokens_per_s"}

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from fuligo.errors import CheckpointError, TrainerError
-from fuligo.trainer.torch_backend import supervision
-from fuligo.trainer.torch_backend.supervision import finish
+from fuligo.trainer.ranks.supervision import finish
+from fuligo.trainer.ranks import supervision
 
 
 @dataclass

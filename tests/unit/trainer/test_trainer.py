@@ -12,9 +12,10 @@ import torch
 from fuligo.errors import CheckpointError, ConfigError, TrainerError
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity
+from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters
+from fuligo.trainer.ranks.trainer import LocalTrainer
 from fuligo.trainer.schedule import LearningRateSchedule
-from fuligo.trainer.torch_backend.settings import OptimizerSettings, TorchTrainerSettings, TrainedParameters
-from fuligo.trainer.torch_backend.trainer import TorchTrainer
+from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from tests import tiny, train_batches
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 4), (5, 14), (3, 9), (7, 6), (8, 2)]
@@ -30,13 +31,13 @@ def settings(checkpoint) -> TorchTrainerSettings:
     )
 
 
-async def loaded(settings: TorchTrainerSettings) -> TorchTrainer:
-    trainer = TorchTrainer(settings)
+async def loaded(settings: TorchTrainerSettings) -> LocalTrainer:
+    trainer = LocalTrainer(settings)
     await trainer.load()
     return trainer
 
 
-def weights(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
+def weights(trainer: LocalTrainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.worker.named_weights()}
 
 

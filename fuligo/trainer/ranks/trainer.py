@@ -1,4 +1,4 @@
-"""The torch trainer as the loop sees it: rank 0 computes in a thread of this process, the other ranks follow by command."""
+"""The trainer as the loop sees it: rank 0 computes in a thread of this process, the other ranks follow by command."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fuligo.errors import TrainerError
-from fuligo.trainer.torch_backend.commands import CLOSE, Command
-from fuligo.trainer.torch_backend.compute_thread import ComputeThread
-from fuligo.trainer.torch_backend.ranks import Ranks
-from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
-from fuligo.trainer.torch_backend.supervision import finish
-from fuligo.trainer.torch_backend.worker import RankWorker
-from fuligo.trainer.torch_backend.world import World, join_world
+from fuligo.trainer.ranks.commands import CLOSE, Command
+from fuligo.trainer.ranks.compute_thread import ComputeThread
+from fuligo.trainer.ranks.ranks import Ranks
+from fuligo.trainer.ranks.settings import TrainerSettings
+from fuligo.trainer.ranks.supervision import finish
+from fuligo.trainer.ranks.worker import RankWorker, build_worker
+from fuligo.trainer.ranks.world import World, join_world
 from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
 from fuligo.weights.manifest import WeightManifest, WeightTarget
 
 LEAVE_TIMEOUT_S = 10.0
 
 
-class TorchTrainer:
+class LocalTrainer:
     """Implements `trainer.protocol.Trainer`."""
 
-    def __init__(self, settings: TorchTrainerSettings) -> None:
+    def __init__(self, settings: TrainerSettings) -> None:
         self._settings = settings
-        self._compute = ComputeThread("torch-trainer")
+        self._compute = ComputeThread("trainer")
         self._ranks: Ranks | None = None
         self._worker: RankWorker | None = None
         self._failed = False
@@ -128,9 +128,9 @@ class TorchTrainer:
         if self._ranks is not None:
             address = self._ranks.address
             world = join_world(0, settings.num_ranks, settings.device, store=address.connect(), timeout_s=settings.command_timeout_s)
-        elif settings.device == "cuda" or settings.precision == "bf16":
+        elif settings.needs_process_group:
             world = join_world(0, 1, settings.device, store=HashStore(), timeout_s=settings.command_timeout_s)
-        self._worker = RankWorker(settings, world)
+        self._worker = build_worker(settings, world)
 
 
 def _take_note(own: asyncio.Future[Any]) -> None:

@@ -9,7 +9,7 @@ import sys
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fuligo.errors import ConfigError
-from fuligo.trainer.torch_backend.commands import Address, Command, CommandSender
+from fuligo.trainer.ranks.commands import Address, Command, CommandSender
 
 END_TIMEOUT_S = 10.0
 
@@ -98,4 +98,4 @@ def _start(rank: int, size: int, address: Address) -> subprocess.Popen[bytes]:
     options = {"rank": rank, "size": size, "host": address.host, "port": address.port, "driver-pid": os.getpid()}
     arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     # In a process group of its own: Ctrl-C in a terminal reaches the driver alone, which decides what ends when.
-    return subprocess.Popen([sys.executable, "-m", "fuligo.trainer.torch_backend.rank", *arguments], process_group=0)
+    return subprocess.Popen([sys.executable, "-m", "fuligo.trainer.ranks.rank", *arguments], process_group=0)

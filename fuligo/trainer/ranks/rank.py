@@ -1,6 +1,6 @@
 """A rank other than the first: does what the driver says until it says `close` or is gone.
 
-Started by the driver (`python -m fuligo.trainer.torch_backend.rank ...`), or the same program under torchrun (`follow`).
+Started by the driver (`python -m fuligo.trainer.ranks.rank ...`), or the same program under torchrun (`follow`).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def main() -> None:
     options = parser.parse_args()
     threading.Thread(target=_end_with, args=(options.driver_pid,), daemon=True).start()
 
-    from fuligo.trainer.torch_backend.commands import Address
+    from fuligo.trainer.ranks.commands import Address
 
     follow(options.rank, options.size, Address(options.host, options.port))
 
 
 def follow(rank: int, size: int, address) -> None:
     """Carry out rank 0's commands until `close`."""
-    from fuligo.trainer.torch_backend.commands import CLOSE, CommandReceiver
-    from fuligo.trainer.torch_backend.worker import RankWorker
-    from fuligo.trainer.torch_backend.world import join_world
+    from fuligo.trainer.ranks.commands import CLOSE, CommandReceiver
+    from fuligo.trainer.ranks.worker import RankWorker, build_worker
+    from fuligo.trainer.ranks.world import join_world
 
     receiver = CommandReceiver(address.connect(), rank)
     worker: RankWorker | None = None
@@ -47,7 +47,7 @@ def follow(rank: int, size: int, address) -> None:
                 (settings,) = command.args
                 timeout_s = settings.command_timeout_s
                 world = join_world(rank, size, settings.device, store=address.connect(), timeout_s=timeout_s)
-                worker = RankWorker(settings, world)
+                worker = build_worker(settings, world)
             else:
                 getattr(worker, command.method)(*command.args)
         except FuligoError as error:

@@ -1,0 +1,66 @@
+"""What the Megatron trainer needs to know beside what every trainer does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.trainer.ranks.settings import TrainerSettings
+
+
+@dataclass(slots=True, frozen=True)
+class Recomputation:
+    """Which activations are computed again in the backward pass; names and meanings are Megatron's."""
+
+    granularity: Literal["full", "selective"] | None = None
+    method: Literal["uniform", "block"] | None = None
+    num_layers: int | None = None
+    modules: tuple[str, ...] = ()
+    """Of selective recomputation; none: core_attn."""
+
+
+@dataclass(slots=True, frozen=True)
+class PredictionLayers:
+    """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
+
+    num_layers: int = 0
+    """Loaded with the model; 0: none."""
+    trained: bool = False
+    loss_scale: float = 0.2
+
+
+@dataclass(slots=True, frozen=True)
+class OptimizerPlace:
+    """Where the optimizer's state is and how precise."""
+
+    distributed: bool = True
+    """Spread over the data-parallel ranks."""
+    on_cpu: bool = False
+    overlap_transfers: bool = False
+    precision_aware: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class MegatronTrainerSettings(TrainerSettings):
+    layout: Layout = field(default_factory=Layout)
+    model_flags: Mapping[str, Any] = field(default_factory=dict)
+    """MODEL_ARGS, names with underscores: those of config.json (`models.stated_flags`) under those of the command line, together with
+    every other pass-through argument of Megatron."""
+    recomputation: Recomputation = field(default_factory=Recomputation)
+    prediction: PredictionLayers = field(default_factory=PredictionLayers)
+    optimizer_place: OptimizerPlace = field(default_factory=OptimizerPlace)
+    dispatcher: Literal["allgather", "alltoall", "flex"] = "allgather"
+    """How tokens reach their experts."""
+    deepep: bool = False
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
+    gradients_in_fp32: bool = True
+    """Gradients are summed and reduced in float32 (`--accumulate-allreduce-grads-in-fp32`)."""
+    pad_multiple_tokens: int = 128
+    """Packed rows are padded to a multiple of it."""
+
+    @property
+    def needs_process_group(self) -> bool:
+        """Megatron asks its groups even where there is one rank."""
+        return True

@@ -1,0 +1,54 @@
+"""What a rank of the trainer can do, whichever backend computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from fuligo.trainer.ranks.settings import TrainerSettings
+from fuligo.trainer.ranks.world import World
+from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
+from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
+from fuligo.weights.manifest import WeightManifest, WeightTarget
+
+
+class RankWorker(Protocol):
+    """The same calls are made on all ranks, in the same order, with the same arguments; `trainer.protocol.Trainer` says what they do.
+
+    Results are rank 0's; other ranks return None or what they have.
+    """
+
+    def score(self, samples: list[TrainSample]) -> list[TrainSample] | None: ...
+
+    def logprobs(self, samples: list[TrainSample]) -> list[FloatArray] | None: ...
+
+    def train(self, batch: TrainBatch) -> StepResult: ...
+
+    def send_weights(self, target: WeightTarget) -> WeightManifest | None: ...
+
+    def save(self, directory: Path) -> None: ...
+
+    def restore(self, directory: Path) -> None: ...
+
+    def offload(self) -> None: ...
+
+    def onload(self) -> None: ...
+
+
+def build_worker(settings: TrainerSettings, world: World) -> RankWorker:
+    """This rank's part of the model, of the backend that the settings are for. A collective.
+
+    Raises:
+        CheckpointError: weights cannot be read.
+        TrainerError: the backend cannot run the model.
+        ConfigError: the lists of trained parameters do not fit the model.
+    """
+    if isinstance(settings, MegatronTrainerSettings):
+        from fuligo.trainer.megatron_backend.worker import MegatronRankWorker  # pyright: ignore[reportMissingImports]
+
+        return MegatronRankWorker(settings, world)
+    assert isinstance(settings, TorchTrainerSettings)
+    from fuligo.trainer.torch_backend.worker import TorchRankWorker
+
+    return TorchRankWorker(settings, world)

@@ -53,6 +53,11 @@ class Span:
     start_s: float
     """Seconds since the epoch (`time.time()`)."""
     end_s: float
+    engine: int | None = None
+    """Number of the engine that answered; None where none did, or nobody knows which."""
+    first_token: int = 0
+    """`response_ids[first_token : first_token + num_tokens]` came of it."""
+    num_tokens: int = 0
 
 
 def _empty_ids() -> IntArray:
@@ -113,6 +118,11 @@ class Sample:
     def response_length(self) -> int:
         """R, in tokens."""
         return len(self.response_ids)
+
+    @property
+    def engine(self) -> int | None:
+        """Number of the engine that sampled the last tokens, where known; a response that was continued may be of several."""
+        return next((span.engine for span in reversed(self.spans) if span.engine is not None), None)
 
     @property
     def finished(self) -> bool:

@@ -10,7 +10,7 @@ RESERVED: dict[str, dict[str, str]] = {
         "model_path": "--hf-checkpoint sets it (for one model of several: model_path in --sglang-config)",
         "tp_size": "--rollout-num-gpus-per-engine sets it (divided by --sglang-pp-size; in --sglang-config: num_gpus_per_engine)",
         "device": "--device sets it",
-        "weight_version": "fuligo sets it to the policy version",
+        "weight_version": "fuligo sets it to the policy version, with the number of the engine",
         "disaggregation_mode": "worker_type in --sglang-config sets it",
         "config": "fuligo passes every argument itself; engine groups go into --sglang-config",
         "host": _EACH_ENGINE,

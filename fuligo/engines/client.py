@@ -21,9 +21,9 @@ from fuligo.engines.generation import (
     ModelInfo,
     Retryable,
     SamplingParams,
+    WeightLabel,
     parse_generation,
     parse_load,
-    parse_version,
 )
 from fuligo.errors import EngineError
 from fuligo.types import IntArray
@@ -51,12 +51,16 @@ class EngineClient:
         timeout_s: deadline of a call, all its tries together
         num_ranks: tensor-parallel processes of the engine
         start: how often it was restarted before
+        number: of the engine; its answers carry it behind a router, too. None: they need not, or nobody numbers it
     """
 
-    def __init__(self, url: str, *, retries: int = 3, timeout_s: float = 600.0, num_ranks: int = 1, start: int = 0) -> None:
+    def __init__(
+        self, url: str, *, retries: int = 3, timeout_s: float = 600.0, num_ranks: int = 1, start: int = 0, number: int | None = None
+    ) -> None:
         self.url = url.rstrip("/")
         self.num_ranks = num_ranks
         self.start = start
+        self.number = number
         self.retries = retries
         self.timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
@@ -124,7 +128,7 @@ class EngineClient:
     async def model_info(self) -> ModelInfo:
         answer = await self._call("GET", "/model_info")
         try:
-            return ModelInfo(str(answer["model_path"]), parse_version(answer["weight_version"]))
+            return ModelInfo(str(answer["model_path"]), WeightLabel.parse(answer["weight_version"]).version)
         except (KeyError, TypeError, Retryable) as error:
             raise EngineError(f"engine {self.url}: /model_info answered {answer!r:.200}") from error
 
@@ -160,7 +164,7 @@ class EngineClient:
 
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         """Load a Hugging Face directory that the engine can read; its shapes must be the model's."""
-        body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
+        body = {"model_path": path, "weight_version": self._label(version), "flush_cache": True}
         await self._call("POST", "/update_weights_from_disk", body, retries=0)
 
     async def update_weights_from_tensor(
@@ -175,7 +179,7 @@ class EngineClient:
         """
         body: dict[str, Any] = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": flush_cache}
         if version is not None:
-            body["weight_version"] = str(version)
+            body["weight_version"] = self._label(version)
         await self._call("POST", "/update_weights_from_tensor", body, retries=0)
 
     async def init_weights_update_group(
@@ -214,7 +218,7 @@ class EngineClient:
             "flush_cache": version is not None,
         }
         if version is not None:
-            body["weight_version"] = str(version)
+            body["weight_version"] = self._label(version)
         await self._call("POST", "/update_weights_from_distributed", body, retries=0)
 
     async def destroy_weights_update_group(self, group_name: str) -> None:
@@ -239,6 +243,9 @@ class EngineClient:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    def _label(self, version: int) -> str:
+        return str(WeightLabel(version, self.number))
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None, *, retries: int | None = None) -> Any:
         answer = await self._with_retries(path, lambda: self._request(method, path, body), self.retries if retries is None else retries)

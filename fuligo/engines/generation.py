@@ -140,6 +140,36 @@ class Generation:
     """Decoded new tokens, without the stop string or end token; empty where the engine has no tokenizer."""
     num_verifications: int = 0
     """Passes of the model that judged drafted tokens; 0 without speculative decoding."""
+    engine: int | None = None
+    """Number of the engine that answered, where known."""
+
+
+@dataclass(slots=True, frozen=True)
+class WeightLabel:
+    """What engines behind a router report as `weight_version`: `40@2` is version 40 of engine 2.
+
+    SGLang hands any text back with every answer, and the router does not say which engine answered.
+    """
+
+    version: int
+    engine: int | None = None
+
+    def __str__(self) -> str:
+        return str(self.version) if self.engine is None else f"{self.version}@{self.engine}"
+
+    @classmethod
+    def parse(cls, value: Any) -> WeightLabel:
+        """
+        Raises:
+            Retryable: it names no version
+        """
+        if value == "default":  # SGLang before the first update
+            return cls(0)
+        version, _, engine = str(value).partition("@")
+        try:
+            return cls(int(version), int(engine) if engine else None)
+        except ValueError as error:
+            raise Retryable(f"weight_version is {value!r}, not a number") from error
 
 
 @dataclass(slots=True, frozen=True)
@@ -189,15 +219,6 @@ class Retryable(Exception):
     """The request may succeed when sent again: no connection, a server error, or an answer that makes no sense."""
 
 
-def parse_version(value: Any) -> int:
-    if value == "default":  # SGLang before the first update
-        return 0
-    try:
-        return int(value)
-    except (TypeError, ValueError) as error:
-        raise Retryable(f"weight_version is {value!r}, not a number") from error
-
-
 def parse_generation(answer: Any) -> Generation:
     """Check an answer of `/generate` and make it a `Generation`.
 
@@ -226,15 +247,17 @@ def parse_generation(answer: Any) -> Generation:
         raise Retryable(f"a token id is out of range: {ids.min()} .. {ids.max()}")
     if not np.isfinite(logprobs).all() or (logprobs > MAX_LOGPROB).any():
         raise Retryable("a log-probability is not a finite number <= 0")
+    label = WeightLabel.parse(meta.get("weight_version", "default"))
     return Generation(
         ids.astype(np.int32),
         logprobs,
         reason,
-        parse_version(meta.get("weight_version", "default")),
+        label.version,
         prompt_tokens,
         cached_tokens,
         str(text),
         num_verifications,
+        label.engine,
     )
 
 

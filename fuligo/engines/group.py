@@ -50,7 +50,7 @@ class EngineGroup:
         self.membership = membership
         self.served = Served()
         """Everything that was answered to `generate`."""
-        self._turn = itertools.cycle(self.clients)
+        self._turn = itertools.cycle(enumerate(self.clients))
 
     @classmethod
     def connect(cls, urls: Sequence[str], *, router_url: str | None = None, retries: int = 3, timeout_s: float = 600.0) -> EngineGroup:
@@ -73,8 +73,10 @@ class EngineGroup:
         timeout_s: float | None = None,
     ) -> Generation:
         """See `EngineClient.generate`."""
-        client = self.router or next(self._turn)
+        number, client = (None, self.router) if self.router is not None else next(self._turn)
         generation = await client.generate(input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s)
+        if generation.engine is None:
+            generation.engine = number
         self.served = self.served.plus(generation)
         return generation
 

@@ -80,6 +80,7 @@ def _servers(config: Config, directory: RunDirectory, places: Sequence[EnginePla
             host=place.host,
             ports=place.ports,
             log_file=directory.path / f"engine-{number}.txt",
+            number=number,
             gpu_ids=place.gpu_ids,
             num_nodes=place.num_nodes,
             python=_python(config),

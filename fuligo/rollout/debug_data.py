@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,9 +99,7 @@ def _table(groups: list[SampleGroup], meta: dict[str, Any]) -> pa.Table:
         "row": pa.array([group.row for _, group, _ in rows], pa.int64()),
         "kept": pa.array([group.kept for _, group, _ in rows], pa.bool_()),
         "drop_reason": pa.array([group.drop_reason for _, group, _ in rows], pa.string()),
-        "spans": pa.array(
-            [json.dumps([[span.name, span.start_s, span.end_s] for span in sample.spans]) for sample in samples], pa.string()
-        ),
+        "spans": pa.array([json.dumps([astuple(span) for span in sample.spans]) for sample in samples], pa.string()),
     }
     for name in PLAIN_FIELDS:
         columns[name] = pa.array([getattr(sample, name) for sample in samples], pa.int64() if name.endswith("index") else pa.string())

@@ -60,7 +60,7 @@ class SingleTurn:
         if num_left <= 0:
             sample.status, sample.finish_reason = SampleStatus.TRUNCATED, "length"
             return sample
-        started_s = time.time()
+        span = Span("generate", time.time(), 0.0, first_token=sample.response_length)
         rest = replace(params, max_new_tokens=num_left, min_new_tokens=max(0, params.min_new_tokens - sample.response_length))
         try:
             generation = await self._engine.generate(
@@ -70,8 +70,10 @@ class SingleTurn:
             sample.status, sample.error = SampleStatus.FAILED, str(error)
         else:
             append(sample, generation)
+            span.engine, span.num_tokens = generation.engine, len(generation.output_ids)
             sample.response = await self._text(sample, params.stop)
-        sample.spans.append(Span("generate", started_s, time.time()))
+        span.end_s = time.time()
+        sample.spans.append(span)
         return sample
 
     def _num_tokens_left(self, sample: Sample, params: SamplingParams) -> int:

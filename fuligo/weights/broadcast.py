@@ -47,7 +47,7 @@ class BroadcastGroup:
         """
         self.engines = tuple(engines)
         self.name = f"fuligo-weights-{next(_numbers)}"
-        self._clients = [EngineClient(engine.url, retries=0) for engine in engines]
+        self._clients = [EngineClient(engine.url, retries=0, number=engine.number) for engine in engines]
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         sizes = [engine.num_ranks for engine in engines]
         world_size = 1 + sum(sizes)

@@ -17,6 +17,8 @@ class EngineAddress:
     """Its tensor-parallel processes, each of which takes the weights."""
     start: int = 0
     """How often it was restarted: what an earlier start was sent is gone."""
+    number: int | None = None
+    """See `EngineClient`."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -118,7 +118,7 @@ class WeightPublisher:
             transport=self._settings.transport,
             version=version,
             bucket_bytes=self._settings.bucket_bytes,
-            engines=tuple(EngineAddress(client.url, client.num_ranks, client.start) for client in engines.clients),
+            engines=tuple(EngineAddress(client.url, client.num_ranks, client.start, client.number) for client in engines.clients),
             directory=directory,
             changes_only=self._settings.changes_only,
             with_checksum=isinstance(self._proof, ChecksumProof),

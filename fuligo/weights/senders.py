@@ -85,7 +85,7 @@ def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | No
     """Through memory that both sides see: each rank of each engine opens the same tensors."""
 
     async def post(payloads: list[str]) -> None:
-        clients = [EngineClient(engine.url) for engine in engines]
+        clients = [EngineClient(engine.url, number=engine.number) for engine in engines]
         waiting = iter(payloads)
         try:
             calls = [

@@ -44,7 +44,7 @@ def fleet_settings(
     python = sglang_python()
     assert python is not None
     return FleetSettings(
-        servers=tuple(server_settings(f"engine {n}", checkpoint, claims, logs / f"engine-{n}.txt") for n in range(num_engines)),
+        servers=tuple(server_settings(f"engine {n}", checkpoint, claims, logs / f"engine-{n}.txt", number=n) for n in range(num_engines)),
         router=RouterSettings(
             log_file=logs / "router.txt",
             host="127.0.0.1",

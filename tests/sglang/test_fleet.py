@@ -57,6 +57,7 @@ async def test_engine_and_router_come_back(fleet: Fleet) -> None:
     generations = await asyncio.gather(*requests)
     assert [len(generation.output_ids) for generation in generations] == [LONG.max_new_tokens] * 16
     assert fleet.group.urls == (fleet.servers[1].url,)
+    assert {generation.engine for generation in generations} <= {0, 1}, "the router does not say who answered, the engines do"
 
     # It is started again, and serves when it has been given weights.
     while not renewed:

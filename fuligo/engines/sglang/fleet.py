@@ -214,7 +214,12 @@ class _Engine:
 
 def _client(settings: FleetSettings, server: ServerSettings, *, start: int) -> EngineClient:
     return EngineClient(
-        server.url, retries=settings.request_retries, timeout_s=settings.request_timeout_s, num_ranks=server.tp_size, start=start
+        server.url,
+        retries=settings.request_retries,
+        timeout_s=settings.request_timeout_s,
+        num_ranks=server.tp_size,
+        start=start,
+        number=server.number,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from fuligo.engines.arguments import command_line
 from fuligo.engines.client import EngineClient
+from fuligo.engines.generation import WeightLabel
 from fuligo.engines.server_process import ServerProcess
 
 PROBE_TIMEOUT_S = 5.0
@@ -66,6 +67,8 @@ class ServerSettings:
     """Of the engine's first node: its HTTP server and its rendezvous."""
     ports: ServerPorts
     log_file: Path
+    number: int | None = None
+    """Among the engines of the run, from 0; it labels its answers with it."""
     gpu_ids: tuple[int, ...] = ()
     """Of this node, consecutive. The others stay visible to the engine: NCCL cannot reach a peer's GPU that its process does not see."""
     num_nodes: int = 1
@@ -95,6 +98,8 @@ class ServerSettings:
             "pp_size": self.pp_size,
             "device": self.device,
         }
+        if self.number is not None:
+            placed["weight_version"] = str(WeightLabel(0, self.number))
         if self.gpu_ids:
             placed["base_gpu_id"] = self.gpu_ids[0]
         if self.worker_type != "regular":

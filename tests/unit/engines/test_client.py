@@ -165,10 +165,29 @@ async def test_a_group_sends_requests_in_turn(server: Misbehaving) -> None:
 
     for number, client in enumerate(group.clients):
         listen(number, client)
-    for number in range(4):
-        await group.generate([1], PARAMS, rid=str(number))
-    assert asked == [0, 1, 0, 1]
+    answered = [(await group.generate([1], PARAMS, rid=str(number))).engine for number in range(4)]
+    assert asked == answered == [0, 1, 0, 1]
     await group.close()
+
+
+async def test_weights_are_labelled_with_version_and_engine() -> None:
+    labels: list[str] = []
+
+    async def update(request: web.Request) -> web.Response:
+        labels.append((await request.json())["weight_version"])
+        return web.json_response({"success": True})
+
+    app = web.Application()
+    app.router.add_post("/update_weights_from_disk", update)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    for number in (2, None):
+        client = EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}", number=number)
+        await client.update_weights_from_disk("/weights", version=40)
+        await client.close()
+    assert labels == ["40@2", "40"]
+    await runner.cleanup()
 
 
 async def test_a_group_with_a_router_sends_requests_there(server: Misbehaving) -> None:

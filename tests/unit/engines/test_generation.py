@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuligo.engines.generation import Retryable, SamplingParams, parse_generation
+from fuligo.engines.generation import Retryable, SamplingParams, WeightLabel, parse_generation
 
 params = st.builds(
     SamplingParams,
@@ -78,6 +78,17 @@ def test_an_answer_becomes_a_generation() -> None:
     assert (generation.finish_reason, generation.weight_version, generation.prompt_tokens, generation.cached_tokens) == ("length", 4, 3, 1)
 
 
+@pytest.mark.parametrize(("reported", "version", "engine"), [("4", 4, None), ("40@2", 40, 2), ("default", 0, None), (7, 7, None)])
+def test_an_answer_may_name_its_engine_beside_the_version(reported: Any, version: int, engine: int | None) -> None:
+    generation = parse_generation(answer(weight_version=reported))
+    assert (generation.weight_version, generation.engine) == (version, engine)
+
+
+@given(st.builds(WeightLabel, st.integers(0, 10**9), st.none() | st.integers(0, 1000)))
+def test_a_label_survives_the_wire(label: WeightLabel) -> None:
+    assert WeightLabel.parse(str(label)) == label
+
+
 @pytest.mark.parametrize("reason", ["stop", "length", "abort"])
 def test_an_abort_is_an_answer_like_the_others(reason: str) -> None:
     assert parse_generation(answer(finish_reason={"type": reason})).finish_reason == reason
@@ -99,6 +110,7 @@ def test_an_abort_is_an_answer_like_the_others(reason: str) -> None:
         answer(finish_reason={"type": "bored"}),
         answer(finish_reason=None),
         answer(weight_version="new"),
+        answer(weight_version="4@new"),
         answer(output_ids=[7, 2**40], output_token_logprobs=[[-0.5, 7, None], [-1.0, 2**40, None]]),
     ],
 )

@@ -33,8 +33,8 @@ class Answers:
         return answer
 
 
-def answer(ids: list[int], reason: FinishReason = "stop", version: int = 0, logprob: float = -1.0) -> Generation:
-    return Generation(np.array(ids, np.int32), np.full(len(ids), logprob, np.float32), reason, version, 3, 0, "")
+def answer(ids: list[int], reason: FinishReason = "stop", version: int = 0, logprob: float = -1.0, engine: int | None = None) -> Generation:
+    return Generation(np.array(ids, np.int32), np.full(len(ids), logprob, np.float32), reason, version, 3, 0, "", engine=engine)
 
 
 def sample(index: int = 7) -> Sample:
@@ -71,6 +71,15 @@ async def test_an_aborted_sample_goes_on_with_new_weights_and_every_token_keeps_
     assert done.versions.tolist() == [0, 0, 3]
     assert done.engine_logprobs.tolist() == [-1, -1, -2]
     assert done.response == "5 6 7"
+
+
+async def test_spans_tell_which_engine_sampled_which_tokens():
+    engine = Answers([answer([5, 6], "abort", engine=1), EngineError("gone"), answer([7], engine=0)])
+    generate = SingleTurn(engine, Tokenizer(), timeout_s=9)
+    done = await generate(await generate(await generate(sample(), PARAMS), PARAMS), PARAMS)
+    assert [(span.engine, span.first_token, span.num_tokens) for span in done.spans] == [(1, 0, 2), (None, 2, 0), (0, 2, 1)]
+    assert done.engine == 0
+    assert all(span.start_s <= span.end_s for span in done.spans)
 
 
 async def test_min_new_tokens_counts_the_whole_response():

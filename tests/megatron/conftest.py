@@ -1,0 +1,22 @@
+"""The Megatron trainer on a CPU: up to four ranks over gloo, shared by all tests of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.megatron.ranks import RankPool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/megatron/" in item.path.as_posix():
+            item.add_marker(pytest.mark.megatron)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    pool = RankPool()
+    yield pool
+    pool.close()

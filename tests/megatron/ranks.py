@@ -1,0 +1,129 @@
+"""Ranks for the tests of the Megatron trainer: processes that are started once and then run one function after another over gloo.
+
+A function is importable by name (at the top of a test module), takes this rank's `World` first, and its arguments and result can be
+pickled. Every run has a process group of its own, of the size that it asks for, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+from fuligo.trainer.ranks.world import World, join_world
+
+P = ParamSpec("P")
+R = TypeVar("R")
+SIZE = 4
+TIMEOUT_S = 240.0
+GRACE_S = 5.0
+"""After the first failure: how long the others have to fail too, which they do when they miss the one that failed."""
+
+
+@dataclass(slots=True)
+class _Rank:
+    process: BaseProcess
+    connection: Connection
+
+
+class RankPool:
+    """Up to four ranks, each started when it is first needed. Where one hangs or is lost, all are started anew."""
+
+    def __init__(self) -> None:
+        self._store: TCPStore | None = None
+        self._ranks: list[_Rank] = []
+        self._num_runs = 0
+
+    def run(self, num_ranks: int, function: Callable[Concatenate[World, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """What `function(world, *args, **kwargs)` returns on each of the first `num_ranks` ranks.
+
+        Raises:
+            AssertionError: it raised on a rank, or is not done after four minutes; the message holds each failed rank's traceback.
+        """
+        assert 1 <= num_ranks <= SIZE
+        self._start(num_ranks)
+        ranks = self._ranks[:num_ranks]
+        self._num_runs += 1
+        for rank in ranks:
+            rank.connection.send((self._num_runs, num_ranks, function, args, kwargs))
+        values: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(values) + len(errors) < num_ranks and time.monotonic() < deadline:
+            waiting = {rank.connection: number for number, rank in enumerate(ranks) if number not in values and number not in errors}
+            for connection in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+                number = waiting[connection]
+                try:
+                    failed, result = connection.recv()
+                except EOFError:
+                    failed, result = True, f"ended with exit code {ranks[number].process.exitcode}"
+                (errors if failed else values)[number] = result
+                if failed:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if errors or len(values) < num_ranks:
+            if len(values) + len(errors) < num_ranks or any(not rank.process.is_alive() for rank in ranks):
+                self.close()
+            late = [number for number in range(num_ranks) if number not in values and number not in errors]
+            told = [f"rank {number}: {text}" for number, text in sorted(errors.items())]
+            raise AssertionError("\n".join([*told, *(f"rank {number} is not done" for number in late)]))
+        return [values[number] for number in range(num_ranks)]
+
+    def close(self) -> None:
+        """End the processes, whatever they do."""
+        for rank in self._ranks:
+            rank.connection.close()
+            rank.process.kill()
+            rank.process.join()
+        self._ranks, self._store = [], None
+
+    def _start(self, num_ranks: int) -> None:
+        if self._store is None:
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        for number in range(len(self._ranks), num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(number, self._store.port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append(_Rank(process, ours))
+
+
+def _serve(rank: int, port: int, connection: Connection) -> None:
+    """Run what the pool asks for until it closes its end."""
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks for it, on a CPU too, where TP ranks split the sequence
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    while True:
+        try:
+            number, size, function, args, kwargs = connection.recv()
+        except EOFError:
+            return
+        try:
+            world = join_world(rank, size, "cpu", store=PrefixStore(f"run/{number}", store), timeout_s=TIMEOUT_S)
+            answer = False, function(world, *args, **kwargs)
+        except BaseException:
+            answer = True, traceback.format_exc()
+        _leave()
+        connection.send(answer)
+
+
+def _leave() -> None:
+    """Ranks that wait for this one in a collective fail at once when its process group ends."""
+    if "megatron.core" in sys.modules:
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,20 @@ _SAME_ARCHITECTURE = (
 """Keys of config.json in which two checkpoints of one model agree."""
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor is."""
+
+    file: str
+    """In the checkpoint's directory."""
+    dtype: str
+    """As safetensors writes it: `BF16`, `F32`, `F8_E4M3`, ..."""
+    shape: Shape
+    start: int
+    """Of its bytes, counted from the beginning of the file."""
+    end: int
 
 
 class DamagedFileError(Exception):
@@ -90,6 +105,15 @@ def read_shapes(directory: Path) -> dict[str, Shape]:
     """Name -> shape of all tensors, from the headers alone.
 
     Raises:
+        DamagedFileError: as `read_stored_tensors`.
+    """
+    return {name: tensor.shape for name, tensor in read_stored_tensors(directory).items()}
+
+
+def read_stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Name -> type, shape and place of all tensors, from the headers alone.
+
+    Raises:
         DamagedFileError: a file is missing, truncated, or no safetensors file; or a tensor is not where the index says.
     """
     index = directory / _INDEX
@@ -97,20 +121,24 @@ def read_shapes(directory: Path) -> dict[str, Shape]:
         files = sorted(directory.glob("*.safetensors"))
         if not files:
             raise DamagedFileError(f"{directory} has no *.safetensors files with weights")
-        return {name: shape for file in files for name, shape in _read_header(file).items()}
+        return {name: tensor for file in files for name, tensor in read_header(file).items()}
     content = _read_json(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise DamagedFileError(f"{index} has no weight_map; it must say which file holds each tensor")
-    headers = {file: _read_header(directory / file) for file in sorted(set(weight_map.values()))}
+    headers = {file: read_header(directory / file) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in headers[file]:
             raise DamagedFileError(f"{directory / file} lacks {name}, which {_INDEX} says is there")
     return {name: headers[file][name] for name, file in weight_map.items()}
 
 
-def _read_header(file: Path) -> dict[str, Shape]:
-    """Of one safetensors file: 8 bytes with the header's length, the header as JSON, then the data, to the byte."""
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Of one safetensors file: 8 bytes with the header's length, the header as JSON, then the data, to the byte.
+
+    Raises:
+        DamagedFileError: it cannot be read, is truncated, or no safetensors file.
+    """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -118,17 +146,22 @@ def _read_header(file: Path) -> dict[str, Shape]:
             if length > size - _HEADER_LENGTH_BYTES:
                 raise DamagedFileError(f"{file} is truncated or no safetensors file: it has {size} bytes, its header alone {length}")
             header = json.loads(stream.read(length))
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        expected = _HEADER_LENGTH_BYTES + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-        shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
+        data = _HEADER_LENGTH_BYTES + length
+        tensors = {name: _stored(file.name, entry, data) for name, entry in header.items() if name != "__metadata__"}
     except OSError as error:
         raise DamagedFileError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError, IndexError):
         raise DamagedFileError(f"{file} is no safetensors file: its header is not valid") from None
+    expected = max((tensor.end for tensor in tensors.values()), default=data)
     if size != expected:
         state = "truncated" if size < expected else "too long"
         raise DamagedFileError(f"{file} is {state}: it has {size} bytes, its header says {expected}; copy or download it again")
-    return shapes
+    return tensors
+
+
+def _stored(file: str, entry: dict[str, Any], data: int) -> StoredTensor:
+    start, end = entry["data_offsets"]
+    return StoredTensor(file, entry["dtype"], tuple(entry["shape"]), data + start, data + end)
 
 
 def _contradictions(config: dict[str, Any], shapes: dict[str, Shape]) -> Iterator[str]:

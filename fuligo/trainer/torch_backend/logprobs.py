@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-
-class TokenLogprobs(NamedTuple):
-    """Float32, of the distribution softmax(logits / temperature) over the full vocabulary."""
-
-    logprobs: Tensor
-    """[N] of the target tokens"""
-    entropy: Tensor
-    """[N] nats"""
+from fuligo.trainer.logprobs import TokenLogprobs, chunks, grad_of_logits, rowwise_dot, scaled_logits
 
 
 class OutputHead(NamedTuple):
@@ -52,10 +44,10 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = hidden.new_empty(targets.shape, dtype=torch.float32)
         entropy = torch.empty_like(logprobs)
         log_softmax = None
-        for chunk in _chunks(len(targets), chunk_tokens):
+        for chunk in chunks(len(targets), chunk_tokens):
             log_softmax = _log_softmax(hidden[chunk], weight, bias, temperature)
             logprobs[chunk] = log_softmax.gather(1, targets[chunk, None]).squeeze(1)
-            entropy[chunk] = -_rowwise_dot(log_softmax.exp(), log_softmax)
+            entropy[chunk] = -rowwise_dot(log_softmax.exp(), log_softmax)
         whole = log_softmax if len(targets) <= chunk_tokens else None
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, whole)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
@@ -71,7 +63,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None
-        for chunk in _chunks(len(targets), ctx.chunk_tokens):
+        for chunk in chunks(len(targets), ctx.chunk_tokens):
             log_softmax = whole if whole is not None else _log_softmax(hidden[chunk], weight, bias, ctx.temperature)
             grad_logits = _grad_logits(
                 log_softmax,
@@ -92,42 +84,14 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
-    return (slice(start, start + chunk_tokens) for start in range(0, num_tokens, chunk_tokens))
-
-
 def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """[n, V] float32. Logits are never rounded to half precision: ratios of policies would drown in it."""
-    if hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype != torch.float32:
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    else:
-        logits = hidden.float() @ weight.float().t()
-    if bias is not None:
-        logits += bias
-    if temperature != 1.0:
-        logits /= temperature
-    return logits.log_softmax(-1)
+    return scaled_logits(hidden, weight, bias, temperature).log_softmax(-1)
 
 
 def _grad_logits(
     log_softmax: Tensor, targets: Tensor, entropy: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
 ) -> Tensor:
-    """[n, V] with p = softmax: d logprob / d logit_v = [v = target] - p_v, d entropy / d logit_v = -p_v (log p_v + entropy)."""
-    probs = log_softmax.exp()
-    if grad_entropy is None:
-        if grad_logprobs is None:
-            return probs.zero_()
-        grad = probs.mul_(-grad_logprobs[:, None])
-    else:
-        slope = (log_softmax + entropy[:, None]).mul_(-grad_entropy[:, None])
-        if grad_logprobs is not None:
-            slope -= grad_logprobs[:, None]
-        grad = probs.mul_(slope)
+    grad = grad_of_logits(log_softmax, entropy, grad_logprobs, grad_entropy)
     if grad_logprobs is not None:
         grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None])
     return grad
-
-
-def _rowwise_dot(left: Tensor, right: Tensor) -> Tensor:
-    """[n] without a third [n, V] tensor."""
-    return torch.bmm(left[:, None, :], right[:, :, None])[:, 0, 0]

@@ -1,0 +1,150 @@
+"""Log-probability and entropy of response tokens where every TP rank has a part of the vocabulary. Logits never leave their rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fuligo.trainer.logprobs import TokenLogprobs, chunks, grad_of_logits, rowwise_dot, scaled_logits
+
+
+def vocab_parallel_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    num_vocab: int,
+    tp_group: dist.ProcessGroup,
+) -> TokenLogprobs:
+    """Log-probabilities of `targets` and the entropies of the distributions they come from; both can be differentiated.
+
+    Every rank of `tp_group` calls it with the same tokens and gets the same values. The gradient of `hidden` is this rank's part of a
+    sum over the ranks, which the region that `hidden` comes from adds up (`copy_to_tensor_model_parallel_region`). The gradient of
+    `weight` goes, in float32, straight to its `main_grad` where Megatron's data parallelism has given it one.
+
+    Peak memory beyond inputs and gradients is a few [chunk_tokens, V / tp] float32 tensors in either pass: the backward pass computes
+    the logits of a chunk again.
+
+    Args:
+        hidden: [N, E] the hidden state *before* each target: position t - 1 predicts token t.
+        weight: [V' / tp, E] this rank's rows of the output layer, whose V' tokens are the vocabulary and padding behind it.
+        targets: [N]
+        temperature: divides the logits.
+        chunk_tokens: tokens whose logits exist at a time.
+        num_vocab: V; what is behind has no probability, and no gradient.
+        tp_group: ranks that share the vocabulary.
+    """
+    first = dist.get_rank(tp_group) * weight.size(0)
+    num_own = max(0, min(weight.size(0), num_vocab - first))
+    return TokenLogprobs(*_VocabParallelLogprobs.apply(hidden, weight, targets - first, temperature, chunk_tokens, num_own, tp_group))
+
+
+class _VocabParallelLogprobs(torch.autograd.Function):
+    """`targets` are counted from this rank's first token; `num_own` of its rows are no padding."""
+
+    @staticmethod
+    def forward(  # autograd passes positions only
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        num_own: int,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor]:
+        peak, log_sum, logprobs, entropy = hidden.new_empty(4, len(targets), dtype=torch.float32)
+        for chunk in chunks(len(targets), chunk_tokens):
+            logits = scaled_logits(hidden[chunk], weight[:num_own], None, temperature)
+            peak[chunk] = _all_reduce(logits.amax(-1) if num_own else peak.new_full(logits.shape[:1], -torch.inf), group, dist.ReduceOp.MAX)
+            logits -= peak[chunk, None]
+            exp = logits.exp()
+            parts = torch.stack([exp.sum(-1), rowwise_dot(exp, logits), _at_targets(logits, targets[chunk])])
+            total, weighted, at_target = _all_reduce(parts, group, dist.ReduceOp.SUM)
+            log_sum[chunk] = total.log()
+            logprobs[chunk] = at_target - log_sum[chunk]
+            entropy[chunk] = log_sum[chunk] - weighted / total
+        ctx.save_for_backward(hidden, weight, targets, peak, log_sum, entropy)
+        ctx.temperature, ctx.chunk_tokens, ctx.num_own = temperature, chunk_tokens, num_own
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # two outputs, two gradients
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, peak, log_sum, entropy = ctx.saved_tensors
+        rows = weight[: ctx.num_own]
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = _weight_gradient(weight) if ctx.needs_input_grad[1] else None
+        for chunk in chunks(len(targets), ctx.chunk_tokens):
+            log_softmax = scaled_logits(hidden[chunk], rows, None, ctx.temperature)
+            log_softmax.sub_(peak[chunk, None]).sub_(log_sum[chunk, None])
+            to_logprobs = None if grad_logprobs is None else grad_logprobs[chunk] / ctx.temperature
+            to_entropy = None if grad_entropy is None else grad_entropy[chunk] / ctx.temperature
+            grad_logits = grad_of_logits(log_softmax, entropy[chunk], to_logprobs, to_entropy)
+            del log_softmax
+            if to_logprobs is not None:
+                _add_at_targets(grad_logits, targets[chunk], to_logprobs)
+            grad_logits = grad_logits.to(hidden.dtype)
+            torch.mm(grad_logits, rows.to(hidden.dtype), out=grad_hidden[chunk])
+            if grad_weight is not None:
+                _add_product(grad_weight[: ctx.num_own], grad_logits.t(), hidden[chunk])
+        return grad_hidden, _handed_over(weight, grad_weight), None, None, None, None, None
+
+
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    if group.size() > 1:
+        dist.all_reduce(tensor, operation, group=group)
+    return tensor
+
+
+def _at_targets(logits: Tensor, targets: Tensor) -> Tensor:
+    """[n] the logits of the targets that are this rank's; 0 for others."""
+    own = (targets >= 0) & (targets < logits.size(1))
+    if not logits.size(1):
+        return torch.zeros_like(targets, dtype=logits.dtype)
+    return torch.where(own, logits.gather(1, targets.where(own, 0)[:, None])[:, 0], 0.0)
+
+
+def _add_at_targets(grad_logits: Tensor, targets: Tensor, values: Tensor) -> None:
+    if grad_logits.size(1):
+        own = (targets >= 0) & (targets < grad_logits.size(1))
+        grad_logits.scatter_add_(1, targets.where(own, 0)[:, None], values.where(own, 0.0)[:, None])
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right in float32, whatever the precision of the factors."""
+    if left.is_cuda and left.dtype != torch.float32:
+        total += torch.mm(left, right, out_dtype=torch.float32)
+    else:
+        total += left.float() @ right.float()
+
+
+def _weight_gradient(weight: Tensor) -> Tensor:
+    """[V' / tp, E] float32 to add to."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is not None and main_grad.dtype == torch.float32:
+        return main_grad
+    return torch.zeros_like(weight, dtype=torch.float32)
+
+
+def _handed_over(weight: Tensor, grad_weight: Tensor | None) -> Tensor | None:
+    """What autograd gets of the weight's gradient.
+
+    Where it is in `main_grad` already: something to call Megatron's hooks with, which they add only to embeddings' gradients of the same
+    weight (megatron/core/distributed/distributed_data_parallel.py, `_make_backward_post_hook`).
+    """
+    if grad_weight is None:
+        return None
+    if grad_weight is not getattr(weight, "main_grad", None):
+        return grad_weight.to(weight.dtype)
+    weight.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

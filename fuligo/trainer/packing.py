@@ -42,13 +42,16 @@ class _Bin:
     num_tokens: int
 
 
-def pack(lengths: Sequence[int], capacity: Capacity, *, num_ranks: int = 1, balance_by: Cost | None = None) -> list[list[MicroBatchPlan]]:
+def pack(
+    lengths: Sequence[int], capacity: Capacity, *, num_ranks: int = 1, multiple_of: int = 1, balance_by: Cost | None = None
+) -> list[list[MicroBatchPlan]]:
     """Micro-batches of every rank for one optimizer step: the same number on each, none empty, no sample left out or cut.
 
     Args:
         lengths: tokens of every sample of the step.
         capacity: of one micro-batch.
         num_ranks: data-parallel ranks.
+        multiple_of: what each rank's number of micro-batches is a multiple of; an interleaved pipeline needs one of its ranks.
         balance_by: given, ranks get about the same total cost, not only the same number of micro-batches.
 
     Returns:
@@ -64,7 +67,8 @@ def pack(lengths: Sequence[int], capacity: Capacity, *, num_ranks: int = 1, bala
         )
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     bins = _first_fit(longest_first, lengths, capacity)
-    num_bins = -(-len(bins) // num_ranks) * num_ranks
+    num_together = num_ranks * multiple_of
+    num_bins = -(-len(bins) // num_together) * num_together
     _split_largest(bins, min(num_bins, len(lengths)), lengths)
     if balance_by is not None:
         bins = _even(longest_first, lengths, capacity, len(bins), balance_by) or bins

@@ -21,14 +21,16 @@ def tokens(plan, lengths):
     return sum(lengths[i] for i in plan.samples)
 
 
-@given(LENGTHS, RANKS, st.none() | st.integers(1, 400), st.none() | st.integers(1, 9), st.booleans())
-def test_every_sample_counts_once_and_limits_hold(lengths, num_ranks, max_tokens, max_samples, balance):
+@given(LENGTHS, RANKS, st.integers(1, 4), st.none() | st.integers(1, 400), st.none() | st.integers(1, 9), st.booleans())
+def test_every_sample_counts_once_and_limits_hold(lengths, num_ranks, multiple_of, max_tokens, max_samples, balance):
     if len(lengths) < num_ranks:
         return
-    ranks = pack(lengths, Capacity(max_tokens, max_samples), num_ranks=num_ranks, balance_by=FLOPS if balance else None)
+    capacity = Capacity(max_tokens, max_samples)
+    ranks = pack(lengths, capacity, num_ranks=num_ranks, multiple_of=multiple_of, balance_by=FLOPS if balance else None)
 
     assert len(ranks) == num_ranks
-    assert len({len(plans) for plans in ranks}) == 1, "every rank has the same number of micro-batches"
+    (num_plans,) = {len(plans) for plans in ranks}  # every rank has the same number of micro-batches
+    assert num_plans % multiple_of == 0
     plans = [plan for rank in ranks for plan in rank]
     assert Counter(i for plan in plans if plan.counts for i in plan.samples) == Counter(range(len(lengths)))
     for plan in plans:
@@ -70,6 +72,14 @@ def test_long_samples_that_do_not_divide_evenly_keep_ranks_in_step_with_a_repeti
     ranks = pack([50, 50, 50], Capacity(max_tokens=60), num_ranks=2)
     assert [len(plans) for plans in ranks] == [2, 2]
     assert sorted(plan.counts for plans in ranks for plan in plans) == [False, True, True, True]
+
+
+@given(LENGTHS, RANKS, st.integers(1, 4))
+def test_micro_batches_are_cut_rather_than_repeated(lengths, num_ranks, multiple_of):
+    if len(lengths) < num_ranks * multiple_of:
+        return
+    ranks = pack(lengths, Capacity(), num_ranks=num_ranks, multiple_of=multiple_of)
+    assert all(len(plans) == multiple_of and all(plan.counts for plan in plans) for plans in ranks)
 
 
 def test_fewer_samples_than_ranks_is_refused_with_both_numbers():

@@ -11,15 +11,25 @@ from fuligo.errors import ConfigError
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.deepseek_v3.architecture import architecture as deepseek_v3
+from fuligo.models.deepseek_v3.names import names as deepseek_v3_names
 from fuligo.models.glm4.architecture import architecture as glm4
+from fuligo.models.glm4.names import names as glm4_names
 from fuligo.models.glm4_moe.architecture import architecture as glm4_moe
+from fuligo.models.glm4_moe.names import names as glm4_moe_names
 from fuligo.models.glm4_moe_lite.architecture import architecture as glm4_moe_lite
+from fuligo.models.glm4_moe_lite.names import names as glm4_moe_lite_names
 from fuligo.models.glm_moe_dsa.architecture import architecture as glm_moe_dsa
 from fuligo.models.llama.architecture import architecture as llama
+from fuligo.models.llama.names import names as llama_names
 from fuligo.models.mimo.architecture import architecture as mimo
+from fuligo.models.mimo.names import names as mimo_names
+from fuligo.models.names import ModelNames, NameTable
 from fuligo.models.qwen2.architecture import architecture as qwen2
+from fuligo.models.qwen2.names import names as qwen2_names
 from fuligo.models.qwen3.architecture import architecture as qwen3
+from fuligo.models.qwen3.names import names as qwen3_names
 from fuligo.models.qwen3_moe.architecture import architecture as qwen3_moe
+from fuligo.models.qwen3_moe.names import names as qwen3_moe_names
 
 FAMILIES: Mapping[str, Callable[[ConfigJson], Architecture]] = {
     "deepseek_v3": deepseek_v3,
@@ -33,6 +43,19 @@ FAMILIES: Mapping[str, Callable[[ConfigJson], Architecture]] = {
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
 }
+
+NAMES: Mapping[str, Callable[[ConfigJson, Architecture], NameTable]] = {
+    "deepseek_v3": deepseek_v3_names,
+    "glm4": glm4_names,
+    "glm4_moe": glm4_moe_names,
+    "glm4_moe_lite": glm4_moe_lite_names,
+    "llama": llama_names,
+    "mimo": mimo_names,
+    "qwen2": qwen2_names,
+    "qwen3": qwen3_names,
+    "qwen3_moe": qwen3_moe_names,
+}
+"""Of the families that Megatron has layers for."""
 
 
 def architecture_of(config_json: Mapping[str, Any], source: str = "config.json") -> Architecture:
@@ -49,6 +72,22 @@ def architecture_of(config_json: Mapping[str, Any], source: str = "config.json")
     if family is None:
         raise ConfigError(f"{source}: model_type {config.model_type} is not one whose shapes are known: {', '.join(FAMILIES)}")
     return family(config)
+
+
+def names_of(config_json: Mapping[str, Any], source: str = "config.json") -> ModelNames:
+    """The names of all weights of the model that a config.json describes, in its checkpoint and in Megatron.
+
+    Raises:
+        ConfigError: as `architecture_of`; or Megatron has no layers for the family.
+    """
+    config, architecture = ConfigJson.of(config_json, source), architecture_of(config_json, source)
+    table = NAMES.get(config.model_type)
+    if table is None:
+        raise ConfigError(
+            f"{source}: model_type {config.model_type} has no Megatron layers yet, only {', '.join(NAMES)} have; "
+            "give --train-backend torch, or choose another model"
+        )
+    return ModelNames(architecture, table(config, architecture))
 
 
 def read_config_json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,13 @@
+"""Names of the weights."""
+
+from __future__ import annotations
+
+from fuligo.models.architecture import Architecture
+from fuligo.models.config_json import ConfigJson
+from fuligo.models.name_parts import dense_table, grouped_attention
+from fuligo.models.names import NameTable
+
+
+def names(config: ConfigJson, architecture: Architecture) -> NameTable:
+    """Queries, keys and values have a bias."""
+    return dense_table(architecture, grouped_attention(architecture, qkv_bias=True))

@@ -17,8 +17,9 @@ from fuligo.errors import CheckpointError, TrainerError
 from fuligo.models.alignment import align_weights
 from fuligo.models.rms_norm import speed_up_rms_norms
 from fuligo.trainer.batch import PackedTokens
+from fuligo.trainer.logprobs import TokenLogprobs
 from fuligo.trainer.torch_backend import attention
-from fuligo.trainer.torch_backend.logprobs import OutputHead, TokenLogprobs, token_logprobs
+from fuligo.trainer.torch_backend.logprobs import OutputHead, token_logprobs
 
 logger = logging.getLogger(__name__)
 

@@ -22,20 +22,13 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from fuligo.errors import CheckpointError
 from fuligo.trainer.ranks.world import World
+from fuligo.trainer.step import Progress
 from fuligo.trainer.torch_backend.sharding import full_tensor, shard_like
 from fuligo.trainer.torch_backend.tensor_files import TensorFiles, write_tensors
 from fuligo.trainer.torch_backend.weights import load_weights, named_weights, weight_tensors
 
 FORMAT = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far training has come."""
-
-    num_optimizer_steps: int = 0
-    num_rollouts: int = 0
 
 
 @dataclass(slots=True)

@@ -16,12 +16,14 @@ from fuligo.errors import TrainerError
 from fuligo.trainer.batch import pack_tokens
 from fuligo.trainer.packing import Cost, MicroBatchPlan, pack, sequence_flops
 from fuligo.trainer.ranks.world import World
-from fuligo.trainer.torch_backend.gradients import StepGradients, compute_gradients, split_scores
+from fuligo.trainer.step import Progress, StepGradients, require_finite, split_scores
+from fuligo.trainer.timeline import Timeline
+from fuligo.trainer.torch_backend.gradients import compute_gradients
 from fuligo.trainer.torch_backend.model import Policy, check_packed_forward, enable_gradient_checkpointing, load_model
 from fuligo.trainer.torch_backend.optimizer import apply_step, build_optimizer, freeze_parameters, gradient_norm
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.sharding import shard
-from fuligo.trainer.torch_backend.state import Progress, TrainingState, restore_state, save_state
+from fuligo.trainer.torch_backend.state import TrainingState, restore_state, save_state
 from fuligo.trainer.torch_backend.weights import copy_weights, export_dtype, named_weights
 from fuligo.types import FloatArray, StepResult, TokenScores, TrainBatch, TrainSample
 from fuligo.weights.manifest import WeightManifest, WeightTarget
@@ -53,6 +55,7 @@ class TorchRankWorker:
         self.export_dtype = published[settings.publish_dtype] if settings.publish_dtype is not None else checkpoint_dtype
         self.balance_by = _cost(self.policy) if settings.balance_data else None
         self._sender = WeightSender()
+        self._timeline = Timeline(world.device)
 
     def score(self, samples: list[TrainSample]) -> list[TrainSample] | None:
         """The samples with old and reference log-probabilities, on rank 0; None on others."""
@@ -60,8 +63,9 @@ class TorchRankWorker:
             [len(sample.tokens) for sample in samples], self.settings.score_capacity, num_ranks=self.world.size, balance_by=self.balance_by
         )
         mine = plans[self.world.rank]
-        old = self._logprobs(self.policy, samples, mine) if self.settings.needs_old_logprobs else None
-        ref = self._logprobs(self.reference, samples, mine) if self.reference is not None else None
+        with self._timeline.span("score"):
+            old = self._logprobs(self.policy, samples, mine) if self.settings.needs_old_logprobs else None
+            ref = self._logprobs(self.reference, samples, mine) if self.reference is not None else None
         gathered = self.world.gather((old, ref))
         if gathered is None:
             return None
@@ -97,12 +101,12 @@ class TorchRankWorker:
         self._maybe_renew_reference()
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()  # activations' memory is the engine's until the next rollout is there
-        gathered = self.world.gather((scores, num_tokens)) or []
-        num_tokens = sum(tokens for _, tokens in gathered)
+        gathered = self.world.gather((scores, num_tokens, self._timeline.take())) or []
+        num_tokens = sum(tokens for _, tokens, _ in gathered)
         means = {f"train/{name}": sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
         means["train/tokens_per_s"] = num_tokens / (time.perf_counter() - started)
-        by_position = {position: score for rank_scores, _ in gathered for position, score in rank_scores.items()}
-        return StepResult(metrics=means, scores=by_position, num_tokens=num_tokens)
+        by_position = {position: score for rank_scores, _, _ in gathered for position, score in rank_scores.items()}
+        return StepResult(means, by_position, num_tokens, rank_spans=[spans for _, _, spans in gathered])
 
     def gradients(self, batch: TrainBatch, step: int) -> StepGradients:
         """Leave the gradient of the loss of `batch.steps[step]` in the parameters."""
@@ -113,11 +117,12 @@ class TorchRankWorker:
 
     def send_weights(self, target: WeightTarget) -> WeightManifest | None:
         """Rank 0 sends what all ranks gather."""
-        if self.world.rank == 0:
-            return self._sender.send(self.named_weights(), target)
-        for _ in self.named_weights():
-            pass
-        return None
+        with self._timeline.span("send"):
+            if self.world.rank == 0:
+                return self._sender.send(self.named_weights(), target)
+            for _ in self.named_weights():
+                pass
+            return None
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and full tensors in the data type of `hf_checkpoint`. A collective: every rank iterates to the end."""
@@ -166,10 +171,12 @@ class TorchRankWorker:
         return logprobs
 
     def _optimizer_step(self, batch: TrainBatch, step: int) -> tuple[StepGradients, dict[str, float]]:
-        gradients = self.gradients(batch, step)
-        grad_norm = gradient_norm(self.optimizer)
-        self._check_finite(gradients.losses, grad_norm)
-        lr = apply_step(self.optimizer, self.settings.optimizer, step=self.progress.num_optimizer_steps, grad_norm=grad_norm)
+        with self._timeline.span("forward, backward"):
+            gradients = self.gradients(batch, step)
+        with self._timeline.span("optimizer"):
+            grad_norm = gradient_norm(self.optimizer)
+            self._check_finite(gradients.losses, grad_norm)
+            lr = apply_step(self.optimizer, self.settings.optimizer, step=self.progress.num_optimizer_steps, grad_norm=grad_norm)
         self.progress.num_optimizer_steps += 1
         sums = gradients.sums.with_vector(self.world.sum(gradients.sums.vector()))
         own = {"lr": lr, "grad_norm": grad_norm, "num_micro_batches": float(len(gradients.losses))}
@@ -179,16 +186,11 @@ class TorchRankWorker:
         """All ranks decide alike: each sees the losses of all, and the norm is of the whole gradient."""
         all_losses = losses.new_zeros(self.world.size, len(losses))
         all_losses[self.world.rank] = losses
-        bad = (~self.world.sum(all_losses).isfinite()).nonzero().tolist()
-        if not bad and torch.isfinite(torch.tensor(grad_norm)):
-            return
-        self.optimizer.zero_grad(set_to_none=True)
-        step = self.progress.num_optimizer_steps
-        where = f"the loss of micro-batch {bad[0][1]} on rank {bad[0][0]}" if bad else f"the gradient norm ({grad_norm})"
-        raise TrainerError(
-            f"optimizer step {step}: {where} is not finite; the weights were left as they are. Resume from the last checkpoint with a "
-            "smaller --lr or --clip-grad, and look at the rollout's samples for tokens that the policy finds impossible."
-        )
+        try:
+            require_finite(self.world.sum(all_losses), grad_norm, optimizer_step=self.progress.num_optimizer_steps)
+        except TrainerError:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
 
     def _maybe_renew_reference(self) -> None:
         interval = self.settings.ref_update_interval

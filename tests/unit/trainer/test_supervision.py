@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from fuligo.errors import CheckpointError, TrainerError
-from fuligo.trainer.ranks.supervision import finish
 from fuligo.trainer.ranks import supervision
+from fuligo.trainer.ranks.supervision import finish
 
 
 @dataclass

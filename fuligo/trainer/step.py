@@ -1,0 +1,118 @@
+"""Optimizer steps: what is the same for every backend before and after the passes through its model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fuligo.algorithms.aggregate import step_denominators, token_weights
+from fuligo.errors import TrainerError
+from fuligo.trainer.batch import MicroBatch, PackedTokens, micro_batch
+from fuligo.trainer.logprobs import TokenLogprobs
+from fuligo.trainer.metric_sums import MetricSums
+from fuligo.trainer.objective import LossInputs, LossSettings
+from fuligo.trainer.packing import MicroBatchPlan
+from fuligo.types import FloatArray, TokenScores, TrainBatch, TrainSample
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far training has come."""
+
+    num_optimizer_steps: int = 0
+    num_rollouts: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class StepSamples:
+    """The samples of one optimizer step with the weights of their tokens, counted over the whole step."""
+
+    positions: Sequence[int]
+    """In the rollout's batch."""
+    samples: list[TrainSample]
+    weights: list[FloatArray]
+    """[R] of each sample."""
+
+    @classmethod
+    def of(cls, batch: TrainBatch, step: int, settings: LossSettings) -> StepSamples:
+        """Those of `batch.steps[step]`."""
+        positions = batch.steps[step]
+        samples = [batch.samples[i] for i in positions]
+        denominators = step_denominators(batch, step)
+        return cls(positions, samples, [token_weights(sample, denominators, per_token=settings.per_token) for sample in samples])
+
+    def micro_batch(self, plan: MicroBatchPlan, device: torch.device) -> MicroBatch:
+        return micro_batch(self.samples, self.weights, plan, device)
+
+    def scores(self, plan: MicroBatchPlan, tokens: PackedTokens, outputs: TokenLogprobs) -> dict[int, TokenScores]:
+        """What the policy saw in a micro-batch, by position in the rollout's batch; nothing of a repetition."""
+        if not plan.counts:
+            return {}
+        return dict(zip([self.positions[i] for i in plan.samples], split_scores(tokens, outputs)))
+
+
+@dataclass(slots=True)
+class StepGradients:
+    """What a rank's passes gave beside the gradients, which the backend keeps with its parameters."""
+
+    sums: MetricSums
+    """Of this rank."""
+    losses: Tensor
+    """[micro-batches] shares of the step's loss."""
+    scores: dict[int, TokenScores]
+    """By position in the batch's samples."""
+    num_tokens: int
+
+
+def loss_inputs(batch: MicroBatch, outputs: TokenLogprobs, settings: LossSettings) -> LossInputs:
+    entropy_matters = settings.entropy_coef != 0 or settings.loss_type == "custom_loss"
+    return LossInputs(
+        logprobs=outputs.logprobs,
+        entropy=outputs.entropy if entropy_matters else outputs.entropy.detach(),
+        advantages=batch.advantages,
+        loss_mask=batch.loss_mask,
+        weights=batch.weights,
+        sample_ids=batch.sample_ids,
+        num_samples=len(batch.tokens.response_lengths),
+        engine_logprobs=None if settings.loss_type == "sft_loss" else batch.engine_logprobs,
+        old_logprobs=batch.old_logprobs,
+        ref_logprobs=batch.ref_logprobs,
+    )
+
+
+def split_scores(tokens: PackedTokens, outputs: TokenLogprobs) -> list[TokenScores]:
+    """What the policy saw, sample by sample, in the order of the micro-batch."""
+    logprobs, entropy = torch.stack([outputs.logprobs.detach(), outputs.entropy.detach()]).cpu()
+    columns = (logprobs.split(tokens.response_lengths), entropy.split(tokens.response_lengths))
+    return [TokenScores(logprobs=lp.numpy(), entropy=h.numpy()) for lp, h in zip(*columns)]
+
+
+def total(sums: Sequence[MetricSums]) -> MetricSums:
+    """At least one."""
+    first, *others = sums
+    for more in others:
+        first = first + more
+    return first
+
+
+def require_finite(losses: Tensor, grad_norm: float, *, optimizer_step: int) -> None:
+    """
+    Args:
+        losses: [ranks, micro-batches] of all ranks, so that all decide alike.
+        grad_norm: of the whole gradient.
+
+    Raises:
+        TrainerError: one of them is not finite; the weights must not be updated.
+    """
+    bad = (~losses.isfinite()).nonzero().tolist()
+    if not bad and math.isfinite(grad_norm):
+        return
+    where = f"the loss of micro-batch {bad[0][1]} on rank {bad[0][0]}" if bad else f"the gradient norm ({grad_norm})"
+    raise TrainerError(
+        f"optimizer step {optimizer_step}: {where} is not finite; the weights were left as they are. Resume from the last checkpoint with "
+        "a smaller --lr or --clip-grad, and look at the rollout's samples for tokens that the policy finds impossible."
+    )

@@ -1,0 +1,73 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) with right gradients under tensor parallelism.
+
+Megatron-Core 0.16.1 (transformer/multi_latent_attention.py) gives each TP rank a copy of the keys' rotary part, which all heads share,
+and sums its gradient over the ranks only where TransformerEngine's layers run with sequence parallelism. Its local layers cut the down
+projections over the ranks and never sum it; its gradient step also doubles that of `q_layernorm` (by name) without sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor, nn
+
+
+class DownProjection(nn.Module):
+    """A matrix that every TP rank holds whole, as TransformerEngine's "duplicated" linear layer does; `[tokens, in] -> [tokens, out]`."""
+
+    def __init__(self, in_features: int, out_features: int, config: MLATransformerConfig) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=config.params_dtype, device=device))
+        if config.perform_initialization:
+            tracker = get_cuda_rng_tracker()
+            assert config.init_method is not None and tracker is not None
+            with tracker.fork(get_data_parallel_rng_tracker_name()):  # the same values on every TP rank
+                config.init_method(self.weight)
+        # Each rank then sees its part of the tokens: Megatron sums such gradients over the TP ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """The product and, as Megatron's linear layers return it, no bias."""
+        return F.linear(hidden, self.weight), None
+
+
+class LatentAttention(MLASelfAttention):
+    """Self attention of MLA models. The configuration's `qk_layernorm` must be off: the layer spec says which norms there are."""
+
+    def __init__(self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, submodules, *args, **kwargs)
+        assert not config.qk_layernorm, "Megatron's gradient step would sum equal gradients of q_layernorm over the TP ranks"
+        if submodules.linear_kv_down_proj is ColumnParallelLinear:
+            if config.q_lora_rank is not None:
+                self.linear_q_down_proj = DownProjection(config.hidden_size, config.q_lora_rank, config)
+            self.linear_kv_down_proj = DownProjection(config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
+        if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+            self.linear_kv_down_proj.register_forward_hook(self._sum_rotary_gradient)
+
+    def _sum_rotary_gradient(self, module: nn.Module, inputs: object, output: tuple[Tensor, None]) -> tuple[Tensor, None]:
+        """Each rank's heads give their part of the gradient of the rotary columns (the last ones); the others' is summed upstream."""
+        latent, rotary = output[0].split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
+        return torch.cat([latent, _SumGradient.apply(rotary, self.tp_group)], dim=-1), None
+
+
+class _SumGradient(torch.autograd.Function):
+    """The input; its gradient is summed over the ranks. (Megatron's own sums a copy where the gradient is not contiguous, and drops it.)"""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

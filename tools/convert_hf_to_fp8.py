@@ -1,4 +1,4 @@
-"""Quantise a Hugging Face checkpoint to FP8, file by file.
+"""Quantise a Hugging Face checkpoint to FP8, file by file: `fuligo convert fp8` under its old name.
 
 python tools/convert_hf_to_fp8.py --model-dir DIR --save-dir DIR --strategy block --block-size 128 128 --max-workers 4
 """
@@ -7,15 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from fuligo.convert.hf_to_fp8 import describe, parser, plan_hf_to_fp8
-from fuligo.convert.tool import run
-
-
-def main() -> None:
-    arguments = sys.argv[1:]
-    plan_only = parser().parse_args(arguments).plan
-    run(lambda: describe(plan_hf_to_fp8(arguments)), plan_only)
-
+from fuligo.cli import program
 
 if __name__ == "__main__":
-    main()
+    program(["convert", "fp8", *sys.argv[1:]])

@@ -18,6 +18,7 @@ from fuligo.config.topology_file import topology_from_text
 from fuligo.convert.hf_to_dist import plan_hf_to_dist
 from fuligo.convert.hf_to_fp8 import plan_hf_to_fp8
 from fuligo.errors import ConfigError
+from fuligo.models.quantisation import Quantisation
 from fuligo.planner.make_plan import make_plan
 from tests.unit.recipes.seeds import GLM_4, GLM_45, GLM_47, GLM_52, REPOSITORY, Block, block, blocks, launched, needs_seeds, script_of
 
@@ -266,4 +267,4 @@ def test_the_conversion_to_fp8(tmp_path: Path):
     found = block(GLM_45, "cd", "convert_hf_to_fp8.py")
     given = launched(found.text.replace("tools/convert_hf_to_fp8.py", "train.py"), tmp_path)
     plan = plan_hf_to_fp8((*given, "--model-dir", str(REPOSITORY / "examples" / "glm4.5-355b" / "model")))
-    assert (plan.strategy, plan.block_size, plan.num_workers) == ("block", (128, 128), 4)
+    assert (plan.quantisation, plan.num_workers) == (Quantisation("block", (128, 128)), 4)

@@ -49,10 +49,10 @@ def outer_weights(architecture: Architecture) -> Weights:
     """Embedding, final norm and, where it has weights of its own, the head."""
     vocabulary = (architecture.vocab_size, architecture.hidden_size)
     rows = (
-        Weight(EMBEDDING, ("model.embed_tokens.weight",), vocabulary, ROWS),
+        Weight(EMBEDDING, ("model.embed_tokens.weight",), vocabulary, ROWS, is_vocabulary=True),
         Weight("decoder.final_layernorm.weight", ("model.norm.weight",), (architecture.hidden_size,)),
     )
-    return rows if architecture.tied_embeddings else (*rows, Weight(HEAD, ("lm_head.weight",), vocabulary, ROWS))
+    return rows if architecture.tied_embeddings else (*rows, Weight(HEAD, ("lm_head.weight",), vocabulary, ROWS, is_vocabulary=True))
 
 
 def layer_norms(architecture: Architecture) -> Weights:

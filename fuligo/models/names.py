@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from fuligo.models.architecture import Architecture, Layer
+from fuligo.models.architecture import Architecture, GroupedAttention, Layer
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -46,6 +46,8 @@ class Weight:
     all_experts: str | None = None
     """Of an expert's weight: the name under which transformers 5 keeps all experts as one tensor, [experts, ...]."""
     expert: int | None = None
+    is_vocabulary: bool = False
+    """Its rows are tokens; Megatron's tensor may have more of them, so that ranks can share it."""
     is_float32: bool = False
     """Kept and published in float32 whatever the type of the weights."""
 
@@ -111,6 +113,20 @@ class ModelNames:
         """Where the embedding is the head too, its weight stands under both names."""
         found = {weight.megatron: weight for weight in self.weights()}
         return found if HEAD in found else found | {HEAD: found[EMBEDDING]}
+
+    def checkpoint_shapes(self, weight: Weight) -> tuple[tuple[int, ...], ...]:
+        """Of the tensors that `weight.checkpoint` names."""
+        rows, *rest = weight.shape
+        match weight.form:
+            case Form.QKV:
+                heads = self.architecture.attention
+                assert isinstance(heads, GroupedAttention)
+                sizes = [num * heads.head_dim for num in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)]
+            case Form.GATE_UP:
+                sizes = [rows // len(weight.checkpoint)] * len(weight.checkpoint)
+            case _:
+                sizes = [rows]
+        return tuple((size, *rest) for size in sizes)
 
     def is_superfluous(self, checkpoint_name: str, num_mtp_layers: int) -> bool:
         """Whether a checkpoint may hold a tensor of this name, which a model with so many prediction layers does not need."""

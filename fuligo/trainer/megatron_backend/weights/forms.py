@@ -1,0 +1,86 @@
+"""Tensors of a checkpoint as a rank's part of Megatron's, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fuligo.models.architecture import Architecture, GroupedAttention
+from fuligo.models.names import Form, Weight
+
+
+class Stored(Protocol):
+    """One of the checkpoint's tensors of a weight, read in slices."""
+
+    def read(self, axis: int, start: int, stop: int) -> Tensor:
+        """Its elements `start` to `stop` along `axis`."""
+        ...
+
+
+def read_shard(weight: Weight, stored: Sequence[Stored], architecture: Architecture, index: int, count: int) -> Tensor:
+    """The `index`-th of `count` equal parts of a weight, in Megatron's layout; only what lies in it is read.
+
+    Args:
+        stored: the checkpoint's tensors, as `Weight.checkpoint` lists them; gate and up apart also where the checkpoint has them as one.
+        count: 1 where every rank has the whole weight.
+    """
+    axis = weight.axis or 0
+    start, stop = index * weight.shape[axis] // count, (index + 1) * weight.shape[axis] // count
+    match weight.form:
+        case Form.WHOLE:
+            return stored[0].read(axis, start, stop)
+        case Form.GATE_UP:
+            return torch.cat([part.read(0, start // 2, stop // 2) for part in stored])
+        case Form.SWAPPED_HALVES:
+            return _swap_halves(stored[0].read(0, start, stop))
+        case Form.QKV:
+            return _read_qkv(stored, _group_sizes(architecture), start, stop)
+
+
+def join_shards(weight: Weight, shards: Sequence[Tensor], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
+    """The checkpoint's tensors of a weight from the parts that all tensor-parallel ranks hold (one where every rank has the whole)."""
+    match weight.form:
+        case Form.WHOLE:
+            tensors = [_cat(shards, weight.axis or 0).narrow(0, 0, weight.shape[0])]
+        case Form.GATE_UP:
+            halves = [shard.chunk(2) for shard in shards]
+            gates, ups = [gate for gate, _ in halves], [up for _, up in halves]
+            tensors = [_cat(gates), _cat(ups)] if len(weight.checkpoint) == 2 else [_cat(gates + ups)]
+        case Form.SWAPPED_HALVES:
+            tensors = [_swap_halves(_cat(shards))]
+        case Form.QKV:
+            tensors = _split_qkv(shards, _group_sizes(architecture))
+    yield from zip(weight.checkpoint, tensors, strict=True)
+
+
+def _cat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), axis)
+
+
+def _swap_halves(tensor: Tensor) -> Tensor:
+    return torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1)
+
+
+def _group_sizes(architecture: Architecture) -> tuple[int, int, int]:
+    """Rows of queries, key and value that belong to one group of query heads."""
+    heads = architecture.attention
+    assert isinstance(heads, GroupedAttention)
+    return heads.num_heads // heads.num_kv_heads * heads.head_dim, heads.head_dim, heads.head_dim
+
+
+def _read_qkv(stored: Sequence[Stored], sizes: tuple[int, int, int], start: int, stop: int) -> Tensor:
+    """Rows `start` to `stop`; with fewer groups than ranks these are part of one group (megatron/core/transformer/attention.py)."""
+    group_rows = sum(sizes)
+    first, last = start // group_rows, -(-stop // group_rows)
+    parts = [part.read(0, first * rows, last * rows).unflatten(0, (last - first, rows)) for part, rows in zip(stored, sizes, strict=True)]
+    return torch.cat(parts, dim=1).flatten(0, 1)[start - first * group_rows : stop - first * group_rows]
+
+
+def _split_qkv(shards: Sequence[Tensor], sizes: tuple[int, int, int]) -> list[Tensor]:
+    if shards[0].shape[0] % sum(sizes):
+        shards = [torch.cat(list(shards))]
+    groups = [shard.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1) for shard in shards]
+    return [torch.cat(parts).flatten(0, 1) for parts in zip(*groups, strict=True)]

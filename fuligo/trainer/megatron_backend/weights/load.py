@@ -1,0 +1,77 @@
+"""Weights of a Hugging Face checkpoint into a Megatron model of any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from fuligo.errors import CheckpointError
+from fuligo.models.architecture import Architecture
+from fuligo.models.names import Weight
+from fuligo.models.registry import names_of, read_config_json
+from fuligo.trainer.megatron_backend.weights.forms import Stored, read_shard
+from fuligo.trainer.megatron_backend.weights.groups import RankGroups, rank_groups
+from fuligo.trainer.megatron_backend.weights.local import local_weights, unwrapped
+from fuligo.trainer.megatron_backend.weights.stored import StoredWeights
+
+
+@torch.no_grad()
+def load_hugging_face(chunks: Sequence[nn.Module], directory: Path) -> None:
+    """Overwrite this rank's weights, in place and in the types that they have, with those of a checkpoint.
+
+    Every rank reads its own slices of the files; ranks exchange nothing.
+
+    Args:
+        chunks: this rank's stages, bare or wrapped.
+        directory: config.json and safetensors files, as published or as transformers 5 saves them.
+
+    Raises:
+        CheckpointError: the files are damaged, or tensors are missing, unknown, or of other shapes than those of the model.
+        ConfigError: Megatron has no layers for the model that config.json describes.
+    """
+    names = names_of(read_config_json(directory), str(directory / "config.json"))
+    num_mtp_layers = unwrapped(chunks[0]).config.mtp_num_layers or 0
+    groups = rank_groups()
+    with StoredWeights(directory, names, num_mtp_layers) as stored:
+        for name, tensor in local_weights(chunks).items():
+            weight = names.by_megatron_name.get(name)
+            if weight is None:
+                raise CheckpointError(f"{directory} is of another architecture than the model, which has {name}")
+            if weight.is_float32 and tensor.dtype != torch.float32:
+                tensor.data = tensor.data.float()  # Float16Module casts it, and Megatron undoes that only in the next forward pass
+            try:
+                _fill(tensor, weight, stored.parts(weight), names.architecture, groups)
+            except (OSError, SafetensorError, _ShapeError) as error:
+                raise CheckpointError(f"{directory}: {', '.join(weight.checkpoint)} cannot be loaded: {error}") from error
+
+
+class _ShapeError(Exception):
+    pass
+
+
+def _fill(tensor: Tensor, weight: Weight, parts: Sequence[Stored], architecture: Architecture, groups: RankGroups) -> None:
+    index, count = _place(weight, groups)
+    if weight.is_vocabulary:
+        start, stop = (min(share * tensor.shape[0], weight.shape[0]) for share in (index, index + 1))
+        tensor[: stop - start].copy_(parts[0].read(0, start, stop))
+        tensor[stop - start :].zero_()
+        return
+    if tensor.shape == weight.shape:
+        index, count = 0, 1
+    shard = read_shard(weight, parts, architecture, index, count)
+    if shard.shape != tensor.shape:
+        share = "all of it" if count == 1 else f"part {index + 1} of {count}"
+        raise _ShapeError(f"{share} has the shape {list(shard.shape)}, the model's has {list(tensor.shape)}")
+    tensor.copy_(shard)
+
+
+def _place(weight: Weight, groups: RankGroups) -> tuple[int, int]:
+    """Which of the ranks that share the weight this one is, and how many they are."""
+    if weight.axis is None:
+        return 0, 1
+    group = groups.tensor if weight.expert is None else groups.expert_tensor
+    return group.rank(), group.size()

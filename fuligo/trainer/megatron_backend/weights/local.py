@@ -1,0 +1,66 @@
+"""The weights that this rank holds, under names that do not depend on the layout or on who made the layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from fuligo.trainer.megatron_backend.weights.groups import rank_groups
+
+_FUSED_NORMS = {
+    "self_attention.linear_qkv": "input_layernorm",
+    "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
+    "mlp.linear_fc1": "pre_mlp_layernorm",
+}
+"""TransformerEngine's linear layer that holds a norm's weight -> the norm in a model of local layers."""
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_FUSED_NORM = re.compile(rf"\.({'|'.join(re.escape(name) for name in _FUSED_NORMS)})\.layer_norm_weight$")
+_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+_LOCAL_EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)(\d+)(?=\.)")
+
+
+def canonical_name(name: str, *, first_layer: int = 0, first_expert: int = 0) -> str:
+    """The name in a whole model of local layers of what a rank's stage calls `name`.
+
+    Args:
+        name: in the stage's model, of local or of TransformerEngine's layers.
+        first_layer: the number of the stage's first layer, counted from 0 over all stages.
+        first_expert: the number of the rank's first expert.
+    """
+    name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
+    name = _FUSED_NORM.sub(lambda match: f".{_FUSED_NORMS[match[1]]}.weight", name)
+    name = _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
+    return _LOCAL_EXPERT.sub(lambda match: str(int(match[1]) + first_expert), name)
+
+
+def local_weights(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """This rank's parts of the weights, by canonical name: parameters, and the expert bias of routers, which is a buffer.
+
+    Args:
+        chunks: the rank's stages of the model, bare or wrapped (in DistributedDataParallel, say).
+    """
+    found: dict[str, Tensor] = {}
+    expert_ranks = rank_groups().expert
+    for chunk in map(unwrapped, chunks):
+        first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
+        first_expert = (chunk.config.num_moe_experts or 0) // expert_ranks.size() * expert_ranks.rank()
+        for name, tensor in _weights(chunk):
+            found[canonical_name(name, first_layer=first_layer, first_expert=first_expert)] = tensor
+    return found
+
+
+def unwrapped(chunk: nn.Module) -> Any:
+    """The model inside its wrappers."""
+    while not hasattr(chunk, "decoder"):
+        chunk = chunk.module  # pyright: ignore[reportAssignmentType]
+    return chunk
+
+
+def _weights(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from chunk.named_parameters()
+    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))

@@ -1,0 +1,124 @@
+"""The weights of a Hugging Face checkpoint as its files hold them, read in slices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from safetensors import safe_open
+from torch import Tensor
+
+from fuligo.config.hugging_face import DamagedFileError, StoredTensor, read_stored_tensors
+from fuligo.errors import CheckpointError
+from fuligo.models.names import Form, ModelNames, Weight
+
+NUM_LISTED = 5
+"""Names that an error lists."""
+
+
+class StoredWeights:
+    """A checkpoint that holds all weights of a model and nothing unknown. Each file is opened once, when it is first needed.
+
+    Args:
+        num_mtp_layers: prediction layers that the model has; the checkpoint may have more.
+
+    Raises:
+        CheckpointError: the files are damaged, or hold too little, too much, or other shapes than config.json says.
+    """
+
+    def __init__(self, directory: Path, names: ModelNames, num_mtp_layers: int) -> None:
+        self._directory = directory
+        self._names = names
+        self._tensors = _read_headers(directory, names, num_mtp_layers)
+        self._files: dict[str, Any] = {}
+        self._open_files = ExitStack()
+        self._check(num_mtp_layers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open_files.close()
+
+    def parts(self, weight: Weight) -> list[StoredPart]:
+        """What a weight consists of: queries, keys and values; gate and up projection; else one tensor."""
+        stored = [name for name, _ in self._stored_as(weight)]
+        if weight.form is not Form.GATE_UP:
+            return [StoredPart(self, name, weight.expert if name == weight.all_experts else None) for name in stored]
+        rows = weight.shape[0] // 2
+        if len(stored) == 2:
+            return [StoredPart(self, name, None) for name in stored]
+        expert = weight.expert if stored[0] == weight.all_experts else None
+        return [StoredPart(self, stored[0], expert, first_row) for first_row in (0, rows)]
+
+    def slices(self, name: str) -> Any:
+        """The tensor `name`, of which indexing reads what it asks for."""
+        file = self._tensors[name].file
+        if file not in self._files:
+            self._files[file] = self._open_files.enter_context(safe_open(self._directory / file, framework="pt"))
+        return self._files[file].get_slice(name)
+
+    def _stored_as(self, weight: Weight) -> Iterable[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the tensors that a weight is made of."""
+        if weight.all_experts in self._tensors and weight.checkpoint[0] not in self._tensors:
+            experts = self._names.architecture.experts
+            assert weight.all_experts is not None and experts is not None
+            return [(weight.all_experts, (experts.num_experts, *weight.shape))]
+        return zip(weight.checkpoint, self._names.checkpoint_shapes(weight), strict=True)
+
+    def _check(self, num_mtp_layers: int) -> None:
+        tensors = self._tensors
+        expected = {name: shape for weight in self._names.weights(num_mtp_layers) for name, shape in self._stored_as(weight)}
+        self._refuse("lacks", (name for name in expected if name not in tensors))
+        self._refuse(
+            "holds tensors that config.json does not account for:",
+            (name for name in tensors if name not in expected and not self._names.is_superfluous(name, num_mtp_layers)),
+        )
+        self._refuse(
+            "holds other shapes than config.json says:",
+            (
+                f"{name} {list(tensors[name].shape)} instead of {list(shape)}"
+                for name, shape in expected.items()
+                if tensors[name].shape != shape
+            ),
+        )
+
+    def _refuse(self, problem: str, names: Iterable[str]) -> None:
+        found = list(names)
+        if found:
+            more = f" and {len(found) - NUM_LISTED} more" if len(found) > NUM_LISTED else ""
+            raise CheckpointError(f"{self._directory} {problem} {', '.join(found[:NUM_LISTED])}{more}")
+
+
+@dataclass(slots=True, frozen=True)
+class StoredPart:
+    """A tensor of the checkpoint, or part of one: one expert's of all experts', the rows from some row on."""
+
+    weights: StoredWeights
+    name: str
+    expert: int | None
+    first_row: int = 0
+
+    def read(self, axis: int, start: int, stop: int) -> Tensor:
+        """The elements `start` to `stop` along `axis`, 0 or 1."""
+        assert axis == 0 or self.first_row == 0
+        rows = slice(self.first_row + start, self.first_row + stop)
+        index = (rows,) if axis == 0 else (slice(None), slice(start, stop))
+        content = self.weights.slices(self.name)
+        return content[index] if self.expert is None else content[(slice(self.expert, self.expert + 1), *index)][0]
+
+
+def _read_headers(directory: Path, names: ModelNames, num_mtp_layers: int) -> dict[str, StoredTensor]:
+    if names.architecture.is_quantised:
+        raise CheckpointError(f"{directory} stores quantised weights, which training cannot start from; give the checkpoint in bf16")
+    if num_mtp_layers > len(names.architecture.mtp_layers):
+        raise CheckpointError(
+            f"--mtp-num-layers {num_mtp_layers}: {directory} has {len(names.architecture.mtp_layers)} multi-token-prediction layers"
+        )
+    try:
+        return read_stored_tensors(directory)
+    except DamagedFileError as error:
+        raise CheckpointError(str(error)) from error

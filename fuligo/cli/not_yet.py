@@ -9,7 +9,6 @@ from fuligo.config import Config
 from fuligo.config.backends import MEGATRON_FLAGS
 from fuligo.config.flags import flags
 from fuligo.config.given import given_options, value_of
-from fuligo.config.topology import engine_groups
 from fuligo.errors import ConfigError
 
 _SHOWN = 3
@@ -74,16 +73,6 @@ def _shared_gpus(config: Config) -> str | None:
     return f"--colocate on {config.num_nodes} nodes" if config.num_nodes > 1 and config.cluster.device != "cpu" else None
 
 
-def _split_engines(config: Config) -> str | None:
-    kinds = {group.worker_type for group in engine_groups(config)} & {"prefill", "decode"}
-    return f"--sglang-config with {' and '.join(sorted(kinds))} engines" if kinds else None
-
-
-def _several_models(config: Config) -> str | None:
-    models = {group.model for group in engine_groups(config)}
-    return f"--sglang-config with the models {', '.join(sorted(models))}" if len(models) > 1 else None
-
-
 def _first(options: list[str]) -> str | None:
     if not options:
         return None
@@ -99,8 +88,6 @@ def _reward(config: Config) -> str | None:
 ROWS = (
     NotYet(_megatron, "the Megatron trainer", "--train-backend torch trains on one node, without these flags"),
     NotYet(_shared_gpus, "this way of sharing GPUs", "give the engines GPUs of their own (--rollout-num-gpus)"),
-    NotYet(_split_engines, "the split of prefill and decode", "regular engines do both"),
-    NotYet(_several_models, "more than one served model", "serve the actor alone"),
     NotYet(_switch("advantage_estimator", "ppo"), "PPO's value model", "the other estimators need none"),
     NotYet(_switch("use_opd"), "on-policy distillation", "leave it out"),
     NotYet(_switch("use_opsm"), "off-policy sequence masking", "--use-tis --tis-mode sequence-mask masks sequences by their ratio"),

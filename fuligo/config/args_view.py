@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from fuligo.config import Config
@@ -12,13 +13,18 @@ from fuligo.config.flags import Flag, did_you_mean, flags, nearest, passthrough_
 class ArgsView:
     """`args.rollout_batch_size` is `config.rollout.rollout_batch_size`, `args.sglang_dp_size` is `config.sglang.value("dp_size")`.
 
-    An argument that is passed on and was not given has its default. Can be pickled.
+    An argument that is passed on and was not given has its default. `args.sglang_model_urls["judge"]` is the base URL of the router of
+    the model `judge` of `--sglang-config`. Can be pickled.
     """
 
     __slots__ = ("_config",)
 
     def __init__(self, config: Config) -> None:
         object.__setattr__(self, "_config", config)
+
+    @property
+    def sglang_model_urls(self) -> Mapping[str, str]:
+        return self._config.model_urls
 
     def __getattr__(self, name: str) -> Any:
         flag = flags().get(name)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
+
+from pydantic import PrivateAttr
 
 from fuligo.config.backends import MEGATRON_FLAGS, SGLANG_FLAGS
 from fuligo.config.findings import Change
@@ -54,6 +56,18 @@ class Config(FlagGroup):
     sglang: SglangArguments = SglangArguments()
     router: RouterArguments = RouterArguments()
     megatron: MegatronArguments = MegatronArguments()
+    _model_urls: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def model_urls(self) -> Mapping[str, str]:
+        """Where each model of `--sglang-config` is served, by name: the base URL of its router. Empty before engines run."""
+        return self._model_urls
+
+    def served_at(self, urls: Mapping[str, str]) -> Config:
+        """The same, for hooks to find the models."""
+        config = self.model_copy()
+        config._model_urls = dict(urls)
+        return config
 
     @property
     def samples_per_rollout(self) -> int:

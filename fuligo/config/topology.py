@@ -128,6 +128,12 @@ def engine_groups(config: Config) -> tuple[EngineGroupSpec, ...]:
     )
 
 
+def policy_model(config: Config) -> str:
+    """Name of the model that rollouts are sampled from: the one that follows the trainer; where none does, the first."""
+    groups = engine_groups(config)
+    return next((group.model for group in groups if group.update_weights), groups[0].model)
+
+
 def _follows_trainer(servers: ModelServers, config: Config) -> bool:
     if servers.update_weights is not None:
         return servers.update_weights

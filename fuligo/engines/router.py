@@ -33,6 +33,8 @@ class RouterSettings:
     prometheus_port: int
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """The router's own (`--router-*`), names with underscores."""
+    name: str = "router"
+    """For messages."""
     prefill_decode: bool = False
     """Every request passes a prefill and a decode engine."""
     python: str = sys.executable
@@ -139,7 +141,7 @@ async def launch_router(settings: RouterSettings) -> Router:
     Raises:
         EngineError: it ended, or did not answer in time; carries the last lines of its log
     """
-    process = ServerProcess("router", settings.command(), log_file=settings.log_file, environment=settings.environment)
+    process = ServerProcess(settings.name, settings.command(), log_file=settings.log_file, environment=settings.environment)
     router = Router(process, settings)
     try:
         await process.wait_until(router.answers, settings.start_timeout_s)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuligo.config import Config
 from fuligo.config.hugging_face import read_model_config
-from fuligo.engines.client import EngineClient
+from fuligo.config.topology import policy_model
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.launch import EmbeddedEngineSettings, EngineProcess, launch_embedded
 from fuligo.engines.metrics import EngineMonitor
 from fuligo.engines.ports import PortClaims
-from fuligo.engines.sglang.fleet import Fleet
+from fuligo.engines.sglang.fleet import Fleet, FleetSettings
+from fuligo.engines.sglang.server import SGLangServer
 from fuligo.errors import ConfigError, EngineError, FuligoError
 from fuligo.job.fleet import fleet_settings, local_places
 from fuligo.job.trainer_settings import resolve_device, resolve_precision
@@ -44,10 +46,25 @@ class Engines:
     monitor: EngineMonitor
     fleet: Fleet | None = None
     """Who looks after SGLang engines that this run started."""
+    others: Mapping[str, Fleet] = field(default_factory=dict)
+    """Of further models of `--sglang-config`, by name: nothing is published to them."""
+    urls: Mapping[str, str] = field(default_factory=dict)
+    """Of the routers, by name of the model."""
 
     @classmethod
-    def of(cls, group: EngineGroup, fleet: Fleet | None = None) -> Engines:
-        return cls(group, EngineMonitor(group), fleet)
+    def of(cls, group: EngineGroup) -> Engines:
+        return cls(group, EngineMonitor(group))
+
+    @classmethod
+    def of_fleets(cls, fleets: Mapping[str, Fleet], policy: str) -> Engines:
+        """
+        Args:
+            policy: name of the model that rollouts are sampled from
+        """
+        others = {name: fleet for name, fleet in fleets.items() if name != policy}
+        urls = {name: fleet.router.url for name, fleet in fleets.items()}
+        group = fleets[policy].group
+        return cls(group, EngineMonitor(group), fleets[policy], others, urls)
 
     @asynccontextmanager
     async def watched(self, publisher: object) -> AsyncIterator[None]:
@@ -62,8 +79,11 @@ class Engines:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(while_watching(self.monitor.watch()))
             if self.fleet is not None:
-                self.fleet.renew = publisher.renew if isinstance(publisher, WeightPublisher) else self._admit
+                self.fleet.renew = publisher.renew if isinstance(publisher, WeightPublisher) else self.fleet.serve_as_loaded
                 await stack.enter_async_context(while_watching(self.fleet.watch()))
+            for fleet in self.others.values():
+                fleet.renew = fleet.serve_as_loaded
+                await stack.enter_async_context(while_watching(fleet.watch()))
             yield
 
     def measured(self, produce: Callable[[int], Awaitable[Rollout]]) -> Callable[[int], Awaitable[Rollout]]:
@@ -75,10 +95,6 @@ class Engines:
             return rollout
 
         return produce_measured
-
-    async def _admit(self, engine: EngineClient) -> bool:
-        await self.group.admit([engine])
-        return True
 
 
 async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncExitStack, cluster: RayCluster | None) -> Engines | None:
@@ -95,9 +111,8 @@ async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncEx
     flags = config.engine
     urls = [address if "://" in address else f"http://{address}" for address in flags.rollout_external_engine_addrs]
     if not urls and config.resolved_rollout_backend == "sglang":
-        fleet = await _launch_fleet(config, directory, stack.enter_context(PortClaims()), cluster)
-        stack.push_async_callback(fleet.stop)
-        return Engines.of(fleet.group, fleet)
+        fleets = await _launch_fleets(config, directory, stack, cluster)
+        return Engines.of_fleets(fleets, policy_model(config))
     if not urls:
         engine = await launch_embedded(_embedded_settings(config, directory))
         await stack.enter_async_context(_stopped_at_the_end(engine))
@@ -108,11 +123,24 @@ async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncEx
     return Engines.of(engines)
 
 
-async def _launch_fleet(config: Config, directory: RunDirectory, claims: PortClaims, cluster: RayCluster | None) -> Fleet:
-    if cluster is None:
-        return await Fleet.launch(fleet_settings(config, directory, local_places(config, claims), claims))
-    settings = fleet_settings(config, directory, await cluster.engine_places(), claims)
-    return await Fleet.launch(settings, cluster.start_engine)
+async def _launch_fleets(config: Config, directory: RunDirectory, stack: AsyncExitStack, cluster: RayCluster | None) -> dict[str, Fleet]:
+    """One for each model, all at once; those that run are stopped when the stack closes."""
+    claims = stack.enter_context(PortClaims())
+    places = local_places(config, claims) if cluster is None else await cluster.engine_places()
+    start = SGLangServer if cluster is None else cluster.start_engine
+
+    async def launch(settings: FleetSettings) -> Fleet:
+        fleet = await Fleet.launch(settings, start)
+        stack.push_async_callback(fleet.stop)
+        return fleet
+
+    try:
+        async with asyncio.TaskGroup() as launching:
+            settings = fleet_settings(config, directory, places, claims)
+            tasks = {model: launching.create_task(launch(its_settings)) for model, its_settings in settings.items()}
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None  # the others were cancelled because of it
+    return {model: task.result() for model, task in tasks.items()}
 
 
 @asynccontextmanager
@@ -176,8 +204,9 @@ def shares_devices(config: Config) -> bool:
     return config.cluster.colocate and config.needs_engine and config.resolved_rollout_backend == "sglang"
 
 
-def build_turns(config: Config, trainer: Trainer, engines: EngineGroup) -> Turns:
-    return Turns(trainer, engines, keep_weights=config.weight_sync.update_weight_mode == "delta")
+def build_turns(config: Config, trainer: Trainer, engines: Engines) -> Turns:
+    others = [fleet.group for fleet in engines.others.values()]
+    return Turns(trainer, engines.group, keep_weights=config.weight_sync.update_weight_mode == "delta", others=others)
 
 
 def _proof(config: Config, trainer: Trainer) -> EqualityProof:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from fuligo.config import Config
-from fuligo.config.topology import engine_groups
+from fuligo.config.topology import EngineGroupSpec, engine_groups, policy_model
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.router import RouterSettings
 from fuligo.engines.sglang.fleet import FleetSettings
@@ -20,20 +20,31 @@ from fuligo.planner.slots import engine_gpus, engine_slots, trainer_slots
 LOOPBACK = "127.0.0.1"
 
 
-def fleet_settings(config: Config, directory: RunDirectory, places: Sequence[EnginePlace], claims: PortClaims) -> FleetSettings:
-    """
+def fleet_settings(config: Config, directory: RunDirectory, places: Sequence[EnginePlace], claims: PortClaims) -> dict[str, FleetSettings]:
+    """By name of the model: each has a router of its own.
+
     Args:
-        places: of the engines, in order
-        claims: of this machine's ports, for the router; open as long as the fleet runs
+        places: of the engines of all models, in order
+        claims: of this machine's ports, for the routers; open as long as the fleets run
     """
+    servers: dict[str, list[ServerSettings]] = {}
+    for group, server in _servers(config, directory, places):
+        servers.setdefault(group.model, []).append(server)
+    return {model: _fleet_of(config, directory, model, its_servers, claims) for model, its_servers in servers.items()}
+
+
+def _fleet_of(config: Config, directory: RunDirectory, model: str, servers: Sequence[ServerSettings], claims: PortClaims) -> FleetSettings:
+    name = "router" if model == policy_model(config) else f"router of {model}"
     return FleetSettings(
-        servers=tuple(_servers(config, directory, places)),
+        servers=tuple(servers),
         router=RouterSettings(
-            log_file=directory.path / "router.txt",
+            name=name,
+            log_file=directory.path / f"{name.replace(' of ', '-')}.txt",
             host=LOOPBACK,
             port=claims.claim(),
             prometheus_port=claims.claim(),
             arguments=dict(config.router.items()),
+            prefill_decode=any(server.worker_type != "regular" for server in servers),
             python=_python(config),
             environment=_environment(config),
         ),
@@ -64,17 +75,17 @@ def local_places(config: Config, claims: PortClaims) -> list[EnginePlace]:
     ]
 
 
-def _servers(config: Config, directory: RunDirectory, places: Sequence[EnginePlace]) -> Iterator[ServerSettings]:
+def _servers(config: Config, directory: RunDirectory, places: Sequence[EnginePlace]) -> Iterator[tuple[EngineGroupSpec, ServerSettings]]:
     groups = [group for group in engine_groups(config) for _ in range(group.num_engines)]
     for number, (group, place) in enumerate(zip(groups, places, strict=True)):
         assert group.model_path is not None, "validated"
         assert group.worker_type != "placeholder", "a placeholder has no engines"
-        yield ServerSettings(
+        server = ServerSettings(
             name=f"engine {number}",
             model_path=group.model_path,
             tp_size=group.tp_size,
             pp_size=group.pp_size,
-            arguments={**_own_arguments(config), **dict(group.arguments.items())},
+            arguments={**_own_arguments(config, group), **dict(group.arguments.items())},
             worker_type=group.worker_type,
             device=resolve_device(config),
             host=place.host,
@@ -87,11 +98,14 @@ def _servers(config: Config, directory: RunDirectory, places: Sequence[EnginePla
             environment=_environment(config),
             start_timeout_s=config.engine.engine_start_timeout_s,
         )
+        yield group, server
 
 
-def _own_arguments(config: Config) -> dict[str, bool]:
-    """Without it SGLang keeps the memory that it is told to release."""
-    return {"enable_memory_saver": True} if config.cluster.colocate and resolve_device(config) == "cuda" else {}
+def _own_arguments(config: Config, group: EngineGroupSpec) -> dict[str, bool]:
+    """Without a memory saver SGLang keeps the memory that it is told to release; weights that nobody sends again must outlive that."""
+    if not config.cluster.colocate or resolve_device(config) != "cuda":
+        return {}
+    return {"enable_memory_saver": True, "enable_weights_cpu_backup": group.model != policy_model(config)}
 
 
 def _check_gpus(config: Config) -> None:

@@ -50,6 +50,8 @@ class RunRecorder:
                 training = None if batch is None or result is None else Training(batch.samples, result.scores)
                 self._directory.write_samples(step, rollout.groups, training, reward_key=self._reward_key)
             self._directory.trace.samples(step, (sample for group in rollout.groups for sample in group.samples))
+            if result is not None:
+                self._directory.trace.ranks(step, result.rank_spans)
         now_s = time.perf_counter()
         perf = perf_metrics(self._directory.trace.take_durations(step), now_s - self._last_step_end_s)
         self._last_step_end_s = now_s

@@ -20,6 +20,7 @@ from fuligo.cluster.placement import place
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
 from fuligo.config.hooks import hook_of
+from fuligo.config.topology import engine_groups
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.job.engines import Engines, build_publisher, build_turns, launch_engines, shares_devices
 from fuligo.job.periodic import Evaluate, SaveCheckpoint, SaveDebugRollout, Schedule
@@ -111,7 +112,8 @@ async def _join_cluster(config: Config, origin: Origin, directory: RunDirectory,
 
     cluster = await open_cluster(config, stack, directory.path / "ray.txt")
     assert config.model.hf_checkpoint is not None, "validated"
-    await cluster.check_paths([directory.path, origin.initial_weights, Path(config.model.hf_checkpoint)])
+    served = [Path(group.model_path) for group in engine_groups(config) if group.model_path is not None]
+    await cluster.check_paths([directory.path, origin.initial_weights, Path(config.model.hf_checkpoint), *served])
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": cluster.device})}), cluster
 
 
@@ -138,7 +140,7 @@ async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: A
         engines = await launching
     publisher: Publisher = Unpublished(origin.policy_version)
     if trainer is not None and engines is not None:
-        turns = build_turns(config, trainer, engines.group) if shares_devices(config) else None
+        turns = build_turns(config, trainer, engines) if shares_devices(config) else None
         trainer = SharingTrainer(trainer, turns) if turns is not None else trainer
         publisher = engine_publisher = build_publisher(
             config, trainer, engines.group, version=origin.policy_version, cluster=cluster, turns=turns
@@ -147,6 +149,8 @@ async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: A
             await engine_publisher.sync()
     if engines is not None:
         await stack.enter_async_context(engines.watched(publisher))
+        config = config.served_at(engines.urls)
+        builder = replace(builder, config=config)
     state = None if origin.state is None else origin.state.rollout
     stream = builder.build(None if engines is None else engines.group, state=state, policy_version=lambda: publisher.version, stack=stack)
     if engines is not None:

@@ -10,7 +10,7 @@ The loop knows nothing of it: a trainer and a publisher that take turns stand wh
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +29,13 @@ class Turns:
 
     Args:
         keep_weights: the engines keep them while the trainer works, because the next publish does not bring all of them
+        others: engines of models that nobody publishes to; they keep a copy of their weights in host memory
     """
 
-    def __init__(self, trainer: Trainer, engines: EngineGroup, *, keep_weights: bool) -> None:
+    def __init__(self, trainer: Trainer, engines: EngineGroup, *, keep_weights: bool, others: Sequence[EngineGroup] = ()) -> None:
         self._trainer = trainer
         self._engines = engines
+        self._others = others
         self._keep_weights = keep_weights
         self._on_devices: set[MemoryTag] = {"weights", "kv_cache"}
         """Of the engines."""
@@ -58,7 +60,10 @@ class Turns:
             await self._trainer.offload()
         if "kv_cache" not in self._on_devices:
             await self._resume("kv_cache")
-            await self._engines.resume()
+            for group in self._others:
+                await group.resume_memory()
+            for group in (self._engines, *self._others):
+                await group.resume()
 
     @asynccontextmanager
     async def borrowed(self) -> AsyncIterator[None]:
@@ -79,7 +84,10 @@ class Turns:
         if tag not in self._on_devices:
             return
         if tag == "kv_cache":
-            await self._engines.pause("abort")  # an engine with requests gives nothing back
+            for group in (self._engines, *self._others):
+                await group.pause("abort")  # an engine with requests gives nothing back
+            for group in self._others:
+                await group.release_memory()
         self._on_devices.discard(tag)
         await self._engines.release_memory(tag)
 

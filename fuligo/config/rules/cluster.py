@@ -136,6 +136,33 @@ def replicas_are_of_attention(config: Config) -> Broken | None:
     return None
 
 
+@rule("CFG-SERVED-MODELS", "--sglang-config")
+def one_model_follows_the_trainer(config: Config) -> Broken | None:
+    """Rollouts are sampled from one model, which is given the trainer's weights; the others stay as they are."""
+    models = config.engine.sglang_config
+    groups = engine_groups(config)
+    if models is None or not groups or not config.needs_engine:
+        return None
+    names = [model.name for model in models]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        return Broken(
+            f"--sglang-config: two models are called {twice}", advice="hooks and logs tell models by their names: give each its own"
+        )
+    following = list(dict.fromkeys(group.model for group in groups if group.update_weights))
+    if len(following) == 1 or config.debug.debug_rollout_only:
+        return None
+    if not following:
+        return Broken(
+            "--sglang-config: no model follows the trainer: none has `update_weights: true`, and none is --hf-checkpoint",
+            advice="give the model that rollouts are sampled from `update_weights: true`",
+        )
+    return Broken(
+        f"--sglang-config: {' and '.join(following)} would follow the trainer, rollouts are sampled from one",
+        advice="give the others `update_weights: false`, or make them server groups of one model",
+    )
+
+
 RULES = (
     trainer_has_its_own_flags,
     engines_have_their_own_flags,
@@ -145,4 +172,5 @@ RULES = (
     trainer_fits_its_nodes,
     transport_reaches_the_engines,
     replicas_are_of_attention,
+    one_model_follows_the_trainer,
 )

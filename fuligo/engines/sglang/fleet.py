@@ -73,7 +73,7 @@ class Fleet:
                     starting.create_task(server.wait_ready())
             router = router_task.result()
             for server in servers:
-                await router.add(server.url)
+                await _enlist(router, server.settings)
         except BaseException as error:
             await _stop_all(servers, router)
             if isinstance(error, ExceptionGroup):
@@ -114,9 +114,15 @@ class Fleet:
 
     async def admit(self, clients: Sequence[EngineClient]) -> None:
         """They have the current weights: requests may reach them."""
-        for client in clients:
-            await self.router.add(client.url)
-            logger.info("engine %s is back in service", client.url)
+        for engine in self._engines:
+            if engine.client in clients:
+                await _enlist(self.router, engine.server.settings)
+                logger.info("engine %s is back in service", engine.server.url)
+
+    async def serve_as_loaded(self, client: EngineClient) -> bool:
+        """The `Renew` of engines that are never published to: the weights that they start with are right."""
+        await self.group.admit([client])
+        return True
 
     async def stop(self) -> None:
         """Returns when nothing of the fleet is left."""
@@ -190,8 +196,9 @@ class Fleet:
         self._router_restarts += 1
         logger.warning("the router is gone; it is restarted")
         self.router = await launch_router(self._settings.router)
-        for client in self.group.clients:
-            await self.router.add(client.url)
+        for engine in self._engines:
+            if engine.client in self.group.clients:
+                await _enlist(self.router, engine.server.settings)
 
 
 @dataclass(slots=True)
@@ -221,6 +228,12 @@ def _client(settings: FleetSettings, server: ServerSettings, *, start: int) -> E
         start=start,
         number=server.number,
     )
+
+
+async def _enlist(router: Router, server: ServerSettings) -> None:
+    """Return when the router sends requests to the engine."""
+    bootstrap_port = server.ports.bootstrap if server.worker_type == "prefill" else None
+    await router.add(server.url, worker_type=server.worker_type, bootstrap_port=bootstrap_port)
 
 
 async def _later(client: EngineClient) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from fuligo.cli.not_yet import ROWS, not_yet, refuse
@@ -32,24 +30,9 @@ ASKED = [
     ("--rm-type gpqa", "--rm-type gpqa: this reward"),
 ]
 
-TOPOLOGIES = [
-    (
-        "{worker_type: prefill, num_gpus: 2}, {worker_type: decode, num_gpus: 2}]",
-        "decode and prefill engines: the split of prefill and decode",
-    ),
-    ("{num_gpus: 2}]}, {name: judge, server_groups: [{num_gpus: 2}]", "the models default, judge: more than one served model"),
-]
-
 
 def config_of(more: str) -> Config:
     return parse(f"{SOUND} {more}".split()).config
-
-
-@pytest.mark.parametrize(("groups", "text"), TOPOLOGIES)
-def test_topologies_that_cannot_run(tmp_path: Path, groups: str, text: str) -> None:
-    (tmp_path / "engines.yaml").write_text(f"sglang: [{{server_groups: [{groups}}}]")
-    (problem,) = not_yet(config_of(f"{SEPARATE} --sglang-config {tmp_path / 'engines.yaml'}"))
-    assert text in problem
 
 
 @pytest.mark.parametrize(("more", "text"), ASKED)
@@ -64,7 +47,7 @@ def test_what_cannot_run_is_valid_and_refused(more: str, text: str) -> None:
 
 def test_every_row_is_tested() -> None:
     parts = {row.part for row in ROWS}
-    assert {part for part in parts if any(part in text for _, text in [*ASKED, *TOPOLOGIES])} == parts
+    assert {part for part in parts if any(part in text for _, text in ASKED)} == parts
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,20 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
             "(model default, group 1 of --sglang-config)",
         ),
     ],
+    "CFG-SERVED-MODELS": [
+        (
+            {**SGLANG, "sglang_config": [{"name": "a", "server_groups": [{"num_gpus": 2}]}] * 2},
+            "two models are called a",
+        ),
+        (
+            {**SGLANG, "sglang_config": [{"name": name, "server_groups": [{"num_gpus": 2}]} for name in "ab"]},
+            "a and b would follow the trainer",
+        ),
+        (
+            {**SGLANG, "sglang_config": [{"model_path": "judge", "server_groups": [{"num_gpus": 4}]}]},
+            "no model follows the trainer",
+        ),
+    ],
     "CFG-GLOBAL-BATCH": [
         ({"global_batch_size": 100}, "(--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256 samples): use --global-batch-size 64"),
         ({"global_batch_size": 512}, "--global-batch-size 256"),

@@ -1,0 +1,59 @@
+"""GLM-4's layer for Megatron: the outputs of attention and MLP are normed before they are added to the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+
+OutputWithBias = tuple[Tensor, Tensor | None]
+Add = Callable[[OutputWithBias, Tensor, float], Tensor]
+
+
+@dataclass
+class SandwichLayerSubmodules(TransformerLayerSubmodules):
+    post_self_attn_layernorm: ModuleSpec | type = IdentityOp
+    post_mlp_layernorm: ModuleSpec | type = IdentityOp
+
+
+def sandwich(submodules: TransformerLayerSubmodules, norm: type) -> ModuleSpec:
+    """A layer of these modules with two norms more."""
+    given = {field.name: getattr(submodules, field.name) for field in fields(submodules)}
+    return ModuleSpec(SandwichLayer, submodules=SandwichLayerSubmodules(**given, post_self_attn_layernorm=norm, post_mlp_layernorm=norm))
+
+
+class SandwichLayer(TransformerLayer):
+    """Four norms: before and after attention, before and after the MLP."""
+
+    def __init__(self, config: TransformerConfig, submodules: SandwichLayerSubmodules, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, submodules, *args, **kwargs)
+
+        def norm(spec: ModuleSpec | type) -> nn.Module:
+            return build_module(spec, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+        self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
+        self.post_mlp_layernorm = norm(submodules.post_mlp_layernorm)
+        self.self_attn_bda = _norm_and_add(self.post_self_attn_layernorm)
+        self.mlp_bda = _norm_and_add(self.post_mlp_layernorm)
+
+
+def _norm_and_add(norm: nn.Module) -> Callable[[bool, bool], Add]:
+    """What Megatron calls to add an output to the residual stream, with a norm of the output before."""
+
+    def choose(training: bool, fused: bool) -> Add:
+        add = get_bias_dropout_add(training, fused)
+
+        def norm_and_add(output_with_bias: OutputWithBias, residual: Tensor, dropout: float) -> Tensor:
+            output, bias = output_with_bias
+            return add((norm(output if bias is None else output + bias), None), residual, dropout)
+
+        return norm_and_add
+
+    return choose

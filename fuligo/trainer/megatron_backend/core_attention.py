@@ -1,0 +1,114 @@
+"""Attention over packed sequences for Megatron's layers on a CPU, whose own refuses packed sequences and context parallelism.
+
+A sequence is cut into 2 * cp equal pieces, of which context-parallel rank r has the pieces r and 2 * cp - 1 - r (as in Ring
+Attention with load balance, and as TransformerEngine cuts it), so that under a causal mask all ranks have equal work. Keys and values
+are gathered over the ranks; queries stay where they are.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from fuligo.models.attention import packed_attention
+
+
+class PackedCoreAttention(MegatronModule):
+    """Causal softmax attention within each sequence of a packed row, with grouped heads, keys and values of any head sizes."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        *,
+        pg_collection: ProcessGroupCollection,
+        softmax_scale: float | None = None,
+        **_: object,
+    ) -> None:
+        """What Megatron gives to every core attention; cp_comm_type, k_channels and v_channels have no meaning here."""
+        super().__init__(config=config)
+        assert attn_mask_type is AttnMaskType.causal and attention_type == "self"
+        assert config.attention_dropout == 0 and not config.window_size
+        self.softmax_scale = softmax_scale
+        self.group = pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedSeqParams,
+        **_: object,
+    ) -> Tensor:
+        """
+        Args:
+            query: [T / cp, H, D] this rank's pieces of every sequence, in their order.
+            key: [T / cp, Hkv, D], with H a multiple of Hkv.
+            value: [T / cp, Hkv, Dv]
+            attention_mask: None; sequences and causality say it all.
+            packed_seq_params: cumulative lengths of the whole row; each length a multiple of 2 * cp where cp > 1.
+
+        Returns:
+            [T / cp, H * Dv]
+        """
+        assert attention_mask is None
+        scale = self.softmax_scale if self.softmax_scale is not None else query.size(-1) ** -0.5
+        cu_seqlens = packed_seq_params.cu_seqlens_q.tolist()
+        if self.group.size() == 1:
+            return packed_attention(query, key, value, cu_seqlens, scale=scale).flatten(1)
+        keys, values = _GatherPieces.apply(key, self.group), _GatherPieces.apply(value, self.group)
+        outputs = []
+        for start, end in pairwise(cu_seqlens):
+            here = slice(start // self.group.size(), end // self.group.size())
+            positions = zigzag(end - start, self.group.size())
+            in_order = positions.flatten().argsort()
+            k, v = keys[:, here].flatten(0, 1)[in_order], values[:, here].flatten(0, 1)[in_order]
+            visible = positions[self.group.rank(), :, None] >= torch.arange(end - start)
+            q, k, v = (x.transpose(0, 1) for x in (query[here], k, v))
+            output = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=visible, scale=scale, enable_gqa=True)
+            outputs.append(output[0].transpose(0, 1))
+        return torch.cat(outputs).flatten(1)
+
+
+def zigzag(length: int, cp: int) -> Tensor:
+    """[cp, length / cp] the positions in a sequence that each context-parallel rank has, in their order there.
+
+    Args:
+        length: a multiple of 2 * cp where cp > 1.
+        cp: number of ranks.
+    """
+    if cp == 1:
+        return torch.arange(length)[None]
+    pieces = torch.arange(length).view(2 * cp, -1)
+    return torch.stack([torch.cat([pieces[rank], pieces[2 * cp - 1 - rank]]) for rank in range(cp)])
+
+
+class _GatherPieces(torch.autograd.Function):
+    """[n, ...] -> [cp, n, ...], all ranks' pieces; backward, every rank gets the sum of what all ranks' losses say of its piece."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        pieces = piece.new_empty(group.size(), *piece.shape)
+        dist.all_gather(list(pieces.unbind()), piece.contiguous(), group=group)
+        return pieces
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad[ctx.group.rank()], None

@@ -1,0 +1,163 @@
+"""From the trainer's settings to Megatron's configuration of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from fuligo.errors import ConfigError
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+
+Fields = dict[str, Any]
+"""Arguments of `TransformerConfig`."""
+
+
+@dataclass(slots=True, frozen=True)
+class Rotary:
+    """Rotary position embedding of grouped attention, which `TransformerConfig` says little about."""
+
+    base: float
+    percent: float
+    """Share of each head that is rotated."""
+    llama3_factor: float | None
+    """Of Llama 3's frequency scaling; None: none."""
+
+
+def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
+    """
+    Raises:
+        ConfigError: Megatron refuses the model, or its layout.
+    """
+    flags = settings.model_flags
+    latent = bool(flags.get("multi_latent_attention"))
+    fields = {
+        **_shape(flags),
+        **_parallelism(settings),
+        **_numerics(settings),
+        **_recomputation(settings),
+        **_kernels(settings),
+    }
+    try:
+        return (MLATransformerConfig if latent else TransformerConfig)(**fields)
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"Megatron cannot build the model: {error}") from error
+
+
+def rotary(flags: Mapping[str, Any]) -> Rotary:
+    """
+    Args:
+        flags: MODEL_ARGS.
+    """
+    return Rotary(
+        base=flags.get("rotary_base", 10_000),
+        percent=flags.get("rotary_percent", 1.0),
+        llama3_factor=flags.get("rope_scaling_factor", 8.0) if flags.get("use_rope_scaling") else None,
+    )
+
+
+def padded_vocab_size(settings: MegatronTrainerSettings) -> int:
+    """The smallest size that the TP ranks can share equally; what is added stands for no token."""
+    tp = settings.layout.tp
+    return -(-settings.model_flags["vocab_size"] // tp) * tp
+
+
+def is_tied(flags: Mapping[str, Any]) -> bool:
+    """The output layer is the embedding."""
+    return not flags.get("untie_embeddings_and_output_weights", False)
+
+
+def _shape(flags: Mapping[str, Any]) -> Fields:
+    """What all families have. Dropout is off: a policy's log-probabilities are to be those that the engine sampled with."""
+    if flags.get("normalization", "LayerNorm") != "RMSNorm" or not flags.get("swiglu"):
+        raise ConfigError("the Megatron trainer knows models with RMSNorm and SwiGLU: give --normalization RMSNorm --swiglu")
+    num_heads = flags["num_attention_heads"]
+    return {
+        "num_layers": flags["num_layers"],
+        "hidden_size": flags["hidden_size"],
+        "ffn_hidden_size": flags["ffn_hidden_size"],
+        "num_attention_heads": num_heads,
+        "num_query_groups": flags["num_query_groups"] if flags.get("group_query_attention") else num_heads,
+        "kv_channels": flags.get("kv_channels"),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": flags.get("norm_epsilon", 1e-5),
+        "qk_layernorm": flags.get("qk_layernorm", False),
+        "add_bias_linear": not flags.get("disable_bias_linear", False),
+        "add_qkv_bias": flags.get("add_qkv_bias", False),
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "rotary_interleaved": flags.get("rotary_interleaved", False),
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+
+
+def _parallelism(settings: MegatronTrainerSettings) -> Fields:
+    layout = settings.layout
+    # Rows of a step differ in length. The all-gather dispatcher cannot do that, and is what Megatron assumes where there are no experts.
+    dispatcher = settings.dispatcher if settings.model_flags.get("num_experts") else "alltoall"
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "sequence_parallel": layout.sequence_parallel,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "num_layers_in_first_pipeline_stage": layout.num_layers_first_stage,
+        "num_layers_in_last_pipeline_stage": layout.num_layers_last_stage,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "pipeline_dtype": _dtype(settings),
+        # Interleaved stages talk one to one: batched sends and receives deadlock over gloo, and do not overlap over NCCL.
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
+        "variable_seq_lengths": layout.pp > 1 and dispatcher != "allgather",
+        "moe_token_dispatcher_type": dispatcher,
+    }
+
+
+def _numerics(settings: MegatronTrainerSettings) -> Fields:
+    """Losses are sums over tokens, whose weights hold every denominator: no gradient is averaged over ranks or micro-batches."""
+    half = settings.precision == "bf16"
+    return {
+        "params_dtype": _dtype(settings),
+        "bf16": half,
+        "calculate_per_token_loss": True,
+        "attention_softmax_in_fp32": True,
+        "init_method_std": 0.02,
+    }
+
+
+def _recomputation(settings: MegatronTrainerSettings) -> Fields:
+    chosen = settings.recomputation
+    return {
+        "recompute_granularity": chosen.granularity,
+        "recompute_method": chosen.method,
+        "recompute_num_layers": chosen.num_layers,
+        "recompute_modules": list(chosen.modules) or None,
+    }
+
+
+def _kernels(settings: MegatronTrainerSettings) -> Fields:
+    """TransformerEngine's on CUDA, plain torch elsewhere."""
+    on_cuda = settings.device == "cuda"
+    # Megatron calls the fused rotation of packed sequences without telling it of interleaved pairs.
+    fused_rotation = on_cuda and not settings.model_flags.get("rotary_interleaved", False)
+    return {
+        "transformer_impl": "transformer_engine" if on_cuda else "local",
+        "attention_backend": AttnBackend[settings.attention_backend],
+        "apply_rope_fusion": fused_rotation and not settings.model_flags.get("multi_latent_attention", False),
+        "bias_activation_fusion": on_cuda,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+    }
+
+
+def _dtype(settings: MegatronTrainerSettings) -> torch.dtype:
+    return torch.bfloat16 if settings.precision == "bf16" else torch.float32

@@ -1,0 +1,120 @@
+"""Packed tokens as Megatron's layers take them: one context-parallel rank's part of every sequence, with padding where needed.
+
+Padding follows the tokens of its sequence, or is a sequence of its own at the end of the row: under a causal mask no token sees it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from fuligo.trainer.batch import PackedTokens
+from fuligo.trainer.megatron_backend.core_attention import zigzag
+from fuligo.trainer.megatron_backend.layout import Layout
+
+PADDING_ID = 0
+"""Any token will do: no other sees it and nothing is predicted there."""
+
+
+@dataclass(slots=True, frozen=True)
+class PackedRow:
+    """What one rank computes of a micro-batch: L = T / cp tokens of the row's T, and n of the micro-batch's N predictions."""
+
+    input_ids: Tensor
+    """[1, L] int64"""
+    position_ids: Tensor
+    """[1, L] int64, from 0 in every sequence."""
+    packed_seq_params: PackedSeqParams
+    """Of the whole row; lengths are those with padding."""
+    num_tokens: int
+    """T"""
+    local_rows: Tensor
+    """[n] int64 index into the L tokens: the hidden state there predicts a response token."""
+    local_ids: Tensor
+    """[n] int64 index into the N: which response token that is. Each is on exactly one context-parallel rank."""
+
+
+def row_tokens(tokens: PackedTokens, layout: Layout, *, pad_multiple: int) -> int:
+    """T: every sequence padded to what context parallelism divides, the row to what sequence parallelism divides, and to `pad_multiple`."""
+    return _row_tokens(_padded_lengths(tokens, layout), layout, pad_multiple)
+
+
+def pack_row(tokens: PackedTokens, layout: Layout, cp_rank: int, *, pad_multiple: int, num_tokens: int | None = None) -> PackedRow:
+    """The part of context-parallel rank `cp_rank`.
+
+    Args:
+        tokens: on the device where the row is wanted.
+        layout: CP and TP decide what lengths must be multiples of.
+        cp_rank: from 0 to `layout.cp` - 1.
+        pad_multiple: tokens that T is a multiple of.
+        num_tokens: T, where micro-batches or ranks must agree on it; not below `row_tokens` of any of them. None: `row_tokens`.
+    """
+    device = tokens.input_ids.device
+    lengths = _padded_lengths(tokens, layout)
+    total = _row_tokens(lengths, layout, pad_multiple) if num_tokens is None else num_tokens
+    padding = total - sum(lengths)
+    assert padding >= 0 and total % _row_multiple(layout, pad_multiple) == 0
+    lengths += [padding] if padding else []
+    positions = torch.cat([zigzag(length, layout.cp)[cp_rank] for length in lengths])
+    source, rows = _places(tokens, lengths, positions, layout.cp)
+    local_rows = rows.to(device)[tokens.predicting_positions]
+    local_ids = (local_rows >= 0).nonzero().squeeze(1)
+    return PackedRow(
+        input_ids=torch.cat([tokens.input_ids, tokens.input_ids.new_tensor([PADDING_ID])])[source.to(device)][None],
+        position_ids=positions.to(device)[None],
+        packed_seq_params=_packed_seq_params(lengths, device),
+        num_tokens=total,
+        local_rows=local_rows[local_ids],
+        local_ids=local_ids,
+    )
+
+
+def _padded_lengths(tokens: PackedTokens, layout: Layout) -> list[int]:
+    multiple = layout.row_multiple
+    return [math.ceil((end - start) / multiple) * multiple for start, end in pairwise(tokens.cu_seqlens)]
+
+
+def _row_tokens(lengths: list[int], layout: Layout, pad_multiple: int) -> int:
+    multiple = _row_multiple(layout, pad_multiple)
+    return math.ceil(sum(lengths) / multiple) * multiple
+
+
+def _row_multiple(layout: Layout, pad_multiple: int) -> int:
+    return math.lcm(pad_multiple, layout.row_multiple, layout.cp * (layout.tp if layout.sequence_parallel else 1))
+
+
+def _places(tokens: PackedTokens, lengths: list[int], positions: Tensor, cp: int) -> tuple[Tensor, Tensor]:
+    """Where tokens come from and go to.
+
+    Args:
+        lengths: of the row's sequences, with padding.
+        positions: [L] of this rank's tokens in their sequences.
+
+    Returns:
+        [L] index of each row's token among the micro-batch's, -1 for padding; and its inverse, -1 for tokens on other ranks.
+    """
+    starts = torch.tensor([*tokens.cu_seqlens[:-1], tokens.num_tokens][: len(lengths)])
+    real = torch.tensor([end - start for start, end in pairwise(tokens.cu_seqlens)] + [0])[: len(lengths)]
+    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths) // cp)
+    source = torch.where(positions < real[sequence], starts[sequence] + positions, -1)
+    rows = torch.full((tokens.num_tokens,), -1)
+    rows[source[source >= 0]] = (source >= 0).nonzero().squeeze(1)
+    return source, rows
+
+
+def _packed_seq_params(lengths: list[int], device: torch.device) -> PackedSeqParams:
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens,
+        cu_seqlens_kv_padded=cu_seqlens,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )

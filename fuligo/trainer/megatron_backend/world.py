@@ -1,0 +1,42 @@
+"""Megatron's process groups and random states, for a layout of ranks."""
+
+from __future__ import annotations
+
+from megatron.core import parallel_state, tensor_parallel
+
+from fuligo.errors import ConfigError
+from fuligo.trainer.megatron_backend.cpu import run_on_cpu
+from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.trainer.ranks.world import World
+
+
+def join_megatron(layout: Layout, world: World, seed: int) -> None:
+    """Form the groups of the parallel dimensions. A collective; the default process group is there already.
+
+    Args:
+        layout: of as many ranks as there are.
+        seed: of Megatron's random states; weights that are not read from a checkpoint depend on it and on the rank's place alone.
+
+    Raises:
+        ConfigError: the ranks cannot be arranged so.
+    """
+    assert layout.num_ranks == world.size
+    if world.device.type == "cpu":
+        run_on_cpu()
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+        )
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"{layout.num_ranks} trainer ranks cannot be arranged as {layout}: {error}") from error
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def leave_megatron() -> None:
+    """Forget the groups, so that the process can go on with another layout. Before the default process group ends."""
+    parallel_state.destroy_model_parallel()

@@ -46,10 +46,10 @@ class Prompt:
 
 @dataclass(slots=True)
 class Span:
-    """One interval in a sample's life, for the trace and the inspector."""
+    """One interval in the life of a sample, or of a trainer's rank; for the trace and the inspector."""
 
     name: str
-    """`generate`, `reward`, `wait`, or what a hook calls it."""
+    """Of a sample: `generate`, `reward`, `wait`, or what a hook calls it; of a rank: `score`, `forward, backward`, `optimizer`, `send`."""
     start_s: float
     """Seconds since the epoch (`time.time()`)."""
     end_s: float
@@ -230,3 +230,5 @@ class StepResult:
     """By position in `TrainBatch.samples`; empty on ranks other than the first."""
     num_tokens: int
     """Tokens that went through forward and backward: all but each sample's last, which predicts nothing."""
+    rank_spans: list[list[Span]] = field(default_factory=list)
+    """By rank: what it did when, since the training before; empty on ranks other than the first."""

@@ -1,11 +1,13 @@
 """`samples/rollout_000123.parquet`: every sample of a rollout with everything that is known about it, token by token.
 
 Columns are built whole from flat arrays: a rollout of thousands of samples costs milliseconds. Row groups of 64 let a reader
-fetch one sample without the file.
+fetch one sample without the file; what samples are looked for by stands in plain columns of its own, with least and greatest values
+in the footer, so that finding them reads no text and no tokens.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,16 @@ from fuligo.observability.files import writing
 from fuligo.types import Sample, SampleGroup, TokenScores, TrainSample
 
 ROWS_PER_GROUP = 64
-_SPAN = pa.struct([("name", pa.string()), ("start_s", pa.float64()), ("end_s", pa.float64())])
+_SPAN = pa.struct(
+    [
+        ("name", pa.string()),
+        ("start_s", pa.float64()),
+        ("end_s", pa.float64()),
+        ("engine", pa.int16()),
+        ("first_token", pa.int32()),
+        ("num_tokens", pa.int32()),
+    ]
+)
 SCHEMA = pa.schema(
     [
         ("index", pa.int64()),
@@ -34,6 +45,11 @@ SCHEMA = pa.schema(
         ("kept", pa.bool_()),
         ("drop_reason", pa.string()),
         ("error", pa.string()),
+        ("engine", pa.int16()),
+        ("response_length", pa.int32()),
+        ("advantage_mean", pa.float32()),
+        ("oldest_version", pa.int32()),
+        ("prompt_key", pa.int64()),
         ("prompt_ids", pa.list_(pa.int32())),
         ("response_ids", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.int8())),
@@ -50,6 +66,12 @@ SCHEMA = pa.schema(
 """Chat messages, labels that are no strings, and metadata are JSON. What the trainer did not see or compute is null."""
 _REPETITIVE = ["prompt", "response", "label", "status", "finish_reason", "drop_reason", "error", "metadata"]
 """Columns worth a dictionary; for token arrays building one costs more than it saves."""
+VERSIONS_IN_FOOTER = "versions.list.element"
+_IN_FOOTER = (
+    *("index", "group_index", "reward", "status", "kept", "engine", "response_length", "advantage_mean", "oldest_version", "prompt_key"),
+    VERSIONS_IN_FOOTER,
+)
+"""Columns with their least and greatest values of each row group in the footer."""
 _JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
@@ -87,6 +109,11 @@ def sample_table(groups: Sequence[SampleGroup], training: Training | None = None
         "kept": [group.kept for group in owners],
         "drop_reason": [group.drop_reason for group in owners],
         "error": [sample.error for sample in samples],
+        "engine": [sample.engine for sample in samples],
+        "response_length": [len(sample.response_ids) for sample in samples],
+        "advantage_mean": [_mean(row.advantages) if row else None for row in trained],
+        "oldest_version": [int(sample.versions.min()) if len(sample.versions) else None for sample in samples],
+        "prompt_key": _prompt_keys(groups),
         "prompt_ids": _lists([sample.prompt_ids for sample in samples], np.int32),
         "response_ids": _lists([sample.response_ids for sample in samples], np.int32),
         "loss_mask": _lists([sample.loss_mask for sample in samples], np.int8),
@@ -118,9 +145,14 @@ def write_table(path: Path, table: pa.Table) -> None:
             compression="zstd",
             row_group_size=ROWS_PER_GROUP,
             use_dictionary=dictionaries,  # pyright: ignore[reportArgumentType] names are taken, the annotation says bool alone
-            write_statistics=False,
+            write_statistics=[name for name in _IN_FOOTER if name.partition(".")[0] in table.schema.names],  # pyright: ignore[reportArgumentType]
         )
         unfinished.replace(path)
+
+
+def prompt_key(text: str | None) -> int:
+    """Finds the same prompt in other files without reading it; the same in every process; 63 bits."""
+    return int.from_bytes(hashlib.blake2b((text or "").encode(), digest_size=8).digest()) >> 1
 
 
 def _in_order(columns: dict[str, Any]) -> list[tuple[pa.Field, Any]]:
@@ -153,6 +185,23 @@ def _scalar_reward(sample: Sample, reward_key: str | None) -> float | None:
     return None if sample.reward is None else sample.reward_value(reward_key)
 
 
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def _prompt_keys(groups: Sequence[SampleGroup]) -> list[int]:
+    """Samples of a group that share their prompt, as most do, share the work."""
+    keys: list[int] = []
+    for group in groups:
+        known: dict[int, int] = {}
+        for sample in group.samples:
+            same = id(sample.prompt)
+            if same not in known:
+                known[same] = prompt_key(_text(sample.prompt))
+            keys.append(known[same])
+    return keys
+
+
 def _text(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
@@ -180,6 +229,9 @@ def _spans(samples: Sequence[Sample]) -> pa.Array:
             pa.array([span.name for span in spans], pa.string()),
             pa.array([span.start_s for span in spans], pa.float64()),
             pa.array([span.end_s for span in spans], pa.float64()),
+            pa.array([span.engine for span in spans], pa.int16()),
+            pa.array([span.first_token for span in spans], pa.int32()),
+            pa.array([span.num_tokens for span in spans], pa.int32()),
         ],
         fields=list(_SPAN),
     )

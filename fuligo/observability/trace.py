@@ -1,4 +1,4 @@
-"""`trace.json`: what the driver did when, and what every sample waited for; Chrome's trace format, to open in Perfetto.
+"""`trace.json`: what driver and trainer ranks did when, what engines and samples were busy with; Chrome's trace format, for Perfetto.
 
 The file is a JSON array without its closing bracket, which the format allows: it can be opened at any time, also after a kill.
 """
@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,14 +19,22 @@ from typing import Any
 import orjson
 
 from fuligo.observability.files import append, open_to_append
-from fuligo.types import Sample
+from fuligo.types import Sample, Span
 
 DRIVER_PID = 1
 SAMPLE_PIDS = {"generate": 2, "reward": 3, "wait": 4}
 OTHER_PID = 5
 """Spans that hooks name themselves."""
+RANK_PID = 1_000
+"""Of trainer rank 0; the others follow."""
+ENGINE_PID = 1_000_000
+"""Of engine 0; the others follow. What was generated nobody knows where has a process of its own."""
+SEND = "send"
+"""What a rank calls the time in which it hands weights to the engines."""
+MAX_RANKS = 32
+"""Ranks of a step that are written: rank 0, and those that computed longest."""
 MAX_LANES = 64
-"""Tracks of one kind of span; more cannot be looked at, and a wide rollout would need thousands."""
+"""Tracks of one kind of span, or of one engine; more cannot be looked at, and a wide rollout would need thousands."""
 MAX_SPANS_PER_STEP = 512
 """The longest ones are kept: it is the stragglers that one looks for. All spans are in samples/."""
 
@@ -84,7 +92,12 @@ class Trace:
     def samples(self, step: int, samples: Iterable[Sample]) -> None:
         """The spans of a rollout's samples, packed to few tracks."""
         if self._num_bytes < self._max_bytes:
-            self._write(_sample_events(step, samples))
+            self._write_named(_sample_events(step, samples))
+
+    def ranks(self, step: int, spans: Sequence[Sequence[Span]]) -> None:
+        """What the trainer's ranks did since the training before, by rank, each by its own clock."""
+        if self._num_bytes < self._max_bytes:
+            self._write_named(_rank_events(step, spans))
 
     def take_durations(self, step: int) -> dict[str, float]:
         """Seconds spent in each phase of a step so far, by name; forgets them."""
@@ -106,6 +119,8 @@ class Trace:
     def _open(self) -> None:
         self._fd = open_to_append(self.path)
         self._num_bytes = os.fstat(self._fd).st_size
+        self._named: set[int] = set()
+        """Processes beside the fixed ones that this process wrote the names of."""
         if self._num_bytes == 0:
             append(self._fd, _ARRAY_START, self.path)
             self._write(_track_names())
@@ -141,6 +156,12 @@ class Trace:
                 return lane
         self._lanes.append([])
         return len(self._lanes) - 1
+
+    def _write_named(self, events: list[Event]) -> None:
+        """With the names of ranks and engines that appear for the first time."""
+        new = {pid for event in events if (pid := event["pid"]) >= RANK_PID} - self._named
+        self._named |= new
+        self._write([*(_process_name(pid, _name_of(pid)) for pid in sorted(new)), *events])
 
     def _write(self, events: list[Event]) -> None:
         data = b"".join(map(_line, events))
@@ -181,7 +202,15 @@ def _complete(name: str, track: tuple[int, int], start_s: float, duration_s: flo
 
 def _track_names() -> list[Event]:
     names = {DRIVER_PID: "driver", **{pid: f"samples: {name}" for name, pid in SAMPLE_PIDS.items()}, OTHER_PID: "samples: other"}
-    return [{"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}} for pid, name in names.items()]
+    return [_process_name(pid, name) for pid, name in names.items()]
+
+
+def _process_name(pid: int, name: str) -> Event:
+    return {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}
+
+
+def _name_of(pid: int) -> str:
+    return f"engine {pid - ENGINE_PID}" if pid >= ENGINE_PID else f"rank {pid - RANK_PID}"
 
 
 def _sample_events(step: int, samples: Iterable[Sample]) -> list[Event]:
@@ -191,14 +220,28 @@ def _sample_events(step: int, samples: Iterable[Sample]) -> list[Event]:
     lane_ends: dict[int, list[float]] = defaultdict(list)
     events: list[Event] = []
     for span, sample in sorted(longest, key=lambda pair: pair[0].start_s):
-        pid = SAMPLE_PIDS.get(span.name, OTHER_PID)
+        pid = SAMPLE_PIDS.get(span.name, OTHER_PID) if span.engine is None else ENGINE_PID + span.engine
         lane = _first_free(lane_ends[pid], span.start_s)
         if lane is None:
             continue
         lane_ends[pid][lane] = span.end_s
-        args = {"step": step, "index": sample.index, "tokens": sample.response_length, "status": str(sample.status)}
+        num_tokens = sample.response_length if span.engine is None else span.num_tokens
+        args = {"step": step, "index": sample.index, "tokens": num_tokens, "status": str(sample.status)}
         events.append(_complete(span.name, (pid, lane), span.start_s, span.end_s - span.start_s, args))
     return events
+
+
+def _rank_events(step: int, by_rank: Sequence[Sequence[Span]]) -> list[Event]:
+    def busy_s(rank: int) -> float:
+        return sum(span.end_s - span.start_s for span in by_rank[rank])
+
+    longest = sorted(range(1, len(by_rank)), key=busy_s, reverse=True)[: MAX_RANKS - 1]
+    return [
+        # Weights that were sent since the training before are those of the step before.
+        _complete(span.name, (RANK_PID + rank, 0), span.start_s, span.end_s - span.start_s, {"step": max(0, step - (span.name == SEND))})
+        for rank in ([0, *sorted(longest)] if by_rank else [])
+        for span in by_rank[rank]
+    ]
 
 
 def _first_free(lane_ends: list[float], start_s: float) -> int | None:

@@ -70,6 +70,7 @@ async def test_two_ranks_score_train_save_reshard_and_fail_as_one(settings, tmp_
     by_one, by_two = await one.train(batch), await two.train(batch)
     assert by_two.num_tokens == by_one.num_tokens == sum(len(s.tokens) - 1 for s in samples)
     assert by_two.scores.keys() == by_one.scores.keys()
+    assert [[span.name for span in spans] for spans in by_two.rank_spans] == [["score", "forward, backward", "optimizer"]] * 2
     for index, scores in by_one.scores.items():
         np.testing.assert_allclose(by_two.scores[index].logprobs, scores.logprobs, atol=1e-5)
     for name in by_one.metrics.keys() - {"train/tokens_per_s", "train/num_micro_batches"}:

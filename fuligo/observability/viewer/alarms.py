@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fuligo.observability.viewer.metric_columns import MetricColumns, Values, finite, median
+from fuligo.observability.viewer.mismatch import Explanation
 
 BASE_STEPS = 50
 """Recent good steps that a value is compared with."""
@@ -55,8 +56,8 @@ def alarms(metrics: MetricColumns) -> list[Alarm]:
     return sorted(found, key=lambda alarm: (not alarm.ongoing, severities.index(alarm.severity), -alarm.last_step))
 
 
-def with_cause(alarm: Alarm, cause: str | None) -> Alarm:
-    return replace(alarm, text=f"{alarm.text} {cause}") if cause else alarm
+def with_cause(alarm: Alarm, cause: Explanation | None) -> Alarm:
+    return replace(alarm, title=f"{alarm.title}: {cause.brief}", text=f"{alarm.text} {cause.text}") if cause else alarm
 
 
 def stretches(bad: Sequence[bool], lasting: int = 1) -> list[Stretch]:

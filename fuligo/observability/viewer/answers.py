@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ import pyarrow as pa
 
 from fuligo.observability.viewer.alarms import watched_keys
 from fuligo.observability.viewer.run import RunReader
+from fuligo.observability.viewer.run_files import SampleSet
 from fuligo.observability.viewer.sample_columns import STATUSES, SampleColumns, read_sample_columns
-from fuligo.observability.viewer.sample_query import Order, SampleFilter, TextSearch, matching, ordered
+from fuligo.observability.viewer.sample_index import SampleIndex
+from fuligo.observability.viewer.sample_query import Order, SampleFilter, matching, ordered
 from fuligo.observability.viewer.sample_rows import LINE_COLUMNS, Row, message_texts, read_rows, short, short_prompt
 from fuligo.observability.viewer.settings import differences
 from fuligo.observability.viewer.step_time import StepTime
@@ -49,6 +52,8 @@ def run_answer(run: RunReader) -> Answer:
         "generation": metrics.generation,
         "num_rows": metrics.num_rows,
         "num_samples": len(run.samples.columns()),
+        "num_eval_samples": len(run.eval_samples.columns()),
+        "datasets": run.datasets,
         "indexed": run.samples.progress,
         "trace_read": run.trace.share_read,
         "problems": run.problems(),
@@ -78,44 +83,36 @@ def differences_answer(runs: Sequence[RunReader]) -> Answer:
     return {"runs": [run.name for run in runs], "rows": [asdict(row) for row in differences([run.settings for run in runs])]}
 
 
-def samples_answer(run: RunReader, wanted: SampleFilter, order: Order, offset: int, limit: int) -> Answer:
+def samples_answer(run: RunReader, wanted: SampleFilter, order: Order, offset: int, limit: int, of: SampleSet = "train") -> Answer:
     """A page of the list. With a text, what was found so far; asking again goes on."""
-    columns = run.samples.columns()
-    share = 1.0
+    index = run.index(of)
+    columns = index.columns()
+    positions, share = matching(columns, wanted), 1.0
     if wanted.text:
-        version = run.samples.version
-        search = run.search((wanted, version), lambda: _search(run, columns, wanted))
         with run.lock:
-            search.go_on(SEARCH_BUDGET_S)
-            positions, share = np.array(search.found, np.int64), search.share_done
-    else:
-        positions = matching(columns, wanted)
+            positions, share = run.search(of, wanted.text).go_on(index, columns, positions, SEARCH_BUDGET_S)
     positions = ordered(columns, positions, order)
     shown = columns.take(positions[offset : offset + limit])
     return {
         "total": len(positions),
         "offset": offset,
-        "rows": sample_lines(run, shown),
+        "rows": sample_lines(index, shown),
         "searched": share,
-        "indexed": run.samples.progress,
+        "indexed": index.progress,
     }
 
 
-def _search(run: RunReader, columns: SampleColumns, wanted: SampleFilter) -> TextSearch:
-    return TextSearch(columns, matching(columns, wanted), wanted.text, run.samples.file)
-
-
-def sample_lines(run: RunReader, shown: SampleColumns) -> list[Answer]:
+def sample_lines(index: SampleIndex, shown: SampleColumns) -> list[Answer]:
     """With texts, which are read from the files of these rows alone."""
     texts: dict[tuple[int, int], Row] = {}
     for step in np.unique(shown.step).tolist():
         rows = sorted(shown.row[shown.step == step].tolist())
-        texts.update({(step, row): text for row, text in zip(rows, _texts(run, step, rows), strict=False)})
+        texts.update({(step, row): text for row, text in zip(rows, _texts(index, step, rows), strict=False)})
     return [{**_numbers(shown, at), **_line_texts(texts.get((int(shown.step[at]), int(shown.row[at])), {}))} for at in range(len(shown))]
 
 
-def _texts(run: RunReader, step: int, rows: list[int]) -> list[Row]:
-    path = run.samples.file(step)
+def _texts(index: SampleIndex, step: int, rows: list[int]) -> list[Row]:
+    path = index.file(step)
     try:
         return read_rows(path, rows, LINE_COLUMNS) if path is not None else []
     except (OSError, pa.ArrowException):
@@ -133,6 +130,7 @@ def _numbers(columns: SampleColumns, at: int) -> Answer:
         "length": int(columns.length[at]),
         "advantage": _number(columns.advantage[at]),
         "staleness": int(columns.staleness[at]),
+        "engine": int(columns.engine[at]) if columns.engine[at] >= 0 else None,
         "status": STATUSES[code] if code < len(STATUSES) else "unknown",
         "kept": bool(columns.kept[at]),
         "prompt_key": str(int(columns.prompt[at])),  # 63 bits: more than a number of JavaScript holds
@@ -147,6 +145,7 @@ def _line_texts(row: Row) -> Answer:
         "finish_reason": row.get("finish_reason"),
         "drop_reason": row.get("drop_reason"),
         "error": short(row.get("error")),
+        "dataset": row.get("dataset"),
     }
 
 
@@ -154,24 +153,25 @@ def _number(value: Any) -> float | None:
     return float(f"{value:.5g}") if value is not None and np.isfinite(value) else None
 
 
-def _of_step(run: RunReader, step: int) -> SampleColumns | None:
+def _of_step(index: SampleIndex, step: int) -> SampleColumns | None:
     """From the index; a step that it does not know yet is read by itself."""
-    columns = run.samples.columns()
+    columns = index.columns()
     here = np.flatnonzero(columns.step == step)
     if len(here):
         return columns.take(here)
-    path = run.samples.file(step)
+    path = index.file(step)
     try:
         return read_sample_columns(path, step) if path is not None else None
     except (OSError, pa.ArrowException):
         return None
 
 
-def sample_answer(run: RunReader, step: int, row: int) -> Answer | None:
+def sample_answer(run: RunReader, step: int, row: int, of: SampleSet = "train") -> Answer | None:
     """One sample, token by token, with the lines of its group; None where there is none."""
-    columns = _of_step(run, step)
+    index = run.index(of)
+    columns = _of_step(index, step)
     at = np.empty(0, np.int64) if columns is None else np.flatnonzero(columns.row == row)
-    path = run.samples.file(step)
+    path = index.file(step)
     if columns is None or not len(at) or path is None:
         return None
     try:
@@ -180,27 +180,32 @@ def sample_answer(run: RunReader, step: int, row: int) -> Answer | None:
         return None
     if whole is None:
         return None
-    group = columns.group[at[0]]
-    members = columns.take(np.flatnonzero(columns.group == group)) if group >= 0 else columns.take(at)
+    members = columns.take(_group_of(columns, int(at[0])))
     return {
         **_numbers(columns, int(at[0])),
-        **{name: whole.get(name) for name in ("label", "finish_reason", "drop_reason", "error")},
+        **{name: whole.get(name) for name in ("label", "finish_reason", "drop_reason", "error", "dataset")},
         "messages": message_texts(whole.get("prompt")),
         "response": whole.get("response") or "",
         "metadata": _metadata(whole.get("metadata")),
         "spans": whole.get("spans") or [],
         "prompt_tokens": len(whole.get("prompt_ids") or []),
         "tokens": _tokens(run, whole),
-        "members": _members(run, step, members),
+        "members": _members(path, members),
     }
 
 
-def _members(run: RunReader, step: int, members: SampleColumns) -> list[Answer]:
+def _group_of(columns: SampleColumns, at: int) -> np.ndarray:
+    """Positions of the samples of the same group; data sets of an evaluation number their groups each by itself."""
+    if columns.group[at] < 0:
+        return np.array([at])
+    return np.flatnonzero((columns.group == columns.group[at]) & (columns.dataset == columns.dataset[at]))
+
+
+def _members(path: Path, members: SampleColumns) -> list[Answer]:
     """The samples of a group with their whole responses, to be read side by side."""
     rows = members.row.tolist()
-    path = run.samples.file(step)
     try:
-        texts = read_rows(path, rows, ["response", "drop_reason", "error"]) if path is not None else []
+        texts = read_rows(path, rows, ["response", "drop_reason", "error"])
     except (OSError, pa.ArrowException):
         texts = []
     return [{**_numbers(members, at), **{name: text.get(name) for name in text}} for at, text in enumerate(texts)]
@@ -214,8 +219,19 @@ def _tokens(run: RunReader, whole: Row) -> Answer:
         "texts": run.tokens.texts(ids) if ids else [],
         "mask": whole.get("loss_mask"),
         "versions": whole.get("versions"),
+        "engines": engines_of_tokens(len(ids), whole.get("spans") or []),
         **{name: _rounded(whole.get(name)) for name in _TOKEN_COLUMNS},
     }
+
+
+def engines_of_tokens(num_tokens: int, spans: Sequence[Row]) -> list[int | None] | None:
+    """The engine that sampled each token; None where nobody knows any."""
+    engines: list[int | None] = [None] * num_tokens
+    for span in spans:
+        if span.get("engine") is not None:
+            first, last = span["first_token"], min(span["first_token"] + span["num_tokens"], num_tokens)
+            engines[first:last] = [span["engine"]] * max(0, last - first)
+    return engines if any(engine is not None for engine in engines) else None
 
 
 def _rounded(values: list[float | None] | None) -> list[float | None] | None:
@@ -229,14 +245,15 @@ def _metadata(text: Any) -> Any:
         return {}
 
 
-def history_answer(run: RunReader, prompt_key: int) -> Answer:
+def history_answer(run: RunReader, prompt_key: int, of: SampleSet = "train") -> Answer:
     """All samples of the same prompt, oldest first."""
-    columns = run.samples.columns()
+    index = run.index(of)
+    columns = index.columns()
     positions = np.flatnonzero(columns.prompt == prompt_key)
     return {
         "total": len(positions),
         "rows": [_numbers(columns, int(at)) for at in positions[-MAX_HISTORY:]],
-        "indexed": run.samples.progress,
+        "indexed": index.progress,
     }
 
 
@@ -279,6 +296,7 @@ def _step_answer(found: StepTime) -> Answer:
             for track, phase in found.phases
         ],
         "generating": found.generating,
+        "engines": [{"number": engine.number, "in_flight": engine.in_flight, "idle": round(engine.idle, 5)} for engine in found.engines],
         "longest": [
             {
                 **{name: getattr(sample, name) for name in ("row", "index", "tokens", "status")},

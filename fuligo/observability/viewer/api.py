@@ -15,7 +15,7 @@ from fuligo.observability.viewer import answers
 from fuligo.observability.viewer.access import Access
 from fuligo.observability.viewer.page import page
 from fuligo.observability.viewer.run import RunReader
-from fuligo.observability.viewer.run_files import inside
+from fuligo.observability.viewer.run_files import SampleSet, inside
 from fuligo.observability.viewer.sample_query import Order, SampleFilter
 from fuligo.observability.viewer.watcher import Watcher
 
@@ -60,12 +60,13 @@ def make_app(
         return _json(answers.differences_answer([chosen(name) for name in run]))
 
     @app.get("/api/history")
-    def history(run: str, prompt: int) -> Response:
-        return _json(answers.history_answer(chosen(run), prompt))
+    def history(run: str, prompt: int, of: SampleSet = "train") -> Response:
+        return _json(answers.history_answer(chosen(run), prompt, of))
 
     @app.get("/api/sample")
-    def sample(run: str, step: int, row: int) -> Response:
-        return _json(answers.sample_answer(chosen(run), step, row), f"run {run} has no row {row} in the samples of step {step}")
+    def sample(run: str, step: int, row: int, of: SampleSet = "train") -> Response:
+        where = f"of step {step}" if of == "train" else f"of the evaluation after {step} rollouts"
+        return _json(answers.sample_answer(chosen(run), step, row, of), f"run {run} has no row {row} in the samples {where}")
 
     _add_steps(app, chosen)
     _add_samples(app, chosen)
@@ -100,6 +101,7 @@ def _add_samples(app: FastAPI, chosen: Any) -> None:
     @app.get("/api/samples")
     def samples(
         run: str,
+        of: SampleSet = "train",
         order: Order = "newest",
         offset: Annotated[int, Query(ge=0)] = 0,
         limit: Annotated[int, Query(ge=0, le=MAX_LIMIT)] = 50,
@@ -112,17 +114,19 @@ def _add_samples(app: FastAPI, chosen: Any) -> None:
         advantage_min: float | None = None,
         advantage_max: float | None = None,
         staleness_min: int | None = None,
+        engine: int | None = None,
         status: str | None = None,
         kept: bool | None = None,
         group: int | None = None,
         prompt: int | None = None,
+        dataset: str = "",
         text: Annotated[str, Query(max_length=500)] = "",
     ) -> Response:
         wanted = SampleFilter(
             step_min, step_max, reward_min, reward_max, length_min, length_max, advantage_min, advantage_max,
-            staleness_min, status, kept, group, prompt, text.strip(),
+            staleness_min, engine, status, kept, group, prompt, dataset, text.strip(),
         )  # fmt: skip
-        return _json(answers.samples_answer(chosen(run), wanted, order, offset, limit))
+        return _json(answers.samples_answer(chosen(run), wanted, order, offset, limit, of))
 
 
 def _json(answer: dict[str, Any] | None, missing: str = "") -> Response:

@@ -1,7 +1,8 @@
-"""Why engine and trainer disagree, by the tokens of one step: a stale version, or everything."""
+"""Why engine and trainer disagree, by the tokens of one step: an engine with stale weights, a wrong engine, or everything."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,75 +11,140 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 STANDS_OUT = 3.0
-"""A version whose tokens differ so many times as much as the others' is the cause."""
-
-
+"""Tokens that differ so many times as much as the others are the cause."""
+UNKNOWN = -1
 _NOT_AGE = "precision, sampling parameters or routing"
+_NAMES = ["loss_mask", "engine_logprobs", "trainer_logprobs", "versions"]
 
 
 @dataclass(frozen=True, slots=True)
-class VersionMismatch:
-    """Trained tokens of one policy version."""
+class Mismatch:
+    """Trained tokens of one policy version, sampled by one engine."""
 
     version: int
+    engine: int
+    """`UNKNOWN` where the samples do not say."""
     num_tokens: int
     abs_diff: float
     """Mean distance of the trainer's log-probabilities from the engine's, nats."""
 
 
-def mismatch_by_version(path: Path) -> list[VersionMismatch]:
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What the tokens say."""
+
+    brief: str
+    """To stand behind "Engine and trainer disagree since step 41: "."""
+    text: str
+
+
+def mismatches(path: Path) -> list[Mismatch]:
     """Of one samples file, oldest version first; nothing where it does not hold both sides.
 
     Raises:
         OSError, pa.ArrowException: the file cannot be read.
     """
-    names = ["loss_mask", "engine_logprobs", "trainer_logprobs", "versions"]
     with pq.ParquetFile(path) as file:
-        if not set(names) <= set(file.schema_arrow.names):
+        present = file.schema_arrow.names
+        if not set(_NAMES) <= set(present):
             return []
-        table = file.read(names, use_threads=False)
+        table = file.read([*_NAMES, *(["spans"] if "spans" in present else [])], use_threads=False)
     table = table.filter(table["trainer_logprobs"].is_valid())
-    mask, engine, trainer, versions = (_flat(table, name) for name in names)
-    if not len(mask) == len(engine) == len(trainer) == len(versions):
+    mask, engine_logprobs, trainer_logprobs, versions = (_flat(table, name) for name in _NAMES)
+    if not len(mask) == len(engine_logprobs) == len(trainer_logprobs) == len(versions):
         return []
     trained = mask > 0
-    diff = np.abs(trainer - engine)[trained]
-    of_token = versions[trained]
+    diff = np.abs(trainer_logprobs - engine_logprobs)[trained]
+    who = np.stack([versions[trained], _engines(table)[trained]], axis=1)
+    kinds, kind_of_token = np.unique(who, axis=0, return_inverse=True)
+    of_kind = [diff[kind_of_token.reshape(-1) == kind] for kind in range(len(kinds))]
     return [
-        VersionMismatch(int(version), int((of_token == version).sum()), float(diff[of_token == version].mean()))
-        for version in np.unique(of_token)
+        Mismatch(int(version), int(engine), len(part), float(part.mean())) for (version, engine), part in zip(kinds, of_kind, strict=True)
     ]
 
 
-def explanation(step: int, by_version: list[VersionMismatch], expected: int | None) -> str | None:
+def explanation(step: int, parts: Sequence[Mismatch], expected: int | None) -> Explanation | None:
     """What the tokens of the step say.
 
     Args:
         expected: version of the weights that the step was trained from, where known.
     """
-    if not by_version:
+    if not parts:
         return None
-    worst = max(by_version, key=lambda part: part.abs_diff)
-    others = [part for part in by_version if part is not worst]
-    if not others:
-        if expected is not None and worst.version < expected:
-            late = f"the trainer stood at {expected}: the engines were not updated"
-            return f"Every token of step {step} was sampled by version {worst.version}, {late}."
-        return f"All tokens of step {step} come from version {worst.version}: it is not their age, but {_NOT_AGE}."
-    rest = sum(part.abs_diff * part.num_tokens for part in others) / sum(part.num_tokens for part in others)
-    newest = max(part.version for part in by_version)
-    if worst.abs_diff < STANDS_OUT * rest:
-        return f"Tokens of all versions ({', '.join(str(part.version) for part in by_version)}) differ alike: it is {_NOT_AGE}."
-    share = worst.num_tokens / sum(part.num_tokens for part in by_version)
-    stale = (
-        f"an engine still served version {worst.version} while others had {newest}"
-        if worst.version < newest
-        else "the newest weights are wrong"
-    )
-    return (
-        f"In step {step} the {share:.0%} of tokens that version {worst.version} sampled differ by {worst.abs_diff:.3g} nats, "
-        f"the others by {rest:.3g}: {stale}."
-    )
+    newest = max(part.version for part in parts)
+    if expected is not None and newest < expected:
+        served = _served_by({part.engine for part in parts})
+        late = f"the trainer stood at {expected}: the engines were not updated"
+        return Explanation(f"weight version {newest} still served by {served}", f"No token of step {step} is newer than that; {late}.")
+    of_version = _outstanding(parts, lambda part: part.version)
+    if of_version and of_version[0].version < newest:
+        return _stale(step, parts, of_version, newest)
+    of_engine = _outstanding(parts, lambda part: part.engine)
+    if of_engine and of_engine[0].engine != UNKNOWN:
+        engine = of_engine[0].engine
+        text = f"{_compared(step, parts, of_engine, f'engine {engine}')}: it has other weights or settings than it says."
+        return Explanation(f"engine {engine} alone", text)
+    if of_version:
+        text = f"{_compared(step, parts, of_version, f'version {newest}')}: the newest weights are wrong."
+        return Explanation(f"weight version {newest} alone", text)
+    versions = sorted({part.version for part in parts})
+    those = f"of version {versions[0]}" if len(versions) == 1 else f"of all versions ({', '.join(map(str, versions))})"
+    return Explanation("all tokens alike", f"In step {step} tokens {those} and of all engines differ alike: it is {_NOT_AGE}.")
+
+
+def _stale(step: int, parts: Sequence[Mismatch], stale: Sequence[Mismatch], newest: int) -> Explanation:
+    """Tokens of an older version are those that differ."""
+    version = stale[0].version
+    compared = _compared(step, parts, stale, f"version {version}")
+    updated = {part.engine for part in parts if part.version == newest}
+    behind = {part.engine for part in stale} - updated
+    if not behind and updated != {UNKNOWN}:
+        text = f"{compared}. Every engine sampled with version {newest}, too: these responses were begun before it and continued."
+        return Explanation(f"tokens of weight version {version}", text)
+    return Explanation(f"weight version {version} still served by {_served_by(behind)}", f"{compared}; others had {newest}.")
+
+
+def _outstanding(parts: Sequence[Mismatch], key: Callable[[Mismatch], int]) -> list[Mismatch]:
+    """The parts of the one version, or of the one engine, that differs far more than the rest; none where there is no such."""
+    values = {key(part) for part in parts}
+    worst = max(values, key=lambda value: _mean(part for part in parts if key(part) == value))
+    rest = [part for part in parts if key(part) != worst]
+    own = [part for part in parts if key(part) == worst]
+    return own if rest and _mean(own) >= STANDS_OUT * _mean(rest) else []
+
+
+def _compared(step: int, parts: Sequence[Mismatch], own: Sequence[Mismatch], who: str) -> str:
+    rest = [part for part in parts if part not in own]
+    share = sum(part.num_tokens for part in own) / sum(part.num_tokens for part in parts)
+    return f"In step {step} the {share:.0%} of tokens that {who} sampled differ by {_mean(own):.3g} nats, the others by {_mean(rest):.3g}"
+
+
+def _served_by(engines: set[int]) -> str:
+    """`engine 2`, `engines 2 and 5`."""
+    known = sorted(engines - {UNKNOWN})
+    if not known:
+        return "an engine"
+    return f"engine {known[0]}" if len(known) == 1 else f"engines {', '.join(map(str, known[:-1]))} and {known[-1]}"
+
+
+def _mean(parts: Iterable[Mismatch]) -> float:
+    """Over tokens, nats."""
+    listed = list(parts)
+    return sum(part.abs_diff * part.num_tokens for part in listed) / sum(part.num_tokens for part in listed)
+
+
+def _engines(table: pa.Table) -> np.ndarray:
+    """[T] of every response token of the table."""
+    counts = table["versions"].combine_chunks().value_lengths().fill_null(0).to_numpy()
+    engines = np.full(int(counts.sum()), UNKNOWN, np.int64)
+    if "spans" not in table.schema.names or table.schema.field("spans").type.value_type.get_field_index("engine") < 0:
+        return engines
+    for start, num_tokens, spans in zip(np.cumsum(counts) - counts, counts, table["spans"].to_pylist(), strict=True):
+        for span in spans or ():
+            if span["engine"] is not None:
+                end = min(span["first_token"] + span["num_tokens"], num_tokens)
+                engines[start + span["first_token"] : start + end] = span["engine"]
+    return engines
 
 
 def _flat(table: pa.Table, name: str) -> np.ndarray:

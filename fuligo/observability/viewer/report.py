@@ -14,7 +14,10 @@ from fuligo.errors import ConfigError
 from fuligo.observability.viewer import answers
 from fuligo.observability.viewer.page import page
 from fuligo.observability.viewer.run import RunReader
+from fuligo.observability.viewer.run_files import SampleSet
 from fuligo.observability.viewer.sample_columns import SampleColumns
+
+_SETS: tuple[SampleSet, ...] = ("train", "eval")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +26,14 @@ class ReportSize:
 
     num_steps: int = 12
     """Steps whose samples and timelines are in it: the first, the last, and some evenly between."""
+    num_evaluations: int = 3
+    """The same of evaluations."""
     num_groups: int = 4
     """Whole groups of each of these steps; those with mixed rewards first."""
     num_troubled: int = 24
     """Further samples of the run that failed, were cut off, or were dropped; the newest."""
     max_tokens: int = 200_000
-    """Response tokens in all; samples beyond it are listed without their tokens."""
+    """Response tokens in all, of training and of evaluations each; samples beyond it are listed without their tokens."""
 
 
 def write_report(runs: Sequence[RunReader], path: Path, size: ReportSize | None = None) -> int:
@@ -54,8 +59,7 @@ def write_report(runs: Sequence[RunReader], path: Path, size: ReportSize | None 
 
 def report_document(runs: Sequence[RunReader], size: ReportSize) -> dict[str, Any]:
     """Answers to everything that the page can ask of these runs, as far as the report goes."""
-    steps = {run.name: chosen_steps(run.samples.steps(), size.num_steps) for run in runs}
-    samples = {run.name: _samples(run, steps[run.name], size) for run in runs}
+    samples = {run.name: {of: _samples(run, of, size) for of in _SETS} for run in runs}
     return {
         "runs": [answers.run_answer(run) for run in runs],
         "metrics": {run.name: _metrics(run) for run in runs},
@@ -63,8 +67,8 @@ def report_document(runs: Sequence[RunReader], size: ReportSize) -> dict[str, An
         "steps": {run.name: answers.steps_answer(run) for run in runs},
         "step": {run.name: _timelines(run, size) for run in runs},
         "health": {run.name: answers.health_answer(run) for run in runs},
-        "samples": {name: lines for name, (lines, _) in samples.items()},
-        "sample": {name: whole for name, (_, whole) in samples.items()},
+        "samples": {name: {of: lines for of, (lines, _) in by_set.items()} for name, by_set in samples.items()},
+        "sample": {name: {of: whole for of, (_, whole) in by_set.items()} for name, by_set in samples.items()},
     }
 
 
@@ -103,17 +107,19 @@ def _timelines(run: RunReader, size: ReportSize) -> dict[str, Any]:
     return {str(step): answers.step_answer(run, step) for step in chosen_steps(recorded, size.num_steps)}
 
 
-def _samples(run: RunReader, steps: Sequence[int], size: ReportSize) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    columns = run.samples.columns()
+def _samples(run: RunReader, of: SampleSet, size: ReportSize) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    index = run.index(of)
+    columns = index.columns()
+    steps = chosen_steps(index.steps(), size.num_steps if of == "train" else size.num_evaluations)
     chosen = columns.take(chosen_samples(columns, steps, size))
-    lines = answers.sample_lines(run, chosen)
+    lines = answers.sample_lines(index, chosen)
     left = size.max_tokens
     whole: dict[str, Any] = {}
     for line in sorted(lines, key=lambda line: (-line["step"], line["row"])):
         left -= line["length"]
         if left < 0:
             break
-        sample = answers.sample_answer(run, line["step"], line["row"])
+        sample = answers.sample_answer(run, line["step"], line["row"], of)
         if sample is not None:
             whole[f"{line['step']}.{line['row']}"] = sample
     return lines, whole

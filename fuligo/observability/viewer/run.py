@@ -6,7 +6,6 @@ import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -14,9 +13,9 @@ from fuligo.observability.viewer.alarms import Alarm, alarms, with_cause
 from fuligo.observability.viewer.attribution import Cause
 from fuligo.observability.viewer.liveness import State, is_locked, run_state
 from fuligo.observability.viewer.metric_columns import MetricColumns, finite, median
-from fuligo.observability.viewer.mismatch import explanation, mismatch_by_version
+from fuligo.observability.viewer.mismatch import Explanation, explanation, mismatches
 from fuligo.observability.viewer.now import WINDOW_STEPS, Now, what_now
-from fuligo.observability.viewer.run_files import inside, missing_files
+from fuligo.observability.viewer.run_files import SampleSet, inside, missing_files
 from fuligo.observability.viewer.sample_index import SampleIndex
 from fuligo.observability.viewer.sample_query import TextSearch
 from fuligo.observability.viewer.settings import Settings, read_settings
@@ -40,10 +39,11 @@ class RunReader:
         self.evaluations = MetricColumns(path / "eval" / "metrics.jsonl", "num_rollouts")
         self.trace = TraceReader(path / "trace.json")
         self.samples = SampleIndex(path)
-        self.searches: OrderedDict[Any, TextSearch] = OrderedDict()
+        self.eval_samples = SampleIndex(path, "eval")
+        self._searches: OrderedDict[tuple[SampleSet, str], TextSearch] = OrderedDict()
         self._settings: tuple[float, Settings] = (-1.0, {})
         self._causes: dict[int, tuple[int, list[Cause]]] = {}
-        self._explained: dict[tuple[int, int], str | None] = {}
+        self._explained: dict[tuple[int, int], Explanation | None] = {}
         self._tokens: TokenTexts | None = None
 
     def update_metrics(self) -> None:
@@ -57,7 +57,11 @@ class RunReader:
         """What may take long, for about so long: trace and samples; whether there was something."""
         with self.lock:
             read = inside(self.path, self.path / "trace.json") and self.trace.update(max_chunks=1)
-        return self.samples.update(budget_s) or read
+        changed = self.samples.update(budget_s)
+        return self.eval_samples.update(budget_s) or changed or read
+
+    def index(self, of: SampleSet) -> SampleIndex:
+        return self.samples if of == "train" else self.eval_samples
 
     @property
     def settings(self) -> Settings:
@@ -75,6 +79,12 @@ class RunReader:
     def num_rollouts(self) -> int | None:
         value = self.settings.get("data.num_rollout")
         return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    @property
+    def datasets(self) -> list[str]:
+        """Names of the data sets that are evaluated: `held_out` of `eval/held_out/mean@1`."""
+        keys = [key.split("/") for key in self.evaluations.columns]
+        return list(dict.fromkeys("/".join(parts[1:-1]) for parts in keys if len(parts) > 2 and parts[0] == "eval"))
 
     def state(self) -> tuple[State, float | None]:
         """And the seconds since a file changed."""
@@ -109,11 +119,12 @@ class RunReader:
         for number, name in ((self.metrics.num_damaged, "metrics.jsonl"), (self.trace.num_damaged, "trace.json")):
             if number:
                 texts.append(f"{name}: {number} line{'s' * (number > 1)} cannot be read and {'are' if number > 1 else 'is'} left out")
-        damaged = dict(self.samples.damaged)
-        for step, problem in sorted(damaged.items())[:3]:
-            texts.append(f"samples of step {step} cannot be read: {problem}")
-        if len(damaged) > 3:
-            texts.append(f"samples of {len(damaged) - 3} more steps cannot be read")
+        for index, what in ((self.samples, "step"), (self.eval_samples, "evaluation")):
+            damaged = dict(index.damaged)
+            for step, problem in sorted(damaged.items())[:3]:
+                texts.append(f"samples of {what} {step} cannot be read: {problem}")
+            if len(damaged) > 3:
+                texts.append(f"samples of {len(damaged) - 3} more {what}s cannot be read")
         return texts
 
     def alarms(self) -> list[Alarm]:
@@ -123,19 +134,24 @@ class RunReader:
             for alarm in alarms(self.metrics)
         ]
 
-    def _cause(self, step: int) -> str | None:
+    def _cause(self, step: int) -> Explanation | None:
         key = (step, self.metrics.generation)
         if key not in self._explained:
             path = self.samples.file(step)
             if path is None:
                 return None
-            row = self.metrics.row_of_step(step)
-            before = self.metrics.column("policy_version")[row - 1] if row else None
             try:
-                self._explained[key] = explanation(step, mismatch_by_version(path), None if before is None else int(before))
+                self._explained[key] = explanation(step, mismatches(path), self._expected_version(step))
             except (OSError, pa.ArrowException):
                 self._explained[key] = None
         return self._explained[key]
+
+    def _expected_version(self, step: int) -> int | None:
+        """Of the newest tokens of a step: what its training starts from, less what rollouts run ahead by in this run."""
+        row = self.metrics.row_of_step(step)
+        before = self.metrics.column("policy_version")[row - 1] if row else None
+        ahead = median(finite(self.metrics.column("rollout/staleness")[:row])) or 0.0
+        return None if before is None else int(before) - round(ahead)
 
     def causes(self) -> list[tuple[int, list[Cause]]]:
         """Of every step, by phases alone. Kept, as long as no phase is added to a step or its neighbours."""
@@ -174,12 +190,13 @@ class RunReader:
             lines = file.read().decode("utf-8", "replace").splitlines()
         return [line[:500] for line in reversed(lines) if " WARNING " in line or " ERROR " in line][:limit]
 
-    def search(self, key: Any, make: Any) -> TextSearch:
+    def search(self, of: SampleSet, text: str) -> TextSearch:
         """One that goes on, or a new one."""
+        key = (of, text.lower())
         with self.lock:
-            if key not in self.searches:
-                self.searches[key] = make()
-                while len(self.searches) > MAX_SEARCHES:
-                    self.searches.popitem(last=False)
-            self.searches.move_to_end(key)
-            return self.searches[key]
+            if key not in self._searches:
+                self._searches[key] = TextSearch(text)
+                while len(self._searches) > MAX_SEARCHES:
+                    self._searches.popitem(last=False)
+            self._searches.move_to_end(key)
+            return self._searches[key]

@@ -6,15 +6,19 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-_ROLLOUT = re.compile(r"rollout_(\d{6,12})\.parquet")
+SampleSet = Literal["train", "eval"]
+_FILES: dict[SampleSet, tuple[str, str]] = {"train": ("samples", "rollout"), "eval": ("eval", "eval")}
+"""Directory, and what names begin with."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleFile:
-    """The samples of one rollout."""
+    """The samples of one rollout, or of one evaluation."""
 
     step: int
+    """Rollout id; of an evaluation, complete rollouts before it."""
     path: Path
     version: tuple[int, int]
     """Modification time and size: another file in its place is another version."""
@@ -28,15 +32,23 @@ def inside(run: Path, path: Path) -> bool:
         return False
 
 
-def sample_files(run: Path) -> Iterator[SampleFile]:
+def sample_path(run: Path, of: SampleSet, step: int) -> Path | None:
+    """Where the samples of a step are, if they are there."""
+    directory, prefix = _FILES[of]
+    path = run / directory / f"{prefix}_{step:06d}.parquet"
+    return path if path.is_file() and not path.is_symlink() and inside(run, path) else None
+
+
+def sample_files(run: Path, of: SampleSet = "train") -> Iterator[SampleFile]:
     """In the directory's order."""
-    directory = run / "samples"
+    name, prefix = _FILES[of]
+    directory = run / name
     try:
         entries = list(directory.iterdir()) if inside(run, directory) else []
     except OSError:
         return
     for path in entries:
-        match = _ROLLOUT.fullmatch(path.name)
+        match = re.fullmatch(prefix + r"_(\d{6,12})\.parquet", path.name)
         if match and not path.is_symlink():
             try:
                 state = path.stat()

@@ -1,8 +1,10 @@
-"""One line per sample for finding it: a few numbers, no text, no tokens."""
+"""One line per sample for finding it: a few numbers, no text, no tokens.
+
+Runs write these numbers as columns of their own; of files of earlier versions they are made from the lists of tokens.
+"""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -10,10 +12,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fuligo.observability.samples import VERSIONS_IN_FOOTER, prompt_key
+from fuligo.observability.viewer.sample_footer import Footer
+
 STATUSES = ("completed", "truncated", "aborted", "failed", "pending")
 """By their code in `SampleColumns.status`; `UNKNOWN_STATUS` for any other word."""
 UNKNOWN_STATUS = 255
-_READ = ["index", "group_index", "prompt", "reward", "status", "kept", "loss_mask", "versions", "advantages"]
+_PLAIN = ("index", "group_index", "reward", "status", "kept", "dataset")
+_MADE_FROM = {
+    "engine": (),
+    "response_length": ("loss_mask", "versions"),
+    "advantage_mean": ("advantages",),
+    "oldest_version": ("versions",),
+    "prompt_key": ("prompt",),
+}
+"""Columns of a file, and those that they are made from where it lacks them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +45,14 @@ class SampleColumns:
     """Mean over the response."""
     staleness: np.ndarray
     """Versions between the oldest token and the newest token of the step's samples."""
+    engine: np.ndarray
+    """That sampled the last tokens."""
     status: np.ndarray
     kept: np.ndarray
     prompt: np.ndarray
-    """Hash of the prompt's text."""
+    """Key of the prompt's text."""
+    dataset: np.ndarray
+    """Key of the data set's name, in evaluations."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -53,42 +70,53 @@ def no_samples() -> SampleColumns:
 
 
 def read_sample_columns(path: Path, step: int) -> SampleColumns:
-    """
+    """Columns of which the footer says that all rows are alike are not read.
+
     Raises:
         OSError, pa.ArrowException: it is no parquet file, or a damaged one.
     """
-    try:
-        file = pq.ParquetFile(path, read_dictionary=["prompt", "status"])
-    except KeyError:  # it has no such columns
-        file = pq.ParquetFile(path)
-    with file:
-        present = set(file.schema_arrow.names)
-        return columns_of(file.read([name for name in _READ if name in present], use_threads=False), step)
+    with pq.ParquetFile(path, memory_map=False) as file:
+        footer = Footer(file.metadata)
+        constants = {name: value for name in _PLAIN + tuple(_MADE_FROM) if (value := footer.constant(name)) is not None}
+        table = file.read([name for name in _wanted(set(file.schema_arrow.names)) if name not in constants], use_threads=False)
+    num = file.metadata.num_rows
+    for name, value in constants.items():
+        table = table.append_column(name, pa.repeat(value, num)) if table.num_columns else pa.table({name: pa.repeat(value, num)})
+    return columns_of(table, step, newest=footer.greatest(VERSIONS_IN_FOOTER))
 
 
-def columns_of(table: pa.Table, step: int) -> SampleColumns:
-    """Of the columns that the table has."""
+def _wanted(present: set[str]) -> list[str]:
+    names = [name for name in _PLAIN if name in present]
+    for name, sources in _MADE_FROM.items():
+        names += [name] if name in present else [source for source in sources if source in present]
+    return list(dict.fromkeys(names))
+
+
+def columns_of(table: pa.Table, step: int, newest: int | None = None) -> SampleColumns:
+    """Of the columns that the table has.
+
+    Args:
+        newest: version of any token, where it is known already
+    """
     num = table.num_rows
-    lengths = _lengths(table, num)
-    oldest, newest = _version_range(table, lengths)
+    oldest = _oldest_versions(table, num)
+    if newest is None:
+        newest = _newest_version(table)
     return SampleColumns(
         step=np.full(num, step, np.int32),
         row=np.arange(num, dtype=np.int32),
         index=_integers(table, "index", num),
         group=_integers(table, "group_index", num),
         reward=_floats(table, "reward", num),
-        length=lengths.astype(np.int32),
-        advantage=_means(table, "advantages", num),
+        length=_lengths(table, num).astype(np.int32),
+        advantage=_floats(table, "advantage_mean", num) if "advantage_mean" in table.schema.names else _means(table, "advantages", num),
         staleness=np.where(oldest >= 0, newest - oldest, -1).astype(np.int16),
+        engine=_integers(table, "engine", num).astype(np.int16),
         status=_statuses(table, num),
         kept=np.asarray(table["kept"].fill_null(True).to_numpy(), bool) if "kept" in table.schema.names else np.ones(num, bool),
-        prompt=_prompt_hashes(table, num),
+        prompt=_integers(table, "prompt_key", num) if "prompt_key" in table.schema.names else _keys(table, "prompt", num),
+        dataset=_keys(table, "dataset", num),
     )
-
-
-def prompt_hash(text: str | None) -> int:
-    """The same in every process and for every file; 63 bits."""
-    return int.from_bytes(hashlib.blake2b((text or "").encode(), digest_size=8).digest()) >> 1
 
 
 def _integers(table: pa.Table, name: str, num: int) -> np.ndarray:
@@ -116,6 +144,8 @@ def _counts(column: pa.ListArray) -> np.ndarray:
 
 
 def _lengths(table: pa.Table, num: int) -> np.ndarray:
+    if "response_length" in table.schema.names:
+        return _integers(table, "response_length", num)
     for name in ("loss_mask", "versions"):
         column = _list_column(table, name)
         if column is not None:
@@ -123,18 +153,22 @@ def _lengths(table: pa.Table, num: int) -> np.ndarray:
     return np.zeros(num, np.int32)
 
 
-def _version_range(table: pa.Table, lengths: np.ndarray) -> tuple[np.ndarray, int]:
-    """[N] the oldest version of each sample, -1 without tokens; the newest of all."""
-    num = len(lengths)
+def _oldest_versions(table: pa.Table, num: int) -> np.ndarray:
+    """[N] -1 without tokens."""
     column = _list_column(table, "versions")
-    if column is None or not len(column.flatten()):
-        return np.full(num, -1, np.int64), -1
-    values = column.flatten().to_numpy()
+    if "oldest_version" in table.schema.names or column is None:
+        return _integers(table, "oldest_version", num)
     counts = _counts(column)
     oldest = np.full(num, -1, np.int64)
     filled = counts > 0
-    oldest[filled] = np.minimum.reduceat(values, (np.cumsum(counts) - counts)[filled])
-    return oldest, int(values.max())
+    if filled.any():
+        oldest[filled] = np.minimum.reduceat(column.flatten().to_numpy(), (np.cumsum(counts) - counts)[filled])
+    return oldest
+
+
+def _newest_version(table: pa.Table) -> int:
+    column = _list_column(table, "versions")
+    return int(column.flatten().to_numpy().max()) if column is not None and len(column.flatten()) else -1
 
 
 def _means(table: pa.Table, name: str, num: int) -> np.ndarray:
@@ -159,12 +193,12 @@ def _statuses(table: pa.Table, num: int) -> np.ndarray:
     return np.where(per_row >= 0, code_of_word[per_row], UNKNOWN_STATUS).astype(np.uint8)
 
 
-def _prompt_hashes(table: pa.Table, num: int) -> np.ndarray:
-    if "prompt" not in table.schema.names:
+def _keys(table: pa.Table, name: str, num: int) -> np.ndarray:
+    if name not in table.schema.names:
         return np.full(num, -1, np.int64)
-    texts, per_row = _dictionary(table["prompt"])
-    hashes = np.array([prompt_hash(text) for text in texts] or [-1], np.int64)
-    return np.where(per_row >= 0, hashes[per_row], -1)
+    texts, per_row = _dictionary(table[name])
+    keys = np.array([prompt_key(text) for text in texts] or [-1], np.int64)
+    return np.where(per_row >= 0, keys[per_row], -1)
 
 
 def _dictionary(column: pa.ChunkedArray) -> tuple[list[str], np.ndarray]:

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from fuligo.observability.viewer.run_files import SampleFile, inside, sample_files
+from fuligo.observability.viewer.run_files import SampleFile, SampleSet, sample_files, sample_path
 from fuligo.observability.viewer.sample_columns import SampleColumns, joined, no_samples, read_sample_columns
 
 
 class SampleIndex:
     """Columns of the files read so far. `update` is called from a thread of its own; `columns` never reads a file."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, of: SampleSet = "train") -> None:
         self._run = run
+        self._of: SampleSet = of
         self._lock = threading.Lock()
         self._known: dict[int, tuple[SampleFile, SampleColumns | None]] = {}
         self._num_files = 0
@@ -28,7 +29,7 @@ class SampleIndex:
 
     def update(self, budget_s: float = float("inf")) -> bool:
         """Read files that are new or have changed, until all are known or the time is over; whether something changed."""
-        files = {file.step: file for file in sample_files(self._run)}
+        files = {file.step: file for file in sample_files(self._run, self._of)}
         gone = [step for step in self._known if step not in files]
         pending = [file for step, file in sorted(files.items(), reverse=True) if self._is_new(file)]
         with self._lock:
@@ -62,10 +63,12 @@ class SampleIndex:
     def file(self, step: int) -> Path | None:
         """Of a step; found without the index, too."""
         known = self._known.get(step)
-        if known is not None:
-            return known[0].path
-        path = self._run / "samples" / f"rollout_{step:06d}.parquet"
-        return path if path.is_file() and not path.is_symlink() and inside(self._run, path) else None
+        return known[0].path if known is not None else sample_path(self._run, self._of, step)
+
+    def file_version(self, step: int) -> tuple[int, int] | None:
+        """Of the file that is known of a step."""
+        known = self._known.get(step)
+        return None if known is None else known[0].version
 
     def steps(self) -> list[int]:
         with self._lock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,9 +13,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from fuligo.observability.samples import prompt_key
 from fuligo.observability.viewer.sample_columns import STATUSES, SampleColumns
+from fuligo.observability.viewer.sample_index import SampleIndex
 
-Order = Literal["newest", "oldest", "reward", "-reward", "length", "-length", "advantage", "-advantage", "staleness", "-staleness"]
+Order = Literal[
+    "newest", "oldest", "reward", "-reward", "length", "-length", "advantage", "-advantage", "staleness", "-staleness", "engine", "-engine"
+]
 MAX_FOUND = 5000
 """Samples that a search for text collects."""
 
@@ -34,11 +37,15 @@ class SampleFilter:
     advantage_min: float | None = None
     advantage_max: float | None = None
     staleness_min: int | None = None
+    engine: int | None = None
+    """-1: nobody knows which."""
     status: str | None = None
     kept: bool | None = None
     group: int | None = None
     prompt: int | None = None
-    """Hash of the prompt's text."""
+    """Key of the prompt's text."""
+    dataset: str = ""
+    """Name, of an evaluation."""
     text: str = ""
     """In prompt or response, in any case of letters."""
 
@@ -57,7 +64,13 @@ def matching(columns: SampleColumns, wanted: SampleFilter) -> np.ndarray:
             mask &= values >= least
         if most is not None:
             mask &= values <= most
-    for values, value in ((columns.kept, wanted.kept), (columns.group, wanted.group), (columns.prompt, wanted.prompt)):
+    for values, value in (
+        (columns.kept, wanted.kept),
+        (columns.group, wanted.group),
+        (columns.prompt, wanted.prompt),
+        (columns.engine, wanted.engine),
+        (columns.dataset, prompt_key(wanted.dataset) if wanted.dataset else None),
+    ):
         if value is not None:
             mask &= values == value
     if wanted.status is not None:
@@ -77,38 +90,59 @@ def ordered(columns: SampleColumns, positions: np.ndarray, order: Order) -> np.n
     return positions[np.argsort(-values if order.startswith("-") else values, kind="stable")]
 
 
+@dataclass(slots=True, frozen=True)
+class Hits:
+    """Rows of one file that hold the text."""
+
+    version: tuple[int, int] | None
+    """Of the file."""
+    rows: np.ndarray
+
+
 class TextSearch:
-    """One search through the files of a run, newest first, that goes on where it stopped."""
+    """One text, looked for in the files of a run. What is known of a file stays known: a new step is searched, no old one again."""
 
-    def __init__(self, columns: SampleColumns, positions: np.ndarray, text: str, file_of: Callable[[int], Path | None]) -> None:
-        self._columns = columns
+    def __init__(self, text: str) -> None:
         self._text = text
-        self._file_of = file_of
-        steps = columns.step[positions]
-        self._pending = [(int(step), positions[steps == step]) for step in np.unique(steps)] if len(positions) else []
-        self._num_steps = len(self._pending)
-        self.found: list[int] = []
-        """Positions in the index."""
+        self._hits: dict[int, Hits] = {}
+        """By step."""
 
-    @property
-    def done(self) -> bool:
-        return not self._pending or len(self.found) >= MAX_FOUND
+    def go_on(self, index: SampleIndex, columns: SampleColumns, positions: np.ndarray, budget_s: float) -> tuple[np.ndarray, float]:
+        """Search one file at least, newest first, of those that hold `positions`.
 
-    @property
-    def share_done(self) -> float:
-        return 1.0 if self.done else 1 - len(self._pending) / self._num_steps
-
-    def go_on(self, budget_s: float) -> None:
-        """Search at least one file."""
+        Returns:
+            Those of `positions` that hold the text, as far as is known, and the share of their files that is.
+        """
         end = time.monotonic() + budget_s
-        while not self.done:
-            step, positions = self._pending.pop()
-            path = self._file_of(step)
-            if path is not None:
-                rows = rows_with_text(path, self._text)
-                self.found += positions[np.isin(self._columns.row[positions], rows)].tolist()
-            if time.monotonic() > end:
+        wanted = np.unique(columns.step[positions])[::-1].tolist()
+        starts = np.searchsorted(columns.step, wanted).tolist()
+        is_wanted = np.zeros(len(columns), bool)
+        is_wanted[positions] = True
+        found: list[np.ndarray] = []
+        num_found = num_searched = 0
+        for step, start in zip(wanted, starts, strict=True):
+            hits = self._known(index, step)
+            if hits is None and num_found < MAX_FOUND and (time.monotonic() <= end or not num_searched):
+                hits = self._search(index, step)
+                num_searched += 1
+            if hits is None:
                 break
+            at = start + hits.rows
+            at = at[at < len(columns)]
+            found.append(at[is_wanted[at] & (columns.step[at] == step)])
+            num_found += len(found[-1])
+        share = 1.0 if num_found >= MAX_FOUND or not wanted else len(found) / len(wanted)
+        return np.concatenate(found) if found else np.empty(0, np.int64), share
+
+    def _known(self, index: SampleIndex, step: int) -> Hits | None:
+        hits = self._hits.get(step)
+        return hits if hits is not None and hits.version == index.file_version(step) else None
+
+    def _search(self, index: SampleIndex, step: int) -> Hits:
+        path, version = index.file(step), index.file_version(step)
+        rows = rows_with_text(path, self._text) if path is not None else np.empty(0, np.int64)
+        hits = self._hits[step] = Hits(version, rows)
+        return hits
 
 
 def rows_with_text(path: Path, text: str) -> np.ndarray:

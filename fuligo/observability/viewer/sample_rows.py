@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 Row = dict[str, Any]
-LINE_COLUMNS = ["prompt", "response", "label", "finish_reason", "drop_reason", "error"]
+LINE_COLUMNS = ["prompt", "response", "label", "finish_reason", "drop_reason", "error", "dataset"]
 """Read for a line of the list, beside what the index knows."""
 MAX_TEXT = 300
 """Characters of a text in a list."""

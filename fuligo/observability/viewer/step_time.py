@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,17 @@ class LongSample:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineTime:
+    """One engine during a step."""
+
+    number: int
+    in_flight: list[int]
+    """Requests at the same time, over the window."""
+    idle: float
+    """Share of the step without a request."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepTime:
     step: int
     window: Interval
@@ -45,6 +57,8 @@ class StepTime:
     """Track and phase, of all steps that reach into the window."""
     generating: list[int]
     """Samples generated at the same time, over the window."""
+    engines: list[EngineTime]
+    """Where the samples know theirs."""
     longest: list[LongSample]
     trainer_idle: float
     """Share of the step."""
@@ -62,9 +76,9 @@ def step_window(metrics: MetricColumns, trace: TraceReader, step: int) -> Interv
     return (min(phase.start_s for phase in phases), max(phase.end_s for phase in phases)) if phases else None
 
 
-def phases_near(trace: TraceReader, step: int) -> list[PhaseEvent]:
+def phases_near(by_step: Mapping[int, Sequence[PhaseEvent]], step: int) -> list[PhaseEvent]:
     """Those that can reach into a step: rollouts run ahead, evaluations follow."""
-    return [phase for near in range(step - NEIGHBOURS, step + NEIGHBOURS + 1) for phase in trace.by_step.get(near, ())]
+    return [phase for near in range(step - NEIGHBOURS, step + NEIGHBOURS + 1) for phase in by_step.get(near, ())]
 
 
 def step_causes(metrics: MetricColumns, trace: TraceReader, step: int) -> list[Cause]:
@@ -72,7 +86,7 @@ def step_causes(metrics: MetricColumns, trace: TraceReader, step: int) -> list[C
     window = step_window(metrics, trace, step)
     if window is None:
         return []
-    phases = phases_near(trace, step)
+    phases = phases_near(trace.by_step, step)
     return attribute(window, phases) if phases else _causes_of_metrics(metrics, step, window)
 
 
@@ -98,18 +112,21 @@ def step_time(metrics: MetricColumns, trace: TraceReader, step: int, files: dict
     if window is None:
         return None
     tables = {of: table for of, path in files.items() if (table := _spans_table(path)) is not None}
-    generate = [interval for table in tables.values() for interval in _intervals(table, "generate")]
-    reward = [interval for table in tables.values() for interval in _intervals(table, "reward")]
-    phases = [phase for phase in phases_near(trace, step) if phase.end_s > window[0] and phase.start_s < window[1]]
+    spans = [_spans(table) for table in tables.values()]
+    generate = [interval for part in spans for interval in part.intervals(part.name == "generate")]
+    reward = [interval for part in spans for interval in part.intervals(part.name == "reward")]
+    phases = [phase for phase in phases_near(trace.by_step, step) if phase.end_s > window[0] and phase.start_s < window[1]]
     causes = attribute(window, phases, SampleSpans(generate, reward)) if phases else _causes_of_metrics(metrics, step, window)
     length = window[1] - window[0]
+    others = [phase for phase in phases_near(trace.others_by_step, step) if phase.end_s > window[0] and phase.start_s < window[1]]
     trained = covered(window, [(phase.start_s, phase.end_s) for phase in phases if phase.name in TRAINER_PHASES])
     return StepTime(
         step,
         window,
         causes,
-        [(f"{trace.process_name(phase.process)} {phase.lane}", phase) for phase in sorted(phases, key=lambda phase: phase.start_s)],
+        [(f"{trace.process_name(phase.process)} {phase.lane}", phase) for phase in sorted([*phases, *others], key=_track_and_start)],
         concurrency(window, generate, NUM_POINTS) if generate else [],
+        _engine_times(window, spans),
         _longest(tables[step]) if step in tables else [],
         1 - trained / length,
         1 - covered(window, generate) / length if generate else None,
@@ -119,37 +136,63 @@ def step_time(metrics: MetricColumns, trace: TraceReader, step: int, files: dict
 def _spans_table(path: Path) -> pa.Table | None:
     try:
         with pq.ParquetFile(path) as file:
-            names = [name for name in ("index", "status", "loss_mask", "spans") if name in file.schema_arrow.names]
+            present = file.schema_arrow.names
+            length = "response_length" if "response_length" in present else "loss_mask"
+            names = [name for name in ("index", "status", length, "spans") if name in present]
             return file.read(names, use_threads=False) if "spans" in names else None
     except (OSError, pa.ArrowException):
         return None
 
 
-def _spans(table: pa.Table) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of all spans: row, name, start, end."""
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """[N] of all samples of a file."""
+
+    row: np.ndarray
+    name: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    engine: np.ndarray
+    """-1: unknown."""
+
+    def intervals(self, wanted: np.ndarray) -> list[Interval]:
+        return list(zip(self.start[wanted].tolist(), self.end[wanted].tolist(), strict=True))
+
+
+def _spans(table: pa.Table) -> _Spans:
     column = table["spans"].combine_chunks()
     counts = column.value_lengths().fill_null(0).to_numpy()
     flat = column.flatten()
     names = np.array(flat.field("name").to_pylist(), dtype=object)
     start, end = (flat.field(name).fill_null(0.0).to_numpy() for name in ("start_s", "end_s"))
-    return np.repeat(np.arange(len(counts)), counts), names, start, end
+    knows_engines = flat.type.get_field_index("engine") >= 0
+    engine = flat.field("engine").fill_null(-1).to_numpy() if knows_engines else np.full(len(names), -1)
+    return _Spans(np.repeat(np.arange(len(counts)), counts), names, start, end, engine)
 
 
-def _intervals(table: pa.Table, name: str) -> list[Interval]:
-    _, names, start, end = _spans(table)
-    wanted = names == name
-    return list(zip(start[wanted].tolist(), end[wanted].tolist(), strict=True))
+def _engine_times(window: Interval, spans: Sequence[_Spans]) -> list[EngineTime]:
+    """In the order of their numbers."""
+    length = window[1] - window[0]
+    times = []
+    for number in sorted({int(engine) for part in spans for engine in np.unique(part.engine)} - {-1}):
+        busy = [interval for part in spans for interval in part.intervals((part.engine == number) & (part.name == "generate"))]
+        times.append(EngineTime(number, concurrency(window, busy, NUM_POINTS), 1 - covered(window, busy) / length))
+    return times
+
+
+def _track_and_start(phase: PhaseEvent) -> tuple[int, int, float]:
+    return phase.process, phase.lane, phase.start_s
 
 
 def _longest(table: pa.Table) -> list[LongSample]:
     """The samples that were done last, latest first."""
-    rows, _, start, end = _spans(table)
+    spans = _spans(table)
     num = table.num_rows
     first, last = np.full(num, np.inf), np.full(num, -np.inf)
-    np.minimum.at(first, rows, start)
-    np.maximum.at(last, rows, end)
+    np.minimum.at(first, spans.row, spans.start)
+    np.maximum.at(last, spans.row, spans.end)
     order = [row for row in np.argsort(-last, kind="stable")[: NUM_LONGEST + 1] if np.isfinite(last[row])]
-    fields: dict[str, Any] = {name: table[name].to_pylist() for name in table.schema.names if name in ("index", "status", "loss_mask")}
+    fields: dict[str, Any] = {name: table[name].to_pylist() for name in table.schema.names if name != "spans"}
     result = []
     for row, before in zip(order, [*order[1:], None], strict=True):
         if len(result) == NUM_LONGEST or before is None:
@@ -158,7 +201,7 @@ def _longest(table: pa.Table) -> list[LongSample]:
             LongSample(
                 int(row),
                 int(_at(fields, "index", row, -1)),
-                len(_at(fields, "loss_mask", row, ())),
+                int(_at(fields, "response_length", row, len(_at(fields, "loss_mask", row, ())))),
                 str(_at(fields, "status", row, "")),
                 float(first[row]),
                 float(last[row]),

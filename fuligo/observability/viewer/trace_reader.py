@@ -1,4 +1,4 @@
-"""The phases of a trace, as it grows. Spans of samples are skipped: those of a step stand whole in its samples file."""
+"""The phases of a trace, as it grows. Spans of samples, by engine or not, are skipped: those of a step stand whole in its samples file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from fuligo.observability.trace import OTHER_PID, SAMPLE_PIDS
+from fuligo.observability.trace import DRIVER_PID, ENGINE_PID, OTHER_PID, SAMPLE_PIDS
 from fuligo.observability.viewer.tail import Tail
 
 _SAMPLE_PIDS = {*SAMPLE_PIDS.values(), OTHER_PID}
@@ -30,12 +30,13 @@ class PhaseEvent:
 
 
 class TraceReader:
-    """Phases by step, in the order in which they ended."""
+    """Phases of the driver by step, in the order in which they ended; beside them those of others, above all the trainer's ranks."""
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
         self._generation = 0
         self.by_step: dict[int, list[PhaseEvent]] = defaultdict(list)
+        self.others_by_step: dict[int, list[PhaseEvent]] = defaultdict(list)
         self.names: dict[int, str] = {}
         """Of processes."""
         self.last: PhaseEvent | None = None
@@ -48,7 +49,8 @@ class TraceReader:
             lines = self._tail.read()
             if self._tail.generation != self._generation:
                 self._generation = self._tail.generation
-                self.by_step, self.names, self.last, self.num_damaged = defaultdict(list), {}, None, 0
+                self.by_step, self.others_by_step = defaultdict(list), defaultdict(list)
+                self.names, self.last, self.num_damaged = {}, None, 0
             if not lines:
                 break
             anything = True
@@ -78,7 +80,7 @@ class TraceReader:
             return
         if event.get("ph") == "M" and event.get("name") == "process_name":
             self.names[_number(event.get("pid"))] = str(_dict(event.get("args")).get("name"))
-        elif event.get("ph") == "X" and event.get("pid") not in _SAMPLE_PIDS:
+        elif event.get("ph") == "X" and (pid := _number(event.get("pid"))) not in _SAMPLE_PIDS and pid < ENGINE_PID:
             self._add_phase(event)
 
     def _add_phase(self, event: dict[str, Any]) -> None:
@@ -93,6 +95,9 @@ class TraceReader:
             start_s + max(0.0, _number(event.get("dur")) / 1e6),
             bool(args.get("failed")),
         )
+        if phase.process != DRIVER_PID:
+            self.others_by_step[phase.step].append(phase)
+            return
         self.by_step[phase.step].append(phase)
         self.last = phase
 

@@ -54,7 +54,7 @@ class TorchRankWorker:
         checkpoint_dtype = export_dtype(AutoConfig.from_pretrained(settings.hf_checkpoint))
         self.export_dtype = published[settings.publish_dtype] if settings.publish_dtype is not None else checkpoint_dtype
         self.balance_by = _cost(self.policy) if settings.balance_data else None
-        self._sender = WeightSender()
+        self._sender = WeightSender(settings.engine_format)
         self._timeline = Timeline(world.device)
 
     def score(self, samples: list[TrainSample]) -> list[TrainSample] | None:

@@ -22,7 +22,10 @@ def make_sample(index: int, *, group: int, num_tokens: int = 3, **fields: object
         "finish_reason": "stop",
         "reward": float(index % 2),
         "response": f"answer {index}",
-        "spans": [Span("generate", 100.0 + index, 101.0 + index), Span("reward", 101.0 + index, 101.5 + index)],
+        "spans": [
+            Span("generate", 100.0 + index, 101.0 + index, engine=index % 2, num_tokens=num_tokens),
+            Span("reward", 101.0 + index, 101.5 + index),
+        ],
     }
     return Sample(index=index, group_index=group, **{**known, **fields})  # type: ignore[arg-type]
 

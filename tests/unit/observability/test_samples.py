@@ -1,13 +1,14 @@
 """Every sample with everything known about it, exactly, under the columns that tools rely on."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from fuligo.observability.samples import SCHEMA, Training, sample_table, write_table
+from fuligo.observability.samples import SCHEMA, Training, prompt_key, sample_table, write_table
 from fuligo.types import Sample, SampleStatus, TokenScores, TrainSample
 
 COLUMNS = [
@@ -22,6 +23,11 @@ COLUMNS = [
     "kept",
     "drop_reason",
     "error",
+    "engine",
+    "response_length",
+    "advantage_mean",
+    "oldest_version",
+    "prompt_key",
     "prompt_ids",
     "response_ids",
     "loss_mask",
@@ -72,8 +78,11 @@ def test_a_file_holds_what_the_samples_hold(tmp_path: Path, make_group) -> None:
             assert row[name] == getattr(sample, name), name
         for name in ("prompt_ids", "response_ids", "loss_mask", "engine_logprobs", "versions"):
             np.testing.assert_array_equal(np.array(row[name], getattr(sample, name).dtype), getattr(sample, name), err_msg=name)
-        assert row["spans"] == [{"name": span.name, "start_s": span.start_s, "end_s": span.end_s} for span in sample.spans]
-        assert row["trainer_logprobs"] is row["ref_logprobs"] is row["entropy"] is row["advantages"] is None
+        assert row["spans"] == [asdict(span) for span in sample.spans]
+        assert row["engine"] == sample.engine
+        assert row["response_length"] == len(sample.response_ids)
+        assert row["oldest_version"] == sample.versions.min()
+        assert row["trainer_logprobs"] is row["ref_logprobs"] is row["entropy"] is row["advantages"] is row["advantage_mean"] is None
     assert [path.name for path in tmp_path.iterdir()] == ["rollout_000000.parquet"]
 
 
@@ -82,6 +91,7 @@ def test_an_aborted_sample_without_tokens_has_a_row(make_group) -> None:
     group = make_group(0, size=1, status=SampleStatus.ABORTED, reward=None, versions=np.empty(0, np.int32), spans=[], response="", **empty)
     row = sample_table([group]).to_pylist()[0]
     assert (row["status"], row["reward"], row["response_ids"], row["spans"]) == ("aborted", None, [], [])
+    assert (row["engine"], row["response_length"], row["oldest_version"]) == (None, 0, None)
 
 
 def test_the_trainers_view_is_found_whatever_its_order(make_group) -> None:
@@ -93,6 +103,7 @@ def test_the_trainers_view_is_found_whatever_its_order(make_group) -> None:
     )
     rows = sample_table(groups, training).to_pylist()
     assert [row["advantages"] for row in rows] == [[-0.5] * 3, [0.5] * 3, None, None]
+    assert [row["advantage_mean"] for row in rows] == [-0.5, 0.5, None, None]
     assert [row["entropy"] for row in rows] == [[2.0] * 3, [3.0] * 3, None, None]
     assert [row["trainer_logprobs"] for row in rows] == [[-2.0] * 3, [-3.0] * 3, None, None]
 
@@ -131,3 +142,23 @@ def test_row_groups_hold_64_samples_compressed_with_zstd(tmp_path: Path, make_gr
     meta = pq.read_metadata(tmp_path / "file.parquet")
     assert [meta.row_group(number).num_rows for number in range(meta.num_row_groups)] == [64] * (size // 64) + [size % 64] * (size % 64 > 0)
     assert {meta.row_group(0).column(column).compression for column in range(meta.num_columns)} == {"ZSTD"}
+
+
+def test_the_footer_has_least_and_greatest_of_what_samples_are_looked_for_by(tmp_path: Path, make_group) -> None:
+    write_table(tmp_path / "file.parquet", sample_table([make_group(0, size=70, kept=True)]))
+    meta = pq.read_metadata(tmp_path / "file.parquet")
+    columns = {meta.row_group(0).column(at).path_in_schema: meta.row_group(0).column(at) for at in range(meta.num_columns)}
+    with_statistics = {name for name, column in columns.items() if column.is_stats_set}
+    assert with_statistics == {
+        *("index", "group_index", "reward", "status", "kept", "engine", "response_length", "advantage_mean", "oldest_version"),
+        *("prompt_key", "versions.list.element"),
+    }
+    assert (columns["index"].statistics.min, columns["index"].statistics.max) == (0, 63)
+
+
+def test_the_same_prompt_has_the_same_key_whoever_wrote_it(make_group) -> None:
+    messages = [{"role": "user", "content": "1 + 1 =?"}]
+    groups = [make_group(0, prompt=messages), make_group(1, prompt=[dict(messages[0])]), make_group(2, prompt="1 + 1 =?")]
+    keys = [row["prompt_key"] for row in sample_table(groups).to_pylist()]
+    assert keys[:4] == [prompt_key('[{"role":"user","content":"1 + 1 =?"}]')] * 4
+    assert keys[4:] == [prompt_key("1 + 1 =?")] * 2 != keys[:2]

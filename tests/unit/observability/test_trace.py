@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fuligo.observability import trace as trace_module
-from fuligo.observability.trace import DRIVER_PID, MAX_LANES, SAMPLE_PIDS, Trace, read_trace
+from fuligo.observability.trace import DRIVER_PID, ENGINE_PID, MAX_LANES, MAX_RANKS, RANK_PID, SAMPLE_PIDS, Trace, read_trace
 from fuligo.types import Sample, SampleGroup, Span
 
 
@@ -127,10 +127,48 @@ def test_a_wide_rollout_fills_the_tracks_with_its_longest_spans(trace: Trace, ma
     assert min(event["args"]["index"] for event in shown) >= MAX_LANES, "the shortest are left out"
 
 
+def names_of_processes(trace: Trace) -> list[tuple[int, str]]:
+    return [(event["pid"], event["args"]["name"]) for event in read_trace(trace.path) if event["ph"] == "M" and event["pid"] >= RANK_PID]
+
+
+def test_what_an_engine_generated_lies_on_its_own_tracks(trace: Trace, make_group) -> None:
+    for step in range(2):
+        trace.samples(step, make_group(step, size=4).samples)  # by engines 0 and 1 in turn
+    events = [event for event in read_trace(trace.path) if event["ph"] == "X" and event["pid"] >= ENGINE_PID]
+    assert [(event["pid"] - ENGINE_PID, event["args"]["index"]) for event in events] == [(index % 2, index) for index in range(8)]
+    assert_tracks_are_drawable(events)
+    assert names_of_processes(trace) == [(ENGINE_PID, "engine 0"), (ENGINE_PID + 1, "engine 1")], "named once"
+
+
+def test_ranks_have_tracks_and_what_was_sent_belongs_to_the_step_before(trace: Trace) -> None:
+    trace.ranks(3, [[Span("send", 1.0, 2.0), Span("optimizer", 3.0, 4.0)], [Span("optimizer", 3.0, 4.5)]])
+    events = [event for event in read_trace(trace.path) if event["ph"] == "X"]
+    assert [(event["pid"] - RANK_PID, event["name"], event["args"]["step"], event["dur"]) for event in events] == [
+        (0, "send", 2, 1_000_000),
+        (0, "optimizer", 3, 1_000_000),
+        (1, "optimizer", 3, 1_500_000),
+    ]
+    assert names_of_processes(trace) == [(RANK_PID, "rank 0"), (RANK_PID + 1, "rank 1")]
+
+
+def test_of_many_ranks_the_slowest_are_written(trace: Trace) -> None:
+    trace.ranks(0, [[Span("optimizer", 0.0, rank % 100)] for rank in range(256)])
+    ranks = [event["pid"] - RANK_PID for event in read_trace(trace.path) if event["ph"] == "X"]
+    assert len(ranks) == MAX_RANKS and ranks[0] == 0
+    assert min(rank % 100 for rank in ranks[1:]) >= 80
+
+
+def test_nothing_of_ranks_is_nothing_written(trace: Trace) -> None:
+    before = trace.path.read_bytes()
+    trace.ranks(0, [])
+    assert trace.path.read_bytes() == before
+
+
 def test_beyond_its_size_only_phases_are_written(tmp_path: Path, make_group) -> None:
     trace = Trace(tmp_path / "trace.json", max_bytes=1)
     group: SampleGroup = make_group()
     trace.samples(0, group.samples)
+    trace.ranks(0, [group.samples[0].spans])
     with trace.phase("train", 0):
         pass
     assert [event["name"] for event in read_trace(trace.path) if event["ph"] == "X"] == ["train"]

@@ -77,6 +77,18 @@ async def test_one_optimizer_step_for_every_entry_of_the_batch(settings):
     await trainer.close()
 
 
+async def test_a_result_tells_what_the_rank_did_when(settings):
+    trainer = await loaded(replace(settings, needs_old_logprobs=True))
+    samples = await trainer.score(train_batches.samples(LENGTHS))
+    first = await trainer.train(train_batches.batch(samples, num_steps=2))
+    second = await trainer.train(train_batches.batch(samples))
+    assert [[span.name for span in of_rank] for of_rank in first.rank_spans] == [["score", *["forward, backward", "optimizer"] * 2]]
+    assert [[span.name for span in of_rank] for of_rank in second.rank_spans] == [["forward, backward", "optimizer"]], "told once"
+    ends = [moment for span in first.rank_spans[0] for moment in (span.start_s, span.end_s)]
+    assert ends == sorted(ends)
+    await trainer.close()
+
+
 async def test_scores_only_what_the_loss_needs(settings, reference_checkpoint):
     samples = train_batches.samples(LENGTHS)
     for needs_old, reference in [(False, None), (True, None), (False, reference_checkpoint), (True, reference_checkpoint)]:

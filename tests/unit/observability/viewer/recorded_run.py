@@ -1,7 +1,8 @@
 """A run directory as a run leaves it, with troubles put into it on purpose; every number is known.
 
 Twelve steps of four groups of four samples; step k lasts from START_S + 10 k to START_S + 10 k + 10. The same four prompts at every step.
-From step 8 on, half of the groups are sampled by weights one version old, and engine and trainer disagree on them by half a nat.
+Two engines sample half of the groups each. From step 8 on, one of them has weights one version old, and engine and trainer disagree on
+its tokens by half a nat. Two ranks train; the second takes longer.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ STEP_S = 10.0
 NUM_STEPS = 12
 NUM_GROUPS = 4
 GROUP_SIZE = 4
+NUM_RANKS = 2
 STALE_FROM = 8
 """First step with tokens of an old version."""
+STALE_ENGINE = 1
+"""It samples half of the groups, and keeps its old weights from then on."""
 STALE_DIFF = 0.5
 """Nats between engine and trainer on them."""
 USUAL_DIFF = 0.01
@@ -37,6 +41,7 @@ TRUNCATED = (5, 2)
 HOSTILE = (6, 1)
 """Step and row of the sample whose text is a script."""
 SCRIPT = "</script><script>window.hacked = true</script><img src=x onerror='window.hacked = true'>\u2028${hacked}"
+EVAL_SETS = ("held_out", "long_sums")
 PROMPTS = ("What is 3 + 4?", "What is 12 + 9?", "Add 5 and 6.", "Add 70 and 8.")
 PHASES = (("rollout", 0.0, 6.0), ("score", 6.0, 6.5), ("train", 6.5, 9.0), ("sync", 9.0, 9.5), ("record", 9.5, 9.9))
 """Of every step: name, start, end; the last 0.1 s belong to none."""
@@ -55,8 +60,8 @@ def write_run(path: Path, *, num_steps: int = NUM_STEPS, name: str = "recorded",
     run = RunDirectory.create(path, config, resume=False)
     for step in range(num_steps):
         write_step(run, step)
-    run.evaluations.append({"num_rollouts": 0, "eval/held_out/mean@1": 0.25})
-    run.evaluations.append({"num_rollouts": num_steps, "eval/held_out/mean@1": 0.75})
+    for num_done, mean in ((0, 0.25), (num_steps, 0.75)):
+        write_evaluation(run, num_done, mean)
     run.close()
     return path
 
@@ -66,8 +71,49 @@ def write_step(run: RunDirectory, step: int) -> None:
     groups = groups_of(step)
     run.write_samples(step, groups, training_of(groups))
     run.trace.samples(step, [sample for group in groups for sample in group.samples])
+    run.trace.ranks(step, rank_spans(step))
     append_phases(run.trace.path, step)
     run.record(record_of(step, groups))
+
+
+def write_evaluation(run: RunDirectory, num_rollouts: int, mean: float) -> None:
+    """Two data sets of one group each, which number their groups alike."""
+    groups = {name: [SampleGroup(0, 0, [_held_out(at, name, at < 4 * mean) for at in range(4)])] for name in EVAL_SETS}
+    run.write_evaluation(num_rollouts, groups, {f"eval/{name}/mean@1": mean for name in EVAL_SETS})
+
+
+def _held_out(index: int, name: str, right: bool) -> Sample:
+    text = f"{name} {index}: \\boxed{{{'7' if right else '0'}}}"
+    ids = np.array(tokenizer().encode(text, add_special_tokens=False).ids, np.int32)
+    return Sample(
+        index=index,
+        group_index=0,
+        prompt=[{"role": "user", "content": f"{name}: what is 3 + 4?"}],
+        prompt_ids=np.arange(5, 15, dtype=np.int32),
+        label="7",
+        response_ids=ids,
+        loss_mask=np.ones(len(ids), np.int8),
+        engine_logprobs=np.linspace(-2, -0.1, len(ids)).astype(np.float32),
+        versions=np.zeros(len(ids), np.int32),
+        status=SampleStatus.COMPLETED,
+        finish_reason="stop",
+        reward=float(right),
+        response=text,
+    )
+
+
+def rank_spans(step: int) -> list[list[Span]]:
+    """Rank 1 sends nothing."""
+    start = START_S + STEP_S * step
+    computed = [
+        [
+            Span("score", start + 6.0, start + 6.4),
+            Span("forward, backward", start + 6.5, start + 8.0 + 0.5 * rank),
+            Span("optimizer", start + 8.5, start + 8.9),
+        ]
+        for rank in range(NUM_RANKS)
+    ]
+    return [[*([Span("send", start - 1.0, start - 0.5)] if step else []), *computed[0]], *computed[1:]]
 
 
 def append_phases(path: Path, step: int) -> None:
@@ -147,7 +193,10 @@ def _sample(step: int, row: int) -> Sample:
         error="the reward server answered 500" if failed else None,
         reward=None if failed else float(right),
         response=text,
-        spans=[Span("generate", start + 1, end), Span("reward", end, end + 0.25)],
+        spans=[
+            Span("generate", start + 1, end, engine=STALE_ENGINE if group >= NUM_GROUPS // 2 else 0, num_tokens=len(ids)),
+            Span("reward", end, end + 0.25),
+        ],
     )
 
 

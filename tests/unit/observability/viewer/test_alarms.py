@@ -4,13 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import orjson
+import pyarrow.parquet as pq
 import pytest
 
 from fuligo.observability.viewer.alarms import Alarm, alarms, stretches
 from fuligo.observability.viewer.metric_columns import MetricColumns
-from fuligo.observability.viewer.mismatch import VersionMismatch, explanation, mismatch_by_version
+from fuligo.observability.viewer.mismatch import UNKNOWN, Mismatch, explanation, mismatches
 from fuligo.observability.viewer.run import RunReader
-from tests.unit.observability.viewer.recorded_run import STALE_DIFF, STALE_FROM, USUAL_DIFF
+from tests.unit.observability.viewer.recorded_run import STALE_DIFF, STALE_ENGINE, STALE_FROM, USUAL_DIFF, write_run
 
 
 def of(tmp_path: Path, key: str, values: list[float | None]) -> list[Alarm]:
@@ -77,30 +78,62 @@ def test_stretches_bridge_a_single_good_row() -> None:
 def test_the_disagreement_of_a_stale_version_is_measured(run: RunReader) -> None:
     path = run.samples.file(STALE_FROM)
     assert path is not None
-    old, new = mismatch_by_version(path)
-    assert (old.version, new.version) == (STALE_FROM - 1, STALE_FROM)
+    old, new = mismatches(path)
+    assert (old.version, old.engine, new.version, new.engine) == (STALE_FROM - 1, STALE_ENGINE, STALE_FROM, 0)
     assert old.abs_diff == pytest.approx(STALE_DIFF, rel=1e-4)
     assert new.abs_diff == pytest.approx(USUAL_DIFF, rel=1e-3)
 
 
-def test_the_alarm_names_the_stale_version(run: RunReader) -> None:
+def test_the_alarm_names_the_engine_and_its_stale_version(run: RunReader) -> None:
     alarm = run.alarms()[0]
-    assert alarm.title == f"Engine and trainer disagree since step {STALE_FROM}"
-    assert f"an engine still served version {STALE_FROM - 1} while others had {STALE_FROM}" in alarm.text
+    stale = f"weight version {STALE_FROM - 1} still served by engine {STALE_ENGINE}"
+    assert alarm.title == f"Engine and trainer disagree since step {STALE_FROM}: {stale}"
+    assert f"the 51% of tokens that version {STALE_FROM - 1} sampled differ by 0.5 nats, the others by 0.01" in alarm.text
+
+
+def test_samples_that_do_not_know_their_engines_name_none(recorded: Path, tmp_path: Path) -> None:
+    table = pq.read_table(recorded / "samples" / f"rollout_{STALE_FROM:06d}.parquet")
+    pq.write_table(table.drop_columns(["spans", "engine"]), tmp_path / "older.parquet")
+    assert {part.engine for part in mismatches(tmp_path / "older.parquet")} == {UNKNOWN}
+
+
+def tokens(version: int, engine: int, abs_diff: float, num_tokens: int = 10) -> Mismatch:
+    return Mismatch(version, engine, num_tokens, abs_diff)
 
 
 @pytest.mark.parametrize(
-    ("by_version", "expected", "words"),
+    ("parts", "brief", "words"),
     [
-        ([VersionMismatch(3, 10, 0.2)], 4, "the engines were not updated"),
-        ([VersionMismatch(4, 10, 0.2)], 4, "precision, sampling parameters or routing"),
-        ([VersionMismatch(3, 10, 0.2), VersionMismatch(4, 10, 0.25)], 4, "differ alike"),
-        ([VersionMismatch(3, 10, 0.01), VersionMismatch(4, 10, 0.25)], 4, "the newest weights are wrong"),
-        ([VersionMismatch(3, 10, 0.5), VersionMismatch(4, 30, 0.01)], 4, "the 25% of tokens that version 3 sampled"),
+        ([tokens(40, 2, 0.5), tokens(41, 0, 0.01, 30)], "weight version 40 still served by engine 2", "the 25% of tokens that version 40"),
+        (
+            [tokens(40, 2, 0.5), tokens(40, 5, 0.4), tokens(41, 0, 0.01)],
+            "weight version 40 still served by engines 2 and 5",
+            "others had 41",
+        ),
+        ([tokens(40, UNKNOWN, 0.5), tokens(41, UNKNOWN, 0.01)], "weight version 40 still served by an engine", "others had 41"),
+        ([tokens(40, 0, 0.5), tokens(41, 0, 0.01)], "tokens of weight version 40", "begun before it and continued"),
+        ([tokens(39, 0, 0.2), tokens(39, 1, 0.2)], "weight version 39 still served by engines 0 and 1", "the engines were not updated"),
+        ([tokens(41, 2, 0.5), tokens(41, 0, 0.01), tokens(41, 1, 0.01)], "engine 2 alone", "other weights or settings than it says"),
+        ([tokens(40, 0, 0.01), tokens(41, 0, 0.25)], "weight version 41 alone", "the newest weights are wrong"),
+        ([tokens(41, 0, 0.2), tokens(41, 1, 0.25)], "all tokens alike", "of version 41 and of all engines differ alike: it is precision"),
+        ([tokens(40, 0, 0.2), tokens(41, 0, 0.25)], "all tokens alike", "of all versions (40, 41)"),
     ],
 )
-def test_the_cause_of_a_disagreement(by_version: list[VersionMismatch], expected: int, words: str) -> None:
-    assert words in (explanation(7, by_version, expected) or "")
+def test_the_cause_of_a_disagreement(parts: list[Mismatch], brief: str, words: str) -> None:
+    found = explanation(41, parts, 41)
+    assert found is not None
+    assert found.brief == brief
+    assert words in found.text
+
+
+def test_rollouts_that_always_run_ahead_are_no_cause(tmp_path: Path) -> None:
+    for staleness, known in ((1.0, STALE_FROM - 1), (0.0, STALE_FROM)):
+        path = write_run(tmp_path / str(staleness))
+        lines = [orjson.loads(line) | {"rollout/staleness": staleness} for line in (path / "metrics.jsonl").read_bytes().splitlines()]
+        (path / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+        reader = RunReader(path, "run")
+        reader.update_metrics()
+        assert reader._expected_version(STALE_FROM) == known
 
 
 def test_no_tokens_no_cause() -> None:

@@ -28,6 +28,7 @@ def test_every_question_has_an_answer(client: TestClient) -> None:
         "/api/differences?run=recorded",
         "/api/samples?run=recorded",
         "/api/sample?run=recorded&step=3&row=5",
+        f"/api/sample?run=recorded&of=eval&step={NUM_STEPS}&row=5",
         "/api/history?run=recorded&prompt=1",
         "/api/steps?run=recorded",
         "/api/step?run=recorded&step=3",
@@ -37,6 +38,28 @@ def test_every_question_has_an_answer(client: TestClient) -> None:
         answer = client.get(path)
         assert answer.status_code == 200, path
         assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_evaluations_are_asked_for_by_data_set(client: TestClient) -> None:
+    answer = client.get("/api/samples", params={"run": "recorded", "of": "eval", "dataset": "long_sums", "step_min": 1}).json()
+    assert [(row["step"], row["dataset"], row["reward"]) for row in answer["rows"]] == [
+        (NUM_STEPS, "long_sums", reward) for reward in (1.0, 1.0, 1.0, 0.0)
+    ]
+    sample = client.get("/api/sample", params={"run": "recorded", "of": "eval", "step": NUM_STEPS, "row": 5}).json()
+    assert sample["dataset"] == "long_sums"
+    assert [member["row"] for member in sample["members"]] == [4, 5, 6, 7], "the other data set numbers its groups alike"
+    history = client.get("/api/history", params={"run": "recorded", "of": "eval", "prompt": sample["prompt_key"]}).json()
+    assert [row["step"] for row in history["rows"]] == [0] * 4 + [NUM_STEPS] * 4
+    assert client.get("/api/runs").json()["runs"][0]["datasets"] == ["held_out", "long_sums"]
+
+
+def test_tokens_know_their_engine(client: TestClient) -> None:
+    for row, engine in ((3, 0), (12, 1)):
+        sample = client.get("/api/sample", params={"run": "recorded", "step": 4, "row": row}).json()
+        assert sample["engine"] == engine
+        assert set(sample["tokens"]["engines"]) == {engine}
+    found = client.get("/api/samples", params={"run": "recorded", "engine": 1}).json()
+    assert found["total"] == 8 * NUM_STEPS
 
 
 def test_only_what_is_new_is_sent(client: TestClient) -> None:
@@ -54,6 +77,7 @@ def test_only_what_is_new_is_sent(client: TestClient) -> None:
         "/api/samples?run=/etc",
         "/api/sample?run=recorded&step=99&row=0",
         "/api/sample?run=recorded&step=1&row=99",
+        "/api/sample?run=recorded&of=eval&step=1&row=0",
         "/api/step?run=recorded&step=99",
         "/api/trace.json?run=..%2F..%2Fetc%2Fpasswd",
         "/api/trace.json/../../etc/passwd",
@@ -67,7 +91,13 @@ def test_nothing_else_can_be_reached(client: TestClient, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/api/samples?run=recorded&limit=100000", "/api/samples?run=recorded&order=name", "/api/sample?run=recorded&step=x&row=1"]
+    "path",
+    [
+        "/api/samples?run=recorded&limit=100000",
+        "/api/samples?run=recorded&order=name",
+        "/api/samples?run=recorded&of=test",
+        "/api/sample?run=recorded&step=x&row=1",
+    ],
 )
 def test_nonsense_is_refused(client: TestClient, path: str) -> None:
     assert client.get(path).status_code == 422

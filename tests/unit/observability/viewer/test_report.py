@@ -29,9 +29,10 @@ def test_whole_groups_and_troubled_samples(run: RunReader) -> None:
 
 def test_tokens_are_bounded(run: RunReader) -> None:
     document = report_document([run], ReportSize(max_tokens=100))
-    tokens = sum(len(sample["tokens"]["ids"]) for sample in document["sample"]["recorded"].values())
-    assert 0 < tokens <= 100
-    assert len(document["samples"]["recorded"]) > len(document["sample"]["recorded"])
+    for of in ("train", "eval"):
+        tokens = sum(len(sample["tokens"]["ids"]) for sample in document["sample"]["recorded"][of].values())
+        assert 0 < tokens <= 100
+    assert len(document["samples"]["recorded"]["train"]) > len(document["sample"]["recorded"]["train"])
 
 
 def test_the_command_writes_it(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

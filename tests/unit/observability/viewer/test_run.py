@@ -61,13 +61,29 @@ def test_steps_sum_to_their_seconds(run: RunReader) -> None:
 def test_the_timeline_of_a_step(run: RunReader) -> None:
     answer = step_answer(run, 4)
     assert answer is not None
-    assert [(phase["name"], phase["start_s"], phase["end_s"]) for phase in answer["phases"]] == [
+    driver = [phase for phase in answer["phases"] if phase["track"] == "driver 0"]
+    assert [(phase["name"], phase["start_s"], phase["end_s"]) for phase in driver] == [
         (name, pytest.approx(start, abs=1e-4), pytest.approx(end, abs=1e-4)) for name, start, end in PHASES
     ]
     assert sum(cause["seconds"] for cause in answer["causes"]) == pytest.approx(STEP_S, abs=1e-4)
     assert max(answer["generating"]) == 16
     assert [sample["row"] for sample in answer["longest"]] == list(range(15, 3, -1))
     assert answer["longest"][0]["alone_s"] == pytest.approx(4.5 / 16, abs=1e-4)
+
+
+def test_ranks_and_engines_have_tracks_of_their_own(run: RunReader) -> None:
+    answer = step_answer(run, 4)
+    assert answer is not None
+    by_rank = {
+        rank: [(phase["name"], phase["step"]) for phase in answer["phases"] if phase["track"] == f"rank {rank} 0"] for rank in range(2)
+    }
+    computed = [("score", 4), ("forward, backward", 4), ("optimizer", 4)]
+    assert by_rank == {0: [*computed, ("send", 4)], 1: computed}
+    assert [engine["number"] for engine in answer["engines"]] == [0, 1]
+    assert [max(engine["in_flight"]) for engine in answer["engines"]] == [8, 8]
+    # Rows 0 to 7 are engine 0's, the last of them done after half of 4.5 s; engine 1 is done at the end.
+    assert [engine["idle"] for engine in answer["engines"]] == [pytest.approx(1 - 0.225), pytest.approx(1 - 0.45)]
+    assert {cause["name"] for cause in answer["causes"]}.isdisjoint({"forward, backward", "optimizer", "send"}), "the driver's time alone"
 
 
 def test_a_step_without_trace_has_the_seconds_of_its_metrics(tmp_path: Path) -> None:

@@ -1,15 +1,19 @@
 """The index follows the files: new ones, changed ones, ones that are gone, damaged ones."""
 
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fuligo.observability.samples import prompt_key
 from fuligo.observability.viewer import sample_index
+from fuligo.observability.viewer.sample_columns import read_sample_columns
 from fuligo.observability.viewer.sample_index import SampleIndex
-from tests.unit.observability.viewer.recorded_run import NUM_STEPS
+from tests.unit.observability.viewer.recorded_run import NUM_STEPS, STALE_FROM
 
 
 @pytest.fixture
@@ -68,6 +72,35 @@ def test_a_file_of_another_version_shows_what_it_has(copy: Path) -> None:
     assert last.index.tolist() == [7, 8]
     assert last.length.tolist() == [0, 0]
     assert last.kept.all()
+
+
+def test_files_without_columns_of_their_own_for_it_tell_the_same(recorded: Path, tmp_path: Path) -> None:
+    path = recorded / "samples" / f"rollout_{STALE_FROM:06d}.parquet"
+    added = ["response_length", "advantage_mean", "oldest_version", "prompt_key"]
+    pq.write_table(pq.read_table(path).drop_columns(added), tmp_path / "older.parquet", write_statistics=False)
+    now, then = read_sample_columns(path, 8), read_sample_columns(tmp_path / "older.parquet", 8)
+    for field in fields(now):
+        np.testing.assert_array_equal(getattr(now, field.name), getattr(then, field.name), err_msg=field.name)
+
+
+def test_no_text_no_tokens_and_nothing_that_all_rows_share_is_read(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    original = pq.ParquetFile.read
+    monkeypatch.setattr(pq.ParquetFile, "read", lambda file, names, **given: read.extend(names) or original(file, names, **given))
+    columns = read_sample_columns(recorded / "samples" / "rollout_000004.parquet", 4)
+    assert set(read) == {"index", "group_index", "reward", "engine", "response_length", "advantage_mean", "prompt_key"}
+    assert columns.kept.all() and not columns.status.any() and not columns.staleness.any()
+
+
+def test_samples_of_evaluations_are_an_index_of_their_own(recorded: Path) -> None:
+    index = SampleIndex(recorded, "eval")
+    index.update()
+    columns = index.columns()
+    assert np.unique(columns.step).tolist() == [0, NUM_STEPS]
+    assert len(columns) == 2 * 2 * 4
+    of_set = columns.take(columns.dataset == prompt_key("long_sums"))
+    assert (len(of_set), of_set.reward[of_set.step == NUM_STEPS].mean()) == (8, 0.75)
+    assert index.file(NUM_STEPS) == recorded / "eval" / f"eval_{NUM_STEPS:06d}.parquet"
 
 
 def test_links_lead_nowhere(copy: Path, tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from fuligo.observability.samples import prompt_key
+from fuligo.observability.viewer import sample_query
 from fuligo.observability.viewer.run import RunReader
-from fuligo.observability.viewer.sample_columns import prompt_hash
+from fuligo.observability.viewer.sample_index import SampleIndex
 from fuligo.observability.viewer.sample_query import Order, SampleFilter, TextSearch, matching, ordered
-from tests.unit.observability.viewer.recorded_run import NUM_STEPS, STALE_FROM
+from tests.unit.observability.viewer.recorded_run import NUM_STEPS, STALE_FROM, begin_run, groups_of
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +25,9 @@ def rows(recorded: Path) -> list[dict]:
     return found
 
 
+EVERYTHING = SampleFilter()
 CASES = [
-    (SampleFilter(), lambda row: True),
+    (EVERYTHING, lambda row: True),
     (SampleFilter(step_min=3, step_max=5), lambda row: 3 <= row["step"] <= 5),
     (SampleFilter(reward_min=0.5), lambda row: row["reward"] is not None and row["reward"] >= 0.5),
     (SampleFilter(reward_max=0.0), lambda row: row["reward"] is not None and row["reward"] <= 0.0),
@@ -34,8 +37,10 @@ CASES = [
     (SampleFilter(status="failed"), lambda row: row["status"] == "failed"),
     (SampleFilter(status="nonsense"), lambda row: False),
     (SampleFilter(kept=False), lambda row: not row["kept"]),
+    (SampleFilter(engine=1), lambda row: row["engine"] == 1),
+    (SampleFilter(engine=-1), lambda row: row["engine"] is None),
     (SampleFilter(group=10), lambda row: row["group_index"] == 10),
-    (SampleFilter(prompt=prompt_hash('[{"role":"user","content":"Add 5 and 6."}]')), lambda row: "Add 5 and 6." in row["prompt"]),
+    (SampleFilter(prompt=prompt_key('[{"role":"user","content":"Add 5 and 6."}]')), lambda row: "Add 5 and 6." in row["prompt"]),
 ]
 
 
@@ -46,7 +51,7 @@ def test_filters(run: RunReader, rows: list[dict], wanted: SampleFilter, oracle)
     assert columns.index[matching(columns, wanted)].tolist() == expected
 
 
-@pytest.mark.parametrize("order", ["reward", "-reward", "length", "-length", "advantage", "-advantage", "-staleness"])
+@pytest.mark.parametrize("order", ["reward", "-reward", "length", "-length", "advantage", "-advantage", "-staleness", "engine"])
 def test_orders(run: RunReader, order: Order) -> None:
     columns = run.samples.columns()
     positions = ordered(columns, matching(columns, SampleFilter()), order)
@@ -67,19 +72,44 @@ def test_newest_first_in_the_order_of_the_file(run: RunReader) -> None:
 @pytest.mark.parametrize("text", ["row 11<", "ADD 70", "</script>", "nowhere", "}", '"', "\u2028"])
 def test_search(run: RunReader, rows: list[dict], text: str) -> None:
     columns = run.samples.columns()
-    search = TextSearch(columns, matching(columns, SampleFilter(step_min=2)), text, run.samples.file)
-    while not search.done:
-        search.go_on(0.0)
+    search, share, found = TextSearch(text), 0.0, np.empty(0, np.int64)
+    while share < 1:
+        found, share = search.go_on(run.samples, columns, matching(columns, SampleFilter(step_min=2)), 0.0)
     expected = [row["index"] for row in rows if row["step"] >= 2 and text.lower() in f"{row['prompt']}\n{row['response']}".lower()]
-    assert sorted(columns.index[search.found].tolist()) == expected
+    assert sorted(columns.index[found].tolist()) == expected
 
 
 def test_a_search_reads_one_file_where_there_is_no_time(run: RunReader) -> None:
     columns = run.samples.columns()
-    search = TextSearch(columns, matching(columns, SampleFilter()), "row", run.samples.file)
-    search.go_on(0.0)
-    assert search.share_done == pytest.approx(1 / NUM_STEPS)
-    assert set(columns.step[search.found].tolist()) == {NUM_STEPS - 1}, "the newest first"
+    found, share = TextSearch("row").go_on(run.samples, columns, matching(columns, SampleFilter()), -1.0)
+    assert share == pytest.approx(1 / NUM_STEPS)
+    assert set(columns.step[found].tolist()) == {NUM_STEPS - 1}, "the newest first"
+
+
+def test_a_search_goes_on_when_a_step_is_added_or_the_filter_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+    original = sample_query.rows_with_text
+    monkeypatch.setattr(sample_query, "rows_with_text", lambda path, text: searched.append(path.name) or original(path, text))
+    live, index, search = begin_run(tmp_path / "run"), SampleIndex(tmp_path / "run"), TextSearch("row 1")
+
+    def found(wanted: SampleFilter) -> int:
+        index.update()
+        columns = index.columns()
+        return len(search.go_on(index, columns, matching(columns, wanted), 60.0)[0])
+
+    for step in range(3):
+        live.step(step)
+    before = found(EVERYTHING)
+    assert len(searched) == 3
+    live.step(3)
+    assert found(EVERYTHING) > before
+    assert searched[3:] == ["rollout_000003.parquet"], "only the new step is searched"
+    assert found(SampleFilter(engine=0)) == 4, "of each step row 1, and not rows 10 to 15"
+    assert len(searched) == 4
+    live.directory.write_samples(2, groups_of(2)[:1])
+    assert found(EVERYTHING) < before + 4, "a file that was written anew is searched anew"
+    assert searched[4:] == ["rollout_000002.parquet"]
+    live.directory.close()
 
 
 def test_staleness_is_counted_from_the_newest_version_of_the_step(run: RunReader) -> None:

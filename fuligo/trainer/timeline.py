@@ -1,0 +1,35 @@
+"""What one rank of the trainer did when; the driver writes it into the trace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from fuligo.types import Span
+
+
+class Timeline:
+    """Keeps spans until they are taken."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spans: list[Span] = []
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """The time inside is called `name`. Work that was queued on a GPU belongs to it: its end is waited for, so use it where results
+        are waited for anyway.
+        """
+        start_s = time.time()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._spans.append(Span(name, start_s, time.time()))
+
+    def take(self) -> list[Span]:
+        """The spans since the last call, in the order in which they ended."""
+        taken, self._spans = self._spans, []
+        return taken

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from fuligo.models.registry import read_config_json
 from fuligo.models.stated_flags import stated_flags
-from fuligo.trainer.batch import pack_tokens
+from fuligo.trainer.batch import PackedTokens, pack_tokens
 from fuligo.trainer.megatron_backend.layout import Layout
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.ranks.settings import OptimizerSettings
@@ -51,6 +51,7 @@ def _response_logprobs(model: Any, sample: TrainSample) -> Tensor:
     return log_softmax.gather(1, ids[1:, None])[sample.prompt_length - 1 :, 0]
 
 
+@torch.no_grad()
 def megatron_logprobs(world: World, settings: MegatronTrainerSettings, micro_batches: MicroBatches) -> Tensor | None:
     """[N] log-probabilities of the response tokens of all micro-batches, on ranks of the last pipeline stage."""
     from megatron.core import parallel_state
@@ -66,7 +67,7 @@ def megatron_logprobs(world: World, settings: MegatronTrainerSettings, micro_bat
     chunks = build_chunks(settings, trained=False)
     load_hugging_face(chunks, settings.initial_weights)
 
-    def rows() -> Iterator[PackedRow]:
+    def rows() -> Iterator[tuple[PackedTokens, PackedRow]]:
         for samples in micro_batches:
             tokens = pack_tokens(samples, world.device)
             yield tokens, pack_row(tokens, layout, parallel_state.get_context_parallel_rank(), pad_multiple=settings.pad_multiple_tokens)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -58,20 +60,22 @@ class RankPool:
             rank.connection.send((self._num_runs, num_ranks, function, args, kwargs))
         values: dict[int, Any] = {}
         errors: dict[int, str] = {}
+        lost = False
         deadline = time.monotonic() + TIMEOUT_S
         while len(values) + len(errors) < num_ranks and time.monotonic() < deadline:
             waiting = {rank.connection: number for number, rank in enumerate(ranks) if number not in values and number not in errors}
             for connection in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
                 number = waiting[connection]
                 try:
-                    failed, result = connection.recv()
-                except EOFError:
-                    failed, result = True, f"ended with exit code {ranks[number].process.exitcode}"
+                    failed, result = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    ranks[number].process.join(GRACE_S)
+                    lost, failed, result = True, True, f"ended with exit code {ranks[number].process.exitcode}"
                 (errors if failed else values)[number] = result
                 if failed:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if errors or len(values) < num_ranks:
-            if len(values) + len(errors) < num_ranks or any(not rank.process.is_alive() for rank in ranks):
+            if lost or len(values) + len(errors) < num_ranks:
                 self.close()
             late = [number for number in range(num_ranks) if number not in values and number not in errors]
             told = [f"rank {number}: {text}" for number, text in sorted(errors.items())]
@@ -103,6 +107,7 @@ def _serve(rank: int, port: int, connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="megatron")  # of what is not installed, and of its own defaults
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks for it, on a CPU too, where TP ranks split the sequence
     store = TCPStore("127.0.0.1", port, is_master=False)
     while True:
@@ -112,11 +117,11 @@ def _serve(rank: int, port: int, connection: Connection) -> None:
             return
         try:
             world = join_world(rank, size, "cpu", store=PrefixStore(f"run/{number}", store), timeout_s=TIMEOUT_S)
-            answer = False, function(world, *args, **kwargs)
+            answer = pickle.dumps((False, function(world, *args, **kwargs)))
         except BaseException:
-            answer = True, traceback.format_exc()
+            answer = pickle.dumps((True, traceback.format_exc()))
         _leave()
-        connection.send(answer)
+        connection.send_bytes(answer)
 
 
 def _leave() -> None:

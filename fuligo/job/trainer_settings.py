@@ -8,11 +8,13 @@ from typing import Literal
 from fuligo.cluster.launcher import chosen_launcher
 from fuligo.config import Config
 from fuligo.errors import ConfigError
+from fuligo.models.quantisation import EngineQuantisation
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters
 from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.settings import loss_settings
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
+from fuligo.weights.manifest import EngineFormat
 
 DEFAULT_MAX_TOKENS = 8192
 """Of a micro-batch where no flag says how to cut them; the loss does not depend on it."""
@@ -52,6 +54,7 @@ def trainer_settings(config: Config, device: Device, *, initial_weights: Path, n
     assert config.model.hf_checkpoint is not None
     train, flags = config.train, config.optimizer
     reference = config.initial_weights_path if config.needs_reference else None
+    engine_format = _engine_format(config)
     return TorchTrainerSettings(
         hf_checkpoint=Path(config.model.hf_checkpoint),
         initial_weights=initial_weights,
@@ -81,10 +84,23 @@ def trainer_settings(config: Config, device: Device, *, initial_weights: Path, n
         trained=TrainedParameters(tuple(train.only_train_params_name_list), tuple(train.freeze_params_name_list)),
         device=device,
         precision=resolve_precision(config.model.precision, device),
-        publish_dtype=resolve_precision(config.engine.embedded_dtype, device),
+        publish_dtype=resolve_precision(config.engine.embedded_dtype, device) if engine_format.quantisation is None else None,
+        engine_format=engine_format,
         num_ranks=config.num_train_gpus,
         seed=train.seed,
     )
+
+
+def _engine_format(config: Config) -> EngineFormat:
+    """The embedded engine takes the tensors of transformers' models: of an FP8 checkpoint it holds what that stands for.
+
+    Raises:
+        ConfigError: `--hf-checkpoint` is quantised in a way that takes no new weights.
+    """
+    if config.resolved_rollout_backend == "embedded" or not config.needs_engine:
+        return EngineFormat()
+    assert config.model.hf_checkpoint is not None
+    return EngineFormat(experts_apart=True, quantisation=EngineQuantisation.read(Path(config.model.hf_checkpoint)))
 
 
 def _capacity(config: Config, max_tokens: int | None) -> Capacity:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fuligo.errors import WeightSyncError
 from fuligo.models.quantisation import EngineQuantisation, Quantisation, expert_parts
+from fuligo.weights.buckets import NamedTensors
+from fuligo.weights.manifest import EngineFormat
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
@@ -73,14 +76,21 @@ def dequantise(values: Tensor, scales: Tensor, quantisation: Quantisation) -> Te
     return _by_block(torch.mul, values, scales, quantisation)
 
 
-def quantised_weights(named_weights: Iterable[tuple[str, Tensor]], engine: EngineQuantisation) -> Iterator[tuple[str, Tensor]]:
+def in_format(named_weights: NamedTensors, engine_format: EngineFormat) -> NamedTensors:
+    """The trainer's tensors as the tensors that engines take."""
+    if engine_format.quantisation is not None:
+        return quantised_weights(named_weights, engine_format.quantisation)
+    return checkpoint_weights(named_weights) if engine_format.experts_apart else named_weights
+
+
+def quantised_weights(named_weights: NamedTensors, engine: EngineQuantisation) -> Iterator[tuple[str, Tensor]]:
     """The stream that engines on an FP8 checkpoint expect: what the converter would have written, tensor by tensor.
 
     Args:
         named_weights: Hugging Face names and full tensors; experts one by one, or as transformers keeps them (`experts.gate_up_proj`).
 
     Raises:
-        ValueError: a weight is not finite; names it.
+        WeightSyncError: a weight is not finite; names it.
     """
     for name, weight in checkpoint_weights(named_weights):
         if name not in engine.names:
@@ -89,12 +99,12 @@ def quantised_weights(named_weights: Iterable[tuple[str, Tensor]], engine: Engin
         try:
             values, scales = quantise(weight, engine.quantisation)
         except ValueError as error:
-            raise ValueError(f"{name} cannot be quantised: {error}") from None
+            raise WeightSyncError(f"{name} cannot be quantised for the engines: {error}") from None
         yield name, values
         yield engine.quantisation.scale_name(name), scales
 
 
-def checkpoint_weights(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_weights(named_weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     """Experts that are one tensor come out as the matrices that checkpoints have; all else as it is."""
     for name, weight in named_weights:
         parts = expert_parts(name, tuple(weight.shape))

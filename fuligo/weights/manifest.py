@@ -5,7 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fuligo.models.quantisation import EngineQuantisation
+
 Transport = Literal["disk", "tensor", "gloo", "nccl"]
+
+
+@dataclass(slots=True, frozen=True)
+class EngineFormat:
+    """What tensors engines take, where it is not what the trainer has."""
+
+    experts_apart: bool = False
+    """Each expert's matrices are tensors of their own, as in checkpoints; transformers keeps all experts of a layer in one."""
+    quantisation: EngineQuantisation | None = None
+    """How the checkpoint is quantised that they started from; None: it is not."""
+
+
+AS_TRAINED = EngineFormat()
 
 
 @dataclass(slots=True, frozen=True)

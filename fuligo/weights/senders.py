@@ -15,14 +15,16 @@ from fuligo.engines.client import EngineClient
 from fuligo.engines.host import own_address
 from fuligo.weights.broadcast import BroadcastGroup
 from fuligo.weights.buckets import Bucket, Changes, Counted, NamedTensors, cut_into_buckets, send_each
-from fuligo.weights.manifest import EngineAddress, WeightManifest, WeightTarget
+from fuligo.weights.fp8 import in_format
+from fuligo.weights.manifest import AS_TRAINED, EngineAddress, EngineFormat, WeightManifest, WeightTarget
 from fuligo.weights.payload import shared_payload
 
 
 class WeightSender:
     """Sends weights again and again; keeps what one send leaves for the next: the process group, and what the engines have."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine_format: EngineFormat = AS_TRAINED) -> None:
+        self._format = engine_format
         self._group: BroadcastGroup | None = None
         self._changes = Changes()
         self._receivers: tuple[EngineAddress, ...] = ()
@@ -36,10 +38,10 @@ class WeightSender:
 
         Raises:
             EngineError: an engine refused a bucket or did not answer.
-            WeightSyncError: the process group of a broadcast did not come about or broke.
+            WeightSyncError: the process group of a broadcast did not come about or broke; or a weight to be quantised is not finite.
         """
         counted = Counted(with_checksum=target.with_checksum)
-        weights = counted.observe(named_weights)
+        weights = counted.observe(in_format(named_weights, self._format))
         if target.changes_only:
             weights = self._changed(weights, target)
         buckets = counted.observe_sent(cut_into_buckets(weights, target.bucket_bytes))

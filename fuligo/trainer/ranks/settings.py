@@ -9,6 +9,7 @@ from typing import Literal
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.schedule import LearningRateSchedule
+from fuligo.weights.manifest import EngineFormat
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,6 +64,7 @@ class TrainerSettings:
     """Compute type; weights, gradients' sums and optimizer state are float32."""
     publish_dtype: Literal["fp32", "bf16"] | None = None
     """What engines get the weights in: what they compute in; None: the data type of `hf_checkpoint`."""
+    engine_format: EngineFormat = field(default_factory=EngineFormat)
     num_ranks: int = 1
     seed: int = 1234
     command_timeout_s: float = 1800.0

@@ -7,7 +7,6 @@ pickled. Every run has a process group of its own, of the size that it asks for,
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
 import sys
 import time
@@ -108,7 +107,6 @@ def _serve(rank: int, port: int, connection: Connection) -> None:
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="megatron")  # of what is not installed, and of its own defaults
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks for it, on a CPU too, where TP ranks split the sequence
     store = TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:

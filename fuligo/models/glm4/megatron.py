@@ -36,7 +36,8 @@ class SandwichLayer(TransformerLayer):
         super().__init__(config, submodules, *args, **kwargs)
 
         def norm(spec: ModuleSpec | type) -> nn.Module:
-            return build_module(spec, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+            built: Any = build_module(spec, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+            return built
 
         self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
         self.post_mlp_layernorm = norm(submodules.post_mlp_layernorm)

@@ -108,7 +108,7 @@ def _streams_have_nothing_to_wait_for() -> None:
     }
     for name, replacement in replaced.items():
         setattr(torch.cuda, name, replacement)
-    Tensor.record_stream = lambda self, stream: None
+    Tensor.record_stream = lambda self, s: None
 
 
 def _dtypes_are_called_cudas() -> None:
@@ -131,7 +131,7 @@ def _collectives_do_what_gloo_can() -> None:
         output: Tensor, input: Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         sizes = [None if given is None else [int(size) for size in given] for given in (output_split_sizes, input_split_sizes)]
-        return all_to_all(output, input, *sizes, *args, **kwargs)
+        return all_to_all(output, input, sizes[0], sizes[1], *args, **kwargs)
 
     dist.all_to_all_single = with_lists
 

@@ -34,6 +34,7 @@ class EngineGroup:
         clients: every engine; control calls go to all of them
         router: where given, requests go through it, else to the engines in turn
         membership: who comes and goes; without one, the engines are those that were given
+        split: an engine prefills or decodes; the router makes a response of both
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class EngineGroup:
         router: EngineClient | None = None,
         *,
         membership: Membership | None = None,
+        split: bool = False,
     ) -> None:
+        self.split = split
         self.clients = list(clients)
         self.router = router
         self.joining: list[EngineClient] = []
@@ -62,6 +65,13 @@ class EngineGroup:
     @property
     def urls(self) -> tuple[str, ...]:
         return tuple(client.url for client in self.clients)
+
+    @property
+    def answering(self) -> list[EngineClient]:
+        """Who gives a response when asked alone: each engine; where prefill and decode are split the router, if it is known."""
+        if self.split:
+            return [self.router] if self.router is not None else []
+        return list(self.clients)
 
     async def generate(
         self,

@@ -43,7 +43,8 @@ class LogprobProof:
     """By what the weights compute: each engine samples, and the trainer scores the same tokens.
 
     SGLang fuses, splits and renames tensors, so that bytes cannot be compared. A tensor that went astray, on any rank, changes the
-    log-probabilities of most tokens by far more than the precision does.
+    log-probabilities of most tokens by far more than the precision does. Where prefill and decode are split, pairs of engines answer as
+    the router chooses them, and an engine that comes back is proven at the next publish.
     """
 
     trainer: Trainer
@@ -56,8 +57,9 @@ class LogprobProof:
     """Of a probe's prompt and of its response."""
 
     async def check(self, engines: EngineGroup, manifest: WeightManifest) -> None:
-        for client in engines.clients:
-            samples = await self._sample(client, manifest.version)
+        num_probes = self.num_probes * (len(engines.clients) if engines.split else 1)
+        for client in engines.answering:
+            samples = await self._sample(client, manifest.version, num_probes)
             scored = await self.trainer.logprobs(samples)
             sampled = np.concatenate([sample.engine_logprobs for sample in samples])
             difference = float(np.abs(np.concatenate(scored) - sampled).mean())
@@ -68,8 +70,8 @@ class LogprobProof:
                     "explained by precision. Its weights are not the trainer's, or it computes something else with them."
                 )
 
-    async def _sample(self, client: EngineClient, version: int) -> list[TrainSample]:
-        prompts = np.random.default_rng(version).integers(0, self.vocab_size, (self.num_probes, self.num_tokens), dtype=np.int32)
+    async def _sample(self, client: EngineClient, version: int, num_probes: int) -> list[TrainSample]:
+        prompts = np.random.default_rng(version).integers(0, self.vocab_size, (num_probes, self.num_tokens), dtype=np.int32)
         params = SamplingParams(max_new_tokens=self.num_tokens, temperature=self.temperature, ignore_eos=True)
         calls = [client.generate(prompt, params, rid=f"proof-{version}-{number}") for number, prompt in enumerate(prompts)]
         return [

@@ -68,14 +68,15 @@ class WeightPublisher:
         async with self._sending:
             if engine not in self._engines.joining or self._trainer.num_updates != self._num_updates:
                 return engine in self._engines.clients
-            await self._push(EngineGroup([engine]), self.version)
+            await self._push(EngineGroup([engine], split=self._engines.split), self.version)
             await self._engines.admit([engine])
             return True
 
     async def _push_to_all(self, version: int) -> None:
         async with self._sending:
             joining = list(self._engines.joining)
-            everyone = EngineGroup([*self._engines.clients, *joining], membership=self._engines.membership)
+            own = self._engines
+            everyone = EngineGroup([*own.clients, *joining], own.router, membership=own.membership, split=own.split)
             num_updates = self._trainer.num_updates
             await self._push(everyone, version)
             self.version, self._num_updates = version, num_updates

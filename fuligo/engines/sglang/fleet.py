@@ -50,7 +50,8 @@ class Fleet:
         self._router_restarts = 0
         # Requests outlive a restart of the router: it takes seconds, they are tried for a minute.
         patient = EngineClient(router.url, retries=max(settings.request_retries, 40), timeout_s=settings.request_timeout_s)
-        self.group = EngineGroup([engine.client for engine in self._engines], patient, membership=self)
+        split = settings.router.prefill_decode
+        self.group = EngineGroup([engine.client for engine in self._engines], patient, membership=self, split=split)
         self.renew: Renew = _later
 
     @property

@@ -12,11 +12,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
+
+
+def latent_attention(modules: BackendSpecProvider) -> ModuleSpec:
+    """Norms follow the down projections; TransformerEngine has them in the up projections that come next."""
+    fused = modules.column_parallel_layer_norm_linear()
+    up = fused or modules.column_parallel_linear()
+    norm = IdentityOp if fused else modules.layer_norm(rms_norm=True, for_qk=True)
+    # The linear layer that ranks hold whole is TransformerEngine's alone.
+    down = modules.linear() if fused else modules.column_parallel_linear()  # pyright: ignore[reportAttributeAccessIssue]
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=modules.column_parallel_linear(),
+            linear_q_down_proj=down,
+            linear_q_up_proj=up,
+            linear_kv_down_proj=down,
+            linear_kv_up_proj=up,
+            core_attention=modules.core_attention(),
+            linear_proj=modules.row_parallel_linear(),
+            q_layernorm=norm,
+            kv_layernorm=norm,
+        ),
+    )
 
 
 class DownProjection(nn.Module):

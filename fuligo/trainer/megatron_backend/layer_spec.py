@@ -11,14 +11,18 @@ from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_bac
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 from torch import nn
 
 from fuligo.models.glm4.megatron import sandwich
 from fuligo.trainer.megatron_backend.core_attention import PackedCoreAttention
+from fuligo.trainer.megatron_backend.experts import is_moe_layer, mixture
+from fuligo.trainer.megatron_backend.latent_attention import latent_attention
+from fuligo.trainer.megatron_backend.prediction import prediction_layers
 
 
 class LocalNorm(nn.RMSNorm):
@@ -26,7 +30,8 @@ class LocalNorm(nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # its gradient is a sum over the TP ranks' tokens
+        # Its gradient is then a sum over the TP ranks, each of which has seen its own tokens.
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class LocalModules(LocalSpecProvider):
@@ -57,21 +62,33 @@ def block_spec(
         flags: MODEL_ARGS.
         vp_stage: which of the rank's interleaved stages; None: it has one.
     """
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layer = layer_spec(config, flags, modules)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=modules.layer_norm(rms_norm=True))
+    first = get_transformer_layer_offset(config, vp_stage)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    kinds = {is_moe: layer_spec(config, flags, modules, is_moe=is_moe) for is_moe in {is_moe_layer(config, number) for number in numbers}}
+    layers = [kinds[is_moe_layer(config, number)] for number in numbers]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=modules.layer_norm(rms_norm=True))
 
 
-def layer_spec(config: TransformerConfig, flags: Mapping[str, Any], modules: BackendSpecProvider) -> ModuleSpec:
-    """A layer with grouped attention and a dense MLP."""
+def prediction_spec(
+    config: TransformerConfig, flags: Mapping[str, Any], modules: BackendSpecProvider
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """The layers for multi-token prediction, each with a layer as the model's last; None: there are none."""
+    if not config.mtp_num_layers:
+        return None
+    layer = layer_spec(config, flags, modules, is_moe=is_moe_layer(config, config.num_layers - 1))
+    return prediction_layers(config.mtp_num_layers, layer, modules)
+
+
+def layer_spec(config: TransformerConfig, flags: Mapping[str, Any], modules: BackendSpecProvider, *, is_moe: bool) -> ModuleSpec:
+    """A layer with grouped or latent attention, and a dense MLP or experts. TransformerEngine has norms in the linear layers after them."""
     norm = modules.layer_norm(rms_norm=True)
-    before = IdentityOp if modules.fuse_layernorm_and_linear() else norm
+    in_linear = IdentityOp if modules.fuse_layernorm_and_linear() else norm
     submodules = TransformerLayerSubmodules(
-        input_layernorm=before,
-        self_attention=grouped_attention(config, modules),
+        input_layernorm=norm if config.multi_latent_attention else in_linear,
+        self_attention=latent_attention(modules) if config.multi_latent_attention else grouped_attention(config, modules),
         self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=before,
-        mlp=get_mlp_module_spec_for_backend(modules),
+        pre_mlp_layernorm=norm if is_moe else in_linear,
+        mlp=mixture(config, modules) if is_moe else get_mlp_module_spec_for_backend(modules),
         mlp_bda=get_bias_dropout_add,
     )
     if flags.get("post_self_attn_layernorm") or flags.get("post_mlp_layernorm"):

@@ -4,37 +4,62 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage, is_vp_first_stage, is_vp_last_stage
 from torch import Tensor
 
-from fuligo.trainer.megatron_backend.layer_spec import block_spec, modules_for
+from fuligo.trainer.megatron_backend.layer_spec import block_spec, modules_for, prediction_spec
 from fuligo.trainer.megatron_backend.model_config import is_tied, padded_vocab_size, rotary, transformer_config
 from fuligo.trainer.megatron_backend.packed import PackedRow
+from fuligo.trainer.megatron_backend.prediction import predict
+from fuligo.trainer.megatron_backend.router import padding_mask
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 
 
 class PolicyModel(GPTModel):
     """One pipeline stage. Its `forward` is Megatron's; `run` calls it with a packed row."""
 
+    _row: PackedRow | None = None
+
     def run(self, row: PackedRow) -> Tensor:
         """
         Returns:
             On the last stage the hidden states [L, E] after the final norm, complete on every TP rank; the gradients that the TP ranks give
-            for them are summed. Elsewhere what the next stage takes, [L, 1, E], or [L / tp, 1, E] under sequence parallelism.
+            for them are summed. Behind them, [(1 + K) * L, E] in all, those of the K prediction layers for which the row has tokens.
+            Elsewhere what the next stage takes, [L, 1, E], or [L / tp, 1, E] under sequence parallelism.
         """
-        return self(input_ids=row.input_ids, position_ids=row.position_ids, attention_mask=None, packed_seq_params=row.packed_seq_params)
+        self._row = row
+        try:
+            return self(
+                input_ids=row.input_ids, position_ids=row.position_ids, attention_mask=None, packed_seq_params=row.packed_seq_params
+            )
+        finally:
+            self._row = None
 
-    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Megatron cuts a mask of padding for sequence parallelism on the first stage only: the mask is made here, on every stage."""
+        assert self._row is not None
+        *prepared, _ = super()._preprocess(*args, **kwargs)
+        return *prepared, padding_mask(self._row, self.config, self.pg_collection.tp)
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, rotary_pos_emb: Tensor | None = None, **__: Any) -> Tensor:
         """In the place of logits or a loss: the logits of all tokens would take more memory than all else, and few are needed."""
         if not self.post_process:
             return hidden_states
+        row, states = self._row, [hidden_states]
+        assert row is not None
+        if row.later:
+            mask = padding_mask(row, self.config, self.pg_collection.tp)
+            states += predict(self.mtp, hidden_states, row, self.embedding, rotary_pos_emb=rotary_pos_emb, padding_mask=mask)
+        return torch.cat([self._whole(state) for state in states]).squeeze(1)
+
+    def _whole(self, hidden_states: Tensor) -> Tensor:
+        group = self.pg_collection.tp
         if self.config.sequence_parallel:
-            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states, group=self.pg_collection.tp)
-        else:
-            hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=self.pg_collection.tp)
-        return hidden_states.squeeze(1)
+            return tensor_parallel.gather_from_sequence_parallel_region(hidden_states, group=group)
+        return tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
 
     @property
     def head_weight(self) -> Tensor:
@@ -57,6 +82,8 @@ def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[Po
     chunks = [_build_stage(settings, config, stage) for stage in stages]
     for chunk in chunks:
         chunk.requires_grad_(trained)
+        if chunk.mtp_process and not settings.prediction.trained:
+            chunk.mtp.requires_grad_(False)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return chunks
@@ -70,6 +97,7 @@ def _build_stage(settings: MegatronTrainerSettings, config: Any, vp_stage: int |
     is_first = is_pp_first_stage(pp_group) and is_vp_first_stage(vp_stage, vp_size)
     is_last = is_pp_last_stage(pp_group) and is_vp_last_stage(vp_stage, vp_size)
     modules = modules_for(settings.device)
+    prediction = prediction_spec(config, flags, modules) if is_last else None
     return PolicyModel(
         config,
         block_spec(config, flags, modules, vp_stage=vp_stage),
@@ -83,5 +111,6 @@ def _build_stage(settings: MegatronTrainerSettings, config: Any, vp_stage: int |
         rotary_base=embedding.base,
         rope_scaling=embedding.llama3_factor is not None,
         rope_scaling_factor=embedding.llama3_factor or 1.0,
+        mtp_block_spec=prediction,
         vp_stage=vp_stage,
     ).to("cuda" if settings.device == "cuda" else "cpu")

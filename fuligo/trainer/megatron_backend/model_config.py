@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,10 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from fuligo.config.layer_pattern import read_layers
 from fuligo.errors import ConfigError
+from fuligo.trainer.megatron_backend.experts import refuse_missing_transport
+from fuligo.trainer.megatron_backend.router import refuse_unsupported_routing
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 
 Fields = dict[str, Any]
@@ -38,15 +41,20 @@ def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
     latent = bool(flags.get("multi_latent_attention"))
     fields = {
         **_shape(flags),
+        **(_latent_attention(flags) if latent else {}),
+        **_experts(settings),
         **_parallelism(settings),
         **_numerics(settings),
         **_recomputation(settings),
         **_kernels(settings),
     }
     try:
-        return (MLATransformerConfig if latent else TransformerConfig)(**fields)
+        config = (MLATransformerConfig if latent else TransformerConfig)(**fields)
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"Megatron cannot build the model: {error}") from error
+    refuse_unsupported_routing(config)
+    refuse_missing_transport(settings)
+    return config
 
 
 def rotary(flags: Mapping[str, Any]) -> Rotary:
@@ -86,7 +94,8 @@ def _shape(flags: Mapping[str, Any]) -> Fields:
         "kv_channels": flags.get("kv_channels"),
         "normalization": "RMSNorm",
         "layernorm_epsilon": flags.get("norm_epsilon", 1e-5),
-        "qk_layernorm": flags.get("qk_layernorm", False),
+        # Norms of latent attention are in its layers: with this on, Megatron would sum their gradients over TP ranks that have the same.
+        "qk_layernorm": flags.get("qk_layernorm", False) and not flags.get("multi_latent_attention"),
         "add_bias_linear": not flags.get("disable_bias_linear", False),
         "add_qkv_bias": flags.get("add_qkv_bias", False),
         "gated_linear_unit": True,
@@ -95,6 +104,69 @@ def _shape(flags: Mapping[str, Any]) -> Fields:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     }
+
+
+def _latent_attention(flags: Mapping[str, Any]) -> Fields:
+    names = (
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
+        "rope_type",
+        "rotary_base",
+        "rotary_scaling_factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+    )
+    # Queries are projected directly where there is no rank for them: Megatron's default is another.
+    return {**_given(flags, names), "q_lora_rank": flags.get("q_lora_rank")}
+
+
+def _experts(settings: MegatronTrainerSettings) -> Fields:
+    """Routers are in float32, and neither balanced nor moved where the flags do not ask for it."""
+    flags, on_cuda = settings.model_flags, settings.device == "cuda"
+    prediction = {"mtp_num_layers": settings.prediction.num_layers or None}
+    if not flags.get("num_experts"):
+        return prediction
+    names = (
+        "moe_router_topk",
+        "moe_ffn_hidden_size",
+        "moe_shared_expert_intermediate_size",
+        "moe_shared_expert_overlap",
+        "moe_router_score_function",
+        "moe_router_pre_softmax",
+        "moe_router_enable_expert_bias",
+        "moe_router_topk_scaling_factor",
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+        "moe_router_fusion",
+        "moe_router_force_load_balancing",
+        "moe_expert_capacity_factor",
+        "moe_input_jitter_eps",
+        "moe_z_loss_coeff",
+        "moe_deepep_num_sms",
+    )
+    frequency = flags.get("moe_layer_freq", 1)
+    return {
+        **prediction,
+        **_given(flags, names),
+        "num_moe_experts": flags["num_experts"],
+        "moe_layer_freq": read_layers(frequency) if isinstance(frequency, str) else frequency,
+        "moe_router_dtype": flags.get("moe_router_dtype", "fp32"),
+        "moe_router_load_balancing_type": flags.get("moe_router_load_balancing_type", "none"),
+        "moe_aux_loss_coeff": flags.get("moe_aux_loss_coeff", 0.0),
+        "moe_router_bias_update_rate": flags.get("moe_router_bias_update_rate", 0.0),
+        "moe_enable_deepep": settings.deepep,
+        "moe_grouped_gemm": on_cuda,
+        "moe_permute_fusion": on_cuda and flags.get("moe_permute_fusion", False),
+    }
+
+
+def _given(flags: Mapping[str, Any], names: Iterable[str]) -> Fields:
+    return {name: flags[name] for name in names if flags.get(name) is not None}
 
 
 def _parallelism(settings: MegatronTrainerSettings) -> Fields:

@@ -6,6 +6,7 @@ Padding follows the tokens of its sequence, or is a sequence of its own at the e
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -19,6 +20,18 @@ from fuligo.trainer.megatron_backend.layout import Layout
 
 PADDING_ID = 0
 """Any token will do: no other sees it and nothing is predicted there."""
+
+
+@dataclass(slots=True, frozen=True)
+class LaterTokens:
+    """What a prediction layer sees and predicts at each token of a row: with depth k, the token k further and the one after that."""
+
+    input_ids: Tensor
+    """[1, L] int64, of the same sequence; padding where it has ended."""
+    local_rows: Tensor
+    """[m] int64 index into the L tokens: the hidden state there predicts a response token of the same sequence."""
+    local_ids: Tensor
+    """[m] int64 index into the N: which."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,14 +50,31 @@ class PackedRow:
     """[n] int64 index into the L tokens: the hidden state there predicts a response token."""
     local_ids: Tensor
     """[n] int64 index into the N: which response token that is. Each is on exactly one context-parallel rank."""
+    sequence_ids: Tensor
+    """[L] int64 which of the micro-batch's sequences the token is of; -1 for padding, and for what does not count."""
+    later: tuple[LaterTokens, ...]
+    """Of each prediction layer that is to run, in their order."""
 
 
-def row_tokens(tokens: PackedTokens, layout: Layout, *, pad_multiple: int) -> int:
-    """T: every sequence padded to what context parallelism divides, the row to what sequence parallelism divides, and to `pad_multiple`."""
-    return _row_tokens(_padded_lengths(tokens, layout), layout, pad_multiple)
+def row_tokens(lengths: Sequence[int], layout: Layout, *, pad_multiple: int) -> int:
+    """T: every sequence padded to what context parallelism divides, the row to what sequence parallelism divides, and to `pad_multiple`.
+
+    Args:
+        lengths: of the row's sequences.
+    """
+    return _row_tokens(_padded_lengths(lengths, layout), layout, pad_multiple)
 
 
-def pack_row(tokens: PackedTokens, layout: Layout, cp_rank: int, *, pad_multiple: int, num_tokens: int | None = None) -> PackedRow:
+def pack_row(
+    tokens: PackedTokens,
+    layout: Layout,
+    cp_rank: int,
+    *,
+    pad_multiple: int,
+    num_tokens: int | None = None,
+    num_predictions: int = 0,
+    counts: bool = True,
+) -> PackedRow:
     """The part of context-parallel rank `cp_rank`.
 
     Args:
@@ -53,15 +83,17 @@ def pack_row(tokens: PackedTokens, layout: Layout, cp_rank: int, *, pad_multiple
         cp_rank: from 0 to `layout.cp` - 1.
         pad_multiple: tokens that T is a multiple of.
         num_tokens: T, where micro-batches or ranks must agree on it; not below `row_tokens` of any of them. None: `row_tokens`.
+        num_predictions: prediction layers that are to run.
+        counts: off for a repeated micro-batch, whose tokens are padding to the routers, too.
     """
     device = tokens.input_ids.device
-    lengths = _padded_lengths(tokens, layout)
+    lengths = _padded_lengths([end - start for start, end in pairwise(tokens.cu_seqlens)], layout)
     total = _row_tokens(lengths, layout, pad_multiple) if num_tokens is None else num_tokens
     padding = total - sum(lengths)
     assert padding >= 0 and total % _row_multiple(layout, pad_multiple) == 0
     lengths += [padding] if padding else []
     positions = torch.cat([zigzag(length, layout.cp)[cp_rank] for length in lengths])
-    source, rows = _places(tokens, lengths, positions, layout.cp)
+    source, rows, sequences = _places(tokens, lengths, positions, layout.cp)
     local_rows = rows.to(device)[tokens.predicting_positions]
     local_ids = (local_rows >= 0).nonzero().squeeze(1)
     return PackedRow(
@@ -71,12 +103,35 @@ def pack_row(tokens: PackedTokens, layout: Layout, cp_rank: int, *, pad_multiple
         num_tokens=total,
         local_rows=local_rows[local_ids],
         local_ids=local_ids,
+        sequence_ids=(sequences if counts else torch.full_like(sequences, -1)).to(device),
+        later=tuple(_later_tokens(tokens, source, rows, depth) for depth in range(1, num_predictions + 1)),
     )
 
 
-def _padded_lengths(tokens: PackedTokens, layout: Layout) -> list[int]:
+def _later_tokens(tokens: PackedTokens, source: Tensor, rows: Tensor, depth: int) -> LaterTokens:
+    """
+    Args:
+        source: as `_places` returns it, as `rows` is.
+        depth: how much further, from 1.
+    """
+    device = tokens.input_ids.device
+    bounds = torch.tensor(tokens.cu_seqlens)
+    starts, ends = (bound.repeat_interleave(bounds.diff()) for bound in (bounds[:-1], bounds[1:]))
+    has_later = (source >= 0) & (source + depth < ends[source])
+    later = torch.where(has_later, source + depth, tokens.num_tokens)
+    predicting = tokens.predicting_positions.cpu() - depth
+    earlier_rows = torch.where(predicting >= starts[predicting + depth], rows[predicting.clamp(min=0)], -1)
+    local_ids = (earlier_rows >= 0).nonzero().squeeze(1)
+    return LaterTokens(
+        input_ids=torch.cat([tokens.input_ids, tokens.input_ids.new_tensor([PADDING_ID])])[later.to(device)][None],
+        local_rows=earlier_rows[local_ids].to(device),
+        local_ids=local_ids.to(device),
+    )
+
+
+def _padded_lengths(lengths: Sequence[int], layout: Layout) -> list[int]:
     multiple = layout.row_multiple
-    return [math.ceil((end - start) / multiple) * multiple for start, end in pairwise(tokens.cu_seqlens)]
+    return [math.ceil(length / multiple) * multiple for length in lengths]
 
 
 def _row_tokens(lengths: list[int], layout: Layout, pad_multiple: int) -> int:
@@ -88,7 +143,7 @@ def _row_multiple(layout: Layout, pad_multiple: int) -> int:
     return math.lcm(pad_multiple, layout.row_multiple, layout.cp * (layout.tp if layout.sequence_parallel else 1))
 
 
-def _places(tokens: PackedTokens, lengths: list[int], positions: Tensor, cp: int) -> tuple[Tensor, Tensor]:
+def _places(tokens: PackedTokens, lengths: list[int], positions: Tensor, cp: int) -> tuple[Tensor, Tensor, Tensor]:
     """Where tokens come from and go to.
 
     Args:
@@ -96,7 +151,8 @@ def _places(tokens: PackedTokens, lengths: list[int], positions: Tensor, cp: int
         positions: [L] of this rank's tokens in their sequences.
 
     Returns:
-        [L] index of each row's token among the micro-batch's, -1 for padding; and its inverse, -1 for tokens on other ranks.
+        [L] index of each row's token among the micro-batch's, -1 for padding; its inverse, -1 for tokens on other ranks; and [L] the
+        sequence of each row's token, -1 for padding.
     """
     starts = torch.tensor([*tokens.cu_seqlens[:-1], tokens.num_tokens][: len(lengths)])
     real = torch.tensor([end - start for start, end in pairwise(tokens.cu_seqlens)] + [0])[: len(lengths)]
@@ -104,7 +160,7 @@ def _places(tokens: PackedTokens, lengths: list[int], positions: Tensor, cp: int
     source = torch.where(positions < real[sequence], starts[sequence] + positions, -1)
     rows = torch.full((tokens.num_tokens,), -1)
     rows[source[source >= 0]] = (source >= 0).nonzero().squeeze(1)
-    return source, rows
+    return source, rows, torch.where(source >= 0, sequence, -1)
 
 
 def _packed_seq_params(lengths: list[int], device: torch.device) -> PackedSeqParams:

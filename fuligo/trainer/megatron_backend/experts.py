@@ -1,0 +1,47 @@
+"""The modules of mixture-of-experts layers, and the transports that take tokens to their experts."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from fuligo.errors import ConfigError
+from fuligo.trainer.megatron_backend.router import PackedRouter
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+
+
+def mixture(config: TransformerConfig, modules: BackendSpecProvider) -> ModuleSpec:
+    """Router, routed experts (one grouped product for all with TransformerEngine, one after the other elsewhere), shared experts."""
+    spec = get_moe_module_spec_for_backend(modules, config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
+    assert isinstance(spec.submodules, MoESubmodules)
+    spec.submodules.router = PackedRouter
+    return spec
+
+
+def is_moe_layer(config: TransformerConfig, number: int) -> bool:
+    """Whether the layer, counted from 0 over all stages, has experts."""
+    if config.num_moe_experts is None:
+        return False
+    frequency = config.moe_layer_freq
+    return number % frequency == 0 if isinstance(frequency, int) else bool(frequency[number])
+
+
+def refuse_missing_transport(settings: MegatronTrainerSettings) -> None:
+    """
+    Raises:
+        ConfigError: the dispatcher is one whose kernels are not on this machine.
+    """
+    if settings.dispatcher != "flex" and not settings.deepep:
+        return
+    if settings.device != "cuda":
+        raise ConfigError(f"--moe-token-dispatcher-type {settings.dispatcher} runs on CUDA only; use alltoall")
+    if find_spec("deep_ep") is None:
+        raise ConfigError(
+            f"--moe-token-dispatcher-type {settings.dispatcher} with DeepEP: the package deep_ep is not installed on this machine; "
+            "install it (https://github.com/deepseek-ai/DeepEP) on every trainer node, or use --moe-token-dispatcher-type alltoall"
+        )

@@ -1,0 +1,154 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): layers that predict one token further each, and their loss.
+
+Megatron-Core's layers (transformer/multi_token_prediction.py) are used with tokens that are shifted while the row is packed, sequence by
+sequence: its own shift talks to the context-parallel neighbours for every sequence, and its loss knows no weights of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    get_mtp_layer_spec_for_backend,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from fuligo.trainer.megatron_backend.logprobs import vocab_parallel_logprobs
+from fuligo.trainer.megatron_backend.packed import PackedRow
+
+
+class PredictionLayer(MultiTokenPredictionLayer):
+    """Joins each token's hidden state with the embedding of a later token, and transforms them as a layer of the model does."""
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        *,
+        rotary_pos_emb: Tensor | None,
+        packed_seq_params: PackedSeqParams,
+        padding_mask: Tensor | None,
+    ) -> Tensor:
+        """
+        Args:
+            hidden: [L, 1, E] after the final norm of the model, or of the prediction layer before; L / tp under sequence parallelism.
+            embedded: as `hidden`, the embeddings of the later tokens.
+            rotary_pos_emb: as for the model's layers.
+            packed_seq_params: likewise.
+            padding_mask: likewise.
+
+        Returns:
+            As `hidden`, after this layer's final norm.
+        """
+
+        def run(hidden: Tensor, embedded: Tensor, rotary_pos_emb: Tensor | None, padding_mask: Tensor | None) -> Tensor:
+            joined = self._concat_embeddings(hidden, embedded)
+            transformed, _ = self.transformer_layer(
+                hidden_states=joined,
+                attention_mask=None,
+                rotary_pos_emb=rotary_pos_emb,
+                packed_seq_params=packed_seq_params,
+                padding_mask=padding_mask,
+            )
+            return self._postprocess(transformed)
+
+        if self.config.recompute_granularity == "full" and self.training:
+            return tensor_parallel.checkpoint(run, False, hidden, embedded, rotary_pos_emb, padding_mask)
+        return run(hidden, embedded, rotary_pos_emb, padding_mask)
+
+
+def prediction_layers(num_layers: int, layer: ModuleSpec, modules: BackendSpecProvider) -> MultiTokenPredictionBlockSubmodules:
+    """
+    Args:
+        num_layers: for as many tokens further.
+        layer: of the model, the kind that each prediction layer contains.
+        modules: what layers are made of.
+    """
+    spec = get_mtp_layer_spec_for_backend(layer, modules)
+    spec.module = PredictionLayer
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * num_layers)
+
+
+def predict(
+    block: MultiTokenPredictionBlock,
+    hidden: Tensor,
+    row: PackedRow,
+    embedding: Callable[..., Tensor],
+    *,
+    rotary_pos_emb: Tensor | None,
+    padding_mask: Tensor | None,
+) -> list[Tensor]:
+    """The hidden states of each prediction layer, which takes those of the layer before; [L, 1, E], or L / tp under sequence parallelism.
+
+    Args:
+        block: one layer for each of `row.later`.
+        hidden: of the model, after its final norm.
+        row: with its tokens shifted for each layer.
+        embedding: the model's.
+        rotary_pos_emb: as for the model's layers.
+        padding_mask: likewise.
+    """
+    states = [hidden]
+    for layer, tokens in zip(block.layers, row.later, strict=True):
+        embedded = embedding(input_ids=tokens.input_ids, position_ids=row.position_ids)
+        states.append(
+            layer(
+                states[-1],
+                embedded,
+                rotary_pos_emb=rotary_pos_emb,
+                packed_seq_params=row.packed_seq_params,
+                padding_mask=padding_mask,
+            )
+        )
+    return states[1:]
+
+
+def prediction_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    row: PackedRow,
+    targets: Tensor,
+    weights: Tensor,
+    *,
+    chunk_tokens: int,
+    num_vocab: int,
+    tp_group: dist.ProcessGroup,
+) -> Tensor:
+    """Scalar: sum_k sum_n weights_n * -log p_k(token n) / K, the cross-entropy of response tokens of which prediction layer k sees all but
+    the last k before. This context-parallel rank's part of the sum; not yet times `--mtp-loss-scaling-factor`.
+
+    A token counts for layer k only where the position that it is predicted from lies within its own sequence. Logits are not tempered.
+
+    Args:
+        hidden: [(1 + K) * L, E] what `PolicyModel.run` returns for `row`.
+        weight: [V' / tp, E] of the output layer.
+        row: of K prediction layers.
+        targets: [N] the micro-batch's response tokens.
+        weights: [N] float32 of each in the loss of the optimizer step; 0 where masked.
+        chunk_tokens: tokens whose logits exist at a time.
+        num_vocab: V
+        tp_group: ranks that share the vocabulary.
+    """
+    length = row.input_ids.size(1)
+    total = torch.zeros((), device=hidden.device)
+    for number, tokens in enumerate(row.later, start=1):
+        logprobs = vocab_parallel_logprobs(
+            hidden[number * length + tokens.local_rows],
+            weight,
+            targets[tokens.local_ids],
+            temperature=1.0,
+            chunk_tokens=chunk_tokens,
+            num_vocab=num_vocab,
+            tp_group=tp_group,
+        ).logprobs
+        total = total - (weights[tokens.local_ids] * logprobs).sum()
+    return total / len(row.later)

@@ -1,0 +1,193 @@
+"""Routers of mixture-of-experts layers over packed rows: only real tokens count for balancing the experts.
+
+Megatron-Core 0.16.1 (transformer/moe/router.py) chooses the experts. What it adds for balance is replaced: its auxiliary losses take a
+packed row for one sequence and are scaled for gradients that are divided by the number of tokens, which ours are not; its count of tokens
+an expert fails with a mask of padding, and becomes bfloat16 with the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from fuligo.errors import ConfigError
+from fuligo.trainer.megatron_backend.packed import PackedRow
+
+_FLOAT32_BUFFERS = ("expert_bias", "local_tokens_per_expert")
+
+
+class PackedRouter(TopKRouter):
+    """Chooses the experts of each token, and balances them over the real tokens of packed rows.
+
+    It takes what `padding_mask` makes, which Megatron's layer transposes. Auxiliary losses (Switch Transformer, arXiv
+    2101.03961; sequence by sequence: DeepSeek-V3, arXiv 2412.19437, equations 17 to 20) are means over the tokens of the optimizer step,
+    so each row, or sequence, weighs as much as it has tokens.
+    """
+
+    tokens_of_step: float = 1.0
+    """Real tokens of the optimizer step, over all ranks and micro-batches that count."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.balance_loss = torch.zeros(())
+        """This rank's part of the auxiliary losses since `take_balance_loss`, before `--moe-aux-loss-coeff` divides."""
+        self._outside: Tensor | None = None
+
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weights and choice, `[tokens, experts]` each.
+
+        Args:
+            input: [tokens, 1, E]
+            padding_mask: [tokens, S] whether the token is not of the sequence; None: all are of one.
+        """
+        # Only during the call: recomputation calls again with the same mask, whatever rows have come between.
+        self._outside = padding_mask
+        try:
+            return super().forward(input)
+        finally:
+            self._outside = None
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As Megatron's; then the auxiliary losses ride on the weights' gradient."""
+        probs, routing_map = super().routing(logits)
+        if self.training and torch.is_grad_enabled():
+            for kind in ("aux_loss", "seq_aux_loss"):
+                if coefficient := super().get_aux_loss_coeff(kind):
+                    members = self._members(len(probs), by_sequence=kind == "seq_aux_loss")
+                    loss = coefficient * self._balance_loss(logits.flatten(0, 1), members)
+                    self.balance_loss = self.balance_loss + loss.detach()
+                    probs = MoEAuxLossAutoScaler.apply(probs, loss)
+        return probs, routing_map
+
+    def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
+        """None for Megatron: `routing` has its own."""
+        return 0.0
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count the tokens of each expert; nothing of recomputed layers' first pass, and nothing while scoring."""
+        if self.local_tokens_per_expert is not None and torch.is_grad_enabled():
+            real = self._members(len(routing_map), by_sequence=False)
+            self.local_tokens_per_expert += (real.to(torch.float32) @ routing_map.to(torch.float32))[0]
+
+    def _members(self, num_tokens: int, *, by_sequence: bool) -> Tensor:
+        """[S or 1, tokens] bool: the tokens of each sequence, or of all."""
+        if self._outside is None:
+            return torch.ones(1, num_tokens, dtype=torch.bool, device=self.weight.device)
+        inside = ~self._outside.t()
+        return inside if by_sequence else inside.any(0, keepdim=True)
+
+    def _balance_loss(self, logits: Tensor, members: Tensor) -> Tensor:
+        """This rank's part of sum_s n_s / n_step * E / (k * n_s^2) * sum_e count_se * score_se, over the groups s of `members`.
+
+        Counts and n_s are of all ranks that share the row; scores are those of this rank's tokens.
+        """
+        chosen, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
+        weights = members.to(scores.dtype)
+        with torch.no_grad():
+            counts = torch.cat([weights @ chosen.to(scores.dtype), weights.sum(1, keepdim=True)], dim=1)
+            dist.all_reduce(counts, group=self.tp_cp_group)
+        num_tokens = counts[:, -1].clamp(min=1)
+        per_group = (counts[:, :-1] * (weights @ scores)).sum(1) / num_tokens
+        return per_group.sum() * (logits.size(-1) / (self.topk * self.tokens_of_step))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Conversions of the model leave the bias and the counts in float32."""
+        kept = {name: getattr(self, name) for name in _FLOAT32_BUFFERS if getattr(self, name, None) is not None}
+        super()._apply(fn, recurse)
+        for name, value in kept.items():
+            setattr(self, name, value.to(getattr(self, name).device))
+        return self
+
+
+def padding_mask(row: PackedRow, config: TransformerConfig, tp_group: dist.ProcessGroup) -> Tensor | None:
+    """[S, L] bool, or [S, L / tp] of this TP rank's tokens under sequence parallelism: whether a token is not of the sequence.
+
+    S is 1, and stands for all sequences, where no loss tells them apart. None for a model without experts.
+
+    Args:
+        row: this rank's tokens.
+        config: of the model.
+        tp_group: ranks that share the tokens.
+    """
+    if config.num_moe_experts is None:
+        return None
+    ids = row.sequence_ids
+    if config.sequence_parallel:
+        ids = ids.chunk(tp_group.size())[tp_group.rank()]
+    if "seq_aux_loss" not in config.moe_router_load_balancing_type:
+        return (ids < 0)[None]
+    num_sequences = row.packed_seq_params.cu_seqlens_q.numel() - 1
+    return ids[None] != torch.arange(num_sequences, device=ids.device)[:, None]
+
+
+def routers(chunks: Iterable[nn.Module]) -> Iterator[PackedRouter]:
+    """All routers of this rank."""
+    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, PackedRouter))
+
+
+def set_tokens_of_step(chunks: Iterable[nn.Module], num_tokens: int) -> None:
+    """Before an optimizer step's first micro-batch: what its auxiliary losses are divided by."""
+    for router in routers(chunks):
+        router.tokens_of_step = float(num_tokens)
+
+
+def take_balance_loss(chunks: Iterable[nn.Module]) -> Tensor:
+    """Scalar: this rank's part of the step's auxiliary losses (their sum over all ranks is the step's), which starts anew."""
+    total = torch.zeros(())
+    for router in routers(chunks):
+        total = total + router.balance_loss
+        router.balance_loss = torch.zeros(())
+    return total
+
+
+def refuse_unsupported_routing(config: TransformerConfig) -> None:
+    """What would make the loss depend on packing, or differ from the model that the engine serves.
+
+    Raises:
+        ConfigError: one of the settings cannot be right; names it and what to use.
+    """
+    if config.num_moe_experts is None:
+        return
+    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        raise ConfigError(
+            f"--tensor-model-parallel-size {config.tensor_model_parallel_size} of a mixture of experts needs --sequence-parallel: "
+            "Megatron-Core trains it no other way"
+        )
+    kinds = config.moe_router_load_balancing_type
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
+        if kind not in ("none", "aux_loss", "seq_aux_loss"):
+            raise ConfigError(
+                f"--moe-router-load-balancing-type {kind}: rows of packed samples can be balanced by aux_loss, seq_aux_loss, "
+                "the expert bias (--moe-router-bias-update-rate) or not at all (none)"
+            )
+    refused = {
+        "--moe-expert-capacity-factor": config.moe_expert_capacity_factor,
+        "--moe-input-jitter-eps": config.moe_input_jitter_eps,
+        "--moe-z-loss-coeff": config.moe_z_loss_coeff,
+        "--moe-router-force-load-balancing": config.moe_router_force_load_balancing,
+    }
+    for flag, value in refused.items():
+        if value:
+            raise ConfigError(f"{flag} {value}: a token's experts would depend on its neighbours or on chance; leave it out")
+    _refuse_other_choice(config)
+
+
+def _refuse_other_choice(config: TransformerConfig) -> None:
+    """Megatron's choice of groups, and its weights of a single expert, differ from those of the models."""
+    top_k, groups, top_groups = config.moe_router_topk, config.moe_router_num_groups or 1, config.moe_router_group_topk or 1
+    if groups > 1 and top_k // top_groups != 2:
+        raise ConfigError(
+            f"num_experts_per_tok {top_k} with topk_group {top_groups}: Megatron ranks groups by their best {top_k // top_groups} experts, "
+            "the model by its best 2; only num_experts_per_tok = 2 * topk_group agrees"
+        )
+    if top_k == 1 and config.moe_router_score_function == "sigmoid":
+        raise ConfigError(
+            "num_experts_per_tok 1 with sigmoid scores: Megatron does not normalise the weight of a single expert, the model does"
+        )

@@ -13,6 +13,7 @@ from fuligo.config.hooks import hook_problem, hook_problems
 from fuligo.config.hugging_face import DamagedFileError, architecture_difference, checkpoint_problems, is_quantised
 from fuligo.data import DataSettings, check_file, data_settings
 from fuligo.errors import CheckpointError, ConfigError, DataError
+from fuligo.models.quantisation import EngineQuantisation
 from fuligo.rollout.eval_sets import eval_set_specs
 from fuligo.rollout.rewards.settings import reward_settings
 
@@ -49,11 +50,18 @@ def _weights(config: Config) -> Iterator[str]:
         difference = architecture_difference(*sound.values())
         if difference is not None:
             yield f"--ref-load: {difference}"
-    if "--hf-checkpoint" in sound and config.checkpoint.ref_load is None and is_quantised(sound["--hf-checkpoint"]):
-        yield (
-            f"--hf-checkpoint {sound['--hf-checkpoint']} is quantised, training cannot start from it: "
-            "give the weights that it was made from by --ref-load"
-        )
+    first = "--hf-checkpoint" if config.checkpoint.ref_load is None else "--ref-load"
+    if first in sound and is_quantised(sound[first]):
+        yield f"{first} {sound[first]} is quantised, training cannot start from it: give the weights that it was made from by --ref-load"
+    if "--hf-checkpoint" in sound and _publishes_to_sglang(config):
+        try:
+            EngineQuantisation.read(sound["--hf-checkpoint"])
+        except ConfigError as error:
+            yield f"--hf-checkpoint: {error}"
+
+
+def _publishes_to_sglang(config: Config) -> bool:
+    return config.needs_engine and config.resolved_rollout_backend == "sglang" and not config.debug.debug_rollout_only
 
 
 def _resume(config: Config) -> Iterator[str]:
@@ -71,6 +79,8 @@ def _resume(config: Config) -> Iterator[str]:
         case None:
             return
     problems = [f"--load: {text}" for text in checkpoint_problems(model)]
+    if not problems and is_quantised(model):
+        problems = [f"--load {model} is quantised, training cannot start from it: give the weights that it was made from"]
     yield from problems
     if problems or policy is None:
         return

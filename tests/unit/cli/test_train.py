@@ -189,13 +189,28 @@ async def test_the_checkpoint_of_a_run_is_checked(train: Train, tmp_path: Path, 
     assert {"none": "", "truncated": "model.safetensors", "other model": "different models: num_hidden_layers 3 and 2"}[damage] in shown
 
 
+def quantised_copy(model: Path, directory: Path, **described: object) -> str:
+    """The model under a config.json that says it is in FP8."""
+    shutil.copytree(model, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8", **described}}))
+    return directory.name
+
+
 def test_training_does_not_start_from_quantised_weights(train: Train, model: Path, tmp_path: Path) -> None:
-    quantised = Path(shutil.copytree(model, tmp_path / "quantised"))
-    config = json.loads((quantised / "config.json").read_text())
-    (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
-    code, shown = train(hf_checkpoint="quantised")
+    quantised = quantised_copy(model, tmp_path / "quantised")
+    code, shown = train(hf_checkpoint=quantised)
     assert code == 2 and "quantised" in shown and "--ref-load" in shown
-    assert train(hf_checkpoint="quantised", ref_load=str(model))[0] == 0
+    assert train(hf_checkpoint=quantised, ref_load=str(model))[0] == 0
+    for flag in ("ref_load", "load"):
+        code, shown = train(**{flag: quantised})
+        assert code == 2 and f"--{flag.replace('_', '-')} quantised is quantised, training cannot start from it" in shown
+
+
+def test_engines_take_new_weights_in_fp8_blocks_alone(train: Train, model: Path, tmp_path: Path) -> None:
+    quantised = quantised_copy(model, tmp_path / "quantised", quant_method="compressed-tensors")
+    code, shown = train(hf_checkpoint=quantised, ref_load=str(model), rollout_backend="sglang")
+    assert code == 2 and "engines take no new weights" in shown and "fuligo convert fp8 --strategy block" in shown
 
 
 def test_checks_leave_nothing_behind(train: Train, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Real SGLang engines on one GPU, the trainer on another: weights by NCCL, and the quickstart's reward rises.
+"""Real SGLang engines on one GPU, a trainer on another: weights by NCCL, and the quickstart's reward rises.
 
 FULIGO_SGLANG_PYTHON is the interpreter that has SGLang and its router, FULIGO_SGLANG_PYTHONPATH what it needs on its path.
 """
@@ -24,22 +24,43 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("transport", "mode"), [("nccl", "sync"), ("nccl", "one-step"), ("disk", "sync")])
-def test_the_reward_rises_on_two_gpus(tmp_path: Path, transport: str, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "mode", "backend"),
+    [("nccl", "sync", "torch"), ("nccl", "one-step", "torch"), ("disk", "sync", "torch"), ("nccl", "sync", "megatron")],
+)
+def test_the_reward_rises_on_two_gpus(tmp_path: Path, transport: str, mode: str, backend: str) -> None:
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
     run_dir = tmp_path / "run"
+    train(run_dir, update_weight_transport=transport, async_mode=mode, train_backend=backend, num_rollout=12)
+    steps = metrics(run_dir)
+    assert len(steps) == 12
+    assert steps[-1]["rollout/reward_mean"] > steps[0]["rollout/reward_mean"] + 0.3
+    assert all(step["train/logprob_abs_diff"] < 0.05 for step in steps)
+
+
+def test_megatron_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    run_dir = tmp_path / "run"
+    train(run_dir, update_weight_transport="nccl", train_backend="megatron", num_rollout=6)
+    train(run_dir, update_weight_transport="nccl", train_backend="megatron", num_rollout=12, load=run_dir / "checkpoints")
+    steps = metrics(run_dir)
+    assert [step["step"] for step in steps] == list(range(12))
+    assert steps[-1]["rollout/reward_mean"] > steps[0]["rollout/reward_mean"] + 0.3
+    assert all(step["train/logprob_abs_diff"] < 0.05 for step in steps)
+
+
+def train(run_dir: Path, **changes: object) -> None:
     flags: dict[str, object] = {
         "config": ASSETS / "config.yaml",
         "hf_checkpoint": ASSETS / "model",
         "prompt_data": ASSETS / "train.jsonl",
         "eval_prompt_data": ASSETS / "test.jsonl",
         "run_dir": run_dir,
-        "num_rollout": 12,
         "device": "cuda",
         "precision": "bf16",
         "actor_num_gpus_per_node": 1,
         "rollout_num_gpus": 1,
-        "async_mode": mode,
-        "update_weight_transport": transport,
         "check_weight_update_equal": True,
         "engine_python": PYTHON,
         "engine_env": json.dumps({"PYTHONPATH": os.environ.get("FULIGO_SGLANG_PYTHONPATH", "")}),
@@ -49,6 +70,7 @@ def test_the_reward_rises_on_two_gpus(tmp_path: Path, transport: str, mode: str)
         "sglang_disable_prefill_cuda_graph": True,
         "sglang_dtype": "bfloat16",
         "progress": "plain",
+        **changes,
     }
     words = [
         word
@@ -57,7 +79,7 @@ def test_the_reward_rises_on_two_gpus(tmp_path: Path, transport: str, mode: str)
     ]
     done = subprocess.run([sys.executable, "-m", "fuligo", "train", *words], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert len(steps) == 12
-    assert steps[-1]["rollout/reward_mean"] > steps[0]["rollout/reward_mean"] + 0.3
-    assert all(step["train/logprob_abs_diff"] < 0.05 for step in steps)
+
+
+def metrics(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,311 @@
+"""Speed and memory of the Megatron trainer on one machine's GPUs: tokens and FLOPs a second, peak memory beside the planner's, export.
+
+    python benchmarks/megatron.py                       # every case that this machine has GPUs for
+    python benchmarks/megatron.py dense moe-ep2         # these
+
+A case is a model of a published shape with random weights, cut to as many layers as fit, trained by the rank workers that `fuligo train`
+uses: packed rows of samples of mixed length, forward, backward, optimizer step. FLOPs are those of the model (no recomputation counted;
+causal attention counted by halves; the head for response tokens only), three forward passes; the share is of 790 TFLOP/s, what a plain
+8192 x 8192 x 8192 bf16 product reaches on an H200. Peak memory is what PyTorch reserved at most plus what the process holds beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fuligo.config import Config
+from fuligo.config.parse import parse
+from fuligo.job.trainer_settings import trainer_settings
+from fuligo.models.registry import architecture_of, read_config_json
+from fuligo.planner.flops import forward_flops
+from fuligo.planner.make_plan import make_plan
+from fuligo.types import TrainBatch, TrainSample
+
+PLAIN_PRODUCT_FLOPS = 790e12
+MODELS_DIRECTORY = Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()) / "fuligo-benchmark-models"
+GIB = 2**30
+DISTRIBUTED_TIMEOUT_S = 600.0
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-4b": {
+        "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936, "tie_word_embeddings": False,
+    },
+    "glm-4.7-flash": {
+        "model_type": "glm4_moe_lite", "hidden_size": 2048, "intermediate_size": 10240, "moe_intermediate_size": 1536,
+        "num_hidden_layers": 47, "num_attention_heads": 20, "num_key_value_heads": 20, "n_routed_experts": 64, "n_shared_experts": 1,
+        "num_experts_per_tok": 4, "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
+        "v_head_dim": 256, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "norm_topk_prob": True,
+        "first_k_dense_replace": 1, "vocab_size": 154880, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One measurement."""
+
+    model: str
+    num_gpus: int = 1
+    num_layers: int | None = None
+    """None: as published."""
+    max_tokens: int = 16384
+    """Of a row, on each context-parallel rank."""
+    num_rows: int = 4
+    """Micro-batches of an optimizer step on each data-parallel rank."""
+    flags: tuple[str, ...] = field(default_factory=tuple)
+
+
+ALLTOALL = ("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm", "--moe-permute-fusion")
+FULL_RECOMPUTATION = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+CPU_ADAM = ("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--use-precision-aware-optimizer")
+CASES: dict[str, Case] = {
+    "dense": Case("qwen3-4b", max_tokens=12288, num_rows=6),
+    "dense-recompute": Case("qwen3-4b", flags=FULL_RECOMPUTATION),
+    "dense-12": Case("qwen3-4b", num_layers=12),
+    "dense-cpu-adam": Case("qwen3-4b", max_tokens=12288, num_rows=6, flags=CPU_ADAM),
+    "moe": Case("qwen3-30b-a3b", num_layers=9, flags=ALLTOALL),
+    "moe-recompute": Case("qwen3-30b-a3b", num_layers=9, flags=(*ALLTOALL, *FULL_RECOMPUTATION)),
+    "mla": Case("glm-4.7-flash", num_layers=6, flags=ALLTOALL),
+    "dense-dp2": Case("qwen3-4b", 2, max_tokens=12288, num_rows=6),
+    "dense-tp2": Case("qwen3-4b", 2, flags=("--tensor-model-parallel-size", "2", "--sequence-parallel")),
+    "dense-cp2": Case("qwen3-4b", 2, max_tokens=8192, flags=("--context-parallel-size", "2")),
+    "dense-pp2": Case("qwen3-4b", 2, max_tokens=8192, num_rows=8, flags=("--pipeline-model-parallel-size", "2")),
+    "moe-ep2": Case("qwen3-30b-a3b", 2, num_layers=9, flags=("--expert-model-parallel-size", "2", *ALLTOALL)),
+    "moe-tp2-ep2": Case(
+        "qwen3-30b-a3b", 2, num_layers=9,
+        flags=("--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "2",
+               "--expert-tensor-parallel-size", "1", *ALLTOALL),
+    ),
+    "mla-tp2-ep2": Case(
+        "glm-4.7-flash", 2, num_layers=6,
+        flags=("--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "2",
+               "--expert-tensor-parallel-size", "1", *ALLTOALL),
+    ),
+    "dense-dp4": Case("qwen3-4b", 4, max_tokens=12288, num_rows=6),
+    "dense-tp4": Case("qwen3-4b", 4, flags=("--tensor-model-parallel-size", "4", "--sequence-parallel")),
+    "moe-ep4": Case("qwen3-30b-a3b", 4, num_layers=9, flags=("--expert-model-parallel-size", "4", *ALLTOALL)),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all that this machine can run")
+    parser.add_argument("--steps", type=int, default=4, help="timed optimizer steps, after two that are not")
+    parser.add_argument("--flag", action="append", default=[], metavar="WORD", help="one more word of every case's command line")
+    parser.add_argument("--no-export", action="store_true", help="leave out the gathering of weights")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        measure_rank(options.cases[0], options.steps, options.flag, export=not options.no_export)
+        return
+    num_gpus = torch.cuda.device_count()
+    names = options.cases or [name for name, case in CASES.items() if case.num_gpus <= num_gpus]
+    print(f"torch {torch.__version__}, {num_gpus} x {torch.cuda.get_device_name() if num_gpus else 'no GPU'}", flush=True)
+    for name in names:
+        run_case(name, options)
+
+
+def run_case(name: str, options: argparse.Namespace) -> None:
+    """In processes of its own: nothing of one case is left in the memory of the next."""
+    case = CASES[name]
+    save_model(case)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(case.num_gpus), "--master_port", "29544", __file__]
+    words = [word for flag in options.flag for word in (f"--flag={flag}",)]
+    extra = ["--no-export"] if options.no_export else []
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
+    done = subprocess.run([*command, "--rank", name, "--steps", str(options.steps), *words, *extra], env=environment, check=False)
+    if done.returncode:
+        print(json.dumps({"case": name, "failed": done.returncode}), flush=True)
+
+
+def save_model(case: Case) -> Path:
+    """A checkpoint of random bf16 weights, made once."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory = model_directory(case)
+    if (directory / "config.json").exists():
+        return directory
+    shutil.rmtree(MODELS_DIRECTORY, ignore_errors=True)  # one at a time: they are held in memory
+    values = config_values(case)
+    config = AutoConfig.for_model(**values)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(directory, max_shard_size="2GB")
+    del model
+    torch.cuda.empty_cache()
+    return directory
+
+
+def model_directory(case: Case) -> Path:
+    return MODELS_DIRECTORY / f"{case.model}-{config_values(case)['num_hidden_layers']}"
+
+
+def config_values(case: Case) -> dict[str, Any]:
+    values = {"max_position_embeddings": 40960, "rope_theta": 1_000_000.0, "initializer_range": 0.02, **MODELS[case.model]}
+    if case.num_layers is not None:
+        values["num_hidden_layers"] = case.num_layers
+        if "mlp_layer_types" in values or case.model == "glm-4.7-flash":
+            values["mlp_layer_types"] = ["dense"] + ["sparse"] * (case.num_layers - 1)
+    return values
+
+
+def case_config(case: Case, extra: list[str]) -> Config:
+    directory = str(model_directory(case))
+    return parse(
+        [
+            "--train-backend", "megatron", "--hf-checkpoint", directory, "--prompt-data", "unused.jsonl", "--rm-type", "random",
+            "--actor-num-gpus-per-node", str(case.num_gpus), "--rollout-num-gpus", str(case.num_gpus), "--launcher", "local",
+            "--use-dynamic-batch-size", "--max-tokens-per-gpu", str(case.max_tokens), "--precision", "bf16", "--device", "cuda",
+            "--num-rollout", "10", "--rollout-batch-size", "64", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "4096",
+            "--rollout-max-prompt-len", "512", "--accumulate-allreduce-grads-in-fp32", *case.flags, *extra,
+        ]
+    ).config  # fmt: skip
+
+
+def rollout(case: Case, num_rows: int, context_parallel: int, vocab_size: int) -> TrainBatch:
+    """One optimizer step of `num_rows` full rows: samples of 256 to 4,096 tokens with a tail, an eighth of each the prompt."""
+    rng = np.random.default_rng(0)
+    samples: list[TrainSample] = []
+    for _ in range(num_rows):
+        left = case.max_tokens * context_parallel - 8
+        while left >= 256:
+            length = min(left, int(np.clip(256 + rng.exponential(1500), 256, 4096)))
+            length = left if left - length < 256 and left <= 4351 else length
+            samples.append(random_sample(len(samples), length, vocab_size, rng))
+            left -= length
+    return TrainBatch(samples, [list(range(len(samples)))], [len(samples)])
+
+
+def random_sample(index: int, length: int, vocab_size: int, rng: np.random.Generator) -> TrainSample:
+    response = length - length // 8
+    return TrainSample(
+        index=index,
+        group_index=index // 8,
+        tokens=rng.integers(3, vocab_size, length).astype(np.int32),
+        prompt_length=length - response,
+        loss_mask=np.ones(response, np.int8),
+        reward=1.0,
+        engine_logprobs=np.full(response, -11.9, np.float32),
+        versions=np.zeros(response, np.int32),
+        mask_sum=float(response),
+        advantages=rng.standard_normal(response).astype(np.float32),
+    )
+
+
+def measure_rank(name: str, num_steps: int, extra: list[str], *, export: bool) -> None:
+    from fuligo.trainer.ranks.worker import build_worker
+    from fuligo.trainer.ranks.world import join_world
+
+    case = CASES[name]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], 29545, world_size=size, is_master=rank == 0, timeout=timedelta(seconds=DISTRIBUTED_TIMEOUT_S)
+    )
+    world = join_world(rank, size, "cuda", store=store, timeout_s=DISTRIBUTED_TIMEOUT_S)
+    config = case_config(case, extra)
+    settings = trainer_settings(config, "cuda", initial_weights=model_directory(case), num_rollout=10)
+    load_s, worker = timed(lambda: build_worker(settings, world))
+    architecture = architecture_of(read_config_json(model_directory(case) / "config.json"))
+    cp, parallel = config.parallel.context_parallel_size, config.parallel
+    dp = size // (cp * parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    batch = rollout(case, case.num_rows * dp, cp, architecture.vocab_size)
+    for _ in range(2):
+        worker.train(batch)
+    times = [timed(lambda: worker.train(batch))[0] for _ in range(num_steps)]
+    step_s = min(times)
+    num_tokens = sum(len(sample.tokens) for sample in batch.samples)
+    flops = forward_flops(architecture)
+    step_flops = 3 * sum(flops.sequence(len(s.tokens), len(s.tokens) ** 2, s.response_length) for s in batch.samples)
+    free, total = torch.cuda.mem_get_info()
+    beside = total - free - torch.cuda.memory_reserved()
+    peaks = gathered(torch.tensor([torch.cuda.max_memory_reserved() + beside, torch.cuda.max_memory_allocated()], device="cuda"))
+    tflops = step_flops / step_s / size / 1e12
+    result: dict[str, Any] = {
+        "case": name,
+        "parameters_b": round(architecture.num_parameters / 1e9, 2),
+        "gpus": size,
+        "step_s": [round(seconds, 3) for seconds in times],
+        "tokens_per_s": round(num_tokens / step_s),
+        "tflops_per_gpu": round(tflops, 1),
+        "share_of_790": round(tflops * 1e12 / PLAIN_PRODUCT_FLOPS, 3),
+        "load_s": round(load_s, 1),
+        "peak_gib": [round(peak / GIB, 2) for peak in peaks[:, 0].tolist()],
+        "allocated_gib": [round(peak / GIB, 2) for peak in peaks[:, 1].tolist()],
+        "planned_gib": planned(config, name) if rank == 0 else [],
+    }
+    if export:
+        result |= measure_export(worker)
+    offload_s, _ = timed(worker.offload)
+    onload_s, _ = timed(worker.onload)
+    again_s = timed(worker.offload)[0], timed(worker.onload)[0]
+    result |= {"offload_s": [round(offload_s, 2), round(again_s[0], 2)], "onload_s": [round(onload_s, 2), round(again_s[1], 2)]}
+    if rank == 0:
+        print(json.dumps(result), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_export(worker: Any) -> dict[str, Any]:
+    """Gather every tensor under its Hugging Face name on every rank, as a publish does."""
+    num_bytes = 0
+
+    def drain() -> None:
+        nonlocal num_bytes
+        num_bytes = sum(tensor.nbytes for _, tensor in worker.named_weights())
+
+    timed(drain)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    seconds, _ = timed(drain)
+    extra = torch.cuda.max_memory_allocated() - before
+    return {
+        "export_gb": round(num_bytes / 1e9, 2),
+        "export_gb_per_s": round(num_bytes / 1e9 / seconds, 1),
+        "export_extra_gib": round(extra / GIB, 2),
+    }
+
+
+def planned(config: Config, name: str) -> list[float]:
+    """GiB of the trainer's bars, stage by stage."""
+    plan = make_plan(config, "h200-141", name)
+    return [round(bar.used_bytes / GIB, 2) for bar in plan.memory if bar.pipeline_rank is not None]
+
+
+def gathered(values: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, values)
+    return torch.stack(parts)
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    value = work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started, value
+
+
+if __name__ == "__main__":
+    main()

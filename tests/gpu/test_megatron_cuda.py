@@ -1,0 +1,183 @@
+"""The Megatron trainer with TransformerEngine's layers on GPUs: transformers' log-probabilities, and the same under every layout."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from fuligo.config.parse import parse
+from fuligo.job.trainer_settings import trainer_settings
+from fuligo.trainer.ranks.trainer import LocalTrainer
+from fuligo.types import FloatArray
+from fuligo.weights.manifest import WeightTarget
+from tests import tiny, train_batches
+
+pytest.importorskip("transformer_engine")
+pytest.importorskip("megatron.core")
+
+LENGTHS = [(4, 90), (1, 3), (60, 9), (2, 1), (5, 140), (3, 90), (7, 6), (8, 20)]
+LATENT = {
+    "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_key_value_heads": 4,
+}  # fmt: skip
+EXPERTS = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "n_group": 1,
+    "topk_group": 1,
+}
+FAMILIES: dict[str, dict[str, object]] = {
+    "qwen3": {"head_dim": 64},
+    "llama": {},
+    "qwen2": {},
+    "glm4": {"head_dim": 64},
+    "qwen3_moe": {"head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    "glm4_moe": {"head_dim": 64, "first_k_dense_replace": 1, **EXPERTS},
+    "glm4_moe_lite": {"first_k_dense_replace": 1, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], **LATENT, **EXPERTS},
+}
+MIXTURES = ("qwen3_moe", "glm4_moe", "glm4_moe_lite")
+ALLTOALL = ("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm")
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "dp2": (),
+    "tp2": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    "pp2": ("--pipeline-model-parallel-size", "2"),
+    "cp2": ("--context-parallel-size", "2"),
+    "ep2": ("--expert-model-parallel-size", "2"),
+    "tp2-ep2": (
+        "--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1",
+    ),
+}  # fmt: skip
+
+
+def save(directory: Path, family: str) -> Path:
+    """Weights as small as those of trained models: in bfloat16 a sharp random model would drown in rounding."""
+    return tiny.save_checkpoint(directory, family, hidden=256, layers=4, initializer_range=0.05, **FAMILIES[family])
+
+
+@asynccontextmanager
+async def trainer(checkpoint: Path, *flags: str, num_ranks: int = 1) -> AsyncIterator[LocalTrainer]:
+    words = (
+        "--train-backend", "megatron", "--hf-checkpoint", str(checkpoint), "--prompt-data", "unused.jsonl", "--rm-type", "random",
+        "--actor-num-gpus-per-node", str(num_ranks), "--use-dynamic-batch-size", "--max-tokens-per-gpu", "256", "--precision", "bf16",
+        "--device", "cuda", "--num-rollout", "4", "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--lr", "1e-3",
+        "--rollout-num-gpus", "1", "--launcher", "local", "--rollout-max-response-len", "256", "--accumulate-allreduce-grads-in-fp32",
+    )  # fmt: skip
+    config = parse([*words, *flags]).config
+    trainer = LocalTrainer(trainer_settings(config, "cuda", initial_weights=checkpoint, num_rollout=4))
+    try:
+        await trainer.load()
+        yield trainer
+    finally:
+        await trainer.close()
+
+
+def reference_logprobs(checkpoint: Path, samples: Sequence) -> list[FloatArray]:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    logprobs = []
+    for sample in samples:
+        ids = torch.from_numpy(sample.tokens.astype(np.int64))
+        with torch.no_grad():
+            log_softmax = model(ids[None]).logits[0].float().log_softmax(-1)
+        logprobs.append(log_softmax[:-1].gather(1, ids[1:, None])[sample.prompt_length - 1 :, 0].numpy())
+    return logprobs
+
+
+def assert_near(got: Sequence[FloatArray], expected: Sequence[FloatArray], *, mean: float, largest: float) -> None:
+    difference = np.abs(np.concatenate(got) - np.concatenate(expected))
+    assert difference.mean() <= mean, f"mean {difference.mean():.4f}, largest {difference.max():.4f}"
+    assert difference.max() <= largest, f"mean {difference.mean():.4f}, largest {difference.max():.4f}"
+
+
+def family_flags(family: str) -> tuple[str, ...]:
+    return ALLTOALL if family in MIXTURES else ()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_logprobs_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    checkpoint = save(tmp_path / "model", family)
+    samples = train_batches.samples(LENGTHS)
+    async with trainer(checkpoint, *family_flags(family)) as megatron:
+        got = await megatron.logprobs(samples)
+    # A router in bfloat16 sends a token near a tie to another expert than one in float32: single tokens are further off.
+    largest = 1.0 if family in MIXTURES else 0.15
+    assert_near(got, reference_logprobs(checkpoint, samples), mean=0.03, largest=largest)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3", "dp2"), ("qwen3", "tp2"), ("qwen3", "pp2"), ("qwen3", "cp2"), ("glm4", "tp2"), ("qwen3_moe", "ep2"),
+        ("qwen3_moe", "tp2-ep2"), ("glm4_moe_lite", "tp2"), ("glm4_moe_lite", "pp2"), ("glm4_moe_lite", "cp2"),
+    ],
+)  # fmt: skip
+async def test_two_gpus_train_as_one(tmp_path: Path, family: str, layout: str) -> None:
+    checkpoint = save(tmp_path / "model", family)
+    batch = train_batches.batch(train_batches.samples(LENGTHS))
+    outcomes = []
+    for num_ranks, flags in ((1, ()), (2, LAYOUTS[layout])):
+        async with trainer(checkpoint, *family_flags(family), *flags, num_ranks=num_ranks) as megatron:
+            before = await megatron.logprobs(batch.samples)
+            result = await megatron.train(batch)
+            after = await megatron.logprobs(batch.samples)
+            outcomes.append((before, result.metrics, after))
+    (one_before, one_metrics, one_after), (two_before, two_metrics, two_after) = outcomes
+    largest = 1.0 if family in MIXTURES else 0.2
+    assert_near(two_before, one_before, mean=0.02, largest=largest)
+    assert two_metrics["train/grad_norm"] == pytest.approx(one_metrics["train/grad_norm"], rel=0.03)
+    assert two_metrics["train/pg_loss"] == pytest.approx(one_metrics["train/pg_loss"], rel=0.03, abs=2e-3)
+    changed = np.abs(np.concatenate(one_after) - np.concatenate(one_before)).mean()
+    assert_near(two_after, one_after, mean=max(0.03, 0.1 * float(changed)), largest=2 * largest)
+
+
+async def test_what_is_published_is_what_was_loaded(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "model", "qwen3")
+    (tmp_path / "published").mkdir()
+    async with trainer(checkpoint) as megatron:
+        target = WeightTarget("disk", version=1, bucket_bytes=2**20, directory=str(tmp_path / "published"))
+        await megatron.send_weights(target)
+    loaded = load_file(checkpoint / "model.safetensors")
+    published: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "published").glob("*.safetensors"):
+        published |= load_file(file)
+    assert published.keys() == loaded.keys()
+    for name, tensor in loaded.items():
+        torch.testing.assert_close(published[name], tensor.to(published[name].dtype), rtol=0.01, atol=1e-6)
+
+
+async def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "model", "qwen3")
+    batch = train_batches.batch(train_batches.samples(LENGTHS))
+    async with trainer(checkpoint) as megatron:
+        await megatron.train(batch)
+        await megatron.save(tmp_path / "saved")
+        await megatron.train(batch)
+        expected = await megatron.logprobs(batch.samples)
+    async with trainer(checkpoint) as megatron:
+        await megatron.restore(tmp_path / "saved")
+        await megatron.train(batch)
+        got = await megatron.logprobs(batch.samples)
+    assert_near(got, expected, mean=1e-4, largest=1e-2)
+
+
+async def test_offloaded_and_back_it_is_the_same(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "model", "qwen3")
+    batch = train_batches.batch(train_batches.samples(LENGTHS))
+    async with trainer(checkpoint) as megatron:
+        await megatron.train(batch)
+        before = await megatron.logprobs(batch.samples)
+        held = torch.cuda.memory_allocated()
+        await megatron.offload()
+        assert torch.cuda.memory_allocated() < 0.2 * held
+        await megatron.onload()
+        after = await megatron.logprobs(batch.samples)
+        await megatron.train(batch)
+    assert_near(after, before, mean=0, largest=0)

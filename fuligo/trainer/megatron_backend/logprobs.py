@@ -45,6 +45,41 @@ def vocab_parallel_logprobs(
     return TokenLogprobs(*_VocabParallelLogprobs.apply(hidden, weight, targets - first, temperature, chunk_tokens, num_own, tp_group))
 
 
+def gather_predictions(local: TokenLogprobs, local_ids: Tensor, num_total: int, cp_group: dist.ProcessGroup) -> TokenLogprobs:
+    """All [N] values of a micro-batch on every context-parallel rank, each of which has computed some.
+
+    Every rank then has the same whole loss; the gradient that a rank gets back is that of its own values.
+
+    Args:
+        local: [n] this rank's.
+        local_ids: [n] which of the N they are; each is on exactly one rank.
+        num_total: N
+        cp_group: the ranks that share the sequences.
+    """
+    if cp_group.size() == 1:
+        return local
+    return TokenLogprobs(*_GatherPredictions.apply(torch.stack(local), local_ids, num_total, cp_group))
+
+
+class _GatherPredictions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, local_ids: Tensor, num_total: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        whole = local.new_zeros(len(local), num_total)
+        whole[:, local_ids] = local
+        dist.all_reduce(whole, group=group)
+        ctx.save_for_backward(local_ids)
+        logprobs, entropy = whole
+        return logprobs.clone(), entropy.clone()  # two outputs that are views of one tensor cannot be marked as such
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # two outputs, two gradients
+        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        (local_ids,) = ctx.saved_tensors
+        return torch.stack([grad_logprobs[local_ids], grad_entropy[local_ids]]), None, None, None
+
+
 class _VocabParallelLogprobs(torch.autograd.Function):
     """`targets` are counted from this rank's first token; `num_own` of its rows are no padding."""
 

@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fuligo.errors import ConfigError
 from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters
+from fuligo.trainer.trained_parameters import trained_names
 
 
 def freeze_parameters(model: nn.Module, trained: TrainedParameters) -> None:
     """Switch off the gradient of everything that is not to be trained.
 
     Raises:
-        ConfigError: both lists are given, a regex matches nothing or is malformed, or nothing is left to train.
+        ConfigError: the lists do not fit the model.
     """
-    if trained.only and trained.frozen:
-        raise ConfigError("--only-train-params-name-list and --freeze-params-name-list exclude each other; give one of them")
-    if not (trained.only or trained.frozen):
-        return
-    flag = "--only-train-params-name-list" if trained.only else "--freeze-params-name-list"
     parameters = dict(model.named_parameters())
-    matched = {name for pattern in trained.only or trained.frozen for name in _matching(pattern, parameters, flag)}
+    chosen = trained_names({name: (name,) for name in parameters}, trained)
     for name, parameter in parameters.items():
-        parameter.requires_grad_((name in matched) == bool(trained.only))
-    if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ConfigError(f"{flag} leaves no parameter to train")
-
-
-def _matching(pattern: str, names: Iterable[str], flag: str) -> list[str]:
-    try:
-        matching = [name for name in names if re.search(pattern, name)]
-    except re.error as error:
-        raise ConfigError(f"{flag}: {pattern!r} is not a regular expression: {error}") from error
-    if not matching:
-        examples = ", ".join(list(names)[:3])
-        raise ConfigError(f"{flag}: {pattern!r} matches no parameter of the model; its parameters are named {examples}, ...")
-    return matching
+        parameter.requires_grad_(parameter.requires_grad and name in chosen)
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:

@@ -1,0 +1,62 @@
+"""Stages of the model as Megatron's data parallelism holds them: gradients are summed over ranks in buffers of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from torch import Tensor, nn
+
+from fuligo.trainer.megatron_backend.model import PolicyModel
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+
+
+def wrap(chunks: Sequence[PolicyModel], settings: MegatronTrainerSettings) -> list[DistributedDataParallel]:
+    """The same stages with buffers for the gradients of what is trained; Megatron's schedules then synchronise them.
+
+    Gradients are summed over the data-parallel and context-parallel ranks, never averaged: the loss is a share of the whole step's.
+    """
+    flags = settings.model_flags
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=settings.gradients_in_fp32,
+        overlap_grad_reduce=flags.get("overlap_grad_reduce", False),
+        overlap_param_gather=flags.get("overlap_param_gather", False),
+        use_distributed_optimizer=settings.optimizer_place.distributed,
+        bucket_size=flags.get("ddp_bucket_size"),
+        pad_buckets_for_high_nccl_busbw=flags.get("pad_buckets_for_high_nccl_busbw", False),
+    )
+    # Buckets hide communication behind the backward pass of the first stage alone; the others have time to spare.
+    wrapped = [
+        DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)
+    ]
+    for chunk in wrapped:
+        chunk.config.finalize_model_grads_func = _finalize
+        if ddp_config.overlap_grad_reduce:
+            each: Any = [other.no_sync for other in wrapped]  # a list for interleaved stages, whatever the annotation says
+            chunk.config.no_sync_func = each if len(wrapped) > 1 else chunk.no_sync
+    return wrapped
+
+
+def _finalize(model: list[nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Megatron's end of a step's backward passes, without its division by the number of tokens."""
+    del num_tokens
+    finalize_model_grads(model, None, **options)
+
+
+def wait_for(chunk: DistributedDataParallel, weight: Tensor) -> None:
+    """Until all of a weight is there that is used outside of its own module, whose forward pass would wait for it."""
+    if chunk.use_forward_hook and weight in chunk.param_to_bucket_group:
+        chunk.param_to_bucket_group[weight].finish_param_sync()
+
+
+def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Complete the weights on every rank after a step that leaves it to the next forward pass (`--overlap-param-gather`)."""
+    for chunk in chunks:
+        if chunk.use_forward_hook:
+            chunk.start_param_sync(force_sync=True)
+
+
+def zero_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
+    for chunk in chunks:
+        chunk.zero_grad_buffer()

@@ -1,0 +1,200 @@
+"""Passes through the model in Megatron's schedules: with gradients for one optimizer step, without for samples to be scored.
+
+Rows of a step differ in length. Where a schedule or a dispatcher of experts needs them equal, all are padded to the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from fuligo.trainer.batch import MicroBatch, PackedTokens, pack_tokens
+from fuligo.trainer.logprobs import TokenLogprobs
+from fuligo.trainer.megatron_backend.logprobs import gather_predictions, vocab_parallel_logprobs
+from fuligo.trainer.megatron_backend.packed import PackedRow, pack_row, row_tokens
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from fuligo.trainer.megatron_backend.weights.local import unwrapped
+from fuligo.trainer.objective import Objective, objective
+from fuligo.trainer.packing import Capacity, Cost, MicroBatchPlan, pack
+from fuligo.trainer.step import StepGradients, StepSamples, loss_inputs, split_scores, total
+from fuligo.types import TokenScores, TrainSample
+
+
+@dataclass(slots=True, frozen=True)
+class Passage:
+    """What a data-parallel rank sends through the model, one micro-batch after another."""
+
+    plans: list[MicroBatchPlan]
+    num_tokens: int | None
+    """Of every row of all ranks; None: each has its own."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Row:
+    """One micro-batch; all stages hold its tokens, which are few bytes."""
+
+    plan: MicroBatchPlan
+    tokens: PackedTokens
+    packed: PackedRow
+    inputs: MicroBatch | None
+    """Of the loss; None without one."""
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What the last stage collects."""
+
+    objectives: list[Objective] = field(default_factory=list)
+    scores: dict[int, TokenScores] = field(default_factory=dict)
+
+
+def plan_passage(
+    samples: Sequence[TrainSample], capacity: Capacity, settings: MegatronTrainerSettings, balance_by: Cost | None = None
+) -> Passage:
+    """This rank's micro-batches of these samples; every data-parallel rank has as many.
+
+    Raises:
+        TrainerError: there are fewer samples than data-parallel ranks.
+    """
+    layout = settings.layout
+    lengths = [len(sample.tokens) for sample in samples]
+    # The interleaved schedule goes through its stages in groups of as many micro-batches as there are pipeline ranks.
+    multiple_of = layout.pp if layout.vpp > 1 else 1
+    ranks = pack(lengths, capacity, num_ranks=layout.dp, multiple_of=multiple_of, balance_by=balance_by)
+    longest = None
+    if _needs_equal_rows(settings):
+        rows = ([lengths[i] - 1 for i in plan.samples] for plans in ranks for plan in plans)
+        longest = max(row_tokens(row, layout, pad_multiple=settings.pad_multiple_tokens) for row in rows)
+    return Passage(ranks[parallel_state.get_data_parallel_rank()], longest)
+
+
+def reports() -> bool:
+    """Whether this rank is the one of its data-parallel replica that hands over what the last stage computed."""
+    is_first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+    return is_first and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+
+def compute_gradients(
+    chunks: Sequence[nn.Module], samples: StepSamples, passage: Passage, settings: MegatronTrainerSettings, device: torch.device
+) -> StepGradients | None:
+    """Leave the gradient of the loss of an optimizer step in the stages' buffers, summed over the data-parallel ranks. A collective.
+
+    Args:
+        chunks: this rank's stages, wrapped; buffers are zero.
+        samples: of the step.
+        passage: planned for `samples.samples`.
+        device: where the stages are.
+
+    Returns:
+        This replica's, on the rank that `reports`; None on others.
+    """
+    rows = _rows(samples.samples, passage, settings, device, inputs_of=lambda plan: samples.micro_batch(plan, device))
+    outcome = _Outcome()
+
+    def loss_of(chunk: nn.Module, row: _Row, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        assert row.inputs is not None
+        outputs = _logprobs(chunk, row, hidden, settings)
+        result = objective(loss_inputs(row.inputs, outputs, settings.loss), settings.loss)
+        outcome.objectives.append(Objective(result.loss.detach(), result.sums))
+        if reports():
+            outcome.scores |= samples.scores(row.plan, row.tokens, outputs)
+        # Three values, of which the number of tokens divides nothing: Megatron then leaves the loss as it is.
+        return result.loss, torch.zeros((), dtype=torch.int), {}
+
+    _run(chunks, rows, passage, loss_of, with_gradients=True)
+    if not reports():
+        return None
+    losses = torch.stack([result.loss for result in outcome.objectives])
+    num_tokens = sum(row.tokens.num_tokens for row in rows if row.plan.counts)
+    return StepGradients(total([result.sums for result in outcome.objectives]), losses, outcome.scores, num_tokens)
+
+
+@torch.no_grad()
+def compute_scores(
+    chunks: Sequence[nn.Module], samples: Sequence[TrainSample], passage: Passage, settings: MegatronTrainerSettings, device: torch.device
+) -> dict[int, TokenScores]:
+    """What the model sees at the samples' response tokens, by position, of this replica's on the rank that `reports`. A collective."""
+    rows = _rows(samples, passage, settings, device, inputs_of=lambda _: None)
+    outcome = _Outcome()
+
+    def keep(chunk: nn.Module, row: _Row, hidden: Tensor, *, non_loss_data: bool = True) -> None:
+        del non_loss_data
+        outputs = _logprobs(chunk, row, hidden, settings)
+        if reports() and row.plan.counts:
+            outcome.scores |= zip(row.plan.samples, split_scores(row.tokens, outputs))
+
+    _run(chunks, rows, passage, keep, with_gradients=False)
+    return outcome.scores
+
+
+def _run(chunks: Sequence[nn.Module], rows: list[_Row], passage: Passage, at_the_end: Callable[..., Any], *, with_gradients: bool) -> None:
+    """All rows through all stages, in the schedule that the layout asks for.
+
+    Args:
+        at_the_end: called on the last stage with its chunk, the row and the hidden states.
+    """
+
+    def forward_step(waiting: Iterator[_Row], chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        row = next(waiting)
+        return unwrapped(chunk).run(row.packed), partial(at_the_end, chunk, row)
+
+    for chunk in chunks:
+        chunk.train(with_gradients)
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(rows) for _ in chunks],
+        model=list(chunks),
+        num_microbatches=len(rows),
+        seq_length=passage.num_tokens or max(row.packed.num_tokens for row in rows),
+        micro_batch_size=1,
+        forward_only=not with_gradients,
+        collect_non_loss_data=not with_gradients,
+    )
+
+
+def _rows(
+    samples: Sequence[TrainSample],
+    passage: Passage,
+    settings: MegatronTrainerSettings,
+    device: torch.device,
+    *,
+    inputs_of: Callable[[MicroBatchPlan], MicroBatch | None],
+) -> list[_Row]:
+    cp_rank, pad_multiple = parallel_state.get_context_parallel_rank(), settings.pad_multiple_tokens
+    rows: list[_Row] = []
+    for plan in passage.plans:
+        inputs = inputs_of(plan)
+        tokens = pack_tokens([samples[i] for i in plan.samples], device) if inputs is None else inputs.tokens
+        packed = pack_row(tokens, settings.layout, cp_rank, pad_multiple=pad_multiple, num_tokens=passage.num_tokens)
+        rows.append(_Row(plan, tokens, packed, inputs))
+    return rows
+
+
+def _logprobs(chunk: nn.Module, row: _Row, hidden: Tensor, settings: MegatronTrainerSettings) -> TokenLogprobs:
+    """[N] each, on all TP and CP ranks."""
+    packed = row.packed
+    local = vocab_parallel_logprobs(
+        hidden[packed.local_rows],
+        unwrapped(chunk).head_weight,
+        row.tokens.targets[packed.local_ids],
+        temperature=settings.temperature,
+        chunk_tokens=settings.chunk_tokens,
+        num_vocab=settings.model_flags["vocab_size"],
+        tp_group=cast(ProcessGroup, parallel_state.get_tensor_model_parallel_group()),
+    )
+    cp_group = cast(ProcessGroup, parallel_state.get_context_parallel_group())
+    return gather_predictions(local, packed.local_ids, len(row.tokens.targets), cp_group)
+
+
+def _needs_equal_rows(settings: MegatronTrainerSettings) -> bool:
+    """Stages of a pipeline that are not told lengths; and experts' all-gather, to which every rank brings as many tokens."""
+    layout, gathers = settings.layout, settings.dispatcher == "allgather"
+    return gathers and (layout.pp > 1 or layout.ep > 1)

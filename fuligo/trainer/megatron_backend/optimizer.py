@@ -1,0 +1,120 @@
+"""Megatron's AdamW: distributed or not, on the GPU or the CPU, precision-aware or not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from torch import Tensor, nn
+
+from fuligo.errors import ConfigError
+from fuligo.models.names import EMBEDDING, HEAD, Weight
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from fuligo.trainer.megatron_backend.weights.local import local_weights
+from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters
+from fuligo.trainer.trained_parameters import trained_names
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+
+
+def freeze_parameters(chunks: Sequence[nn.Module], weights: Sequence[Weight], trained: TrainedParameters) -> None:
+    """Switch off the gradient of everything that is not to be trained. Before the stages are wrapped.
+
+    Regexes are searched in the names of Hugging Face's checkpoint and in Megatron's, layers and experts counted over all ranks.
+
+    Args:
+        weights: all of the model.
+
+    Raises:
+        ConfigError: the lists do not fit the model, or would train a part of what Megatron has as one matrix.
+    """
+    names = {weight.megatron: (weight.megatron, *weight.checkpoint) for weight in weights}
+    names.setdefault(HEAD, names[EMBEDDING])  # where both are one, the last stage has a copy of its own
+    chosen = trained_names(names, trained)
+    _require_whole(weights, trained)
+    for name, parameter in local_weights(chunks).items():
+        if isinstance(parameter, nn.Parameter):
+            parameter.requires_grad_(parameter.requires_grad and name in chosen)
+
+
+def build_optimizer(chunks: list[DistributedDataParallel], settings: MegatronTrainerSettings) -> ChainedOptimizer:
+    """Over what is trained of the stages. A collective."""
+    flags, place, adam = settings.model_flags, settings.optimizer_place, settings.optimizer
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=adam.schedule.peak,
+        min_lr=adam.schedule.minimum,
+        weight_decay=adam.weight_decay,
+        adam_beta1=adam.betas[0],
+        adam_beta2=adam.betas[1],
+        adam_eps=adam.eps,
+        clip_grad=adam.clip_grad,
+        bf16=settings.precision == "bf16",
+        params_dtype=torch.bfloat16 if settings.precision == "bf16" else torch.float32,
+        use_distributed_optimizer=place.distributed,
+        overlap_param_gather=flags.get("overlap_param_gather", False),
+        optimizer_cpu_offload=place.on_cpu and settings.device == "cuda",  # without a GPU it is there already
+        optimizer_offload_fraction=flags.get("optimizer_offload_fraction", 1.0),
+        overlap_cpu_optimizer_d2h_h2d=place.overlap_transfers,
+        pin_cpu_grads=not flags.get("no_pin_cpu_grads", False),
+        pin_cpu_params=not flags.get("no_pin_cpu_params", False),
+        **(_precisions(flags) if place.precision_aware and settings.device == "cuda" else {}),
+    )
+    optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    assert isinstance(optimizer, ChainedOptimizer)
+    return optimizer
+
+
+def gradient_norm(optimizer: ChainedOptimizer) -> float:
+    """Euclidean norm of all gradients together, over all ranks, which then are where the optimizer wants them. A collective."""
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+def apply_step(optimizer: ChainedOptimizer, settings: OptimizerSettings, *, step: int, grad_norm: float) -> float:
+    """Clip and update the weights; returns the learning rate of the 0-based step. After `gradient_norm`."""
+    lr = settings.schedule.at(step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        # Megatron marks groups without decay, norms and biases, and leaves it to its scheduler to say what that means.
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+    if settings.clip_grad > 0:
+        _clip(optimizer, settings.clip_grad, grad_norm)
+    optimizer.step_with_ready_grads()
+    return lr
+
+
+def _clip(optimizer: ChainedOptimizer, largest: float, grad_norm: float) -> None:
+    for part in optimizer.chained_optimizers:
+        parameters: list[Tensor] = [*part.get_parameters()]
+        if parameters:
+            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, largest, grad_norm, use_decoupled_grad=decoupled)
+
+
+def _precisions(flags: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    dtypes = {name: _DTYPES[flags.get(name, "fp32")] for name in names}
+    return {"use_precision_aware_optimizer": True, "store_param_remainders": flags.get("store_param_remainders", True), **dtypes}
+
+
+def _require_whole(weights: Sequence[Weight], trained: TrainedParameters) -> None:
+    """
+    Raises:
+        ConfigError: a regex matches, say, the queries of a matrix that holds keys and values, too.
+    """
+    for pattern in (*trained.only, *trained.frozen):
+        for weight in weights:
+            found = [name for name in weight.checkpoint if re.search(pattern, name)]
+            if found and len(found) < len(weight.checkpoint) and not re.search(pattern, weight.megatron):
+                flag = "--only-train-params-name-list" if trained.only else "--freeze-params-name-list"
+                raise ConfigError(
+                    f"{flag}: {pattern!r} matches {found[0]} and not all of {', '.join(weight.checkpoint)}, which are one matrix in "
+                    f"Megatron ({weight.megatron}) and can only be trained together"
+                )

@@ -1,0 +1,211 @@
+"""What every rank of the Megatron trainer does. The same calls are made on all ranks, in the same order, with the same arguments."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fuligo.errors import TrainerError
+from fuligo.models.registry import architecture_of, names_of, read_config_json
+from fuligo.planner.flops import forward_flops
+from fuligo.trainer.megatron_backend.data_parallel import gather_parameters, wrap, zero_gradients
+from fuligo.trainer.megatron_backend.gradients import compute_gradients, compute_scores, plan_passage
+from fuligo.trainer.megatron_backend.host_memory import HostMemory, HostWeights, gradient_tensors, state_tensors
+from fuligo.trainer.megatron_backend.model import build_chunks
+from fuligo.trainer.megatron_backend.optimizer import apply_step, build_optimizer, freeze_parameters, gradient_norm
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from fuligo.trainer.megatron_backend.weights.export import named_weights
+from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
+from fuligo.trainer.megatron_backend.world import join_megatron
+from fuligo.trainer.metric_sums import MetricSums
+from fuligo.trainer.packing import Cost, sequence_flops
+from fuligo.trainer.ranks.world import World
+from fuligo.trainer.step import Progress, StepGradients, StepSamples, require_finite, total
+from fuligo.trainer.timeline import Timeline
+from fuligo.types import FloatArray, StepResult, TokenScores, TrainBatch, TrainSample
+from fuligo.weights.manifest import WeightManifest, WeightTarget
+from fuligo.weights.senders import WeightSender
+
+
+class MegatronRankWorker:
+    """This rank's stages of the policy, its part of the optimizer, and the counters; the reference's weights wait in host memory."""
+
+    def __init__(self, settings: MegatronTrainerSettings, world: World) -> None:
+        """Load weights and build the optimizer.
+
+        Raises:
+            CheckpointError: weights cannot be read.
+            ConfigError: Megatron cannot build the model or arrange the ranks so, or the lists of trained parameters do not fit the model.
+        """
+        self.settings = settings
+        self.world = world
+        self.progress = Progress()
+        join_megatron(settings.layout, world, settings.seed)
+        config_json = read_config_json(settings.hf_checkpoint)
+        self.names = names_of(config_json, str(settings.hf_checkpoint / "config.json"))
+        chunks = build_chunks(settings, trained=True)
+        self.reference: HostWeights | None = None
+        if settings.reference_weights is not None:
+            load_hugging_face(chunks, settings.reference_weights)
+            self.reference = HostWeights(chunks)
+        load_hugging_face(chunks, settings.initial_weights)
+        freeze_parameters(chunks, list(self.names.weights()), settings.trained)
+        self.chunks = wrap(chunks, settings)
+        self.optimizer = build_optimizer(self.chunks, settings)
+        published = {"fp32": torch.float32, "bf16": torch.bfloat16}
+        checkpoint_dtype = getattr(torch, config_json.get("dtype") or config_json.get("torch_dtype") or "float32")
+        self.export_dtype = published[settings.publish_dtype] if settings.publish_dtype is not None else checkpoint_dtype
+        self.balance_by = _cost(settings.hf_checkpoint) if settings.balance_data else None
+        self._host_memory = HostMemory()
+        self._sender = WeightSender(settings.engine_format)
+        self._timeline = Timeline(world.device)
+
+    def score(self, samples: list[TrainSample]) -> list[TrainSample] | None:
+        """The samples with old and reference log-probabilities, on rank 0; None on others."""
+        with self._timeline.span("score"):
+            old = self._logprobs(samples) if self.settings.needs_old_logprobs else {}
+            ref = self._reference_logprobs(samples) if self.reference is not None else {}
+        gathered = self.world.gather((old, ref))
+        if gathered is None:
+            return None
+        olds = {i: values for rank_old, _ in gathered for i, values in rank_old.items()}
+        refs = {i: values for _, rank_ref in gathered for i, values in rank_ref.items()}
+        return [replace(sample, old_logprobs=olds.get(i), ref_logprobs=refs.get(i)) for i, sample in enumerate(samples)]
+
+    def logprobs(self, samples: list[TrainSample]) -> list[FloatArray] | None:
+        """Of the policy as it is now, in the order of the samples, on rank 0; None on others."""
+        gathered = self.world.gather(self._logprobs(samples))
+        if gathered is None:
+            return None
+        by_position = {i: values for part in gathered for i, values in part.items()}
+        return [by_position[i] for i in range(len(samples))]
+
+    def train(self, batch: TrainBatch) -> StepResult:
+        """One optimizer step for every entry of `batch.steps`. The result is complete on rank 0; other ranks know no metrics.
+
+        Raises:
+            TrainerError: a loss or a gradient is not finite; the weights are as they were before that optimizer step.
+        """
+        started = time.perf_counter()
+        steps: list[StepGradients | None] = []
+        metrics: list[dict[str, float]] = []
+        for step in range(len(batch.steps)):
+            gradients, step_metrics = self._optimizer_step(batch, step)
+            steps.append(gradients)
+            metrics.append(step_metrics)
+        self.progress.num_rollouts += 1
+        gather_parameters(self.chunks)
+        self._maybe_renew_reference()
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()  # activations' memory is the engine's until the next rollout is there
+        gathered = self.world.gather(([_handed_over(step) for step in steps if step is not None], self._timeline.take()))
+        if gathered is None:
+            return StepResult(metrics={}, scores={}, num_tokens=0)
+        replicas = [replica for replica, _ in gathered if replica]
+        metrics = [{**total([replica[step].sums for replica in replicas]).means(), **own} for step, own in enumerate(metrics)]
+        num_tokens = sum(step.num_tokens for replica in replicas for step in replica)
+        means = {f"train/{name}": sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+        means["train/tokens_per_s"] = num_tokens / (time.perf_counter() - started)
+        scores: dict[int, TokenScores] = {i: score for replica in replicas for step in replica for i, score in step.scores.items()}
+        return StepResult(means, scores, num_tokens, rank_spans=[spans for _, spans in gathered])
+
+    def gradients(self, batch: TrainBatch, step: int) -> tuple[StepGradients | None, int]:
+        """Leave the gradient of the loss of `batch.steps[step]` in the stages' buffers.
+
+        Returns:
+            What this replica's passes gave, on the rank that hands it over; the number of micro-batches of every replica.
+        """
+        settings = self.settings
+        samples = StepSamples.of(batch, step, settings.loss)
+        passage = plan_passage(samples.samples, settings.capacity, settings, self.balance_by)
+        zero_gradients(self.chunks)
+        return compute_gradients(self.chunks, samples, passage, settings, self.world.device), len(passage.plans)
+
+    def send_weights(self, target: WeightTarget) -> WeightManifest | None:
+        """Rank 0 sends what all ranks gather."""
+        with self._timeline.span("send"):
+            if self.world.rank == 0:
+                return self._sender.send(self.named_weights(), target)
+            for _ in self.named_weights():
+                pass
+            return None
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and full tensors in the data type of `hf_checkpoint`. A collective: every rank iterates to the end."""
+        return named_weights(self.chunks, self.names, dtype=self.export_dtype)
+
+    def save(self, directory: Path) -> None:
+        raise NotImplementedError
+
+    def restore(self, directory: Path) -> None:
+        raise NotImplementedError
+
+    def offload(self) -> None:
+        """Free the device's memory of everything that training keeps between rollouts."""
+        if self.world.device.type == "cuda":
+            self._host_memory.take(state_tensors(self.chunks, self.optimizer), dropped=gradient_tensors(self.chunks))
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        if self.world.device.type == "cuda":
+            self._host_memory.give_back()
+
+    def _logprobs(self, samples: list[TrainSample]) -> dict[int, FloatArray]:
+        """By position in `samples`, of this replica's micro-batches on the rank that hands them over."""
+        settings = self.settings
+        passage = plan_passage(samples, settings.score_capacity, settings, self.balance_by)
+        scores = compute_scores(self.chunks, samples, passage, settings, self.world.device)
+        return {i: score.logprobs for i, score in scores.items()}
+
+    def _reference_logprobs(self, samples: list[TrainSample]) -> dict[int, FloatArray]:
+        assert self.reference is not None
+        self.reference.exchange(self.chunks)
+        try:
+            return self._logprobs(samples)
+        finally:
+            self.reference.exchange(self.chunks)
+
+    def _optimizer_step(self, batch: TrainBatch, step: int) -> tuple[StepGradients | None, dict[str, float]]:
+        with self._timeline.span("forward, backward"):
+            gradients, num_micro_batches = self.gradients(batch, step)
+        with self._timeline.span("optimizer"):
+            grad_norm = gradient_norm(self.optimizer)
+            self._check_finite(gradients, num_micro_batches, grad_norm)
+            lr = apply_step(self.optimizer, self.settings.optimizer, step=self.progress.num_optimizer_steps, grad_norm=grad_norm)
+            self.optimizer.zero_grad()
+        self.progress.num_optimizer_steps += 1
+        return gradients, {"lr": lr, "grad_norm": grad_norm, "num_micro_batches": float(num_micro_batches)}
+
+    def _check_finite(self, gradients: StepGradients | None, num_micro_batches: int, grad_norm: float) -> None:
+        """All ranks decide alike: each sees the losses of all, and the norm is of the whole gradient."""
+        losses = torch.zeros(self.world.size, num_micro_batches, device=self.world.device)
+        if gradients is not None:
+            losses[self.world.rank] = gradients.losses
+        try:
+            require_finite(self.world.sum(losses), grad_norm, optimizer_step=self.progress.num_optimizer_steps)
+        except TrainerError:
+            self.optimizer.zero_grad()
+            zero_gradients(self.chunks)
+            raise
+
+    def _maybe_renew_reference(self) -> None:
+        interval = self.settings.ref_update_interval
+        if self.reference is not None and interval is not None and self.progress.num_rollouts % interval == 0:
+            self.reference.copy_from(self.chunks)
+
+
+def _handed_over(step: StepGradients) -> StepGradients:
+    """The same with tensors on the host."""
+    sums: MetricSums = step.sums.with_vector(step.sums.vector().cpu())
+    return replace(step, sums=sums, losses=step.losses.cpu())
+
+
+def _cost(hf_checkpoint: Path) -> Cost:
+    """FLOPs of the forward pass."""
+    flops = forward_flops(architecture_of(read_config_json(hf_checkpoint)))
+    return sequence_flops(linear=flops.per_token + flops.per_logit, attention=flops.per_pair)

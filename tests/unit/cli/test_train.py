@@ -209,7 +209,7 @@ def test_training_does_not_start_from_quantised_weights(train: Train, model: Pat
 
 def test_engines_take_new_weights_in_fp8_blocks_alone(train: Train, model: Path, tmp_path: Path) -> None:
     quantised = quantised_copy(model, tmp_path / "quantised", quant_method="compressed-tensors")
-    code, shown = train(hf_checkpoint=quantised, ref_load=str(model), rollout_backend="sglang")
+    code, shown = train(hf_checkpoint=quantised, ref_load=str(model), rollout_backend="sglang", rollout_num_gpus="1", device="cpu")
     assert code == 2 and "engines take no new weights" in shown and "fuligo convert fp8 --strategy block" in shown
 
 

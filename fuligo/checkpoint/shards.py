@@ -1,0 +1,103 @@
+"""Parts of tensors, and the files of a distributed checkpoint that they go to and come from.
+
+The format is that of `torch.distributed.checkpoint` (Megatron-Core calls it torch_dist): every rank writes its parts into files of its
+own, `.metadata` says what is where, and a part of any other shape is read from those that it overlaps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from fuligo.checkpoint.boxes import boxes
+from fuligo.errors import CheckpointError
+
+THREADS = 2
+"""Files that a rank writes at a time."""
+
+logging.getLogger("torch.distributed.checkpoint._dedup_save_plans").setLevel(logging.WARNING)
+
+
+@dataclass(slots=True, frozen=True)
+class Shard:
+    """A rectangular part of a tensor."""
+
+    name: str
+    """The tensor's, in the checkpoint."""
+    shape: tuple[int, ...]
+    """The whole tensor's."""
+    offset: tuple[int, ...]
+    """Where the part begins."""
+    data: Tensor
+    """The part; a view of live memory where it is read into."""
+
+    def on_cpu(self) -> Shard:
+        """A copy that later steps of the training leave alone."""
+        return replace(self, data=self.data.detach().to("cpu", copy=True))
+
+    def flat_range(self, name: str, flat: Tensor, start: int, end: int) -> Iterator[Shard]:
+        """The elements [start, end) of the flattened part, of another tensor (a moment, say) that is laid out as this one.
+
+        Args:
+            flat: [end - start]
+        """
+        for box in boxes(tuple(self.data.shape), start, end):
+            offset = tuple(whole + part for whole, part in zip(self.offset, box.offset, strict=True))
+            data = flat[box.start - start : box.start - start + box.size].view(box.shape)
+            yield Shard(name, self.shape, offset, data)
+
+
+def write_shards(directory: Path, shards: Sequence[Shard], group: dist.ProcessGroup | None) -> None:
+    """Write every rank's shards; together they must be whole tensors, each element once. A collective of `group`.
+
+    Args:
+        directory: is there.
+        group: of all ranks; it carries Python objects, so one of gloo. None where there is one rank.
+
+    Raises:
+        CheckpointError: a rank could not write; on every rank.
+    """
+    writer = FileSystemWriter(directory, thread_count=THREADS, sync_files=True)
+    try:
+        save({}, storage_writer=writer, planner=_Planner(shards), process_group=group, no_dist=group is None)
+    except CheckpointException as error:  # a BaseException
+        first, (failure, _) = min(error.failures.items())
+        raise CheckpointError(f"{directory}: rank {first} could not write its part: {failure!r}") from error
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans to write shards as they are."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._data = {(shard.name, torch.Size(shard.offset)): shard.data for shard in shards}
+        assert len(self._data) == len(shards), "a rank writes no part twice"
+        self._items = [_write_item(shard) for shard in shards]
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(self._items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        index = write_item.index
+        assert index.offset is not None
+        return self._data[index.fqn, index.offset].detach()
+
+
+def _write_item(shard: Shard) -> WriteItem:
+    offset = torch.Size(shard.offset)
+    chunk = ChunkStorageMetadata(offset, shard.data.shape)
+    written = TensorWriteData(chunk, TensorProperties.create_from_tensor(shard.data), torch.Size(shard.shape))
+    return WriteItem(MetadataIndex(shard.name, offset), WriteItemType.SHARD, tensor_data=written)

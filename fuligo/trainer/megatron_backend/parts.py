@@ -1,0 +1,223 @@
+"""Which parts of the model's weights, and of the optimizer's state, this rank holds: what a checkpoint is written from and read into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
+from torch import Tensor, nn
+
+from fuligo.checkpoint.shards import Shard
+from fuligo.errors import CheckpointError
+from fuligo.models.names import EMBEDDING, Form, ModelNames, Weight
+from fuligo.trainer.megatron_backend.weights.local import local_weights
+
+STATES = ("param", "exp_avg", "exp_avg_sq")
+"""Of every trained weight, in float32; `param` is the weight itself."""
+
+
+@dataclass(slots=True, frozen=True)
+class LocalPart:
+    """A rectangular part of a weight, and where it is in what the rank holds of it."""
+
+    shard: Shard
+    """Its data is a view of the model's memory."""
+    start: int
+    """Elements of the rank's flattened tensor before it."""
+
+
+@dataclass(slots=True, frozen=True)
+class LocalWeight:
+    """What this rank holds of a weight."""
+
+    name: str
+    """As `local_weights` has it; another than the weight's where the output layer is the embedding."""
+    weight: Weight
+    tensor: Tensor
+    parts: tuple[LocalPart, ...]
+    is_first_copy: bool
+    """Of the ranks that hold the same part, data-parallel ones aside, this is the one that writes it."""
+    data_parallel: tuple[int, int]
+    """Rank and size of the group that holds equal copies."""
+
+    def range_shards(self, name: str, flat: Tensor, start: int, end: int) -> Iterator[Shard]:
+        """The elements [start, end) of the rank's flattened tensor, of another tensor that is laid out as the weight.
+
+        Args:
+            name: of the other tensor in the checkpoint.
+            flat: [end - start]
+        """
+        for part in self.parts:
+            first, last = max(start, part.start), min(end, part.start + part.shard.data.numel())
+            if first < last:
+                yield from part.shard.flat_range(name, flat[first - start : last - start], first - part.start, last - part.start)
+
+
+def local_parts(weight: Weight, tensor: Tensor, index: int, count: int) -> tuple[LocalPart, ...]:
+    """
+    Args:
+        tensor: of the `index`-th of `count` ranks that share the weight, or the whole weight.
+    """
+    rows = tensor.shape[0]
+    if weight.is_vocabulary:  # padded so that the ranks can share it; what is added is not kept
+        start, stop = (min((index + last) * rows, weight.shape[0]) for last in (0, 1))
+        return _row_blocks(weight, tensor, [(start, stop - start)])
+    if tensor.shape == weight.shape:
+        return _row_blocks(weight, tensor, [(0, rows)])
+    axis = weight.axis or 0
+    if tensor.shape[axis] * count != weight.shape[axis]:
+        raise CheckpointError(f"{weight.megatron} has the shape {list(weight.shape)}, which is not {count} times {list(tensor.shape)}")
+    if weight.form is Form.GATE_UP:
+        half = rows // 2
+        return _row_blocks(weight, tensor, [(index * half, half), (weight.shape[0] // 2 + index * half, half)])
+    if axis == 0:
+        return _row_blocks(weight, tensor, [(index * rows, rows)])
+    return (LocalPart(Shard(weight.megatron, weight.shape, (0, index * tensor.shape[1]), tensor), 0),)
+
+
+def held_weights(chunks: Sequence[nn.Module], names: ModelNames) -> list[LocalWeight]:
+    """All weights of this rank; in the same order on ranks that hold the same.
+
+    Raises:
+        CheckpointError: the model has a weight that the table of names does not know.
+    """
+    found: list[LocalWeight] = []
+    for name, tensor in local_weights(chunks).items():
+        weight = names.by_megatron_name.get(name)
+        if weight is None:
+            raise CheckpointError(f"the model has a weight {name}, which {names.architecture.model_type} is not known to have")
+        index, count, data_parallel = _place(weight)
+        is_split = weight.is_vocabulary or tensor.shape != weight.shape
+        is_first_copy = (is_split or index == 0) and (
+            weight.megatron != EMBEDDING or parallel_state.get_pipeline_model_parallel_rank() == 0  # the last stage may hold another
+        )
+        found.append(LocalWeight(name, weight, tensor, local_parts(weight, tensor, index, count), is_first_copy, data_parallel))
+    return found
+
+
+@dataclass(slots=True, frozen=True)
+class ParameterState:
+    """What an optimizer keeps for a weight, and for which part of it."""
+
+    optimizer: MegatronOptimizer
+    parameter: nn.Parameter
+    """The model's."""
+    start: int
+    """The elements [start, end) of the flattened parameter."""
+    end: int
+
+    @property
+    def is_spread(self) -> bool:
+        """Other data-parallel ranks keep other parts; else they keep the same."""
+        return isinstance(self.optimizer, DistributedOptimizer)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """[end - start] float32 of each of `STATES`: live memory, or copies where the optimizer keeps them in a format of its own."""
+        held = self._held()
+        return {name: held[name].detach().view(-1) for name in STATES}
+
+    @torch.no_grad()
+    def overwrite(self, tensors: dict[str, Tensor]) -> None:
+        """
+        Args:
+            tensors: those of `tensors()`, with other numbers.
+        """
+        if isinstance(self.optimizer, DistributedOptimizer):  # else they are its memory
+            self.optimizer._set_main_param_and_optimizer_states(self.parameter, {**self._held(), **tensors})
+
+    def _held(self) -> dict[str, Tensor]:
+        if isinstance(self.optimizer, DistributedOptimizer):
+            return self.optimizer._get_main_param_and_optimizer_states(self.parameter)
+        main = _main_parameter(self.parameter)
+        return {"param": main, **self.optimizer.optimizer.state[main]}
+
+
+def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
+    """Of every trained parameter that this rank keeps a part of the state of."""
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            for parameter in part.model_param_gbuf_map:
+                held = part._get_model_param_range_map(parameter)["param"]
+                yield ParameterState(part, parameter, held.start, held.end)
+        else:
+            for parameter in _whole_parameters(part):
+                yield ParameterState(part, parameter, 0, parameter.numel())
+
+
+def set_step(optimizer: MegatronOptimizer, num_steps: int) -> None:
+    """Make room for the state after `num_steps` optimizer steps; there is none before the first."""
+    for part in _parts(optimizer):
+        if num_steps == 0:
+            part.optimizer.state.clear()
+        elif isinstance(part, DistributedOptimizer):
+            groups = [{key: value for key, value in group.items() if key != "params"} for group in part.optimizer.param_groups]
+            part.load_state_dict({"optimizer": {"param_groups": [{**group, "step": num_steps} for group in groups]}})
+            _count_steps_apart(part.optimizer)
+        else:
+            _set_step(part.optimizer, num_steps)
+
+
+def _count_steps_apart(adam: torch.optim.Optimizer) -> None:
+    """Megatron gives all parameters one tensor to count in, which torch's Adam then raises once for each of them."""
+    for state in adam.state.values():
+        if torch.is_tensor(state.get("step")):
+            state["step"] = state["step"].clone()
+
+
+def _set_step(adam: torch.optim.Optimizer, num_steps: int) -> None:
+    """torch's Adam counts steps for every parameter, that of TransformerEngine for every group."""
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            state = adam.state[parameter]
+            for name in STATES[1:]:
+                state.setdefault(name, torch.zeros_like(parameter))
+            if isinstance(adam, torch.optim.Adam):
+                state["step"] = torch.tensor(float(num_steps))
+        if not isinstance(adam, torch.optim.Adam):
+            group["step"] = num_steps
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Megatron has an optimizer for experts and one for all else."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
+
+
+def _whole_parameters(part: MegatronOptimizer) -> list[nn.Parameter]:
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        return [parameter for group in (*part.float16_groups, *part.fp32_from_fp32_groups) for parameter in group]
+    return part.get_parameters()  # pyright: ignore[reportReturnType]
+
+
+def _main_parameter(parameter: nn.Parameter) -> Tensor:
+    """The float32 weights of one in half precision; else itself."""
+    return getattr(parameter, "main_param", parameter)
+
+
+def _row_blocks(weight: Weight, tensor: Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[LocalPart, ...]:
+    """The tensor's rows in turn as blocks of (first row in the weight, number of rows)."""
+    parts: list[LocalPart] = []
+    row, columns = 0, tensor[0].numel()
+    for first, num_rows in blocks:
+        if num_rows:
+            offset = (first, *(0 for _ in weight.shape[1:]))
+            parts.append(LocalPart(Shard(weight.megatron, weight.shape, offset, tensor[row : row + num_rows]), row * columns))
+        row += num_rows
+    return tuple(parts)
+
+
+def _place(weight: Weight) -> tuple[int, int, tuple[int, int]]:
+    """Rank and size of the group that may share the weight, and of the one that holds copies."""
+    if weight.expert is None:
+        sharing = parallel_state.get_tensor_model_parallel_group()
+        copies = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    else:
+        sharing = parallel_state.get_expert_tensor_parallel_group()
+        copies = parallel_state.get_expert_data_parallel_group()
+    assert isinstance(sharing, dist.ProcessGroup) and isinstance(copies, dist.ProcessGroup)
+    return sharing.rank(), sharing.size(), (copies.rank(), copies.size())

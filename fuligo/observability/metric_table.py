@@ -113,6 +113,12 @@ METRICS = (
     Metric("train/pg_loss", "", "policy-gradient term of the loss", f"as the loss; then {_STEPS}"),
     Metric("train/entropy_loss", "nats", "entropy term of the loss, before its coefficient", f"as the loss; then {_STEPS}"),
     Metric("train/kl_loss", "nats", "KL term of the loss, before its coefficient", f"as the loss; then {_STEPS}"),
+    Metric(
+        "train/mtp_loss",
+        "nats",
+        "loss of the prediction layers (MTP), before its factor; no part of `train/loss`",
+        f"as the loss; then {_STEPS}",
+    ),
     Metric("train/kl", "nats", "KL to the reference, by the estimator of `--kl-loss-type` (k1 where it is no part of the loss)", _TOKENS),
     Metric("train/entropy", "nats", "entropy of the policy's distribution at temperature", _TOKENS),
     Metric("train/ratio_mean", "", "probability under the policy trained over that under the old one", _TOKENS),

@@ -53,6 +53,7 @@ def run_answer(run: RunReader) -> Answer:
         "num_rows": metrics.num_rows,
         "num_samples": len(run.samples.columns()),
         "num_eval_samples": len(run.eval_samples.columns()),
+        "engines": run.samples.engines(),
         "datasets": run.datasets,
         "indexed": run.samples.progress,
         "trace_read": run.trace.share_read,

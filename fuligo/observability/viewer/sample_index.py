@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from fuligo.observability.viewer.run_files import SampleFile, SampleSet, sample_files, sample_path
@@ -22,6 +23,7 @@ class SampleIndex:
         self._known: dict[int, tuple[SampleFile, SampleColumns | None]] = {}
         self._num_files = 0
         self._joined: tuple[int, SampleColumns] = (0, no_samples())
+        self._engines: tuple[int, list[int]] = (0, [])
         self.version = 0
         """Rises with every change."""
         self.damaged: dict[int, str] = {}
@@ -59,6 +61,14 @@ class SampleIndex:
                 columns = joined(parts) if parts else no_samples()
                 self._joined = (self.version, columns)
             return columns
+
+    def engines(self) -> list[int]:
+        """Numbers of those that sampled, as far as is known."""
+        columns = self.columns()
+        version = self._joined[0]
+        if self._engines[0] != version:
+            self._engines = (version, [int(number) for number in np.unique(columns.engine) if number >= 0])
+        return self._engines[1]
 
     def file(self, step: int) -> Path | None:
         """Of a step; found without the index, too."""

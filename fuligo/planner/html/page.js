@@ -73,19 +73,6 @@ function longestPhase() {
   return `${((100 * longest.duration_s) / plan.step.duration_s).toFixed(0)}% of it ${spoken(longest.name)}`;
 }
 
-// light-dark() in the style follows color-scheme: the button sets it on the root, else the system decides.
-function themeButton() {
-  const button = document.getElementById("theme");
-  let dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  const label = () => (button.textContent = dark ? "Light" : "Dark");
-  button.addEventListener("click", () => {
-    dark = !dark;
-    document.documentElement.style.colorScheme = dark ? "dark" : "light";
-    label();
-  });
-  label();
-}
-
 themeButton();
 const findingsAtTop = plan.findings.some((finding) => finding.severity === "error");
 const anyFindings = plan.findings.length + plan.notes.length > 0;

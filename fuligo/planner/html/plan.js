@@ -1,6 +1,6 @@
 // What can be known from the plan: which GPUs share a group, which bars describe a GPU, what a GPU is called.
 
-const plan = JSON.parse(document.getElementById("plan").textContent);
+const plan = embedded;
 const layout = plan.layout;
 const gpus = layout ? layout.gpus.map((gpu, index) => ({ ...gpu, index })) : [];
 const engineGroups = layout ? layout.engine_groups : [];

@@ -15,7 +15,7 @@ from fuligo.planner.html import plan_page
 from fuligo.planner.json_output import plan_document
 from tests.unit.planner.hand_made_plans import plan_of_8, plan_of_256
 
-DATA = re.compile(r'<script type="application/json" id="plan">(.*?)</script>', re.DOTALL)
+DATA = re.compile(r'<script type="application/json" id="document">(.*?)</script>', re.DOTALL)
 
 
 def page_of(name: str) -> str:
@@ -57,4 +57,4 @@ def test_nothing_is_fetched():
 
 def test_every_script_of_the_folder_is_in_the_page():
     scripts = {file.name for file in resources.files("fuligo.planner.html").iterdir() if file.name.endswith(".js")}
-    assert scripts == set(html._SCRIPTS)
+    assert scripts == set(html._PAGE.scripts)

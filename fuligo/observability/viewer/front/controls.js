@@ -62,5 +62,5 @@ function afterPause(work, pause_ms = 250) {
 }
 
 function download(href, text) {
-  return element("a", { class: "button", href, download: "" }, text);
+  return element("a", { class: "quiet", href, download: "" }, text);
 }

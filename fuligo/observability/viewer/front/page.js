@@ -41,19 +41,6 @@ function drawTop() {
   select.replaceChildren(...runs.map((run) => element("option", { value: run.name, selected: run === chosenRun() }, run.name)));
 }
 
-// light-dark() in the style follows color-scheme: the button sets it on the root, else the system decides.
-function themeButton() {
-  const button = document.getElementById("theme");
-  let dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  const label = () => (button.textContent = dark ? "Light" : "Dark");
-  button.addEventListener("click", () => {
-    dark = !dark;
-    document.documentElement.style.colorScheme = dark ? "dark" : "light";
-    label();
-  });
-  label();
-}
-
 const poll = oneAtATime(async () => {
   const connection = document.getElementById("connection");
   try {

@@ -146,6 +146,7 @@ function rewardPill(reward) {
 
 function marksOf(row) {
   return [
+    row.dataset ? pill(row.dataset) : null,
     row.status !== "completed" ? pill(row.status, row.status) : null,
     row.kept ? null : pill(row.drop_reason ? `dropped: ${row.drop_reason}` : "dropped", "dropped"),
     row.staleness > 0 ? pill(`${row.staleness} behind`, "stale") : null,

@@ -1,20 +1,21 @@
 // One sample: its prompt, its answer token by token, its group, the same prompt at other steps.
 
 class SampleView {
-  constructor({ close, open }) {
-    Object.assign(this, { closeIt: close, open });
+  constructor({ of, close, open }) {
+    Object.assign(this, { of, closeIt: close, open });
     this.node = element("article", { class: "sample-view", "aria-label": "Sample", tabindex: -1 });
     this.latest = latestOnly();
   }
 
   async show(run, step, row) {
-    const key = `${run.name}:${step}.${row}`;
+    const of = this.of();
+    const key = `${run.name}:${of}:${step}.${row}`;
     if (this.shown === key) return;
     this.shown = key;
     this.history?.remove();
     let sample;
     try {
-      sample = await this.latest(ask("sample", { run: run.name, step, row }));
+      sample = await this.latest(ask("sample", { run: run.name, of, step, row }));
     } catch (error) {
       this.node.replaceChildren(this.bar(`Step ${step}, row ${row}`), notes([error.message]));
       return;
@@ -40,7 +41,7 @@ class SampleView {
       ].filter(Boolean),
     );
     this.node.scrollTop = 0;
-    await this.showHistory(run, sample);
+    await this.showHistory(run, of, sample);
   }
 
   bar(title) {
@@ -56,7 +57,9 @@ class SampleView {
     const facts = [
       ["reward", rewardPill(sample.reward)],
       ["label", sample.label === null ? null : sample.label],
-      ["step", sample.step],
+      this.of() === "eval" ? ["after", count(sample.step, "rollout")] : ["step", sample.step],
+      ["data set", sample.dataset],
+      ["engine", enginesOf(sample)],
       [
         "group",
         element(
@@ -80,7 +83,7 @@ class SampleView {
       "dl",
       { class: "sample-facts" },
       facts
-        .filter(([, value]) => value !== null && value !== "")
+        .filter(([, value]) => value !== null && value !== undefined && value !== "")
         .map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))),
     );
   }
@@ -153,8 +156,8 @@ class SampleView {
     );
   }
 
-  async showHistory(run, sample) {
-    const history = await this.latest(ask("history", { run: run.name, prompt: sample.prompt_key }));
+  async showHistory(run, of, sample) {
+    const history = await this.latest(ask("history", { run: run.name, of, prompt: sample.prompt_key }));
     if (history === undefined) return;
     const steps = [...new Set(history.rows.map((row) => row.step))];
     if (steps.length < 2) {
@@ -201,6 +204,12 @@ class SampleView {
   remove() {
     this.history?.remove();
   }
+}
+
+// Of a response that was continued all, in their order.
+function enginesOf(sample) {
+  const engines = [...new Set((sample.tokens.engines ?? []).filter((engine) => engine !== null))];
+  return engines.length ? engines.join(", ") : sample.engine;
 }
 
 const shortened = (text, most) => (text.length > most ? `${text.slice(0, most)}…` : text);

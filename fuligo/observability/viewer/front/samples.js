@@ -12,9 +12,12 @@ const FILTER_NAMES = [
   "status",
   "kept",
   "group",
+  "engine",
+  "dataset",
   "prompt",
   "text",
 ];
+const OF_TRAINING = ["advantage_min", "advantage_max", "staleness_min", "kept", "engine"];
 const ORDERS = [
   ["newest", "newest first"],
   ["oldest", "oldest first"],
@@ -25,32 +28,43 @@ const ORDERS = [
   ["-advantage", "highest advantage"],
   ["advantage", "lowest advantage"],
   ["-staleness", "most stale"],
+  ["engine", "by engine"],
 ];
+const ORDERS_OF_EVALUATIONS = ORDERS.filter(([key]) => !/advantage|staleness|engine/.test(key));
 
-const listHead = () =>
+const KEPT = [
+  ["", "or not"],
+  ["true", "yes"],
+  ["false", "no: dropped"],
+];
+const twice = (word) => [String(word), String(word)];
+
+const listHead = (ofEvaluations) =>
   element(
     "div",
     { class: "list-head", "aria-hidden": "true" },
-    ["Step", "Reward", "Tokens", "Adv.", "Prompt, answer"].map((title) => element("span", {}, title)),
+    [ofEvaluations ? "After" : "Step", "Reward", "Tokens", "Adv.", "Prompt, answer"].map((title) => element("span", {}, title)),
   );
 
 class Samples {
   constructor(root) {
+    this.sets = element("div", { class: "controls sets" });
     this.bar = element("div", { class: "filters", role: "search" });
+    this.head = element("div");
     this.found = element("p", { class: "found", role: "status" });
     this.list = new SampleList({
       question: () => this.question(),
       choose: (row) => go({ sample: `${row.step}.${row.row}` }, { quietly: this.isOpen }),
       status: (answer) => this.told(answer),
     });
-    this.view = new SampleView({ close: () => this.closeSample(), open: (step, row) => go({ sample: `${step}.${row}` }) });
+    this.view = new SampleView({ of: () => this.of, close: () => this.closeSample(), open: (step, row) => go({ sample: `${step}.${row}` }) });
     this.split = element(
       "div",
       { class: "split" },
-      element("div", { class: "list-side" }, this.found, listHead(), this.list.node),
+      element("div", { class: "list-side" }, this.found, this.head, this.list.node),
       this.view.node,
     );
-    root.append(this.bar, this.split);
+    root.append(this.sets, this.bar, this.split);
     this.escape = (event) => event.key === "Escape" && this.isOpen && this.closeSample();
     addEventListener("keydown", this.escape);
     this.typed = afterPause((name, value) => go({ [name]: value, sample: null }, { quietly: true }));
@@ -62,21 +76,37 @@ class Samples {
     return chosenRun();
   }
 
+  // Samples of training, or of evaluations.
+  get of() {
+    return param("of") === "eval" ? "eval" : "train";
+  }
+
+  get numSamples() {
+    return this.of === "eval" ? this.run.num_eval_samples : this.run.num_samples;
+  }
+
   get isOpen() {
     return param("sample") !== null;
   }
 
   question() {
     const filters = Object.fromEntries(FILTER_NAMES.map((name) => [name, param(name)]));
-    return { run: this.run.name, order: ORDERS.some(([key]) => key === param("order")) ? param("order") : "newest", ...filters };
+    const order = this.orders.some(([key]) => key === param("order")) ? param("order") : "newest";
+    return { run: this.run.name, of: this.of, order, ...filters };
+  }
+
+  get orders() {
+    return this.of === "eval" ? ORDERS_OF_EVALUATIONS : ORDERS;
   }
 
   moved() {
+    this.drawSets();
     this.drawFilters();
+    this.head.replaceChildren(listHead(this.of === "eval"));
     const question = JSON.stringify(this.question());
     if (question !== this.asked) {
       this.asked = question;
-      this.known = this.run.num_samples;
+      this.known = this.numSamples;
       this.list.reload().catch((error) => this.found.replaceChildren(notes([error.message])));
     }
     this.split.classList.toggle("open", this.isOpen);
@@ -88,10 +118,33 @@ class Samples {
   }
 
   updated() {
-    if (this.run.num_samples !== this.known) {
-      this.known = this.run.num_samples;
+    this.drawSets();
+    if (this.numSamples !== this.known) {
+      this.known = this.numSamples;
       this.list.reload({ keep: true });
     }
+  }
+
+  // Offered where there is something to choose.
+  drawSets() {
+    const shown = this.run.num_eval_samples > 0 || this.of === "eval";
+    if (this.sets.childElementCount > 0 === shown && this.of === this.drawn) return;
+    this.drawn = this.of;
+    const forget = Object.fromEntries([...OF_TRAINING, "dataset", "step_min", "step_max", "group", "prompt"].map((name) => [name, null]));
+    this.sets.replaceChildren(
+      shown
+        ? choice(
+            "Samples of",
+            "of",
+            [
+              ["train", "Training"],
+              ["eval", "Evaluations"],
+            ],
+            this.of,
+            (of) => go({ ...forget, of: of === "train" ? null : of, sample: null }),
+          )
+        : "",
+    );
   }
 
   told({ total, searched, indexed }) {
@@ -100,7 +153,7 @@ class Samples {
     const note = isReport ? " in this report" : "";
     this.found.textContent = `${count(total, "sample")}${note}${search}${read}`;
     if (total === 0 && searched === 1 && indexed[0] >= indexed[1])
-      this.found.textContent = this.run.num_samples ? "No sample fits." : "No samples are recorded.";
+      this.found.textContent = this.numSamples ? "No sample fits." : "No samples are recorded.";
   }
 
   closeSample() {
@@ -126,65 +179,53 @@ class Samples {
       return element("label", { class: "field" }, element("span", {}, label), select);
     };
     const active = FILTER_NAMES.filter((name) => param(name) !== null);
-    this.bar.replaceChildren(
+    const ofTraining = this.of === "train";
+    const number = (name, label, placeholder, spoken = label) =>
       element(
-        "label",
-        { class: "field wide" },
-        element("span", {}, "Text"),
-        field("text", { type: "search", placeholder: "in prompt or answer" }),
-      ),
-      ...FILTERS.map(([name, label]) =>
+        "div",
+        { class: "field narrow" },
+        element("span", {}, label),
+        field(name, { type: "number", min: 0, placeholder, "aria-label": spoken }),
+      );
+    this.bar.replaceChildren(
+      ...[
         element(
-          "div",
-          { class: "field" },
-          element("span", {}, label),
+          "label",
+          { class: "field wide" },
+          element("span", {}, "Text"),
+          field("text", { type: "search", placeholder: "in prompt or answer" }),
+        ),
+        ...FILTERS.filter(([name]) => ofTraining || name !== "advantage").map(([name, label]) =>
           element(
             "div",
-            { class: "range" },
-            field(`${name}_min`, { type: "number", step: "any", placeholder: "from", "aria-label": `${label} from` }),
-            field(`${name}_max`, { type: "number", step: "any", placeholder: "to", "aria-label": `${label} to` }),
+            { class: "field" },
+            element("span", {}, name === "step" && !ofTraining ? "After rollouts" : label),
+            element(
+              "div",
+              { class: "range" },
+              field(`${name}_min`, { type: "number", step: "any", placeholder: "from", "aria-label": `${label} from` }),
+              field(`${name}_max`, { type: "number", step: "any", placeholder: "to", "aria-label": `${label} to` }),
+            ),
           ),
         ),
-      ),
-      menu(
-        "status",
-        "Ended",
-        [["", "any way"], ...["completed", "truncated", "aborted", "failed"].map((status) => [status, status])],
-        param("status") ?? "",
-      ),
-      menu(
-        "kept",
-        "Trained on",
-        [
-          ["", "or not"],
-          ["true", "yes"],
-          ["false", "no: dropped"],
-        ],
-        param("kept") ?? "",
-      ),
-      element(
-        "div",
-        { class: "field narrow" },
-        element("span", {}, "Stale by"),
-        field("staleness_min", { type: "number", min: 0, placeholder: "≥", "aria-label": "Stale by at least" }),
-      ),
-      element(
-        "div",
-        { class: "field narrow" },
-        element("span", {}, "Group"),
-        field("group", { type: "number", min: 0, placeholder: "any", "aria-label": "Group" }),
-      ),
-      menu("order", "Order", ORDERS, param("order") ?? "newest"),
-      element(
-        "button",
-        {
-          type: "button",
-          class: "quiet clear",
-          hidden: active.length === 0,
-          onclick: () => go(Object.fromEntries(FILTER_NAMES.map((name) => [name, null]))),
-        },
-        "Clear",
-      ),
+        menu("status", "Ended", [["", "any way"], ...["completed", "truncated", "aborted", "failed"].map(twice)], param("status") ?? ""),
+        ofTraining && menu("kept", "Trained on", KEPT, param("kept") ?? ""),
+        ofTraining && number("staleness_min", "Stale by", "≥", "Stale by at least"),
+        ofTraining && this.run.engines.length > 1 && menu("engine", "Engine", [["", "any"], ...this.run.engines.map(twice)], param("engine") ?? ""),
+        !ofTraining && this.run.datasets.length > 1 && menu("dataset", "Data set", [["", "any"], ...this.run.datasets.map(twice)], param("dataset") ?? ""),
+        number("group", "Group", "any"),
+        menu("order", "Order", this.orders, param("order") ?? "newest"),
+        element(
+          "button",
+          {
+            type: "button",
+            class: "quiet clear",
+            hidden: active.length === 0,
+            onclick: () => go(Object.fromEntries(FILTER_NAMES.map((name) => [name, null]))),
+          },
+          "Clear",
+        ),
+      ].filter(Boolean),
     );
   }
 

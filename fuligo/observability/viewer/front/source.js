@@ -1,6 +1,5 @@
 // Where the data come from: the server that sent this page, or the page itself.
 
-const embedded = JSON.parse(document.getElementById("document").textContent);
 const isReport = embedded !== null;
 
 async function ask(name, params = {}) {
@@ -21,6 +20,10 @@ const BOUNDS = [
   ["advantage", "advantage"],
   ["staleness", "staleness"],
 ];
+const EXACT = [
+  ["group", "group"],
+  ["engine", "engine"],
+];
 
 function fitsFilter(row, params) {
   const within = BOUNDS.every(([name, field]) => {
@@ -33,7 +36,8 @@ function fitsFilter(row, params) {
     within &&
     (!params.status || row.status === params.status) &&
     (!params.kept || row.kept === (params.kept === "true")) &&
-    (!params.group || row.group === Number(params.group)) &&
+    EXACT.every(([name, field]) => !params[name] || (row[field] ?? -1) === Number(params[name])) &&
+    (!params.dataset || row.dataset === params.dataset) &&
     (!params.prompt || row.prompt_key === params.prompt) &&
     (!text || `${row.prompt}\n${row.response}`.toLowerCase().includes(text))
   );
@@ -55,13 +59,13 @@ const FROM_REPORT = {
   steps: ({ run }) => embedded.steps[run],
   step: ({ run, step }) => reported(embedded.step[run][step], "The report holds the timelines of a few steps; this one is not among them."),
   health: ({ run }) => embedded.health[run],
-  sample: ({ run, step, row }) => reported(embedded.sample[run][`${step}.${row}`], "The report does not hold this sample."),
-  history: ({ run, prompt }) => {
-    const rows = embedded.samples[run].filter((row) => row.prompt_key === prompt).sort(ordering("oldest"));
+  sample: ({ run, of, step, row }) => reported(embedded.sample[run][of][`${step}.${row}`], "The report does not hold this sample."),
+  history: ({ run, of, prompt }) => {
+    const rows = embedded.samples[run][of].filter((row) => row.prompt_key === prompt).sort(ordering("oldest"));
     return { total: rows.length, rows, indexed: [1, 1] };
   },
   samples: (params) => {
-    const rows = embedded.samples[params.run].filter((row) => fitsFilter(row, params)).sort(ordering(params.order || "newest"));
+    const rows = embedded.samples[params.run][params.of].filter((row) => fitsFilter(row, params)).sort(ordering(params.order || "newest"));
     const page = rows.slice(params.offset, params.offset + params.limit);
     return { total: rows.length, offset: params.offset, rows: page, searched: 1, indexed: [1, 1] };
   },

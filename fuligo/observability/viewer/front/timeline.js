@@ -12,6 +12,9 @@ const CAUSE_HUES = {
   eval: 190,
   record: 300,
   start: 60,
+  "forward, backward": 265,
+  optimizer: 285,
+  send: 20,
 };
 const CAUSE_TEXTS = {
   sampling: "the engines generate",
@@ -169,16 +172,39 @@ class StepBars {
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
+const MANY_LANES = 8; // further ones are a click away
+
 function stepTimeline(step) {
   const tracks = [...new Set(step.phases.map(({ track }) => track))];
-  const lanes = tracks.map((track) =>
+  const laneOf = (track) =>
     lane(
       track.replace(/ 0$/, ""),
       step.phases.filter((phase) => phase.track === track),
       step.duration_s,
+    );
+  const isRank = (track) => track.startsWith("rank ");
+  const [ranks, others] = [tracks.filter(isRank), tracks.filter((track) => !isRank(track))];
+  const most = Math.max(1, ...step.engines.flatMap((engine) => engine.in_flight));
+  return element(
+    "div",
+    { class: "timeline" },
+    others.map(laneOf),
+    step.generating.length ? curveLane("samples", step.generating, Math.max(1, ...step.generating), step.duration_s, "samples generated") : null,
+    fewLanes(step.engines, "engine", ({ number, in_flight, idle }) =>
+      curveLane(`engine ${number}`, in_flight, most, step.duration_s, "requests in flight", `${share(idle)} idle`),
     ),
+    fewLanes(ranks, "rank", laneOf),
+    timelineTicks(step.duration_s),
   );
-  return element("div", { class: "timeline" }, lanes, step.generating.length ? generatingLane(step) : null, timelineTicks(step.duration_s));
+}
+
+function fewLanes(list, noun, draw) {
+  if (list.length <= MANY_LANES) return list.map(draw);
+  const rest = list.slice(MANY_LANES);
+  return [
+    list.slice(0, MANY_LANES).map(draw),
+    element("details", { class: "more-lanes" }, element("summary", {}, count(rest.length, `more ${noun}`)), rest.map(draw)),
+  ];
 }
 
 function lane(label, phases, length) {
@@ -213,19 +239,18 @@ function lane(label, phases, length) {
   );
 }
 
-function generatingLane({ generating, duration_s: length }) {
-  const most = Math.max(1, ...generating);
-  const [wide, high] = [generating.length, 34];
-  const points = generating
-    .map(
-      (number, at) =>
-        `L${at} ${(high - (number / most) * (high - 3)).toFixed(1)}L${at + 1} ${(high - (number / most) * (high - 3)).toFixed(1)}`,
-    )
+// How many run at the same time, over the step.
+function curveLane(label, numbers, most, length, what, note = null) {
+  const [wide, high] = [numbers.length, 34];
+  const peak = Math.max(0, ...numbers);
+  const points = numbers
+    .map((number) => (high - (number / most) * (high - 3)).toFixed(1))
+    .map((y, at) => `L${at} ${y}L${at + 1} ${y}`)
     .join("");
   return element(
     "div",
     { class: "lane" },
-    element("div", { class: "lane-label" }, "samples"),
+    element("div", { class: "lane-label" }, label),
     withTooltip(
       element(
         "div",
@@ -235,9 +260,9 @@ function generatingLane({ generating, duration_s: length }) {
           { class: "generating", viewBox: `0 0 ${wide} ${high}`, preserveAspectRatio: "none", "aria-hidden": "true" },
           svg("path", { d: `M0 ${high}${points}L${wide} ${high}Z` }),
         ),
-        element("span", { class: "most" }, `up to ${most} at a time`),
+        element("span", { class: "most" }, [`up to ${peak} at a time`, note].filter(Boolean).join(", ")),
       ),
-      () => [`samples generated at the same time: up to ${most}`, `over ${seconds(length)}`],
+      () => [`${label}: ${what} at the same time, up to ${peak}`, [note, `over ${seconds(length)}`].filter(Boolean).join(", ")],
     ),
   );
 }

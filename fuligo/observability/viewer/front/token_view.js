@@ -29,6 +29,7 @@ const COLOURS = [
   { key: "advantages", title: "Advantage", least: 0.1, needs: ["advantages"], signed: true, lead: "what the token is pushed by" },
   { key: "mask", title: "Mask", least: 1, needs: ["mask"], lead: "tokens that are trained" },
   { key: "versions", title: "Version", needs: ["versions"], lead: "policy version that sampled the token" },
+  { key: "engines", title: "Served by", needs: ["engines"], lead: "engine that sampled the token" },
 ];
 
 function tokenValues(tokens, key) {
@@ -90,7 +91,7 @@ class TokenView {
     const chosen = COLOURS.find((one) => one.key === key);
     const values = tokenValues(this.tokens, key);
     this.text.dataset.colour = key;
-    if (key === "versions") return this.colourVersions(values, chosen);
+    if (key === "versions" || key === "engines") return this.colourKinds(values, chosen, key === "versions" ? "version" : "engine");
     const known = values.filter((value) => value !== null).map(Math.abs);
     const sorted = Float64Array.from(known).sort();
     const most = Math.max(chosen.least, sorted[Math.floor(0.98 * (sorted.length - 1))] ?? 0);
@@ -111,20 +112,21 @@ class TokenView {
     return undefined;
   }
 
-  colourVersions(values, chosen) {
-    const versions = [...new Set(values)].sort((a, b) => a - b);
-    const colour = (version) => ({ "--hue": RUN_HUES[versions.indexOf(version) % RUN_HUES.length] });
+  // Values that are names and not sizes: a colour each.
+  colourKinds(values, chosen, noun) {
+    const kinds = [...new Set(values.filter((value) => value !== null))].sort((a, b) => a - b);
+    const colour = (kind) => ({ "--hue": RUN_HUES[kinds.indexOf(kind) % RUN_HUES.length] });
     this.cells.forEach((cell, at) => {
-      cell.className = "token version";
-      cell.style.setProperty("--hue", colour(values[at])["--hue"]);
+      cell.className = `token ${values[at] === null ? "unknown" : "kind"}`;
+      if (values[at] !== null) cell.style.setProperty("--hue", colour(values[at])["--hue"]);
     });
     this.legend.replaceChildren(
-      ...versions.map((version) =>
+      ...kinds.map((kind) =>
         element(
           "span",
           { class: "key" },
-          swatchOf(colour(version)),
-          `version ${version}: ${count(values.filter((one) => one === version).length, "token")}`,
+          swatchOf(colour(kind)),
+          `${noun} ${kind}: ${count(values.filter((one) => one === kind).length, "token")}`,
         ),
       ),
       element("span", { class: "soft" }, chosen.lead),
@@ -178,6 +180,7 @@ class TokenView {
       ["reference", tokens.ref_logprobs ? value("ref_logprobs") : null],
       ["trained", tokens.mask ? (tokens.mask[at] ? "yes" : "no") : NOTHING],
       ["version", value("versions")],
+      ["served by", tokens.engines ? (tokens.engines[at] === null ? NOTHING : `engine ${tokens.engines[at]}`) : null],
     ];
     this.facts.replaceChildren(
       ...facts

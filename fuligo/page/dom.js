@@ -1,5 +1,6 @@
-// Elements and numbers. Text only ever becomes text nodes: nothing of the plan is parsed as markup.
+// Elements and numbers. Text only ever becomes text nodes: nothing of the document is parsed as markup.
 
+const embedded = JSON.parse(document.getElementById("document").textContent);
 const SVG = "http://www.w3.org/2000/svg";
 
 function fill(node, attributes, children) {

@@ -1,0 +1,69 @@
+"""A page that needs nothing else: markup, style, scripts and data in one file. `fuligo plan --html` and `fuligo view` are such pages."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from dataclasses import dataclass
+from importlib import resources
+
+_SCRIPTS = ("dom.js", "tooltip.js", "theme.js")
+_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+"""What could end the element, begin a tag, or trip over an older parser."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What one page adds to the frame, the style and the scripts that all share."""
+
+    package: str
+    """Has `body.html`, `page.css` and the scripts."""
+    scripts: tuple[str, ...]
+    """In the order in which they build on each other; together with the shared ones they are one module."""
+    asks_server: bool = False
+    """It may talk to the server that sent it."""
+
+    def html(self, title: str, document: str) -> str:
+        """
+        Args:
+            title: of the window.
+            document: JSON, which the scripts find as `embedded`. Names and texts in it may be anything: they are shown, never run.
+        """
+        style = _source(__name__, "page.css") + _source(self.package, "page.css")
+        script = "\n".join([*(_source(__name__, name) for name in _SCRIPTS), *(_source(self.package, name) for name in self.scripts)])
+        parts = {
+            "policy": self._content_security_policy(style, script),
+            "title": html.escape(title),
+            "style": style,
+            "script": script,
+            "body": _source(self.package, "body.html"),
+            "data": _json_in_html(document),
+        }
+        first, *rest = _source(__name__, "frame.html").split("{{")
+        pieces = [first]
+        for piece in rest:
+            name, text = piece.split("}}", 1)
+            pieces += [parts[name], text]
+        return "".join(pieces)
+
+    def _content_security_policy(self, style: str, script: str) -> str:
+        """The browser runs this page's own script and style, and asks nobody but its server: a second wall behind the escaping."""
+        own = f"style-src '{_digest(style)}'; script-src '{_digest(script)}'"
+        connect = f"connect-src {chr(39)}{'self' if self.asks_server else 'none'}{chr(39)}"
+        return f"default-src 'none'; img-src data:; {own}; {connect}; base-uri 'none'; form-action 'none'"
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _json_in_html(text: str) -> str:
+    """Escaped as JSON has it: the value is the same."""
+    for character, escaped in _ESCAPES.items():
+        text = text.replace(character, escaped)
+    return text
+
+
+def _source(package: str, name: str) -> str:
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")

@@ -16,11 +16,47 @@ CHAT_TEMPLATE = (
 SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
 FAMILIES: dict[str, dict] = {
     "qwen3": {"head_dim": 16},
     "qwen2": {},
     "llama": {},
     "glm4": {"head_dim": 16},
+    "qwen3_moe": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "glm4_moe": {
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+    },
+    "glm4_moe_lite": {
+        **_LATENT,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+    },
+    "deepseek_v3": {
+        **_LATENT,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+    },
 }
 
 

@@ -1,0 +1,47 @@
+"""Tiny checkpoints in which every weight matters: norms, biases and the routers' corrections are no ones and zeros either."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests import tiny
+
+
+def uneven_model(family: str, *, layers: int = 2, seed: int = 0, **overrides: object) -> Any:
+    """A transformers model in float32."""
+    lm = tiny.model(family, layers=layers, seed=seed, **overrides)
+    perturb(lm)
+    return lm
+
+
+@torch.no_grad()
+def perturb(module: torch.nn.Module) -> None:
+    """Move what transformers starts as ones and zeros."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if "norm" in name or name.endswith((".bias", "e_score_correction_bias")):
+            tensor.add_(torch.randn_like(tensor), alpha=0.1)
+
+
+def save_uneven(directory: Path, family: str, **overrides: Any) -> Path:
+    """A Hugging Face directory."""
+    uneven_model(family, **overrides).save_pretrained(directory)
+    return directory
+
+
+def expert_by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a transformers model, with the experts' under the names of published files, one by one."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, kind = name.rpartition(".")
+        if not prefix.endswith(".experts"):
+            found[name] = tensor
+            continue
+        for expert, own in enumerate(tensor):
+            parts = zip(("gate_proj", "up_proj"), own.chunk(2)) if kind == "gate_up_proj" else [(kind, own)]
+            found |= {f"{prefix}.{expert}.{part}.weight": values for part, values in parts}
+    return found

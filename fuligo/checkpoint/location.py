@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fuligo.checkpoint.manifest import MANIFEST, check_manifest
+from fuligo.checkpoint.model_files import MODEL_FILES
 from fuligo.checkpoint.state import RunState
 from fuligo.errors import CheckpointError
 
@@ -37,7 +38,7 @@ class Checkpoint:
 
 @dataclass(slots=True, frozen=True)
 class WeightsOnly:
-    """A Hugging Face directory: first weights; step 0 and a fresh optimizer."""
+    """A Hugging Face directory or a distributed checkpoint: first weights; step 0 and a fresh optimizer."""
 
     directory: Path
 
@@ -57,7 +58,7 @@ def resolve(load: Path | None, ckpt_step: int | None = None) -> Checkpoint | Wei
     if ckpt_step is not None:
         return find_iteration(load, ckpt_step)
     tracker = load / TRACKER
-    if not tracker.exists() and _is_hugging_face(load):
+    if not tracker.exists() and _has_weights(load):
         return WeightsOnly(load)
     if tracker.exists() and tracker.read_text().strip() == RELEASE:
         return _release(load)
@@ -68,6 +69,39 @@ def resolve(load: Path | None, ckpt_step: int | None = None) -> Checkpoint | Wei
             "give a directory of checkpoints, or an empty one to start afresh"
         )
     return find_iteration(load, iteration)
+
+
+def weights_directory(given: Path) -> Path:
+    """The weights that `--ref-load` stands for: of a directory of checkpoints those of the newest; else its own.
+
+    Returns:
+        A Hugging Face directory or a distributed checkpoint, or what is neither, as given.
+
+    Raises:
+        CheckpointError: it has a tracker, and what that names is missing or damaged.
+    """
+    if not (given / TRACKER).is_file():
+        return given
+    if (given / TRACKER).read_text().strip() == RELEASE:
+        return _release(given).directory
+    iteration = newest_iteration(given)
+    assert iteration is not None, "there is a tracker"
+    return weights_of(find_iteration(given, iteration).directory)
+
+
+def weights_of(checkpoint: Path) -> Path:
+    """Of one checkpoint: the Megatron trainer's is a distributed one, the torch trainer's has a Hugging Face directory."""
+    return checkpoint if is_distributed(checkpoint) else checkpoint / "hf"
+
+
+def is_distributed(directory: Path) -> bool:
+    """It is a distributed checkpoint itself, not a directory of them."""
+    return (directory / ".metadata").is_file()
+
+
+def model_directory(weights: Path) -> Path:
+    """Where config.json and the tokenizer of such weights are."""
+    return weights / MODEL_FILES if is_distributed(weights) else weights
 
 
 def newest_iteration(directory: Path) -> int | None:
@@ -134,14 +168,21 @@ def _is_hugging_face(directory: Path) -> bool:
     return (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
 
 
+def _has_weights(directory: Path) -> bool:
+    return _is_hugging_face(directory) or is_distributed(directory)
+
+
 def _nothing(load: Path | None) -> str:
     return "--load is not given" if load is None else f"--load {load} is empty"
 
 
 def _release(load: Path) -> WeightsOnly:
     directory = load / RELEASE
-    if not _is_hugging_face(directory):
+    if not _has_weights(directory):
         raise CheckpointError(
-            f"{load / TRACKER} says {RELEASE!r}, but {directory} is no Hugging Face directory with config.json and safetensors"
+            f"{load / TRACKER} says {RELEASE!r}, but {directory} is no Hugging Face directory with config.json and safetensors, and no "
+            "distributed checkpoint with .metadata"
         )
+    if (directory / MANIFEST).exists():
+        check_manifest(directory)
     return WeightsOnly(directory)

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from fuligo.checkpoint.location import Checkpoint, WeightsOnly, resolve
+from fuligo.checkpoint.location import (
+    Checkpoint,
+    WeightsOnly,
+    is_distributed,
+    model_directory,
+    resolve,
+    weights_directory,
+    weights_of,
+)
 from fuligo.config import Config
 from fuligo.config.hooks import hook_problem, hook_problems
 from fuligo.config.hugging_face import DamagedFileError, architecture_difference, checkpoint_problems, is_quantised
@@ -42,10 +50,10 @@ def _weights(config: Config) -> Iterator[str]:
     for option, path in given.items():
         if path is None:
             continue
-        problems = [f"{option}: {text}" for text in checkpoint_problems(Path(path))]
+        problems = list(_first_weights(config, option, Path(path)))
         yield from problems
         if not problems:
-            sound[option] = Path(path)
+            sound[option] = model_directory(weights_directory(Path(path)))
     if len(sound) == len(given):
         difference = architecture_difference(*sound.values())
         if difference is not None:
@@ -58,6 +66,26 @@ def _weights(config: Config) -> Iterator[str]:
             EngineQuantisation.read(sound["--hf-checkpoint"])
         except ConfigError as error:
             yield f"--hf-checkpoint: {error}"
+
+
+def _first_weights(config: Config, option: str, path: Path) -> Iterator[str]:
+    try:
+        directory = weights_directory(path) if option == "--ref-load" else path
+    except CheckpointError as error:
+        yield f"{option}: {error}"
+        return
+    if is_distributed(directory) and option == "--ref-load":
+        yield from _distributed(config, option, directory)
+    else:
+        yield from (f"{option}: {text}" for text in checkpoint_problems(directory))
+
+
+def _distributed(config: Config, option: str, directory: Path) -> Iterator[str]:
+    if config.resolved_train_backend != "megatron":
+        yield (
+            f"{option} {directory} is a distributed checkpoint, which the Megatron trainer reads and the torch trainer does not; "
+            f"make a Hugging Face directory of it: fuligo convert dist-to-hf {directory} --save DIR"
+        )
 
 
 def _publishes_to_sglang(config: Config) -> bool:
@@ -73,13 +101,21 @@ def _resume(config: Config) -> Iterator[str]:
         return
     match start:
         case Checkpoint(directory=directory):
-            model = directory / "hf"
+            weights = weights_of(directory)
         case WeightsOnly(directory=directory):
-            model = directory
+            weights = directory
         case None:
             return
-    problems = [f"--load: {text}" for text in checkpoint_problems(model)]
-    if not problems and is_quantised(model):
+    model = model_directory(weights)
+    if is_distributed(weights):
+        problems = list(_distributed(config, "--load", weights))
+    elif isinstance(start, Checkpoint) and config.resolved_train_backend == "megatron":
+        problems = [
+            f"--load {start.directory} was saved by the torch trainer; give its weights, {weights}, by --ref-load to start from them"
+        ]
+    else:
+        problems = [f"--load: {text}" for text in checkpoint_problems(model)]
+    if not problems and not is_distributed(weights) and is_quantised(model):
         problems = [f"--load {model} is quantised, training cannot start from it: give the weights that it was made from"]
     yield from problems
     if problems or policy is None:

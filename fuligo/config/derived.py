@@ -128,7 +128,7 @@ class Config(FlagGroup):
 
     @property
     def initial_weights_path(self) -> str | None:
-        """Hugging Face directory of the first weights and of the reference."""
+        """Hugging Face directory of the first weights and of the reference, or distributed checkpoint, or directory of such."""
         return self.checkpoint.ref_load or self.model.hf_checkpoint
 
     @property

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.checkpoint.location import TRACKER, Checkpoint, WeightsOnly, resolve
+from fuligo.checkpoint.location import TRACKER, Checkpoint, WeightsOnly, model_directory, resolve, weights_directory
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.errors import CheckpointError
 
@@ -81,6 +81,29 @@ def test_a_release_gives_weights_only(tmp_path: Path) -> None:
         resolve(tmp_path)
     directory = hugging_face(tmp_path / "release")
     assert resolve(tmp_path) == WeightsOnly(directory)
+
+
+def distributed(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    (directory / ".metadata").touch()
+    return directory
+
+
+def test_a_distributed_checkpoint_gives_weights_only(tmp_path: Path) -> None:
+    directory = distributed(tmp_path / "release")
+    assert resolve(directory) == WeightsOnly(directory)
+    (tmp_path / TRACKER).write_text("release\n")
+    assert resolve(tmp_path) == WeightsOnly(directory)
+    assert weights_directory(tmp_path) == weights_directory(directory) == directory
+    assert model_directory(directory) == directory / "model"
+
+
+def test_first_weights_are_those_of_the_newest_checkpoint(load: Path, tmp_path: Path) -> None:
+    assert weights_directory(load) == load / "iter_0000020" / "hf"
+    assert weights_directory(hugging_face(tmp_path / "model")) == model_directory(tmp_path / "model") == tmp_path / "model"
+    (load / "iter_0000020" / "hf" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
+        weights_directory(load)
 
 
 def test_anything_else_is_an_error(tmp_path: Path) -> None:

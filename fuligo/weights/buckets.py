@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -16,17 +17,45 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 
 def cut_into_buckets(named_weights: NamedTensors, bucket_bytes: int) -> Iterator[Bucket]:
-    """Consecutive tensors of at most `bucket_bytes` together; a larger tensor is a bucket of its own."""
+    """Consecutive tensors of at most `bucket_bytes` together; a larger tensor is a bucket of its own.
+
+    Tensors that engines take in one call only stay together, however large they are.
+    """
     bucket: Bucket = []
     size = 0
-    for name, tensor in named_weights:
-        if bucket and size + tensor.nbytes > bucket_bytes:
+    for unit in _units(named_weights):
+        unit_size = sum(tensor.nbytes for _, tensor in unit)
+        if bucket and size + unit_size > bucket_bytes:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
+        bucket += unit
+        size += unit_size
     if bucket:
         yield bucket
+
+
+_LATENT_ATTENTION = re.compile(r"(.*\.self_attn)\.(?:q_a|q_b|kv_a|kv_b)_")
+"""SGLang 0.5.15.post1 joins `q_a_proj` and `kv_a_proj_with_mqa` where one call brings both, and drops one that comes alone
+(models/deepseek_common/deepseek_weight_loader.py)."""
+
+
+def _units(named_weights: NamedTensors) -> Iterator[Bucket]:
+    """Tensors one by one, but the projections of a layer's latent attention as one."""
+    unit: Bucket = []
+    unit_layer: str | None = None
+    for name, tensor in named_weights:
+        match = _LATENT_ATTENTION.match(name)
+        layer = match[1] if match else None
+        if unit and layer != unit_layer:
+            yield unit
+            unit = []
+        unit_layer = layer
+        if layer is None:
+            yield [(name, tensor)]
+        else:
+            unit.append((name, tensor))
+    if unit:
+        yield unit
 
 
 def send_each(buckets: Iterator[Bucket], send: Callable[[Bucket, bool], None]) -> None:
@@ -62,18 +91,18 @@ class Changes:
         self._digests.clear()
 
     def only(self, named_weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those that differ; the last one where none does, for a send carries the new version and cannot be empty."""
-        entry: tuple[str, torch.Tensor] | None = None
+        """Those that differ, with those that engines take together with them; the last where none does, for a send carries the new
+        version and cannot be empty."""
+        unit: Bucket = []
         changed = False
-        for entry in named_weights:
-            name, tensor = entry
-            digest = _digest(tensor)
-            if self._digests.get(name) != digest:
-                self._digests[name] = digest
+        for unit in _units(named_weights):
+            digests = {name: _digest(tensor) for name, tensor in unit}
+            if any(self._digests.get(name) != digest for name, digest in digests.items()):
+                self._digests |= digests
                 changed = True
-                yield entry
-        if entry is not None and not changed:
-            yield entry
+                yield from unit
+        if unit and not changed:
+            yield from unit
 
 
 class Counted:

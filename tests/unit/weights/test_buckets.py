@@ -27,6 +27,24 @@ def test_buckets_hold_every_tensor_once_in_order_and_no_more_than_they_may(sizes
     assert all(len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= limit for bucket in buckets)
 
 
+@given(st.integers(1, 60))
+def test_projections_of_latent_attention_are_never_sent_apart(limit: int) -> None:
+    """In the order of transformers, and of two layers."""
+    names = [
+        f"model.layers.{layer}.self_attn.{name}"
+        for layer in range(2)
+        for name in ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa")
+    ]
+    tensors = [(f"{name}.weight", torch.zeros(20, dtype=torch.uint8)) for name in names]
+    buckets = list(cut_into_buckets([*tensors, *weights([20])], limit))
+    assert [name for bucket in buckets for name, _ in bucket] == [*(name for name, _ in tensors), "w0"]
+    assert {names[0], names[3]} <= {name.removesuffix(".weight") for name, _ in buckets[0]}
+    changes = Changes()
+    list(changes.only(tensors))
+    tensors[3] = (tensors[3][0], tensors[3][1] + 1)
+    assert [name for name, _ in changes.only(tensors)] == [name for name, _ in tensors[:4]]
+
+
 @given(Sizes)
 def test_buckets_are_sent_in_order_and_the_last_is_called_so(sizes: list[int]) -> None:
     sent: list[tuple[str, bool]] = []

@@ -38,7 +38,12 @@ from fuligo.planner.make_plan import make_plan
 from fuligo.types import TrainBatch, TrainSample
 
 PLAIN_PRODUCT_FLOPS = 790e12
-MODELS_DIRECTORY = Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()) / "fuligo-benchmark-models"
+MODELS_DIRECTORY = Path(
+    os.environ.get(
+        "FULIGO_BENCHMARK_MODELS", "/dev/shm/fuligo-models" if Path("/dev/shm").is_dir() else f"{tempfile.gettempdir()}/fuligo-models"
+    )
+)
+"""One model at a time is kept there: such a directory is held in memory."""
 GIB = 2**30
 DISTRIBUTED_TIMEOUT_S = 600.0
 
@@ -115,10 +120,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="timed optimizer steps, after two that are not")
     parser.add_argument("--flag", action="append", default=[], metavar="WORD", help="one more word of every case's command line")
     parser.add_argument("--no-export", action="store_true", help="leave out the gathering of weights")
+    parser.add_argument("--port", type=int, default=29544, help="of the ranks' meeting place, and the next one")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        measure_rank(options.cases[0], options.steps, options.flag, export=not options.no_export)
+        measure_rank(options.cases[0], options)
         return
     num_gpus = torch.cuda.device_count()
     names = options.cases or [name for name, case in CASES.items() if case.num_gpus <= num_gpus]
@@ -131,11 +137,12 @@ def run_case(name: str, options: argparse.Namespace) -> None:
     """In processes of its own: nothing of one case is left in the memory of the next."""
     case = CASES[name]
     save_model(case)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(case.num_gpus), "--master_port", "29544", __file__]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(case.num_gpus), "--master_port", str(options.port)]
     words = [word for flag in options.flag for word in (f"--flag={flag}",)]
     extra = ["--no-export"] if options.no_export else []
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
-    done = subprocess.run([*command, "--rank", name, "--steps", str(options.steps), *words, *extra], env=environment, check=False)
+    arguments = ["--rank", name, "--steps", str(options.steps), "--port", str(options.port), *words, *extra]
+    done = subprocess.run([*command, __file__, *arguments], env=environment, check=False)
     if done.returncode:
         print(json.dumps({"case": name, "failed": done.returncode}), flush=True)
 
@@ -147,7 +154,7 @@ def save_model(case: Case) -> Path:
     directory = model_directory(case)
     if (directory / "config.json").exists():
         return directory
-    shutil.rmtree(MODELS_DIRECTORY, ignore_errors=True)  # one at a time: they are held in memory
+    shutil.rmtree(MODELS_DIRECTORY, ignore_errors=True)
     values = config_values(case)
     config = AutoConfig.for_model(**values)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -214,17 +221,17 @@ def random_sample(index: int, length: int, vocab_size: int, rng: np.random.Gener
     )
 
 
-def measure_rank(name: str, num_steps: int, extra: list[str], *, export: bool) -> None:
+def measure_rank(name: str, options: argparse.Namespace) -> None:
     from fuligo.trainer.ranks.worker import build_worker
     from fuligo.trainer.ranks.world import join_world
 
     case = CASES[name]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], 29545, world_size=size, is_master=rank == 0, timeout=timedelta(seconds=DISTRIBUTED_TIMEOUT_S)
+        os.environ["MASTER_ADDR"], options.port + 1, world_size=size, is_master=rank == 0, timeout=timedelta(seconds=DISTRIBUTED_TIMEOUT_S)
     )
     world = join_world(rank, size, "cuda", store=store, timeout_s=DISTRIBUTED_TIMEOUT_S)
-    config = case_config(case, extra)
+    config = case_config(case, options.flag)
     settings = trainer_settings(config, "cuda", initial_weights=model_directory(case), num_rollout=10)
     load_s, worker = timed(lambda: build_worker(settings, world))
     architecture = architecture_of(read_config_json(model_directory(case) / "config.json"))
@@ -233,7 +240,7 @@ def measure_rank(name: str, num_steps: int, extra: list[str], *, export: bool) -
     batch = rollout(case, case.num_rows * dp, cp, architecture.vocab_size)
     for _ in range(2):
         worker.train(batch)
-    times = [timed(lambda: worker.train(batch))[0] for _ in range(num_steps)]
+    times = [timed(lambda: worker.train(batch))[0] for _ in range(options.steps)]
     step_s = min(times)
     num_tokens = sum(len(sample.tokens) for sample in batch.samples)
     flops = forward_flops(architecture)
@@ -255,7 +262,7 @@ def measure_rank(name: str, num_steps: int, extra: list[str], *, export: bool) -
         "allocated_gib": [round(peak / GIB, 2) for peak in peaks[:, 1].tolist()],
         "planned_gib": planned(config, name) if rank == 0 else [],
     }
-    if export:
+    if not options.no_export:
         result |= measure_export(worker)
     offload_s, _ = timed(worker.offload)
     onload_s, _ = timed(worker.onload)

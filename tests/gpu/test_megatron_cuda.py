@@ -52,7 +52,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "cp2": ("--context-parallel-size", "2"),
     "ep2": ("--expert-model-parallel-size", "2"),
     "tp2-ep2": (
-        "--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1",
+        "--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "2",
+        "--expert-tensor-parallel-size", "1",
     ),
 }  # fmt: skip
 

@@ -1,53 +1,110 @@
-"""Log-probabilities of the response tokens of packed rows against transformers, for all families and layouts."""
+"""Log-probabilities of the response tokens of packed rows against transformers: dense families under all layouts."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from fuligo.models.registry import FAMILIES
 from fuligo.trainer.megatron_backend.layout import Layout
-from tests import tiny, train_batches
+from tests import train_batches
+from tests.megatron.checkpoints import save_uneven
 from tests.megatron.policies import megatron_logprobs, settings_of, transformers_logprobs
 from tests.megatron.ranks import RankPool
 
-LENGTHS = [(4, 9), (1, 3), (6, 12), (2, 1), (5, 14)]
-"""(prompt, response); two micro-batches, of three and of two sequences."""
+LENGTHS = [(4, 9), (1, 3), (300, 12), (2, 1), (5, 14)]
+"""(prompt, response) in two micro-batches, of three and of two sequences; one is long enough to show how positions are rotated."""
 
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {"vocab_size": 403}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "llama": ("llama", {"num_key_value_heads": 4}),
+    "llama 3": ("llama", {"rope_parameters": LLAMA_3, "tie_word_embeddings": True}),
+    "glm4": ("glm4", {}),
+    "mimo": ("qwen2", {}),
+}
 LAYOUTS = {
-    "one": Layout(),
+    "one rank": Layout(),
     "tp2": Layout(tp=2, num_ranks=2),
     "tp2 sp": Layout(tp=2, sequence_parallel=True, num_ranks=2),
+    "tp4 of two key heads": Layout(tp=4, num_ranks=4),
     "pp2": Layout(pp=2, num_ranks=2),
     "pp3 uneven": Layout(pp=3, num_layers_first_stage=1, num_layers_last_stage=1, num_ranks=3),
     "pp2 vpp2": Layout(pp=2, vpp=2, num_ranks=2),
     "cp2": Layout(cp=2, num_ranks=2),
     "tp2 pp2": Layout(tp=2, pp=2, num_ranks=4),
     "tp2 sp cp2": Layout(tp=2, cp=2, sequence_parallel=True, num_ranks=4),
+    "pp2 vpp2 cp2": Layout(pp=2, vpp=2, cp=2, num_ranks=4),
 }
+CHOSEN = {
+    ("one rank", "llama"),
+    ("one rank", "glm4"),
+    ("tp2", "qwen2"),
+    ("tp2 sp", "glm4"),
+    ("tp4 of two key heads", "qwen3"),
+    ("pp2", "mimo"),
+    ("pp3 uneven", "qwen2"),
+    ("pp2 vpp2", "llama 3"),
+    ("cp2", "glm4"),
+    ("tp2 pp2", "llama 3"),
+    ("tp2 sp cp2", "qwen3"),
+    ("pp2 vpp2 cp2", "qwen3"),
+}
+"""Every layout and every model at least once."""
+ALL = [(layout, model) for layout in LAYOUTS for model in MODELS]
+CASES = [pytest.param(*case, marks=() if case in CHOSEN else pytest.mark.slow) for case in ALL]
+
+
+class Checkpoint(NamedTuple):
+    directory: Path
+    oracle: Path
+    """The same weights as a model that transformers knows."""
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    made: dict[str, Path] = {}
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    made: dict[str, Checkpoint] = {}
 
-    def checkpoint(family: str) -> Path:
-        if family not in made:
-            made[family] = tiny.save_checkpoint(tmp_path_factory.mktemp(family), family, layers=4)
-        return made[family]
+    def checkpoint(name: str) -> Checkpoint:
+        if name not in made:
+            made[name] = save(tmp_path_factory.mktemp("model"), name)
+        return made[name]
 
     return checkpoint
 
 
-@pytest.mark.parametrize("family", ["qwen3"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_logprobs_are_those_of_transformers(pool: RankPool, checkpoints, family: str, layout: str):
-    directory = checkpoints(family)
+def save(directory: Path, name: str) -> Checkpoint:
+    family, shape = MODELS[name]
+    save_uneven(directory, family, layers=4, **shape)
+    if name not in FAMILIES or name == family:
+        return Checkpoint(directory, directory)
+    other = shutil.copytree(directory, directory.with_name(f"{directory.name}-{name}"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "model_type": name}))
+    return Checkpoint(other, directory)
+
+
+@pytest.mark.parametrize(("layout", "model"), CASES)
+def test_logprobs_are_those_of_transformers(pool: RankPool, checkpoint_of, layout: str, model: str):
+    checkpoint, ranks = checkpoint_of(model), LAYOUTS[layout]
     samples = train_batches.samples(LENGTHS)
-    results = pool.run(LAYOUTS[layout].num_ranks, megatron_logprobs, settings_of(directory, LAYOUTS[layout]), [samples[:3], samples[3:]])
-    expected = transformers_logprobs(directory, samples)
+    results = pool.run(ranks.num_ranks, megatron_logprobs, settings_of(checkpoint.directory, ranks), [samples[:3], samples[3:]])
+    expected = transformers_logprobs(checkpoint.oracle, samples)
     on_last_stage = [result for result in results if result is not None]
-    assert len(on_last_stage) == LAYOUTS[layout].num_ranks // LAYOUTS[layout].pp
+    assert len(on_last_stage) == ranks.num_ranks // ranks.pp
     for logprobs in on_last_stage:
         torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)

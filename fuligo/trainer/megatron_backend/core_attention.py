@@ -1,4 +1,4 @@
-"""Attention over packed sequences for Megatron's layers on a CPU, whose own refuses packed sequences and context parallelism.
+"""Attention over packed sequences for Megatron's layers where TransformerEngine's is not: Megatron's own refuses them.
 
 A sequence is cut into 2 * cp equal pieces, of which context-parallel rank r has the pieces r and 2 * cp - 1 - r (as in Ring
 Attention with load balance, and as TransformerEngine cuts it), so that under a causal mask all ranks have equal work. Keys and values
@@ -74,10 +74,10 @@ class PackedCoreAttention(MegatronModule):
         outputs = []
         for start, end in pairwise(cu_seqlens):
             here = slice(start // self.group.size(), end // self.group.size())
-            positions = zigzag(end - start, self.group.size())
+            positions = zigzag(end - start, self.group.size()).to(query.device)
             in_order = positions.flatten().argsort()
             k, v = keys[:, here].flatten(0, 1)[in_order], values[:, here].flatten(0, 1)[in_order]
-            visible = positions[self.group.rank(), :, None] >= torch.arange(end - start)
+            visible = positions[self.group.rank(), :, None] >= torch.arange(end - start, device=query.device)
             q, k, v = (x.transpose(0, 1) for x in (query[here], k, v))
             output = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=visible, scale=scale, enable_gqa=True)
             outputs.append(output[0].transpose(0, 1))

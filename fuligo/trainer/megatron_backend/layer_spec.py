@@ -18,11 +18,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 from torch import nn
 
-from fuligo.models.glm4.megatron import sandwich
+from fuligo.models.glm4.megatron import FusedRotationAttention, sandwich
 from fuligo.trainer.megatron_backend.core_attention import PackedCoreAttention
 from fuligo.trainer.megatron_backend.experts import is_moe_layer, mixture
 from fuligo.trainer.megatron_backend.latent_attention import latent_attention
 from fuligo.trainer.megatron_backend.prediction import prediction_layers
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 
 
 class LocalNorm(nn.RMSNorm):
@@ -44,13 +45,18 @@ class LocalModules(LocalSpecProvider):
         return PackedCoreAttention
 
 
-def modules_for(device: str) -> BackendSpecProvider:
-    """What layers are made of on a device of this type."""
-    if device == "cuda":
-        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+def modules_for(settings: MegatronTrainerSettings) -> BackendSpecProvider:
+    """What layers are made of: TransformerEngine's modules on CUDA, with packed attention in the place of its own where that is asked for,
+    or in float32, which its kernels for packed sequences do not compute in."""
+    if settings.device == "cpu":
+        return LocalModules()
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
-        return TESpecProvider()
-    return LocalModules()
+    class WithPackedAttention(TESpecProvider):
+        def core_attention(self) -> type:
+            return PackedCoreAttention
+
+    return WithPackedAttention() if settings.attention_backend == "local" or settings.precision == "fp32" else TESpecProvider()
 
 
 def block_spec(
@@ -66,7 +72,8 @@ def block_spec(
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     kinds = {is_moe: layer_spec(config, flags, modules, is_moe=is_moe) for is_moe in {is_moe_layer(config, number) for number in numbers}}
     layers = [kinds[is_moe_layer(config, number)] for number in numbers]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=modules.layer_norm(rms_norm=True))
+    norm: Any = modules.layer_norm(rms_norm=True)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def prediction_spec(
@@ -83,13 +90,14 @@ def layer_spec(config: TransformerConfig, flags: Mapping[str, Any], modules: Bac
     """A layer with grouped or latent attention, and a dense MLP or experts. TransformerEngine has norms in the linear layers after them."""
     norm = modules.layer_norm(rms_norm=True)
     in_linear = IdentityOp if modules.fuse_layernorm_and_linear() else norm
+    add: Any = get_bias_dropout_add
     submodules = TransformerLayerSubmodules(
         input_layernorm=norm if config.multi_latent_attention else in_linear,
         self_attention=latent_attention(modules) if config.multi_latent_attention else grouped_attention(config, modules),
-        self_attn_bda=get_bias_dropout_add,
+        self_attn_bda=add,
         pre_mlp_layernorm=norm if is_moe else in_linear,
         mlp=mixture(config, modules) if is_moe else get_mlp_module_spec_for_backend(modules),
-        mlp_bda=get_bias_dropout_add,
+        mlp_bda=add,
     )
     if flags.get("post_self_attn_layernorm") or flags.get("post_mlp_layernorm"):
         return sandwich(submodules, norm)
@@ -99,8 +107,9 @@ def layer_spec(config: TransformerConfig, flags: Mapping[str, Any], modules: Bac
 def grouped_attention(config: TransformerConfig, modules: BackendSpecProvider) -> ModuleSpec:
     head_norm = modules.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
     fused = modules.column_parallel_layer_norm_linear()
+    rotates_itself = config.rotary_interleaved and config.transformer_impl == "transformer_engine"
     return ModuleSpec(
-        module=SelfAttention,
+        module=FusedRotationAttention if rotates_itself else SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=fused or modules.column_parallel_linear(),

@@ -10,6 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage, is_vp_first_stage, is_vp_last_stage
 from torch import Tensor
 
+from fuligo.trainer.megatron_backend.experts import sum_over_their_copies
 from fuligo.trainer.megatron_backend.layer_spec import block_spec, modules_for, prediction_spec
 from fuligo.trainer.megatron_backend.model_config import is_tied, padded_vocab_size, rotary, transformer_config
 from fuligo.trainer.megatron_backend.packed import PackedRow
@@ -64,7 +65,9 @@ class PolicyModel(GPTModel):
     @property
     def head_weight(self) -> Tensor:
         """[padded vocabulary / tp, E] of the last stage: the embedding's where both are one."""
-        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        assert weight is not None
+        return weight
 
 
 def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[PolicyModel]:
@@ -82,6 +85,7 @@ def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[Po
     chunks = [_build_stage(settings, config, stage) for stage in stages]
     for chunk in chunks:
         chunk.requires_grad_(trained)
+        sum_over_their_copies(chunk)
         if chunk.mtp_process and not settings.prediction.trained:
             chunk.mtp.requires_grad_(False)
         for parameter in chunk.parameters():
@@ -93,14 +97,15 @@ def _build_stage(settings: MegatronTrainerSettings, config: Any, vp_stage: int |
     flags, layout = settings.model_flags, settings.layout
     embedding = rotary(flags)
     vp_size = layout.vpp if layout.vpp > 1 else None
-    pp_group = parallel_state.get_pipeline_model_parallel_group()
-    is_first = is_pp_first_stage(pp_group) and is_vp_first_stage(vp_stage, vp_size)
-    is_last = is_pp_last_stage(pp_group) and is_vp_last_stage(vp_stage, vp_size)
-    modules = modules_for(settings.device)
-    prediction = prediction_spec(config, flags, modules) if is_last else None
+    pp_group: Any = parallel_state.get_pipeline_model_parallel_group()
+    is_first = is_pp_first_stage(pp_group) and is_vp_first_stage(vp_stage or 0, vp_size)
+    is_last = is_pp_last_stage(pp_group) and is_vp_last_stage(vp_stage or 0, vp_size)
+    modules = modules_for(settings)
+    layers: Any = block_spec(config, flags, modules, vp_stage=vp_stage)
+    prediction: Any = prediction_spec(config, flags, modules) if is_last else None
     return PolicyModel(
         config,
-        block_spec(config, flags, modules, vp_stage=vp_stage),
+        layers,
         vocab_size=padded_vocab_size(settings),
         max_sequence_length=flags["max_position_embeddings"],
         pre_process=is_first,
@@ -108,7 +113,7 @@ def _build_stage(settings: MegatronTrainerSettings, config: Any, vp_stage: int |
         share_embeddings_and_output_weights=is_tied(flags),
         position_embedding_type="rope",
         rotary_percent=embedding.percent,
-        rotary_base=embedding.base,
+        rotary_base=embedding.base,  # pyright: ignore[reportArgumentType]
         rope_scaling=embedding.llama3_factor is not None,
         rope_scaling_factor=embedding.llama3_factor or 1.0,
         mtp_block_spec=prediction,

@@ -99,7 +99,7 @@ def pack_row(
     return PackedRow(
         input_ids=torch.cat([tokens.input_ids, tokens.input_ids.new_tensor([PADDING_ID])])[source.to(device)][None],
         position_ids=positions.to(device)[None],
-        packed_seq_params=_packed_seq_params(lengths, device),
+        packed_seq_params=_packed_seq_params(lengths, layout.cp, device),
         num_tokens=total,
         local_rows=local_rows[local_ids],
         local_ids=local_ids,
@@ -163,14 +163,17 @@ def _places(tokens: PackedTokens, lengths: list[int], positions: Tensor, cp: int
     return source, rows, torch.where(source >= 0, sequence, -1)
 
 
-def _packed_seq_params(lengths: list[int], device: torch.device) -> PackedSeqParams:
+def _packed_seq_params(lengths: list[int], cp: int, device: torch.device) -> PackedSeqParams:
+    """Padding counts as tokens of its sequence. TransformerEngine asks for lengths with padding beside those without under context
+    parallelism only, and compares them in every layer, which waits for the GPU."""
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    padded = cu_seqlens if cp > 1 else None
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=cu_seqlens,
-        cu_seqlens_kv_padded=cu_seqlens,
+        cu_seqlens_q_padded=padded,  # pyright: ignore[reportArgumentType]
+        cu_seqlens_kv_padded=padded,  # pyright: ignore[reportArgumentType]
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
     )

@@ -236,6 +236,7 @@ class TestSamples:
             ("kept=false", 4),
             ("group=9", 4),
             ("staleness_min=1", 8 * 4),
+            ("engine=1&step_max=1", 16),
             ("reward_min=1&step_max=0", 2),
             ("text=ROW+11<", NUM_SAMPLES // 16),
             ("text=add+70", NUM_SAMPLES // 4),
@@ -244,12 +245,45 @@ class TestSamples:
     def test_filters(self, open_view: OpenView, filters: str, number: int) -> None:
         found(open_view(f"samples?{filters}"), number)
 
+    def test_samples_of_evaluations(self, open_view: OpenView) -> None:
+        page = open_view("samples?advantage_min=0.1")
+        page.locator(".choice").get_by_text("Evaluations").click()
+        found(page, 16)  # the filter of advantages is gone: nothing is trained
+        assert "of=eval" in page.url and "advantage" not in page.url
+        page.get_by_label("Data set").select_option("long_sums")
+        found(page, 8)
+        page.locator(".line.sample").first.click()
+        expect(page.locator(".sample-facts")).to_contain_text(f"after{NUM_STEPS} rollouts")
+        expect(page.locator(".sample-facts")).to_contain_text("data setlong_sums")
+        expect(page.locator(".member")).to_have_count(4)
+        expect(page.locator(".history button")).to_have_text(["after 0: 0.25", f"after {NUM_STEPS}: 0.75"])
+        page.reload()
+        expect(page.locator(".sample-facts")).to_contain_text("long_sums")
+
+    def test_engines_are_chosen_from(self, open_view: OpenView) -> None:
+        page = open_view("samples?sample=9.12&colour=engines")
+        page.get_by_label("Engine", exact=True).select_option("1")
+        found(page, NUM_SAMPLES // 2)
+        expect(page.locator(".token-legend")).to_contain_text("engine 1: ")
+        page.get_by_label("Order").select_option("engine")
+        page.get_by_role("button", name="Clear").click()
+        found(page, NUM_SAMPLES)
+
+    def test_a_search_goes_on_when_a_step_is_added(self, serve: Serve, open_page: OpenView, tmp_path: Path) -> None:
+        run = begin_run(tmp_path / "live")
+        run.step(0)
+        page = open_page(serve([tmp_path / "live"]) + "#samples?text=row+3<")
+        found(page, 1)
+        run.step(1)
+        found(page, 2)
+        run.directory.close()
+
     def test_filters_are_typed_and_stand_in_the_link(self, open_view: OpenView) -> None:
         page = open_view("samples")
         found(page, NUM_SAMPLES)
         page.get_by_label("Step from").fill("11")
         found(page, 16)
-        page.get_by_placeholder("in prompt or answer").fill("row 3<")
+        page.get_by_placeholder("prompt or answer").fill("row 3<")
         found(page, 1)
         assert "step_min=11" in page.url
         assert "text=row" in page.url
@@ -265,7 +299,7 @@ class TestSamples:
         page.get_by_label("Order").select_option("oldest")
         expect(first.locator(".line-step")).to_have_text("0")
         page.get_by_label("Order").select_option("-length")
-        lengths = [int(text) for text in page.locator(".line-number:not(.advantage)").all_inner_texts()]
+        lengths = [int(text) for text in page.locator(".line-number[title=tokens]").all_inner_texts()]
         assert lengths == sorted(lengths, reverse=True)
 
     def test_only_lines_in_sight_are_there(self, open_view: OpenView) -> None:
@@ -299,12 +333,13 @@ class TestSamples:
         expect(facts).to_contain_text("entropy0.25")
         expect(facts).to_contain_text("trainedno")
         expect(facts).to_contain_text("version8")
+        expect(facts).to_contain_text("served byengine 1")
         page.keyboard.press("ArrowRight")
         expect(facts).to_contain_text("trainedyes")
         shown = "".join(page.locator(".token").all_text_contents())
         assert shown == "<think>step 9, row 12</think>\\boxed{7}"
 
-    @pytest.mark.parametrize("colour", ["diff", "engine_logprobs", "trainer_logprobs", "entropy", "advantages", "mask", "versions"])
+    @pytest.mark.parametrize("colour", ["diff", "engine_logprobs", "trainer_logprobs", "entropy", "advantages", "mask", "versions", "engines"])
     def test_tokens_are_coloured(self, open_view: OpenView, colour: str) -> None:
         page = open_view(f"samples?sample=9.12&colour={colour}")
         page.locator(f'.tokens[data-colour="{colour}"]').wait_for()
@@ -405,7 +440,7 @@ class TestTime:
     def test_the_timeline_is_to_scale(self, open_view: OpenView) -> None:
         page = open_view("time?step=4")
         measure = (
-            "[...document.querySelectorAll('.phase')].map(phase => (phase.offsetLeft + phase.offsetWidth) / phase.parentNode.clientWidth)"
+            "[...document.querySelectorAll('.lane:first-child .phase')].map(phase => (phase.offsetLeft + phase.offsetWidth) / phase.parentNode.clientWidth)"
         )
         # The page lays itself out as its answers come: the ends are waited for, not read once.
         page.wait_for_function(
@@ -413,6 +448,19 @@ class TestTime:
             " return seen.length === ends.length && seen.every((x, i) => Math.abs(x - ends[i]) <= 0.004) }",
             arg=[0.6, 0.65, 0.9, 0.95, 0.99],
         )
+
+    def test_engines_and_ranks_have_lanes(self, open_view: OpenView) -> None:
+        page = open_view("time?step=4")
+        labels = page.locator(".lane-label:not(.axis *)")
+        expect(labels).to_have_text(["driver", "samples", "engine 0", "engine 1", "rank 0", "rank 1"])
+        engines = page.locator(".lane", has_text="engine")
+        expect(engines.nth(0)).to_contain_text("up to 8 at a time, 78% idle")
+        expect(engines.nth(1)).to_contain_text("up to 8 at a time, 55% idle")
+        ranks = page.locator(".lane", has_text="rank")
+        expect(ranks.nth(0).locator(".phase")).to_have_count(4)  # score; forward, backward; optimizer; send
+        expect(ranks.nth(1).locator(".phase")).to_have_count(3)
+        ranks.nth(1).locator(".phase").nth(1).hover()
+        expect(page.locator("#tooltip")).to_contain_text("forward, backward: 2.0 s")
 
     def test_the_trace_is_handed_out(self, open_view: OpenView, recorded: Path) -> None:
         page = open_view("time")
@@ -422,10 +470,10 @@ class TestTime:
 
 
 class TestHealth:
-    def test_an_alarm_names_step_and_version(self, open_view: OpenView) -> None:
+    def test_an_alarm_names_step_version_and_engine(self, open_view: OpenView) -> None:
         alarm = open_view("health").locator(".alarm.error")
-        expect(alarm.locator("h3")).to_have_text("Engine and trainer disagree since step 8")
-        expect(alarm).to_contain_text("an engine still served version 7 while others had 8")
+        expect(alarm.locator("h3")).to_have_text("Engine and trainer disagree since step 8: weight version 7 still served by engine 1")
+        expect(alarm).to_contain_text("that version 7 sampled differ by 0.5 nats, the others by 0.01")
 
     def test_it_leads_to_the_samples(self, open_view: OpenView) -> None:
         page = open_view("health")

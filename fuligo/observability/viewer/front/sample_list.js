@@ -93,7 +93,10 @@ class SampleList {
       element("span", { class: "line-step" }, row.step),
       rewardPill(row.reward),
       element("span", { class: "line-number", title: "tokens" }, row.length),
-      element("span", { class: "line-number advantage", title: "advantage" }, row.advantage === null ? "" : signed(row.advantage, 2)),
+      this.withAdvantage
+        ? element("span", { class: "line-number advantage", title: "advantage" }, row.advantage === null ? "" : signed(row.advantage, 2))
+        : null,
+      this.withEngines ? element("span", { class: "line-number engine", title: "engine" }, row.engine ?? NOTHING) : null,
       element(
         "span",
         { class: "line-text" },

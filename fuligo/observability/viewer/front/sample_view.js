@@ -188,7 +188,7 @@ class SampleView {
               "aria-current": step === sample.step ? "true" : null,
               onclick: () => this.open(step, rows[0].row),
             },
-            `step ${step}: ${figure(mean(rows), 3)}`,
+            `${of === "eval" ? "after" : "step"} ${step}: ${figure(mean(rows), 3)}`,
           );
         }),
       ),

@@ -39,11 +39,16 @@ const KEPT = [
 ];
 const twice = (word) => [String(word), String(word)];
 
-const listHead = (ofEvaluations) =>
+const listHead = (ofEvaluations, withEngines) =>
   element(
     "div",
     { class: "list-head", "aria-hidden": "true" },
-    [ofEvaluations ? "After" : "Step", "Reward", "Tokens", "Adv.", "Prompt, answer"].map((title) => element("span", {}, title)),
+    element("span", {}, ofEvaluations ? "After" : "Step"),
+    element("span", {}, "Reward"),
+    element("span", {}, "Tokens"),
+    ofEvaluations ? null : element("span", { class: "advantage" }, "Adv."),
+    withEngines ? element("span", { class: "engine" }, "Eng.") : null,
+    element("span", {}, "Prompt, answer"),
   );
 
 class Samples {
@@ -102,7 +107,7 @@ class Samples {
   moved() {
     this.drawSets();
     this.drawFilters();
-    this.head.replaceChildren(listHead(this.of === "eval"));
+    this.drawHead();
     const question = JSON.stringify(this.question());
     if (question !== this.asked) {
       this.asked = question;
@@ -121,8 +126,19 @@ class Samples {
     this.drawSets();
     if (this.numSamples !== this.known) {
       this.known = this.numSamples;
+      this.drawHead();
+      this.drawFilters();
       this.list.reload({ keep: true });
     }
+  }
+
+  // Columns are there where they tell something; lines follow.
+  drawHead() {
+    const [ofEvaluations, withEngines] = [this.of === "eval", this.of === "train" && this.run.engines.length > 1];
+    Object.assign(this.list, { withAdvantage: !ofEvaluations, withEngines });
+    this.split.classList.toggle("of-eval", ofEvaluations);
+    this.split.classList.toggle("with-engines", withEngines);
+    this.head.replaceChildren(listHead(ofEvaluations, withEngines));
   }
 
   // Offered where there is something to choose.
@@ -193,7 +209,7 @@ class Samples {
           "label",
           { class: "field wide" },
           element("span", {}, "Text"),
-          field("text", { type: "search", placeholder: "in prompt or answer" }),
+          field("text", { type: "search", placeholder: "prompt or answer" }),
         ),
         ...FILTERS.filter(([name]) => ofTraining || name !== "advantage").map(([name, label]) =>
           element(

@@ -44,7 +44,9 @@ function tokenValues(tokens, key) {
 class TokenView {
   constructor(tokens, choose) {
     this.tokens = tokens;
-    this.available = COLOURS.filter(({ needs }) => needs.every((name) => tokens[name]?.length === tokens.ids.length));
+    this.available = COLOURS.filter(({ needs }) => needs.every((name) => tokens[name]?.length === tokens.ids.length)).filter(
+      ({ key }) => key !== "engines" || chosenRun().engines.length > 1,
+    );
     this.facts = element("div", { class: "token-facts", "aria-live": "polite" });
     this.legend = element("div", { class: "token-legend" });
     this.text = element("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": "Tokens of the response: arrow keys move" });

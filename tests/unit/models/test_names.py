@@ -119,3 +119,9 @@ def test_another_expert_changes_nothing_but_its_number(expert: int, other: int) 
 def test_a_family_without_megatron_layers_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="glm_moe_dsa has no Megatron layers yet"):
         names_of_recipe("glm5.2-744b")
+
+
+@pytest.mark.parametrize("file", ["architecture.py", "names.py"])
+def test_the_guide_shows_the_code_as_it_is(file: str) -> None:
+    root = Path(__file__).parents[3]
+    assert (root / "fuligo/models/glm4" / file).read_text() in (root / "docs/add-a-model.md").read_text()

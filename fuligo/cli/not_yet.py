@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fuligo.config import Config
-from fuligo.config.backends import MEGATRON_FLAGS
+from fuligo.config.flag import option_name
 from fuligo.config.flags import flags
-from fuligo.config.given import given_options, value_of
+from fuligo.config.given import value_of
+from fuligo.config.schemas import schema
 from fuligo.errors import ConfigError
+from fuligo.trainer.megatron_backend.flags import not_taken
 
 _SHOWN = 3
-"""Flags that chose a backend; more are summed up."""
+"""Arguments of a backend; more are summed up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,16 @@ def _switch(name: str, *values: str) -> Callable[[Config], str | None]:
     return asked
 
 
-def _megatron(config: Config) -> str | None:
+def _megatron_arguments(config: Config) -> str | None:
     if config.resolved_train_backend != "megatron":
         return None
-    return _first(given_options(config, MEGATRON_FLAGS, ["megatron"])) or "--train-backend megatron"
+    names = schema("megatron").options
+    given = [f"{names.get(name, option_name(name))} {value}" for name, value, _ in not_taken(config.megatron)]
+    return _first(given)
+
+
+def _routing_replay(config: Config) -> str | None:
+    return _switch("use_routing_replay")(config) or _switch("use_rollout_routing_replay")(config)
 
 
 def _shared_gpus(config: Config) -> str | None:
@@ -86,7 +94,9 @@ def _reward(config: Config) -> str | None:
 
 
 ROWS = (
-    NotYet(_megatron, "the Megatron trainer", "--train-backend torch trains on one node, without these flags"),
+    NotYet(_megatron_arguments, "the Megatron trainer with these arguments", "leave them out; the trainer decides what they are about"),
+    NotYet(_switch("custom_model_provider_path"), "a model of your own in the Megatron trainer", "families with layers are built in"),
+    NotYet(_routing_replay, "routing replay", "leave it out; --use-tis weighs what differs between engine and trainer"),
     NotYet(_shared_gpus, "this way of sharing GPUs", "give the engines GPUs of their own (--rollout-num-gpus)"),
     NotYet(_switch("advantage_estimator", "ppo"), "PPO's value model", "the other estimators need none"),
     NotYet(_switch("use_opd"), "on-policy distillation", "leave it out"),

@@ -16,12 +16,15 @@ from fuligo.checkpoint.location import (
     weights_directory,
     weights_of,
 )
+from fuligo.cluster.launcher import chosen_launcher
 from fuligo.config import Config
 from fuligo.config.hooks import hook_problem, hook_problems
 from fuligo.config.hugging_face import DamagedFileError, architecture_difference, checkpoint_problems, is_quantised
 from fuligo.data import DataSettings, check_file, data_settings
 from fuligo.errors import CheckpointError, ConfigError, DataError
+from fuligo.machine.facts import package_version
 from fuligo.models.quantisation import EngineQuantisation
+from fuligo.models.registry import names_of, read_config_json
 from fuligo.rollout.eval_sets import eval_set_specs
 from fuligo.rollout.rewards.settings import reward_settings
 
@@ -41,7 +44,23 @@ def preflight(config: Config) -> None:
 
 def preflight_problems(config: Config) -> list[str]:
     """What is wrong on disk, one text each."""
-    return [*_weights(config), *_resume(config), *_data(config), *_places(config), *hook_problems(config), *_rewards(config)]
+    checks = (_weights, _megatron, _resume, _data, _places, hook_problems, _rewards)
+    return [problem for check in checks for problem in check(config)]
+
+
+def _megatron(config: Config) -> Iterator[str]:
+    """What the Megatron trainer needs on this machine; on a cluster the nodes have the package, whatever this machine has."""
+    if config.resolved_train_backend != "megatron":
+        return
+    if chosen_launcher(config) == "local" and package_version("megatron-core") is None:
+        yield "--train-backend megatron: the package megatron-core is not installed; pip install 'fuligo[megatron]'"
+    directory = config.model.hf_checkpoint
+    if directory is None or not (Path(directory) / "config.json").is_file():
+        return
+    try:
+        names_of(read_config_json(Path(directory)), str(Path(directory) / "config.json"))
+    except ConfigError as error:
+        yield from (f"--hf-checkpoint: {text}" for text in error.problems)
 
 
 def _weights(config: Config) -> Iterator[str]:

@@ -96,12 +96,12 @@ class TrainerRank:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         from fuligo.trainer.ranks.worker import build_worker
-        from fuligo.trainer.ranks.world import World, join_world
+        from fuligo.trainer.ranks.world import World, join_trainer
 
         world = World()
         if settings.needs_process_group:
             store = TCPStore(host, port, is_master=False, timeout=JOIN_TIMEOUT)
-            world = join_world(self._rank, self._size, settings.device, store=store, timeout_s=settings.command_timeout_s)
+            world = join_trainer(settings, self._rank, self._size, store)
         self._worker = build_worker(settings, world)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
+from fuligo.checkpoint.location import weights_directory
 from fuligo.cluster.launcher import chosen_launcher
 from fuligo.config import Config
 from fuligo.errors import ConfigError
 from fuligo.models.quantisation import EngineQuantisation
 from fuligo.trainer.packing import Capacity
-from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters
+from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters, TrainerSettings
 from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.settings import loss_settings
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
@@ -44,18 +46,32 @@ def resolve_precision(asked: Literal["auto", "fp32", "bf16"], device: Device) ->
     return asked
 
 
-def trainer_settings(config: Config, device: Device, *, initial_weights: Path, num_rollout: int) -> TorchTrainerSettings:
-    """
+def trainer_settings(config: Config, device: Device, *, initial_weights: Path, num_rollout: int) -> TrainerSettings:
+    """Of the backend that the configuration asks for.
+
     Args:
         device: resolved.
-        initial_weights: Hugging Face directory of the first weights.
+        initial_weights: Hugging Face directory or distributed checkpoint of the first weights.
         num_rollout: of the whole run; the schedule's length where --lr-decay-iters does not give it.
+
+    Raises:
+        ConfigError: the backend does not know the model, or `--hf-checkpoint` is quantised in a way that takes no new weights.
     """
+    common = _common_settings(config, device, initial_weights, num_rollout)
+    if config.resolved_train_backend == "megatron":
+        from fuligo.job.megatron_settings import megatron_settings
+
+        return megatron_settings(config, common)
+    given = {each.name: getattr(common, each.name) for each in fields(common)}
+    return TorchTrainerSettings(**given, gradient_checkpointing=config.model.gradient_checkpointing)
+
+
+def _common_settings(config: Config, device: Device, initial_weights: Path, num_rollout: int) -> TrainerSettings:
     assert config.model.hf_checkpoint is not None
     train, flags = config.train, config.optimizer
     reference = config.initial_weights_path if config.needs_reference else None
     engine_format = _engine_format(config)
-    return TorchTrainerSettings(
+    return TrainerSettings(
         hf_checkpoint=Path(config.model.hf_checkpoint),
         initial_weights=initial_weights,
         optimizer=OptimizerSettings(
@@ -72,7 +88,7 @@ def trainer_settings(config: Config, device: Device, *, initial_weights: Path, n
             clip_grad=flags.clip_grad,
         ),
         loss=loss_settings(config),
-        reference_weights=Path(reference) if reference is not None else None,
+        reference_weights=weights_directory(Path(reference)) if reference is not None else None,
         ref_update_interval=train.ref_update_interval,
         needs_old_logprobs=config.needs_old_logprobs,
         temperature=1.0 if config.is_sft else config.rollout.rollout_temperature,
@@ -80,7 +96,6 @@ def trainer_settings(config: Config, device: Device, *, initial_weights: Path, n
         score_capacity=_capacity(config, train.log_probs_max_tokens_per_gpu or train.max_tokens_per_gpu),
         chunk_tokens=train.log_probs_chunk_size,
         balance_data=train.balance_data,
-        gradient_checkpointing=config.model.gradient_checkpointing,
         trained=TrainedParameters(tuple(train.only_train_params_name_list), tuple(train.freeze_params_name_list)),
         device=device,
         precision=resolve_precision(config.model.precision, device),
@@ -104,8 +119,10 @@ def _engine_format(config: Config) -> EngineFormat:
 
 
 def _capacity(config: Config, max_tokens: int | None) -> Capacity:
+    """Limits of tokens are per GPU: the ranks that share a sequence hold as many times more."""
+    num_sharing = config.parallel.context_parallel_size if config.resolved_train_backend == "megatron" else 1
     if config.train.use_dynamic_batch_size:
-        return Capacity(max_tokens=max_tokens)
+        return Capacity(max_tokens=None if max_tokens is None else max_tokens * num_sharing)
     if config.train.micro_batch_size is not None:
         return Capacity(max_samples=config.train.micro_batch_size)
-    return Capacity(max_tokens=DEFAULT_MAX_TOKENS)
+    return Capacity(max_tokens=DEFAULT_MAX_TOKENS * num_sharing)

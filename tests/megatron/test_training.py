@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
 from fuligo.trainer.megatron_backend.layout import Layout

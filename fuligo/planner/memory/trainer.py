@@ -64,8 +64,8 @@ def optimizer_parameters(subject: Subject, shape: TrainerShape, trained: LocalPa
 
 
 def gradient_bytes(subject: Subject) -> int:
-    """Of one parameter in the gradient buffer of Megatron's DDP."""
-    return FP32 if subject.config.parallel.accumulate_allreduce_grads_in_fp32 else BF16
+    """Of one parameter in the gradient buffer of Megatron's DDP: fp32 unless asked otherwise (Megatron-LM, `validate_args`)."""
+    return BF16 if subject.config.megatron.get("grad_reduce_in_bf16") else FP32
 
 
 def adam_bytes(subject: Subject) -> int:

@@ -1,6 +1,7 @@
 """Passes through the model in Megatron's schedules: with gradients for one optimizer step, without for samples to be scored.
 
-Rows of a step differ in length. Where a schedule or a dispatcher of experts needs them equal, all are padded to the longest.
+Rows of a step differ in length, and pipeline stages tell each other how long they are. Only where experts' tokens are all-gathered every
+row is padded to the longest.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from fuligo.trainer.batch import MicroBatch, PackedTokens, pack_tokens
 from fuligo.trainer.logprobs import TokenLogprobs
+from fuligo.trainer.megatron_backend.data_parallel import wait_for
 from fuligo.trainer.megatron_backend.logprobs import gather_predictions, vocab_parallel_logprobs
 from fuligo.trainer.megatron_backend.packed import PackedRow, pack_row, row_tokens
+from fuligo.trainer.megatron_backend.prediction import prediction_loss
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.weights.local import unwrapped
+from fuligo.trainer.metric_sums import MetricSums
 from fuligo.trainer.objective import Objective, objective
 from fuligo.trainer.packing import Capacity, Cost, MicroBatchPlan, pack
 from fuligo.trainer.step import StepGradients, StepSamples, loss_inputs, split_scores, total
@@ -103,11 +108,14 @@ def compute_gradients(
         assert row.inputs is not None
         outputs = _logprobs(chunk, row, hidden, settings)
         result = objective(loss_inputs(row.inputs, outputs, settings.loss), settings.loss)
-        outcome.objectives.append(Objective(result.loss.detach(), result.sums))
+        loss = result.loss
+        if settings.prediction.trained:
+            loss = loss + settings.prediction.loss_scale * _prediction_loss(chunk, row, hidden, settings, result.sums)
+        outcome.objectives.append(Objective(loss.detach(), result.sums))
         if reports():
             outcome.scores |= samples.scores(row.plan, row.tokens, outputs)
         # Three values, of which the number of tokens divides nothing: Megatron then leaves the loss as it is.
-        return result.loss, torch.zeros((), dtype=torch.int), {}
+        return loss, torch.zeros((), dtype=torch.int), {}
 
     _run(chunks, rows, passage, loss_of, with_gradients=True)
     if not reports():
@@ -168,12 +176,20 @@ def _rows(
     *,
     inputs_of: Callable[[MicroBatchPlan], MicroBatch | None],
 ) -> list[_Row]:
-    cp_rank, pad_multiple = parallel_state.get_context_parallel_rank(), settings.pad_multiple_tokens
+    cp_rank = parallel_state.get_context_parallel_rank()
     rows: list[_Row] = []
     for plan in passage.plans:
         inputs = inputs_of(plan)
         tokens = pack_tokens([samples[i] for i in plan.samples], device) if inputs is None else inputs.tokens
-        packed = pack_row(tokens, settings.layout, cp_rank, pad_multiple=pad_multiple, num_tokens=passage.num_tokens)
+        packed = pack_row(
+            tokens,
+            settings.layout,
+            cp_rank,
+            pad_multiple=settings.pad_multiple_tokens,
+            num_tokens=passage.num_tokens,
+            num_predictions=settings.prediction.num_layers if inputs is not None and settings.prediction.trained else 0,
+            counts=plan.counts,
+        )
         rows.append(_Row(plan, tokens, packed, inputs))
     return rows
 
@@ -183,18 +199,52 @@ def _logprobs(chunk: nn.Module, row: _Row, hidden: Tensor, settings: MegatronTra
     packed = row.packed
     local = vocab_parallel_logprobs(
         hidden[packed.local_rows],
-        unwrapped(chunk).head_weight,
+        _head_weight(chunk),
         row.tokens.targets[packed.local_ids],
         temperature=settings.temperature,
         chunk_tokens=settings.chunk_tokens,
         num_vocab=settings.model_flags["vocab_size"],
-        tp_group=cast(ProcessGroup, parallel_state.get_tensor_model_parallel_group()),
+        tp_group=_tp_group(),
     )
-    cp_group = cast(ProcessGroup, parallel_state.get_context_parallel_group())
-    return gather_predictions(local, packed.local_ids, len(row.tokens.targets), cp_group)
+    return gather_predictions(local, packed.local_ids, len(row.tokens.targets), _cp_group())
+
+
+def _prediction_loss(chunk: nn.Module, row: _Row, hidden: Tensor, settings: MegatronTrainerSettings, sums: MetricSums) -> Tensor:
+    """This context-parallel rank's part of the prediction layers' loss; the whole becomes a metric."""
+    assert row.inputs is not None
+    loss = prediction_loss(
+        hidden,
+        _head_weight(chunk),
+        row.packed,
+        row.tokens.targets,
+        row.inputs.weights,
+        chunk_tokens=settings.chunk_tokens,
+        num_vocab=settings.model_flags["vocab_size"],
+        tp_group=_tp_group(),
+    )
+    whole = loss.detach().clone()
+    dist.all_reduce(whole, group=_cp_group())
+    sums.shares["mtp_loss"] = whole
+    return loss
+
+
+def _head_weight(chunk: nn.Module) -> Tensor:
+    weight = unwrapped(chunk).head_weight
+    if isinstance(chunk, DistributedDataParallel):
+        wait_for(chunk, weight)
+    return weight
+
+
+def _tp_group() -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+
+
+def _cp_group() -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
 
 
 def _needs_equal_rows(settings: MegatronTrainerSettings) -> bool:
-    """Stages of a pipeline that are not told lengths; and experts' all-gather, to which every rank brings as many tokens."""
-    layout, gathers = settings.layout, settings.dispatcher == "allgather"
+    """The all-gather of experts' tokens, to which every rank brings as many; Megatron refuses to pass on lengths with it."""
+    layout = settings.layout
+    gathers = bool(settings.model_flags.get("num_experts")) and settings.dispatcher == "allgather"
     return gathers and (layout.pp > 1 or layout.ep > 1)

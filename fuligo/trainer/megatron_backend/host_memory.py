@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class HostWeights:
             chunks: this rank's stages; their present weights are copied.
         """
         pinned = torch.cuda.is_available()
-        self._weights = {
+        self.tensors: Mapping[str, Tensor] = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned) for name, tensor in local_weights(chunks).items()
         }
         self.copy_from(chunks)
@@ -74,15 +74,15 @@ class HostWeights:
     @torch.no_grad()
     def copy_from(self, chunks: Sequence[nn.Module]) -> None:
         for name, tensor in local_weights(chunks).items():
-            self._weights[name].copy_(tensor)
+            self.tensors[name].copy_(tensor)
 
     @torch.no_grad()
     def exchange(self, chunks: Sequence[nn.Module]) -> None:
         """What was here is in the stages, and the other way round; done twice, all is as before, bit by bit."""
         for name, tensor in local_weights(chunks).items():
             present = tensor.clone()
-            tensor.copy_(self._weights[name])
-            self._weights[name].copy_(present)
+            tensor.copy_(self.tensors[name])
+            self.tensors[name].copy_(present)
 
 
 def state_tensors(chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> list[Tensor]:

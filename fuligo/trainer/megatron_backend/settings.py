@@ -61,6 +61,11 @@ class MegatronTrainerSettings(TrainerSettings):
     """Packed rows are padded to a multiple of it."""
 
     @property
+    def environment(self) -> Mapping[str, str]:
+        """One queue for kernels: those of a collective start before the product that they overlap with, as Megatron relies on."""
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+    @property
     def needs_process_group(self) -> bool:
         """Megatron asks its groups even where there is one rank."""
         return True

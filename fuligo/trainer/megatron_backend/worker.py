@@ -10,13 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fuligo.checkpoint.location import is_distributed
+from fuligo.checkpoint.megatron_dist import CheckpointWriter, MegatronState, load_weights, restore_state
 from fuligo.errors import TrainerError
 from fuligo.models.registry import architecture_of, names_of, read_config_json
 from fuligo.planner.flops import forward_flops
 from fuligo.trainer.megatron_backend.data_parallel import gather_parameters, wrap, zero_gradients
 from fuligo.trainer.megatron_backend.gradients import compute_gradients, compute_scores, plan_passage
 from fuligo.trainer.megatron_backend.host_memory import HostMemory, HostWeights, gradient_tensors, state_tensors
-from fuligo.trainer.megatron_backend.model import build_chunks
+from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
 from fuligo.trainer.megatron_backend.optimizer import apply_step, build_optimizer, freeze_parameters, gradient_norm
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.weights.export import named_weights
@@ -51,9 +53,9 @@ class MegatronRankWorker:
         chunks = build_chunks(settings, trained=True)
         self.reference: HostWeights | None = None
         if settings.reference_weights is not None:
-            load_hugging_face(chunks, settings.reference_weights)
+            self._load(chunks, settings.reference_weights)
             self.reference = HostWeights(chunks)
-        load_hugging_face(chunks, settings.initial_weights)
+        self._load(chunks, settings.initial_weights)
         freeze_parameters(chunks, list(self.names.weights()), settings.trained)
         self.chunks = wrap(chunks, settings)
         self.optimizer = build_optimizer(self.chunks, settings)
@@ -62,6 +64,7 @@ class MegatronRankWorker:
         self.export_dtype = published[settings.publish_dtype] if settings.publish_dtype is not None else checkpoint_dtype
         self.balance_by = _cost(settings.hf_checkpoint) if settings.balance_data else None
         self._host_memory = HostMemory()
+        self._writer = CheckpointWriter(world)
         self._sender = WeightSender(settings.engine_format)
         self._timeline = Timeline(world.device)
 
@@ -140,10 +143,11 @@ class MegatronRankWorker:
         return named_weights(self.chunks, self.names, dtype=self.export_dtype)
 
     def save(self, directory: Path) -> None:
-        raise NotImplementedError
+        directory.mkdir(parents=True, exist_ok=True)
+        self._writer.save(directory, self._state(), model_files=self.settings.hf_checkpoint)
 
     def restore(self, directory: Path) -> None:
-        raise NotImplementedError
+        restore_state(directory, self._state(), self.world)
 
     def offload(self) -> None:
         """Free the device's memory of everything that training keeps between rollouts."""
@@ -154,6 +158,12 @@ class MegatronRankWorker:
     def onload(self) -> None:
         if self.world.device.type == "cuda":
             self._host_memory.give_back()
+
+    def _load(self, chunks: list[PolicyModel], directory: Path) -> None:
+        if is_distributed(directory):
+            load_weights(directory, chunks, self.names, self.world)
+        else:
+            load_hugging_face(chunks, directory)
 
     def _logprobs(self, samples: list[TrainSample]) -> dict[int, FloatArray]:
         """By position in `samples`, of this replica's micro-batches on the rank that hands them over."""
@@ -197,6 +207,11 @@ class MegatronRankWorker:
         interval = self.settings.ref_update_interval
         if self.reference is not None and interval is not None and self.progress.num_rollouts % interval == 0:
             self.reference.copy_from(self.chunks)
+
+    def _state(self) -> MegatronState:
+        changes = self.reference is not None and self.settings.ref_update_interval is not None
+        reference = self.reference.tensors if self.reference is not None and changes else None
+        return MegatronState(self.chunks, self.names, self.optimizer, self.settings.layout, self.progress, reference)
 
 
 def _handed_over(step: StepGradients) -> StepGradients:

@@ -37,7 +37,7 @@ def follow(rank: int, size: int, address) -> None:
     """Carry out rank 0's commands until `close`."""
     from fuligo.trainer.ranks.commands import CLOSE, CommandReceiver
     from fuligo.trainer.ranks.worker import RankWorker, build_worker
-    from fuligo.trainer.ranks.world import join_world
+    from fuligo.trainer.ranks.world import join_trainer
 
     receiver = CommandReceiver(address.connect(), rank)
     worker: RankWorker | None = None
@@ -45,8 +45,7 @@ def follow(rank: int, size: int, address) -> None:
         try:
             if command.method == "load":
                 (settings,) = command.args
-                timeout_s = settings.command_timeout_s
-                world = join_world(rank, size, settings.device, store=address.connect(), timeout_s=timeout_s)
+                world = join_trainer(settings, rank, size, address.connect())
                 worker = build_worker(settings, world)
             else:
                 getattr(worker, command.method)(*command.args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -40,11 +41,11 @@ class TrainerSettings:
     hf_checkpoint: Path
     """Tokenizer files and the data type that weights are published in."""
     initial_weights: Path
-    """Hugging Face directory of the first weights."""
+    """Hugging Face directory of the first weights, or distributed checkpoint (Megatron)."""
     optimizer: OptimizerSettings
     loss: LossSettings = field(default_factory=LossSettings)
     reference_weights: Path | None = None
-    """Hugging Face directory of the reference model; None: the loss needs none."""
+    """Of the reference model, likewise; None: the loss needs none."""
     ref_update_interval: int | None = None
     """Rollouts after which the reference takes the policy's weights."""
     needs_old_logprobs: bool = False
@@ -69,6 +70,11 @@ class TrainerSettings:
     seed: int = 1234
     command_timeout_s: float = 1800.0
     """Deadline of whatever all ranks do together: loading, a rollout's training, a save."""
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Variables of a rank's process that must be there before it touches its device; what is set already stays."""
+        return {}
 
     @property
     def needs_process_group(self) -> bool:

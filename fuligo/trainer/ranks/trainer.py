@@ -17,7 +17,7 @@ from fuligo.trainer.ranks.ranks import Ranks
 from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.ranks.supervision import finish
 from fuligo.trainer.ranks.worker import RankWorker, build_worker
-from fuligo.trainer.ranks.world import World, join_world
+from fuligo.trainer.ranks.world import World, join_trainer
 from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
 from fuligo.weights.manifest import WeightManifest, WeightTarget
 
@@ -126,10 +126,9 @@ class LocalTrainer:
         settings = self._settings
         world = World()
         if self._ranks is not None:
-            address = self._ranks.address
-            world = join_world(0, settings.num_ranks, settings.device, store=address.connect(), timeout_s=settings.command_timeout_s)
+            world = join_trainer(settings, 0, settings.num_ranks, self._ranks.address.connect())
         elif settings.needs_process_group:
-            world = join_world(0, 1, settings.device, store=HashStore(), timeout_s=settings.command_timeout_s)
+            world = join_trainer(settings, 0, 1, HashStore())
         self._worker = build_worker(settings, world)
 
 

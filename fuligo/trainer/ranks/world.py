@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from fuligo.trainer.ranks.settings import TrainerSettings
+
 
 @dataclass(slots=True, frozen=True)
 class World:
@@ -37,6 +39,13 @@ class World:
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, values, dst=0, group=self.objects)
         return values
+
+
+def join_trainer(settings: TrainerSettings, rank: int, size: int, store: Store) -> World:
+    """As `join_world`, for a trainer of these settings."""
+    for name, value in settings.environment.items():
+        os.environ.setdefault(name, value)
+    return join_world(rank, size, settings.device, store=store, timeout_s=settings.command_timeout_s)
 
 
 def join_world(rank: int, size: int, device_type: str, *, store: Store, timeout_s: float) -> World:

@@ -14,12 +14,10 @@ SOUND = "--hf-checkpoint m --prompt-data p.jsonl --label-key label --rm-type dee
 SEPARATE = "--actor-num-gpus-per-node 4 --rollout-num-gpus 4"
 
 ASKED = [
-    (f"{SEPARATE} --train-backend megatron", "--train-backend megatron: the Megatron trainer"),
-    (
-        f"{SEPARATE} --tensor-model-parallel-size 2 --sequence-parallel",
-        "--tensor-model-parallel-size, --sequence-parallel: the Megatron trainer",
-    ),
-    (f"{SEPARATE} --mtp-num-layers 1 --enable-mtp-training --swiglu --num-layers 4", " and 1 more: the Megatron trainer"),
+    (f"{SEPARATE} --swiglu --seq-length 4096 --fp8-format e4m3", "--fp8-format e4m3, --seq-length 4096: the Megatron trainer with these"),
+    (f"{SEPARATE} --train-backend megatron --attention-dropout 0.1", "--attention-dropout 0.1: the Megatron trainer with these arguments"),
+    (f"{SEPARATE} --custom-model-provider-path a.b", "--custom-model-provider-path a.b: a model of your own in the Megatron trainer"),
+    (f"{SEPARATE} --num-experts 4 --use-routing-replay", "--use-routing-replay: routing replay"),
     ("--rollout-backend sglang --colocate --use-fault-tolerance", "--colocate with --use-fault-tolerance: this way of sharing GPUs"),
     ("--rollout-backend sglang --colocate --update-weights-interval 2", "--update-weights-interval 2: this way of sharing GPUs"),
     ("--advantage-estimator ppo", "--advantage-estimator ppo: PPO's value model"),
@@ -56,6 +54,7 @@ def test_every_row_is_tested() -> None:
         "",
         SEPARATE,
         "--rollout-backend sglang --device cpu --use-fault-tolerance",
+        f"{SEPARATE} --tensor-model-parallel-size 2 --sequence-parallel --swiglu --attention-dropout 0.0 --overlap-grad-reduce",
         "--async-mode one-step",
         "--async-mode full --max-staleness 2",
         "--use-tis",

@@ -1,0 +1,67 @@
+"""From the configuration to what the Megatron trainer needs beside what every trainer does."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from fuligo.config import Config
+from fuligo.models.registry import names_of, read_config_json
+from fuligo.models.stated_flags import stated_flags
+from fuligo.planner.trainer_shape import trainer_shape
+from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, PredictionLayers, Recomputation
+from fuligo.trainer.ranks.settings import TrainerSettings
+
+
+def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTrainerSettings:
+    """
+    Args:
+        common: of any trainer.
+
+    Raises:
+        ConfigError: Megatron has no layers for the model, or the layout does not divide the ranks.
+    """
+    sizes, optimizer, train = config.parallel, config.optimizer, config.train
+    config_json, source = read_config_json(common.hf_checkpoint), str(common.hf_checkpoint / "config.json")
+    names_of(config_json, source)  # refuses what Megatron has no layers for
+    return MegatronTrainerSettings(
+        **{each.name: getattr(common, each.name) for each in fields(TrainerSettings)},
+        layout=layout_of(config),
+        # MODEL_ARGS that disagree with config.json were refused, unless --override-model-config is given.
+        model_flags={**stated_flags(config_json, source), **dict(config.megatron.items())},
+        recomputation=Recomputation(
+            sizes.recompute_granularity, sizes.recompute_method, sizes.recompute_num_layers, tuple(sizes.recompute_modules)
+        ),
+        prediction=PredictionLayers(train.mtp_num_layers or 0, train.enable_mtp_training, train.mtp_loss_scaling_factor),
+        optimizer_place=OptimizerPlace(
+            distributed=optimizer.use_distributed_optimizer,
+            on_cpu=optimizer.optimizer_cpu_offload,
+            overlap_transfers=optimizer.overlap_cpu_optimizer_d2h_h2d,
+            precision_aware=optimizer.use_precision_aware_optimizer,
+        ),
+        dispatcher=sizes.moe_token_dispatcher_type,
+        deepep=sizes.moe_enable_deepep,
+        attention_backend=sizes.attention_backend,
+        gradients_in_fp32=not config.megatron.get("grad_reduce_in_bf16"),
+        pad_multiple_tokens=train.data_pad_size_multiplier,
+    )
+
+
+def layout_of(config: Config) -> Layout:
+    """
+    Raises:
+        ConfigError: the sizes do not divide the trainer's ranks.
+    """
+    shape, sizes = trainer_shape(config), config.parallel
+    return Layout(
+        tp=shape.tp,
+        pp=shape.pp,
+        vpp=shape.vpp,
+        cp=shape.cp,
+        ep=shape.ep,
+        etp=shape.etp,
+        sequence_parallel=shape.sequence_parallel,
+        num_layers_first_stage=sizes.decoder_first_pipeline_num_layers,
+        num_layers_last_stage=sizes.decoder_last_pipeline_num_layers,
+        num_ranks=shape.num_ranks,
+    )

@@ -1,0 +1,126 @@
+"""Which of Megatron's own arguments the trainer takes. Pure Python: they are checked before anything is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from fuligo.config.passthrough import MegatronArguments
+
+_MODEL = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "group_query_attention",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+    "max_position_embeddings",
+    "normalization",
+    "norm_epsilon",
+    "qk_layernorm",
+    "swiglu",
+    "disable_bias_linear",
+    "add_qkv_bias",
+    "post_self_attn_layernorm",
+    "post_mlp_layernorm",
+    "untie_embeddings_and_output_weights",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+)
+_LATENT_ATTENTION = (
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rope_type",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+_EXPERTS = (
+    "num_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_overlap",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_enable_expert_bias",
+    "moe_router_bias_update_rate",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_dtype",
+    "moe_router_fusion",
+    "moe_router_force_load_balancing",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_input_jitter_eps",
+    "moe_expert_capacity_factor",
+    "moe_permute_fusion",
+    "moe_deepep_num_sms",
+)
+_OPTIMIZER = (
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "ddp_bucket_size",
+    "pad_buckets_for_high_nccl_busbw",
+    "grad_reduce_in_bf16",
+    "optimizer_offload_fraction",
+    "no_pin_cpu_grads",
+    "no_pin_cpu_params",
+    "main_grads_dtype",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "store_param_remainders",
+)
+READ = frozenset((*_MODEL, *_LATENT_ATTENTION, *_EXPERTS, *_OPTIMIZER))
+"""Taken with any value."""
+
+DECIDED: Mapping[str, object] = {
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "position_embedding_type": "rope",
+    "use_rotary_position_embeddings": True,
+    "transformer_impl": "transformer_engine",
+    "moe_grouped_gemm": True,
+    "moe_flex_dispatcher_backend": "deepep",
+    "no_bias_dropout_fusion": True,
+    "no_masked_softmax_fusion": True,
+    "no_persist_layer_norm": True,
+    "no_gradient_accumulation_fusion": True,
+    "bf16": True,
+    "ckpt_format": "torch_dist",
+}
+"""Taken with the value that the trainer works with anyway."""
+
+_CHECKED = frozenset({"spec"})
+"""Compared with config.json (`models.megatron_flags`), and of no other use."""
+
+
+def not_taken(given: MegatronArguments) -> Iterator[tuple[str, object, object]]:
+    """Arguments that would have no effect: (name, given value, the value that the trainer works with or None).
+
+    One that has Megatron's default is harmless.
+    """
+    for name, value in given.items():
+        if name in READ or name in _CHECKED:
+            continue
+        if name in DECIDED:
+            if value != DECIDED[name]:
+                yield name, value, DECIDED[name]
+        elif value != given.schema().flags[name].default:
+            yield name, value, None

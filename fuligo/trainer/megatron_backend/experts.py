@@ -6,9 +6,10 @@ from importlib.util import find_spec
 
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 
 from fuligo.errors import ConfigError
 from fuligo.trainer.megatron_backend.router import PackedRouter
@@ -21,6 +22,19 @@ def mixture(config: TransformerConfig, modules: BackendSpecProvider) -> ModuleSp
     assert isinstance(spec.submodules, MoESubmodules)
     spec.submodules.router = PackedRouter
     return spec
+
+
+def sum_over_their_copies(model: nn.Module) -> None:
+    """Have the gradients of routed experts summed over the ranks that hold the same ones.
+
+    Megatron does so only where experts are spread (EP > 1). Else it sums them like those of other weights, over the data-parallel ranks,
+    and leaves out the TP ranks that have copies of the experts where ETP < TP.
+    """
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            assert isinstance(module.experts, nn.Module)
+            for parameter in module.experts.parameters():
+                parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_moe_layer(config: TransformerConfig, number: int) -> bool:

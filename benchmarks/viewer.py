@@ -30,6 +30,7 @@ from fuligo.types import Sample, SampleGroup, SampleStatus, Span, TokenScores, T
 
 GROUP_SIZE = 8
 NUM_PROMPTS = 4096
+NUM_ENGINES = NUM_RANKS = 8
 FIRST_VIEW = (
     "rollout/reward_mean,rollout/response_len_mean,rollout/truncated_ratio,rollout/zero_std_ratio,train/loss,train/entropy,train/kl,"
     "train/grad_norm,train/clip_fraction,train/logprob_abs_diff,perf/step_s,rollout/tokens_per_s,train/tokens_per_s,perf/idle_fraction"
@@ -45,6 +46,8 @@ def write_run(path: Path, num_steps: int, num_samples: int, num_tokens: int) -> 
         groups = [_group(rng, step, at, num_samples // GROUP_SIZE, num_tokens) for at in range(num_samples // GROUP_SIZE)]
         run.write_samples(step, groups, _training(groups))
         run.trace.samples(step, [sample for group in groups for sample in group.samples])
+        now_s = time.time()
+        run.trace.ranks(step, [[Span(name, now_s, now_s) for name in ("score", "forward, backward", "optimizer")]] * NUM_RANKS)
         for name in ("rollout", "score", "train", "sync"):
             with run.trace.phase(name, step):
                 pass
@@ -75,7 +78,10 @@ def _group(rng: np.random.Generator, step: int, at: int, per_step: int, num_toke
                 status=SampleStatus.TRUNCATED if length > num_tokens * 1.45 else SampleStatus.COMPLETED,
                 reward=float(rng.random() < 0.5),
                 response=f"answer {rng.integers(0, 10**9)} " * (length // 8),
-                spans=[Span("generate", start, start + length / 100), Span("reward", start + length / 100, start + length / 99)],
+                spans=[
+                    Span("generate", start, start + length / 100, engine=group % NUM_ENGINES, num_tokens=length),
+                    Span("reward", start + length / 100, start + length / 99),
+                ],
             )
         )
     return SampleGroup(group, group, samples)
@@ -156,6 +162,7 @@ def measure(path: Path, num_steps: int) -> None:
         known_s = time.perf_counter() - begin_s
         print(f"{'all samples and the trace known after':44} {known_s:8.1f} s, {memory_mib(pid):.0f} MiB, {known['num_samples']} samples")
         show("filter: reward, status", address, f"api/samples?run={name}&limit=40&reward_min=1&status=truncated")
+        show("filter: one engine", address, f"api/samples?run={name}&limit=40&engine=3")
         show("order: longest of all", address, f"api/samples?run={name}&limit=40&order=-length")
         show("far down the list", address, f"api/samples?run={name}&limit=40&offset=400000")
         show("text: one answer of the search", address, f"api/samples?run={name}&limit=40&text=answer+77")

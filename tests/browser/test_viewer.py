@@ -201,12 +201,17 @@ class TestOverview:
         other = write_run(tmp_path / "other", lr=5e-5, num_steps=6, name="other")
         page = open_page(serve([recorded, other]))
         expect(chart(page, "train/loss").locator("path.line")).to_have_count(2)
-        rows = page.locator("#differences tbody tr")
+        rows = page.locator("#settings tbody tr")
         expect(rows).to_have_count(2)  # the name and the learning rate
         expect(rows.filter(has_text="lr")).to_contain_text("5.0e-05" if "5.0e-05" in rows.filter(has_text="lr").inner_text() else "5e-05")
         page.get_by_label("other").uncheck()
         expect(chart(page, "train/loss").locator("path.line")).to_have_count(1)
         assert "hide=other" in page.url
+
+    def test_settings_of_a_run(self, open_view: OpenView) -> None:
+        page = open_view()
+        page.get_by_text("Settings of this run").click()
+        expect(page.locator("#settings tr", has_text="num_rollout").first).to_contain_text(str(NUM_STEPS))
 
     def test_a_run_is_followed_while_it_writes(self, serve: Serve, open_page: OpenView, tmp_path: Path) -> None:
         run = begin_run(tmp_path / "live")
@@ -339,7 +344,9 @@ class TestSamples:
         shown = "".join(page.locator(".token").all_text_contents())
         assert shown == "<think>step 9, row 12</think>\\boxed{7}"
 
-    @pytest.mark.parametrize("colour", ["diff", "engine_logprobs", "trainer_logprobs", "entropy", "advantages", "mask", "versions", "engines"])
+    @pytest.mark.parametrize(
+        "colour", ["diff", "engine_logprobs", "trainer_logprobs", "entropy", "advantages", "mask", "versions", "engines"]
+    )
     def test_tokens_are_coloured(self, open_view: OpenView, colour: str) -> None:
         page = open_view(f"samples?sample=9.12&colour={colour}")
         page.locator(f'.tokens[data-colour="{colour}"]').wait_for()
@@ -439,9 +446,7 @@ class TestTime:
 
     def test_the_timeline_is_to_scale(self, open_view: OpenView) -> None:
         page = open_view("time?step=4")
-        measure = (
-            "[...document.querySelectorAll('.lane:first-child .phase')].map(phase => (phase.offsetLeft + phase.offsetWidth) / phase.parentNode.clientWidth)"
-        )
+        measure = "[...document.querySelectorAll('.lane:first-child .phase')].map(phase => (phase.offsetLeft + phase.offsetWidth) / phase.parentNode.clientWidth)"
         # The page lays itself out as its answers come: the ends are waited for, not read once.
         page.wait_for_function(
             f"ends => {{ const seen = {measure};"

@@ -19,7 +19,7 @@ from fuligo.observability.viewer.sample_columns import STATUSES, SampleColumns, 
 from fuligo.observability.viewer.sample_index import SampleIndex
 from fuligo.observability.viewer.sample_query import Order, SampleFilter, matching, ordered
 from fuligo.observability.viewer.sample_rows import LINE_COLUMNS, Row, message_texts, read_rows, short, short_prompt
-from fuligo.observability.viewer.settings import differences
+from fuligo.observability.viewer.settings import differences, rows_of
 from fuligo.observability.viewer.step_time import StepTime
 
 Answer = dict[str, Any]
@@ -82,6 +82,10 @@ def metrics_answer(run: RunReader, keys: Sequence[str], after: int, generation: 
 
 def differences_answer(runs: Sequence[RunReader]) -> Answer:
     return {"runs": [run.name for run in runs], "rows": [asdict(row) for row in differences([run.settings for run in runs])]}
+
+
+def settings_answer(run: RunReader) -> Answer:
+    return {"rows": [asdict(row) for row in rows_of(run.settings)]}
 
 
 def samples_answer(run: RunReader, wanted: SampleFilter, order: Order, offset: int, limit: int, of: SampleSet = "train") -> Answer:

@@ -59,6 +59,10 @@ def make_app(
     def config_differences(run: Annotated[list[str], Query()]) -> Response:
         return _json(answers.differences_answer([chosen(name) for name in run]))
 
+    @app.get("/api/settings")
+    def settings(run: str) -> Response:
+        return _json(answers.settings_answer(chosen(run)))
+
     @app.get("/api/history")
     def history(run: str, prompt: int, of: SampleSet = "train") -> Response:
         return _json(answers.history_answer(chosen(run), prompt, of))

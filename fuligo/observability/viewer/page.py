@@ -17,6 +17,7 @@ _SCRIPTS = (
     "controls.js",
     "curves.js",
     "chart.js",
+    "run_settings.js",
     "overview.js",
     "charts_grid.js",
     "sample_list.js",

@@ -37,6 +37,11 @@ def read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
+def rows_of(settings: Settings) -> list[SettingRow]:
+    """All settings of one run, in the order of the file."""
+    return [SettingRow(*_names(name), (_text(value),)) for name, value in settings.items()]
+
+
 def differences(runs: Sequence[Mapping[str, Any]]) -> list[SettingRow]:
     """Settings that are not the same in all runs, in the order of the files."""
     names = list(dict.fromkeys(name for settings in runs for name in settings))
@@ -44,9 +49,13 @@ def differences(runs: Sequence[Mapping[str, Any]]) -> list[SettingRow]:
     for name in names:
         values = tuple(_text(settings[name]) if name in settings else "–" for settings in runs)
         if len(set(values)) > 1:
-            group, _, key = name.partition(".")
-            rows.append(SettingRow(group, key, values))
+            rows.append(SettingRow(*_names(name), values))
     return rows
+
+
+def _names(name: str) -> tuple[str, str]:
+    group, _, key = name.partition(".")
+    return group, key
 
 
 def _text(value: Any) -> str:

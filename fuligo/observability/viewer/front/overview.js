@@ -5,10 +5,10 @@ class Overview {
     this.head = element("section", { class: "headline", "aria-label": "Runs" });
     this.controls = element("div", { class: "controls" });
     this.body = element("div");
-    this.differences = element("section", { id: "differences" });
+    this.config = new RunSettings();
     this.grids = new Map();
     this.restOpen = false;
-    root.append(this.head, this.controls, this.body, this.differences);
+    root.append(this.head, this.controls, this.body, this.config.node);
     this.drawControls();
     this.refresh = oneAtATime(() => this.load());
     this.moved();
@@ -83,7 +83,7 @@ class Overview {
     await Promise.all(shown.map((run) => updateCurves(run, asked)));
     if (currentView !== this) return;
     this.drawGroups(groups, rest, open, find, keys.length);
-    await this.loadDifferences();
+    await this.config.show(shown);
   }
 
   drawGroups(groups, rest, open, find, numKeys) {
@@ -228,56 +228,6 @@ class Overview {
           ),
         ),
       ),
-    );
-  }
-
-  async loadDifferences() {
-    if (
-      runs.length < 2 ||
-      this.asked ===
-        visibleRuns()
-          .map((run) => run.name)
-          .join("\n")
-    )
-      return;
-    this.asked = visibleRuns()
-      .map((run) => run.name)
-      .join("\n");
-    const { runs: names, rows } = await ask("differences", { run: visibleRuns().map((run) => run.name) });
-    this.differences.replaceChildren(
-      element("h2", {}, "Settings that differ"),
-      rows.length
-        ? element(
-            "div",
-            { class: "scroll" },
-            element(
-              "table",
-              { class: "settings" },
-              element(
-                "thead",
-                {},
-                element(
-                  "tr",
-                  {},
-                  element("th", { scope: "col" }, "Setting"),
-                  names.map((name) => element("th", { scope: "col" }, swatchOf(runColour(name)), name)),
-                ),
-              ),
-              element(
-                "tbody",
-                {},
-                rows.map((row) =>
-                  element(
-                    "tr",
-                    {},
-                    element("th", { scope: "row" }, element("span", { class: "soft" }, `${row.group} `), row.name),
-                    row.values.map((value) => element("td", {}, element("code", {}, value))),
-                  ),
-                ),
-              ),
-            ),
-          )
-        : empty("None: these runs have the same config."),
     );
   }
 

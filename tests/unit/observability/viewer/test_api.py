@@ -26,6 +26,7 @@ def test_every_question_has_an_answer(client: TestClient) -> None:
         "/api/runs",
         "/api/metrics?run=recorded&keys=train/loss",
         "/api/differences?run=recorded",
+        "/api/settings?run=recorded",
         "/api/samples?run=recorded",
         "/api/sample?run=recorded&step=3&row=5",
         f"/api/sample?run=recorded&of=eval&step={NUM_STEPS}&row=5",

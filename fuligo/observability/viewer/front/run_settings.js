@@ -1,0 +1,71 @@
+// What runs were started with: what differs between several, or all of one.
+
+class RunSettings {
+  constructor() {
+    this.node = element("section", { id: "settings" });
+  }
+
+  async show(shown) {
+    const asked = shown.map((run) => run.name);
+    if (JSON.stringify(asked) === this.asked) return;
+    this.asked = JSON.stringify(asked);
+    if (runs.length > 1) await this.showDifferences(asked);
+    else if (!isReport) this.offerAll(asked[0]);
+  }
+
+  async showDifferences(names) {
+    const { rows } = await ask("differences", { run: names });
+    const heads = names.map((name) => [swatchOf(runColour(name)), name]);
+    this.node.replaceChildren(
+      element("h2", {}, "Settings that differ"),
+      rows.length ? settingsTable(heads, rows) : empty("None: these runs have the same config."),
+    );
+  }
+
+  // Asked for when somebody opens them: there are hundreds. A report holds none: an environment in them may be nobody else's business.
+  offerAll(name) {
+    const details = element("details", { class: "all-settings" }, element("summary", {}, "Settings of this run"));
+    details.addEventListener(
+      "toggle",
+      async () => {
+        const { rows } = await ask("settings", { run: name });
+        details.append(rows.length ? settingsTable([["Value"]], rows) : empty("config.yaml is missing, or cannot be read."));
+      },
+      { once: true },
+    );
+    this.node.replaceChildren(details);
+  }
+}
+
+function settingsTable(heads, rows) {
+  return element(
+    "div",
+    { class: "scroll" },
+    element(
+      "table",
+      { class: "settings" },
+      element(
+        "thead",
+        {},
+        element(
+          "tr",
+          {},
+          element("th", { scope: "col" }, "Setting"),
+          heads.map((head) => element("th", { scope: "col" }, head)),
+        ),
+      ),
+      element(
+        "tbody",
+        {},
+        rows.map((row) =>
+          element(
+            "tr",
+            {},
+            element("th", { scope: "row" }, element("span", { class: "soft" }, `${row.group} `), row.name),
+            row.values.map((value) => element("td", {}, element("code", {}, value))),
+          ),
+        ),
+      ),
+    ),
+  );
+}

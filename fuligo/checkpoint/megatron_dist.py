@@ -24,7 +24,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from safetensors import SafetensorError
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 
 from fuligo.checkpoint.dist_tensors import DistributedTensors
 from fuligo.checkpoint.model_files import MODEL_FILES, copy_model_files
-from fuligo.checkpoint.shards import Shard, write_shards
+from fuligo.checkpoint.shards import Shard, write_format, write_shards
 from fuligo.errors import CheckpointError
 from fuligo.models.names import ModelNames
 from fuligo.trainer.megatron_backend.layout import Layout
@@ -139,21 +138,6 @@ def load_weights(directory: Path, chunks: Sequence[nn.Module], names: ModelNames
         return tensors, weights
 
     _read_weights(*_agreed(world, opened))
-
-
-def save_weights(directory: Path, chunks: Sequence[nn.Module], names: ModelNames, world: World, *, model_files: Path) -> None:
-    """A checkpoint of weights alone. A collective.
-
-    Args:
-        directory: is there, and empty.
-
-    Raises:
-        CheckpointError: a rank could not write; on every rank.
-    """
-    if world.rank == 0:
-        _write_format(directory)
-        copy_model_files(model_files, directory / MODEL_FILES)
-    write_shards(directory, list(_weight_shards(held_weights(chunks, names))), world.objects)
 
 
 @dataclass(slots=True, frozen=True)
@@ -312,15 +296,9 @@ def _write_small_files(directory: Path, state: MegatronState, world: World, mode
     (directory / "rng").mkdir(exist_ok=True)
     save_file(_random_state(world), _random_file(directory, world))
     if world.rank == 0:
-        _write_format(directory)
+        write_format(directory)
         copy_model_files(model_files, directory / MODEL_FILES)
         _Counters(state.progress, state.layout).write(directory / COUNTERS)
-
-
-def _write_format(directory: Path) -> None:
-    """As `megatron.core.dist_checkpointing.save` does, so that its `load` knows the directory."""
-    save_config(CheckpointingConfig("torch_dist", 1), str(directory))
-    torch.save({"content_metadata": {"names": "local layers"}}, directory / "common.pt")
 
 
 def _random_file(directory: Path, world: World) -> Path:

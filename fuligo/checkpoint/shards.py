@@ -6,8 +6,10 @@ own, `.metadata` says what is where, and a part of any other shape is read from 
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,7 +61,24 @@ class Shard:
             yield Shard(name, self.shape, offset, data)
 
 
-def write_shards(directory: Path, shards: Sequence[Shard], group: dist.ProcessGroup | None) -> None:
+@dataclass(slots=True, frozen=True)
+class Unread:
+    """A whole tensor that is read when its turn to be written comes, so that no more than a few are in memory."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+def write_format(directory: Path) -> None:
+    """What makes a directory of shards one of Megatron-Core's torch_dist checkpoints; once, by one rank."""
+    versions = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+    (directory / "metadata.json").write_text(json.dumps(versions))
+    torch.save({"content_metadata": {"names": "local layers"}}, directory / "common.pt")
+
+
+def write_shards(directory: Path, shards: Sequence[Shard | Unread], group: dist.ProcessGroup | None) -> None:
     """Write every rank's shards; together they must be whole tensors, each element once. A collective of `group`.
 
     Args:
@@ -71,7 +90,9 @@ def write_shards(directory: Path, shards: Sequence[Shard], group: dist.ProcessGr
     """
     writer = FileSystemWriter(directory, thread_count=THREADS, sync_files=True)
     try:
-        save({}, storage_writer=writer, planner=_Planner(shards), process_group=group, no_dist=group is None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # one process is enough
+            save({}, storage_writer=writer, planner=_Planner(shards), process_group=group, no_dist=group is None)
     except CheckpointException as error:  # a BaseException
         first, (failure, _) = min(error.failures.items())
         raise CheckpointError(f"{directory}: rank {first} could not write its part: {failure!r}") from error
@@ -80,24 +101,26 @@ def write_shards(directory: Path, shards: Sequence[Shard], group: dist.ProcessGr
 class _Planner(DefaultSavePlanner):
     """Plans to write shards as they are."""
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[Shard | Unread]) -> None:
         super().__init__(flatten_state_dict=False)
-        self._data = {(shard.name, torch.Size(shard.offset)): shard.data for shard in shards}
-        assert len(self._data) == len(shards), "a rank writes no part twice"
         self._items = [_write_item(shard) for shard in shards]
+        self._shards = {(item.index.fqn, item.index.offset): shard for item, shard in zip(self._items, shards, strict=True)}
+        assert len(self._shards) == len(shards), "a rank writes no part twice"
 
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan(self._items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        index = write_item.index
-        assert index.offset is not None
-        return self._data[index.fqn, index.offset].detach()
+        shard = self._shards[write_item.index.fqn, write_item.index.offset]
+        return shard.read() if isinstance(shard, Unread) else shard.data.detach()
 
 
-def _write_item(shard: Shard) -> WriteItem:
-    offset = torch.Size(shard.offset)
-    chunk = ChunkStorageMetadata(offset, shard.data.shape)
-    written = TensorWriteData(chunk, TensorProperties.create_from_tensor(shard.data), torch.Size(shard.shape))
-    return WriteItem(MetadataIndex(shard.name, offset), WriteItemType.SHARD, tensor_data=written)
+def _write_item(shard: Shard | Unread) -> WriteItem:
+    if isinstance(shard, Unread):
+        offset, part, dtype = (0,) * len(shard.shape), shard.shape, shard.dtype
+    else:
+        offset, part, dtype = shard.offset, tuple(shard.data.shape), shard.data.dtype
+    chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(part))
+    written = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shard.shape))
+    return WriteItem(MetadataIndex(shard.name, torch.Size(offset)), WriteItemType.SHARD, tensor_data=written)

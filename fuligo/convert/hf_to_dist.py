@@ -1,10 +1,12 @@
-"""A Hugging Face checkpoint to a distributed one: its arguments, its own parallel layout, and what each rank would hold.
+"""A Hugging Face checkpoint to a distributed one: its arguments, and whether the parallel layout that they give fits.
 
-The layout says only how the work is shared: a distributed checkpoint is loaded under any other.
+The layout changes nothing of what is written, and processes share the work evenly whatever it is: a distributed checkpoint is loaded under
+any other. Launch scripts give one, and one that is wrong for the model is found here.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -45,7 +47,7 @@ class DistPlan:
     shape: TrainerShape
     stages: tuple[Stage, ...]
     rank_parameters: tuple[int, ...]
-    """[PP] parameters that one rank of each stage holds."""
+    """[PP] parameters that a trainer's rank of each stage would hold."""
     is_chosen: bool
     """No layout was given: it was chosen to fit."""
     warnings: tuple[str, ...]
@@ -86,14 +88,18 @@ def describe(plan: DistPlan) -> Iterator[str]:
     """The plan, line by line."""
     shape, architecture = plan.shape, plan.architecture
     chosen = " (chosen: no layout was given)" if plan.is_chosen else ""
+    num_bytes = _BYTES_PER_PARAMETER * architecture.num_parameters
     yield from (f"warning: {warning}" for warning in plan.warnings)
     yield f"{plan.source} -> {plan.target}"
     yield f"{architecture.model_type}, {architecture.num_parameters / 1e9:.2f} B parameters in {architecture.num_layers} layers"
     yield f"{shape.num_ranks} processes: TP {shape.tp}, PP {shape.pp}, DP {shape.dp}, EP {shape.ep}, ETP {shape.etp}{chosen}"
-    for stage, parameters in zip(plan.stages, plan.rank_parameters, strict=True):
-        layers = f"layers {stage.first_layer + 1} to {stage.first_layer + stage.num_layers}"
-        amount = f"{parameters * _BYTES_PER_PARAMETER / 2**30:.1f} GiB a rank in bf16"
-        yield f"  stage {stage.pipeline_rank}: {layers}, {amount}"
+    yield f"each writes about {num_bytes / shape.num_ranks / 2**30:.1f} GiB; the checkpoint is loaded under any layout"
+
+
+def torchrun_size() -> int:
+    """Processes that torchrun started, else 1; also where `WORLD_SIZE` is no number of processes."""
+    given = os.environ.get("WORLD_SIZE", "")
+    return int(given) if given.isdecimal() and int(given) else 1
 
 
 def _check_model_arguments(config: Config) -> None:

@@ -91,6 +91,8 @@ def held_weights(chunks: Sequence[nn.Module], names: ModelNames) -> list[LocalWe
         weight = names.by_megatron_name.get(name)
         if weight is None:
             raise CheckpointError(f"the model has a weight {name}, which {names.architecture.model_type} is not known to have")
+        if weight.is_float32 and tensor.dtype != torch.float32:
+            tensor.data = tensor.data.float()  # Float16Module casts it, and Megatron undoes that only in the next forward pass
         index, count, data_parallel = _place(weight)
         is_split = weight.is_vocabulary or tensor.shape != weight.shape
         is_first_copy = (is_split or index == 0) and (

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.convert.hf_to_dist import describe, plan_hf_to_dist
-from fuligo.convert.tool import world_size
+from fuligo.convert.hf_to_dist import describe, plan_hf_to_dist, torchrun_size
 from fuligo.errors import ConfigError
 from fuligo.models.registry import read_architecture
 
@@ -109,11 +108,11 @@ def test_the_tool_plans_for_the_processes_of_torchrun_and_speaks_once():
     assert (other.returncode, other.stdout, other.stderr) == (0, "", "")
 
 
-def test_the_tool_does_not_claim_to_have_converted(tmp_path: Path):
+def test_a_checkpoint_without_weights_is_not_converted(tmp_path: Path):
     result = run_tool("--hf-checkpoint", str(GLM4), "--save", str(tmp_path / "out"))
-    assert result.returncode == 1
-    assert "not built yet" in result.stderr
-    assert not (tmp_path / "out").exists()
+    assert result.returncode == 2
+    assert "has no *.safetensors files" in result.stderr
+    assert not list((tmp_path / "out").glob("*"))
     assert run_tool(*paths(GLM4), "--lr", "1").returncode == 2
 
 
@@ -128,4 +127,4 @@ print([name for name in ("torch", "transformers", "numpy", "ray", "megatron") if
 @pytest.mark.parametrize(("given", "number"), [("32", 32), ("", 1), ("0", 1), ("many", 1)])
 def test_processes_are_those_of_torchrun(given: str, number: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", given)
-    assert world_size() == number
+    assert torchrun_size() == number

@@ -1,0 +1,81 @@
+"""A distributed checkpoint to a Hugging Face directory, a file of weights at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from fuligo.checkpoint.durable import sync, sync_tree
+from fuligo.checkpoint.hf_view import HuggingFaceView
+from fuligo.checkpoint.location import UNFINISHED
+from fuligo.checkpoint.model_files import TENSORS, other_files
+from fuligo.errors import CheckpointError
+
+FILE_BYTES = 4 * 1024**3
+
+
+def dist_to_hf(source: Path, target: Path, *, model: Path | None = None, file_bytes: int = FILE_BYTES) -> None:
+    """Write the weights with config.json and tokenizer as transformers and engines load them. `target` appears when it is complete.
+
+    Args:
+        source: a distributed checkpoint.
+        target: is not there yet, or empty.
+        model: Hugging Face directory of the model, whose config.json and tokenizer are taken; None: those in the checkpoint.
+        file_bytes: of a file of weights, and so of the memory that is needed; a larger tensor is a file of its own.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the target cannot be written to.
+        ConfigError: the checkpoint's model is not known.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is not an empty directory; give another place")
+    view = HuggingFaceView(source, model)
+    unfinished = target.with_name(f"{UNFINISHED}{target.name}")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        _write_weights(view, unfinished, file_bytes)
+        for file in other_files(view.model):
+            if file.name != TENSORS:
+                shutil.copy(file, unfinished)
+        sync_tree(unfinished)
+        unfinished.replace(target)
+        sync(target.parent)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error}; make room or give another place") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write_weights(view: HuggingFaceView, directory: Path, file_bytes: int) -> None:
+    files = list(_cut(view, file_bytes))
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(files, start=1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        save_file({name: view.read(name).contiguous() for name in names}, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": sum(_num_bytes(view, name) for name in view.shapes)}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _num_bytes(view: HuggingFaceView, name: str) -> int:
+    size = view.dtypes[name].itemsize
+    for axis in view.shapes[name]:
+        size *= axis
+    return size
+
+
+def _cut(view: HuggingFaceView, file_bytes: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name in view.shapes:
+        if names and size + _num_bytes(view, name) > file_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += _num_bytes(view, name)
+    yield names

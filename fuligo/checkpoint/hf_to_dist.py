@@ -1,0 +1,121 @@
+"""A Hugging Face checkpoint to a distributed one: every process writes its share of the weights, one tensor after another."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fuligo.checkpoint.durable import replace_text, sync, sync_tree
+from fuligo.checkpoint.hf_view import DTYPES
+from fuligo.checkpoint.location import RELEASE, TRACKER, UNFINISHED
+from fuligo.checkpoint.manifest import write_manifest
+from fuligo.checkpoint.model_files import MODEL_FILES, copy_model_files
+from fuligo.checkpoint.shards import Unread, write_format, write_shards
+from fuligo.config.hugging_face import DamagedFileError, StoredTensor, read_stored_tensors
+from fuligo.errors import CheckpointError
+from fuligo.models.names import ModelNames, Weight
+from fuligo.models.registry import names_of, read_config_json
+from fuligo.trainer.megatron_backend.weights.forms import read_shard
+from fuligo.trainer.megatron_backend.weights.stored import StoredWeights
+from fuligo.trainer.ranks.world import World
+
+
+def hf_to_dist(source: Path, target: Path, world: World) -> None:
+    """Write `release` and the tracker that names it into `target`, in the types that the weights have. A collective.
+
+    Prediction layers are included where the checkpoint has their weights. `release` appears when it is complete.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the target cannot be written to; on every rank.
+        ConfigError: the names of the model's weights are not known.
+    """
+    names = names_of(read_config_json(source), str(source / "config.json"))
+    unfinished, final = target / f"{UNFINISHED}{RELEASE}", target / RELEASE
+    if final.exists():
+        raise CheckpointError(f"{final} is there already; remove it, or give another place with --save")
+    headers = _read_headers(source)
+    weights = list(names.weights(_num_prediction_layers(headers, names)))
+    with StoredWeights(source, names, _num_prediction_layers(headers, names)) as stored:
+        share = list(_share(stored, weights, headers, names, world))
+        _on_first(world, lambda: _begin(unfinished, source))
+        write_shards(unfinished, share, world.objects)
+    _on_first(world, lambda: _finish(unfinished, final))
+
+
+def _begin(unfinished: Path, source: Path) -> None:
+    shutil.rmtree(unfinished, ignore_errors=True)  # what a crash left
+    unfinished.mkdir(parents=True)
+    write_format(unfinished)
+    copy_model_files(source, unfinished / MODEL_FILES)
+
+
+def _finish(unfinished: Path, final: Path) -> None:
+    write_manifest(unfinished)
+    sync_tree(unfinished)
+    unfinished.rename(final)
+    sync(final.parent)
+    replace_text(final.parent / TRACKER, RELEASE)
+
+
+def _read_headers(source: Path) -> dict[str, StoredTensor]:
+    try:
+        return read_stored_tensors(source)
+    except DamagedFileError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _share(
+    stored: StoredWeights, weights: Sequence[Weight], headers: Mapping[str, StoredTensor], names: ModelNames, world: World
+) -> Iterator[Unread]:
+    """This rank's weights: each goes to the rank that has least to write so far."""
+    loads = [0] * world.size
+    for weight in weights:
+        rank = loads.index(min(loads))
+        loads[rank] += prod(weight.shape)
+        name = stored.parts(weight)[0].name
+        if headers[name].dtype not in DTYPES:
+            raise CheckpointError(
+                f"{name} is stored as {headers[name].dtype}, which training cannot start from; give the checkpoint in bf16"
+            )
+        if rank == world.rank:
+            yield Unread(weight.megatron, weight.shape, DTYPES[headers[name].dtype], _Reader(stored, weight, names))
+
+
+class _Reader:
+    """Reads a weight when it is called."""
+
+    def __init__(self, stored: StoredWeights, weight: Weight, names: ModelNames) -> None:
+        self._stored, self._weight, self._names = stored, weight, names
+
+    def __call__(self) -> torch.Tensor:
+        return read_shard(self._weight, self._stored.parts(self._weight), self._names.architecture, 0, 1)
+
+
+def _num_prediction_layers(headers: Mapping[str, StoredTensor], names: ModelNames) -> int:
+    """Those that the files hold, which may be fewer than config.json speaks of."""
+    total = len(names.architecture.mtp_layers)
+    missing = [weight for weight in names.weights() if weight.megatron.startswith("mtp.") and weight.checkpoint[0] not in headers]
+    return min((int(weight.megatron.split(".")[2]) for weight in missing if weight.all_experts is None), default=total)
+
+
+def _on_first(world: World, work: Callable[[], None]) -> None:
+    """Rank 0 does it, the others wait.
+
+    Raises:
+        CheckpointError: it could not; on every rank.
+    """
+    problem: list[str | None] = [None]
+    if world.rank == 0:
+        try:
+            work()
+        except (OSError, CheckpointError) as error:
+            problem = [str(error)]
+    if world.size > 1:
+        dist.broadcast_object_list(problem, src=0, group=world.objects)
+    if problem[0] is not None:
+        raise CheckpointError(problem[0])

@@ -446,7 +446,8 @@ class TestTime:
 
     def test_the_timeline_is_to_scale(self, open_view: OpenView) -> None:
         page = open_view("time?step=4")
-        measure = "[...document.querySelectorAll('.lane:first-child .phase')].map(phase => (phase.offsetLeft + phase.offsetWidth) / phase.parentNode.clientWidth)"
+        phases = "[...document.querySelectorAll('.lane:first-child .phase')]"
+        measure = phases + ".map(phase => (phase.offsetLeft + phase.offsetWidth) / phase.parentNode.clientWidth)"
         # The page lays itself out as its answers come: the ends are waited for, not read once.
         page.wait_for_function(
             f"ends => {{ const seen = {measure};"

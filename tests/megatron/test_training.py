@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from fuligo.errors import ConfigError, TrainerError
 from fuligo.trainer.megatron_backend.layout import Layout
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace
-from fuligo.trainer.objective import LossSettings
+from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity
-from fuligo.trainer.ranks.settings import TrainerSettings
+from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters, TrainerSettings
+from fuligo.trainer.ranks.worker import build_worker
 from fuligo.trainer.ranks.world import World
+from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
-from fuligo.types import TrainBatch
+from fuligo.types import StepResult, TrainBatch, TrainSample
 from tests import tiny, train_batches
 from tests.megatron.policies import settings_of
 from tests.megatron.ranks import RankPool
@@ -81,6 +89,13 @@ def megatron_gradients(world: World, settings: MegatronTrainerSettings, batch: T
     return gradients if world.rank == 0 else None
 
 
+def assert_equal_gradients(got: dict[str, Tensor] | None, want: dict[str, Tensor]) -> None:
+    assert got is not None and got.keys() == want.keys()
+    largest = max(gradient.abs().max() for gradient in want.values())
+    for name, gradient in want.items():
+        assert (got[name] - gradient).abs().max() <= 1e-5 * largest, name
+
+
 @pytest.mark.parametrize(
     ("layout", "loss"),
     [
@@ -98,8 +113,155 @@ def test_gradients_are_those_of_the_torch_trainer(pool: RankPool, checkpoint: Pa
         optimizer_place=OptimizerPlace(distributed=False),
     )
     got, *_ = pool.run(LAYOUTS[layout].num_ranks, megatron_gradients, settings, batch)
-    want = torch_gradients(checkpoint, batch, LOSSES[loss])
-    assert got is not None and got.keys() == want.keys()
-    largest = max(gradient.abs().max() for gradient in want.values())
-    for name, gradient in want.items():
-        assert (got[name] - gradient).abs().max() <= 1e-5 * largest, name
+    assert_equal_gradients(got, torch_gradients(checkpoint, batch, LOSSES[loss]))
+
+
+REPEATED = [(4, 26), (5, 25), (6, 24)]
+"""Three micro-batches by themselves: two data-parallel ranks or interleaved stages need a fourth."""
+
+
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("pp2 vpp2", marks=pytest.mark.slow)])
+def test_a_repeated_micro_batch_weighs_nothing(pool: RankPool, checkpoint: Path, layout: str) -> None:
+    batch = train_batches.batch(train_batches.samples(REPEATED))
+    settings = settings_of(checkpoint, LAYOUTS[layout], capacity=CAPACITY, optimizer_place=OptimizerPlace(distributed=False))
+    got, *_ = pool.run(LAYOUTS[layout].num_ranks, megatron_gradients, settings, batch)
+    assert_equal_gradients(got, torch_gradients(checkpoint, batch, LossSettings()))
+
+
+@dataclass(slots=True)
+class Course:
+    """What a worker said on its way."""
+
+    scored: list[TrainSample]
+    result: StepResult
+    weights: dict[str, Tensor]
+    scored_after: list[TrainSample]
+
+
+def course(world: World, settings: TrainerSettings, samples: list[TrainSample]) -> Course | None:
+    """Score, train for five optimizer steps, score again; on rank 0."""
+    worker = build_worker(settings, world)
+    scored = worker.score(samples)
+    everywhere: list[Any] = [scored]
+    if world.size > 1:
+        dist.broadcast_object_list(everywhere)  # as the driver does
+    result = worker.train(train_batches.batch(everywhere[0], num_steps=5))
+    weights = {name: tensor.clone() for name, tensor in worker.named_weights()}
+    scored_after = worker.score(samples)
+    return None if scored is None or scored_after is None else Course(scored, result, weights, scored_after)
+
+
+ADAM = OptimizerSettings(LearningRateSchedule(peak=3e-3, warmup_steps=2), eps=1e-3, weight_decay=0.1, clip_grad=0.5)
+"""With so large an epsilon the steps are smooth functions of the gradients; usual ones are little more than their signs."""
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        ("dp2", OVERLAP),
+        ("tp2 sp", {}),
+        pytest.param("one", {}, marks=pytest.mark.slow),
+        pytest.param("tp2 pp2", OVERLAP, marks=pytest.mark.slow),
+        pytest.param("pp2 vpp2", OVERLAP, marks=pytest.mark.slow),
+        pytest.param("tp2 sp cp2", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_scores_and_steps_are_those_of_the_torch_trainer(
+    pool: RankPool, checkpoint: Path, tmp_path: Path, layout: str, flags: dict
+) -> None:
+    """Distributed optimizer, warm-up, weight decay, clipping; a reference that takes the policy's weights after the rollout."""
+    common = {
+        "reference_weights": tiny.save_checkpoint(tmp_path / "reference", "qwen3", seed=5, layers=4),
+        "ref_update_interval": 1,
+        "needs_old_logprobs": True,
+        "loss": LossSettings(entropy_coef=0.01, kl_loss=KlLoss(0.1, "k3")),
+        "optimizer": ADAM,
+        "balance_data": True,
+    }
+    samples = train_batches.samples(LENGTHS * 2)
+    settings = settings_of(checkpoint, LAYOUTS[layout], flags=flags, capacity=CAPACITY, score_capacity=CAPACITY, **common)
+    got, *_ = pool.run(LAYOUTS[layout].num_ranks, course, settings, samples)
+    want = course(World(), torch_settings(checkpoint, **common), samples)
+    assert got is not None and want is not None
+
+    for before, expected in ((got.scored, want.scored), (got.scored_after, want.scored_after)):
+        for ours, theirs in zip(before, expected, strict=True):
+            np.testing.assert_allclose(ours.old_logprobs, theirs.old_logprobs, atol=1e-4)
+            np.testing.assert_allclose(ours.ref_logprobs, theirs.ref_logprobs, atol=1e-4)
+    assert got.result.num_tokens == want.result.num_tokens
+    assert got.result.scores.keys() == want.result.scores.keys()
+    for position, scores in want.result.scores.items():
+        np.testing.assert_allclose(got.result.scores[position].logprobs, scores.logprobs, atol=1e-4)
+        np.testing.assert_allclose(got.result.scores[position].entropy, scores.entropy, atol=1e-4)
+    own = {"train/tokens_per_s", "train/num_micro_batches"}
+    assert got.result.metrics.keys() == want.result.metrics.keys()
+    for name in want.result.metrics.keys() - own:
+        assert got.result.metrics[name] == pytest.approx(want.result.metrics[name], rel=1e-4, abs=1e-6), name
+    for name, weight in want.weights.items():
+        torch.testing.assert_close(got.weights[name], weight, atol=2e-5, rtol=0, msg=name)
+
+
+def failed_step(world: World, settings: MegatronTrainerSettings, batch: TrainBatch) -> tuple[str, bool]:
+    """The error of a step, and whether all weights of this rank are as before."""
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    worker = MegatronRankWorker(settings, world)
+    before = [parameter.detach().clone() for chunk in worker.chunks for parameter in chunk.parameters()]
+    with pytest.raises(TrainerError) as failure:
+        worker.train(batch)
+    after = [parameter for chunk in worker.chunks for parameter in chunk.parameters()]
+    return str(failure.value), all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_a_loss_that_is_not_finite_leaves_the_weights_and_ends_the_step_on_all_ranks(pool: RankPool, checkpoint: Path) -> None:
+    samples = train_batches.samples(LENGTHS)
+    samples[3].advantages[:] = np.inf
+    settings = settings_of(checkpoint, LAYOUTS["pp2"])
+    errors = pool.run(2, failed_step, settings, train_batches.batch(samples))
+    assert errors == [(errors[0][0], True)] * 2
+    assert "optimizer step 0: the loss of micro-batch 0 on rank 1 is not finite; the weights were left as they are" in errors[0][0]
+
+
+def trained(world: World, settings: MegatronTrainerSettings, batch: TrainBatch) -> list[str] | None:
+    """Names of the weights that a step has changed, on rank 0."""
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    worker = MegatronRankWorker(settings, world)
+    before = {name: tensor.clone() for name, tensor in worker.named_weights()}
+    worker.train(batch)
+    changed = [name for name, tensor in worker.named_weights() if not torch.equal(tensor, before[name])]
+    return changed if world.rank == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("lists", "left"),
+    [
+        (TrainedParameters(only=(r"layers\.1\.mlp", r"linear_proj")), {"layers.1.mlp", "o_proj"}),
+        (
+            TrainedParameters(frozen=("embed|lm_head", "norm", r"layers\.[0-2]\.", r"self_attn\.[qkv]_proj")),
+            {"layers.3.mlp", "layers.3.self_attn.o_proj"},
+        ),
+    ],
+)
+def test_only_what_the_lists_leave_is_trained(
+    pool: RankPool, checkpoint: Path, batch: TrainBatch, lists: TrainedParameters, left: set[str]
+) -> None:
+    """By names of either kind; a pipeline stage with nothing to train takes part all the same."""
+    changed, _ = pool.run(2, trained, settings_of(checkpoint, LAYOUTS["pp2"], trained=lists), batch)
+    assert changed and all(any(part in name for part in left) for name in changed)
+    assert all(any(part in name for name in changed) for part in left)
+
+
+def refused(world: World, settings: MegatronTrainerSettings) -> str:
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    with pytest.raises(ConfigError) as failure:
+        MegatronRankWorker(settings, world)
+    return str(failure.value)
+
+
+def test_queries_cannot_be_trained_without_their_keys(pool: RankPool, checkpoint: Path) -> None:
+    settings = settings_of(checkpoint, Layout(), trained=TrainedParameters(only=("q_proj",)))
+    (text,) = pool.run(1, refused, settings)
+    assert "'q_proj' matches model.layers.0.self_attn.q_proj.weight and not all of" in text

@@ -72,13 +72,14 @@ def _routing_replay(config: Config) -> str | None:
 
 
 def _shared_gpus(config: Config) -> str | None:
+    """An engine that starts anew sizes its cache by what is free on its GPU; engines that gave their weights back need a publish."""
     if not config.cluster.colocate or config.resolved_rollout_backend != "sglang":
         return None
     if config.engine.use_fault_tolerance:
         return "--colocate with --use-fault-tolerance"
     if config.weight_sync.update_weights_interval > 1:
         return f"--colocate with --update-weights-interval {config.weight_sync.update_weights_interval}"
-    return f"--colocate on {config.num_nodes} nodes" if config.num_nodes > 1 and config.cluster.device != "cpu" else None
+    return None
 
 
 def _first(options: list[str]) -> str | None:

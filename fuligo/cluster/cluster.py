@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,11 +92,10 @@ class RayCluster:
                     "nodes share, under one path"
                 )
 
-    @property
-    def sender_shares_machine_with_engines(self) -> bool:
-        """Rank 0 and every engine run on one node."""
+    def sender_shares_machine_with(self, engines: Iterable[int]) -> bool:
+        """Rank 0 and these engines, by number, run on one node."""
         first = self._nodes[self._placement.ranks[0][0]].bundle.node_id
-        return all(self._nodes[node].bundle.node_id == first for engine in self._placement.engines for node, _ in engine)
+        return all(self._nodes[node].bundle.node_id == first for number in engines for node, _ in self._placement.engines[number])
 
     @property
     def sender_is_here(self) -> bool:

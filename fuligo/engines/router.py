@@ -52,7 +52,8 @@ class RouterSettings:
             "log_level": "warn",
         }
         if self.prefill_decode:
-            own["pd_disaggregation"] = True
+            # Each aborted request counts as a failure of its prefill engine: after an abort of all, nobody would be asked for a minute.
+            own |= {"pd_disaggregation": True, "disable_circuit_breaker": True}
         return [self.python, "-m", "sglang_router.launch_router", *command_line({**own, **self.arguments})]
 
 

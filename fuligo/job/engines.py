@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fuligo.config import Config
 from fuligo.config.hugging_face import read_model_config
-from fuligo.config.topology import policy_model
+from fuligo.config.topology import engine_groups, policy_model
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.launch import EmbeddedEngineSettings, EngineProcess, launch_embedded
 from fuligo.engines.metrics import EngineMonitor
@@ -19,7 +19,7 @@ from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.server import SGLangServer
 from fuligo.errors import ConfigError, EngineError, FuligoError
-from fuligo.job.fleet import fleet_settings, local_places
+from fuligo.job.fleet import fleet_settings, local_places, ranks_beside_engines
 from fuligo.job.trainer_settings import resolve_device, resolve_precision
 from fuligo.job.turns import SharingProof, SharingPublisher, Turns
 from fuligo.job.watch import while_watching
@@ -191,17 +191,13 @@ def build_publisher(
         changes_only=flags.update_weight_mode == "delta",
         model_files=Path(config.model.hf_checkpoint),
         scratch=scratch_root(),
+        trainer_ranks=ranks_beside_engines(config),
     )
     proof = _proof(config, trainer) if flags.check_weight_update_equal else None
     if turns is None:
         return WeightPublisher(trainer, engines, settings, version=version, proof=proof)
     sharing_proof = None if proof is None else SharingProof(proof, turns)
     return SharingPublisher(WeightPublisher(trainer, engines, settings, version=version, proof=sharing_proof), turns)
-
-
-def shares_devices(config: Config) -> bool:
-    """Trainer and SGLang engines take turns. (The embedded engine is small enough to stay.)"""
-    return config.cluster.colocate and config.needs_engine and config.resolved_rollout_backend == "sglang"
 
 
 def build_turns(config: Config, trainer: Trainer, engines: Engines) -> Turns:
@@ -226,7 +222,7 @@ def _transport(config: Config, cluster: RayCluster | None) -> Transport:
     """auto: shared memory on one machine, broadcast between GPUs and between machines; engines that we did not start read files."""
     asked = config.weight_sync.update_weight_transport
     embedded = config.resolved_rollout_backend == "embedded"
-    one_machine = cluster is None or (cluster.sender_is_here if embedded else cluster.sender_shares_machine_with_engines)
+    one_machine = cluster is None or (cluster.sender_is_here if embedded else cluster.sender_shares_machine_with(_served_by_rank_0(config)))
     if asked != "auto":
         here = cluster is None or (one_machine and (asked != "disk" or cluster.sender_is_here))
         if asked in ("tensor", "disk") and not here and not config.engine.rollout_external_engine_addrs:
@@ -242,3 +238,11 @@ def _transport(config: Config, cluster: RayCluster | None) -> Transport:
     if not embedded and resolve_device(config) == "cuda" and not config.cluster.colocate:
         return "nccl"
     return "tensor" if one_machine else "gloo"
+
+
+def _served_by_rank_0(config: Config) -> list[int]:
+    """Numbers of the policy's engines that have GPUs of their own."""
+    policy = policy_model(config)
+    models = [group.model for group in engine_groups(config) for _ in range(group.num_engines)]
+    beside = ranks_beside_engines(config)
+    return [number for number, model in enumerate(models) if model == policy and number not in beside]

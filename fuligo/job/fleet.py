@@ -75,6 +75,22 @@ def local_places(config: Config, claims: PortClaims) -> list[EnginePlace]:
     ]
 
 
+def ranks_beside_engines(config: Config) -> dict[int, tuple[int, ...]]:
+    """--colocate: of each engine on the trainer's GPUs, by number, the ranks there in the order of its own.
+
+    The n-th GPU of the engines is that of rank n, as far as there are ranks.
+    """
+    if not shares_devices(config):
+        return {}
+    engines = enumerate(engine_gpus(engine_groups(config)))
+    return {number: tuple(gpus) for number, gpus in engines if gpus.stop <= config.num_train_gpus}
+
+
+def shares_devices(config: Config) -> bool:
+    """Trainer and SGLang engines take turns. (The embedded engine is small enough to stay.)"""
+    return config.cluster.colocate and config.needs_engine and config.resolved_rollout_backend == "sglang"
+
+
 def _servers(config: Config, directory: RunDirectory, places: Sequence[EnginePlace]) -> Iterator[tuple[EngineGroupSpec, ServerSettings]]:
     groups = [group for group in engine_groups(config) for _ in range(group.num_engines)]
     for number, (group, place) in enumerate(zip(groups, places, strict=True)):

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuligo.checkpoint.location import Checkpoint, WeightsOnly, resolve
+from fuligo.checkpoint.location import Checkpoint, WeightsOnly, resolve, weights_directory
 from fuligo.checkpoint.state import RunState
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.cluster.launcher import chosen_launcher, prepare_environment
@@ -22,7 +22,8 @@ from fuligo.config.args_view import ArgsView
 from fuligo.config.hooks import hook_of
 from fuligo.config.topology import engine_groups
 from fuligo.errors import CheckpointError, ConfigError
-from fuligo.job.engines import Engines, build_publisher, build_turns, launch_engines, shares_devices
+from fuligo.job.engines import Engines, build_publisher, build_turns, launch_engines
+from fuligo.job.fleet import shares_devices
 from fuligo.job.periodic import Evaluate, SaveCheckpoint, SaveDebugRollout, Schedule
 from fuligo.job.recorder import RunRecorder
 from fuligo.job.stream import Stream, StreamBuilder
@@ -61,7 +62,7 @@ class Origin:
     step: int
     policy_version: int
     initial_weights: Path
-    """Hugging Face directory."""
+    """Hugging Face directory or distributed checkpoint."""
     checkpoint: Path | None
     """Directory of the checkpoint that is resumed."""
     state: RunState | None
@@ -70,16 +71,16 @@ class Origin:
     def find(cls, config: Config) -> Origin:
         """
         Raises:
-            CheckpointError: `--load` holds something that cannot be resumed.
+            CheckpointError: `--load` holds something that cannot be resumed, or `--ref-load` damaged checkpoints.
         """
         load = config.checkpoint.load
         found = resolve(Path(load) if load is not None else None, config.checkpoint.ckpt_step)
-        first = config.initial_weights_path
-        assert first is not None, "validated: there are first weights"
+        assert config.initial_weights_path is not None, "validated: there are first weights"
+        first = weights_directory(Path(config.initial_weights_path))
         if isinstance(found, Checkpoint):
             state = found.state()
-            return cls(state.step, state.policy_version, Path(first), found.directory, state)
-        weights = found.directory if isinstance(found, WeightsOnly) else Path(first)
+            return cls(state.step, state.policy_version, first, found.directory, state)
+        weights = found.directory if isinstance(found, WeightsOnly) else first
         return cls(0, 0, weights, None, None)
 
 

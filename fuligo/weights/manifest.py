@@ -34,6 +34,8 @@ class EngineAddress:
     """How often it was restarted: what an earlier start was sent is gone."""
     number: int | None = None
     """See `EngineClient`."""
+    trainer_ranks: tuple[int, ...] = ()
+    """tensor: the trainer's ranks on the GPUs of the engine's ranks, in their order; empty where it has GPUs of its own."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -108,7 +108,7 @@ def _encode(named_tensors: list[tuple[str, torch.Tensor]], num_receivers: int) -
     torch_mp.set_sharing_strategy("file_system")  # descriptors travel to child processes only
     try:
         buffer = io.BytesIO()
-        ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(named_tensors)
+        _TensorPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(named_tensors)
         for _, tensor in named_tensors:
             for _ in range(num_receivers - 1):  # a receiver gives up the reference that pickling took for it
                 tensor.untyped_storage()._shared_incref()  # pyright: ignore[reportAttributeAccessIssue]
@@ -117,10 +117,37 @@ def _encode(named_tensors: list[tuple[str, torch.Tensor]], num_receivers: int) -
     return base64.b64encode(buffer.getvalue()).decode()
 
 
+_DEVICE = 6
+"""Position of the device's index among the arguments of torch's `rebuild_cuda_tensor` (2.11 and 2.13; SGLang counts on it, too)."""
+
+
+class _TensorPickler(ForkingPickler):
+    """Names a GPU by its UUID, as SGLang does: sender and receiver may see different GPUs, each counted from 0."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not (isinstance(obj, torch.Tensor) and obj.is_cuda):
+            return NotImplemented
+        reduced: Any = reductions.reduce_tensor(obj)
+        rebuild, arguments = reduced
+        uuid = str(torch.cuda.get_device_properties(arguments[_DEVICE]).uuid)
+        return rebuild, (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
+
+
+def _rebuild_cuda_tensor(*arguments: Any) -> torch.Tensor:
+    """On the GPU with the sender's UUID, which this process must see."""
+    uuid = arguments[_DEVICE]
+    seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    if uuid not in seen:
+        raise RuntimeError(f"the tensor is on GPU {uuid}, this process sees {seen}")
+    rebuild: Any = reductions.rebuild_cuda_tensor
+    return rebuild(*arguments[:_DEVICE], seen.index(uuid), *arguments[_DEVICE + 1 :])
+
+
 _ADMITTED: dict[tuple[str, str], Any] = {
     ("torch.multiprocessing.reductions", name): getattr(reductions, name)
-    for name in ("rebuild_tensor", "rebuild_typed_storage", "rebuild_storage_filename", "rebuild_storage_empty", "rebuild_cuda_tensor")
+    for name in ("rebuild_tensor", "rebuild_typed_storage", "rebuild_storage_filename", "rebuild_storage_empty")
 } | {
+    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): _rebuild_cuda_tensor,
     ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
     ("torch.storage", "TypedStorage"): torch.TypedStorage,
     ("torch", "Tensor"): torch.Tensor,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fuligo.engines.client import EngineClient
@@ -29,6 +30,8 @@ class PublishSettings:
     """Hugging Face directory whose config and tokenizer go beside weights written to disk."""
     scratch: Path
     """disk: under which directory weights are written for the engines to read."""
+    trainer_ranks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """tensor: of engines on the trainer's GPUs, by number, the ranks there; see `EngineAddress`."""
 
 
 class WeightPublisher:
@@ -119,11 +122,15 @@ class WeightPublisher:
             transport=self._settings.transport,
             version=version,
             bucket_bytes=self._settings.bucket_bytes,
-            engines=tuple(EngineAddress(client.url, client.num_ranks, client.start, client.number) for client in engines.clients),
+            engines=tuple(self._address(client) for client in engines.clients),
             directory=directory,
             changes_only=self._settings.changes_only,
             with_checksum=isinstance(self._proof, ChecksumProof),
         )
+
+    def _address(self, client: EngineClient) -> EngineAddress:
+        ranks = () if client.number is None else self._settings.trainer_ranks.get(client.number, ())
+        return EngineAddress(client.url, client.num_ranks, client.start, client.number, ranks)
 
 
 async def _check_version(engines: EngineGroup, version: int) -> None:

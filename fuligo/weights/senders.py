@@ -1,6 +1,6 @@
 """The trainer's end of a publish: a stream of named tensors goes into buckets, the buckets go to the engines.
 
-Runs in the trainer, on the rank that holds full tensors.
+Runs on every rank of the trainer: rank 0 sends, and under --colocate every rank that shares its GPU with an engine.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from fuligo.engines.client import EngineClient
 from fuligo.engines.host import own_address
 from fuligo.weights.broadcast import BroadcastGroup
 from fuligo.weights.buckets import Bucket, Changes, Counted, NamedTensors, cut_into_buckets, send_each
+from fuligo.weights.colocated import TrainerRanks, own_engine
 from fuligo.weights.fp8 import in_format
 from fuligo.weights.manifest import AS_TRAINED, EngineAddress, EngineFormat, WeightManifest, WeightTarget
 from fuligo.weights.payload import shared_payload
@@ -23,24 +24,32 @@ from fuligo.weights.payload import shared_payload
 class WeightSender:
     """Sends weights again and again; keeps what one send leaves for the next: the process group, and what the engines have."""
 
-    def __init__(self, engine_format: EngineFormat = AS_TRAINED) -> None:
+    def __init__(self, engine_format: EngineFormat = AS_TRAINED, ranks: TrainerRanks = TrainerRanks()) -> None:  # noqa: B008  # frozen
         self._format = engine_format
+        self._ranks = ranks
         self._group: BroadcastGroup | None = None
         self._changes = Changes()
         self._receivers: tuple[EngineAddress, ...] = ()
         """Who has all that `_changes` knows of."""
 
-    def send(self, named_weights: NamedTensors, target: WeightTarget) -> WeightManifest:
-        """Hand the weights to `target`; returns when every engine has them (or, by disk, when they are written).
+    def send(self, named_weights: NamedTensors, target: WeightTarget) -> WeightManifest | None:
+        """Hand the weights to `target`; returns when every engine that this rank sends to has them (or, by disk, when they are written).
 
         Args:
-            named_weights: Hugging Face names with full tensors, each once. Consumed to the end, bucket by bucket.
+            named_weights: Hugging Face names with full tensors, each once. Consumed to the end, bucket by bucket, on every rank.
+
+        Returns:
+            What was sent; None on a rank that sends nothing.
 
         Raises:
             EngineError: an engine refused a bucket or did not answer.
             WeightSyncError: the process group of a broadcast did not come about or broke; or a weight to be quantised is not finite.
         """
-        counted = Counted(with_checksum=target.with_checksum)
+        if self._ranks.rank > 0 and (target.transport != "tensor" or own_engine(target.engines, self._ranks) is None):
+            for _ in named_weights:
+                pass  # gathering is a collective
+            return None
+        counted = Counted(with_checksum=target.with_checksum and self._ranks.rank == 0)
         weights = counted.observe(in_format(named_weights, self._format))
         if target.changes_only:
             weights = self._changed(weights, target)
@@ -70,9 +79,23 @@ class WeightSender:
     def _way(self, target: WeightTarget) -> Callable[[Bucket, bool], None]:
         """How one bucket is sent. The last one carries the new version: until then the engines report the old one."""
         if target.transport == "tensor":
-            return lambda bucket, is_last: _share(bucket, target.engines, target.version if is_last else None)
+            return self._through_memory(target)
         group = self._joined(target)
         return lambda bucket, is_last: group.broadcast(bucket, target.version if is_last else None)
+
+    def _through_memory(self, target: WeightTarget) -> Callable[[Bucket, bool], None]:
+        """Engines on the trainer's GPUs are served by the ranks there, those that have their own by rank 0."""
+        own = own_engine(target.engines, self._ranks)
+        apart = tuple(engine for engine in target.engines if not engine.trainer_ranks) if self._ranks.rank == 0 else ()
+
+        def share(bucket: Bucket, is_last: bool) -> None:
+            version = target.version if is_last else None
+            if own is not None:
+                own.share(bucket, version)
+            if apart:
+                _share(bucket, apart, version)
+
+        return share
 
     def _joined(self, target: WeightTarget) -> BroadcastGroup:
         if self._group is not None and self._group.engines != target.engines:

@@ -26,6 +26,7 @@ from fuligo.trainer.torch_backend.sharding import shard
 from fuligo.trainer.torch_backend.state import TrainingState, restore_state, save_state
 from fuligo.trainer.torch_backend.weights import copy_weights, export_dtype, named_weights
 from fuligo.types import FloatArray, StepResult, TokenScores, TrainBatch, TrainSample
+from fuligo.weights.colocated import TrainerRanks
 from fuligo.weights.manifest import WeightManifest, WeightTarget
 from fuligo.weights.senders import WeightSender
 
@@ -54,7 +55,7 @@ class TorchRankWorker:
         checkpoint_dtype = export_dtype(AutoConfig.from_pretrained(settings.hf_checkpoint))
         self.export_dtype = published[settings.publish_dtype] if settings.publish_dtype is not None else checkpoint_dtype
         self.balance_by = _cost(self.policy) if settings.balance_data else None
-        self._sender = WeightSender(settings.engine_format)
+        self._sender = WeightSender(settings.engine_format, TrainerRanks(world.rank, world.objects))
         self._timeline = Timeline(world.device)
 
     def score(self, samples: list[TrainSample]) -> list[TrainSample] | None:
@@ -116,13 +117,9 @@ class TorchRankWorker:
         return compute_gradients(self.policy, batch, step, plans, settings=settings.loss, device=self.world.device)
 
     def send_weights(self, target: WeightTarget) -> WeightManifest | None:
-        """Rank 0 sends what all ranks gather."""
+        """All ranks gather; rank 0 sends, and whoever has an engine on its GPU."""
         with self._timeline.span("send"):
-            if self.world.rank == 0:
-                return self._sender.send(self.named_weights(), target)
-            for _ in self.named_weights():
-                pass
-            return None
+            return self._sender.send(self.named_weights(), target)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and full tensors in the data type of `hf_checkpoint`. A collective: every rank iterates to the end."""

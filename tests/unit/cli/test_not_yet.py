@@ -55,6 +55,7 @@ def test_every_row_is_tested() -> None:
         SEPARATE,
         "--rollout-backend sglang --device cpu --use-fault-tolerance",
         f"{SEPARATE} --tensor-model-parallel-size 2 --sequence-parallel --swiglu --attention-dropout 0.0 --overlap-grad-reduce",
+        "--rollout-backend sglang --colocate --actor-num-nodes 2",
         "--async-mode one-step",
         "--async-mode full --max-staleness 2",
         "--use-tis",

@@ -1,0 +1,94 @@
+"""Weights to an engine on the trainer's own GPUs: each rank hands over the memory of its GPU, the first of them speaks to the engine.
+
+SGLang takes one payload for each of its tensor-parallel ranks (`serialized_named_tensors`), and a CUDA IPC handle is good on the GPU where
+it was made: the payload of an engine's rank comes from the trainer's rank beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from fuligo.engines.client import EngineClient
+from fuligo.errors import EngineError, WeightSyncError
+from fuligo.weights.buckets import Bucket
+from fuligo.weights.manifest import EngineAddress
+from fuligo.weights.payload import shared_payload
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, frozen=True)
+class TrainerRanks:
+    """The ranks that gather weights together, as one of them sees them."""
+
+    rank: int = 0
+    objects: dist.ProcessGroup | None = None
+    """Gloo group of all ranks, for Python objects; None where there is one rank."""
+
+
+@dataclass(slots=True, frozen=True)
+class OwnEngine:
+    """The engine on this rank's GPU, and those of its neighbours."""
+
+    engine: EngineAddress
+    ranks: TrainerRanks
+
+    @property
+    def speaker(self) -> int:
+        return self.engine.trainer_ranks[0]
+
+    def share(self, bucket: Bucket, version: int | None) -> None:
+        """Hand over one bucket, together with the other ranks of the engine, which have the same; returns when the engine has it.
+
+        Args:
+            version: given with the last bucket
+
+        Raises:
+            EngineError: the engine refused it or did not answer; on its speaker
+            WeightSyncError: the same; on its other ranks
+        """
+        with shared_payload(bucket) as payload:
+            if self.ranks.rank == self.speaker:
+                self._speak(payload, version)
+            else:
+                self._send(payload, self.speaker)
+                refusal = self._receive("", self.speaker)
+                if refusal:
+                    raise WeightSyncError(refusal)
+
+    def _speak(self, payload: str, version: int | None) -> None:
+        others = [rank for rank in self.engine.trainer_ranks if rank != self.speaker]
+        payloads = [payload, *(self._receive(payload, rank) for rank in others)]
+        refusal = ""
+        try:
+            asyncio.run(self._post(payloads, version))
+        except EngineError as error:
+            refusal = str(error)
+            raise
+        finally:
+            for rank in others:
+                self._send(refusal, rank)
+
+    async def _post(self, payloads: list[str], version: int | None) -> None:
+        client = EngineClient(self.engine.url, number=self.engine.number)
+        try:
+            await client.update_weights_from_tensor(payloads, version=version, flush_cache=version is not None)
+        finally:
+            await client.close()
+
+    def _send(self, text: str, rank: int) -> None:
+        dist.send_object_list([text], dst=rank, group=self.ranks.objects)
+
+    def _receive(self, like: str, rank: int) -> str:
+        received = [like]
+        dist.recv_object_list(received, src=rank, group=self.ranks.objects)
+        return received[0]
+
+
+def own_engine(engines: tuple[EngineAddress, ...], ranks: TrainerRanks) -> OwnEngine | None:
+    """The engine that takes this rank's memory, if one does."""
+    return next((OwnEngine(engine, ranks) for engine in engines if ranks.rank in engine.trainer_ranks), None)

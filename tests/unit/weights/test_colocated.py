@@ -1,0 +1,137 @@
+"""Under --colocate every rank hands over its own memory: an engine gets one payload from each of its ranks' neighbours, in order."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from fuligo.weights.payload import SHARED_MEMORY, decode_named_tensors
+
+pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs a POSIX shared memory file system")
+
+RANK = """
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fuligo.errors import EngineError, WeightSyncError
+from fuligo.weights.colocated import TrainerRanks
+from fuligo.weights.manifest import EngineAddress, WeightTarget
+from fuligo.weights.senders import WeightSender
+
+rank, size, port, engines = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), eval(sys.argv[4])
+store = dist.TCPStore("127.0.0.1", port, is_master=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+sender = WeightSender(ranks=TrainerRanks(rank, dist.group.WORLD))
+addresses = tuple(EngineAddress(url, len(ranks) or 1, number=number, trainer_ranks=ranks) for number, (url, ranks) in enumerate(engines))
+weights = [("rank", torch.full((3,), float(rank))), ("same", torch.arange(5.0))]  # a bucket each
+try:
+    manifest = sender.send(iter(weights), WeightTarget("tensor", 7, 16, addresses))
+    print("sent", None if manifest is None else manifest.num_bytes)
+except (EngineError, WeightSyncError) as error:
+    print(type(error).__name__, error)
+dist.destroy_process_group()
+"""
+
+
+class Engine:
+    """Takes payloads, one for each of its ranks, as SGLang does."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.refuses = refuses
+        self.buckets: list[tuple[list[dict[str, list[float]]], str | None]] = []
+        """What each rank got, and the version, by bucket."""
+        self.url = ""
+        self.loop = asyncio.new_event_loop()
+        ready = threading.Event()
+        threading.Thread(target=self._serve, args=(ready,), daemon=True).start()
+        assert ready.wait(10)
+
+    async def take(self, request: web.Request) -> web.Response:
+        if self.refuses:
+            return web.json_response({"success": False, "message": "no room"})
+        body: dict[str, Any] = await request.json()
+        ranks = [{name: tensor.tolist() for name, tensor in decode_named_tensors(payload)} for payload in body["serialized_named_tensors"]]
+        self.buckets.append((ranks, body.get("weight_version")))
+        return web.json_response({"success": True})
+
+    def _serve(self, ready: threading.Event) -> None:
+        async def start() -> None:
+            app = web.Application()
+            app.router.add_post("/update_weights_from_tensor", self.take)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            ready.set()
+
+        self.loop.run_until_complete(start())
+        self.loop.run_forever()
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Any]:
+    engines: list[Engine] = []
+
+    def make(**how: Any) -> Engine:
+        engines.append(Engine(**how))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.loop.call_soon_threadsafe(engine.loop.stop)
+
+
+@pytest.fixture
+def send(tmp_path: Path) -> Callable[..., list[str]]:
+    def send(size: int, engines: list[tuple[Engine, tuple[int, ...]]]) -> list[str]:
+        """What each of `size` ranks says of its send to the engines, which stand beside the ranks given with them."""
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        where = repr([(engine.url, ranks) for engine, ranks in engines])
+        # Files, not pipes: torch's shared memory daemon inherits them, and outlives the rank while a receiver knows it.
+        said = [tmp_path / f"rank-{rank}.txt" for rank in range(size)]
+        ranks: list[subprocess.Popen[bytes]] = []
+        for rank, file in enumerate(said):
+            with file.open("wb") as out:
+                command = [sys.executable, "-c", RANK, str(rank), str(size), str(store.port), where]
+                ranks.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT))
+        codes = [rank.wait(120) for rank in ranks]
+        texts = [file.read_text().strip() for file in said]
+        assert not any(codes), texts
+        return [text.splitlines()[-1] for text in texts]
+
+    return send
+
+
+def bucket(ranks: list[float], name: str) -> list[dict[str, list[float]]]:
+    return [{name: [rank] * 3 if name == "rank" else torch.arange(5.0).tolist()} for rank in ranks]
+
+
+def test_an_engine_of_two_ranks_and_one_of_its_own(make_engine: Any, send: Callable[..., list[str]]) -> None:
+    """Ranks 0 and 1 share their GPUs with the first engine; the second has its own GPU, and rank 0 serves it; rank 2 has none."""
+    wide, apart = make_engine(), make_engine()
+    assert send(3, [(wide, (0, 1)), (apart, ())]) == ["sent 32", "sent 32", "sent None"]
+    assert wide.buckets == [(bucket([0.0, 1.0], "rank"), None), (bucket([0.0, 1.0], "same"), "7@0")]
+    assert apart.buckets == [(bucket([0.0], "rank"), None), (bucket([0.0], "same"), "7@1")]
+
+
+def test_every_rank_of_an_engine_that_refuses_hears_of_it(make_engine: Any, send: Callable[..., list[str]]) -> None:
+    """The other engine has its weights all the same, and no rank waits for another."""
+    good, refusing = make_engine(), make_engine(refuses=True)
+    said = send(3, [(good, (0,)), (refusing, (1, 2))])
+    assert said[0] == "sent 32"
+    assert said[1].startswith("EngineError") and said[2].startswith("WeightSyncError")
+    assert all("no room" in text for text in said[1:])
+    assert len(good.buckets) == 2

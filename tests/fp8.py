@@ -27,7 +27,7 @@ FAMILIES: dict[str, dict] = {
     "qwen2": {"num_key_value_heads": 2},
     "llama": {"num_key_value_heads": 2},
     "glm4": {"head_dim": 128},
-    "qwen3_moe": {"head_dim": 128, "moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
+    "qwen3_moe": {"head_dim": 128, "moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2},
     "glm4_moe": {
         "head_dim": 128,
         "moe_intermediate_size": 128,

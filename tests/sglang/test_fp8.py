@@ -1,0 +1,60 @@
+"""SGLang's own configuration and model classes take what the converter writes, and take it again as new weights.
+
+Its FP8 kernels need a GPU (on a CPU: AMX and its kernel package), so that nothing is computed here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fuligo.checkpoint.fp8_conversion import convert
+from fuligo.convert.hf_to_fp8 import plan_hf_to_fp8
+from tests.fp8 import save_family
+from tests.sglang.engines import ENVIRONMENT, sglang_python
+
+CASES = {
+    ("qwen3", "block"): "Qwen3ForCausalLM",
+    ("qwen3", "channel"): "Qwen3ForCausalLM",
+    ("qwen3", "tensor"): "Qwen3ForCausalLM",
+    ("glm4", "block"): "Glm4ForCausalLM",
+    ("qwen3_moe", "block"): "Qwen3MoeForCausalLM",
+    ("qwen3_moe", "channel"): "Qwen3MoeForCausalLM",
+    ("glm4_moe", "block"): "Glm4MoeForCausalLM",
+    ("glm4_moe_lite", "block"): "Glm4MoeLiteForCausalLM",
+    ("glm4_moe_lite", "channel"): "Glm4MoeLiteForCausalLM",
+}
+"""DeepSeek-V3's class asks on a CPU for a rope scaling that the tiny model has not; GLM-4.7-Flash's is made of the same parts."""
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict]:
+    """What SGLang says of each case: it loads a checkpoint, then one with other weights in its place. One process for all."""
+    directory = tmp_path_factory.mktemp("fp8")
+    saved: list[str] = []
+    for family, strategy in CASES:
+        for seed in (0, 1):
+            source, save = directory / f"{family}-{seed}", directory / f"{family}-{seed}-{strategy}"
+            if not source.exists():
+                save_family(source, family, seed=seed)
+            convert(plan_hf_to_fp8(["--model-dir", str(source), "--save-dir", str(save), "--strategy", strategy]), lambda _: None)
+            saved.append(str(save))
+    environment = {**os.environ, **ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [str(sglang_python()), str(Path(__file__).with_name("fp8_loader.py")), *saved]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return dict(zip(CASES, lines, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_sglang_loads_it(case: tuple[str, str], loaded: dict[tuple[str, str], dict]):
+    found = loaded[case]
+    assert found["class"] == CASES[case]
+    assert found["quantisation"] == ("fp8" if case[1] == "block" else "compressed-tensors")
+    for load in found["loads"]:
+        assert load["unset"] == [] and load["values"] and load["scales"]

@@ -77,7 +77,7 @@ def _compared(name: str, one: Tensor, other: Tensor) -> Comparison:
         unequal = ~((mine.double() == theirs.double()) | (mine.isnan() & theirs.isnan()))
         count += int(unequal.sum())
         largest = max(largest, float(differences.nan_to_num(nan=float("inf"))[unequal].max()) if unequal.any() else 0.0)
-    numbers = f"{count} of {one.numel()} numbers differ, by up to {largest:.3g}" if count else "equal numbers in other bits"
+    numbers = f"{count} of {one.numel()} numbers differ, by up to {largest:.3g}" if count else "equal numbers"
     return Comparison(name, types + numbers, largest)
 
 

@@ -11,7 +11,6 @@ import pickle
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -106,7 +105,6 @@ def _serve(rank: int, port: int, connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", module="megatron")  # of what is not installed, and of its own defaults
     store = TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:

@@ -71,7 +71,7 @@ class FusedRotationAttention(SelfAttention):
 
     _rotation: tuple[Tensor, PackedSeqParams] | None = None
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # packed sequences only
         self,
         hidden_states: Tensor,
         attention_mask: Any,

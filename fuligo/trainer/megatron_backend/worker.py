@@ -47,7 +47,7 @@ class MegatronRankWorker:
         self.settings = settings
         self.world = world
         self.progress = Progress()
-        join_megatron(settings.layout, world, settings.seed)
+        join_megatron(settings.layout, world, settings.seed, timeout_s=settings.command_timeout_s)
         config_json = read_config_json(settings.hf_checkpoint)
         self.names = names_of(config_json, str(settings.hf_checkpoint / "config.json"))
         chunks = build_chunks(settings, trained=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megatron.core import parallel_state, tensor_parallel
 
 from fuligo.errors import ConfigError
@@ -10,12 +12,13 @@ from fuligo.trainer.megatron_backend.layout import Layout
 from fuligo.trainer.ranks.world import World
 
 
-def join_megatron(layout: Layout, world: World, seed: int) -> None:
+def join_megatron(layout: Layout, world: World, seed: int, *, timeout_s: float = 1800.0) -> None:
     """Form the groups of the parallel dimensions. A collective; the default process group is there already.
 
     Args:
         layout: of as many ranks as there are.
         seed: of Megatron's random states; weights that are not read from a checkpoint depend on it and on the rank's place alone.
+        timeout_s: deadline of every operation of a group, rounded up to minutes.
 
     Raises:
         ConfigError: the ranks cannot be arranged so.
@@ -31,6 +34,8 @@ def join_megatron(layout: Layout, world: World, seed: int) -> None:
             context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
+            distributed_timeout_minutes=math.ceil(timeout_s / 60),
+            create_gloo_process_groups=False,
         )
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"{layout.num_ranks} trainer ranks cannot be arranged as {layout}: {error}") from error

@@ -75,7 +75,7 @@ def read_sample_columns(path: Path, step: int) -> SampleColumns:
     Raises:
         OSError, pa.ArrowException: it is no parquet file, or a damaged one.
     """
-    with pq.ParquetFile(path, memory_map=False) as file:
+    with pq.ParquetFile(path) as file:
         footer = Footer(file.metadata)
         constants = {name: value for name in _PLAIN + tuple(_MADE_FROM) if (value := footer.constant(name)) is not None}
         table = file.read([name for name in _wanted(set(file.schema_arrow.names)) if name not in constants], use_threads=False)
@@ -100,8 +100,7 @@ def columns_of(table: pa.Table, step: int, newest: int | None = None) -> SampleC
     """
     num = table.num_rows
     oldest = _oldest_versions(table, num)
-    if newest is None:
-        newest = _newest_version(table)
+    newest = max(_newest_version(table) if newest is None else newest, int(oldest.max(initial=-1)))
     return SampleColumns(
         step=np.full(num, step, np.int32),
         row=np.arange(num, dtype=np.int32),

@@ -42,72 +42,60 @@ def named_weights(
     exchange = _Exchange({name: tensor.detach() for name, tensor in local.items()}, groups)
     for batch in _batches(_items(stages, names, groups, dtype), gather_bytes):
         for item, shards in zip(batch, exchange.gather(batch), strict=True):
-            for weight, parts in zip(item.weights, item.apart(shards), strict=True):
-                yield from join_shards(weight, parts, names.architecture)
+            yield from join_shards(item.weight, shards, names.architecture)
+
+
+@dataclass(slots=True, frozen=True)
+class _Owners:
+    """The ranks that have a weight."""
+
+    stage: int
+    """The first pipeline rank."""
+    expert_rank: int | None
+    """The expert-parallel rank; None: all."""
 
 
 @dataclass(slots=True, frozen=True)
 class _Item:
-    """What ranks in the same place have of a weight; of experts, each expert-parallel rank has another one there."""
+    """A weight, and what one rank has of it."""
 
-    weights: tuple[Weight, ...]
-    """One; of experts one for each expert-parallel rank."""
-    name: str
-    """Of this rank's."""
+    weight: Weight
     shape: tuple[int, ...]
-    """Of a rank's part."""
     dtype: torch.dtype
-    stage: int
-    """The first pipeline rank that has it."""
-    group: ProcessGroup | None
-    """Those ranks of a stage that have all of it between them; None: each has all of it."""
+    num_shards: int
+    """Ranks that have other parts of it; 1: all ranks have the same."""
+    owners: _Owners
 
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def num_shards(self) -> int:
-        return 1 if self.group is None else self.group.size()
-
-    @property
-    def is_expert(self) -> bool:
-        return self.weights[0].expert is not None
-
-    def apart(self, shards: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """For each weight its parts. Ranks of the group of both are numbered by expert-tensor-parallel rank first."""
-        per_weight = len(shards) // len(self.weights)
-        return [shards[start : start + per_weight] for start in range(0, len(shards), per_weight)]
-
 
 def _items(stages: list[Shapes], names: ModelNames, groups: RankGroups, dtype: torch.dtype) -> Iterator[_Item]:
-    """All weights in the order of `names`: the same on all ranks but for the expert's number in `name`."""
+    """All weights, in the same order on all ranks."""
     experts = names.architecture.experts
     per_rank = 0 if experts is None else experts.num_experts // groups.expert.size()
     num_mtp_layers = len({name.split(".")[2] for stage in stages for name in stage if name.startswith("mtp.layers.")})
     for weight in names.weights(num_mtp_layers):
-        weights, name, group = (weight,), weight.megatron, groups.tensor
+        name, expert_rank, group = weight.megatron, None, groups.tensor
         if weight.expert is not None:
-            if weight.expert >= per_rank:
-                continue
-            same_place = range(weight.expert, weight.expert + per_rank * groups.expert.size(), per_rank)
-            weights = tuple(names.by_megatron_name[with_expert(name, expert)] for expert in same_place)
-            name, group = weights[groups.expert.rank()].megatron, groups.experts
+            # `stages` knows of this rank's experts; those in the same place on other ranks have the same stage and shape.
+            expert_rank, place = divmod(weight.expert, per_rank)
+            name, group = with_expert(name, place + groups.expert.rank() * per_rank), groups.expert_tensor
         stage = next((rank for rank, shapes in enumerate(stages) if name in shapes), None)
         assert stage is not None, f"no pipeline stage has {name}"
         shape = stages[stage][name]
-        is_shared = weight.expert is not None or weight.is_vocabulary or shape != weight.shape
-        kept = torch.float32 if weight.is_float32 else dtype
-        yield _Item(weights, name, shape, kept, stage, group if is_shared else None)
+        num_shards = group.size() if weight.is_vocabulary or shape != weight.shape else 1
+        yield _Item(weight, shape, torch.float32 if weight.is_float32 else dtype, num_shards, _Owners(stage, expert_rank))
 
 
 def _batches(items: Iterator[_Item], gather_bytes: int) -> Iterator[list[_Item]]:
-    """Consecutive items of one stage that fill `gather_bytes` when gathered, experts apart from others; a larger item is on its own."""
+    """Consecutive items of the same ranks that fill `gather_bytes` when gathered; a larger item is on its own."""
     batch: list[_Item] = []
     num_bytes = 0
     for item in items:
         size = item.num_bytes * item.num_shards
-        if batch and (num_bytes + size > gather_bytes or (item.stage, item.is_expert) != (batch[0].stage, batch[0].is_expert)):
+        if batch and (num_bytes + size > gather_bytes or item.owners != batch[0].owners):
             yield batch
             batch, num_bytes = [], 0
         batch.append(item)
@@ -121,41 +109,58 @@ class _Exchange:
 
     def __init__(self, local: Mapping[str, Tensor], groups: RankGroups) -> None:
         self._local = local
-        self._pipeline = groups.pipeline
+        self._groups = groups
         self._device = next(iter(local.values())).device
 
     def gather(self, batch: Sequence[_Item]) -> list[list[Tensor]]:
-        """The parts of each item, on all ranks of all stages: one of each rank of its group."""
-        found: dict[str, list[Tensor]] = {}
-        for group, items in _by_group(batch):
-            num_ranks = 1 if group is None else group.size()
-            if num_ranks == self._pipeline.size() == 1:
-                found |= {item.name: [self._local[item.name].to(item.dtype)] for item in items}
+        """The parts of each item that its owners have, on all ranks."""
+        parts: dict[str, list[Tensor]] = {}
+        for num_shards in sorted({item.num_shards for item in batch}):
+            items = [item for item in batch if item.num_shards == num_shards]
+            if num_shards == 1 and self._has_all(items[0].owners):
+                parts |= {item.weight.megatron: [self._local[item.weight.megatron].to(item.dtype)] for item in items}
                 continue
             buffer = _Buffer(items)
-            content = self._empty(num_ranks * buffer.num_bytes)
-            if self._pipeline.rank() == items[0].stage:
-                own = content if num_ranks == 1 else self._empty(buffer.num_bytes)
-                for item, tensor in zip(items, buffer.tensors(own), strict=True):
-                    tensor.copy_(self._local[item.name])
-                if num_ranks > 1:
-                    dist.all_gather_into_tensor(content, own, group=group)
-            if self._pipeline.size() > 1:
-                dist.broadcast(content, group=self._pipeline, group_src=items[0].stage)
-            ranks = [buffer.tensors(part) for part in content.chunk(num_ranks)]
-            found |= {item.name: list(parts) for item, *parts in zip(items, *ranks, strict=True)}
-        return [found[item.name] for item in batch]
+            shards = torch.empty(num_shards, buffer.num_bytes, dtype=torch.uint8, device=self._device)
+            self._collect(items, buffer, shards)
+            ranks = [buffer.tensors(shard) for shard in shards]
+            parts |= {item.weight.megatron: list(tensors) for item, *tensors in zip(items, *ranks, strict=True)}
+        return [parts[item.weight.megatron] for item in batch]
 
-    def _empty(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+    def _has_all(self, owners: _Owners) -> bool:
+        """No other rank needs what this one has."""
+        return self._groups.pipeline.size() == 1 and (owners.expert_rank is None or self._groups.expert.size() == 1)
 
+    def _collect(self, items: Sequence[_Item], buffer: _Buffer, shards: Tensor) -> None:
+        """Fill `shards` [num_shards, num_bytes]: first on the ranks of the stage that has the items, then on those of the others."""
+        owners, groups = items[0].owners, self._groups
+        if groups.pipeline.rank() == owners.stage:
+            if owners.expert_rank is None:
+                self._collect_dense(items, buffer, shards)
+            else:
+                self._collect_experts(items, buffer, shards, owners.expert_rank)
+        if groups.pipeline.size() > 1:
+            dist.broadcast(shards, group=groups.pipeline, group_src=owners.stage)
 
-def _by_group(batch: Sequence[_Item]) -> Iterator[tuple[ProcessGroup | None, list[_Item]]]:
-    """Items whose parts are gathered, and those that every rank has."""
-    for is_shared in (True, False):
-        items = [item for item in batch if (item.group is not None) == is_shared]
-        if items:
-            yield items[0].group, items
+    def _collect_dense(self, items: Sequence[_Item], buffer: _Buffer, shards: Tensor) -> None:
+        if len(shards) == 1:
+            self._pack(items, buffer, shards[0])
+        else:
+            own = torch.empty_like(shards[0])
+            self._pack(items, buffer, own)
+            dist.all_gather_into_tensor(shards.view(-1), own, group=self._groups.tensor)
+
+    def _collect_experts(self, items: Sequence[_Item], buffer: _Buffer, shards: Tensor, expert_rank: int) -> None:
+        """One expert-parallel rank after another sends: all at once would be as many experts in memory as there are ranks."""
+        groups = self._groups
+        if groups.expert.rank() == expert_rank:
+            self._pack(items, buffer, shards[groups.expert_tensor.rank() if len(shards) > 1 else 0])
+        for number, shard in enumerate(shards):
+            dist.broadcast(shard, group=groups.experts, group_src=expert_rank * groups.expert_tensor.size() + number)
+
+    def _pack(self, items: Sequence[_Item], buffer: _Buffer, content: Tensor) -> None:
+        for item, tensor in zip(items, buffer.tensors(content), strict=True):
+            tensor.copy_(self._local[item.weight.megatron])
 
 
 class _Buffer:

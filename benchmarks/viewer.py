@@ -1,9 +1,10 @@
-"""`fuligo view` over a long run: time and bytes of the first view and of a filter's answer, time until all samples are known, memory.
+"""`fuligo view` over a long run: time and bytes of the first view and of a filter's answer, until all samples are known, memory.
 
 python benchmarks/viewer.py [--steps 2000] [--samples 256] [--tokens 64]
 
 A synthetic run is written first (some minutes and gigabytes at full size), then served by `fuligo view` in a process of its own.
-A request that costs nothing is timed beside the others: the ratio to it is what they cost.
+A request that costs nothing is timed beside the others: the ratio to it is what they cost. Processor time of the server is that of all its
+threads (Linux), and says the same on a machine that does other work, too.
 """
 
 from __future__ import annotations
@@ -133,14 +134,26 @@ def asked(address: str, path: str) -> tuple[float, int, bytes]:
     return elapsed_s, len(data), gzip.decompress(data) if packed else data
 
 
-def show(what: str, address: str, *paths: str) -> None:
+def processor_s(pid: int) -> float:
+    """That the process has used so far."""
+    tasks = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return sum(int(task.split()[0]) for task in tasks) / 1e9
+
+
+def show(pid: int, what: str, address: str, *paths: str) -> None:
     """The first time, and the median of several."""
     runs = []
     for _ in range(REPEATS):
+        before_s = processor_s(pid)
         answers = [asked(address, path) for path in paths]
-        runs.append((sum(answer[0] for answer in answers), sum(answer[1] for answer in answers)))
-    median_s = sorted(seconds for seconds, _ in runs)[REPEATS // 2]
-    print(f"{what:44} {1000 * runs[0][0]:8.1f} ms at first {1000 * median_s:8.1f} ms then {runs[0][1] / 1024:9.1f} KiB", flush=True)
+        runs.append((sum(answer[0] for answer in answers), processor_s(pid) - before_s, sum(answer[1] for answer in answers)))
+    first_s, first_processor_s, num_bytes = runs[0]
+    median_s, median_processor_s = (sorted(run[at] for run in runs)[REPEATS // 2] for at in range(2))
+    print(
+        f"{what:44} {1000 * first_s:8.1f} ms at first {1000 * median_s:8.1f} ms then; processor {1000 * first_processor_s:8.1f} and "
+        f"{1000 * median_processor_s:6.1f} ms; {num_bytes / 1024:9.1f} KiB",
+        flush=True,
+    )
 
 
 def memory_mib(pid: int) -> float:
@@ -153,24 +166,26 @@ def measure(path: Path, num_steps: int) -> None:
     with served(path) as (address, pid):
         print(f"{'start of the server':44} {1000 * (time.perf_counter() - begin_s):8.1f} ms, {memory_mib(pid):.0f} MiB")
         name = path.name
-        show("a request that costs nothing", address, f"api/differences?run={name}")
-        show("first view: page, runs, 14 curves", address, "", "api/runs", f"api/metrics?run={name}&keys={FIRST_VIEW}")
-        show("samples while the index is built", address, f"api/samples?run={name}&limit=40")
-        show("one sample by its link", address, f"api/sample?run={name}&step=3&row=100")
+        show(pid, "a request that costs nothing", address, f"api/differences?run={name}")
+        show(pid, "first view: page, runs, 14 curves", address, "", "api/runs", f"api/metrics?run={name}&keys={FIRST_VIEW}")
+        show(pid, "samples while the index is built", address, f"api/samples?run={name}&limit=40")
+        show(pid, "one sample by its link", address, f"api/sample?run={name}&step=3&row=100")
         while (known := json.loads(asked(address, "api/runs")[2])["runs"][0])["indexed"][0] < num_steps or known["trace_read"] < 1:
             time.sleep(0.2)
         known_s = time.perf_counter() - begin_s
-        print(f"{'all samples and the trace known after':44} {known_s:8.1f} s, {memory_mib(pid):.0f} MiB, {known['num_samples']} samples")
-        show("filter: reward, status", address, f"api/samples?run={name}&limit=40&reward_min=1&status=truncated")
-        show("filter: one engine", address, f"api/samples?run={name}&limit=40&engine=3")
-        show("order: longest of all", address, f"api/samples?run={name}&limit=40&order=-length")
-        show("far down the list", address, f"api/samples?run={name}&limit=40&offset=400000")
-        show("text: one answer of the search", address, f"api/samples?run={name}&limit=40&text=answer+77")
-        show("same prompt over time", address, f"api/history?run={name}&prompt={_prompt(address, name)}")
-        show("seconds of every step", address, f"api/steps?run={name}")
-        show("one step's timeline", address, f"api/step?run={name}&step={num_steps // 2}")
-        show("health", address, f"api/health?run={name}")
+        what = "all samples and the trace known after"
+        print(f"{what:44} {known_s:8.1f} s, processor {processor_s(pid):.1f} s, {memory_mib(pid):.0f} MiB, {known['num_samples']} samples")
+        show(pid, "filter: reward, status", address, f"api/samples?run={name}&limit=40&reward_min=1&status=truncated")
+        show(pid, "filter: one engine", address, f"api/samples?run={name}&limit=40&engine=3")
+        show(pid, "order: longest of all", address, f"api/samples?run={name}&limit=40&order=-length")
+        show(pid, "far down the list", address, f"api/samples?run={name}&limit=40&offset=400000")
+        show(pid, "text: one answer of the search", address, f"api/samples?run={name}&limit=40&text=answer+77")
+        show(pid, "same prompt over time", address, f"api/history?run={name}&prompt={_prompt(address, name)}")
+        show(pid, "seconds of every step", address, f"api/steps?run={name}")
+        show(pid, "one step's timeline", address, f"api/step?run={name}&step={num_steps // 2}")
+        show(pid, "health", address, f"api/health?run={name}")
         show(
+            pid,
             "what is new, asked every second",
             address,
             "api/runs",

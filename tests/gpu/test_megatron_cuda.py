@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from fuligo.config.parse import parse
 from fuligo.job.trainer_settings import trainer_settings
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.ranks.trainer import LocalTrainer
 from fuligo.types import FloatArray
 from fuligo.weights.manifest import WeightTarget
@@ -72,7 +73,9 @@ async def trainer(checkpoint: Path, *flags: str, num_ranks: int = 1) -> AsyncIte
         "--rollout-num-gpus", "1", "--launcher", "local", "--rollout-max-response-len", "256", "--accumulate-allreduce-grads-in-fp32",
     )  # fmt: skip
     config = parse([*words, *flags]).config
-    trainer = LocalTrainer(trainer_settings(config, "cuda", initial_weights=checkpoint, num_rollout=4))
+    settings = trainer_settings(config, "cuda", initial_weights=checkpoint, num_rollout=4)
+    assert isinstance(settings, MegatronTrainerSettings)
+    trainer = LocalTrainer(settings)
     try:
         await trainer.load()
         yield trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
@@ -29,6 +30,10 @@ class RankWorker(Protocol):
 
     def save(self, directory: Path) -> None: ...
 
+    def begin_save(self, directory: Path) -> Future[None]:
+        """Rank 0's is done when all ranks have written."""
+        ...
+
     def restore(self, directory: Path) -> None: ...
 
     def offload(self) -> None: ...
@@ -45,7 +50,7 @@ def build_worker(settings: TrainerSettings, world: World) -> RankWorker:
         ConfigError: the lists of trained parameters do not fit the model.
     """
     if isinstance(settings, MegatronTrainerSettings):
-        from fuligo.trainer.megatron_backend.worker import MegatronRankWorker  # pyright: ignore[reportMissingImports]
+        from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
         return MegatronRankWorker(settings, world)
     assert isinstance(settings, TorchTrainerSettings)

@@ -1,7 +1,7 @@
 """Speed and memory of the Megatron trainer on one machine's GPUs: tokens and FLOPs a second, peak memory beside the planner's, export.
 
-    python benchmarks/megatron.py                       # every case that this machine has GPUs for
-    python benchmarks/megatron.py dense moe-ep2         # these
+    python benchmarks/training.py                       # every case that this machine has GPUs for
+    python benchmarks/training.py dense moe-ep2         # these
 
 A case is a model of a published shape with random weights, cut to as many layers as fit, trained by the rank workers that `fuligo train`
 uses: packed rows of samples of mixed length, forward, backward, optimizer step. FLOPs are those of the model (no recomputation counted;
@@ -38,6 +38,7 @@ from fuligo.planner.make_plan import make_plan
 from fuligo.types import TrainBatch, TrainSample
 
 PLAIN_PRODUCT_FLOPS = 790e12
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODELS_DIRECTORY = Path(
     os.environ.get(
         "FULIGO_BENCHMARK_MODELS", "/dev/shm/fuligo-models" if Path("/dev/shm").is_dir() else f"{tempfile.gettempdir()}/fuligo-models"
@@ -48,6 +49,11 @@ GIB = 2**30
 DISTRIBUTED_TIMEOUT_S = 600.0
 
 MODELS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 512, "tie_word_embeddings": False,
+    },
     "qwen3-4b": {
         "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
@@ -86,6 +92,7 @@ ALLTOALL = ("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm", "--
 FULL_RECOMPUTATION = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 CPU_ADAM = ("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--use-precision-aware-optimizer")
 CASES: dict[str, Case] = {
+    "tiny": Case("tiny", max_tokens=1024, num_rows=2),
     "dense": Case("qwen3-4b", max_tokens=12288, num_rows=6),
     "dense-recompute": Case("qwen3-4b", flags=FULL_RECOMPUTATION),
     "dense-12": Case("qwen3-4b", num_layers=12),
@@ -127,7 +134,7 @@ def main() -> None:
         measure_rank(options.cases[0], options)
         return
     num_gpus = torch.cuda.device_count()
-    names = options.cases or [name for name, case in CASES.items() if case.num_gpus <= num_gpus]
+    names = options.cases or [name for name, case in CASES.items() if case.num_gpus <= num_gpus and case.model != "tiny"]
     print(f"torch {torch.__version__}, {num_gpus} x {torch.cuda.get_device_name() if num_gpus else 'no GPU'}", flush=True)
     for name in names:
         run_case(name, options)
@@ -157,7 +164,7 @@ def save_model(case: Case) -> Path:
     shutil.rmtree(MODELS_DIRECTORY, ignore_errors=True)
     values = config_values(case)
     config = AutoConfig.for_model(**values)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(directory, max_shard_size="2GB")
     del model
@@ -184,7 +191,7 @@ def case_config(case: Case, extra: list[str]) -> Config:
         [
             "--train-backend", "megatron", "--hf-checkpoint", directory, "--prompt-data", "unused.jsonl", "--rm-type", "random",
             "--actor-num-gpus-per-node", str(case.num_gpus), "--rollout-num-gpus", str(case.num_gpus), "--launcher", "local",
-            "--use-dynamic-batch-size", "--max-tokens-per-gpu", str(case.max_tokens), "--precision", "bf16", "--device", "cuda",
+            "--use-dynamic-batch-size", "--max-tokens-per-gpu", str(case.max_tokens), "--device", DEVICE,
             "--num-rollout", "10", "--rollout-batch-size", "64", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "4096",
             "--rollout-max-prompt-len", "512", "--accumulate-allreduce-grads-in-fp32", *case.flags, *extra,
         ]
@@ -230,9 +237,9 @@ def measure_rank(name: str, options: argparse.Namespace) -> None:
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"], options.port + 1, world_size=size, is_master=rank == 0, timeout=timedelta(seconds=DISTRIBUTED_TIMEOUT_S)
     )
-    world = join_world(rank, size, "cuda", store=store, timeout_s=DISTRIBUTED_TIMEOUT_S)
+    world = join_world(rank, size, DEVICE, store=store, timeout_s=DISTRIBUTED_TIMEOUT_S)
     config = case_config(case, options.flag)
-    settings = trainer_settings(config, "cuda", initial_weights=model_directory(case), num_rollout=10)
+    settings = trainer_settings(config, DEVICE, initial_weights=model_directory(case), num_rollout=10)
     load_s, worker = timed(lambda: build_worker(settings, world))
     architecture = architecture_of(read_config_json(model_directory(case) / "config.json"))
     cp, parallel = config.parallel.context_parallel_size, config.parallel
@@ -245,9 +252,7 @@ def measure_rank(name: str, options: argparse.Namespace) -> None:
     num_tokens = sum(len(sample.tokens) for sample in batch.samples)
     flops = forward_flops(architecture)
     step_flops = 3 * sum(flops.sequence(len(s.tokens), len(s.tokens) ** 2, s.response_length) for s in batch.samples)
-    free, total = torch.cuda.mem_get_info()
-    beside = total - free - torch.cuda.memory_reserved()
-    peaks = gathered(torch.tensor([torch.cuda.max_memory_reserved() + beside, torch.cuda.max_memory_allocated()], device="cuda"))
+    peaks = gathered(torch.tensor(peak_memory(), device=DEVICE))
     tflops = step_flops / step_s / size / 1e12
     result: dict[str, Any] = {
         "case": name,
@@ -274,6 +279,15 @@ def measure_rank(name: str, options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def peak_memory() -> list[int]:
+    """Bytes of the GPU that the process held at most, and bytes of tensors in it."""
+    if DEVICE == "cpu":
+        return [0, 0]
+    free, total = torch.cuda.mem_get_info()
+    beside = total - free - torch.cuda.memory_reserved()
+    return [torch.cuda.max_memory_reserved() + beside, torch.cuda.max_memory_allocated()]
+
+
 def measure_export(worker: Any) -> dict[str, Any]:
     """Gather every tensor under its Hugging Face name on every rank, as a publish does."""
     num_bytes = 0
@@ -283,10 +297,12 @@ def measure_export(worker: Any) -> dict[str, Any]:
         num_bytes = sum(tensor.nbytes for _, tensor in worker.named_weights())
 
     timed(drain)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = 0
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     seconds, _ = timed(drain)
-    extra = torch.cuda.max_memory_allocated() - before
+    extra = torch.cuda.max_memory_allocated() - before if DEVICE == "cuda" else 0
     return {
         "export_gb": round(num_bytes / 1e9, 2),
         "export_gb_per_s": round(num_bytes / 1e9 / seconds, 1),
@@ -307,10 +323,12 @@ def gathered(values: torch.Tensor) -> torch.Tensor:
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    torch.cuda.synchronize()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
     started = time.perf_counter()
     value = work()
-    torch.cuda.synchronize()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter() - started, value
 
 

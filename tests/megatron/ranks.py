@@ -25,6 +25,8 @@ from fuligo.trainer.ranks.world import World, join_world
 P = ParamSpec("P")
 R = TypeVar("R")
 SIZE = 4
+PRELOADED = ["fuligo.trainer.megatron_backend.worker", "tests.tiny"]
+"""Imported once, by a server that computes nothing and that ranks are forked from."""
 TIMEOUT_S = 240.0
 GRACE_S = 5.0
 """After the first failure: how long the others have to fail too, which they do when they miss the one that failed."""
@@ -91,7 +93,8 @@ class RankPool:
     def _start(self, num_ranks: int) -> None:
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         for number in range(len(self._ranks), num_ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(number, self._store.port, theirs), daemon=True)

@@ -145,3 +145,12 @@ def test_experts_as_transformers_keeps_them_are_read_too(pool: RankPool, checkpo
     exported, stored = pool.run(2, load_and_export, settings, 2**15)[0][1], load_file(directory / "model.safetensors")
     assert {name for name, _ in exported} == set(stored)
     assert all(torch.equal(tensor, stored[name]) for name, tensor in exported)
+
+
+def test_weights_of_another_architecture_are_refused(pool: RankPool, checkpoints):
+    """Of the same sizes, with norms that the model has not."""
+    settings = settings_of(checkpoints("qwen3"), Layout(), flags={"qk_layernorm": False})
+    with pytest.raises(
+        AssertionError, match=r"CheckpointError: .* do not both have decoder\.layers\.0\.self_attention\.q_layernorm\.weight"
+    ):
+        pool.run(1, load_and_export, settings, 2**26)

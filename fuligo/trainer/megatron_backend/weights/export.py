@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from fuligo.models.names import ModelNames, Weight, with_expert
 from fuligo.trainer.megatron_backend.weights.forms import join_shards
 from fuligo.trainer.megatron_backend.weights.groups import RankGroups, rank_groups
-from fuligo.trainer.megatron_backend.weights.local import local_weights
+from fuligo.trainer.megatron_backend.weights.local import local_weights, misfits
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -38,6 +38,7 @@ def named_weights(
         dtype: of the tensors, but for those that are float32 always (the bias of a router's scores).
     """
     groups, local = rank_groups(), local_weights(chunks)
+    assert not (different := misfits(local, names)), f"the model and the names of its checkpoint differ in {different[0]}"
     stages = _gather_objects({name: tuple(tensor.shape) for name, tensor in local.items()}, groups.pipeline)
     exchange = _Exchange({name: tensor.detach() for name, tensor in local.items()}, groups)
     for batch in _batches(_items(stages, names, groups, dtype), gather_bytes):

@@ -15,7 +15,7 @@ from fuligo.models.names import Weight
 from fuligo.models.registry import names_of, read_config_json
 from fuligo.trainer.megatron_backend.weights.forms import Stored, read_shard
 from fuligo.trainer.megatron_backend.weights.groups import RankGroups, rank_groups
-from fuligo.trainer.megatron_backend.weights.local import local_weights, unwrapped
+from fuligo.trainer.megatron_backend.weights.local import local_weights, misfits, unwrapped
 from fuligo.trainer.megatron_backend.weights.stored import StoredWeights
 
 
@@ -35,12 +35,14 @@ def load_hugging_face(chunks: Sequence[nn.Module], directory: Path) -> None:
     """
     names = names_of(read_config_json(directory), str(directory / "config.json"))
     num_mtp_layers = unwrapped(chunks[0]).config.mtp_num_layers or 0
-    groups = rank_groups()
+    groups, local = rank_groups(), local_weights(chunks)
     with StoredWeights(directory, names, num_mtp_layers) as stored:
-        for name, tensor in local_weights(chunks).items():
-            weight = names.by_megatron_name.get(name)
-            if weight is None:
-                raise CheckpointError(f"{directory} is of another architecture than the model, which has {name}")
+        if different := misfits(local, names):
+            raise CheckpointError(
+                f"{directory} is of another architecture than MODEL_ARGS and --hf-checkpoint say: the two do not both have {different[0]}"
+            )
+        for name, tensor in local.items():
+            weight = names.by_megatron_name[name]
             if weight.is_float32 and tensor.dtype != torch.float32:
                 tensor.data = tensor.data.float()  # Float16Module casts it, and Megatron undoes that only in the next forward pass
             try:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from fuligo.models.names import ModelNames
 from fuligo.trainer.megatron_backend.weights.groups import rank_groups
 
 _FUSED_NORMS = {
@@ -52,6 +53,25 @@ def local_weights(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
         for name, tensor in _weights(chunk):
             found[canonical_name(name, first_layer=first_layer, first_expert=first_expert)] = tensor
     return found
+
+
+def misfits(local: Mapping[str, Tensor], names: ModelNames) -> list[str]:
+    """Weights that this rank's stages have and the model of `names` has not, or the other way round; none where they are of one model."""
+    layers = {name for name in map(_layer, local) if name is not None}
+    experts = {weight.expert for name in local if (weight := names.by_megatron_name.get(name)) is not None}
+    unknown = [name for name in local if name not in names.by_megatron_name]
+    absent = [
+        weight.megatron
+        for weight in names.weights()
+        if _layer(weight.megatron) in layers and (weight.expert is None or weight.expert in experts) and weight.megatron not in local
+    ]
+    return unknown + absent
+
+
+def _layer(name: str) -> str | None:
+    """`decoder.layers.3`, `mtp.layers.0`; None outside of layers."""
+    parts = name.split(".", 3)
+    return ".".join(parts[:3]) if len(parts) == 4 and parts[1] == "layers" else None
 
 
 def unwrapped(chunk: nn.Module) -> Any:

@@ -51,6 +51,10 @@ class Periodic(Protocol):
 
     async def run(self, rollout: Rollout, version: int) -> None: ...
 
+    async def finish(self) -> None:
+        """After the last rollout: return when nothing of it is under way any more."""
+        ...
+
 
 @dataclass(slots=True)
 class Loop:
@@ -71,6 +75,8 @@ class Loop:
     async def run(self) -> None:
         async for rollout in self.rollouts:
             await self.step(rollout)
+        for task in self.periodic:
+            await task.finish()
 
     async def step(self, rollout: Rollout) -> None:
         """One rollout's samples become new weights in the engines."""
@@ -103,3 +109,5 @@ async def sample_only(rollouts: Rollouts, recorder: Recorder, periodic: list[Per
         for task in periodic:
             if task.due(rollout.step):
                 await task.run(rollout, 0)
+    for task in periodic:
+        await task.finish()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +66,55 @@ class CheckpointStore:
         Raises:
             CheckpointError: it could not be written (a full disk, for instance); earlier checkpoints are untouched.
         """
+        return await (await self.begin(iteration, write, _nothing, state))
+
+    async def begin(
+        self, iteration: int, write: Callable[[Path], Awaitable[None]], wait: Callable[[], Awaitable[None]], state: RunState
+    ) -> asyncio.Task[Path]:
+        """Begin a save that goes on when this returns. One at a time.
+
+        Args:
+            iteration: complete rollouts.
+            write: begins the trainer's part; the run may go on when it returns.
+            wait: returns when that is on disk.
+            state: the driver's part.
+
+        Returns:
+            The rest of the save; its result is the checkpoint, which appears whole or, where it fails, not at all.
+
+        Raises:
+            CheckpointError: it could not be begun; earlier checkpoints are untouched.
+        """
         unfinished = self.directory / f"{UNFINISHED}{iteration_name(iteration)}"
         try:
-            unfinished.mkdir()
-            await write(unfinished)
-            await _to_the_end(asyncio.to_thread(self._finish, unfinished, iteration, state))
-        except FuligoError:
+            async with self._attempt(iteration):
+                unfinished.mkdir()
+                await write(unfinished)
+                await asyncio.to_thread(state.write, unfinished)  # now: its samples may change while the rest is written
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        except Exception as error:
-            raise CheckpointError(self._failure(iteration, error)) from error
+        return asyncio.create_task(self._end(iteration, unfinished, wait))
+
+    async def _end(self, iteration: int, unfinished: Path, wait: Callable[[], Awaitable[None]]) -> Path:
+        try:
+            async with self._attempt(iteration):
+                await wait()
+                await _to_the_end(asyncio.to_thread(self._finish, unfinished, iteration))
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
         logger.info("saved %s", self.directory / iteration_name(iteration))
         return self.directory / iteration_name(iteration)
+
+    @asynccontextmanager
+    async def _attempt(self, iteration: int) -> AsyncIterator[None]:
+        """Errors of the block say what became of the checkpoint."""
+        try:
+            yield
+        except FuligoError:
+            raise
+        except Exception as error:
+            raise CheckpointError(self._failure(iteration, error)) from error
 
     def latest(self) -> Checkpoint | None:
         """The checkpoint that the tracker names.
@@ -88,8 +125,7 @@ class CheckpointStore:
         iteration = newest_iteration(self.directory)
         return None if iteration is None else find_iteration(self.directory, iteration)
 
-    def _finish(self, unfinished: Path, iteration: int, state: RunState) -> None:
-        state.write(unfinished)
+    def _finish(self, unfinished: Path, iteration: int) -> None:
         write_manifest(unfinished)
         sync_tree(unfinished)
         final = self.directory / iteration_name(iteration)
@@ -133,6 +169,10 @@ class CheckpointStore:
             f"the checkpoint {iteration_name(iteration)} could not be written to {self.directory}: {error} "
             f"({free_mib} MiB are free there; {kept}); make room or give another place with --save, then resume"
         )
+
+
+async def _nothing() -> None:
+    """All is on disk already."""
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:

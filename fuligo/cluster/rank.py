@@ -7,7 +7,8 @@ import logging
 import os
 import pickle
 import sys
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,7 @@ class TrainerRank:
         self._compute = ComputeThread(f"trainer-rank-{rank}")
         self._store: TCPStore | None = None
         self._worker: RankWorker | None = None
+        self._saving: Future[None] | None = None
 
     async def pid(self) -> int:
         """Answers as long as the rank's process runs."""
@@ -76,15 +78,27 @@ class TrainerRank:
         """
         worker = self._worker
         assert worker is not None, "load() first"
-        return await self._carry_out(method, lambda: getattr(worker, method)(*pickle.loads(arguments)))
+        answer = await self._carry_out(method, lambda: getattr(worker, method)(*pickle.loads(arguments)))
+        if isinstance(answer.value, Future):  # it stays here
+            self._saving, answer = answer.value, replace(answer, value=None)
+        return answer
+
+    async def end_save(self) -> Answer:
+        """When what `begin_save` began is done."""
+        saving = self._saving
+        assert saving is not None, "begin_save first"
+        return await self._outcome("end_save", saving)
 
     async def leave(self) -> None:
         """The process group, if the thread is free to."""
         await asyncio.wrap_future(self._compute.submit(_leave_world))
 
     async def _carry_out(self, method: str, work: Any) -> Answer:
+        return await self._outcome(method, self._compute.submit(work))
+
+    async def _outcome(self, method: str, work: Future[Any]) -> Answer:
         try:
-            value = await asyncio.wrap_future(self._compute.submit(work))
+            value = await asyncio.wrap_future(work)
         except FuligoError as error:
             return Answer(error=error, is_deliberate=True)
         except Exception as error:

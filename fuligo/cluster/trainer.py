@@ -66,6 +66,13 @@ class RayTrainer:
     async def save(self, directory: Path) -> None:
         await self._call("save", _absolute(directory))
 
+    async def begin_save(self, directory: Path) -> None:
+        await self._call("begin_save", _absolute(directory))
+
+    async def end_save(self) -> None:
+        first = self._ranks[:1]  # it is done when all are
+        await finish("end_save", first, [first[0].actor.end_save.remote()], timeout_s=self._settings.command_timeout_s)
+
     async def restore(self, directory: Path) -> None:
         await self._call("restore", _absolute(directory))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fuligo.checkpoint.location import is_distributed, weights_of
 from fuligo.checkpoint.state import DriverRng, RunState
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.job.recorder import RunRecorder
@@ -54,6 +56,9 @@ class Evaluate:
         self.history.append(evaluation)
         self.directory.write_evaluation(num_rollouts, evaluation.groups, dict(evaluation.metrics), reward_key=self.reward_key)
 
+    async def finish(self) -> None:
+        """Each evaluation is complete when `run` returns."""
+
 
 @dataclass(slots=True)
 class SaveCheckpoint:
@@ -66,18 +71,67 @@ class SaveCheckpoint:
     config_text: str
     export_to: str | None
     """Where a Hugging Face directory goes too; `{rollout_id}` is replaced."""
+    in_background: bool = False
+    """--async-save: training goes on while a copy is written. The next save, or the end of the run, waits for it."""
+    _saving: asyncio.Task[None] | None = None
 
     def due(self, step: int) -> bool:
-        return self.schedule.due(step)
+        return self.schedule.due(step) or (self._saving is not None and self._saving.done())
 
     async def run(self, rollout: Rollout, version: int) -> None:
+        """
+        Raises:
+            CheckpointError: this one or the one before it could not be written.
+        """
+        if self._saving is not None:
+            await self.finish()
+        if not self.schedule.due(rollout.step):
+            return
         done = rollout.step + 1
         with self.recorder.phase("save", done):
             state = RunState(done, version, rollout.state, self.config_text, DriverRng.capture())
-            directory = await self.store.save(done, self.trainer.save, state)
-            if self.export_to is not None:
-                export = Path(self.export_to.replace("{rollout_id}", str(rollout.step)))
-                shutil.copytree(directory / "hf", export, dirs_exist_ok=True)
+            if self.in_background:
+                rest = await self.store.begin(done, self.trainer.begin_save, self.trainer.end_save, state)
+                self._saving = asyncio.create_task(self._export_when_saved(rest, rollout.step))
+            else:
+                await self._export(await self.store.save(done, self.trainer.save, state), rollout.step)
+
+    async def finish(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            await saving
+
+    async def abandon(self) -> None:
+        """The run ends before its time: a checkpoint that is not complete does not appear."""
+        if self._saving is not None:
+            self._saving.cancel()
+            await asyncio.gather(self._saving, return_exceptions=True)
+
+    async def _export_when_saved(self, rest: asyncio.Task[Path], step: int) -> None:
+        try:
+            directory = await rest
+        except asyncio.CancelledError:
+            rest.cancel()
+            await asyncio.gather(rest, return_exceptions=True)
+            raise
+        await self._export(directory, step)
+
+    async def _export(self, checkpoint: Path, step: int) -> None:
+        if self.export_to is None:
+            return
+        export = Path(self.export_to.replace("{rollout_id}", str(step)))
+        if is_distributed(checkpoint):
+            await asyncio.to_thread(_replace_export, checkpoint, export)
+        else:
+            await asyncio.to_thread(shutil.copytree, weights_of(checkpoint), export, dirs_exist_ok=True)
+
+
+def _replace_export(checkpoint: Path, export: Path) -> None:
+    """An earlier run may have left one there."""
+    from fuligo.checkpoint.dist_to_hf import dist_to_hf
+
+    shutil.rmtree(export, ignore_errors=True)
+    dist_to_hf(checkpoint, export)
 
 
 @dataclass(slots=True)
@@ -93,3 +147,6 @@ class SaveDebugRollout:
         from fuligo.rollout.debug_data import save_rollout
 
         save_rollout(self.template, rollout)
+
+    async def finish(self) -> None:
+        """Each is written when `run` returns."""

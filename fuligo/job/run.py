@@ -161,6 +161,9 @@ async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: A
 
     evaluate = _evaluate(config, directory, stream, num_rollout, recorder)
     periodic = _periodic(config, directory, num_rollout, trainer, recorder, evaluate)
+    for task in periodic:
+        if isinstance(task, SaveCheckpoint):
+            stack.push_async_callback(task.abandon)
     if evaluate is not None and origin.step == 0 and not config.eval.skip_eval_before_train:
         await evaluate.evaluate(num_rollouts=0)
     gc.freeze()  # what was made so far lives as long as the run: full collections, a tenth of a second each, need not look at it
@@ -238,7 +241,8 @@ def _periodic(
         flags = config.checkpoint
         store = CheckpointStore(Path(flags.save) if flags.save is not None else directory.checkpoints, keep=flags.keep_checkpoints)
         schedule = Schedule(flags.save_interval, num_rollout)
-        periodic.append(SaveCheckpoint(store, trainer, schedule, recorder, directory.config_file.read_text(), flags.save_hf))
+        text = directory.config_file.read_text()
+        periodic.append(SaveCheckpoint(store, trainer, schedule, recorder, text, flags.save_hf, in_background=flags.async_save))
     return periodic
 
 

@@ -131,6 +131,13 @@ class SharingTrainer:
         async with self._turns.borrowed():
             await self._trainer.save(directory)
 
+    async def begin_save(self, directory: Path) -> None:
+        async with self._turns.borrowed():
+            await self._trainer.begin_save(directory)
+
+    async def end_save(self) -> None:
+        await self._trainer.end_save()
+
     async def restore(self, directory: Path) -> None:
         async with self._turns.borrowed():
             await self._trainer.restore(directory)

@@ -41,6 +41,18 @@ class Trainer(Protocol):
         """Write weights (as a Hugging Face directory), optimizer, schedule and random state of every rank below `directory`."""
         ...
 
+    async def begin_save(self, directory: Path) -> None:
+        """As `save`, of a copy that is made first: returns when training may go on, and the writing goes on beside it. One at a time."""
+        ...
+
+    async def end_save(self) -> None:
+        """Return when everything that `begin_save` began to write is on disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        ...
+
     async def restore(self, directory: Path) -> None:
         """The inverse of `save`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class LocalTrainer:
         self._compute = ComputeThread("trainer")
         self._ranks: Ranks | None = None
         self._worker: RankWorker | None = None
+        self._saving: Future[None] | None = None
         self._failed = False
         self._commands = asyncio.Lock()
         self.num_updates = 0
@@ -70,6 +72,13 @@ class LocalTrainer:
 
     async def save(self, directory: Path) -> None:
         await self._call("save", directory)
+
+    async def begin_save(self, directory: Path) -> None:
+        self._saving = await self._call("begin_save", directory)
+
+    async def end_save(self) -> None:
+        assert self._saving is not None, "begin_save() first"
+        await asyncio.wrap_future(self._saving)
 
     async def restore(self, directory: Path) -> None:
         await self._call("restore", directory)

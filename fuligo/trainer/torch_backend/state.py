@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -51,10 +51,54 @@ def save_state(directory: Path, state: TrainingState, *, model_files: Path, worl
         model_files: Hugging Face directory whose tokenizer files go beside the weights.
         world: the ranks.
     """
-    _write_or_gather(directory / "hf", named_weights(state.model), world)
-    _write_or_gather(directory / "optimizer", _named_moments(state.model, state.optimizer), world, stem="optimizer")
+    for place, named_tensors in _parts(state):
+        if world.rank == 0:
+            write_tensors(directory / place.directory, named_tensors, stem=place.stem)
+        else:
+            _take_part(named_tensors)
+    _write_small_files(directory, state, model_files, world)
+
+
+def copy_state(directory: Path, state: TrainingState, *, model_files: Path, world: World) -> Callable[[], None]:
+    """As `save_state`, but large tensors are copied to rank 0's memory, and what is returned writes them. A collective."""
+    copies: list[tuple[_Place, list[tuple[str, Tensor]]]] = []
+    for place, named_tensors in _parts(state):
+        if world.rank == 0:
+            copies.append((place, [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in named_tensors]))
+        else:
+            _take_part(named_tensors)
+    _write_small_files(directory, state, model_files, world)
+
+    def write() -> None:
+        for place, named_tensors in copies:
+            write_tensors(directory / place.directory, named_tensors, stem=place.stem)
+
+    return write
+
+
+@dataclass(slots=True, frozen=True)
+class _Place:
+    """Files of a checkpoint."""
+
+    directory: str
+    stem: str = "model"
+
+
+def _parts(state: TrainingState) -> Iterator[tuple[_Place, Iterator[tuple[str, Tensor]]]]:
+    """What is large. Each part is gathered from the ranks as it is iterated over."""
+    yield _Place("hf"), named_weights(state.model)
+    yield _Place("optimizer", "optimizer"), _named_moments(state.model, state.optimizer)
     if state.reference is not None:
-        _write_or_gather(directory / "reference", named_weights(state.reference), world)
+        yield _Place("reference"), named_weights(state.reference)
+
+
+def _take_part(named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """In gathering what rank 0 takes."""
+    for _ in named_tensors:
+        pass
+
+
+def _write_small_files(directory: Path, state: TrainingState, model_files: Path, world: World) -> None:
     (directory / "rng").mkdir(parents=True, exist_ok=True)
     save_file(_random_state(world), _rng_file(directory, world.rank))
     if world.rank == 0:
@@ -90,16 +134,8 @@ def restore_state(directory: Path, state: TrainingState, world: World) -> None:
     state.progress.num_optimizer_steps, state.progress.num_rollouts = progress.num_optimizer_steps, progress.num_rollouts
 
 
-def _write_or_gather(directory: Path, named_tensors: Iterator[tuple[str, Tensor]], world: World, *, stem: str = "model") -> None:
-    """Rank 0 writes; the others take their part in gathering what it writes."""
-    if world.rank == 0:
-        write_tensors(directory, named_tensors, stem=stem)
-    else:
-        for _ in named_tensors:
-            pass
-
-
 def _write_model_files(directory: Path, model: PreTrainedModel, model_files: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(directory)
     if isinstance(model.generation_config, GenerationConfig):
         model.generation_config.save_pretrained(directory)

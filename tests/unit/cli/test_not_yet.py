@@ -23,7 +23,6 @@ ASKED = [
     ("--advantage-estimator ppo", "--advantage-estimator ppo: PPO's value model"),
     ("--use-opd", "--use-opd: on-policy distillation"),
     ("--use-opsm", "--use-opsm: off-policy sequence masking"),
-    ("--async-save", "--async-save: saving while training goes on"),
     ("--hostfile hosts", "--hostfile hosts: the launch by fuligo train"),
     ("--rm-type gpqa", "--rm-type gpqa: this reward"),
 ]
@@ -59,6 +58,7 @@ def test_every_row_is_tested() -> None:
         "--async-mode one-step",
         "--async-mode full --max-staleness 2",
         "--use-tis",
+        "--async-save",
         "--loss-type sft_loss",
         "--advantage-estimator rloo --kl-coef 0.1",
     ],

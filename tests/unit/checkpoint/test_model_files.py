@@ -1,0 +1,26 @@
+"""What a distributed checkpoint carries along from a Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fuligo.checkpoint.fp8_conversion import convert
+from fuligo.checkpoint.model_files import TENSORS, copy_model_files
+from fuligo.convert.hf_to_fp8 import plan_hf_to_fp8
+from tests.fp8 import save_family
+
+
+@pytest.mark.parametrize("strategy", ["block", "channel"])
+def test_of_an_fp8_checkpoint_as_of_the_one_that_it_was_made_from(strategy: str, tmp_path: Path):
+    """Engines have FP8, the trainer saves what it trains: nothing in its checkpoint says that it is quantised."""
+    source = save_family(tmp_path / "source", "qwen3")
+    convert(plan_hf_to_fp8(["--model-dir", str(source), "--save-dir", str(tmp_path / "fp8"), "--strategy", strategy]), lambda _: None)
+    for name in ("source", "fp8"):
+        copy_model_files(tmp_path / name, tmp_path / f"{name}-files")
+    of_source, of_fp8 = (
+        {file.name: json.loads(file.read_text()) for file in (tmp_path / f"{name}-files").glob("*.json")} for name in ("source", "fp8")
+    )
+    assert of_fp8 == of_source and TENSORS in of_source

@@ -76,6 +76,8 @@ async def test_two_ranks_score_train_save_reshard_and_fail_as_one(settings, tmp_
     for name in by_one.metrics.keys() - {"train/tokens_per_s", "train/num_micro_batches"}:
         assert by_two.metrics[name] == pytest.approx(by_one.metrics[name], rel=1e-5, abs=1e-7), name
 
+    await two.offload()
+    await two.onload()
     await one.save(tmp_path / "one")
     await two.save(tmp_path / "two")
     state_one, state_two = tensors(tmp_path / "one"), tensors(tmp_path / "two")

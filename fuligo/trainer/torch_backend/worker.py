@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from transformers import AutoConfig
 
 from fuligo.errors import TrainerError
 from fuligo.trainer.batch import pack_tokens
+from fuligo.trainer.host_memory import HostMemory
 from fuligo.trainer.packing import Cost, MicroBatchPlan, pack, sequence_flops
+from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import Progress, StepGradients, require_finite, split_scores
 from fuligo.trainer.timeline import Timeline
@@ -23,7 +26,7 @@ from fuligo.trainer.torch_backend.model import Policy, check_packed_forward, ena
 from fuligo.trainer.torch_backend.optimizer import apply_step, build_optimizer, freeze_parameters, gradient_norm
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.sharding import shard
-from fuligo.trainer.torch_backend.state import TrainingState, restore_state, save_state
+from fuligo.trainer.torch_backend.state import TrainingState, copy_state, restore_state, save_state
 from fuligo.trainer.torch_backend.weights import copy_weights, export_dtype, named_weights
 from fuligo.types import FloatArray, StepResult, TokenScores, TrainBatch, TrainSample
 from fuligo.weights.colocated import TrainerRanks
@@ -55,8 +58,10 @@ class TorchRankWorker:
         checkpoint_dtype = export_dtype(AutoConfig.from_pretrained(settings.hf_checkpoint))
         self.export_dtype = published[settings.publish_dtype] if settings.publish_dtype is not None else checkpoint_dtype
         self.balance_by = _cost(self.policy) if settings.balance_data else None
+        self._writer: ComputeThread | None = None
         self._sender = WeightSender(settings.engine_format, TrainerRanks(world.rank, world.objects))
         self._timeline = Timeline(world.device)
+        self._host_memory = HostMemory(world.device)
 
     def score(self, samples: list[TrainSample]) -> list[TrainSample] | None:
         """The samples with old and reference log-probabilities, on rank 0; None on others."""
@@ -128,17 +133,23 @@ class TorchRankWorker:
     def save(self, directory: Path) -> None:
         save_state(directory, self._state(), model_files=self.settings.hf_checkpoint, world=self.world)
 
+    def begin_save(self, directory: Path) -> Future[None]:
+        write = copy_state(directory, self._state(), model_files=self.settings.hf_checkpoint, world=self.world)
+        if self._writer is None:
+            self._writer = ComputeThread("checkpoint writer")
+        return self._writer.submit(write)
+
     def restore(self, directory: Path) -> None:
         restore_state(directory, self._state(), self.world)
 
     def offload(self) -> None:
         """Free the device's memory of everything that training keeps between rollouts."""
-        self._move("cpu")
+        self._host_memory.take(self._on_device())
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        self._move(self.world.device.type)
+        self._host_memory.give_back()
 
     def _load(self, directory: Path, *, trained: bool) -> Policy:
         settings = self.settings
@@ -199,14 +210,15 @@ class TorchRankWorker:
         reference = self.reference.model if self.reference is not None and changes else None
         return TrainingState(self.policy.model, self.optimizer, reference, self.progress)
 
-    def _move(self, device: str) -> None:
+    def _on_device(self) -> Iterator[Tensor]:
+        """All that training keeps between rollouts."""
         for policy in (self.policy, self.reference):
             if policy is not None:
-                policy.to(device)
+                policy.release_gathered()
+                yield from policy.parameters()
+                yield from policy.buffers()
         for state in self.optimizer.state.values():
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    state[key] = value.to(device)
+            yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _merged(parts: list[dict[int, FloatArray] | None]) -> dict[int, FloatArray]:

@@ -22,6 +22,9 @@ _YARN = {
 }
 """Flag -> key among the rotary settings."""
 
+_LLAMA_3 = {"original_max_position_embeddings": 8192, "low_freq_factor": 1, "high_freq_factor": 4}
+"""What Megatron's `--use-rope-scaling` means, beside the factor (`RotaryEmbedding._apply_scaling`)."""
+
 
 def stated_flags(config_json: Mapping[str, Any], source: str = "config.json") -> Flags:
     """The flags that describe the model of a config.json.
@@ -120,7 +123,7 @@ def _rotary(config: ConfigJson, *, is_latent: bool) -> Flags:
     if kind == "yarn" and is_latent:
         scaling = {flag: config.rotary_number(key) for flag, key in _YARN.items()}
         return flags | {"rope_type": "yarn"} | {flag: value for flag, value in scaling.items() if value is not None}
-    if kind == "llama3" and config.rotary_number("original_max_position_embeddings") == 8192:
+    if kind == "llama3" and all(config.rotary_number(key) == value for key, value in _LLAMA_3.items()):
         return flags | {"use_rope_scaling": True, "rope_scaling_factor": config.rotary_number("factor")}
     raise config.contradiction(f"Megatron has no flags for the rotary scaling of this {config.model_type} ({kind})")
 

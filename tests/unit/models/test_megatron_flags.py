@@ -57,6 +57,7 @@ DEEPSEEK_V3: dict[str, Any] = {
         "mscale_all_dim": 1.0,
     },
 }
+LLAMA_3 = {"high_freq_factor": 4, "original_max_position_embeddings": 8192}
 PUBLIC_GLM4_9B = """
     --spec slime_plugins.models.glm4 get_glm_spec --num-layers 40 --hidden-size 4096 --ffn-hidden-size 13696 --num-attention-heads 32
     --group-query-attention --num-query-groups 2 --vocab-size 151552 --untie-embeddings-and-output-weights --normalization RMSNorm
@@ -181,6 +182,11 @@ def test_yarn_and_expert_groups_of_deepseek_v3() -> None:
             "qwen3-4b",
             {"rope_scaling": {"type": "yarn", "factor": 4}},
             r"Megatron has no flags for the rotary scaling of this qwen3 \(yarn\)",
+        ),
+        (
+            "qwen3-4b",
+            {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 2, **LLAMA_3}},
+            r"Megatron has no flags for the rotary scaling of this qwen3 \(llama3\)",
         ),
         ("glm5.2-744b", {"attention_bias": True}, "Megatron's latent attention has no biases"),
         ("glm4.5-355b", {"norm_topk_prob": False}, "Megatron always normalises"),

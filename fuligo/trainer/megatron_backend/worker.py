@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import Progress, StepGradients, StepSamples, require_finite, total
 from fuligo.trainer.timeline import Timeline
 from fuligo.types import FloatArray, StepResult, TokenScores, TrainBatch, TrainSample
+from fuligo.weights.colocated import TrainerRanks
 from fuligo.weights.manifest import WeightManifest, WeightTarget
 from fuligo.weights.senders import WeightSender
 
@@ -58,6 +61,8 @@ class MegatronRankWorker:
         self._load(chunks, settings.initial_weights)
         freeze_parameters(chunks, list(self.names.weights()), settings.trained)
         self.chunks = wrap(chunks, settings)
+        if settings.optimizer_place.on_cpu and world.device.type == "cuda":
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // torch.cuda.device_count()))  # all ranks of a node step at once
         self.optimizer = build_optimizer(self.chunks, settings)
         published = {"fp32": torch.float32, "bf16": torch.bfloat16}
         checkpoint_dtype = getattr(torch, config_json.get("dtype") or config_json.get("torch_dtype") or "float32")
@@ -65,7 +70,7 @@ class MegatronRankWorker:
         self.balance_by = _cost(settings.hf_checkpoint) if settings.balance_data else None
         self._host_memory = HostMemory()
         self._writer = CheckpointWriter(world)
-        self._sender = WeightSender(settings.engine_format)
+        self._sender = WeightSender(settings.engine_format, TrainerRanks(world.rank, world.objects))
         self._timeline = Timeline(world.device)
 
     def score(self, samples: list[TrainSample]) -> list[TrainSample] | None:
@@ -130,13 +135,9 @@ class MegatronRankWorker:
         return compute_gradients(self.chunks, samples, passage, settings, self.world.device), len(passage.plans)
 
     def send_weights(self, target: WeightTarget) -> WeightManifest | None:
-        """Rank 0 sends what all ranks gather."""
+        """All ranks gather; rank 0 sends, and whoever has an engine on its GPU."""
         with self._timeline.span("send"):
-            if self.world.rank == 0:
-                return self._sender.send(self.named_weights(), target)
-            for _ in self.named_weights():
-                pass
-            return None
+            return self._sender.send(self.named_weights(), target)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and full tensors in the data type of `hf_checkpoint`. A collective: every rank iterates to the end."""
@@ -145,6 +146,9 @@ class MegatronRankWorker:
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._writer.save(directory, self._state(), model_files=self.settings.hf_checkpoint)
+
+    def begin_save(self, directory: Path) -> Future[None]:
+        return self._writer.begin(directory, self._state(), model_files=self.settings.hf_checkpoint)
 
     def restore(self, directory: Path) -> None:
         restore_state(directory, self._state(), self.world)

@@ -1,0 +1,56 @@
+"""The Megatron trainer in whole runs, on a CPU, with the embedded engine: its weights reach the engine, and it learns and resumes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import REPOSITORY, fail, succeed
+from tests.e2e.conftest import Job
+from tests.e2e.records import TOKENS, checkpoint, metrics, sample_rows
+
+pytestmark = pytest.mark.megatron
+
+TP2 = {
+    "train_backend": "megatron",
+    "rollout_backend": "embedded",
+    "actor_num_gpus_per_node": 2,
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+}
+
+
+def test_it_learns_and_the_engine_has_its_weights(tmp_path: Path) -> None:
+    """The quickstart's task on two pipeline stages: the reward rises, and engine and trainer agree on every token's probability."""
+    assets, run_dir = REPOSITORY / "fuligo" / "quickstart" / "assets", tmp_path / "run"
+    succeed(
+        *("train", "--config", assets / "config.yaml", "--hf-checkpoint", assets / "model", "--prompt-data", assets / "train.jsonl"),
+        *("--train-backend", "megatron", "--rollout-backend", "embedded", "--pipeline-model-parallel-size", 2),
+        *("--actor-num-gpus-per-node", 2, "--num-rollout", 7, "--run-dir", run_dir, "--progress", "plain"),
+        *("--eval-prompt-data", "sums", f"{assets / 'test.jsonl'}@[0:2]", "--skip-eval-before-train"),
+    )
+    records = metrics(run_dir)
+    assert max(record["train/logprob_abs_diff"] for record in records) < 1e-4
+    rewards = [record["rollout/reward_mean"] for record in records]
+    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.2
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(job: Job, tmp_path: Path) -> None:
+    """Two optimizer steps a rollout, under tensor and sequence parallelism; tokens and metrics to the bit."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    common = {**TP2, "num_steps_per_rollout": 2, "save_interval": 1}
+    succeed(*job(**common, num_rollout=2, run_dir=whole))
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(checkpoint(resumed, 2))
+    (resumed / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
+    succeed(*job(**common, num_rollout=2, run_dir=resumed, load=resumed / "checkpoints"))
+    assert metrics(resumed) == metrics(whole)
+    assert sample_rows(resumed, *TOKENS) == sample_rows(whole, *TOKENS)
+
+
+def test_what_the_trainer_would_ignore_is_refused_before_anything_starts(job: Job, tmp_path: Path) -> None:
+    text = fail(2, *job(**TP2, attention_dropout=0.1, run_dir=tmp_path / "run"))
+    assert "--attention-dropout 0.1: the Megatron trainer with these arguments cannot run yet" in text
+    assert not (tmp_path / "run").exists()

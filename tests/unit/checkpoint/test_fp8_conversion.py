@@ -22,6 +22,8 @@ from fuligo.models.quantisation import EngineQuantisation, Quantisation, is_quan
 from fuligo.trainer.torch_backend.weights import named_weights
 from fuligo.weights.buckets import as_bytes
 from fuligo.weights.fp8 import checkpoint_weights, dequantise, quantise, quantised_weights
+from fuligo.weights.manifest import EngineFormat, WeightTarget
+from fuligo.weights.senders import WeightSender
 from tests.fp8 import FAMILIES, save_family
 
 Tensors = dict[str, torch.Tensor]
@@ -225,3 +227,15 @@ def test_transformers_and_a_publish(family: str, tmp_path: Path):
     trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     published = quantised_weights(named_weights(trainer, dtype=torch.bfloat16), engine)
     assert differing(dict(published), held) == []
+
+
+def test_a_publish_by_disk_is_an_fp8_checkpoint(model: Path, tmp_path: Path):
+    """The whole way of a sender, which counts what it sends."""
+    converted(model, tmp_path / "fp8")
+    (sent := tmp_path / "sent").mkdir()
+    engine_format = EngineFormat(experts_apart=True, quantisation=EngineQuantisation.read(tmp_path / "fp8"))
+    weights = named_weights(AutoModelForCausalLM.from_pretrained(model), dtype=torch.bfloat16)
+    manifest = WeightSender(engine_format).send(weights, WeightTarget("disk", version=1, bucket_bytes=2**18, directory=str(sent)))
+    held = tensors_of(tmp_path / "fp8")
+    assert differing(tensors_of(sent), held) == []
+    assert (manifest.num_tensors, manifest.num_bytes) == (len(held), sum(tensor.nbytes for tensor in held.values()))

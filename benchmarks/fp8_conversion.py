@@ -1,0 +1,108 @@
+"""MB/s and peak memory of `fuligo convert fp8`, beside a plain copy of the same checkpoint.
+
+    python benchmarks/fp8_conversion.py [--megabytes 800] [--files 4] [--workers 1 2] [--repeats 2] [--directory DIR]
+
+The checkpoint has the matrices of a 4B-class Qwen3, in bf16, as many layers as fit. Copy and conversions take turns, each a process of its
+own that ends with its files on disk; the page cache is warm for all. A conversion reads its source twice and its result once: it compares
+what it wrote. MB/s are of the source; memory is the largest resident set of the process, of which the interpreter with torch is the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+HIDDEN, INTERMEDIATE, HEAD, HEADS, KV_HEADS, VOCABULARY = 2560, 9728, 128, 32, 8, 32768
+SHAPES = {
+    "self_attn.q_proj": (HEADS * HEAD, HIDDEN),
+    "self_attn.k_proj": (KV_HEADS * HEAD, HIDDEN),
+    "self_attn.v_proj": (KV_HEADS * HEAD, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HEADS * HEAD),
+    "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
+    "mlp.up_proj": (INTERMEDIATE, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+}
+COPY = "import os, shutil, sys; shutil.copytree(*sys.argv[1:]); os.sync()"
+IDLE = "import torch"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--megabytes", type=int, default=800, help="of the checkpoint, about")
+    parser.add_argument("--files", type=int, default=4)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--directory", type=Path, help="where to work (default: a temporary directory)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.directory) as work:
+        source, target = Path(work) / "bf16", Path(work) / "target"
+        num_bytes = write_checkpoint(source, options.megabytes * 10**6, options.files)
+        convert = ["-m", "fuligo", "convert", "fp8", "--model-dir", str(source), "--save-dir", str(target)]
+        programs = {"copy": ["-c", COPY, str(source), str(target)]}
+        programs |= {f"{n} worker{'s' * (n > 1)}": [*convert, "--max-workers", str(n)] for n in options.workers}
+        programs |= {f"{strategy}, 1 worker": [*convert, "--strategy", strategy] for strategy in ("channel", "tensor")}
+        start_s, idle_bytes = run(["-c", IDLE])
+        best: dict[str, tuple[float, int]] = {}
+        for _ in range(options.repeats):
+            for name, arguments in programs.items():
+                shutil.rmtree(target, ignore_errors=True)
+                seconds, peak = run(arguments)
+                best[name] = min(best.get(name, (seconds, peak)), (seconds, peak))
+    print(f"{num_bytes / 1e6:.0f} MB in {options.files} files of {num_bytes / options.files / 1e6:.0f} MB")
+    print(f"{'import torch':<20} {start_s:6.2f} s {'':>11} {idle_bytes / 1e6:6.0f} MB")
+    for name, (seconds, peak) in best.items():
+        rate = num_bytes / 1e6 / (seconds if name == "copy" else seconds - start_s)
+        print(f"{name:<20} {seconds:6.2f} s {rate:6.0f} MB/s {peak / 1e6:6.0f} MB")
+    print("MB/s of conversions: without the time that `import torch` takes")
+
+
+def write_checkpoint(directory: Path, num_bytes: int, num_files: int) -> int:
+    """Bytes of its tensors."""
+    directory.mkdir()
+    layer_bytes = sum(2 * rows * columns for rows, columns in SHAPES.values())
+    num_layers = max(num_files, num_bytes // layer_bytes)
+    generator = torch.Generator().manual_seed(0)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for file in range(num_files):
+        tensors = {
+            f"model.layers.{layer}.{name}.weight": (torch.randn(shape, generator=generator) * 0.02).bfloat16()
+            for layer in range(file, num_layers, num_files)
+            for name, shape in SHAPES.items()
+        }
+        shard = f"model-{file + 1:05d}-of-{num_files:05d}.safetensors"
+        save_file(tensors, directory / shard, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, shard)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = {"model_type": "qwen3", "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "head_dim": HEAD, "vocab_size": VOCABULARY}
+    config |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "num_hidden_layers": num_layers}
+    config |= {"max_position_embeddings": 4096}
+    (directory / "config.json").write_text(json.dumps(config))
+    return total
+
+
+def run(arguments: list[str]) -> tuple[float, int]:
+    """Seconds of a Python process, and the most memory that it had."""
+    started = time.perf_counter()
+    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, process.args)
+    return time.perf_counter() - started, usage.ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""What the flags say of engines in FP8 reaches the trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fuligo.checkpoint.fp8_conversion import convert
+from fuligo.config.parse import parse
+from fuligo.convert.hf_to_fp8 import plan_hf_to_fp8
+from fuligo.job.trainer_settings import trainer_settings
+from fuligo.models.quantisation import EngineQuantisation
+from tests.fp8 import save_family
+
+
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_family(tmp_path_factory.mktemp("bf16"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def fp8(bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save = tmp_path_factory.mktemp("fp8")
+    convert(plan_hf_to_fp8(["--model-dir", str(bf16), "--save-dir", str(save)]), lambda _: None)
+    return save
+
+
+def settings_of(hf_checkpoint: Path, bf16: Path, *more: str):
+    config = parse(["--hf-checkpoint", str(hf_checkpoint), "--ref-load", str(bf16), "--num-rollout", "1", "--device", "cpu", *more]).config
+    assert config.initial_weights_path is not None
+    return trainer_settings(config, "cpu", initial_weights=Path(config.initial_weights_path), num_rollout=1)
+
+
+def test_sglang_on_an_fp8_checkpoint_gets_its_format_and_the_trainer_starts_elsewhere(bf16: Path, fp8: Path):
+    settings = settings_of(fp8, bf16, "--rollout-backend", "sglang")
+    assert settings.initial_weights == bf16
+    assert settings.engine_format.quantisation == EngineQuantisation.read(fp8) is not None
+    assert settings.publish_dtype is None  # that of config.json, as the converter finds it
+
+
+def test_sglang_on_a_bf16_checkpoint_gets_tensors_as_checkpoints_have_them(bf16: Path):
+    found = settings_of(bf16, bf16, "--rollout-backend", "sglang").engine_format
+    assert (found.experts_apart, found.quantisation) == (True, None)
+
+
+def test_the_embedded_engine_computes_with_what_fp8_stands_for(bf16: Path, fp8: Path):
+    found = settings_of(fp8, bf16).engine_format
+    assert (found.experts_apart, found.quantisation) == (False, None)

@@ -82,7 +82,7 @@ class CheckpointWriter:
         Raises:
             CheckpointError: a rank could not write; on every rank.
         """
-        _write_small_files(directory, state, self._world, model_files)
+        _agreed(self._world, lambda: _write_small_files(directory, state, self._world, model_files))
         write_shards(directory, list(_shards(state)), self._world.objects)
 
     def begin(self, directory: Path, state: MegatronState, *, model_files: Path) -> Future[None]:
@@ -95,7 +95,7 @@ class CheckpointWriter:
             self._thread = ComputeThread("checkpoint writer")
             # Their own, so that what they say does not get between the trainer's collectives.
             self._group = dist.new_group(backend="gloo") if self._world.size > 1 else None  # pyright: ignore[reportAttributeAccessIssue]
-        _write_small_files(directory, state, self._world, model_files)
+        _agreed(self._world, lambda: _write_small_files(directory, state, self._world, model_files))
         copies = [shard.on_cpu() for shard in _shards(state)]
         return self._thread.submit(lambda: write_shards(directory, copies, self._group))
 
@@ -335,18 +335,20 @@ def _tracker() -> CudaRNGStatesTracker:
     return tracker
 
 
-def _agreed(world: World, check: Callable[[], T]) -> T:
-    """What `check` returns, if it raises nothing on any rank.
+def _agreed(world: World, work: Callable[[], T]) -> T:
+    """What `work` returns, if it raises nothing on any rank.
 
     Raises:
         CheckpointError: of the first rank on which it did; on every rank.
     """
-    result: T | None = None
+    result: list[T] = []
     problem: str | None = None
     try:
-        result = check()
+        result.append(work())
     except CheckpointError as error:
         problem = str(error)
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}"
     problems: list[str | None] = [problem]
     if world.size > 1:
         problems = [None] * world.size
@@ -354,5 +356,4 @@ def _agreed(world: World, check: Callable[[], T]) -> T:
     first = next((text for text in problems if text is not None), None)
     if first is not None:
         raise CheckpointError(first)
-    assert result is not None
-    return result
+    return result[0]

@@ -94,15 +94,14 @@ class CheckpointStore:
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        return asyncio.create_task(self._end(iteration, unfinished, wait))
+        rest = asyncio.create_task(self._end(iteration, unfinished, wait))
+        rest.add_done_callback(lambda _: shutil.rmtree(unfinished, ignore_errors=True))  # also of one cancelled before it ran
+        return rest
 
     async def _end(self, iteration: int, unfinished: Path, wait: Callable[[], Awaitable[None]]) -> Path:
-        try:
-            async with self._attempt(iteration):
-                await wait()
-                await _to_the_end(asyncio.to_thread(self._finish, unfinished, iteration))
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        async with self._attempt(iteration):
+            await wait()
+            await _to_the_end(asyncio.to_thread(self._finish, unfinished, iteration))
         logger.info("saved %s", self.directory / iteration_name(iteration))
         return self.directory / iteration_name(iteration)
 

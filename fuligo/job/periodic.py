@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fuligo.checkpoint.location import is_distributed, weights_of
 from fuligo.checkpoint.state import DriverRng, RunState
@@ -73,7 +74,9 @@ class SaveCheckpoint:
     """Where a Hugging Face directory goes too; `{rollout_id}` is replaced."""
     in_background: bool = False
     """--async-save: training goes on while a copy is written. The next save, or the end of the run, waits for it."""
+    _writing: asyncio.Task[Path] | None = None
     _saving: asyncio.Task[None] | None = None
+    """The writing, and the export after it."""
 
     def due(self, step: int) -> bool:
         return self.schedule.due(step) or (self._saving is not None and self._saving.done())
@@ -91,8 +94,8 @@ class SaveCheckpoint:
         with self.recorder.phase("save", done):
             state = RunState(done, version, rollout.state, self.config_text, DriverRng.capture())
             if self.in_background:
-                rest = await self.store.begin(done, self.trainer.begin_save, self.trainer.end_save, state)
-                self._saving = asyncio.create_task(self._export_when_saved(rest, rollout.step))
+                self._writing = await self.store.begin(done, self.trainer.begin_save, self.trainer.end_save, state)
+                self._saving = asyncio.create_task(self._export_when_written(self._writing, rollout.step))
             else:
                 await self._export(await self.store.save(done, self.trainer.save, state), rollout.step)
 
@@ -103,18 +106,13 @@ class SaveCheckpoint:
 
     async def abandon(self) -> None:
         """The run ends before its time: a checkpoint that is not complete does not appear."""
-        if self._saving is not None:
-            self._saving.cancel()
-            await asyncio.gather(self._saving, return_exceptions=True)
+        tasks: list[asyncio.Task[Any]] = [task for task in (self._writing, self._saving) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _export_when_saved(self, rest: asyncio.Task[Path], step: int) -> None:
-        try:
-            directory = await rest
-        except asyncio.CancelledError:
-            rest.cancel()
-            await asyncio.gather(rest, return_exceptions=True)
-            raise
-        await self._export(directory, step)
+    async def _export_when_written(self, writing: asyncio.Task[Path], step: int) -> None:
+        await self._export(await writing, step)
 
     async def _export(self, checkpoint: Path, step: int) -> None:
         if self.export_to is None:

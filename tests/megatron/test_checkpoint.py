@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from fuligo.errors import CheckpointError
 from fuligo.models.names import ModelNames
 from fuligo.models.registry import names_of, read_config_json
 from fuligo.trainer.megatron_backend.layout import Layout
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace
+from fuligo.trainer.ranks.settings import TrainedParameters
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import Progress
 from tests.megatron.policies import settings_of
@@ -30,36 +36,42 @@ def train(
 ) -> dict[str, Tensor] | None:
     """Optimizer steps from the settings' first weights or a checkpoint; the weights after them, on rank 0."""
     from fuligo.checkpoint.megatron_dist import CheckpointWriter, restore_state
-    from fuligo.trainer.megatron_backend.optimizer import apply_step, gradient_norm
     from fuligo.trainer.megatron_backend.weights.export import named_weights
 
     state = build_state(world, settings)
     if load is not None:
         restore_state(load, state, world)
     for _ in range(num_steps):
-        set_gradients(state.chunks, state.names, state.progress.num_optimizer_steps)
-        norm = gradient_norm(state.optimizer)
-        apply_step(state.optimizer, settings.optimizer, step=state.progress.num_optimizer_steps, grad_norm=norm)
-        state.progress.num_optimizer_steps += 1
+        step(state, settings)
     if save is not None:
         CheckpointWriter(world).save(save, state, model_files=settings.hf_checkpoint)
     weights = {name: tensor.clone() for name, tensor in named_weights(state.chunks, state.names, dtype=torch.float32)}
     return weights if world.rank == 0 else None
 
 
+def step(state: Any, settings: MegatronTrainerSettings) -> None:
+    from fuligo.trainer.megatron_backend.optimizer import apply_step, gradient_norm
+
+    set_gradients(state.chunks, state.names, state.progress.num_optimizer_steps)
+    norm = gradient_norm(state.optimizer)
+    apply_step(state.optimizer, settings.optimizer, step=state.progress.num_optimizer_steps, grad_norm=norm)
+    state.progress.num_optimizer_steps += 1
+
+
 def build_state(world: World, settings: MegatronTrainerSettings) -> Any:
     from fuligo.checkpoint.megatron_dist import MegatronState
     from fuligo.trainer.megatron_backend.data_parallel import wrap
     from fuligo.trainer.megatron_backend.model import build_chunks
-    from fuligo.trainer.megatron_backend.optimizer import build_optimizer
+    from fuligo.trainer.megatron_backend.optimizer import build_optimizer, freeze_parameters
     from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
     from fuligo.trainer.megatron_backend.world import join_megatron
 
     join_megatron(settings.layout, world, settings.seed)
     chunks = build_chunks(settings, trained=True)
     load_hugging_face(chunks, settings.initial_weights)
-    wrapped = wrap(chunks, settings)
     names = names_of(read_config_json(settings.hf_checkpoint))
+    freeze_parameters(chunks, list(names.weights()), settings.trained)
+    wrapped = wrap(chunks, settings)
     return MegatronState(wrapped, names, build_optimizer(wrapped, settings), settings.layout, Progress())
 
 
@@ -84,29 +96,163 @@ def set_gradients(chunks: Sequence[Any], names: ModelNames, step: int) -> None:
         held.tensor.main_grad.copy_(gradient)
 
 
-@pytest.fixture(scope="session")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("dense") / "qwen3", "qwen3", layers=4)
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A dense model, and one with experts, a shared one, corrections of the router and latent attention."""
+    return {
+        "dense": save_checkpoint(tmp_path_factory.mktemp("dense"), "qwen3", layers=4),
+        "moe": save_checkpoint(tmp_path_factory.mktemp("moe"), "glm4_moe_lite", layers=3),
+    }
 
 
 LAYOUTS = {
     "one": Layout(),
     "tp2": Layout(tp=2, sequence_parallel=True, num_ranks=2),
     "pp2": Layout(pp=2, num_ranks=2),
+    "pp2 uneven": Layout(pp=2, num_layers_first_stage=1, num_ranks=2),
     "dp2": Layout(num_ranks=2),
     "cp2": Layout(cp=2, num_ranks=2),
     "vpp2": Layout(pp=2, vpp=2, num_ranks=2),
-    "tp2pp2": Layout(tp=2, pp=2, num_ranks=4),
+    "tp2 pp2": Layout(tp=2, pp=2, num_ranks=4),
+    "ep2": Layout(ep=2, num_ranks=2),
+    "tp2 ep2": Layout(tp=2, ep=2, sequence_parallel=True, num_ranks=2),
+    "pp2 ep2": Layout(pp=2, ep=2, num_layers_first_stage=1, num_ranks=4),
+    "etp2": Layout(tp=2, etp=2, sequence_parallel=True, num_ranks=2),
 }
-PAIRS = [("tp2", "pp2"), ("pp2", "dp2"), ("dp2", "vpp2"), ("vpp2", "one"), ("one", "cp2"), ("cp2", "tp2pp2"), ("tp2pp2", "tp2")]
+DENSE = ("one", "tp2", "pp2", "pp2 uneven", "dp2", "cp2", "vpp2", "tp2 pp2")
+EXPERTS = ("one", "pp2 uneven", "ep2", "tp2 ep2", "pp2 ep2", "etp2")
+PAIRS = [
+    *(("dense", *pair) for pair in [("tp2", "pp2"), ("pp2", "dp2"), ("dp2", "vpp2"), ("vpp2", "one"), ("one", "cp2")]),
+    *(("dense", *pair) for pair in [("cp2", "tp2 pp2"), ("tp2 pp2", "pp2 uneven"), ("pp2 uneven", "tp2")]),
+    *(("moe", *pair) for pair in [("one", "tp2 ep2"), ("tp2 ep2", "pp2 uneven"), ("pp2 uneven", "ep2")]),
+    *(("moe", *pair) for pair in [("ep2", "etp2"), ("etp2", "pp2 ep2"), ("pp2 ep2", "one")]),
+]
+"""Each layout is saved once and loaded once."""
+ALL = [(model, *pair) for model, names in (("dense", DENSE), ("moe", EXPERTS)) for pair in product(names, names)]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), PAIRS)
-def test_the_next_step_is_the_same_under_another_layout(pool: RankPool, dense: Path, tmp_path: Path, saved: str, loaded: str):
-    ours, theirs = settings_of(dense, LAYOUTS[saved]), settings_of(dense, LAYOUTS[loaded])
+@pytest.fixture(scope="module")
+def straight(pool: RankPool, models: dict[str, Path]) -> dict[str, dict[str, Tensor]]:
+    """Weights after one step more than is saved, without a save."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, model in models.items():
+        (weights,) = pool.run(1, train, settings_of(model, Layout()), load=None, save=None, num_steps=NUM_STEPS + 1)
+        assert weights is not None
+        found[name] = weights
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "saved", "loaded"), [*PAIRS, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in PAIRS)]
+)
+def test_the_next_step_is_the_same_under_another_layout(pool, models, straight, tmp_path: Path, model: str, saved: str, loaded: str):
+    ours, theirs = settings_of(models[model], LAYOUTS[saved]), settings_of(models[model], LAYOUTS[loaded])
     pool.run(ours.num_ranks, train, ours, load=None, save=tmp_path, num_steps=NUM_STEPS)
     resumed = pool.run(theirs.num_ranks, train, theirs, load=tmp_path, save=None, num_steps=1)[0]
-    straight = pool.run(ours.num_ranks, train, ours, load=None, save=None, num_steps=NUM_STEPS + 1)[0]
-    assert resumed is not None and straight is not None and resumed.keys() == straight.keys()
-    for name, tensor in straight.items():
-        torch.testing.assert_close(resumed[name], tensor, rtol=1e-6, atol=1e-7, msg=name)
+    assert resumed is not None
+    assert_equal(resumed, straight[model], rtol=1e-6, atol=1e-7)
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], *, rtol: float = 0.0, atol: float = 0.0) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("options", [{}, {"optimizer_place": OptimizerPlace(distributed=False)}, {"precision": "bf16"}], ids=str)
+def test_under_the_same_layout_it_is_exact(pool: RankPool, models, tmp_path: Path, options: dict[str, Any]):
+    """Also in half precision, with weights in float32 beside it, and with the whole optimizer on every rank."""
+    settings = settings_of(models["dense"], LAYOUTS["dp2"], **options)
+    pool.run(2, train, settings, load=None, save=tmp_path, num_steps=NUM_STEPS)
+    resumed = pool.run(2, train, settings, load=tmp_path, save=None, num_steps=2)[0]
+    uninterrupted = pool.run(2, train, settings, load=None, save=None, num_steps=NUM_STEPS + 2)[0]
+    assert resumed is not None and uninterrupted is not None
+    assert_equal(resumed, uninterrupted)
+
+
+def draw_after_restore(world: World, settings: MegatronTrainerSettings, *, load: Path | None, save: Path | None) -> list[Tensor]:
+    """What each kind of random numbers gives next."""
+    from megatron.core import tensor_parallel
+
+    from fuligo.checkpoint.megatron_dist import CheckpointWriter, restore_state
+
+    state = build_state(world, settings)
+    if save is not None:
+        torch.rand(world.rank + 3)
+        CheckpointWriter(world).save(save, state, model_files=settings.hf_checkpoint)
+    if load is not None:
+        restore_state(load, state, world)
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        of_region = torch.rand(4)
+    return [torch.rand(4), of_region]
+
+
+def test_random_numbers_go_on_under_the_same_layout_only(pool: RankPool, models, tmp_path: Path):
+    settings = settings_of(models["dense"], LAYOUTS["tp2"])
+    saved = pool.run(2, draw_after_restore, settings, load=None, save=tmp_path)
+    resumed = pool.run(2, draw_after_restore, settings, load=tmp_path, save=None)
+    assert all(torch.equal(one, other) for ours, theirs in zip(saved, resumed) for one, other in zip(ours, theirs))
+    elsewhere = settings_of(models["dense"], LAYOUTS["dp2"])
+    own, kept = (pool.run(2, draw_after_restore, elsewhere, load=load, save=None) for load in (None, tmp_path))
+    assert torch.equal(own[0][1], kept[0][1])
+
+
+def train_beside_the_save(world: World, settings: MegatronTrainerSettings, *, save: Path) -> None:
+    """One step, a save that is begun, another step before it ends."""
+    from fuligo.checkpoint.megatron_dist import CheckpointWriter
+
+    state = build_state(world, settings)
+    step(state, settings)
+    saving = CheckpointWriter(world).begin(save, state, model_files=settings.hf_checkpoint)
+    step(state, settings)
+    saving.result(timeout=120)
+
+
+def test_what_is_saved_beside_training_is_what_was_there_when_it_began(pool: RankPool, models, tmp_path: Path):
+    settings = settings_of(models["dense"], LAYOUTS["tp2"])
+    pool.run(2, train_beside_the_save, settings, save=tmp_path)
+    resumed = pool.run(2, train, settings, load=tmp_path, save=None, num_steps=1)[0]
+    uninterrupted = pool.run(2, train, settings, load=None, save=None, num_steps=2)[0]
+    assert resumed is not None and uninterrupted is not None
+    assert_equal(resumed, uninterrupted)
+
+
+def refused(world: World, settings: MegatronTrainerSettings, load: Path) -> tuple[str, bool]:
+    """The error, and whether the weights are as they were."""
+    from fuligo.checkpoint.megatron_dist import restore_state
+    from fuligo.trainer.megatron_backend.weights.local import local_weights
+
+    state = build_state(world, settings)
+    before = {name: tensor.detach().clone() for name, tensor in local_weights(state.chunks).items()}
+    with pytest.raises(CheckpointError) as error:
+        restore_state(load, state, world)
+    return str(error.value), all(torch.equal(before[name], tensor) for name, tensor in local_weights(state.chunks).items())
+
+
+def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(pool: RankPool, models, tmp_path: Path):
+    settings = settings_of(models["dense"], LAYOUTS["pp2"])
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    pool.run(2, train, settings, load=None, save=whole, num_steps=1)
+    largest = max(whole.glob("*.distcp"), key=lambda file: file.stat().st_size).name
+    for case, (damaged, message) in enumerate(
+        [
+            (lambda directory: (directory / largest).unlink(), f"{largest} is missing"),
+            (lambda directory: os.truncate(directory / largest, 1000), "has 1000 bytes"),
+            (lambda directory: os.truncate(directory / ".metadata", 1000), "cannot be read"),
+            (lambda directory: (directory / "rng" / "rank_00001.safetensors").unlink(), "rank_00001.safetensors: missing"),
+            (lambda directory: (directory / "trainer.json").unlink(), "trainer.json: cannot be read"),
+        ]
+    ):
+        copy = Path(shutil.copytree(whole, tmp_path / str(case)))
+        damaged(copy)
+        for text, is_unchanged in pool.run(2, refused, settings, copy):
+            assert message in text and is_unchanged
+    frozen = replace(settings, trained=TrainedParameters(frozen=("embed",)))
+    others = [
+        (settings_of(save_checkpoint(tmp_path / "other", "qwen3", layers=2), LAYOUTS["pp2"]), "belongs to another architecture"),
+        (frozen, "was trained in the run that saved it and is frozen in this one"),
+    ]
+    for other, message in others:
+        for text, is_unchanged in pool.run(2, refused, other, whole):
+            assert message in text and is_unchanged

@@ -108,3 +108,34 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="give another place with --save"):
         CheckpointStore(tmp_path / "file" / "checkpoints")
+
+
+async def test_what_is_begun_appears_when_it_is_complete(tmp_path: Path, state, weights) -> None:
+    store = CheckpointStore(tmp_path)
+    await store.save(10, weights(b"ten"), state(10))
+    written = asyncio.Event()
+    driver = state(20)
+    rest = await store.begin(20, weights(b"twenty"), written.wait, driver)
+    driver.rollout.buffer.clear()  # the run goes on with its samples
+    for _ in range(3):
+        await asyncio.sleep(0)
+    latest = store.latest()
+    assert latest is not None and latest.iteration == 10 and not rest.done()
+    written.set()
+    assert await rest == tmp_path / "iter_0000020"
+    latest = store.latest()
+    assert latest is not None and latest.iteration == 20
+    assert len(latest.state().rollout.buffer) == 1
+
+
+async def test_what_is_begun_and_fails_leaves_the_earlier_checkpoint(tmp_path: Path, state, weights) -> None:
+    store = CheckpointStore(tmp_path)
+    await store.save(10, weights(), state(10))
+
+    async def fail() -> None:
+        raise OSError("No space left on device")
+
+    rest = await store.begin(20, weights(), fail, state(20))
+    with pytest.raises(CheckpointError, match=r"iter_0000020 could not be written .* No space left on device .* iter_0000010 is intact"):
+        await rest
+    assert names(tmp_path) == ["iter_0000010", TRACKER]

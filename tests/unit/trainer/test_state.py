@@ -47,6 +47,17 @@ def saved(settings, tmp_path) -> Path:
     return tmp_path / "saved"
 
 
+def test_what_is_saved_beside_training_is_what_was_there_when_it_began(settings, tmp_path):
+    worker = worker_of(settings)
+    train(worker, seed=0)
+    saving = worker.begin_save(tmp_path / "saved")
+    next_step = train(worker, seed=1)
+    saving.result(timeout=60)
+    resumed = worker_of(settings)
+    resumed.restore(tmp_path / "saved")
+    assert train(resumed, seed=1) == next_step
+
+
 def test_training_goes_on_bit_for_bit(settings, saved):
     uninterrupted = worker_of(settings)
     train(uninterrupted, seed=0)

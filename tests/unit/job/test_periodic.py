@@ -1,0 +1,97 @@
+"""Saving while training goes on: one at a time, complete before the run ends, and its failure the run's."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from fuligo.checkpoint.location import TRACKER
+from fuligo.checkpoint.store import CheckpointStore
+from fuligo.errors import CheckpointError
+from fuligo.job.periodic import SaveCheckpoint, Schedule
+from fuligo.job.recorder import RunRecorder
+from fuligo.rollout.protocol import Rollout, RolloutState
+from fuligo.trainer.protocol import Trainer
+
+
+class SlowTrainer:
+    """Writes when it is let."""
+
+    def __init__(self) -> None:
+        self.may_write = asyncio.Event()
+        self.error: Exception | None = None
+        self.num_begun = 0
+
+    async def begin_save(self, directory: Path) -> None:
+        self.num_begun += 1
+        (directory / "hf").mkdir()
+        (directory / "hf" / "config.json").write_text(f"{self.num_begun}")
+
+    async def end_save(self) -> None:
+        await self.may_write.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class NoRecorder:
+    def phase(self, name: str, step: int) -> Any:
+        import contextlib
+
+        return contextlib.nullcontext()
+
+
+@pytest.fixture
+def trainer() -> SlowTrainer:
+    return SlowTrainer()
+
+
+@pytest.fixture
+def saves(tmp_path: Path, trainer: SlowTrainer) -> SaveCheckpoint:
+    """Every second of six rollouts."""
+    store, recorder = CheckpointStore(tmp_path / "checkpoints"), cast(RunRecorder, NoRecorder())
+    export = str(tmp_path / "export" / "{rollout_id}")
+    return SaveCheckpoint(store, cast(Trainer, trainer), Schedule(2, 6), recorder, "config: true", export, in_background=True)
+
+
+def rollout(step: int) -> Rollout:
+    return Rollout(step, [], RolloutState({"offset": step}), {})
+
+
+def saved(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("iter_"))
+
+
+async def test_the_run_goes_on_while_a_checkpoint_is_written(tmp_path: Path, saves: SaveCheckpoint, trainer: SlowTrainer) -> None:
+    await saves.run(rollout(1), version=1)
+    assert saved(tmp_path) == [] and not saves.due(2)
+    next_one = asyncio.create_task(saves.run(rollout(3), version=3))
+    await asyncio.sleep(0.01)
+    assert trainer.num_begun == 1, "the next save waits for the one before"
+    trainer.may_write.set()
+    await next_one
+    assert trainer.num_begun == 2 and saved(tmp_path)[0] == "iter_0000002"
+    await saves.finish()
+    assert saved(tmp_path) == ["iter_0000002", "iter_0000004"]
+    assert (tmp_path / "checkpoints" / TRACKER).read_text() == "4"
+    assert (tmp_path / "export" / "3" / "config.json").read_text() == "2"
+
+
+async def test_a_failure_is_the_runs_at_the_next_rollout(tmp_path: Path, saves: SaveCheckpoint, trainer: SlowTrainer) -> None:
+    trainer.error = OSError("No space left on device")
+    trainer.may_write.set()
+    await saves.run(rollout(1), version=1)
+    assert saves._saving is not None
+    await asyncio.wait([saves._saving])
+    assert saves.due(2)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        await saves.run(rollout(2), version=2)
+    assert saved(tmp_path) == []
+
+
+async def test_a_run_that_ends_early_leaves_no_half_of_a_checkpoint(tmp_path: Path, saves: SaveCheckpoint) -> None:
+    await saves.run(rollout(1), version=1)
+    await saves.abandon()
+    assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -34,9 +34,9 @@ def cut_into_buckets(named_weights: NamedTensors, bucket_bytes: int) -> Iterator
         yield bucket
 
 
-_LATENT_ATTENTION = re.compile(r"(.*\.self_attn)\.(?:q_a|q_b|kv_a|kv_b)_")
-"""SGLang 0.5.15.post1 joins `q_a_proj` and `kv_a_proj_with_mqa` where one call brings both, and drops one that comes alone
-(models/deepseek_common/deepseek_weight_loader.py)."""
+_LATENT_ATTENTION = re.compile(r"(.*\.self_attn)\.(?:(?:q_a|q_b|kv_a|kv_b)_|indexer\.wk\.)")
+"""SGLang 0.5.15.post1 joins `q_a_proj` and `kv_a_proj_with_mqa` where one call brings both, and drops one that comes alone; so it does with
+the FP8 values and the scales of an indexer's `wk` (models/deepseek_common/deepseek_weight_loader.py)."""
 
 
 def _units(named_weights: NamedTensors) -> Iterator[Bucket]:

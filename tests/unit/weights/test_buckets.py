@@ -45,6 +45,14 @@ def test_projections_of_latent_attention_are_never_sent_apart(limit: int) -> Non
     assert [name for name, _ in changes.only(tensors)] == [name for name, _ in tensors[:4]]
 
 
+@given(st.integers(1, 60))
+def test_values_and_scales_of_an_indexer_are_never_sent_apart(limit: int) -> None:
+    name = "model.layers.0.self_attn.indexer.wk.weight"
+    pair = [(each, torch.zeros(20, dtype=torch.uint8)) for each in (name, f"{name}_scale_inv")]
+    buckets = [[name for name, _ in bucket] for bucket in cut_into_buckets([*weights([20]), *pair, *weights([20])], limit)]
+    assert any({each for each, _ in pair} <= set(bucket) for bucket in buckets)
+
+
 @given(Sizes)
 def test_buckets_are_sent_in_order_and_the_last_is_called_so(sizes: list[int]) -> None:
     sent: list[tuple[str, bool]] = []

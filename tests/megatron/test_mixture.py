@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from fuligo.errors import ConfigError
 from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.trainer.megatron_backend.model_config import transformer_config
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
-from fuligo.types import TrainBatch
+from fuligo.trainer.ranks.world import World
+from fuligo.trainer.step import StepSamples
+from fuligo.types import TrainBatch, TrainSample
 from tests import train_batches
-from tests.megatron.checkpoints import save_uneven
+from tests.megatron.checkpoints import expert_by_expert, save_uneven
 from tests.megatron.gradients import assert_gradients_agree, megatron_gradients, torch_gradients
 from tests.megatron.policies import settings_of
 from tests.megatron.ranks import RankPool
@@ -79,3 +88,134 @@ def test_gradients_are_those_of_the_torch_trainer(pool: RankPool, checkpoints, f
     directory, shape = checkpoints(family), LAYOUTS[layout]
     got, *_ = pool.run(shape.num_ranks, megatron_gradients, mixture_settings(directory, shape, dispatcher=dispatcher), batch())
     assert_gradients_agree(got, torch_gradients(directory, batch(), LOSS))
+
+
+def gate_logits(model: Any, samples: list[TrainSample]) -> Iterator[tuple[TrainSample, Tensor, dict[str, Tensor]]]:
+    """Sample by sample: log-probabilities of all its tokens but the first [T, V], and the routers' logits [T, experts] by name."""
+    seen: dict[str, Tensor] = {}
+    gates = {name: module for name, module in model.named_modules() if name.endswith(".mlp.gate")}
+    for name, gate in gates.items():
+        gate.register_forward_hook(lambda _, __, logits, name=name: seen.__setitem__(name, logits))
+    for sample in samples:
+        ids = torch.from_numpy(sample.tokens[:-1]).long()[None]
+        yield sample, model(ids, use_cache=False).logits[0].log_softmax(-1), dict(seen)
+
+
+def balanced_torch_gradients(directory: Path, coefficient: float) -> tuple[dict[str, Tensor], float]:
+    """Of the likelihood and of DeepSeek-V3's balance loss of each sequence, a mean over tokens; and that loss."""
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    step = StepSamples.of(batch(), 0, LOSS)
+    num_tokens, balance = sum(len(sample.tokens) - 1 for sample in step.samples), 0.0
+    for (sample, log_softmax, gates), weights in zip(gate_logits(model, step.samples), step.weights):
+        rows = torch.arange(len(weights)) + sample.prompt_length - 1
+        targets = torch.from_numpy(sample.tokens).long()[sample.prompt_length :]
+        loss = -(torch.from_numpy(weights) * log_softmax[rows, targets]).sum()
+        for logits in gates.values():
+            scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+            top_k = model.config.num_experts_per_tok
+            chosen = torch.zeros_like(scores).scatter(1, scores.topk(top_k).indices, 1.0)
+            frequency = chosen.mean(0) * scores.size(1) / top_k
+            share = coefficient * (frequency * scores.mean(0)).sum() * len(scores) / num_tokens
+            loss, balance = loss + share, balance + float(share)
+        loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return expert_by_expert({name: gradient for name, gradient in gradients.items() if gradient is not None}), balance
+
+
+def metrics(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -> dict[str, float]:
+    """Of the one step of `of`, on rank 0."""
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    return MegatronRankWorker(settings, world).train(of).metrics
+
+
+@pytest.mark.parametrize("layout", ["ep2", *(pytest.param(layout, marks=SLOW) for layout in ("tp2 sp", "cp2", "pp2", "tp2 sp ep2"))])
+def test_a_balance_loss_of_sequences_does_not_see_packing_padding_or_layout(pool: RankPool, checkpoints, layout: str) -> None:
+    directory = checkpoints("glm4_moe")
+    flags = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.3}
+    settings = mixture_settings(directory, LAYOUTS[layout], flags=flags, pad_multiple_tokens=32)
+    expected, balance_loss = balanced_torch_gradients(directory, 0.3)
+    got, *_ = pool.run(settings.num_ranks, megatron_gradients, settings, batch())
+    assert_gradients_agree(got, expected)
+    of_step, *_ = pool.run(settings.num_ranks, metrics, settings, batch())
+    assert of_step["train/moe_balance_loss"] == pytest.approx(balance_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["tp2 sp", *(pytest.param(layout, marks=SLOW) for layout in ("ep2", "tp2 sp etp2", "ep2 pp2"))])
+def test_the_norm_counts_every_weight_once(pool: RankPool, checkpoints, layout: str) -> None:
+    directory = checkpoints("glm4_moe")
+    settings = mixture_settings(directory, LAYOUTS[layout], optimizer_place=OptimizerPlace(distributed=True))
+    of_step, *_ = pool.run(settings.num_ranks, metrics, settings, batch())
+    norms = torch.stack([gradient.norm() for gradient in torch_gradients(directory, batch(), LOSS).values()])
+    assert of_step["train/grad_norm"] == pytest.approx(float(norms.norm()), rel=1e-5)
+
+
+def corrections_after_a_step(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -> dict[str, Tensor]:
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    worker = MegatronRankWorker(settings, world)
+    worker.train(of)
+    return {name: tensor.clone() for name, tensor in worker.named_weights() if name.endswith("e_score_correction_bias")}
+
+
+@pytest.mark.parametrize(("layout", "rate"), [("ep2", 0.1), ("ep2", 0.0), pytest.param("tp2 sp", 0.1, marks=SLOW)])
+def test_corrections_move_towards_experts_that_got_few_real_tokens(pool: RankPool, checkpoints, layout: str, rate: float) -> None:
+    directory = checkpoints("glm4_moe")
+    settings = mixture_settings(directory, LAYOUTS[layout], flags={"moe_router_bias_update_rate": rate}, pad_multiple_tokens=32)
+    results = pool.run(settings.num_ranks, corrections_after_a_step, settings, batch())
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    corrections = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    counts = {name: torch.zeros_like(correction) for name, correction in corrections.items()}
+    for _, _, gates in gate_logits(model, batch().samples):
+        for gate, logits in gates.items():
+            name = f"{gate}.e_score_correction_bias"
+            chosen = (logits.sigmoid() + corrections[name]).topk(model.config.num_experts_per_tok).indices
+            counts[name] += chosen.flatten().bincount(minlength=len(counts[name]))
+    for got in results:
+        assert got.keys() == corrections.keys()
+        for name, correction in corrections.items():
+            expected = correction + rate * (counts[name].mean() - counts[name]).sign()
+            torch.testing.assert_close(got[name], expected)
+
+
+def router_types(world: World, settings: MegatronTrainerSettings) -> set[torch.dtype]:
+    from fuligo.trainer.megatron_backend.model import build_chunks
+    from fuligo.trainer.megatron_backend.router import routers
+    from fuligo.trainer.megatron_backend.world import join_megatron
+
+    join_megatron(settings.layout, world, settings.seed)
+    chunks = [chunk.bfloat16() for chunk in build_chunks(settings, trained=True)]
+    return {buffer.dtype for router in routers(chunks) for buffer in router.buffers()}
+
+
+def test_corrections_and_counts_stay_in_float32(pool: RankPool, checkpoints) -> None:
+    assert pool.run(1, router_types, mixture_settings(checkpoints("glm4_moe"), Layout())) == [{torch.float32}]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+        ({"moe_router_load_balancing_type": "global_aux_loss"}, "seq_aux_loss"),
+        ({"moe_expert_capacity_factor": 1.5}, "--moe-expert-capacity-factor 1.5"),
+        ({"moe_z_loss_coeff": 0.1}, "--moe-z-loss-coeff 0.1"),
+        ({"moe_router_num_groups": 4, "moe_router_group_topk": 1}, "topk_group 1"),
+        ({"moe_router_topk": 1}, "num_experts_per_tok 1"),
+    ],
+)
+def test_what_would_not_be_the_model_is_refused(checkpoints, flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        transformer_config(mixture_settings(checkpoints("glm4_moe"), Layout(), flags=flags))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layout": Layout(tp=2, num_ranks=2)}, "needs --sequence-parallel"),
+        ({"dispatcher": "flex"}, "CUDA only; use alltoall"),
+        ({"dispatcher": "flex", "deepep": True, "device": "cuda"}, "deep_ep is not installed"),
+    ],
+)
+def test_ways_that_cannot_work_are_refused(checkpoints, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        transformer_config(replace(mixture_settings(checkpoints("glm4_moe"), Layout()), **changes))

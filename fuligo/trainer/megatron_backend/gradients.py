@@ -24,6 +24,7 @@ from fuligo.trainer.megatron_backend.data_parallel import wait_for
 from fuligo.trainer.megatron_backend.logprobs import gather_predictions, vocab_parallel_logprobs
 from fuligo.trainer.megatron_backend.packed import PackedRow, pack_row, row_tokens
 from fuligo.trainer.megatron_backend.prediction import prediction_loss
+from fuligo.trainer.megatron_backend.router import set_tokens_of_step, take_balance_loss
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.weights.local import unwrapped
 from fuligo.trainer.metric_sums import MetricSums
@@ -117,12 +118,17 @@ def compute_gradients(
         # Three values, of which the number of tokens divides nothing: Megatron then leaves the loss as it is.
         return loss, torch.zeros((), dtype=torch.int), {}
 
+    set_tokens_of_step(chunks, sum(len(sample.tokens) - 1 for sample in samples.samples))
     _run(chunks, rows, passage, loss_of, with_gradients=True)
+    balance_loss = take_balance_loss(chunks)
     if not reports():
         return None
     losses = torch.stack([result.loss for result in outcome.objectives])
     num_tokens = sum(row.tokens.num_tokens for row in rows if row.plan.counts)
-    return StepGradients(total([result.sums for result in outcome.objectives]), losses, outcome.scores, num_tokens)
+    sums = total([result.sums for result in outcome.objectives])
+    if balance_loss is not None:
+        sums.shares["moe_balance_loss"] = balance_loss
+    return StepGradients(sums, losses, outcome.scores, num_tokens)
 
 
 @torch.no_grad()

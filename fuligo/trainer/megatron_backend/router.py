@@ -8,13 +8,15 @@ an expert fails with a mask of padding, and becomes bfloat16 with the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from fuligo.errors import ConfigError
@@ -138,13 +140,28 @@ def set_tokens_of_step(chunks: Iterable[nn.Module], num_tokens: int) -> None:
         router.tokens_of_step = float(num_tokens)
 
 
-def take_balance_loss(chunks: Iterable[nn.Module]) -> Tensor:
-    """Scalar: this rank's part of the step's auxiliary losses (their sum over all ranks is the step's), which starts anew."""
-    total = torch.zeros(())
+def take_balance_loss(chunks: Iterable[nn.Module]) -> Tensor | None:
+    """Scalar: this data-parallel replica's part of the auxiliary losses since the last call; None without any. A collective.
+
+    Losses of the replicas add up to the step's.
+    """
+    chunks = list(chunks)
+    if not _has_balance_loss(chunks):
+        return None
+    total = torch.zeros((), device=next(chunks[0].parameters()).device)
     for router in routers(chunks):
-        total = total + router.balance_loss
+        total += router.balance_loss
         router.balance_loss = torch.zeros(())
+    for group in (parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()):
+        dist.all_reduce(total, group=cast(dist.ProcessGroup, group))
     return total
+
+
+def _has_balance_loss(chunks: Iterable[nn.Module]) -> bool:
+    """The same on all ranks, also where a stage has no experts."""
+    config = get_model_config(next(iter(chunks)))
+    coefficients = config.moe_aux_loss_coeff
+    return config.num_moe_experts is not None and any(coefficients if isinstance(coefficients, list) else [coefficients])
 
 
 def refuse_unsupported_routing(config: TransformerConfig) -> None:

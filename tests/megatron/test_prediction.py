@@ -1,0 +1,143 @@
+"""Multi-token prediction on Megatron-Core against the same layers in plain torch: loss and gradients, packed, for families and layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, PredictionLayers
+from fuligo.trainer.objective import LossSettings
+from fuligo.trainer.packing import Capacity
+from fuligo.trainer.ranks.world import World
+from fuligo.trainer.step import StepSamples
+from fuligo.types import TrainBatch
+from tests import train_batches
+from tests.megatron.gradients import assert_gradients_agree, megatron_gradients
+from tests.megatron.policies import settings_of
+from tests.megatron.prediction_fixture import PredictingModel
+from tests.megatron.ranks import RankPool
+
+LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9)]
+"""(prompt, response); the second and the fourth have responses that a layer would have to predict from before their sample."""
+LOSS = LossSettings(loss_type="sft_loss")
+SCALE = 0.3
+SLOW = pytest.mark.slow
+
+LAYOUTS = {
+    "one": Layout(),
+    "tp2": Layout(tp=2, num_ranks=2),
+    "tp2 sp": Layout(tp=2, sequence_parallel=True, num_ranks=2),
+    "pp2": Layout(pp=2, num_ranks=2),
+    "cp2": Layout(cp=2, num_ranks=2),
+    "dp2": Layout(num_ranks=2),
+    "pp2 vpp2": Layout(pp=2, vpp=2, num_ranks=2),
+    "tp2 sp pp2": Layout(tp=2, sequence_parallel=True, pp=2, num_ranks=4),
+    "ep2": Layout(ep=2, num_ranks=2),
+}
+
+
+@dataclass(slots=True)
+class Reference:
+    """A model in plain torch with the gradients of its loss, and the checkpoint of it."""
+
+    model: PredictingModel
+    directory: Path
+    prediction_loss: float
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory):
+    made: dict[tuple[str, int], Reference] = {}
+
+    def reference(family: str, num_predictions: int) -> Reference:
+        if (family, num_predictions) not in made:
+            model = PredictingModel.random(family, num_predictions=num_predictions, layers=4 if family == "mimo" else 2)
+            directory = model.save(tmp_path_factory.mktemp(family))
+            made[family, num_predictions] = Reference(model, directory, backward(model))
+        return made[family, num_predictions]
+
+    return reference
+
+
+def batch() -> TrainBatch:
+    return train_batches.batch(train_batches.samples(LENGTHS))
+
+
+def backward(model: PredictingModel) -> float:
+    """Sample by sample; returns the loss of the prediction layers, a mean over them."""
+    step = StepSamples.of(batch(), 0, LOSS)
+    total = torch.zeros(())
+    for sample, weights in zip(step.samples, step.weights):
+        logprobs, *further = (-(torch.from_numpy(weights) * found).sum() for found in model.logprobs(sample))
+        prediction = torch.stack(further).mean()
+        (logprobs + SCALE * prediction).backward()
+        total += prediction.detach()
+    return float(total)
+
+
+def prediction_settings(reference: Reference, layout: Layout, *, trained: bool = True, **overrides: Any) -> MegatronTrainerSettings:
+    given = {
+        "capacity": Capacity(max_tokens=34),
+        "loss": LOSS,
+        "dispatcher": "alltoall",
+        "optimizer_place": OptimizerPlace(distributed=False),
+        "prediction": PredictionLayers(len(reference.model.layers), trained=trained, loss_scale=SCALE),
+    }
+    return settings_of(reference.directory, layout, **{**given, **overrides})
+
+
+@pytest.mark.parametrize(
+    ("family", "num_predictions", "layout"),
+    [
+        ("mimo", 1, "one"),
+        ("mimo", 1, "tp2"),
+        ("mimo", 1, "pp2"),
+        ("mimo", 2, "cp2"),
+        ("glm4_moe", 1, "tp2 sp"),
+        *(pytest.param("mimo", 2, layout, marks=SLOW) for layout in LAYOUTS if "ep" not in layout),
+        *(pytest.param("glm4_moe", 1, layout, marks=SLOW) for layout in ("one", "ep2", "pp2", "cp2", "tp2 sp pp2")),
+    ],
+)
+def test_gradients_are_those_of_plain_torch(pool: RankPool, references, family: str, num_predictions: int, layout: str) -> None:
+    reference = references(family, num_predictions)
+    settings = prediction_settings(reference, LAYOUTS[layout])
+    got, *_ = pool.run(LAYOUTS[layout].num_ranks, megatron_gradients, settings, batch())
+    assert_gradients_agree(got, reference.model.gradients())
+
+
+def prediction_metric(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -> float | None:
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    return MegatronRankWorker(settings, world).train(of).metrics.get("train/mtp_loss")
+
+
+def test_the_loss_is_a_metric(pool: RankPool, references) -> None:
+    reference = references("mimo", 2)
+    got, *_ = pool.run(2, prediction_metric, prediction_settings(reference, LAYOUTS["cp2"]), batch())
+    assert got == pytest.approx(reference.prediction_loss, rel=1e-5)
+
+
+def untrained(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights after a step of training, and before."""
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    worker = MegatronRankWorker(settings, world)
+    before = {name: tensor.clone() for name, tensor in worker.named_weights()}
+    worker.train(of)
+    return {name: tensor.clone() for name, tensor in worker.named_weights()}, before
+
+
+def test_layers_that_are_not_trained_stay_as_they_are_and_leave_the_model_alone(pool: RankPool, references) -> None:
+    reference = references("mimo", 1)
+    (after, before), _ = pool.run(2, untrained, prediction_settings(reference, LAYOUTS["pp2"], trained=False), batch())
+    (without, _), _ = pool.run(2, untrained, prediction_settings(reference, LAYOUTS["pp2"], prediction=PredictionLayers()), batch())
+    layers = {name for name in after if ".mtp_layers." in name}
+    assert layers and after.keys() - layers == without.keys()
+    for name, tensor in after.items():
+        assert torch.equal(tensor, before[name] if name in layers else without[name]), name

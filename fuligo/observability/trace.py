@@ -29,6 +29,8 @@ RANK_PID = 1_000
 """Of trainer rank 0; the others follow."""
 ENGINE_PID = 1_000_000
 """Of engine 0; the others follow. What was generated nobody knows where has a process of its own."""
+BEGIN = "phase_begins"
+"""An event that viewers of traces pass over: what the driver does now, before its end is known."""
 SEND = "send"
 """What a rank calls the time in which it hands weights to the engines."""
 MAX_RANKS = 32
@@ -133,6 +135,7 @@ class Trace:
             self._lanes[phase.lane].append(phase)
             phase.start_s = time.perf_counter()
         _current_phase.set(phase)
+        self._write([_begin(phase.name, phase.step, self._epoch_s + phase.start_s)])
         if self.on_phase is not None:
             self.on_phase(phase.name, phase.step)
 
@@ -198,6 +201,11 @@ def _complete(name: str, track: tuple[int, int], start_s: float, duration_s: flo
         "dur": max(round(duration_s * 1e6), 0),
         "args": args,
     }
+
+
+def _begin(name: str, step: int, start_s: float) -> Event:
+    args = {"phase": name, "step": step}
+    return {"name": BEGIN, "ph": "M", "pid": DRIVER_PID, "tid": 0, "ts": round(start_s * 1e6), "args": args}
 
 
 def _track_names() -> list[Event]:

@@ -9,6 +9,8 @@ State = Literal["finished", "running", "quiet", "stopped", "empty"]
 STALE_STEPS = 5
 """A run that wrote nothing for so many of its steps has stopped, or hangs."""
 FRESH_S = 60.0
+START_S = 900.0
+"""The same before the first step is over: models are loaded, engines capture graphs."""
 
 
 def run_state(*, num_done: int, num_rollouts: int | None, locked: bool, age_s: float | None, step_s: float | None) -> State:
@@ -22,7 +24,7 @@ def run_state(*, num_done: int, num_rollouts: int | None, locked: bool, age_s: f
     """
     if num_rollouts is not None and num_done >= num_rollouts and not locked:
         return "finished"
-    fresh = age_s is not None and age_s < max(FRESH_S, STALE_STEPS * (step_s or 0.0))
+    fresh = age_s is not None and age_s < (START_S if step_s is None else max(FRESH_S, STALE_STEPS * step_s))
     if locked:
         return "running" if fresh else "quiet"
     if fresh and num_rollouts is None:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from fuligo.observability.viewer.attribution import PRIORITY, ROLLOUT
 from fuligo.observability.viewer.metric_columns import MetricColumns, finite, median
-from fuligo.observability.viewer.trace_reader import PhaseEvent
+from fuligo.observability.viewer.trace_reader import PhaseEvent, TraceReader
 
 WINDOW_STEPS = 20
 """Recent steps that the pace is taken from."""
@@ -26,7 +27,7 @@ DOING = {
 @dataclass(frozen=True, slots=True)
 class Now:
     doing: str | None
-    """What follows the phase that ended last, as in the steps before; None where this is unknown."""
+    """None where this is unknown."""
     doing_step: int | None
     since_s: float | None
     """Seconds since the epoch."""
@@ -36,15 +37,26 @@ class Now:
     """Until the last step is done, at this pace."""
 
 
-def what_now(metrics: MetricColumns, num_rollouts: int | None, by_step: Mapping[int, Sequence[PhaseEvent]], last: PhaseEvent | None) -> Now:
+def what_now(metrics: MetricColumns, num_rollouts: int | None, trace: TraceReader) -> Now:
+    """By the phase that has begun; where a run of an earlier version does not tell, by what followed the last one in the steps before."""
     step_s = median(finite(metrics.column("perf/step_s")[-WINDOW_STEPS:]))
     latest = metrics.latest("step")
     num_done = 0 if latest is None else int(latest) + 1
     left_s = step_s * (num_rollouts - num_done) if step_s is not None and num_rollouts is not None and num_rollouts >= num_done else None
-    name = _successor(last, by_step) if last is not None else None
+    if trace.begun:
+        name, step = min(trace.begun, key=_rank)
+        return Now(DOING.get(name, name), step, trace.begun[name, step], step_s, left_s)
+    last = trace.last
+    name = _successor(last, trace.by_step) if last is not None else None
     if last is None or name is None:
         return Now(None, None, None, step_s, left_s)
     return Now(DOING.get(name, name), last.step + (_begins_step(name, last.name)), last.end_s, step_s, left_s)
+
+
+def _rank(phase: tuple[str, int]) -> int:
+    """Rollouts run beside other phases, and are what the run does where there is no other."""
+    name = phase[0]
+    return PRIORITY.index(name) if name in PRIORITY else len(PRIORITY) + (name == ROLLOUT)
 
 
 def _successor(last: PhaseEvent, by_step: Mapping[int, Sequence[PhaseEvent]]) -> str | None:

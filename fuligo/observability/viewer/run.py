@@ -111,7 +111,7 @@ class RunReader:
 
     def now(self) -> Now:
         with self.lock:
-            return what_now(self.metrics, self.num_rollouts, self.trace.by_step, self.trace.last)
+            return what_now(self.metrics, self.num_rollouts, self.trace)
 
     def problems(self) -> list[str]:
         """What is missing or damaged, and what cannot be shown for it."""

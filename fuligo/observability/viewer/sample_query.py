@@ -80,7 +80,7 @@ def matching(columns: SampleColumns, wanted: SampleFilter) -> np.ndarray:
 
 def ordered(columns: SampleColumns, positions: np.ndarray, order: Order) -> np.ndarray:
     """Newest steps first; within a step, and where values are equal, as in its file. What has no value comes last."""
-    newest = np.lexsort((columns.row[positions], -columns.step[positions]))
+    newest = np.argsort(-columns.step[positions], kind="stable")  # the index is in the order of steps and rows
     if order == "oldest":
         return positions
     if order == "newest":

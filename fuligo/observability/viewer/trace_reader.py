@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from fuligo.observability.trace import DRIVER_PID, ENGINE_PID, OTHER_PID, SAMPLE_PIDS
+from fuligo.observability.trace import BEGIN, DRIVER_PID, ENGINE_PID, OTHER_PID, SAMPLE_PIDS
 from fuligo.observability.viewer.tail import Tail
 
 _SAMPLE_PIDS = {*SAMPLE_PIDS.values(), OTHER_PID}
@@ -40,6 +40,9 @@ class TraceReader:
         self.names: dict[int, str] = {}
         """Of processes."""
         self.last: PhaseEvent | None = None
+        """That ended."""
+        self.begun: dict[tuple[str, int], float] = {}
+        """Phases of the driver that have not ended, by name and step: when they began, seconds since the epoch."""
         self.num_damaged = 0
 
     def update(self, max_chunks: int = 1_000_000) -> bool:
@@ -50,7 +53,7 @@ class TraceReader:
             if self._tail.generation != self._generation:
                 self._generation = self._tail.generation
                 self.by_step, self.others_by_step = defaultdict(list), defaultdict(list)
-                self.names, self.last, self.num_damaged = {}, None, 0
+                self.names, self.last, self.begun, self.num_damaged = {}, None, {}, 0
             if not lines:
                 break
             anything = True
@@ -80,6 +83,9 @@ class TraceReader:
             return
         if event.get("ph") == "M" and event.get("name") == "process_name":
             self.names[_number(event.get("pid"))] = str(_dict(event.get("args")).get("name"))
+        elif event.get("ph") == "M" and event.get("name") == BEGIN:
+            args = _dict(event.get("args"))
+            self.begun[str(args.get("phase")), int(_number(args.get("step")))] = _number(event.get("ts")) / 1e6
         elif event.get("ph") == "X" and (pid := _number(event.get("pid"))) not in _SAMPLE_PIDS and pid < ENGINE_PID:
             self._add_phase(event)
 
@@ -100,6 +106,7 @@ class TraceReader:
             return
         self.by_step[phase.step].append(phase)
         self.last = phase
+        self.begun.pop((phase.name, phase.step), None)
 
 
 def _dict(value: Any) -> dict[str, Any]:

@@ -162,7 +162,7 @@ class Overview {
       [
         "Step",
         run.num_rollouts ? `${run.num_done} of ${run.num_rollouts}` : String(run.num_done),
-        isLive(run) && now.doing ? `${now.doing}${now.doing_step === null ? "" : `, step ${now.doing_step}`}` : stateText(run),
+        isLive(run) && now.doing ? doingText(run) : stateText(run),
         done,
       ],
       ["Reward", figure(latest["rollout/reward_mean"], 3), run.first_reward === null ? "" : `from ${figure(run.first_reward, 3)} at first`],
@@ -240,6 +240,12 @@ class Overview {
   close() {
     this.closeGrids();
   }
+}
+
+// How long it has done so is told where it takes long.
+function doingText({ now, clock_s }) {
+  const since = clock_s - now.since_s;
+  return `${now.doing}, step ${now.doing_step}${since > Math.max(10, now.step_s ?? 0) ? `, for ${duration(since)}` : ""}`;
 }
 
 function speedText(latest) {

@@ -21,6 +21,8 @@ from tests.unit.observability.viewer.recorded_run import NUM_STEPS, PHASES, STEP
         ({"num_done": 4, "num_rollouts": 10, "locked": True, "age_s": 5.0, "step_s": 1.0}, "running"),
         ({"num_done": 4, "num_rollouts": 10, "locked": True, "age_s": 500.0, "step_s": 1.0}, "quiet"),
         ({"num_done": 4, "num_rollouts": 10, "locked": True, "age_s": 500.0, "step_s": 300.0}, "running"),
+        ({"num_done": 0, "num_rollouts": 10, "locked": True, "age_s": 500.0, "step_s": None}, "running"),
+        ({"num_done": 0, "num_rollouts": 10, "locked": True, "age_s": 5000.0, "step_s": None}, "quiet"),
         ({"num_done": 4, "num_rollouts": 10, "locked": False, "age_s": 500.0, "step_s": 1.0}, "stopped"),
         ({"num_done": 0, "num_rollouts": None, "locked": False, "age_s": None, "step_s": None}, "empty"),
     ],
@@ -37,14 +39,35 @@ def test_the_lock_of_a_run_is_seen_and_not_touched(tmp_path: Path) -> None:
     assert is_locked(tmp_path / "run" / "metrics.jsonl") is False
 
 
-def test_what_a_run_does_is_what_followed_before(tmp_path: Path) -> None:
+def test_what_a_run_does_is_the_phase_that_has_begun(tmp_path: Path) -> None:
+    live = begin_run(tmp_path / "run")
+    run = RunReader(tmp_path / "run", "run")
+
+    def now() -> tuple[str | None, int | None]:
+        run.update_rest(0.0)
+        found = run.now()
+        return found.doing, found.doing_step
+
+    assert now() == (None, None)
+    with live.directory.trace.phase("start", 0):
+        assert now() == ("loading", 0)
+    with live.directory.trace.phase("rollout", 1):
+        assert now() == ("sampling", 1)
+        with live.directory.trace.phase("train", 0):
+            assert now() == ("training", 0), "a rollout beside it runs ahead"
+        assert now() == ("sampling", 1)
+    live.directory.close()
+
+
+def test_what_a_run_of_an_earlier_version_does_is_what_followed_before(tmp_path: Path) -> None:
     write_run(tmp_path / "run", num_steps=3)
     trace, metrics = TraceReader(tmp_path / "run" / "trace.json"), MetricColumns(tmp_path / "run" / "metrics.jsonl")
     trace.update()
     metrics.update()
     expected = {"rollout": "scoring", "score": "training", "train": "sending weights", "sync": "writing samples", "record": "sampling"}
     for phase in trace.by_step[2]:
-        now = what_now(metrics, 10, trace.by_step, phase)
+        trace.last = phase
+        now = what_now(metrics, 10, trace)
         assert now.doing == expected[phase.name]
         assert now.doing_step == (3 if phase.name == "record" else 2)
         assert now.left_s == pytest.approx(7 * STEP_S)

@@ -95,8 +95,8 @@ class LocalTrainer:
                 self._ranks.send(Command(CLOSE))
             await asyncio.to_thread(self._ranks.end, kill=self._failed)
             self._ranks = None
-        self._worker = None
-        leaving = asyncio.wrap_future(self._compute.submit(_leave_world))
+        worker, self._worker = self._worker, None
+        leaving = asyncio.wrap_future(self._compute.submit(lambda: _leave_world(worker)))
         await asyncio.wait([leaving], timeout=LEAVE_TIMEOUT_S)  # after a failure the thread may hang in a collective for good
         self._compute.stop()
 
@@ -147,6 +147,9 @@ def _take_note(own: asyncio.Future[Any]) -> None:
         own.exception()
 
 
-def _leave_world() -> None:
+def _leave_world(worker: RankWorker | None) -> None:
+    """The process may form another world: trainers follow one another in it."""
+    if worker is not None:
+        worker.close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -40,6 +40,10 @@ class RankWorker(Protocol):
 
     def onload(self) -> None: ...
 
+    def close(self) -> None:
+        """Forget the process groups that the backend made; the default one ends after it."""
+        ...
+
 
 def build_worker(settings: TrainerSettings, world: World) -> RankWorker:
     """This rank's part of the model, of the backend that the settings are for. A collective.

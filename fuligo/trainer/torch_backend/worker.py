@@ -151,6 +151,9 @@ class TorchRankWorker:
     def onload(self) -> None:
         self._host_memory.give_back()
 
+    def close(self) -> None:
+        """FSDP's only group is the default one."""
+
     def _load(self, directory: Path, *, trained: bool) -> Policy:
         settings = self.settings
         model = load_model(directory)

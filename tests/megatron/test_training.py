@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +139,9 @@ class Course:
     scored_after: list[TrainSample]
 
 
-def course(world: World, settings: TrainerSettings, samples: list[TrainSample]) -> Course | None:
+def course(world: World, settings: TrainerSettings, samples: list[TrainSample], build: Callable[..., Any] = build_worker) -> Course | None:
     """Score, train for five optimizer steps, score again; on rank 0."""
-    worker = build_worker(settings, world)
+    worker = build(settings, world)
     scored = worker.score(samples)
     everywhere: list[Any] = [scored]
     if world.size > 1:
@@ -200,6 +201,32 @@ def test_scores_and_steps_are_those_of_the_torch_trainer(
         assert got.result.metrics[name] == pytest.approx(want.result.metrics[name], rel=1e-4, abs=1e-6), name
     for name, weight in want.weights.items():
         torch.testing.assert_close(got.weights[name], weight, atol=2e-5, rtol=0, msg=name)
+
+
+def away(world: World, settings: TrainerSettings, samples: list[TrainSample]) -> Course | None:
+    """As `course`, with everything in host memory between its parts."""
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    class Sharing(MegatronRankWorker):
+        def train(self, batch: TrainBatch) -> StepResult:
+            self.offload()
+            assert not any(parameter.untyped_storage().nbytes() for chunk in self.chunks for parameter in chunk.parameters())
+            self.onload()
+            first, second = (replace(batch, steps=steps) for steps in (batch.steps[:2], batch.steps[2:]))
+            super().train(replace(first, num_rollouts_per_step=batch.num_rollouts_per_step[:2]))
+            self.offload()
+            self.onload()
+            return super().train(replace(second, num_rollouts_per_step=batch.num_rollouts_per_step[2:]))
+
+    return course(world, settings, samples, Sharing)
+
+
+def test_nothing_is_lost_while_engines_have_the_memory(pool: RankPool, checkpoint: Path) -> None:
+    samples = train_batches.samples(LENGTHS * 2)
+    settings = settings_of(checkpoint, LAYOUTS["dp2"], capacity=CAPACITY, score_capacity=CAPACITY, optimizer=ADAM, precision="bf16")
+    (stayed, _), (went, _) = pool.run(2, course, settings, samples), pool.run(2, away, settings, samples)
+    assert stayed is not None and went is not None
+    assert all(torch.equal(weight, went.weights[name]) for name, weight in stayed.weights.items())
 
 
 def failed_step(world: World, settings: MegatronTrainerSettings, batch: TrainBatch) -> tuple[str, bool]:

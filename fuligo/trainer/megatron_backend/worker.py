@@ -17,9 +17,10 @@ from fuligo.checkpoint.megatron_dist import CheckpointWriter, MegatronState, loa
 from fuligo.errors import TrainerError
 from fuligo.models.registry import architecture_of, names_of, read_config_json
 from fuligo.planner.flops import forward_flops
+from fuligo.trainer.host_memory import HostMemory
 from fuligo.trainer.megatron_backend.data_parallel import gather_parameters, wrap, zero_gradients
 from fuligo.trainer.megatron_backend.gradients import compute_gradients, compute_scores, plan_passage
-from fuligo.trainer.megatron_backend.host_memory import HostMemory, HostWeights, gradient_tensors, state_tensors
+from fuligo.trainer.megatron_backend.host_memory import HostWeights, gradient_tensors, state_tensors
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
 from fuligo.trainer.megatron_backend.optimizer import apply_step, build_optimizer, freeze_parameters, gradient_norm
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
@@ -68,7 +69,7 @@ class MegatronRankWorker:
         checkpoint_dtype = getattr(torch, config_json.get("dtype") or config_json.get("torch_dtype") or "float32")
         self.export_dtype = published[settings.publish_dtype] if settings.publish_dtype is not None else checkpoint_dtype
         self.balance_by = _cost(settings.hf_checkpoint) if settings.balance_data else None
-        self._host_memory = HostMemory()
+        self._host_memory = HostMemory(world.device)
         self._writer = CheckpointWriter(world)
         self._sender = WeightSender(settings.engine_format, TrainerRanks(world.rank, world.objects))
         self._timeline = Timeline(world.device)
@@ -155,13 +156,12 @@ class MegatronRankWorker:
 
     def offload(self) -> None:
         """Free the device's memory of everything that training keeps between rollouts."""
+        self._host_memory.take(state_tensors(self.chunks, self.optimizer), dropped=gradient_tensors(self.chunks))
         if self.world.device.type == "cuda":
-            self._host_memory.take(state_tensors(self.chunks, self.optimizer), dropped=gradient_tensors(self.chunks))
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        if self.world.device.type == "cuda":
-            self._host_memory.give_back()
+        self._host_memory.give_back()
 
     def _load(self, chunks: list[PolicyModel], directory: Path) -> None:
         if is_distributed(directory):

@@ -26,7 +26,7 @@ from fuligo.trainer.megatron_backend.optimizer import apply_step, build_optimize
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.weights.export import named_weights
 from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
-from fuligo.trainer.megatron_backend.world import join_megatron
+from fuligo.trainer.megatron_backend.world import join_megatron, leave_megatron
 from fuligo.trainer.metric_sums import MetricSums
 from fuligo.trainer.packing import Cost, sequence_flops
 from fuligo.trainer.ranks.world import World
@@ -162,6 +162,9 @@ class MegatronRankWorker:
 
     def onload(self) -> None:
         self._host_memory.give_back()
+
+    def close(self) -> None:
+        leave_megatron()
 
     def _load(self, chunks: list[PolicyModel], directory: Path) -> None:
         if is_distributed(directory):

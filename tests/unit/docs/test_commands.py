@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from fuligo.cli import import_script, plan, quickstart, serve
+from fuligo.cli import convert_compare, convert_dist_to_hf, import_script, plan, quickstart, serve
 from fuligo.config.files import load_yaml
 from fuligo.config.hooks import hook_problems
 from fuligo.config.parse import parse
@@ -102,6 +103,24 @@ def test_conversion_to_a_distributed_checkpoint(page: Path, arguments: list[str]
     """The model's shape is the reader's; a checkpoint here stands for theirs."""
     flags = [argument for argument in arguments if argument not in ("${MODEL_ARGS[@]}", "--plan")]
     assert hf_to_dist.plan_hf_to_dist([*flags, "--model-config-file", str(REPOSITORY / "examples" / "glm4-9b" / "model")], 8).is_chosen
+
+
+@pytest.mark.parametrize(("page", "arguments"), commands_of_all_pages("fuligo", "convert", "hf-to-dist"))
+def test_fuligo_convert_hf_to_dist(page: Path, arguments: list[str]):
+    model = REPOSITORY / "examples" / "glm4-9b" / "model"
+    assert hf_to_dist.plan_hf_to_dist([*arguments, "--model-config-file", str(model)], 1).is_chosen
+
+
+@pytest.mark.parametrize(
+    ("page", "arguments", "conversion"),
+    [
+        pytest.param(*case.values, conversion, id=f"{conversion.__name__}-{case.id}")
+        for name, conversion in (("dist-to-hf", convert_dist_to_hf), ("compare", convert_compare))
+        for case in commands_of_all_pages("fuligo", "convert", name)
+    ],
+)
+def test_fuligo_convert(page: Path, arguments: list[str], conversion: ModuleType):
+    conversion._parser().parse_args(arguments)
 
 
 @pytest.mark.parametrize(("page", "script"), SCRIPTS)

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils import _device
 
 CPU = torch.device("cpu")
-_FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like", "ones_like", "full_like", "as_tensor")
+_FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange")
 
 
 @functools.cache
@@ -32,24 +33,22 @@ def run_on_cpu() -> None:
 
 def _the_device_is_the_cpu() -> None:
     """`torch.cuda.current_device()`, `device="cuda"` and `.cuda()` are all over Megatron."""
+    # `with torch.device(...)` knows factories by a set that it makes once: of the originals, if it is asked for it now.
+    _device._device_constructors()
     torch.cuda.current_device = lambda: CPU  # pyright: ignore[reportAttributeAccessIssue]
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    Tensor.to = _on_cpu(Tensor.to)
     Tensor.cuda = lambda self, *_, **__: self
-    nn.Module.cuda = lambda self, *_, **__: self
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the CPU for a CUDA device among its arguments, and then without page-locked memory, which is CUDA's."""
+    """`function` with the CPU for a CUDA device among its arguments, and without page-locked memory, which is CUDA's."""
 
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("pin_memory", None)
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
-            kwargs.pop("pin_memory", None)
-        elif len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], CPU, *args[2:])
         return function(*args, **kwargs)
 
     return on_cpu
@@ -69,26 +68,24 @@ def _its_random_numbers_are_the_cpus() -> None:
     def put(state: Tensor, *_: object, **__: object) -> None:
         torch.set_rng_state(state)
 
-    torch.cuda.get_rng_state, torch.cuda.set_rng_state = get, put
+    torch.cuda.get_rng_state = get
     torch.cuda.manual_seed = torch.manual_seed  # pyright: ignore[reportAttributeAccessIssue]
     random._get_cuda_rng_state, random._set_cuda_rng_state = get, put
     logging.getLogger(random.__name__).setLevel(logging.ERROR)  # it warns when the CPU's state changes, which is now meant
 
 
 class _Stream:
-    """A stream or an event on a machine where work is done when a call returns."""
+    """A stream, and an event of it, on a machine where work is done when a call returns."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
-    def wait(self, *_: object) -> None: ...
+    def wait_stream(self, _: object) -> None: ...
 
-    wait_stream = wait_event = synchronize = record = wait
+    def synchronize(self) -> None: ...
 
-    def record_event(self, *_: object) -> _Stream:
+    def record_event(self) -> _Stream:
+        """The all-to-all dispatcher of experts waits for the event, as it would for the stream."""
         return self
-
-    def query(self) -> bool:
-        return True
 
 
 def _streams_have_nothing_to_wait_for() -> None:
@@ -99,16 +96,12 @@ def _streams_have_nothing_to_wait_for() -> None:
     the_stream = _Stream()
     replaced: dict[str, Any] = {
         "Stream": _Stream,
-        "Event": _Stream,
         "stream": stream,
         "current_stream": lambda *_, **__: the_stream,
-        "default_stream": lambda *_, **__: the_stream,
         "synchronize": lambda *_, **__: None,
-        "empty_cache": lambda: None,
     }
     for name, replacement in replaced.items():
         setattr(torch.cuda, name, replacement)
-    Tensor.record_stream = lambda self, s: None
 
 
 def _dtypes_are_called_cudas() -> None:

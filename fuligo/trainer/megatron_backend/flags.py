@@ -28,6 +28,7 @@ _MODEL = (
     "rotary_base",
     "rotary_percent",
     "rotary_interleaved",
+    "no_rope_fusion",
     "use_rope_scaling",
     "rope_scaling_factor",
 )

@@ -107,7 +107,7 @@ def layer_spec(config: TransformerConfig, flags: Mapping[str, Any], modules: Bac
 def grouped_attention(config: TransformerConfig, modules: BackendSpecProvider) -> ModuleSpec:
     head_norm = modules.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
     fused = modules.column_parallel_layer_norm_linear()
-    rotates_itself = config.rotary_interleaved and config.transformer_impl == "transformer_engine"
+    rotates_itself = config.rotary_interleaved and config.apply_rope_fusion
     return ModuleSpec(
         module=FusedRotationAttention if rotates_itself else SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},

@@ -37,6 +37,7 @@ def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
     Raises:
         ConfigError: Megatron refuses the model, or its layout.
     """
+    refuse_missing_transport(settings)
     flags = settings.model_flags
     latent = bool(flags.get("multi_latent_attention"))
     fields = {
@@ -53,7 +54,6 @@ def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"Megatron cannot build the model: {error}") from error
     refuse_unsupported_routing(config)
-    refuse_missing_transport(settings)
     return config
 
 
@@ -184,6 +184,7 @@ def _parallelism(settings: MegatronTrainerSettings) -> Fields:
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "pipeline_dtype": _dtype(settings),
+        "deallocate_pipeline_outputs": True,  # what was sent to the next stage need not be kept here
         # Interleaved stages talk one to one: batched sends and receives deadlock over gloo, and do not overlap over NCCL.
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
@@ -216,13 +217,11 @@ def _recomputation(settings: MegatronTrainerSettings) -> Fields:
 
 def _kernels(settings: MegatronTrainerSettings) -> Fields:
     """TransformerEngine's on CUDA, plain torch elsewhere."""
-    on_cuda = settings.device == "cuda"
-    # Megatron calls the fused rotation of packed sequences without telling it of interleaved pairs.
-    fused_rotation = on_cuda and not settings.model_flags.get("rotary_interleaved", False)
+    flags, on_cuda = settings.model_flags, settings.device == "cuda"
     return {
         "transformer_impl": "transformer_engine" if on_cuda else "local",
         "attention_backend": AttnBackend[settings.attention_backend],
-        "apply_rope_fusion": fused_rotation and not settings.model_flags.get("multi_latent_attention", False),
+        "apply_rope_fusion": on_cuda and not flags.get("no_rope_fusion") and not flags.get("multi_latent_attention"),
         "bias_activation_fusion": on_cuda,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,

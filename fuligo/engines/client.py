@@ -73,6 +73,7 @@ class EngineClient:
         rid: str,
         priority: int = 0,
         timeout_s: float | None = None,
+        was_aborted: Callable[[], bool] | None = None,
     ) -> Generation:
         """Sample one response.
 
@@ -80,6 +81,7 @@ class EngineClient:
             input_ids: [P] prompt, with the tokens generated so far where a response is continued
             rid: names the request in the engine; a retry is sent as `<rid>.retry<n>`
             priority: waiting requests start in descending order
+            was_aborted: asked when a try fails: whether that is because all requests were aborted; then nothing was sampled
 
         Raises:
             EngineError: refused (400), no valid answer after the retries, or none before the deadline
@@ -97,7 +99,12 @@ class EngineClient:
         async def attempt() -> Generation:
             number = next(tries)
             body["rid"] = f"{rid}.retry{number}" if number else rid
-            return parse_generation(await self._request("POST", "/generate", body))
+            try:
+                return parse_generation(await self._request("POST", "/generate", body))
+            except (Retryable, EngineError):
+                if was_aborted is not None and was_aborted():
+                    return Generation.aborted(len(input_ids))
+                raise
 
         return await self._with_retries(f"request {rid}", attempt, self.retries, timeout_s)
 

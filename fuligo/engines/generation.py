@@ -143,6 +143,11 @@ class Generation:
     engine: int | None = None
     """Number of the engine that answered, where known."""
 
+    @classmethod
+    def aborted(cls, num_prompt_tokens: int) -> Generation:
+        """Before anything was sampled."""
+        return cls(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", 0, num_prompt_tokens, 0, "")
+
 
 @dataclass(slots=True, frozen=True)
 class WeightLabel:

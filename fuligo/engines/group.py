@@ -46,6 +46,7 @@ class EngineGroup:
         split: bool = False,
     ) -> None:
         self.split = split
+        self._num_aborts = 0
         self.clients = list(clients)
         self.router = router
         self.joining: list[EngineClient] = []
@@ -84,7 +85,10 @@ class EngineGroup:
     ) -> Generation:
         """See `EngineClient.generate`."""
         number, client = (None, self.router) if self.router is not None else next(self._turn)
-        generation = await client.generate(input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s)
+        # What a pair is handing over when all is aborted has no answer but an error.
+        num_aborts = self._num_aborts
+        was_aborted = (lambda: self._num_aborts > num_aborts) if self.split else None
+        generation = await client.generate(input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s, was_aborted=was_aborted)
         if generation.engine is None:
             generation.engine = number
         self.served = self.served.plus(generation)
@@ -112,12 +116,14 @@ class EngineGroup:
         )
 
     async def pause(self, mode: PauseMode) -> None:
+        self._num_aborts += mode == "abort"
         await self._all(lambda client: client.pause(mode))
 
     async def resume(self) -> None:
         await self._all(lambda client: client.resume())
 
     async def abort_all(self) -> None:
+        self._num_aborts += 1
         await self._all(lambda client: client.abort_all())
 
     async def flush_cache(self) -> None:

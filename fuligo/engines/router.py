@@ -52,8 +52,9 @@ class RouterSettings:
             "log_level": "warn",
         }
         if self.prefill_decode:
-            # Each aborted request counts as a failure of its prefill engine: after an abort of all, nobody would be asked for a minute.
-            own |= {"pd_disaggregation": True, "disable_circuit_breaker": True}
+            # Requests that a pair was handing over when all was aborted come back as errors. The router must neither send them again, to
+            # engines that are paused, nor take it as a sign of a sick engine, which nobody would be sent to for a minute.
+            own |= {"pd_disaggregation": True, "disable_retries": True, "disable_circuit_breaker": True}
         return [self.python, "-m", "sglang_router.launch_router", *command_line({**own, **self.arguments})]
 
 

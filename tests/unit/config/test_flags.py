@@ -101,3 +101,11 @@ def test_config_and_args_view_travel_between_processes(make_config: MakeConfig) 
     assert pickle.loads(pickle.dumps(config)) == config
     assert pickle.loads(pickle.dumps(ArgsView(config))).rollout_stop == ["x"]
     assert Config() != config
+
+
+def test_hooks_find_the_models_that_are_served(make_config: MakeConfig) -> None:
+    config = make_config()
+    assert ArgsView(config).sglang_model_urls == {}
+    served = config.served_at({"judge": "http://127.0.0.1:1"})
+    assert pickle.loads(pickle.dumps(ArgsView(served))).sglang_model_urls == {"judge": "http://127.0.0.1:1"}
+    assert ArgsView(config).sglang_model_urls == {}, "the configuration that was given stays as it is"

@@ -196,3 +196,24 @@ async def test_a_group_with_a_router_sends_requests_there(server: Misbehaving) -
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
         await group.load()
     await group.close()
+
+
+async def test_a_pair_that_is_aborted_answers_with_an_error_and_nothing_was_sampled(server: Misbehaving) -> None:
+    """Prefill and decode engines have no partial answer for what is between them; without an abort an error is tried again."""
+    arrived = asyncio.Event()
+
+    async def fails_later(request: web.Request) -> web.StreamResponse:
+        arrived.set()
+        await asyncio.sleep(0.2)
+        return await server_error(request)
+
+    server.script = [server_error, good, fails_later]
+    pairs = EngineGroup([], EngineClient(server.url, retries=2), split=True)
+    assert (await pairs.generate([1, 2], PARAMS, rid="a")).finish_reason == "stop"
+    request = asyncio.create_task(pairs.generate([1, 2], PARAMS, rid="b"))
+    await arrived.wait()
+    await pairs.abort_all()
+    cut = await request
+    assert (cut.finish_reason, len(cut.output_ids), cut.prompt_tokens) == ("abort", 0, 2)
+    assert server.rids == ["a", "a.retry1", "b"]
+    await pairs.close()

@@ -102,11 +102,31 @@ class Publisher:
         return 1
 
 
+class OtherModel:
+    """Engines of a model that nobody publishes to."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def pause(self, mode: str) -> None:
+        self.calls.append(f"pause {mode}")
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+
+    async def release_memory(self) -> None:
+        self.calls.append("release all")
+
+    async def resume_memory(self) -> None:
+        self.calls.append("take all")
+
+
 class Parts:
     def __init__(self, *, keep_weights: bool = False) -> None:
         self.device = Device()
         self.engines = Engines(self.device)
-        self.turns = Turns(Trainer(self.device), self.engines, keep_weights=keep_weights)  # type: ignore[arg-type]
+        self.other = OtherModel()
+        self.turns = Turns(Trainer(self.device), self.engines, keep_weights=keep_weights, others=[self.other])  # type: ignore[arg-type,list-item]
         self.trainer = SharingTrainer(Trainer(self.device), self.turns)  # type: ignore[arg-type]
         self.publisher = SharingPublisher(Publisher(self.trainer), self.turns)  # type: ignore[arg-type]
 
@@ -124,6 +144,7 @@ async def test_a_step_moves_each_part_once() -> None:
         *("take weights", "send"),
         *("offload", "take kv_cache", "resume"),
     ]
+    assert parts.other.calls == ["pause abort", "release all", "take all", "resume"], "away from its release to the end of the publish"
 
 
 async def test_a_checkpoint_after_the_publish_leaves_the_engines_their_weights() -> None:

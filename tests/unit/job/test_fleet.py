@@ -1,0 +1,94 @@
+"""From a topology to the fleets that run: a router a model, pairs behind one, and which ranks stand beside which engines."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuligo.config import Config
+from fuligo.engines.ports import PortClaims
+from fuligo.engines.sglang.fleet import FleetSettings
+from fuligo.engines.sglang.server import ServerSettings
+from fuligo.job import fleet
+from fuligo.job.fleet import fleet_settings, local_places, ranks_beside_engines
+from fuligo.observability.run_directory import RunDirectory
+
+ACTOR_IN_PAIRS = {"name": "actor", "server_groups": [{"worker_type": "prefill", "num_gpus": 2}, {"worker_type": "decode", "num_gpus": 1}]}
+JUDGE = {"name": "judge", "model_path": "other", "server_groups": [{"num_gpus": 1, "overrides": {"context_length": 512}}]}
+
+
+def config_of(models: list[dict[str, Any]] | None, **cluster: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"hf_checkpoint": "m"},
+            "cluster": {"rollout_backend": "sglang", "actor_num_gpus_per_node": 1, **cluster},
+            "engine": {} if models is None else {"sglang_config": models},
+        }
+    )
+
+
+@pytest.fixture
+def fleets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    directories: list[RunDirectory] = []
+
+    def fleets(config: Config, device: str = "cpu") -> dict[str, FleetSettings]:
+        monkeypatch.setattr(fleet, "resolve_device", lambda config: device)
+        monkeypatch.setattr(fleet, "_check_gpus", lambda config: None)
+        directories.append(RunDirectory.create(tmp_path / str(len(directories)), config, resume=False))
+        with PortClaims() as claims:
+            return fleet_settings(config, directories[-1], local_places(config, claims), claims)
+
+    yield fleets
+    for directory in directories:
+        directory.close()
+
+
+def options(server: ServerSettings) -> dict[str, str]:
+    command = server.command()
+    return {option: value for option, value in pairwise(command) if option.startswith("--")}
+
+
+def test_every_model_has_its_router_and_pairs_are_told_what_they_are(fleets) -> None:
+    settings = fleets(config_of([ACTOR_IN_PAIRS, JUDGE], rollout_num_gpus=4))
+    assert list(settings) == ["actor", "judge"]
+    actor, judge = settings["actor"], settings["judge"]
+
+    assert [server.name for server in (*actor.servers, *judge.servers)] == ["engine 0", "engine 1", "engine 2", "engine 3"]
+    assert [options(server).get("--disaggregation-mode") for server in actor.servers] == ["prefill", "prefill", "decode"]
+    ports = [options(server)["--disaggregation-bootstrap-port"] for server in actor.servers]
+    assert len(set(ports)) == 3
+    assert (judge.servers[0].model_path, options(judge.servers[0])["--context-length"]) == ("other", "512")
+    assert "--disaggregation-mode" not in options(judge.servers[0])
+
+    assert "--pd-disaggregation" in actor.router.command() and "--pd-disaggregation" not in judge.router.command()
+    assert (actor.router.name, judge.router.name) == ("router", "router of judge")
+    assert actor.router.log_file != judge.router.log_file and actor.router.port != judge.router.port
+
+
+def test_placeholders_keep_gpus_free(fleets) -> None:
+    models = [{"server_groups": [{"num_gpus": 1}, {"worker_type": "placeholder", "num_gpus": 2}, {"num_gpus": 1}]}]
+    (settings,) = fleets(config_of(models, rollout_num_gpus=4), device="cuda").values()
+    assert [server.gpu_ids for server in settings.servers] == [(1,), (4,)], "after the trainer's GPU 0"
+
+
+def test_on_shared_gpus_memory_is_given_back_and_models_that_nobody_sends_keep_a_copy(fleets) -> None:
+    models = [JUDGE, {"name": "actor", "server_groups": [{"num_gpus": 1}]}]
+    settings = fleets(config_of(models, colocate=True, actor_num_gpus_per_node=2), device="cuda")
+    judge, actor = settings["judge"].servers[0].command(), settings["actor"].servers[0].command()
+    assert "--enable-memory-saver" in judge and "--enable-memory-saver" in actor
+    assert "--enable-weights-cpu-backup" in judge and "--enable-weights-cpu-backup" not in actor
+
+
+@pytest.mark.parametrize(
+    ("cluster", "beside"),
+    [
+        ({"actor_num_gpus_per_node": 4, "rollout_num_gpus_per_engine": 2}, {0: (0, 1), 1: (2, 3)}),
+        ({"actor_num_gpus_per_node": 2, "actor_num_nodes": 2, "rollout_num_gpus_per_engine": 4}, {0: (0, 1, 2, 3)}),
+        ({"actor_num_gpus_per_node": 2, "rollout_num_gpus": 3}, {0: (0,), 1: (1,)}),  # the third engine has a GPU of its own
+    ],
+)
+def test_ranks_stand_beside_engines_in_order(cluster: dict[str, Any], beside: dict[int, tuple[int, ...]]) -> None:
+    assert ranks_beside_engines(config_of(None, colocate=True, **cluster)) == beside

@@ -3,7 +3,7 @@
     fuligo quickstart --run-dir runs/picture
     python docs/pictures/view.py runs/picture
 
-The last is of the recorded run that the tests use: a quickstart has no alarms worth a picture.
+The last two are of the recorded run that the tests use: a quickstart has one engine, one rank, and no alarms worth a picture.
 Needs the dev extra and Chromium (Debian: apt-get install chromium fonts-inter).
 """
 
@@ -39,9 +39,11 @@ class Picture:
 OF_QUICKSTART = (
     Picture("view-overview", "overview?smooth=0.4", "light", 740, "path.faint"),
     Picture("view-samples", "samples?sample=2.0&colour=entropy&order=-length&step_max=8", "light", 860, ".token"),
-    Picture("view-time", "time?step=5", "dark", 1010, ".phase"),
 )
-OF_RECORDED = (Picture("view-health", "health", "light", 560, ".alarm.error"),)
+OF_RECORDED = (
+    Picture("view-time", "time?step=9", "dark", 1090, ".phase"),
+    Picture("view-health", "health", "light", 560, ".alarm.error"),
+)
 
 
 def main() -> None:

@@ -243,6 +243,7 @@ function lane(label, phases, length) {
 function curveLane(label, numbers, most, length, what, note = null) {
   const [wide, high] = [numbers.length, 34];
   const peak = Math.max(0, ...numbers);
+  const size = peak ? `up to ${peak} at a time` : "none";
   const points = numbers
     .map((number) => (high - (number / most) * (high - 3)).toFixed(1))
     .map((y, at) => `L${at} ${y}L${at + 1} ${y}`)
@@ -260,9 +261,9 @@ function curveLane(label, numbers, most, length, what, note = null) {
           { class: "generating", viewBox: `0 0 ${wide} ${high}`, preserveAspectRatio: "none", "aria-hidden": "true" },
           svg("path", { d: `M0 ${high}${points}L${wide} ${high}Z` }),
         ),
-        element("span", { class: "most" }, [`up to ${peak} at a time`, note].filter(Boolean).join(", ")),
+        element("span", { class: "most" }, [size, note].filter(Boolean).join(", ")),
       ),
-      () => [`${label}: ${what} at the same time, up to ${peak}`, [note, `over ${seconds(length)}`].filter(Boolean).join(", ")],
+      () => [`${label}: ${what}, ${size}`, [note, `over ${seconds(length)}`].filter(Boolean).join(", ")],
     ),
   );
 }

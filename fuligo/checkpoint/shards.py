@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -110,6 +110,19 @@ class _Planner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan(self._items)
         return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """
+        Raises:
+            ValueError: the shards of all ranks overlap, or are not the whole of a tensor.
+        """
+        plans, metadata = super().create_global_plan(all_plans)
+        for name, tensor in metadata.state_dict_metadata.items():  # torch looks at this only where there are several ranks
+            assert isinstance(tensor, TensorStorageMetadata)
+            num_written = sum(chunk.sizes.numel() for chunk in tensor.chunks)
+            if num_written != tensor.size.numel():
+                raise ValueError(f"{num_written} of {tensor.size.numel()} numbers of {name} would be written")
+        return plans, metadata
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         shard = self._shards[write_item.index.fqn, write_item.index.offset]

@@ -6,7 +6,7 @@ TORCH ?= 2.13.0
 # Tests that start processes share two cores badly with more workers than this.
 TEST_WORKERS ?= 2
 
-.PHONY: quickstart install install-dev install-sglang browser test test-full test-gpu format lint types imports
+.PHONY: quickstart install install-dev install-sglang browser ready test test-full test-gpu format lint types imports
 
 quickstart: install
 	.venv/bin/fuligo quickstart $(ARGS)
@@ -42,12 +42,16 @@ browser:
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null \
 		|| echo "Chromium cannot be installed: the tests of pages are skipped"; fi
 
-test: install-dev install-sglang browser lint types imports
+# The checks keep one core busy while SGLang is installed on the other.
+ready: install-dev
+	+@$(MAKE) --no-print-directory --jobs 2 --output-sync install-sglang browser lint types imports
+
+test: ready
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow and not sglang"
 	.venv/bin/python -m pytest tests/sglang tests/cluster -m "sglang and not slow"
 
-test-full: install-dev install-sglang browser lint types imports
-	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not sglang"
+test-full: ready
+	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal --hypothesis-profile full -m "not gpu and not sglang"
 	.venv/bin/python -m pytest tests/sglang tests/cluster -m sglang
 
 test-gpu: install-dev

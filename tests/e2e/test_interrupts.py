@@ -20,7 +20,7 @@ INTERRUPTED = 130
     [
         (signal.SIGINT, True, False, INTERRUPTED),
         (signal.SIGINT, True, True, INTERRUPTED),
-        (signal.SIGTERM, False, False, INTERRUPTED),
+        pytest.param(signal.SIGTERM, False, False, INTERRUPTED, marks=pytest.mark.slow),
         (signal.SIGTERM, False, True, INTERRUPTED),
         (signal.SIGKILL, False, False, -signal.SIGKILL),
     ],

@@ -24,8 +24,8 @@ PROMPTS = [f"what is {n} + {n}?" for n in range(10, 10 + NUM_PROMPTS)]
 @pytest.mark.parametrize(
     "mode",
     [
-        {"partial_rollout": True},
-        {"async_mode": "one-step"},
+        pytest.param({"partial_rollout": True}, marks=pytest.mark.slow),
+        pytest.param({"async_mode": "one-step"}, marks=pytest.mark.slow),
         {"async_mode": "one-step", "partial_rollout": True, "max_staleness": 1},
         {"async_mode": "full", "max_staleness": 1, "over_sampling_batch_size": None},
     ],

@@ -99,7 +99,7 @@ def assert_whole(directory: Path, script_step: str) -> int:
 def test_killed_at_random_moments_it_goes_on_from_the_newest(tmp_path: Path) -> None:
     moment = random.Random(0)
     reached = 0
-    for _ in range(8):
+    for _ in range(4):
         with subprocess.Popen([sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as run:
             assert run.stdout is not None
             begun = [int(run.stdout.readline()) for _ in range(moment.randint(2, 4))]

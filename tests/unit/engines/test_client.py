@@ -103,7 +103,7 @@ async def server() -> AsyncIterator[Misbehaving]:
 
 @pytest.fixture
 async def client(server: Misbehaving) -> AsyncIterator[EngineClient]:
-    client = EngineClient(server.url, retries=2, timeout_s=5)
+    client = EngineClient(server.url, retries=2, timeout_s=60)
     yield client
     await client.close()
 

@@ -100,11 +100,24 @@ def save(directory: Path, name: str) -> Checkpoint:
 
 @pytest.mark.parametrize(("layout", "model"), CASES)
 def test_logprobs_are_those_of_transformers(pool: RankPool, checkpoint_of, layout: str, model: str):
-    checkpoint, ranks = checkpoint_of(model), LAYOUTS[layout]
+    assert_logprobs_of_transformers(pool, checkpoint_of(model), LAYOUTS[layout])
+
+
+def test_padding_of_rows_is_seen_by_no_token(pool: RankPool, checkpoint_of):
+    assert_logprobs_of_transformers(pool, checkpoint_of("qwen3"), LAYOUTS["cp2"], pad_multiple_tokens=128)
+
+
+def test_embedding_and_head_count_as_layers_of_stages(pool: RankPool, checkpoint_of):
+    flags = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+    assert_logprobs_of_transformers(pool, checkpoint_of("qwen2"), Layout(pp=3, num_ranks=3), flags=flags)
+
+
+def assert_logprobs_of_transformers(pool: RankPool, checkpoint: Checkpoint, layout: Layout, **settings: Any) -> None:
     samples = train_batches.samples(LENGTHS)
-    results = pool.run(ranks.num_ranks, megatron_logprobs, settings_of(checkpoint.directory, ranks), [samples[:3], samples[3:]])
+    micro_batches = [samples[:3], samples[3:]]
+    results = pool.run(layout.num_ranks, megatron_logprobs, settings_of(checkpoint.directory, layout, **settings), micro_batches)
     expected = transformers_logprobs(checkpoint.oracle, samples)
     on_last_stage = [result for result in results if result is not None]
-    assert len(on_last_stage) == ranks.num_ranks // ranks.pp
+    assert len(on_last_stage) == layout.num_ranks // layout.pp
     for logprobs in on_last_stage:
         torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)

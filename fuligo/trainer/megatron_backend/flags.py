@@ -87,7 +87,8 @@ _OPTIMIZER = (
     "exp_avg_sq_dtype",
     "store_param_remainders",
 )
-READ = frozenset((*_MODEL, *_LATENT_ATTENTION, *_EXPERTS, *_OPTIMIZER))
+_STAGES = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+READ = frozenset((*_MODEL, *_LATENT_ATTENTION, *_EXPERTS, *_OPTIMIZER, *_STAGES))
 """Taken with any value."""
 
 DECIDED: Mapping[str, object] = {

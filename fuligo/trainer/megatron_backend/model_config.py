@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from fuligo.config.layer_pattern import read_layers
@@ -51,6 +52,8 @@ def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
     }
     try:
         config = (MLATransformerConfig if latent else TransformerConfig)(**fields)
+        for pp_rank in range(settings.layout.pp):
+            get_num_layers_to_build(config, vp_stage=0 if settings.layout.vpp > 1 else None, pp_rank=pp_rank)
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"Megatron cannot build the model: {error}") from error
     refuse_unsupported_routing(config)
@@ -170,9 +173,9 @@ def _given(flags: Mapping[str, Any], names: Iterable[str]) -> Fields:
 
 
 def _parallelism(settings: MegatronTrainerSettings) -> Fields:
-    layout = settings.layout
+    layout, flags = settings.layout, settings.model_flags
     # Rows of a step differ in length. The all-gather dispatcher cannot do that, and is what Megatron assumes where there are no experts.
-    dispatcher = settings.dispatcher if settings.model_flags.get("num_experts") else "alltoall"
+    dispatcher = settings.dispatcher if flags.get("num_experts") else "alltoall"
     return {
         "tensor_model_parallel_size": layout.tp,
         "sequence_parallel": layout.sequence_parallel,
@@ -180,6 +183,8 @@ def _parallelism(settings: MegatronTrainerSettings) -> Fields:
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "num_layers_in_first_pipeline_stage": layout.num_layers_first_stage,
         "num_layers_in_last_pipeline_stage": layout.num_layers_last_stage,
+        "account_for_embedding_in_pipeline_split": flags.get("account_for_embedding_in_pipeline_split", False),
+        "account_for_loss_in_pipeline_split": flags.get("account_for_loss_in_pipeline_split", False),
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,

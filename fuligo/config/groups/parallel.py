@@ -49,4 +49,6 @@ class ParallelFlags(FlagGroup):
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag(
         "auto", "TransformerEngine's attention kernels", source="megatron"
     )
-    accumulate_allreduce_grads_in_fp32: bool = flag(False, "gradients are summed in fp32", source="megatron")
+    accumulate_allreduce_grads_in_fp32: bool = flag(
+        False, "gradients are summed in fp32; they are anyway, unless --grad-reduce-in-bf16 is given", source="megatron"
+    )

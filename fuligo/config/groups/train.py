@@ -26,8 +26,10 @@ class TrainFlags(FlagGroup):
     data_pad_size_multiplier: int = flag(128, "packed rows are padded to a multiple of this", unit="tokens", source="seed", ge=1)
     balance_data: bool = flag(False, "balance the cost of data-parallel ranks by FLOPs", source="seed")
     seed: int = flag(1234, "seed of the trainer's random numbers", source="megatron", ge=0)
-    only_train_params_name_list: list[str] = flag([], "regexes of the only parameters to train", source="seed")
-    freeze_params_name_list: list[str] = flag([], "regexes of parameters to freeze", source="seed")
+    only_train_params_name_list: list[str] = flag(
+        [], "regexes of the only parameters to train, by their names in the checkpoint (or in Megatron)", source="seed"
+    )
+    freeze_params_name_list: list[str] = flag([], "regexes of parameters to freeze, likewise", source="seed")
     mtp_num_layers: int | None = flag(None, "layers for multi-token prediction to load (MTP)", unit="layers", source="megatron", ge=0)
     enable_mtp_training: bool = flag(False, "train the MTP layers; without it they are loaded and frozen", source="seed")
     mtp_loss_scaling_factor: float = flag(0.2, "weight of the MTP loss", source="megatron", ge=0)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from fuligo.errors import ConfigError
 from fuligo.trainer.megatron_backend.layout import Layout
 from fuligo.trainer.megatron_backend.model_config import transformer_config
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, Recomputation
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.world import World
@@ -212,10 +212,16 @@ def test_what_would_not_be_the_model_is_refused(checkpoints, flags: dict[str, An
     ("changes", "message"),
     [
         ({"layout": Layout(tp=2, num_ranks=2)}, "needs --sequence-parallel"),
+        (
+            {"recomputation": Recomputation("full", "block", 1), "model_flags": {"moe_router_bias_update_rate": 0.1}},
+            "--recompute-method block with balanced experts",
+        ),
         ({"dispatcher": "flex"}, "CUDA only; use alltoall"),
         ({"dispatcher": "flex", "deepep": True, "device": "cuda"}, "deep_ep is not installed"),
     ],
 )
 def test_ways_that_cannot_work_are_refused(checkpoints, changes: dict[str, Any], message: str) -> None:
+    settings = mixture_settings(checkpoints("glm4_moe"), Layout())
+    changes = {**changes, "model_flags": {**settings.model_flags, **changes.get("model_flags", {})}}
     with pytest.raises(ConfigError, match=message):
-        transformer_config(replace(mixture_settings(checkpoints("glm4_moe"), Layout()), **changes))
+        transformer_config(replace(settings, **changes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fuligo.trainer.megatron_backend.layout import Layout
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, PredictionLayers
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, PredictionLayers, Recomputation
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.world import World
@@ -111,16 +111,36 @@ def test_gradients_are_those_of_plain_torch(pool: RankPool, references, family: 
     assert_gradients_agree(got, reference.model.gradients())
 
 
-def prediction_metric(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -> float | None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recomputation",
+    [Recomputation("full", "uniform", 2), Recomputation("selective", modules=("moe", "shared_experts"))],
+    ids=str,
+)
+def test_recomputed_activations_give_the_same_gradients(pool: RankPool, references, recomputation: Recomputation) -> None:
+    reference = references("glm4_moe", 1)
+    flags = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.3}
+    settings = prediction_settings(reference, LAYOUTS["tp2 sp"], flags=flags)
+    recomputed, *_ = pool.run(2, megatron_gradients, replace(settings, recomputation=recomputation), batch())
+    kept, *_ = pool.run(2, megatron_gradients, settings, batch())
+    assert kept is not None
+    assert_gradients_agree(recomputed, kept)
+
+
+def norm_and_prediction_loss(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -> tuple[float | None, float | None]:
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
-    return MegatronRankWorker(settings, world).train(of).metrics.get("train/mtp_loss")
+    metrics = MegatronRankWorker(settings, world).train(of).metrics
+    return metrics.get("train/grad_norm"), metrics.get("train/mtp_loss")
 
 
-def test_the_loss_is_a_metric(pool: RankPool, references) -> None:
+@pytest.mark.parametrize("layout", ["cp2", "pp2"])
+def test_the_loss_is_a_metric_and_the_norm_counts_shared_embeddings_once(pool: RankPool, references, layout: str) -> None:
     reference = references("mimo", 2)
-    got, *_ = pool.run(2, prediction_metric, prediction_settings(reference, LAYOUTS["cp2"]), batch())
-    assert got == pytest.approx(reference.prediction_loss, rel=1e-5)
+    (norm, loss), *_ = pool.run(2, norm_and_prediction_loss, prediction_settings(reference, LAYOUTS[layout]), batch())
+    expected = torch.stack([gradient.norm() for gradient in reference.model.gradients().values()]).norm()
+    assert norm == pytest.approx(float(expected), rel=1e-5)
+    assert loss == pytest.approx(reference.prediction_loss, rel=1e-5)
 
 
 def untrained(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

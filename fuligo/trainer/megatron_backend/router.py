@@ -146,7 +146,7 @@ def take_balance_loss(chunks: Iterable[nn.Module]) -> Tensor | None:
     Losses of the replicas add up to the step's.
     """
     chunks = list(chunks)
-    if not _has_balance_loss(chunks):
+    if not has_balance_loss(get_model_config(chunks[0])):
         return None
     total = torch.zeros((), device=next(chunks[0].parameters()).device)
     for router in routers(chunks):
@@ -157,9 +157,8 @@ def take_balance_loss(chunks: Iterable[nn.Module]) -> Tensor | None:
     return total
 
 
-def _has_balance_loss(chunks: Iterable[nn.Module]) -> bool:
-    """The same on all ranks, also where a stage has no experts."""
-    config = get_model_config(next(iter(chunks)))
+def has_balance_loss(config: TransformerConfig) -> bool:
+    """Some layer of the model has one, maybe on another pipeline stage."""
     coefficients = config.moe_aux_loss_coeff
     return config.num_moe_experts is not None and any(coefficients if isinstance(coefficients, list) else [coefficients])
 
@@ -185,14 +184,19 @@ def refuse_unsupported_routing(config: TransformerConfig) -> None:
                 "the expert bias (--moe-router-bias-update-rate) or not at all (none)"
             )
     refused = {
-        "--moe-expert-capacity-factor": config.moe_expert_capacity_factor,
-        "--moe-input-jitter-eps": config.moe_input_jitter_eps,
-        "--moe-z-loss-coeff": config.moe_z_loss_coeff,
-        "--moe-router-force-load-balancing": config.moe_router_force_load_balancing,
+        "--moe-expert-capacity-factor": (config.moe_expert_capacity_factor, "a token's experts would depend on its neighbours in the row"),
+        "--moe-input-jitter-eps": (config.moe_input_jitter_eps, "log-probabilities would depend on chance"),
+        "--moe-router-force-load-balancing": (config.moe_router_force_load_balancing, "log-probabilities would depend on chance"),
+        "--moe-z-loss-coeff": (config.moe_z_loss_coeff, "Megatron scales it for gradients that are divided by the number of tokens"),
     }
-    for flag, value in refused.items():
+    for flag, (value, reason) in refused.items():
         if value:
-            raise ConfigError(f"{flag} {value}: a token's experts would depend on its neighbours or on chance; leave it out")
+            raise ConfigError(f"{flag} {value}: {reason}; leave it out")
+    is_balanced = has_balance_loss(config) or (config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate)
+    if config.recompute_method == "block" and is_balanced:
+        raise ConfigError(
+            "--recompute-method block with balanced experts: Megatron tells only recomputed layers which tokens are padding; use uniform"
+        )
     _refuse_other_choice(config)
 
 

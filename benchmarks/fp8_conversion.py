@@ -4,7 +4,8 @@
 
 The checkpoint has the matrices of a 4B-class Qwen3, in bf16, as many layers as fit. Copy and conversions take turns, each a process of its
 own that ends with its files on disk; the page cache is warm for all. A conversion reads its source twice and its result once: it compares
-what it wrote. MB/s are of the source; memory is the largest resident set of the process, of which the interpreter with torch is the first.
+what it wrote. MB/s are of the source, by the clock and by the time that the process had on all cores, which other work on the machine moves
+less; memory is the largest resident set of the process. What the interpreter with torch takes is shown first, and subtracted from times.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -36,6 +38,14 @@ COPY = "import os, shutil, sys; shutil.copytree(*sys.argv[1:]); os.sync()"
 IDLE = "import torch"
 
 
+class Usage(NamedTuple):
+    """What a process took."""
+
+    wall_s: float
+    cpu_s: float
+    peak_bytes: int
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--megabytes", type=int, default=800, help="of the checkpoint, about")
@@ -51,19 +61,20 @@ def main() -> None:
         programs = {"copy": ["-c", COPY, str(source), str(target)]}
         programs |= {f"{n} worker{'s' * (n > 1)}": [*convert, "--max-workers", str(n)] for n in options.workers}
         programs |= {f"{strategy}, 1 worker": [*convert, "--strategy", strategy] for strategy in ("channel", "tensor")}
-        start_s, idle_bytes = run(["-c", IDLE])
-        best: dict[str, tuple[float, int]] = {}
+        idle = run(["-c", IDLE])
+        best: dict[str, Usage] = {}
         for _ in range(options.repeats):
             for name, arguments in programs.items():
                 shutil.rmtree(target, ignore_errors=True)
-                seconds, peak = run(arguments)
-                best[name] = min(best.get(name, (seconds, peak)), (seconds, peak))
+                usage = run(arguments)
+                best[name] = min(best.get(name, usage), usage)
     print(f"{num_bytes / 1e6:.0f} MB in {options.files} files of {num_bytes / options.files / 1e6:.0f} MB")
-    print(f"{'import torch':<20} {start_s:6.2f} s {'':>11} {idle_bytes / 1e6:6.0f} MB")
-    for name, (seconds, peak) in best.items():
-        rate = num_bytes / 1e6 / (seconds if name == "copy" else seconds - start_s)
-        print(f"{name:<20} {seconds:6.2f} s {rate:6.0f} MB/s {peak / 1e6:6.0f} MB")
-    print("MB/s of conversions: without the time that `import torch` takes")
+    print(f"{'import torch':<20} {idle.wall_s:7.2f} s {idle.cpu_s:7.2f} s of CPU {'':>31} {idle.peak_bytes / 1e6:6.0f} MB")
+    for name, usage in best.items():
+        start_wall_s, start_cpu_s = (0.0, 0.0) if name == "copy" else (idle.wall_s, idle.cpu_s)
+        wall, cpu = (num_bytes / 1e6 / max(seconds, 1e-3) for seconds in (usage.wall_s - start_wall_s, usage.cpu_s - start_cpu_s))
+        rates = f"{wall:6.0f} MB/s {cpu:6.0f} MB per CPU second"
+        print(f"{name:<20} {usage.wall_s:7.2f} s {usage.cpu_s:7.2f} s of CPU {rates} {usage.peak_bytes / 1e6:6.0f} MB")
 
 
 def write_checkpoint(directory: Path, num_bytes: int, num_files: int) -> int:
@@ -93,15 +104,15 @@ def write_checkpoint(directory: Path, num_bytes: int, num_files: int) -> int:
     return total
 
 
-def run(arguments: list[str]) -> tuple[float, int]:
-    """Seconds of a Python process, and the most memory that it had."""
+def run(arguments: list[str]) -> Usage:
+    """Of a Python process from its start to its end."""
     started = time.perf_counter()
     process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, process.args)
-    return time.perf_counter() - started, usage.ru_maxrss * 1024
+    return Usage(time.perf_counter() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fuligo.checkpoint.durable import replace_text, sync
 from fuligo.convert.fp8_shards import Shard, TargetTensor
-from fuligo.convert.hf_to_fp8 import CONFIG, INDEX, UNFINISHED, Fp8Plan
+from fuligo.convert.hf_to_fp8 import CONFIG, INDEX, UNFINISHED, Fp8Plan, size
 from fuligo.errors import CheckpointError
 from fuligo.weights.fp8 import block_maxima, fp8_scales, fp8_values, scales_for
 
@@ -100,7 +100,7 @@ def _convert_shard(shard: Shard, source: Path, target: Path, stop: threading.Eve
     sync(target)
     seconds = time.perf_counter() - started
     read = sum(tensor.end - tensor.start for tensor in shard.tensors)
-    return f"{shard.file}  {read / 2**30:.2f} -> {num_bytes / 2**30:.2f} GiB, {read / 1e6 / seconds:.0f} MB/s{note}"
+    return f"{shard.file}  {size(read)} -> {size(num_bytes)}, {read / 1e6 / seconds:.0f} MB/s{note}"
 
 
 def _is_written(shard: Shard, source: Path, path: Path, stop: threading.Event) -> bool:

@@ -175,4 +175,4 @@ class TestUnfitTargets:
     def test_a_full_disk(self, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         usage = namedtuple("usage", ["free"])
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(free=1000))
-        assert "are needed and 0.0 GiB free" in refusal(model=dense, save=tmp_path / "out")
+        assert "are needed and 0.0 MiB free" in refusal(model=dense, save=tmp_path / "out")

@@ -87,7 +87,10 @@ def test_fuligo_import_script(page: Path, arguments: list[str]):
     assert import_script.parser().parse_args(arguments).script.suffix == ".sh"
 
 
-@pytest.mark.parametrize(("page", "arguments"), commands_of_all_pages("python", "tools/convert_hf_to_fp8.py"))
+@pytest.mark.parametrize(
+    ("page", "arguments"),
+    [*commands_of_all_pages("python", "tools/convert_hf_to_fp8.py"), *commands_of_all_pages("fuligo", "convert", "fp8")],
+)
 def test_conversion_to_fp8(page: Path, arguments: list[str]):
     assert hf_to_fp8.parser().parse_args(arguments).model_dir
 

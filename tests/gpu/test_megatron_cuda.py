@@ -100,6 +100,10 @@ def assert_near(got: Sequence[FloatArray], expected: Sequence[FloatArray], *, me
     assert difference.max() <= largest, f"mean {difference.mean():.4f}, largest {difference.max():.4f}"
 
 
+def num_parameters(checkpoint: Path) -> int:
+    return sum(tensor.numel() for tensor in load_file(checkpoint / "model.safetensors").values())
+
+
 def family_flags(family: str) -> tuple[str, ...]:
     return ALLTOALL if family in MIXTURES else ()
 
@@ -180,7 +184,8 @@ async def test_offloaded_and_back_it_is_the_same(tmp_path: Path) -> None:
         before = await megatron.logprobs(batch.samples)
         held = torch.cuda.memory_allocated()
         await megatron.offload()
-        assert torch.cuda.memory_allocated() < 0.2 * held
+        freed = held - torch.cuda.memory_allocated()
+        assert freed > 17 * num_parameters(checkpoint)  # weights 2 bytes, gradients 4, optimizer 12
         await megatron.onload()
         after = await megatron.logprobs(batch.samples)
         await megatron.train(batch)

@@ -120,7 +120,9 @@ def test_the_reward_rises_and_an_engine_that_dies_comes_back(start, tmp_path: Pa
     assert set(first["engine"].to_pylist()) == {0, 1}, "the router does not say who answered, the engines do"
 
 
+@pytest.mark.slow
 def test_without_fault_tolerance_the_run_ends_and_names_the_engine(start, tmp_path: Path) -> None:
+    """Its halves are always tested: what the fleet says (test_fleet.py), and how a run ends by it (tests/e2e/test_failures.py)."""
     run = start(num_rollout=8, save_interval=1)
     for line in run.stdout:
         if re.match("step 2/", line):

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fuligo.errors import ConfigError
 from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.trainer.megatron_backend.model_config import transformer_config
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, PredictionLayers, Recomputation
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
@@ -161,3 +163,11 @@ def test_layers_that_are_not_trained_stay_as_they_are_and_leave_the_model_alone(
     assert layers and after.keys() - layers == without.keys()
     for name, tensor in after.items():
         assert torch.equal(tensor, before[name] if name in layers else without[name]), name
+
+
+def test_a_copy_of_the_embedding_without_gradients_is_not_waited_for(references) -> None:
+    settings = prediction_settings(references("mimo", 1), LAYOUTS["pp2"], trained=False, flags={"overlap_grad_reduce": True})
+    with pytest.raises(
+        ConfigError, match="--overlap-grad-reduce with --mtp-num-layers 1 and 2 pipeline stages needs --enable-mtp-training"
+    ):
+        transformer_config(settings)

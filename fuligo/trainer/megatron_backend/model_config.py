@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from fuligo.config.layer_pattern import read_layers
 from fuligo.errors import ConfigError
 from fuligo.trainer.megatron_backend.experts import refuse_missing_transport
+from fuligo.trainer.megatron_backend.prediction import refuse_idle_embedding
 from fuligo.trainer.megatron_backend.router import refuse_unsupported_routing
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 
@@ -39,6 +40,7 @@ def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
         ConfigError: Megatron refuses the model, or its layout.
     """
     refuse_missing_transport(settings)
+    refuse_idle_embedding(settings)
     flags = settings.model_flags
     latent = bool(flags.get("multi_latent_attention"))
     fields = {

@@ -22,8 +22,10 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from fuligo.errors import ConfigError
 from fuligo.trainer.megatron_backend.logprobs import vocab_parallel_logprobs
 from fuligo.trainer.megatron_backend.packed import PackedRow
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
@@ -76,6 +78,20 @@ def prediction_layers(num_layers: int, layer: ModuleSpec, modules: BackendSpecPr
     spec = get_mtp_layer_spec_for_backend(layer, modules)
     spec.module = PredictionLayer
     return MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * num_layers)
+
+
+def refuse_idle_embedding(settings: MegatronTrainerSettings) -> None:
+    """
+    Raises:
+        ConfigError: the last stage would hold the prediction layers' copy of the embedding, and Megatron wait for its gradient for ever.
+    """
+    flags, prediction = settings.model_flags, settings.prediction
+    is_idle = prediction.num_layers > 0 and not prediction.trained and settings.layout.pp > 1
+    if is_idle and flags.get("untie_embeddings_and_output_weights") and flags.get("overlap_grad_reduce"):
+        raise ConfigError(
+            f"--overlap-grad-reduce with --mtp-num-layers {prediction.num_layers} and {settings.layout.pp} pipeline stages needs "
+            "--enable-mtp-training: the last stage has a copy of the embedding for the layers, which gets no gradient without it"
+        )
 
 
 def predict(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor, nn
 
+from fuligo.config.flag import option_name
 from fuligo.errors import ConfigError
 from fuligo.models.names import EMBEDDING, HEAD, Weight
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
@@ -44,7 +45,11 @@ def freeze_parameters(chunks: Sequence[nn.Module], weights: Sequence[Weight], tr
 
 
 def build_optimizer(chunks: list[DistributedDataParallel], settings: MegatronTrainerSettings) -> ChainedOptimizer:
-    """Over what is trained of the stages. A collective."""
+    """Over what is trained of the stages. A collective.
+
+    Raises:
+        ConfigError: the precision that is asked for needs a GPU.
+    """
     flags, place, adam = settings.model_flags, settings.optimizer_place, settings.optimizer
     config = OptimizerConfig(
         optimizer="adam",
@@ -64,7 +69,7 @@ def build_optimizer(chunks: list[DistributedDataParallel], settings: MegatronTra
         overlap_cpu_optimizer_d2h_h2d=place.overlap_transfers,
         pin_cpu_grads=not flags.get("no_pin_cpu_grads", False),
         pin_cpu_params=not flags.get("no_pin_cpu_params", False),
-        **(_precisions(flags) if place.precision_aware and settings.device == "cuda" else {}),
+        **(_precisions(settings) if place.precision_aware else {}),
     )
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
     assert isinstance(optimizer, ChainedOptimizer)
@@ -98,9 +103,19 @@ def _clip(optimizer: ChainedOptimizer, largest: float, grad_norm: float) -> None
             clip_grad_by_total_norm_fp32(parameters, largest, grad_norm, use_decoupled_grad=decoupled)
 
 
-def _precisions(flags: Mapping[str, Any]) -> dict[str, Any]:
+def _precisions(settings: MegatronTrainerSettings) -> dict[str, Any]:
+    """
+    Raises:
+        ConfigError: the state is to be of low precision, and there is no GPU: Adam for that is TransformerEngine's.
+    """
+    flags = settings.model_flags
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     dtypes = {name: _DTYPES[flags.get(name, "fp32")] for name in names}
+    if settings.device == "cpu":
+        low = [option_name(name) for name, dtype in dtypes.items() if dtype != torch.float32]
+        if low:
+            raise ConfigError(f"{', '.join(low)}: on a CPU the optimizer's state is float32; leave it out, or train on GPUs")
+        return {}
     return {"use_precision_aware_optimizer": True, "store_param_remainders": flags.get("store_param_remainders", True), **dtypes}
 
 

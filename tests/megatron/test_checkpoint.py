@@ -15,6 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fuligo.checkpoint.hf_to_dist import hf_to_dist
+from fuligo.checkpoint.hf_view import HuggingFaceView
+from fuligo.checkpoint.location import weights_directory
 from fuligo.errors import CheckpointError
 from fuligo.models.names import ModelNames
 from fuligo.models.registry import names_of, read_config_json
@@ -256,3 +259,27 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(pool
     for other, message in others:
         for text, is_unchanged in pool.run(2, refused, other, whole):
             assert message in text and is_unchanged
+
+
+def first_weights(world: World, settings: MegatronTrainerSettings) -> dict[str, Tensor]:
+    """Of a model that starts from a distributed checkpoint."""
+    from fuligo.checkpoint.megatron_dist import load_weights
+    from fuligo.trainer.megatron_backend.model import build_chunks
+    from fuligo.trainer.megatron_backend.weights.export import named_weights
+    from fuligo.trainer.megatron_backend.world import join_megatron
+
+    join_megatron(settings.layout, world, settings.seed)
+    chunks = build_chunks(settings, trained=False)
+    names = names_of(read_config_json(settings.hf_checkpoint))
+    load_weights(settings.initial_weights, chunks, names, world)
+    return {name: tensor.clone() for name, tensor in named_weights(chunks, names, dtype=torch.float32)}
+
+
+@pytest.mark.parametrize(("model", "layout"), [("dense", "tp2 pp2"), ("moe", "tp2 ep2")])
+def test_a_converted_checkpoint_is_loaded_under_any_layout(pool: RankPool, models, tmp_path: Path, model: str, layout: str):
+    hf_to_dist(models[model], tmp_path, World())
+    settings = settings_of(models[model], LAYOUTS[layout], initial_weights=weights_directory(tmp_path))
+    weights = pool.run(settings.num_ranks, first_weights, settings)
+    view = HuggingFaceView(tmp_path / "release")
+    for rank_weights in weights:
+        assert_equal(rank_weights, {name: view.read(name) for name in view.shapes})

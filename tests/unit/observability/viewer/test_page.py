@@ -1,4 +1,4 @@
-"""The page is one file, for a server and for a report alike. (How it behaves: tests/browser; its frame: tests/unit/planner/test_html.py.)"""
+"""The page is one file, for a server and for a report alike. (How it behaves: tests/browser; its frame: tests/unit/planner.)"""
 
 from importlib import resources
 

@@ -35,7 +35,10 @@ SHAPES = {
     "mlp.down_proj": (HIDDEN, INTERMEDIATE),
 }
 COPY = "import os, shutil, sys; shutil.copytree(*sys.argv[1:]); os.sync()"
+CONVERT = "import sys; from fuligo.cli import main; assert main(['convert', 'fp8', *sys.argv[1:]]) == 0"
 IDLE = "import torch"
+PEAK = "; print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')))"
+"""The kernel's `ru_maxrss` would not do: it contains the process that started this one."""
 
 
 class Usage(NamedTuple):
@@ -57,11 +60,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.directory) as work:
         source, target = Path(work) / "bf16", Path(work) / "target"
         num_bytes = write_checkpoint(source, options.megabytes * 10**6, options.files)
-        convert = ["-m", "fuligo", "convert", "fp8", "--model-dir", str(source), "--save-dir", str(target)]
-        programs = {"copy": ["-c", COPY, str(source), str(target)]}
+        convert = [CONVERT, "--model-dir", str(source), "--save-dir", str(target)]
+        programs = {"copy": [COPY, str(source), str(target)]}
         programs |= {f"{n} worker{'s' * (n > 1)}": [*convert, "--max-workers", str(n)] for n in options.workers}
         programs |= {f"{strategy}, 1 worker": [*convert, "--strategy", strategy] for strategy in ("channel", "tensor")}
-        idle = run(["-c", IDLE])
+        idle = run([IDLE])
         best: dict[str, Usage] = {}
         for _ in range(options.repeats):
             for name, arguments in programs.items():
@@ -104,15 +107,23 @@ def write_checkpoint(directory: Path, num_bytes: int, num_files: int) -> int:
     return total
 
 
-def run(arguments: list[str]) -> Usage:
-    """Of a Python process from its start to its end."""
+def run(program: list[str]) -> Usage:
+    """Of a Python process, from its start to its end.
+
+    Args:
+        program: code and arguments.
+    """
+    code, *arguments = program
     started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-c", code + PEAK, *arguments], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    shown = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, process.args)
-    return Usage(time.perf_counter() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+    kibibytes = int(shown.rpartition("VmHWM:")[2].split()[0])
+    return Usage(time.perf_counter() - started, usage.ru_utime + usage.ru_stime, kibibytes * 1024)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from fuligo.algorithms.estimators import estimator
 from fuligo.config import Config
 from fuligo.config.findings import Severity
 from fuligo.config.rules.rule import Broken, drop, put, rule
+from fuligo.config.topology import engine_groups
 
 
 @rule("CFG-TRUNCATED-SAMPLING", "--rollout-top-p", "--rollout-top-k", "--rollout-min-p", severity=Severity.WARNING)
@@ -96,6 +97,23 @@ def shared_gpus_all_sample(config: Config) -> Broken | None:
     return Broken(text, (drop("rollout_num_gpus"),))
 
 
+@rule("CFG-DRAFT-WEIGHTS", "--enable-mtp-training", "--update-weight-transport", severity=Severity.WARNING)
+def trained_drafts_are_not_broadcast(config: Config) -> Broken | None:
+    """SGLang 0.5.15 gives what is broadcast to the served model alone, not to the draft that is made of its prediction layers."""
+    transport, cluster = config.weight_sync.update_weight_transport, config.cluster
+    chosen = not cluster.colocate and cluster.device != "cpu" and not config.engine.rollout_external_engine_addrs
+    if not config.train.enable_mtp_training or not (transport in ("nccl", "gloo") or (transport == "auto" and chosen)):
+        return None
+    drafting = [group for group in engine_groups(config) if group.arguments.get("speculative_algorithm") is not None]
+    if not any(group.arguments.get("speculative_draft_model_path") is None for group in drafting):
+        return None
+    text = (
+        f"--enable-mtp-training with --update-weight-transport {transport}: engines that draft with the trained layers keep the first ones "
+        "(a broadcast reaches the served model alone), and accept fewer tokens the longer the run"
+    )
+    return Broken(text, (put("update_weight_transport", "disk"),))
+
+
 RULES = (
     truncated_sampling_biases_the_ratio,
     k1_loss_pulls_nowhere,
@@ -104,4 +122,5 @@ RULES = (
     nothing_is_partial,
     warmup_outlasts_the_run,
     shared_gpus_all_sample,
+    trained_drafts_are_not_broadcast,
 )

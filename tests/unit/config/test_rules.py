@@ -123,6 +123,12 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({**SGLANG, "update_weight_transport": "nccl", "device": "cpu"}, "--device is cpu"),
         ({**SGLANG, "update_weight_transport": "tensor", "rollout_num_gpus": 8}, "are on 2 nodes"),
     ],
+    "CFG-DRAFT-WEIGHTS": [
+        (
+            {**SGLANG, "mtp_num_layers": 1, "enable_mtp_training": True, "sglang_speculative_algorithm": "EAGLE"},
+            "keep the first ones",
+        )
+    ],
     "CFG-DP-ATTENTION": [
         ({**SGLANG, "rollout_num_gpus_per_engine": 4, "sglang_dp_size": 2}, "--sglang-dp-size 2 without"),
         (

@@ -218,6 +218,21 @@ def _proof(config: Config, trainer: Trainer) -> EqualityProof:
 
 
 def _transport(config: Config, cluster: RayCluster | None) -> Transport:
+    """
+    Raises:
+        ConfigError: it does not reach the engines, or not all of their ranks
+    """
+    transport = _reaching_transport(config, cluster)
+    stages = max((group.pp_size for group in engine_groups(config) if group.model == policy_model(config)), default=1)
+    if transport == "tensor" and stages > 1:
+        raise ConfigError(
+            f"--sglang-pp-size {stages}: SGLang hands the memory of a tensor-parallel rank to all its pipeline stages, and memory can be "
+            "handed over once: give --update-weight-transport disk, or stages of tensor parallelism alone"
+        )
+    return transport
+
+
+def _reaching_transport(config: Config, cluster: RayCluster | None) -> Transport:
     """auto: shared memory on one machine, broadcast between GPUs and between machines; engines that we did not start read files."""
     asked = config.weight_sync.update_weight_transport
     embedded = config.resolved_rollout_backend == "embedded"

@@ -9,7 +9,7 @@ from pathlib import Path
 POLL_S = 0.05
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 120.0) -> None:
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 240.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"

@@ -53,7 +53,7 @@ def test_engine_ranks_and_workers_end_with_the_run(
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=120)
     assert process.returncode == exit_code, said
     assert number == signal.SIGKILL or "Traceback" not in said
     wait_until(lambda: not alive(family), f"all of {family} have ended", timeout_s=30)

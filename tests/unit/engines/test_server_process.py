@@ -43,6 +43,13 @@ def server_pids(note: Path) -> list[int]:
     raise AssertionError("the server did not start")
 
 
+def wait_for_output(log: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not log.read_text():
+        assert time.monotonic() < deadline, "the server says nothing"
+        time.sleep(0.02)
+
+
 def alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -105,11 +112,13 @@ async def test_a_server_that_is_killed_is_said_to_be(tmp_path: Path) -> None:
 
 async def test_the_deadline_names_the_server_and_shows_its_log(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; print('loading shard 1', flush=True); time.sleep(600)"]
-    process = ServerProcess("router", command, log_file=tmp_path / "router.txt", grace_s=1)
+    log = tmp_path / "router.txt"
+    process = ServerProcess("router", command, log_file=log, grace_s=1)
+    wait_for_output(log)
 
     async def ready() -> bool:
         return False
 
-    with pytest.raises(EngineError, match=r"router was not ready within 2 s; its log .* ends:\nloading shard 1"):
-        await process.wait_until(ready, timeout_s=2)
+    with pytest.raises(EngineError, match=r"router was not ready within 0\.2 s; its log .* ends:\nloading shard 1"):
+        await process.wait_until(ready, timeout_s=0.2)
     await process.stop()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import REPOSITORY, fail, succeed
+from fuligo.checkpoint.compare import compare
+from fuligo.checkpoint.location import newest_iteration
+from tests.e2e.command import REPOSITORY, fail, fuligo, succeed
 from tests.e2e.conftest import Job
 from tests.e2e.records import TOKENS, checkpoint, metrics, sample_rows
 
@@ -48,6 +51,30 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(job: Job, tmp_path: Path
     succeed(*job(**common, num_rollout=2, run_dir=resumed, load=resumed / "checkpoints"))
     assert metrics(resumed) == metrics(whole)
     assert sample_rows(resumed, *TOKENS) == sample_rows(whole, *TOKENS)
+
+
+def test_killed_while_it_saves_beside_training_it_goes_on_under_another_layout(job: Job, tmp_path: Path) -> None:
+    """From the newest whole checkpoint; what is exported is what the last one holds."""
+    run_dir = tmp_path / "run"
+    common = {
+        "custom_rm_path": "tests.e2e.killers.reward",
+        "rm_type": None,
+        "before_train_step_path": "tests.e2e.killers.before_train_step",
+        "async_save": True,
+        "save_interval": 1,
+        "num_rollout": 3,
+        "run_dir": run_dir,
+        "load": run_dir / "checkpoints",
+        "save_hf": tmp_path / "export" / "{rollout_id}",
+    }
+    assert fuligo(*job(**common, **TP2), KILL_AT="save:2").returncode == -signal.SIGKILL
+    assert newest_iteration(run_dir / "checkpoints") in (1, 2)
+    pp2 = {**TP2, "tensor_model_parallel_size": 1, "sequence_parallel": False, "pipeline_model_parallel_size": 2}
+    succeed(*job(**common, **pp2))
+    assert [record["step"] for record in metrics(run_dir)] == [0, 1, 2]
+    assert not list((run_dir / "checkpoints").glob(".tmp_*"))
+    differing = [result.name for result in compare(checkpoint(run_dir, 3), tmp_path / "export" / "2") if result.difference]
+    assert not differing
 
 
 def test_what_the_trainer_would_ignore_is_refused_before_anything_starts(job: Job, tmp_path: Path) -> None:

@@ -41,12 +41,25 @@ def test_same_seed_same_metrics_and_tokens(command: list[str], uninterrupted: Pa
     assert sample_rows(tmp_path / "again", *TOKENS) == sample_rows(uninterrupted, *TOKENS)
 
 
-@pytest.mark.parametrize("moment", ["rollout:2", "train:3", "save:3"])
-def test_killed_and_resumed_run_equals_an_uninterrupted_one(moment: str, command: list[str], uninterrupted: Path, tmp_path: Path) -> None:
+def test_saving_beside_training_changes_nothing(command: list[str], uninterrupted: Path, tmp_path: Path) -> None:
+    succeed(*command, "--run-dir", tmp_path / "run", "--async-save")
+    assert metrics(tmp_path / "run") == metrics(uninterrupted)
+    saved, directly = (directory / "checkpoints" / "iter_0000006" / "hf" for directory in (tmp_path / "run", uninterrupted))
+    assert all((saved / file.name).read_bytes() == file.read_bytes() for file in directly.iterdir())
+
+
+MOMENTS = ("rollout:2", "train:3", "save:4")
+
+
+@pytest.mark.parametrize("moments", [MOMENTS, *(pytest.param((moment,), marks=pytest.mark.slow) for moment in MOMENTS)], ids=" ".join)
+def test_killed_and_resumed_run_equals_an_uninterrupted_one(
+    moments: tuple[str, ...], command: list[str], uninterrupted: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     flags = [*command, "--run-dir", run_dir, "--load", run_dir / "checkpoints"]
-    assert fuligo(*flags, KILL_AT=moment).returncode == -signal.SIGKILL
-    assert len(metrics(run_dir)) < len(metrics(uninterrupted)), "it was killed before the end"
+    for moment in moments:
+        assert fuligo(*flags, KILL_AT=moment).returncode == -signal.SIGKILL, moment
+        assert len(metrics(run_dir)) < len(metrics(uninterrupted)), "it was killed before the end"
 
     succeed(*flags)
     assert metrics(run_dir) == metrics(uninterrupted)

@@ -41,7 +41,7 @@ class PredictionLayer(nn.Module):
 
 @dataclass(slots=True)
 class PredictingModel:
-    """A transformers model with prediction layers; `family` is mimo or glm4_moe."""
+    """A transformers model with prediction layers; `family` is mimo, glm4_moe or glm4_moe_lite."""
 
     family: str
     trunk: Any

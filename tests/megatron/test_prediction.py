@@ -31,6 +31,11 @@ LOSS = LossSettings(loss_type="sft_loss")
 SCALE = 0.3
 SLOW = pytest.mark.slow
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "mimo": {"layers": 4},
+    "glm4_moe": {},
+    "glm4_moe_lite": {"rms_norm_eps": 1e-6},  # which transformers' class takes for the norms of the latents, whatever config.json says
+}
 LAYOUTS = {
     "one": Layout(),
     "tp2": Layout(tp=2, num_ranks=2),
@@ -59,7 +64,7 @@ def references(tmp_path_factory: pytest.TempPathFactory):
 
     def reference(family: str, num_predictions: int) -> Reference:
         if (family, num_predictions) not in made:
-            model = PredictingModel.random(family, num_predictions=num_predictions, layers=4 if family == "mimo" else 2)
+            model = PredictingModel.random(family, num_predictions=num_predictions, **SHAPES[family])
             directory = model.save(tmp_path_factory.mktemp(family))
             made[family, num_predictions] = Reference(model, directory, backward(model))
         return made[family, num_predictions]
@@ -103,6 +108,8 @@ def prediction_settings(reference: Reference, layout: Layout, *, trained: bool =
         ("mimo", 2, "cp2"),
         ("glm4_moe", 1, "tp2 sp"),
         *(pytest.param("mimo", 2, layout, marks=SLOW) for layout in LAYOUTS if "ep" not in layout),
+        ("glm4_moe_lite", 1, "one"),
+        *(pytest.param("glm4_moe_lite", 1, layout, marks=SLOW) for layout in ("tp2 sp", "pp2", "cp2", "ep2")),
         *(pytest.param("glm4_moe", 1, layout, marks=SLOW) for layout in ("one", "ep2", "pp2", "cp2", "tp2 sp pp2")),
     ],
 )

@@ -47,6 +47,7 @@ def _fleet_of(config: Config, directory: RunDirectory, model: str, servers: Sequ
             prefill_decode=any(server.worker_type != "regular" for server in servers),
             python=_python(config),
             environment=_environment(config),
+            start_timeout_s=config.engine.engine_start_timeout_s,
         ),
         restart=config.engine.use_fault_tolerance,
         health_interval_s=config.engine.rollout_health_check_interval,

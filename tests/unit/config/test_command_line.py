@@ -139,7 +139,7 @@ def misspelt(option: str) -> list[str]:
 def test_a_typo_in_any_flag_is_an_error_that_suggests_the_flag(name: str) -> None:
     option = flags()[name].option
     # Three letters of which one is wrong look like nothing; every longer flag is found (of long ones, some typos will do).
-    for typo in misspelt(option)[:: 1 if len(name) < 8 else 12]:
+    for typo in misspelt(option)[:: 1 if len(name) < 8 else 25]:
         (problem,) = problems_of([typo])
         assert typo in problem
         assert f"{option} ({flags()[name].group})" in problem or len(name) <= 2

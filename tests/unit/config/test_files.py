@@ -24,7 +24,7 @@ def problems_of(path: Path, text: str) -> tuple[str, ...]:
 
 
 @given(configs())
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_saved_config_loads_equal_and_runs_again(tmp_path: Path, config: Config) -> None:
     file = tmp_path / "config.yaml"
     save_yaml(config, file)

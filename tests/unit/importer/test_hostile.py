@@ -223,7 +223,7 @@ printf %s|read x|!|#|$'\n'|{1..3}|~|*|exit|continue|case|in|a) b;;|until false|a
 WORDS = st.sampled_from([*PARTS.replace("\n", "|").split("|"), "|", "||", "\n"])
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(parts=st.lists(WORDS, max_size=25))
 def test_any_jumble_ends_with_a_clear_error_or_a_launch(parts: list[str], tmp_path: Path):
     error = evaluate(" ".join(parts), tmp_path)
@@ -233,7 +233,7 @@ def test_any_jumble_ends_with_a_clear_error_or_a_launch(parts: list[str], tmp_pa
 LAUNCH_SCRIPT = (Path(__file__).with_name("snippets.sh")).read_text().splitlines()
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(start=st.integers(0, len(LAUNCH_SCRIPT) - 1), length=st.integers(1, 30), cut=st.integers(0, 200), inserted=WORDS)
 def test_any_damaged_script_ends_with_a_clear_error_or_a_launch(start: int, length: int, cut: int, inserted: str, tmp_path: Path):
     text = "\n".join(LAUNCH_SCRIPT[start : start + length])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fuligo.models.architecture import Architecture, PartKind
@@ -125,7 +125,6 @@ def small_configs(draw: st.DrawFn) -> dict[str, Any]:
     return config
 
 
-@settings(max_examples=200)
 @given(small_configs())
 def test_any_shape_has_the_parameters_of_transformers(config: dict[str, Any]) -> None:
     assert_counts_agree(config)

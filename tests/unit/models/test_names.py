@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -38,7 +38,6 @@ def names_of_recipe(recipe: str) -> ModelNames:
     return names_of(read_config_json(EXAMPLES / recipe / "model"))
 
 
-@settings(max_examples=100)
 @given(small_configs().filter(is_published).map(known_to_megatron))
 def test_every_tensor_that_transformers_saves_is_there_once_with_its_shape(config: dict[str, Any]) -> None:
     names, model = names_of(config), reference.build(config)

@@ -1,7 +1,7 @@
 """Every instant of a step has one cause; together they are the step."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fuligo.observability.viewer.attribution import SampleSpans, attribute, concurrency, covered
@@ -21,7 +21,6 @@ def seconds(window, phases, spans=None) -> dict[str, float]:
     return {cause.name: pytest.approx(cause.seconds) for cause in attribute(window, phases, spans)}
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(phases, max_size=8), st.lists(intervals, max_size=6), st.lists(intervals, max_size=6))
 def test_causes_sum_to_the_window(phases, generate, reward) -> None:
     causes = attribute((0.0, 10.0), phases, SampleSpans(generate, reward))
@@ -29,7 +28,6 @@ def test_causes_sum_to_the_window(phases, generate, reward) -> None:
     assert all(cause.seconds > 0 for cause in causes)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(phases, max_size=6))
 def test_a_cause_agrees_with_a_fine_grid(phases) -> None:
     """Oracle: at every hundredth of a second the first of the order that runs."""

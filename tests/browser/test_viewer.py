@@ -267,7 +267,7 @@ class TestSamples:
 
     def test_engines_are_chosen_from(self, open_view: OpenView) -> None:
         page = open_view("samples?sample=9.12&colour=engines")
-        page.get_by_label("Engine", exact=True).select_option("1")
+        page.get_by_role("combobox", name="Engine").select_option("1")
         found(page, NUM_SAMPLES // 2)
         expect(page.locator(".token-legend")).to_contain_text("engine 1: ")
         page.get_by_label("Order").select_option("engine")

@@ -38,8 +38,8 @@ install-sglang: .venv-sglang/.installed
 
 # Tests of pages need a real browser. Where there is none and we may install Debian's, we do; else they skip and say so.
 browser:
-	@if ! command -v chromium >/dev/null && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null \
+	@if ! { command -v chromium-headless-shell || command -v chromium; } >/dev/null && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium-headless-shell >/dev/null \
 		|| echo "Chromium cannot be installed: the tests of pages are skipped"; fi
 
 # The checks keep one core busy while SGLang is installed on the other.

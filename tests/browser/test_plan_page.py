@@ -13,6 +13,7 @@ from fuligo.config import Config
 from fuligo.planner.html import plan_page
 from fuligo.planner.json_output import plan_document
 from fuligo.planner.plan import Plan
+from tests.browser.conftest import DEADLINE_MS
 from tests.unit.planner.hand_made_plans import broken_plan, plan_of_8, plan_of_64, plan_of_256
 
 HOSTILE = "</script><script>window.hacked = true</script><img src=x onerror='window.hacked = true'>\u2028${hacked}"
@@ -30,7 +31,7 @@ def open_plan(browser: Browser, tmp_path: Path) -> Iterator[OpenPlan]:
         file = tmp_path / f"{len(pages)}.html"
         file.write_text(plan_page(plan_document(plan, config or Config())), encoding="utf-8")
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)  # pyright: ignore[reportArgumentType]
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(DEADLINE_MS)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
@@ -92,27 +93,26 @@ def test_cells_do_not_overlap(open_plan: OpenPlan):
     assert len({tuple(place) for place in places}) == 256
 
 
-@pytest.mark.parametrize(
-    ("dimension", "peers"),
-    [
-        ("tp", {40, 41, 42, 43}),
-        ("cp", set(range(33, 64, 4))),
-        ("pp", set(range(9, 256, 32))),
-        ("ep", set(range(32, 64))),
-        ("engine", set(range(64))),
-    ],
-)
-def test_pointing_at_a_gpu_shows_its_peers_in_the_chosen_dimension(open_plan: OpenPlan, dimension: str, peers: set[int]):
-    """TP 4, CP 8, PP 8 on 256 GPUs, tp innermost; engines of 64."""
+PEERS = {
+    "tp": {40, 41, 42, 43},
+    "cp": set(range(33, 64, 4)),
+    "pp": set(range(9, 256, 32)),
+    "ep": set(range(32, 64)),
+    "engine": set(range(64)),
+}
+"""Of GPU 41 under TP 4, CP 8, PP 8 on 256 GPUs, tp innermost; engines of 64."""
+
+
+def test_pointing_at_a_gpu_shows_its_peers_in_the_chosen_dimension(open_plan: OpenPlan):
     page = open_plan(plan_of_256())
-    colour_by(page, dimension)
-    index = 41
-    gpu(page, index).hover()
-    assert with_class(page, "peer") == peers
-    assert with_class(page, "dim") == set(range(256)) - peers
-    assert with_class(page, "chosen") == {index}
-    page.mouse.move(5, 5)
-    assert with_class(page, "dim") == set()
+    for dimension, peers in PEERS.items():
+        colour_by(page, dimension)
+        gpu(page, 41).hover()
+        assert with_class(page, "peer") == peers, dimension
+        assert with_class(page, "dim") == set(range(256)) - peers, dimension
+        assert with_class(page, "chosen") == {41}
+        page.mouse.move(5, 5)
+        assert with_class(page, "dim") == set()
 
 
 def test_the_switch_changes_colours(open_plan: OpenPlan):

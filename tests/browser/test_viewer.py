@@ -17,6 +17,7 @@ from fuligo.observability.viewer.api import make_app
 from fuligo.observability.viewer.report import write_report
 from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.watcher import Watcher
+from tests.browser.conftest import DEADLINE_MS
 from tests.unit.observability.viewer.recorded_run import FAILED, HOSTILE, NUM_STEPS, SCRIPT, TRUNCATED, begin_run, write_run
 
 OpenView = Callable[..., Page]
@@ -70,7 +71,7 @@ def open_page(browser: Browser) -> Iterator[OpenView]:
 
     def open_it(address: str, width: int = 1280, scheme: str = "light") -> Page:
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)  # pyright: ignore[reportArgumentType]
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(DEADLINE_MS)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         home = address.partition("#")[0]

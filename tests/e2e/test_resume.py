@@ -51,6 +51,7 @@ def test_saving_beside_training_changes_nothing(command: list[str], uninterrupte
 MOMENTS = ("rollout:2", "train:3", "save:4")
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("moments", [MOMENTS, *(pytest.param((moment,), marks=pytest.mark.slow) for moment in MOMENTS)], ids=" ".join)
 def test_killed_and_resumed_run_equals_an_uninterrupted_one(
     moments: tuple[str, ...], command: list[str], uninterrupted: Path, tmp_path: Path

@@ -60,25 +60,28 @@ def test_sglang_loads_it(case: tuple[str, str], loaded: dict[tuple[str, str], di
         assert load["unset"] == [] and load["values"] and load["scales"]
 
 
-@pytest.mark.parametrize("strategy", ["channel", "tensor"])
-def test_transformers_loads_it_with_compressed_tensors(strategy: str, tmp_path: Path):
+def test_transformers_loads_it_with_compressed_tensors(tmp_path: Path):
     """That package is in SGLang's environment. (Blocks, which need no package: tests/unit/checkpoint.)"""
-    source, save = save_family(tmp_path / "source", "qwen3"), tmp_path / "fp8"
-    convert(plan_hf_to_fp8(["--model-dir", str(source), "--save-dir", str(save), "--strategy", strategy]), lambda _: None)
+    source, strategies = save_family(tmp_path / "source", "qwen3"), ("channel", "tensor")
+    for strategy in strategies:
+        save = ["--save-dir", str(tmp_path / strategy), "--strategy", strategy]
+        convert(plan_hf_to_fp8(["--model-dir", str(source), *save]), lambda _: None)
     code = (
         "import json, sys, torch\n"
         "from transformers import AutoModelForCausalLM\n"
         "original = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "model, report = AutoModelForCausalLM.from_pretrained(sys.argv[2], output_loading_info=True)\n"
         "ids = torch.arange(20)[None]\n"
-        "with torch.no_grad():\n"
-        "    expected, found = original(ids).logits.float(), model(ids).logits.float()\n"
-        "keys = [*report['missing_keys'], *report['unexpected_keys'], *report['mismatched_keys']]\n"
-        "print(json.dumps([keys, float((found - expected).norm() / expected.norm())]))\n"
+        "for save in sys.argv[2:]:\n"
+        "    model, report = AutoModelForCausalLM.from_pretrained(save, output_loading_info=True)\n"
+        "    with torch.no_grad():\n"
+        "        expected, found = original(ids).logits.float(), model(ids).logits.float()\n"
+        "    keys = [*report['missing_keys'], *report['unexpected_keys'], *report['mismatched_keys']]\n"
+        "    print(json.dumps([keys, float((found - expected).norm() / expected.norm())]))\n"
     )
     environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-    command = [str(sglang_python()), "-c", code, str(source), str(save)]
+    command = [str(sglang_python()), "-c", code, str(source), *(str(tmp_path / strategy) for strategy in strategies)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    wrong_keys, difference = json.loads(done.stdout.splitlines()[-1])
-    assert wrong_keys == [] and 0 < difference < 0.2
+    for strategy, line in zip(strategies, done.stdout.splitlines()[-2:], strict=True):
+        wrong_keys, difference = json.loads(line)
+        assert wrong_keys == [] and 0 < difference < 0.2, strategy

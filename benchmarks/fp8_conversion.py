@@ -5,19 +5,17 @@
 The checkpoint has the matrices of a 4B-class Qwen3, in bf16, as many layers as fit. Copy and conversions take turns, each a process of its
 own that ends with its files on disk; the page cache is warm for all. A conversion reads its source twice and its result once: it compares
 what it wrote. MB/s are of the source, by the clock and by the time that the process had on all cores, which other work on the machine moves
-less; memory is the largest resident set of the process. What the interpreter with torch takes is shown first, and subtracted from times.
+less, both from when torch is imported; memory is the largest resident set of the process. What it is with torch alone is shown first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,11 +32,19 @@ SHAPES = {
     "mlp.up_proj": (INTERMEDIATE, HIDDEN),
     "mlp.down_proj": (HIDDEN, INTERMEDIATE),
 }
-COPY = "import os, shutil, sys; shutil.copytree(*sys.argv[1:]); os.sync()"
-CONVERT = "import sys; from fuligo.cli import main; assert main(['convert', 'fp8', *sys.argv[1:]]) == 0"
-IDLE = "import torch"
-PEAK = "; print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')))"
-"""The kernel's `ru_maxrss` would not do: it contains the process that started this one."""
+COPY = "shutil.copytree(*sys.argv[1:]); os.sync()"
+CONVERT = "assert main(['convert', 'fp8', *sys.argv[1:]]) == 0"
+IDLE = "pass"
+MEASURED = """
+import os, shutil, sys, time, torch
+from fuligo.cli import main
+wall, cpu = time.perf_counter(), time.process_time()
+{program}
+wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+peak = next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM'))
+print(f'\\n{{wall}} {{cpu}} {{peak}}')
+"""
+"""`ru_maxrss` would not do: it contains the process that started this one."""
 
 
 class Usage(NamedTuple):
@@ -72,12 +78,10 @@ def main() -> None:
                 usage = run(arguments)
                 best[name] = min(best.get(name, usage), usage)
     print(f"{num_bytes / 1e6:.0f} MB in {options.files} files of {num_bytes / options.files / 1e6:.0f} MB")
-    print(f"{'import torch':<20} {idle.wall_s:7.2f} s {idle.cpu_s:7.2f} s of CPU {'':>31} {idle.peak_bytes / 1e6:6.0f} MB")
+    print(f"{'import torch':<20} {'':>51} {idle.peak_bytes / 1e6:6.0f} MB")
     for name, usage in best.items():
-        start_wall_s, start_cpu_s = (0.0, 0.0) if name == "copy" else (idle.wall_s, idle.cpu_s)
-        wall, cpu = (num_bytes / 1e6 / max(seconds, 1e-3) for seconds in (usage.wall_s - start_wall_s, usage.cpu_s - start_cpu_s))
-        rates = f"{wall:6.0f} MB/s {cpu:6.0f} MB per CPU second"
-        print(f"{name:<20} {usage.wall_s:7.2f} s {usage.cpu_s:7.2f} s of CPU {rates} {usage.peak_bytes / 1e6:6.0f} MB")
+        wall, cpu = (num_bytes / 1e6 / seconds for seconds in (usage.wall_s, usage.cpu_s))
+        print(f"{name:<20} {usage.wall_s:7.2f} s {wall:6.0f} MB/s {cpu:6.0f} MB per CPU second {usage.peak_bytes / 1e6:6.0f} MB")
 
 
 def write_checkpoint(directory: Path, num_bytes: int, num_files: int) -> int:
@@ -108,22 +112,16 @@ def write_checkpoint(directory: Path, num_bytes: int, num_files: int) -> int:
 
 
 def run(program: list[str]) -> Usage:
-    """Of a Python process, from its start to its end.
+    """Of a Python process.
 
     Args:
         program: code and arguments.
     """
     code, *arguments = program
-    started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-c", code + PEAK, *arguments], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    shown = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, process.args)
-    kibibytes = int(shown.rpartition("VmHWM:")[2].split()[0])
-    return Usage(time.perf_counter() - started, usage.ru_utime + usage.ru_stime, kibibytes * 1024)
+    command = [sys.executable, "-c", MEASURED.format(program=code), *arguments]
+    shown = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    wall_s, cpu_s, kibibytes = shown.splitlines()[-1].split()
+    return Usage(float(wall_s), float(cpu_s), int(kibibytes) * 1024)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def convert(plan: Fp8Plan, report: Report) -> None:
 
 def _convert_shards(plan: Fp8Plan, report: Report) -> None:
     stop = threading.Event()
-    with _threads_for(plan.num_workers) as set_threads, ThreadPoolExecutor(plan.num_workers, "fp8", set_threads) as workers:
+    with _one_thread_each() as set_threads, ThreadPoolExecutor(plan.num_workers, "fp8", set_threads) as workers:
         waiting = [workers.submit(_convert_shard, shard, plan.source, plan.target, stop) for shard in plan.shards]
         try:
             for number, done in enumerate(as_completed(waiting), 1):
@@ -70,11 +70,11 @@ def _convert_shards(plan: Fp8Plan, report: Report) -> None:
 
 
 @contextmanager
-def _threads_for(num_workers: int) -> Iterator[Callable[[], None]]:
-    """Workers share torch's threads. The number is the process's: afterwards it is what it was."""
+def _one_thread_each() -> Iterator[Callable[[], None]]:
+    """Workers compute with one thread, for pieces are small. The number is the process's: afterwards it is what it was."""
     num_threads = torch.get_num_threads()
     try:
-        yield lambda: torch.set_num_threads(max(1, num_threads // num_workers))
+        yield lambda: torch.set_num_threads(1)
     finally:
         torch.set_num_threads(num_threads)
 

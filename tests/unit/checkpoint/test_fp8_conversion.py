@@ -157,7 +157,7 @@ class TestCutOff:
         command = [sys.executable, "-c", script, "--model-dir", str(model), "--save-dir", str(save), "--max-workers", "2"]
         killed = subprocess.run(command, check=False, capture_output=True, timeout=120)
         assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-        ready = sorted(path.name for path in save.glob("*.safetensors"))
+        ready = sorted(path.name for path in save.glob("[!.]*.safetensors"))
         assert 2 <= len(ready) < len(list(model.glob("*.safetensors"))) and not (save / "config.json").exists()
         (save / f".tmp_{ready[0]}").write_bytes(b"half of a file")
         damaged = bytearray((save / ready[0]).read_bytes())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fuligo.trainer.torch_backend.sharding import full_tensor, shard_like
@@ -23,14 +23,16 @@ def weight_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def named_weights(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Names and full tensors, cast to `dtype` where they are floating-point numbers.
+    """Names and full tensors; parameters cast to `dtype` where they are floating-point numbers.
 
-    A collective where the model is sharded: every rank iterates to the end. A tensor may be the model's own memory: whoever takes it
+    Saved buffers stay as they are: the one that models have, the correction of a router's scores, chooses experts by differences that
+    bfloat16 would round away. A collective where the model is sharded: every rank iterates to the end. A tensor may be the model's own memory: whoever takes it
     neither changes nor keeps it.
     """
     for name, tensor in weight_tensors(model).items():
         full = full_tensor(tensor)
-        yield name, full.to(dtype) if dtype is not None and full.is_floating_point() else full
+        is_cast = dtype is not None and full.is_floating_point() and isinstance(tensor, nn.Parameter)
+        yield name, full.to(dtype) if is_cast else full
 
 
 @torch.no_grad()

@@ -26,8 +26,8 @@ def named_weights(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -
     """Names and full tensors; parameters cast to `dtype` where they are floating-point numbers.
 
     Saved buffers stay as they are: the one that models have, the correction of a router's scores, chooses experts by differences that
-    bfloat16 would round away. A collective where the model is sharded: every rank iterates to the end. A tensor may be the model's own memory: whoever takes it
-    neither changes nor keeps it.
+    bfloat16 would round away. A collective where the model is sharded: every rank iterates to the end. A tensor may be the model's own
+    memory: whoever takes it neither changes nor keeps it.
     """
     for name, tensor in weight_tensors(model).items():
         full = full_tensor(tensor)

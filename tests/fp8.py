@@ -56,10 +56,14 @@ _SHAPE = {
 
 
 def save_family(directory: Path, family: str, *, num_files: int = 1, seed: int = 0, **overrides: object) -> Path:
-    """A bf16 Hugging Face directory with random weights, as transformers saves it; returns `directory`."""
+    """A bf16 Hugging Face directory with random weights, as transformers saves it, and as published ones are: the correction of routers'
+    scores is in float32. Returns `directory`."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**_SHAPE, **FAMILIES[family], **overrides})
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.data = buffer.float()
     model.generation_config = GenerationConfig(eos_token_id=tiny.EOS_ID)
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     model.save_pretrained(directory, max_shard_size=2 * num_bytes if num_files == 1 else num_bytes // num_files)

@@ -124,7 +124,7 @@ class TestResult:
     def test_experts_that_are_one_tensor_come_out_one_by_one(self, model: Path, tmp_path: Path):
         """As a trainer's own checkpoint has them: the names of transformers' modules."""
         (source := tmp_path / "source").mkdir()
-        weights = dict(named_weights(AutoModelForCausalLM.from_pretrained(model), dtype=torch.bfloat16))
+        weights = dict(named_weights(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), dtype=torch.bfloat16))
         assert "model.layers.1.mlp.experts.gate_up_proj" in weights
         save_file(weights, source / "model.safetensors")
         (source / "config.json").write_text((model / "config.json").read_text())
@@ -236,7 +236,7 @@ def test_a_publish_by_disk_is_an_fp8_checkpoint(model: Path, tmp_path: Path):
     converted(model, tmp_path / "fp8")
     (sent := tmp_path / "sent").mkdir()
     engine_format = EngineFormat(experts_apart=True, quantisation=EngineQuantisation.read(tmp_path / "fp8"))
-    weights = named_weights(AutoModelForCausalLM.from_pretrained(model), dtype=torch.bfloat16)
+    weights = named_weights(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), dtype=torch.bfloat16)
     manifest = WeightSender(engine_format).send(weights, WeightTarget("disk", version=1, bucket_bytes=2**18, directory=str(sent)))
     held = tensors_of(tmp_path / "fp8")
     assert differing(tensors_of(sent), held) == []

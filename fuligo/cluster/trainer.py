@@ -13,29 +13,27 @@ from ray.exceptions import RayError
 
 from fuligo.cluster.supervision import HEARTBEAT_S, RankHandle, finish, heartbeat
 from fuligo.errors import TrainerError
+from fuligo.trainer.ranks.ranked import RankedTrainer, for_ranks
 from fuligo.trainer.ranks.settings import TrainerSettings
-from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
-from fuligo.weights.manifest import WeightManifest, WeightTarget
 
 LEAVE_TIMEOUT_S = 10.0
 STORE_TIMEOUT_S = 120.0
 """For rank 0's process to start and open the store where all ranks meet; it imports torch."""
 
 
-class RayTrainer:
-    """Implements `trainer.protocol.Trainer`.
+class RayTrainer(RankedTrainer):
+    """Its ranks are actors.
 
     Args:
         ranks: by rank; none has been told anything yet
     """
 
     def __init__(self, settings: TrainerSettings, ranks: Sequence[RankHandle]) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self._ranks = ranks
         self._commands = asyncio.Lock()
         self._failed = False
         self._phase = "start"
-        self.num_updates = 0
 
     async def load(self) -> None:
         first = self._ranks[0]
@@ -47,40 +45,12 @@ class RayTrainer:
         settings = self._settings
         await self._run("load", lambda rank: rank.actor.load.remote(settings, first.host, port))
 
-    async def score(self, samples: list[TrainSample]) -> list[TrainSample]:
-        settings = self._settings
-        if not samples or not (settings.needs_old_logprobs or settings.reference_weights):
-            return samples
-        return await self._call("score", samples)
-
-    async def logprobs(self, samples: list[TrainSample]) -> list[FloatArray]:
-        return await self._call("logprobs", samples)
-
-    async def train(self, batch: TrainBatch) -> StepResult:
-        self.num_updates += 1
-        return await self._call("train", batch)
-
-    async def send_weights(self, target: WeightTarget) -> WeightManifest:
-        return await self._call("send_weights", target)
-
-    async def save(self, directory: Path) -> None:
-        await self._call("save", _absolute(directory))
-
     async def begin_save(self, directory: Path) -> None:
-        await self._call("begin_save", _absolute(directory))
+        await self._call("begin_save", for_ranks(directory))
 
     async def end_save(self) -> None:
         first = self._ranks[:1]  # it is done when all are
         await finish("end_save", first, [first[0].actor.end_save.remote()], timeout_s=self._settings.command_timeout_s)
-
-    async def restore(self, directory: Path) -> None:
-        await self._call("restore", _absolute(directory))
-
-    async def offload(self) -> None:
-        await self._call("offload")
-
-    async def onload(self) -> None:
-        await self._call("onload")
 
     async def close(self) -> None:
         if not self._failed:
@@ -128,8 +98,3 @@ async def _ignored(call: Any) -> None:
         await call
     except RayError:
         return
-
-
-def _absolute(directory: Path) -> Path:
-    """Ranks have another working directory."""
-    return directory.absolute()

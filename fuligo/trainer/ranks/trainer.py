@@ -14,29 +14,27 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from fuligo.errors import TrainerError
 from fuligo.trainer.ranks.commands import CLOSE, Command
 from fuligo.trainer.ranks.compute_thread import ComputeThread
+from fuligo.trainer.ranks.ranked import RankedTrainer, for_ranks
 from fuligo.trainer.ranks.ranks import Ranks
 from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.ranks.supervision import finish
 from fuligo.trainer.ranks.worker import RankWorker, build_worker
 from fuligo.trainer.ranks.world import World, join_trainer
-from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
-from fuligo.weights.manifest import WeightManifest, WeightTarget
 
 LEAVE_TIMEOUT_S = 10.0
 
 
-class LocalTrainer:
-    """Implements `trainer.protocol.Trainer`."""
+class LocalTrainer(RankedTrainer):
+    """Its ranks are on this machine, or where torchrun started them."""
 
     def __init__(self, settings: TrainerSettings) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self._compute = ComputeThread("trainer")
         self._ranks: Ranks | None = None
         self._worker: RankWorker | None = None
         self._saving: Future[None] | None = None
         self._failed = False
         self._commands = asyncio.Lock()
-        self.num_updates = 0
 
     @property
     def worker(self) -> RankWorker:
@@ -54,40 +52,12 @@ class LocalTrainer:
             self._ranks = Ranks(self._settings.num_ranks)
         await self._run(Command("load", (self._settings,)), self._build_worker)
 
-    async def score(self, samples: list[TrainSample]) -> list[TrainSample]:
-        settings = self._settings
-        if not samples or not (settings.needs_old_logprobs or settings.reference_weights):
-            return samples
-        return await self._call("score", samples)
-
-    async def logprobs(self, samples: list[TrainSample]) -> list[FloatArray]:
-        return await self._call("logprobs", samples)
-
-    async def train(self, batch: TrainBatch) -> StepResult:
-        self.num_updates += 1
-        return await self._call("train", batch)
-
-    async def send_weights(self, target: WeightTarget) -> WeightManifest:
-        return await self._call("send_weights", target)
-
-    async def save(self, directory: Path) -> None:
-        await self._call("save", directory)
-
     async def begin_save(self, directory: Path) -> None:
-        self._saving = await self._call("begin_save", directory)
+        self._saving = await self._call("begin_save", for_ranks(directory))
 
     async def end_save(self) -> None:
         assert self._saving is not None, "begin_save() first"
         await asyncio.wrap_future(self._saving)
-
-    async def restore(self, directory: Path) -> None:
-        await self._call("restore", directory)
-
-    async def offload(self) -> None:
-        await self._call("offload")
-
-    async def onload(self) -> None:
-        await self._call("onload")
 
     async def close(self) -> None:
         if self._ranks is not None:

@@ -6,6 +6,7 @@ pickled. Every run has a process group of its own, of the size that it asks for,
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import sys
@@ -108,6 +109,7 @@ def _serve(rank: int, port: int, connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is there before the first run stays
     store = TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
@@ -131,3 +133,4 @@ def _leave() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()  # models are in cycles with their groups, and every group of gloo has threads that wake up again and again

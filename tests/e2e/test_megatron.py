@@ -40,6 +40,7 @@ def test_it_learns_and_the_engine_has_its_weights(tmp_path: Path) -> None:
     assert sum(rewards[-2:]) / 2 > rewards[0] + 0.2
 
 
+@pytest.mark.slow  # tests/megatron/test_checkpoint.py has the same of the trainer alone, the test below a resumed run
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(job: Job, tmp_path: Path) -> None:
     """Two optimizer steps a rollout, under tensor and sequence parallelism; tokens and metrics to the bit."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -71,7 +72,8 @@ class LaunchedCluster:
         """Ends exactly what was started here: workers, then the head."""
         for worker in self._workers.values():
             assert worker.stdin is not None
-            worker.stdin.close()
+            with suppress(BrokenPipeError):
+                worker.stdin.close()
         deadline = time.monotonic() + GRACE_S + 5.0
         for worker in self._workers.values():
             while worker.poll() is None and time.monotonic() < deadline:  # noqa: ASYNC110  # nothing tells when a process ends but asking
@@ -110,8 +112,9 @@ class LaunchedCluster:
         with self._log_of(host).open("ab") as log:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, process_group=0)
         assert process.stdin is not None
-        process.stdin.write(f"{token}\n".encode())
-        process.stdin.flush()
+        with suppress(BrokenPipeError):  # it ended at once: whoever waits for it says why
+            process.stdin.write(f"{token}\n".encode())
+            process.stdin.flush()
         return process
 
     def _log_of(self, host: Host) -> Path:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-import mmap
-import os
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,8 +42,7 @@ def encode_named_tensors(named_tensors: NamedTensors, *, num_receivers: int = 1)
 def shared_payload(named_tensors: NamedTensors, *, num_receivers: int = 1) -> Iterator[str]:
     """The same for a `with` block in which the receivers answer.
 
-    When the block fails, nobody may ever take the tensors out: then their memory is given back at once. (The emptied files go when this
-    process ends, whatever way: torch's shared memory daemon sees to that.)
+    When the block fails, nobody may ever take the tensors out: then nothing of them stays behind, and who comes late is refused.
     """
     copies = _copies(named_tensors)
     payload = _encode(copies, num_receivers)
@@ -54,20 +51,21 @@ def shared_payload(named_tensors: NamedTensors, *, num_receivers: int = 1) -> It
     except BaseException:
         for _, tensor in copies:
             if tensor.device.type == "cpu":
-                _empty_file(tensor)
+                _remove_file(tensor)
+        copies.clear()
         raise
 
 
-def _empty_file(tensor: torch.Tensor) -> None:
-    """Cut a tensor's shared memory to its first page, which holds torch's count of references.
+def _remove_file(tensor: torch.Tensor) -> None:
+    """Remove a tensor's file from shared memory; whoever has opened it keeps what it sees.
 
-    The file must stay: torch aborts the process where it cannot remove it. A receiver that reads on ends by a bus error, which is better
-    than going on with other weights than were sent.
+    torch removes a file when its count of references falls to zero, and aborts the process where the file is gone by then: one more
+    reference, which nobody gives up, leaves that to us. Its shared memory daemon would do so only at our end, if that finds it alive.
     """
-    _, handle, _ = tensor.untyped_storage()._share_filename_cpu_()  # pyright: ignore[reportAttributeAccessIssue]
-    file = SHARED_MEMORY / handle.decode().lstrip("/")
-    if file.exists() and file.stat().st_size > mmap.PAGESIZE:
-        os.truncate(file, mmap.PAGESIZE)
+    storage: Any = tensor.untyped_storage()
+    _, handle, _ = storage._share_filename_cpu_()
+    storage._shared_incref()
+    (SHARED_MEMORY / handle.decode().lstrip("/")).unlink(missing_ok=True)
 
 
 def decode_named_tensors(payload: str) -> list[tuple[str, torch.Tensor]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import gc
 import os
 import pickle
 import signal
@@ -100,12 +99,25 @@ def test_the_senders_tensors_stay_where_they_are() -> None:
     assert not tensor.is_shared()
 
 
-def test_a_payload_that_nobody_took_gives_its_memory_back() -> None:
-    with pytest.raises(ConnectionError), shared_payload([("a", torch.ones(1_000_000))]):
-        assert sum(file.stat().st_size for file in files_of(os.getpid())) > 4_000_000
+def test_of_a_payload_that_nobody_took_nothing_stays() -> None:
+    with pytest.raises(ConnectionError), shared_payload([("a", torch.ones(1000)), ("b", torch.empty(0))]) as payload:
+        assert files_of(os.getpid())
         raise ConnectionError("the engine died")
-    gc.collect()
-    assert sum(file.stat().st_size for file in files_of(os.getpid())) < 100_000
+    assert not files_of(os.getpid())
+    with pytest.raises(WeightSyncError, match="is the sender on this machine"):
+        decode_named_tensors(payload)
+
+
+def test_who_opened_a_payload_before_it_failed_keeps_it(receiver: subprocess.Popen[str]) -> None:
+    tensors = some_tensors()
+    with pytest.raises(ConnectionError), shared_payload(tensors, num_receivers=3) as payload:
+        opened = decode_named_tensors(payload)
+        assert received(receiver, payload) == weights_checksum(tensors).checksum
+        raise ConnectionError("the third of three engines died")
+    assert not files_of(os.getpid())
+    assert weights_checksum(opened) == weights_checksum(tensors)
+    del opened
+    assert received(receiver, encode_named_tensors(tensors)) == weights_checksum(tensors).checksum
 
 
 def test_a_killed_sender_leaves_nothing() -> None:

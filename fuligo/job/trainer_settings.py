@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Literal
@@ -9,6 +10,7 @@ from typing import Literal
 from fuligo.checkpoint.location import weights_directory
 from fuligo.cluster.launcher import chosen_launcher
 from fuligo.config import Config
+from fuligo.config.topology import engine_groups
 from fuligo.errors import ConfigError
 from fuligo.models.quantisation import EngineQuantisation
 from fuligo.trainer.packing import Capacity
@@ -22,6 +24,8 @@ DEFAULT_MAX_TOKENS = 8192
 """Of a micro-batch where no flag says how to cut them; the loss does not depend on it."""
 Device = Literal["cpu", "cuda"]
 Precision = Literal["fp32", "bf16"]
+_SGLANG_DTYPES: Mapping[str, Precision] = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
+"""Of `--sglang-dtype` those that weights are published in."""
 
 
 def resolve_device(config: Config) -> Device:
@@ -99,7 +103,7 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
         trained=TrainedParameters(tuple(train.only_train_params_name_list), tuple(train.freeze_params_name_list)),
         device=device,
         precision=resolve_precision(config.model.precision, device),
-        publish_dtype=resolve_precision(config.engine.embedded_dtype, device) if engine_format.quantisation is None else None,
+        publish_dtype=_publish_dtype(config, device, engine_format),
         engine_format=engine_format,
         num_ranks=config.num_train_gpus,
         seed=train.seed,
@@ -116,6 +120,16 @@ def _engine_format(config: Config) -> EngineFormat:
         return EngineFormat()
     assert config.model.hf_checkpoint is not None
     return EngineFormat(experts_apart=True, quantisation=EngineQuantisation.read(Path(config.model.hf_checkpoint)))
+
+
+def _publish_dtype(config: Config, device: Device, engine_format: EngineFormat) -> Precision | None:
+    """What engines compute in, as far as flags say it. None: the type of `--hf-checkpoint`; they cast as they did when they started."""
+    if engine_format.quantisation is not None:
+        return None
+    if config.resolved_rollout_backend == "embedded":
+        return resolve_precision(config.engine.embedded_dtype, device)
+    policy = next((group for group in engine_groups(config) if group.update_weights), None)
+    return None if policy is None else _SGLANG_DTYPES.get(policy.arguments.value("dtype"))
 
 
 def _capacity(config: Config, max_tokens: int | None) -> Capacity:

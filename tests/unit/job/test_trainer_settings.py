@@ -1,4 +1,4 @@
-"""What the flags say of engines in FP8 reaches the trainer."""
+"""What the flags say of the engines' types and formats reaches the trainer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from fuligo.checkpoint.fp8_conversion import convert
 from fuligo.config.parse import parse
 from fuligo.convert.hf_to_fp8 import plan_hf_to_fp8
-from fuligo.job.trainer_settings import trainer_settings
+from fuligo.job.trainer_settings import Device, trainer_settings
 from fuligo.models.quantisation import EngineQuantisation
 from tests.fp8 import save_family
 
@@ -26,10 +26,10 @@ def fp8(bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save
 
 
-def settings_of(hf_checkpoint: Path, bf16: Path, *more: str):
-    config = parse(["--hf-checkpoint", str(hf_checkpoint), "--ref-load", str(bf16), "--num-rollout", "1", "--device", "cpu", *more]).config
+def settings_of(hf_checkpoint: Path, bf16: Path, *more: str, device: Device = "cpu"):
+    config = parse(["--hf-checkpoint", str(hf_checkpoint), "--ref-load", str(bf16), "--num-rollout", "1", "--device", device, *more]).config
     assert config.initial_weights_path is not None
-    return trainer_settings(config, "cpu", initial_weights=Path(config.initial_weights_path), num_rollout=1)
+    return trainer_settings(config, device, initial_weights=Path(config.initial_weights_path), num_rollout=1)
 
 
 def test_sglang_on_an_fp8_checkpoint_gets_its_format_and_the_trainer_starts_elsewhere(bf16: Path, fp8: Path):
@@ -47,3 +47,21 @@ def test_sglang_on_a_bf16_checkpoint_gets_tensors_as_checkpoints_have_them(bf16:
 def test_the_embedded_engine_computes_with_what_fp8_stands_for(bf16: Path, fp8: Path):
     found = settings_of(fp8, bf16).engine_format
     assert (found.experts_apart, found.quantisation) == (False, None)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("given", "published"),
+    [
+        (["--sglang-dtype", "float32"], "fp32"),
+        (["--sglang-dtype", "bfloat16"], "bf16"),
+        (["--rollout-backend", "sglang"], None),  # SGLang computes in the checkpoint's type
+    ],
+)
+def test_sglang_gets_weights_in_the_type_that_it_computes_in(bf16: Path, given: list[str], published: str | None, device: Device):
+    assert settings_of(bf16, bf16, *given, device=device).publish_dtype == published
+
+
+def test_the_embedded_engine_gets_them_in_its_own(bf16: Path):
+    assert settings_of(bf16, bf16, device="cuda").publish_dtype == "bf16"
+    assert settings_of(bf16, bf16, "--embedded-dtype", "fp32", device="cuda").publish_dtype == "fp32"

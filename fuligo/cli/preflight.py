@@ -19,7 +19,7 @@ from fuligo.checkpoint.location import (
 from fuligo.cluster.launcher import chosen_launcher
 from fuligo.config import Config
 from fuligo.config.hooks import hook_problem, hook_problems
-from fuligo.config.hugging_face import DamagedFileError, architecture_difference, checkpoint_problems, is_quantised
+from fuligo.config.hugging_face import DamagedFileError, architecture_difference, checkpoint_problems, is_quantised, read_model_config
 from fuligo.data import DataSettings, check_file, data_settings
 from fuligo.errors import CheckpointError, ConfigError, DataError
 from fuligo.machine.facts import package_version
@@ -105,6 +105,10 @@ def _distributed(config: Config, option: str, directory: Path) -> Iterator[str]:
             f"{option} {directory} is a distributed checkpoint, which the Megatron trainer reads and the torch trainer does not; "
             f"make a Hugging Face directory of it: fuligo convert dist-to-hf {directory} --save DIR"
         )
+    try:
+        read_model_config(model_directory(directory))
+    except DamagedFileError as error:
+        yield f"{option} {directory} is no distributed checkpoint that fuligo wrote, or is incomplete: {error}"
 
 
 def _publishes_to_sglang(config: Config) -> bool:

@@ -58,3 +58,13 @@ def test_damage_is_seen_before_anything_starts(model: Path, dist: Path, tmp_path
     file.write_bytes(file.read_bytes()[:-1])
     (problem,) = problems(model, "--ref-load", cut, "--train-backend", "megatron")
     assert f"{file} has" in problem and "were written" in problem
+
+
+@pytest.mark.parametrize("option", ["--ref-load", "--load"])
+def test_one_that_does_not_say_of_which_model_it_is(model: Path, dist: Path, tmp_path: Path, option: str):
+    other = Path(shutil.copytree(dist, tmp_path / "other"))
+    (other / "release" / "manifest.json").unlink()
+    shutil.rmtree(other / "release" / "model")
+    (problem,) = problems(model, option, other, "--train-backend", "megatron")
+    assert f"{option} {other / 'release'} is no distributed checkpoint that fuligo wrote" in problem
+    assert f"{other / 'release' / 'model' / 'config.json'} is missing" in problem

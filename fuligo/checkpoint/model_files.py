@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from fuligo.config.hugging_face import DamagedFileError, read_stored_tensors
+from fuligo.config.hugging_face import DamagedFileError, is_weight_file, read_stored_tensors
 from fuligo.convert.fp8_shards import FP8_DTYPE
 from fuligo.errors import CheckpointError
 
@@ -16,7 +16,6 @@ MODEL_FILES = "model"
 TENSORS = "tensors.json"
 """Name -> type (as safetensors writes it) of every tensor of the directory that the files were copied from."""
 _STATED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def copy_model_files(source: Path, target: Path) -> None:
@@ -60,8 +59,4 @@ def _before_quantisation(dtypes: dict[str, str], config: dict[str, Any]) -> dict
 
 def other_files(directory: Path) -> list[Path]:
     """All files of a Hugging Face directory but the weights and their index."""
-    return [
-        file
-        for file in sorted(directory.iterdir())
-        if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json")
-    ]
+    return [file for file in sorted(directory.iterdir()) if file.is_file() and not is_weight_file(file)]

@@ -11,6 +11,7 @@ from typing import Any
 
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
 _HEADER_LENGTH_BYTES = 8
 _SAME_ARCHITECTURE = (
@@ -77,6 +78,11 @@ def architecture_difference(directory: Path, other: Path) -> str | None:
     shared = [key for key in _SAME_ARCHITECTURE if mine.get(key) is not None and theirs.get(key) is not None]
     differing = [f"{key} {mine[key]} and {theirs[key]}" for key in shared if mine[key] != theirs[key]]
     return f"{directory} and {other} are different models: {', '.join(differing)}" if differing else None
+
+
+def is_weight_file(file: Path) -> bool:
+    """It holds weights, in whatever format, or says where they are: of no use beside other weights of the model."""
+    return file.suffix in _WEIGHT_FILES or file.name.endswith(".index.json")
 
 
 def is_quantised(directory: Path) -> bool:

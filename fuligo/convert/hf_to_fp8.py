@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from fuligo.config.hugging_face import DamagedFileError, read_stored_tensors
+from fuligo.config.hugging_face import DamagedFileError, is_weight_file, read_stored_tensors
 from fuligo.convert.fp8_shards import Shard, plan_shards, shard_problems, unquantised_modules
 from fuligo.errors import ConfigError
 from fuligo.models.architecture import Architecture, Part
@@ -25,7 +25,6 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 UNFINISHED = ".tmp_"
 """What starts so is being written; a crash leaves it."""
-_WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 _SCALE_BYTES = 4
 
 
@@ -163,8 +162,7 @@ def _other_files(source: Path) -> Iterator[str]:
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
         hidden = any(part.startswith(".") for part in relative.parts)
-        is_ours = str(relative) == CONFIG or path.suffix in _WEIGHT_FILES or path.name.endswith(".index.json")
-        if path.is_file() and not hidden and not is_ours:
+        if path.is_file() and not hidden and not is_weight_file(path) and str(relative) != CONFIG:
             yield str(relative)
 
 

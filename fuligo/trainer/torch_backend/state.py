@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from fuligo.checkpoint.model_files import other_files
 from fuligo.errors import CheckpointError
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import Progress
@@ -139,9 +140,8 @@ def _write_model_files(directory: Path, model: PreTrainedModel, model_files: Pat
     model.config.save_pretrained(directory)
     if isinstance(model.generation_config, GenerationConfig):
         model.generation_config.save_pretrained(directory)
-    for file in model_files.iterdir():
-        is_weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name.endswith(".index.json")
-        if file.is_file() and not is_weights and not (directory / file.name).exists():
+    for file in other_files(model_files):
+        if not (directory / file.name).exists():
             shutil.copy(file, directory)
 
 

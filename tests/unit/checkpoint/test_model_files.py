@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fuligo.checkpoint.fp8_conversion import convert
-from fuligo.checkpoint.model_files import TENSORS, copy_model_files
+from fuligo.checkpoint.model_files import TENSORS, copy_model_files, other_files
 from fuligo.convert.hf_to_fp8 import plan_hf_to_fp8
 from tests.fp8 import save_family
 
@@ -24,3 +24,12 @@ def test_of_an_fp8_checkpoint_as_of_the_one_that_it_was_made_from(strategy: str,
         {file.name: json.loads(file.read_text()) for file in (tmp_path / f"{name}-files").glob("*.json")} for name in ("source", "fp8")
     )
     assert of_fp8 == of_source and TENSORS in of_source
+
+
+def test_no_weights_in_any_format(tmp_path: Path):
+    """A directory may hold the model several times over; none of it belongs beside the weights that are saved."""
+    kept = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja", "LICENSE"}
+    weights = {"model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "model-q8.gguf", "model.onnx", "tf_model.h5"}
+    for name in kept | weights:
+        (tmp_path / name).touch()
+    assert {file.name for file in other_files(tmp_path)} == kept

@@ -126,6 +126,7 @@ from fuligo.rollout.rewards.worker_pool import WorkerPool
 async def main():
     pool = WorkerPool(num_workers=2, timeout_s=60.0)
     await asyncio.gather(*(pool.equal(answer, ["0.5"], is_text=False) for answer in ("\frac12", "\frac13")))
+    pool._timeout_s = 5.0
     hanging = asyncio.create_task(pool.equal("9^{9^{9^{9}}}", ["5"], is_text=False))
     while not pool._busy:
         await asyncio.sleep(0.01)

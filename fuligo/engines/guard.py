@@ -2,7 +2,8 @@
 
 Inference servers start processes of their own, and end them only when they end in good order. The guard stands between: it leads the
 command's process group, adopts every orphan below it, and ends them all when the command ends, when it is told to stop (SIGTERM), or when
-its standard input closes, which the kernel sees to however the asking process dies.
+its standard input closes, which the kernel sees to however the asking process dies. Tensors that they shared go with them: torch leaves
+that to a daemon of each process, which is ended here, too, and then removes nothing.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 POLL_S = 0.05
 PR_SET_CHILD_SUBREAPER = 36
 """Linux, prctl(2): orphans below this process become its children."""
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def main(command: Sequence[str], grace_s: float) -> int:
@@ -62,16 +65,35 @@ def _parent_is_gone() -> bool:
 
 def _end(child: subprocess.Popen[bytes], grace_s: float) -> int:
     """End the group, then whatever left it; returns the exit code of the command."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        _signal_all(child.pid, number)
-        deadline = time.monotonic() + grace_s
-        while time.monotonic() < deadline:
-            child.poll()
-            _reap(child.pid)
-            if child.returncode is not None and not _group_exists(child.pid) and not _children():
-                return child.returncode
-            time.sleep(POLL_S)
-    return child.wait()
+    family = {child.pid, *_descendants(os.getpid())}
+    _signal_all(child.pid, signal.SIGTERM)
+    if not _all_gone(child, grace_s):
+        family.update(_descendants(os.getpid()))
+        _all_gone(child, grace_s, force=True)
+    code = child.wait()
+    _remove_shared_memory(family)
+    return code
+
+
+def _all_gone(child: subprocess.Popen[bytes], timeout_s: float, *, force: bool = False) -> bool:
+    """Wait for it, at most so long."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if force:
+            _signal_all(child.pid, signal.SIGKILL)  # again and again: orphans come up when their parents are gone
+        child.poll()
+        _reap(child.pid)
+        if child.returncode is not None and not _group_exists(child.pid) and not _children():
+            return True
+        time.sleep(POLL_S)
+    return False
+
+
+def _remove_shared_memory(ended: set[int]) -> None:
+    """What torch named after these processes, and no others."""
+    for file in SHARED_MEMORY.glob("torch_*_*"):
+        if file.name.split("_")[1] in map(str, ended):
+            file.unlink(missing_ok=True)
 
 
 def _signal_all(group: int, number: int) -> None:
@@ -100,10 +122,16 @@ def _reap(command_pid: int) -> None:
                 continue
 
 
-def _children() -> list[int]:
-    """Of this process, adopted ones too; empty where /proc does not tell."""
+def _descendants(pid: int) -> Iterator[int]:
+    for child in _children(pid):
+        yield child
+        yield from _descendants(child)
+
+
+def _children(parent: int | Literal["self"] = "self") -> list[int]:
+    """Of a process, by default this one, adopted ones too; empty where /proc does not tell."""
     found: list[int] = []
-    for task in Path("/proc/self/task").glob("*/children"):
+    for task in Path(f"/proc/{parent}/task").glob("*/children"):
         try:
             found += [int(pid) for pid in task.read_text().split()]
         except OSError:

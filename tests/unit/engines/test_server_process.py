@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -101,6 +102,37 @@ async def test_workers_end_with_a_server_that_crashes_and_the_log_says_why(tmp_p
     with pytest.raises(EngineError, match=r"engine 0 ended with exit code 3; its log \(.*engine.txt\) ends:\nout of pages"):
         await process.wait_until(never, timeout_s=60)
     assert_all_end(pids)
+
+
+SHARING = """
+import multiprocessing, os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+import torch, torch.multiprocessing
+torch.multiprocessing.set_sharing_strategy("file_system")
+tensor = torch.zeros(1000).share_memory_()
+print(os.getpid(), file=open(sys.argv[1], "w"), flush=True)
+time.sleep(600)
+"""
+"""A process that shares a tensor and ends by force, after the daemon that would remove the tensor's file."""
+
+
+def tensors_of(pid: int) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"torch_{pid}_*"))
+
+
+def test_tensors_that_forced_processes_share_go_with_them(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    process = ServerProcess("engine 0", [sys.executable, "-c", SHARING, str(note)], log_file=tmp_path / "engine.txt", grace_s=1)
+    [pid] = server_pids(note)
+    assert tensors_of(pid)
+    other = Path(f"/dev/shm/torch_{pid}1_1_0")  # of a process that has nothing to do with it
+    other.touch()
+    try:
+        asyncio.run(process.stop())
+        assert not tensors_of(pid)
+        assert other.exists()
+    finally:
+        other.unlink()
 
 
 async def test_a_server_that_is_killed_is_said_to_be(tmp_path: Path) -> None:

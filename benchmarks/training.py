@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -28,13 +29,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig
 
 from fuligo.config import Config
 from fuligo.config.parse import parse
 from fuligo.job.trainer_settings import trainer_settings
-from fuligo.models.registry import architecture_of, read_config_json
+from fuligo.models.names import ModelNames
+from fuligo.models.registry import architecture_of, names_of, read_config_json
 from fuligo.planner.flops import forward_flops
 from fuligo.planner.make_plan import make_plan
+from fuligo.trainer.torch_backend.tensor_files import write_tensors
 from fuligo.types import TrainBatch, TrainSample
 
 PLAIN_PRODUCT_FLOPS = 790e12
@@ -44,8 +48,10 @@ MODELS_DIRECTORY = Path(
         "FULIGO_BENCHMARK_MODELS", "/dev/shm/fuligo-models" if Path("/dev/shm").is_dir() else f"{tempfile.gettempdir()}/fuligo-models"
     )
 )
-"""One model at a time is kept there: such a directory is held in memory."""
+"""One model at a time is kept there, for the directory may be in memory. Nothing else in it is touched."""
 GIB = 2**30
+NUM_RANDOM = 2**24 + 43
+"""Values that all weights are copied from, for drawing billions takes longer than all else; a prime, so that no two are alike."""
 DISTRIBUTED_TIMEOUT_S = 600.0
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -155,21 +161,31 @@ def run_case(name: str, options: argparse.Namespace) -> None:
 
 
 def save_model(case: Case) -> Path:
-    """A checkpoint of random bf16 weights, made once."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    """A checkpoint of bf16 weights, made once: as good as random, in the time that writing them takes."""
     directory = model_directory(case)
     if (directory / "config.json").exists():
         return directory
-    shutil.rmtree(MODELS_DIRECTORY, ignore_errors=True)
-    values = config_values(case)
-    config = AutoConfig.for_model(**values)
-    with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(directory, max_shard_size="2GB")
-    del model
-    torch.cuda.empty_cache()
+    for earlier in (directory for name in MODELS for directory in MODELS_DIRECTORY.glob(f"{name}-[0-9]*")):
+        shutil.rmtree(earlier)
+    config = AutoConfig.for_model(**config_values(case), dtype="bfloat16")
+    noise = (torch.randn(NUM_RANDOM) * config.initializer_range).bfloat16()
+    started = time.perf_counter()
+    write_tensors(directory, random_weights(names_of(config.to_dict()), noise))
+    config.save_pretrained(directory)  # last: it says that the rest is there
+    print(f"{directory} was written in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
     return directory
+
+
+def random_weights(names: ModelNames, noise: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint's tensors: vectors are 1, matrices the same noise, each from another place on."""
+    start = 0
+    for weight in names.weights():
+        for name, shape in zip(weight.checkpoint, names.checkpoint_shapes(weight), strict=True):
+            size = math.prod(shape)
+            copies = -(-(start + size) // len(noise))
+            values = noise.repeat(copies)[start : start + size].clone() if len(shape) > 1 else noise.new_ones(size)
+            yield name, values.view(shape)
+            start = (start + size) % len(noise)
 
 
 def model_directory(case: Case) -> Path:
@@ -229,6 +245,7 @@ def random_sample(index: int, length: int, vocab_size: int, rng: np.random.Gener
 
 
 def measure_rank(name: str, options: argparse.Namespace) -> None:
+    from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
     from fuligo.trainer.ranks.worker import build_worker
     from fuligo.trainer.ranks.world import join_world
 
@@ -241,6 +258,7 @@ def measure_rank(name: str, options: argparse.Namespace) -> None:
     config = case_config(case, options.flag)
     settings = trainer_settings(config, DEVICE, initial_weights=model_directory(case), num_rollout=10)
     load_s, worker = timed(lambda: build_worker(settings, world))
+    weights_s, _ = timed(lambda: load_hugging_face(worker.chunks, model_directory(case)))
     architecture = architecture_of(read_config_json(model_directory(case) / "config.json"))
     cp, parallel = config.parallel.context_parallel_size, config.parallel
     dp = size // (cp * parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
@@ -262,7 +280,7 @@ def measure_rank(name: str, options: argparse.Namespace) -> None:
         "tokens_per_s": round(num_tokens / step_s),
         "tflops_per_gpu": round(tflops, 1),
         "share_of_790": round(tflops * 1e12 / PLAIN_PRODUCT_FLOPS, 3),
-        "load_s": round(load_s, 1),
+        "load_s": [round(load_s, 1), round(weights_s, 1)],
         "peak_gib": [round(peak / GIB, 2) for peak in peaks[:, 0].tolist()],
         "allocated_gib": [round(peak / GIB, 2) for peak in peaks[:, 1].tolist()],
         "planned_gib": planned(config, name) if rank == 0 else [],

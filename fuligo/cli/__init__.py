@@ -16,7 +16,7 @@ COMMANDS = {
     "quickstart": "GRPO with a tiny model, here and now: about a minute, no GPU",
     "train": "the job: fuligo train --config run.yaml, or flags, or both",
     "plan": "what train would do to a cluster, without one: rules, layout, memory, time; the same arguments",
-    "convert": "a checkpoint from one format to another: FP8, which engines load",
+    "convert": "a checkpoint from one format to another: Hugging Face, distributed, FP8; or two compared",
     "view": "a page over run directories: curves, samples, time, health; live, or a report in one file",
     "import-script": "the config file of a bash launch script, which is read and never run",
     "launch": "train on the nodes of a hostfile: Ray is started there, and ended; or make this machine one of them",

@@ -61,3 +61,9 @@ class CheckpointError(FuligoError):
     """A checkpoint is missing, truncated, or belongs to another architecture; names the directory and the file."""
 
     exit_code = 2
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint could not be written; names the file system. Those before it are as they were."""
+
+    exit_code = 1

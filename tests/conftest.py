@@ -1,8 +1,21 @@
-"""Settings of all tests."""
+"""Settings of all tests, and what many of them need."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.small_disk import SmallDisk, mounted
 
 # Nothing asserts on a timing, and a loaded machine is slow at any moment.
 settings.register_profile("fuligo", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("full", settings.get_profile("fuligo"), max_examples=300)
 settings.load_profile("fuligo")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """Of 4 MiB."""
+    with mounted(tmp_path / "disk", 4 * 1024**2) as disk:
+        yield disk

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from fuligo.checkpoint.durable import sync, sync_tree
@@ -14,6 +15,7 @@ from fuligo.checkpoint.hf_view import HuggingFaceView
 from fuligo.checkpoint.location import UNFINISHED
 from fuligo.checkpoint.model_files import TENSORS, other_files
 from fuligo.errors import CheckpointError
+from fuligo.machine.disk import room
 
 FILE_BYTES = 4 * 1024**3
 
@@ -45,8 +47,8 @@ def dist_to_hf(source: Path, target: Path, *, model: Path | None = None, file_by
         sync_tree(unfinished)
         unfinished.replace(target)
         sync(target.parent)
-    except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error}; make room or give another place") from error
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{target} cannot be written: {error} ({room(target)}); make room or give another place") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

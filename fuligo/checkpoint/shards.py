@@ -6,22 +6,28 @@ own, `.metadata` says what is where, and a part of any other shape is read from 
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from fuligo.checkpoint.boxes import boxes
 from fuligo.errors import CheckpointError
@@ -88,7 +94,7 @@ def write_shards(directory: Path, shards: Sequence[Shard | Unread], group: dist.
     Raises:
         CheckpointError: a rank could not write; on every rank.
     """
-    writer = FileSystemWriter(directory, thread_count=THREADS, sync_files=True)
+    writer = _Writer(directory, thread_count=THREADS, sync_files=True)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # one process is enough
@@ -96,6 +102,36 @@ def write_shards(directory: Path, shards: Sequence[Shard | Unread], group: dist.
     except CheckpointException as error:  # a BaseException
         first, (failure, _) = min(error.failures.items())
         raise CheckpointError(f"{directory}: rank {first} could not write its part: {failure!r}") from error
+
+
+class _Writer(FileSystemWriter):
+    """torch 2.13 passes over errors of the threads that it writes with: the checkpoint would lack a file, and nobody would know."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        super().__init__(directory, **options)
+        self.fs = _Files()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        finally:
+            if self.fs.errors:
+                raise self.fs.errors[0]
+
+
+class _Files(FileSystem):
+    def __init__(self) -> None:
+        self.errors: list[Exception] = []
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except Exception as error:
+            why = error.__context__  # of a disk that refuses, torch.save says that it cannot end its archive
+            self.errors.append(why if isinstance(why, OSError) else error)
+            raise
 
 
 class _Planner(DefaultSavePlanner):

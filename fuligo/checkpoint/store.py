@@ -28,7 +28,8 @@ from fuligo.checkpoint.location import (
 )
 from fuligo.checkpoint.manifest import write_manifest
 from fuligo.checkpoint.state import RunState
-from fuligo.errors import CheckpointError, FuligoError
+from fuligo.errors import CheckpointError, CheckpointWriteError, FuligoError
+from fuligo.machine.disk import room
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class CheckpointStore:
             state: the driver's part.
 
         Raises:
-            CheckpointError: it could not be written (a full disk, for instance); earlier checkpoints are untouched.
+            CheckpointWriteError: it could not be written (a full disk, for instance); earlier checkpoints are untouched.
         """
         return await (await self.begin(iteration, write, _nothing, state))
 
@@ -83,7 +84,7 @@ class CheckpointStore:
             The rest of the save; its result is the checkpoint, which appears whole or, where it fails, not at all.
 
         Raises:
-            CheckpointError: it could not be begun; earlier checkpoints are untouched.
+            CheckpointWriteError: it could not be begun; earlier checkpoints are untouched.
         """
         unfinished = self.directory / f"{UNFINISHED}{iteration_name(iteration)}"
         try:
@@ -107,13 +108,13 @@ class CheckpointStore:
 
     @asynccontextmanager
     async def _attempt(self, iteration: int) -> AsyncIterator[None]:
-        """Errors of the block say what became of the checkpoint."""
+        """Errors of the block say what became of the checkpoint; a trainer that failed otherwise speaks for itself."""
         try:
             yield
-        except FuligoError:
-            raise
         except Exception as error:
-            raise CheckpointError(self._failure(iteration, error)) from error
+            if isinstance(error, FuligoError) and not isinstance(error, CheckpointError):
+                raise
+            raise CheckpointWriteError(self._failure(iteration, error)) from error
 
     def latest(self) -> Checkpoint | None:
         """The checkpoint that the tracker names.
@@ -161,12 +162,11 @@ class CheckpointStore:
                 unfinished.unlink()
 
     def _failure(self, iteration: int, error: Exception) -> str:
-        free_mib = shutil.disk_usage(self.directory).free // 1024**2
         earlier = iterations(self.directory)
         kept = f"{iteration_name(earlier[-1])} is intact" if earlier else "there is no earlier one"
         return (
             f"the checkpoint {iteration_name(iteration)} could not be written to {self.directory}: {error} "
-            f"({free_mib} MiB are free there; {kept}); make room or give another place with --save, then resume"
+            f"({room(self.directory)}; {kept}); make room or give another place with --save, then resume"
         )
 
 

@@ -12,6 +12,7 @@ from fuligo.checkpoint.location import is_distributed, weights_of
 from fuligo.checkpoint.state import DriverRng, RunState
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.job.recorder import RunRecorder
+from fuligo.machine.disk import writing
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.rollout.evaluate import Evaluation, Evaluator
 from fuligo.rollout.protocol import Rollout
@@ -84,7 +85,7 @@ class SaveCheckpoint:
     async def run(self, rollout: Rollout, version: int) -> None:
         """
         Raises:
-            CheckpointError: this one or the one before it could not be written.
+            FuligoError: this one or the one before it could not be written or exported.
         """
         if self._saving is not None:
             await self.finish()
@@ -121,7 +122,8 @@ class SaveCheckpoint:
         if is_distributed(checkpoint):
             await asyncio.to_thread(_replace_export, checkpoint, export)
         else:
-            await asyncio.to_thread(shutil.copytree, weights_of(checkpoint), export, dirs_exist_ok=True)
+            with writing(export):
+                await asyncio.to_thread(shutil.copytree, weights_of(checkpoint), export, dirs_exist_ok=True)
 
 
 def _replace_export(checkpoint: Path, export: Path) -> None:

@@ -1,13 +1,11 @@
-"""Writing so that a crash tears one line at most, and a full disk is named."""
+"""Appending to files so that a crash tears one line at most."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from fuligo.errors import FuligoError
+from fuligo.machine.disk import writing
 
 
 def open_to_append(path: Path) -> int:
@@ -27,16 +25,3 @@ def append(fd: int, data: bytes, path: Path) -> None:
     with writing(path):
         while rest:
             rest = rest[os.write(fd, rest) :]
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """
-    Raises:
-        FuligoError: the file cannot be written.
-    """
-    try:
-        yield
-    except OSError as error:
-        cause = error.strerror or error
-        raise FuligoError(f"{path} cannot be written: {cause}. What was recorded before is whole; make room, then resume") from error

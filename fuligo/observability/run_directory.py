@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -154,8 +155,16 @@ def _lock(path: Path) -> int:
     return fd
 
 
+class _LogFile(logging.FileHandler):
+    """A line that it cannot write ends nothing and has no traceback: what the run must record says itself that the disk is full."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def _log_to(path: Path) -> logging.Handler:
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     logger = logging.getLogger("fuligo")
     logger.addHandler(handler)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
 from fuligo.config import Config
 from fuligo.errors import ConfigError
+from fuligo.machine.disk import writing
 from fuligo.observability.jsonl import Record
 
 
@@ -47,15 +49,23 @@ class TensorBoardSink:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(directory), purge_step=start)
+        self._directory = directory
 
     def write(self, record: Record) -> None:
-        for key, value in record.items():
-            if key not in ("step", "time"):
-                self._writer.add_scalar(key, value, record["step"], walltime=record["time"])
-        self._writer.flush()
+        """
+        Raises:
+            FuligoError: an event file cannot be written.
+        """
+        with writing(self._directory):
+            for key, value in record.items():
+                if key not in ("step", "time"):
+                    self._writer.add_scalar(key, value, record["step"], walltime=record["time"])
+            self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        """All is on disk, or `write` has said why not."""
+        with suppress(OSError):
+            self._writer.close()
 
 
 class WandbSink:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any
 
 import orjson
 
+from fuligo.errors import FuligoError
+from fuligo.machine.disk import writing
 from fuligo.observability.files import append, open_to_append
 from fuligo.types import Sample, Span
 
@@ -110,9 +113,10 @@ class Trace:
         """Take out what belongs to `step` and later ones."""
         kept = [event for event in read_trace(self.path) if event["args"].get("step", -1) < step]
         replacement = self.path.with_name(f".{self.path.name}.tmp")
-        replacement.write_bytes(_ARRAY_START + b"".join(map(_line, kept)))
-        os.close(self._fd)
-        replacement.replace(self.path)
+        with writing(self.path):
+            replacement.write_bytes(_ARRAY_START + b"".join(map(_line, kept)))
+            os.close(self._fd)
+            replacement.replace(self.path)
         self._open()
 
     def close(self) -> None:
@@ -146,7 +150,8 @@ class Trace:
             self._lanes[phase.lane].remove(phase)
             self._durations[phase.step][phase.name] += duration
         args = {"step": phase.step, "failed": True} if failed else {"step": phase.step}
-        self._write([_complete(phase.name, (DRIVER_PID, phase.lane), self._epoch_s + phase.start_s, duration, args)])
+        with suppress(FuligoError) if failed else nullcontext():  # the phase's own error is the cause
+            self._write([_complete(phase.name, (DRIVER_PID, phase.lane), self._epoch_s + phase.start_s, duration, args)])
 
     def _innermost(self, phase: Phase) -> bool:
         """Nothing else runs inside: a second child at the same time would overlap on the track."""

@@ -21,6 +21,7 @@ import torch.multiprocessing as torch_mp
 from torch.multiprocessing import reductions
 
 from fuligo.errors import WeightSyncError
+from fuligo.machine.disk import room
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 SHARED_MEMORY = Path("/dev/shm")
@@ -33,7 +34,7 @@ def encode_named_tensors(named_tensors: NamedTensors, *, num_receivers: int = 1)
     until the receivers have answered. Where a receiver may fail, use `shared_payload`.
 
     Raises:
-        WeightSyncError: GPU tensors for several receivers: a CUDA IPC handle can be opened once
+        WeightSyncError: shared memory is full; or GPU tensors for several receivers: a CUDA IPC handle can be opened once
     """
     return _encode(_copies(named_tensors), num_receivers)
 
@@ -45,12 +46,11 @@ def shared_payload(named_tensors: NamedTensors, *, num_receivers: int = 1) -> It
     When the block fails, nobody may ever take the tensors out: then nothing of them stays behind, and who comes late is refused.
     """
     copies = _copies(named_tensors)
-    payload = _encode(copies, num_receivers)
     try:
-        yield payload
+        yield _encode(copies, num_receivers)
     except BaseException:
         for _, tensor in copies:
-            if tensor.device.type == "cpu":
+            if tensor.device.type == "cpu" and tensor.is_shared():
                 _remove_file(tensor)
         copies.clear()
         raise
@@ -110,6 +110,11 @@ def _encode(named_tensors: list[tuple[str, torch.Tensor]], num_receivers: int) -
         for _, tensor in named_tensors:
             for _ in range(num_receivers - 1):  # a receiver gives up the reference that pickling took for it
                 tensor.untyped_storage()._shared_incref()  # pyright: ignore[reportAttributeAccessIssue]
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"a bucket of weights does not get into shared memory: {error} ({room(SHARED_MEMORY)}). Give it more (in a container "
+            "--shm-size), or lower --update-weight-buffer-size; resume from the last checkpoint."
+        ) from error
     finally:
         torch_mp.set_sharing_strategy(strategy)
     return base64.b64encode(buffer.getvalue()).decode()

@@ -15,7 +15,7 @@ from fuligo.errors import WeightSyncError
 from fuligo.trainer.protocol import Trainer
 from fuligo.weights.manifest import EngineAddress, Transport, WeightManifest, WeightTarget
 from fuligo.weights.proof import ChecksumProof, EqualityProof
-from fuligo.weights.scratch import scratch_directory
+from fuligo.weights.scratch import filling, scratch_directory
 
 logger = logging.getLogger(__name__)
 
@@ -110,9 +110,10 @@ class WeightPublisher:
 
     async def _push_by_disk(self, engines: EngineGroup, version: int) -> WeightManifest:
         with scratch_directory(self._settings.scratch) as directory:
-            for file in self._settings.model_files.glob("*.json"):
-                if not file.name.endswith(".index.json"):
-                    shutil.copy(file, directory)
+            with filling(directory):
+                for file in self._settings.model_files.glob("*.json"):
+                    if not file.name.endswith(".index.json"):
+                        shutil.copy(file, directory)
             manifest = await self._trainer.send_weights(self._target(engines, version, str(directory)))
             await engines.update_weights_from_disk(str(directory), version=version)
         return manifest

@@ -10,6 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from fuligo.errors import WeightSyncError
+from fuligo.machine.disk import room
+
 PREFIX = "fuligo-weights-"
 _MEMORY = Path("/dev/shm")
 
@@ -37,6 +42,21 @@ def scratch_directory(root: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(directory, ignore_errors=True)
         os.close(lock)
+
+
+@contextmanager
+def filling(directory: Path) -> Iterator[None]:
+    """
+    Raises:
+        WeightSyncError: the block could not write there.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise WeightSyncError(
+            f"weights cannot be written to {directory}, where engines would read them: {error} ({room(directory)}). Make room there, or "
+            "give another --update-weight-transport; resume from the last checkpoint."
+        ) from error
 
 
 def _remove_unlocked(directory: Path) -> None:

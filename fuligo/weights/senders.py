@@ -19,6 +19,7 @@ from fuligo.weights.colocated import TrainerRanks, own_engine
 from fuligo.weights.fp8 import in_format
 from fuligo.weights.manifest import AS_TRAINED, EngineAddress, EngineFormat, WeightManifest, WeightTarget
 from fuligo.weights.payload import shared_payload
+from fuligo.weights.scratch import filling
 
 
 class WeightSender:
@@ -43,7 +44,8 @@ class WeightSender:
 
         Raises:
             EngineError: an engine refused a bucket or did not answer.
-            WeightSyncError: the process group of a broadcast did not come about or broke; or a weight to be quantised is not finite.
+            WeightSyncError: the process group of a broadcast did not come about or broke; a weight to be quantised is not finite; or the
+                memory or disk that weights go through is full.
         """
         if self._ranks.rank > 0 and (target.transport != "tensor" or own_engine(target.engines, self._ranks) is None):
             for _ in named_weights:
@@ -56,7 +58,8 @@ class WeightSender:
         buckets = counted.observe_sent(cut_into_buckets(weights, target.bucket_bytes))
         try:
             if target.transport == "disk":
-                _write_shards(buckets, Path(target.directory))
+                with filling(Path(target.directory)):
+                    _write_shards(buckets, Path(target.directory))
             else:
                 send_each(buckets, self._way(target))
         except BaseException:

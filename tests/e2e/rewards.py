@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+from pathlib import Path
 
 from fuligo.rollout.custom_generate import continue_sample
 from fuligo.types import Sample, SampleStatus
+from tests.small_disk import SmallDisk
 
 
 async def fails_on_some(args, sample: Sample) -> float:
@@ -29,3 +31,10 @@ async def algebra(args, sample: Sample, sampling_params: dict) -> Sample:
     if sample.status is not SampleStatus.ABORTED:
         sample.response = f"\\boxed{{(x+{sample.index})^2 - x^2}}"
     return sample
+
+
+async def fills_the_disk(args, sample: Sample) -> float:
+    """Of the run directory, in rollout 1."""
+    if sample.metadata["start_rollout_id"] == 1:
+        SmallDisk(Path(args.run_dir).parent).fill()
+    return float(sample.index % 2)

@@ -20,13 +20,19 @@ def write_tensors(directory: Path, named_tensors: Iterable[tuple[str, Tensor]], 
     """Write `<stem>-00000.safetensors`, ... and `<stem>.safetensors.index.json` into `directory`, which is made.
 
     At most one shard of tensors is held in memory.
+
+    Raises:
+        CheckpointError: a file cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
     num_bytes = 0
     for number, bucket in enumerate(cut_into_buckets(named_tensors, SHARD_BYTES)):
         file = f"{stem}-{number:05d}.safetensors"
-        save_file({name: tensor.cpu().contiguous() for name, tensor in bucket}, directory / file, metadata={"format": "pt"})
+        try:
+            save_file({name: tensor.cpu().contiguous() for name, tensor in bucket}, directory / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # of the disk, too
+            raise CheckpointError(f"{directory / file}: {error}") from error
         weight_map |= {name: file for name, _ in bucket}
         num_bytes += sum(tensor.nbytes for _, tensor in bucket)
     index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}

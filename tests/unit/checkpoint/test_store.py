@@ -7,7 +7,7 @@ import pytest
 
 from fuligo.checkpoint.location import TRACKER
 from fuligo.checkpoint.store import CheckpointStore
-from fuligo.errors import CheckpointError, TrainerError
+from fuligo.errors import CheckpointError, CheckpointWriteError, TrainerError
 
 
 def names(directory: Path) -> list[str]:
@@ -63,7 +63,7 @@ async def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(tmp_path: 
         (directory / "optimizer").write_bytes(b"half of it")
         await asyncio.to_thread(Path("/dev/full").write_bytes, b"the rest")
 
-    with pytest.raises(CheckpointError, match=r"iter_0000020 could not be written .*No space left on device.*iter_0000010 is intact"):
+    with pytest.raises(CheckpointWriteError, match=r"iter_0000020 could not be written .*No space left on device.*iter_0000010 is intact"):
         await store.save(20, write, state(20))
     latest = store.latest()
     assert latest is not None and latest.iteration == 10
@@ -136,6 +136,8 @@ async def test_what_is_begun_and_fails_leaves_the_earlier_checkpoint(tmp_path: P
         raise OSError("No space left on device")
 
     rest = await store.begin(20, weights(), fail, state(20))
-    with pytest.raises(CheckpointError, match=r"iter_0000020 could not be written .* No space left on device .* iter_0000010 is intact"):
+    with pytest.raises(
+        CheckpointWriteError, match=r"iter_0000020 could not be written .* No space left on device .* iter_0000010 is intact"
+    ):
         await rest
     assert names(tmp_path) == ["iter_0000010", TRACKER]

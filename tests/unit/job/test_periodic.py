@@ -10,11 +10,12 @@ import pytest
 
 from fuligo.checkpoint.location import TRACKER
 from fuligo.checkpoint.store import CheckpointStore
-from fuligo.errors import CheckpointError
+from fuligo.errors import CheckpointError, FuligoError
 from fuligo.job.periodic import SaveCheckpoint, Schedule
 from fuligo.job.recorder import RunRecorder
 from fuligo.rollout.protocol import Rollout, RolloutState
 from fuligo.trainer.protocol import Trainer
+from tests.small_disk import SmallDisk
 
 
 class SlowTrainer:
@@ -89,6 +90,19 @@ async def test_a_failure_is_the_runs_at_the_next_rollout(tmp_path: Path, saves: 
     with pytest.raises(CheckpointError, match="No space left on device"):
         await saves.run(rollout(2), version=2)
     assert saved(tmp_path) == []
+
+
+async def test_an_export_that_does_not_fit_is_named(
+    tmp_path: Path, saves: SaveCheckpoint, trainer: SlowTrainer, small_disk: SmallDisk
+) -> None:
+    """The checkpoint itself is elsewhere, and whole."""
+    saves.export_to = str(small_disk.path / "export")
+    small_disk.fill()
+    trainer.may_write.set()
+    await saves.run(rollout(1), version=1)
+    with pytest.raises(FuligoError, match=r"export cannot be written: .*No space left on device.* \(0 of 4 MiB are free"):
+        await saves.finish()
+    assert saved(tmp_path) == ["iter_0000002"]
 
 
 async def test_a_run_that_ends_early_leaves_no_half_of_a_checkpoint(tmp_path: Path, saves: SaveCheckpoint) -> None:

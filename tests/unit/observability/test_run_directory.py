@@ -17,6 +17,7 @@ from fuligo.config.files import load_yaml
 from fuligo.errors import ConfigError, FuligoError
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.observability.trace import read_trace
+from tests.small_disk import SmallDisk
 
 
 def create(path: Path, *, resume: bool = False) -> RunDirectory:
@@ -123,7 +124,7 @@ def test_a_place_below_a_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small_disk() -> Iterator[None]:
+def small_files() -> Iterator[None]:
     """No file can grow beyond 20 kB."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
@@ -131,7 +132,7 @@ def small_disk() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_full_disk_is_named_and_what_was_recorded_stays(tmp_path: Path, make_group, small_disk) -> None:
+def test_a_full_disk_is_named_and_what_was_recorded_stays(tmp_path: Path, make_group, small_files) -> None:
     run = create(tmp_path / "run")
     with pytest.raises(FuligoError, match=r"metrics\.jsonl cannot be written: File too large.*make room, then resume"):
         for step in range(2000):
@@ -145,6 +146,17 @@ def test_a_full_disk_is_named_and_what_was_recorded_stays(tmp_path: Path, make_g
     run.cut_back(100)
     assert [record["step"] for record in run.records()] == list(range(min(num_whole, 100))) and num_whole > 100
     assert names(run.samples) == []
+
+
+def test_a_line_of_the_log_that_does_not_fit_is_left_out_quietly(small_disk: SmallDisk, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the run must record says that the disk is full."""
+    run = create(small_disk.path / "run")
+    small_disk.fill()
+    for number in range(200):
+        logging.getLogger("fuligo.test").info("line %d", number)
+    run.close()
+    assert "line 0" in run.log_file.read_text() and "line 199" not in run.log_file.read_text()
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_two_processes_cannot_write_to_one_run(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from fuligo.config import Config
-from fuligo.errors import ConfigError
+from fuligo.errors import ConfigError, FuligoError
 from fuligo.observability.sinks import TensorBoardSink, open_sinks
+from tests.small_disk import SmallDisk
 
 
 def config(**flags: object) -> Config:
@@ -41,6 +42,17 @@ def test_tensorboard_reads_the_records_back_and_forgets_what_a_resume_overwrote(
     assert [(scalar.step, scalar.value) for scalar in scalars] == [(0, 1.0), (1, 1.0), (2, 2.0), (3, 2.0), (4, 2.0)]
     assert scalars[2].wall_time == 1202.0
     assert events.Tags()["scalars"] == ["rollout/reward_mean", "policy_version"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
+def test_tensorboard_on_a_full_disk_ends_the_run_and_not_its_end(small_disk: SmallDisk) -> None:
+    pytest.importorskip("tensorboard")
+    sink = TensorBoardSink(small_disk.path / "tensorboard", start=0)
+    small_disk.fill()
+    with pytest.raises(FuligoError, match=r"tensorboard cannot be written: No space left on device \(0 of 4 MiB are free"):
+        for step in range(1000):  # what is left of its last block
+            sink.write({"step": step, "time": 1.0, "rollout/reward_mean": 1.0})
+    sink.close()
 
 
 def test_wandb_offline_continues_its_run(tmp_path: Path) -> None:

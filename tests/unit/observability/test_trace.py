@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from fuligo.errors import CheckpointWriteError, FuligoError
 from fuligo.observability import trace as trace_module
 from fuligo.observability.trace import DRIVER_PID, ENGINE_PID, MAX_LANES, MAX_RANKS, RANK_PID, SAMPLE_PIDS, Trace, read_trace
 from fuligo.types import Sample, SampleGroup, Span
+from tests.small_disk import SmallDisk
 
 
 @pytest.fixture
@@ -81,6 +83,21 @@ def test_a_phase_that_fails_is_marked(trace: Trace) -> None:
     with pytest.raises(RuntimeError), trace.phase("train", 0):
         raise RuntimeError
     assert phases(trace)[0]["args"] == {"step": 0, "failed": True}
+
+
+def test_on_a_full_disk_the_error_of_the_phase_is_not_hidden(small_disk: SmallDisk) -> None:
+    trace = Trace(small_disk.path / "trace.json")
+    with pytest.raises(CheckpointWriteError, match="no room"), trace.phase("save", 1):
+        small_disk.fill()
+        trace.path.with_name("rest").write_bytes(b"")  # an entry needs no block
+        (small_disk.path / "trace.json").open("ab").close()
+        raise CheckpointWriteError("no room")
+    with pytest.raises(FuligoError, match=r"trace\.json cannot be written: No space left on device \(0 of 4 MiB"):
+        for step in range(100):  # what is left of its last block
+            with trace.phase("train", step):
+                pass
+    with pytest.raises(FuligoError, match=r"trace\.json cannot be written: No space left on device"):
+        trace.cut_back(90)
 
 
 def test_durations_add_up_by_step_and_name_and_are_taken_once(trace: Trace) -> None:

@@ -132,6 +132,36 @@ def test_a_killed_sender_leaves_nothing() -> None:
         decode_named_tensors(payload.strip())
 
 
+IN_SMALL_MEMORY = """
+mount -t tmpfs -o size=1m tmpfs /dev/shm || exit 77
+"$@"
+for _ in $(seq 200); do test -z "$(ls /dev/shm)" && exit; sleep 0.1; done
+ls /dev/shm
+"""
+"""Runs a command where nobody else sees it, and says what it left in shared memory."""
+LARGE_SENDER = """
+import torch
+from fuligo.errors import WeightSyncError
+from fuligo.weights.payload import shared_payload
+try:
+    with shared_payload([(name, torch.ones(100_000)) for name in "abc"]):
+        print("it fits")
+except WeightSyncError as error:
+    print(error)
+"""
+
+
+def test_full_shared_memory_is_named_and_given_back() -> None:
+    command = ["unshare", "--mount", "bash", "-c", IN_SMALL_MEMORY, "bash", sys.executable, "-c", LARGE_SENDER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"a file system cannot be mounted here: {done.stderr}")
+    said, *left = done.stdout.splitlines()
+    assert said.startswith("a bucket of weights does not get into shared memory: ") and "No space left on device" in said
+    assert "of 1 MiB are free on the file system /dev/shm). Give it more" in said
+    assert left == []
+
+
 class Evil:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.system, ("true",)

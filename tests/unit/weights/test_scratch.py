@@ -5,8 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from fuligo.weights.scratch import scratch_directory
+from fuligo.errors import WeightSyncError
+from fuligo.weights.manifest import WeightTarget
+from fuligo.weights.scratch import filling, scratch_directory
+from fuligo.weights.senders import WeightSender
+from tests.small_disk import SmallDisk
 
 USER = """
 import sys
@@ -25,6 +30,18 @@ def test_it_is_gone_at_the_end_also_after_an_error(tmp_path: Path) -> None:
         (directory / "model.safetensors").write_bytes(b"weights")
         raise RuntimeError("the engine is gone")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_one_is_named_and_removed(small_disk: SmallDisk) -> None:
+    """Weights and the config beside them; the same when torch or safetensors writes."""
+    weights = [("large", torch.ones(2000, 1000))]
+    full = rf"No space left on device.* of 4 MiB are free on the file system {small_disk.path}\)\. Make room there, or give another --up"
+    with pytest.raises(WeightSyncError, match=full), scratch_directory(small_disk.path) as directory:
+        WeightSender().send(weights, WeightTarget("disk", 1, 10**8, directory=str(directory)))
+    assert list(small_disk.path.iterdir()) == []
+    with pytest.raises(WeightSyncError, match=full), scratch_directory(small_disk.path) as directory, filling(directory):
+        (directory / "config.json").write_bytes(bytes(5_000_000))
+    assert list(small_disk.path.iterdir()) == []
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next_and_nothing_in_use_is(tmp_path: Path) -> None:

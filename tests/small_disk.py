@@ -1,0 +1,49 @@
+"""A real file system of a few megabytes, to be filled and enlarged: a tmpfs. Mounting one takes root; else the test is skipped."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+BLOCK_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class SmallDisk:
+    path: Path
+    """Where it is mounted."""
+
+    def fill(self) -> None:
+        """Until not a block is free."""
+        with (self.path / "ballast").open("ab", buffering=0) as ballast:
+            try:
+                while True:
+                    ballast.write(bytes(BLOCK_BYTES))
+            except OSError:
+                return
+
+    def enlarge(self, num_bytes: int) -> None:
+        """To `num_bytes` in all."""
+        _run("mount", "-o", f"remount,size={num_bytes}", self.path)
+
+
+@contextmanager
+def mounted(path: Path, num_bytes: int) -> Iterator[SmallDisk]:
+    path.mkdir()
+    try:
+        _run("mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", path)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"a file system cannot be mounted here: {error}")
+    try:
+        yield SmallDisk(path)
+    finally:
+        _run("umount", "--lazy", path)
+
+
+def _run(*command: object) -> None:
+    subprocess.run(list(map(str, command)), capture_output=True, timeout=60, check=True)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from fuligo.convert.hf_to_dist import DistPlan, describe, plan_hf_to_dist, torchrun_size
-from fuligo.errors import FuligoError
+from fuligo.errors import ConfigError, FuligoError
 
 USAGE = """fuligo convert hf-to-dist [MODEL_ARGS] --hf-checkpoint DIR --save DIR
     torchrun --nproc-per-node N -m fuligo convert hf-to-dist [MODEL_ARGS] --hf-checkpoint DIR --save DIR
@@ -28,6 +28,8 @@ def main(arguments: Sequence[str]) -> int:
     options.add_argument("--plan", action="store_true", help="say what would be done, and end")
     options.add_argument("--world-size", type=int, help="with --plan: processes to plan for (default: torchrun's)")
     own, flags = options.parse_known_args(list(arguments))
+    if own.world_size is not None and not own.plan:
+        raise ConfigError(f"--world-size {own.world_size} has no effect without --plan; a conversion runs on the processes of torchrun")
     is_first = os.environ.get("RANK", "0") == "0"
     try:
         plan = plan_hf_to_dist(flags, own.world_size or torchrun_size())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from fuligo.checkpoint.dist_to_hf import dist_to_hf
 from fuligo.checkpoint.hf_to_dist import hf_to_dist
-from fuligo.checkpoint.location import resolve
+from fuligo.checkpoint.location import TRACKER, resolve
 from fuligo.cli.convert import main as convert
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.trainer.ranks.world import World
@@ -166,16 +167,23 @@ def test_a_conversion_that_cannot_be_done_leaves_nothing(checkpoints, tmp_path: 
         hf_to_dist(tmp_path / "no weights", dist, World())
     assert not dist.exists()
     hf_to_dist(source, dist, World())
+    shutil.rmtree(dist / "release")
+    hf_to_dist(source, dist, World())  # what its own tracker names may be made anew
     assert resolve(dist) is not None
     with pytest.raises(CheckpointError, match="release is there already"):
         hf_to_dist(source, dist, World())
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / TRACKER).write_text("20")
+    with pytest.raises(CheckpointError, match="holds the checkpoints of a run"):
+        hf_to_dist(source, tmp_path / "run", World())
+    assert (tmp_path / "run" / TRACKER).read_text() == "20", "the run still resumes from its own"
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").touch()
     with pytest.raises(CheckpointError, match="is not an empty directory"):
         dist_to_hf(dist / "release", tmp_path / "full")
     with pytest.raises(ConfigError, match="is no distributed checkpoint"):
         convert(["dist-to-hf", str(source), "--save", str(tmp_path / "back")])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dist", "full", "no weights"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dist", "full", "no weights", "run"]
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut short", "overwritten"])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fuligo.cli.convert_hf_to_dist import main
 from fuligo.convert.hf_to_dist import describe, plan_hf_to_dist, torchrun_size
 from fuligo.errors import ConfigError
 from fuligo.models.registry import read_architecture
@@ -114,6 +115,12 @@ def test_a_checkpoint_without_weights_is_not_converted(tmp_path: Path):
     assert "has no *.safetensors files" in result.stderr
     assert not list((tmp_path / "out").glob("*"))
     assert run_tool(*paths(GLM4), "--lr", "1").returncode == 2
+
+
+def test_a_number_of_processes_is_for_plans(tmp_path: Path):
+    """A conversion runs on those that torchrun started."""
+    with pytest.raises(ConfigError, match="--world-size 8 has no effect without --plan"):
+        main(["--hf-checkpoint", str(GLM4), "--save", str(tmp_path / "out"), "--world-size", "8"])
 
 
 def test_planning_imports_no_torch():

@@ -178,12 +178,12 @@ def save_model(case: Case) -> Path:
 
 def random_weights(names: ModelNames, noise: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The checkpoint's tensors: vectors are 1, matrices the same noise, each from another place on."""
-    start = 0
+    largest, start = max(math.prod(weight.shape) for weight in names.weights()), 0
+    endless = noise.repeat(1 + -(-largest // len(noise)))
     for weight in names.weights():
         for name, shape in zip(weight.checkpoint, names.checkpoint_shapes(weight), strict=True):
             size = math.prod(shape)
-            copies = -(-(start + size) // len(noise))
-            values = noise.repeat(copies)[start : start + size].clone() if len(shape) > 1 else noise.new_ones(size)
+            values = endless[start : start + size].clone() if len(shape) > 1 else noise.new_ones(size)
             yield name, values.view(shape)
             start = (start + size) % len(noise)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -18,8 +21,12 @@ from fuligo.trainer.megatron_backend.weights.groups import RankGroups, rank_grou
 from fuligo.trainer.megatron_backend.weights.local import local_weights, misfits, unwrapped
 from fuligo.trainer.megatron_backend.weights.stored import StoredWeights
 
+logger = logging.getLogger(__name__)
 
-@torch.no_grad()
+NUM_READERS = 4
+"""Weights that are read at a time: copies wait for pages of files, and for each other on the way to a GPU."""
+
+
 def load_hugging_face(chunks: Sequence[nn.Module], directory: Path) -> None:
     """Overwrite this rank's weights, in place and in the types that they have, with those of a checkpoint.
 
@@ -31,7 +38,7 @@ def load_hugging_face(chunks: Sequence[nn.Module], directory: Path) -> None:
 
     Raises:
         CheckpointError: the files are damaged, or tensors are missing, unknown, or of other shapes than those of the model.
-        ConfigError: Megatron has no layers for the model that config.json describes.
+        ConfigError: config.json cannot be read, or describes a model whose shapes are not known.
     """
     names = names_of(read_config_json(directory), str(directory / "config.json"))
     num_mtp_layers = unwrapped(chunks[0]).config.mtp_num_layers or 0
@@ -41,7 +48,9 @@ def load_hugging_face(chunks: Sequence[nn.Module], directory: Path) -> None:
             raise CheckpointError(
                 f"{directory} is of another architecture than MODEL_ARGS and --hf-checkpoint say: the two do not both have {different[0]}"
             )
-        for name, tensor in local.items():
+
+        @torch.no_grad()
+        def read(name: str, tensor: Tensor) -> None:
             weight = names.by_megatron_name[name]
             if weight.is_float32 and tensor.dtype != torch.float32:
                 tensor.data = tensor.data.float()  # Float16Module casts it, and Megatron undoes that only in the next forward pass
@@ -49,6 +58,12 @@ def load_hugging_face(chunks: Sequence[nn.Module], directory: Path) -> None:
                 _fill(tensor, weight, stored.parts(weight), names.architecture, groups)
             except (OSError, SafetensorError, _ShapeError) as error:
                 raise CheckpointError(f"{directory}: {', '.join(weight.checkpoint)} cannot be loaded: {error}") from error
+
+        started = time.perf_counter()
+        with ThreadPoolExecutor(NUM_READERS, "weights") as readers:
+            list(readers.map(read, local, local.values()))
+    num_bytes, seconds = sum(tensor.nbytes for tensor in local.values()), time.perf_counter() - started
+    logger.info("read %d weights, %.2f GB, from %s in %.1f s", len(local), num_bytes / 1e9, directory, seconds)
 
 
 class _ShapeError(Exception):

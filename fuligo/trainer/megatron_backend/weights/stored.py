@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any, Self
 
 from safetensors import safe_open
@@ -20,7 +21,8 @@ NUM_LISTED = 5
 
 
 class StoredWeights:
-    """A checkpoint that holds all weights of a model and nothing unknown. Each file is opened once, when it is first needed.
+    """A checkpoint that holds all weights of a model and nothing unknown. Each file is opened once, when it is first needed;
+    any thread may read.
 
     Args:
         num_mtp_layers: prediction layers that the model has; the checkpoint may have more.
@@ -35,6 +37,7 @@ class StoredWeights:
         self._tensors = _read_headers(directory, names, num_mtp_layers)
         self._files: dict[str, Any] = {}
         self._open_files = ExitStack()
+        self._opening = Lock()
         self._check(num_mtp_layers)
 
     def __enter__(self) -> Self:
@@ -57,8 +60,9 @@ class StoredWeights:
     def slices(self, name: str) -> Any:
         """The tensor `name`, of which indexing reads what it asks for."""
         file = self._tensors[name].file
-        if file not in self._files:
-            self._files[file] = self._open_files.enter_context(safe_open(self._directory / file, framework="pt"))
+        with self._opening:
+            if file not in self._files:
+                self._files[file] = self._open_files.enter_context(safe_open(self._directory / file, framework="pt"))
         return self._files[file].get_slice(name)
 
     def _stored_as(self, weight: Weight) -> Iterable[tuple[str, tuple[int, ...]]]:

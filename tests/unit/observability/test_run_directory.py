@@ -151,9 +151,9 @@ def test_a_full_disk_is_named_and_what_was_recorded_stays(tmp_path: Path, make_g
 def test_a_line_of_the_log_that_does_not_fit_is_left_out_quietly(small_disk: SmallDisk, capsys: pytest.CaptureFixture[str]) -> None:
     """What the run must record says that the disk is full."""
     run = create(small_disk.path / "run")
-    small_disk.fill()
     for number in range(200):
         logging.getLogger("fuligo.test").info("line %d", number)
+        small_disk.fill()
     run.close()
     assert "line 0" in run.log_file.read_text() and "line 199" not in run.log_file.read_text()
     assert "Traceback" not in capsys.readouterr().err

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 MaskArray = NDArray[np.int8]
+RoutedExperts = NDArray[np.uint8 | np.uint16]
+"""[tokens, M, K] the K experts that each token went to in each of the M layers that have experts."""
 Messages = list[dict[str, Any]]
 """Chat messages: `{"role": ..., "content": ...}` each."""
 
@@ -98,6 +100,9 @@ class Sample:
     """[R] log softmax(logits / T) over the full vocabulary, of the engine that sampled the token."""
     versions: IntArray = field(default_factory=_empty_ids)
     """[R] policy_version that sampled the token."""
+    routed_experts: RoutedExperts | None = None
+    """[T - 1, M, K] of the engine that computed the token first; None where engines are not asked (--use-rollout-routing-replay). The last
+    token has none, nor have tokens that were appended since."""
 
     status: SampleStatus = SampleStatus.PENDING
     finish_reason: str | None = None
@@ -191,6 +196,8 @@ class TrainSample:
     """[R] trainer, before the rollout's first optimizer step; None where one step a rollout needs none."""
     ref_logprobs: FloatArray | None = None
     """[R] reference model; None without one."""
+    routed_experts: RoutedExperts | None = None
+    """[n, M, K] of the first n <= T - 1 tokens, which training sends to the same experts again; None, and beyond n: the routers choose."""
     advantages: FloatArray = field(default_factory=_empty_floats)
     """[R], set by `assign_advantages`."""
 

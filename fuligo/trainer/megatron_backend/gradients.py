@@ -7,9 +7,10 @@ row is padded to the longest.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,15 @@ from fuligo.trainer.megatron_backend.logprobs import gather_predictions, vocab_p
 from fuligo.trainer.megatron_backend.packed import PackedRow, pack_row, row_tokens
 from fuligo.trainer.megatron_backend.prediction import prediction_loss
 from fuligo.trainer.megatron_backend.router import set_tokens_of_step, take_balance_loss
+from fuligo.trainer.megatron_backend.routing_replay import (
+    LayerReplay,
+    RecordedPart,
+    num_replayed,
+    recorded,
+    recorded_parts,
+    replayed,
+    total_changed,
+)
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.weights.local import unwrapped
 from fuligo.trainer.metric_sums import MetricSums
@@ -32,6 +42,19 @@ from fuligo.trainer.objective import Objective, objective
 from fuligo.trainer.packing import Capacity, Cost, MicroBatchPlan, pack
 from fuligo.trainer.step import StepGradients, StepSamples, loss_inputs, split_scores, total
 from fuligo.types import TokenScores, TrainSample
+
+Routing = Literal["own", "recorded", "replayed"]
+"""Who chooses the experts in a pass without gradients: the routers; the same, and it is kept; or whoever chose for the samples before."""
+
+
+@dataclass(slots=True, frozen=True)
+class Scores:
+    """What a rank hands over of samples that were scored, by position."""
+
+    of_tokens: dict[int, TokenScores] = field(default_factory=dict)
+    """This replica's, on the rank that `reports`."""
+    routing: dict[int, RecordedPart] = field(default_factory=dict)
+    """Of the rank's own tokens and layers, where it was recorded."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -119,8 +142,11 @@ def compute_gradients(
         return loss, torch.zeros((), dtype=torch.int), {}
 
     set_tokens_of_step(chunks, sum(len(sample.tokens) - 1 for sample in samples.samples))
-    _run(chunks, rows, passage, loss_of, with_gradients=True)
+    with _replayed(chunks, rows, samples.samples, settings) as replays:
+        _run(chunks, rows, passage, loss_of, with_gradients=True)
     balance_loss = take_balance_loss(chunks)
+    num_named = num_replayed(samples.samples)
+    changed = total_changed(replays.values(), device, [_model_group(), _cp_group()]) if num_named else None
     if not reports():
         return None
     losses = torch.stack([result.loss for result in outcome.objectives])
@@ -128,14 +154,22 @@ def compute_gradients(
     sums = total([result.sums for result in outcome.objectives])
     if balance_loss is not None:
         sums.shares["moe_balance_loss"] = balance_loss
+    if changed is not None:
+        sums.shares["routing_replay_changed"] = changed / num_named
     return StepGradients(sums, losses, outcome.scores, num_tokens)
 
 
 @torch.no_grad()
 def compute_scores(
-    chunks: Sequence[nn.Module], samples: Sequence[TrainSample], passage: Passage, settings: MegatronTrainerSettings, device: torch.device
-) -> dict[int, TokenScores]:
-    """What the model sees at the samples' response tokens, by position, of this replica's on the rank that `reports`. A collective."""
+    chunks: Sequence[nn.Module],
+    samples: Sequence[TrainSample],
+    passage: Passage,
+    settings: MegatronTrainerSettings,
+    device: torch.device,
+    *,
+    routing: Routing = "own",
+) -> Scores:
+    """What the model sees at the samples' response tokens. A collective."""
     rows = _rows(samples, passage, settings, device, inputs_of=lambda _: None)
     outcome = _Outcome()
 
@@ -145,8 +179,25 @@ def compute_scores(
         if reports() and row.plan.counts:
             outcome.scores |= zip(row.plan.samples, split_scores(row.tokens, outputs))
 
-    _run(chunks, rows, passage, keep, with_gradients=False)
-    return outcome.scores
+    if routing == "recorded":
+        assert settings.routing is not None
+        with recorded(chunks, settings.routing) as records:
+            _run(chunks, rows, passage, keep, with_gradients=False)
+        own = [(row.packed, row.tokens, row.plan.samples if row.plan.counts else ()) for row in rows]
+        return Scores(outcome.scores, recorded_parts(records, own, _tp_group(), sequence_parallel=settings.layout.sequence_parallel))
+    with _replayed(chunks, rows, samples if routing == "replayed" else [], settings):
+        _run(chunks, rows, passage, keep, with_gradients=False)
+    return Scores(outcome.scores)
+
+
+def _replayed(
+    chunks: Sequence[nn.Module], rows: Sequence[_Row], samples: Sequence[TrainSample], settings: MegatronTrainerSettings
+) -> AbstractContextManager[dict[int, LayerReplay]]:
+    """Nothing where no sample names experts."""
+    if settings.routing is None or not num_replayed(samples):
+        return nullcontext({})
+    of_rows = [[samples[i] for i in row.plan.samples] for row in rows]
+    return replayed(chunks, [row.packed for row in rows], of_rows, settings.routing, _tp_group())
 
 
 def _run(chunks: Sequence[nn.Module], rows: list[_Row], passage: Passage, at_the_end: Callable[..., Any], *, with_gradients: bool) -> None:
@@ -243,6 +294,11 @@ def _head_weight(chunk: nn.Module) -> Tensor:
 
 def _tp_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+
+
+def _model_group() -> dist.ProcessGroup:
+    """Of all TP and PP ranks of a replica with the same context-parallel part."""
+    return cast(dist.ProcessGroup, parallel_state.get_model_parallel_group())
 
 
 def _cp_group() -> dist.ProcessGroup:

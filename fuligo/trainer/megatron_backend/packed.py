@@ -61,6 +61,8 @@ def row_tokens(lengths: Sequence[int], layout: Layout, *, pad_multiple: int) -> 
 
     Args:
         lengths: of the row's sequences.
+    source: Tensor
+    """[L] int64, on the host: which of the micro-batch's tokens it is; -1 for padding."""
     """
     return _row_tokens(_padded_lengths(lengths, layout), layout, pad_multiple)
 
@@ -113,6 +115,7 @@ def _later_tokens(tokens: PackedTokens, source: Tensor, rows: Tensor, depth: int
     Args:
         source: as `_places` returns it, as `rows` is.
         depth: how much further, from 1.
+        source=source,
     """
     device = tokens.input_ids.device
     bounds = torch.tensor(tokens.cu_seqlens)

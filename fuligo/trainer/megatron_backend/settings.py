@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from fuligo.models.routing import RoutingShape
 from fuligo.trainer.megatron_backend.layout import Layout
 from fuligo.trainer.ranks.settings import TrainerSettings
 
@@ -69,3 +70,7 @@ class MegatronTrainerSettings(TrainerSettings):
     def needs_process_group(self) -> bool:
         """Megatron asks its groups even where there is one rank."""
         return True
+    routing: RoutingShape | None = None
+    """Of the experts that samples name, to which their tokens go in training; None: the routers choose in every pass."""
+    records_routing: bool = False
+    """`score` has samples name the experts that the routers choose then; else they do already, and it keeps to them."""

@@ -19,10 +19,11 @@ from fuligo.models.registry import architecture_of, names_of, read_config_json
 from fuligo.planner.flops import forward_flops
 from fuligo.trainer.host_memory import HostMemory
 from fuligo.trainer.megatron_backend.data_parallel import gather_parameters, wrap, zero_gradients
-from fuligo.trainer.megatron_backend.gradients import compute_gradients, compute_scores, plan_passage
+from fuligo.trainer.megatron_backend.gradients import Routing, Scores, compute_gradients, compute_scores, plan_passage
 from fuligo.trainer.megatron_backend.host_memory import HostWeights, gradient_tensors, state_tensors
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
 from fuligo.trainer.megatron_backend.optimizer import apply_step, build_optimizer, freeze_parameters, gradient_norm
+from fuligo.trainer.megatron_backend.routing_replay import RecordedPart, assemble
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.weights.export import named_weights
 from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
@@ -77,18 +78,20 @@ class MegatronRankWorker:
     def score(self, samples: list[TrainSample]) -> list[TrainSample] | None:
         """The samples with old and reference log-probabilities, on rank 0; None on others."""
         with self._timeline.span("score"):
-            old = self._logprobs(samples) if self.settings.needs_old_logprobs else {}
+            routing: Routing = "recorded" if self.settings.records_routing else "replayed"
+            old = self._scores(samples, routing=routing) if self.settings.needs_old_logprobs else Scores()
             ref = self._reference_logprobs(samples) if self.reference is not None else {}
-        gathered = self.world.gather((old, ref))
+        gathered = self.world.gather((_logprobs(old), ref, old.routing))
         if gathered is None:
             return None
-        olds = {i: values for rank_old, _ in gathered for i, values in rank_old.items()}
-        refs = {i: values for _, rank_ref in gathered for i, values in rank_ref.items()}
-        return [replace(sample, old_logprobs=olds.get(i), ref_logprobs=refs.get(i)) for i, sample in enumerate(samples)]
+        olds = {i: values for rank_old, _, _ in gathered for i, values in rank_old.items()}
+        refs = {i: values for _, rank_ref, _ in gathered for i, values in rank_ref.items()}
+        scored = [replace(sample, old_logprobs=olds.get(i), ref_logprobs=refs.get(i)) for i, sample in enumerate(samples)]
+        return self._with_routing(scored, [parts for _, _, parts in gathered])
 
     def logprobs(self, samples: list[TrainSample]) -> list[FloatArray] | None:
         """Of the policy as it is now, in the order of the samples, on rank 0; None on others."""
-        gathered = self.world.gather(self._logprobs(samples))
+        gathered = self.world.gather(_logprobs(self._scores(samples, routing="own")))
         if gathered is None:
             return None
         by_position = {i: values for part in gathered for i, values in part.items()}
@@ -172,18 +175,27 @@ class MegatronRankWorker:
         else:
             load_hugging_face(chunks, directory)
 
-    def _logprobs(self, samples: list[TrainSample]) -> dict[int, FloatArray]:
-        """By position in `samples`, of this replica's micro-batches on the rank that hands them over."""
+    def _scores(self, samples: list[TrainSample], *, routing: Routing) -> Scores:
+        """By position in `samples`."""
         settings = self.settings
         passage = plan_passage(samples, settings.score_capacity, settings, self.balance_by)
-        scores = compute_scores(self.chunks, samples, passage, settings, self.world.device)
-        return {i: score.logprobs for i, score in scores.items()}
+        return compute_scores(self.chunks, samples, passage, settings, self.world.device, routing=routing)
+
+    def _with_routing(self, samples: list[TrainSample], parts_of_ranks: list[dict[int, RecordedPart]]) -> list[TrainSample]:
+        """The same, with what the ranks have recorded, where they have."""
+        if not any(parts_of_ranks):
+            return samples
+        shape = self.settings.routing
+        assert shape is not None
+        parts_of = [[parts[i] for parts in parts_of_ranks if i in parts] for i in range(len(samples))]
+        return [replace(s, routed_experts=assemble(len(s.tokens) - 1, parts, shape)) for s, parts in zip(samples, parts_of, strict=True)]
 
     def _reference_logprobs(self, samples: list[TrainSample]) -> dict[int, FloatArray]:
+        """The reference is a model of its own, and so are its routers."""
         assert self.reference is not None
         self.reference.exchange(self.chunks)
         try:
-            return self._logprobs(samples)
+            return _logprobs(self._scores(samples, routing="own"))
         finally:
             self.reference.exchange(self.chunks)
 
@@ -219,6 +231,10 @@ class MegatronRankWorker:
         changes = self.reference is not None and self.settings.ref_update_interval is not None
         reference = self.reference.tensors if self.reference is not None and changes else None
         return MegatronState(self.chunks, self.names, self.optimizer, self.settings.layout, self.progress, reference)
+
+
+def _logprobs(scores: Scores) -> dict[int, FloatArray]:
+    return {i: of_sample.logprobs for i, of_sample in scores.of_tokens.items()}
 
 
 def _handed_over(step: StepGradients) -> StepGradients:

@@ -1,0 +1,254 @@
+"""Routing replay: tokens go to the experts that were chosen for them before, by the engine or by an earlier pass.
+
+Megatron-Core 0.16.1 has the place for it: a router's `router_replay` is asked for the choice, and the weights are computed of the current
+scores of what it says, so that gradients reach the router. Its own `RouterReplay` is not used. It knows nothing of padding, its recording
+keeps the last micro-batch only, and it must be told whether a pass recomputes, which no one switch can say while a pipeline has forward and
+backward passes under way.
+
+Here each router counts its calls. Every schedule takes a stage's micro-batches in one order, through the forward and the backward passes. A
+call without gradients is a first pass, of scoring or of a layer that will be recomputed; one with gradients is the recomputation, or the
+only pass of a layer. So each kind meets the micro-batches in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_model_config
+from torch import Tensor, nn
+
+from fuligo.errors import TrainerError
+from fuligo.models.routing import RoutingShape
+from fuligo.trainer.batch import PackedTokens
+from fuligo.trainer.megatron_backend.packed import PackedRow
+from fuligo.trainer.megatron_backend.router import PackedRouter
+from fuligo.trainer.megatron_backend.weights.local import unwrapped
+from fuligo.types import RoutedExperts, TrainSample
+
+ChooseOwn = Callable[..., tuple[Tensor, Tensor]]
+UNKNOWN = -1
+"""Of padding, and of tokens without a record: the router chooses."""
+
+
+class LayerReplay:
+    """What one router is told, micro-batch by micro-batch.
+
+    Args:
+        choices: [tokens, K] of each micro-batch, `UNKNOWN` where the router chooses.
+    """
+
+    def __init__(self, choices: Sequence[Tensor]) -> None:
+        self._choices = choices
+        self._num_calls = {False: 0, True: 0}
+        self.num_changed = torch.zeros((), dtype=torch.int64, device=choices[0].device)
+        """Experts that the router would not have chosen, in calls with gradients."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: ChooseOwn | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As Megatron calls it: [tokens, K] scores of the chosen experts, and their numbers."""
+        assert default_compute_topk is not None
+        _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        with_gradients = torch.is_grad_enabled()
+        known = self._choices[self._num_calls[with_gradients]]
+        self._num_calls[with_gradients] += 1
+        chosen = torch.where(known == UNKNOWN, own, known.long())
+        if with_gradients:
+            self.num_changed += (chosen[:, :, None] != own[:, None, :]).all(-1).sum()
+        return scores.gather(1, chosen), chosen
+
+    @property
+    def is_complete(self) -> bool:
+        """Every micro-batch came by, as often as the others."""
+        calls = set(self._num_calls.values())
+        return len(self._choices) in calls and calls <= {0, len(self._choices)}
+
+
+class LayerRecord:
+    """What one router chooses, micro-batch by micro-batch. It stays on the device until all have passed: a copy to the host would have
+    every layer wait.
+
+    Args:
+        dtype: that holds an expert's number.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.choices: list[Tensor] = []
+        """[tokens, K] of each micro-batch."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: ChooseOwn | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As Megatron calls it."""
+        assert default_compute_topk is not None
+        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        self.choices.append(own.to(self._dtype))
+        return values, own
+
+
+@dataclass(slots=True, frozen=True)
+class RecordedPart:
+    """What a rank saw of one sample."""
+
+    positions: np.ndarray
+    """[n] of its tokens in the sample."""
+    layers: tuple[int, ...]
+    """[m] which of the M layers with experts are the rank's."""
+    experts: RoutedExperts
+    """[n, m, K]"""
+
+
+def replayed_routers(chunks: Iterable[nn.Module], shape: RoutingShape) -> dict[int, PackedRouter]:
+    """This rank's, by the number of their layer among the M with experts; without those of prediction layers, which no engine records."""
+    found: dict[int, PackedRouter] = {}
+    for chunk in chunks:
+        for module in unwrapped(chunk).decoder.modules():
+            if isinstance(module, PackedRouter):
+                assert module.layer_number is not None
+                found[shape.moe_layers.index(module.layer_number - 1)] = module
+    return found
+
+
+@contextmanager
+def asked(routers: Mapping[int, PackedRouter], about: Mapping[int, LayerReplay | LayerRecord]) -> Iterator[None]:
+    """Within it the routers ask for their choice, or tell it."""
+    try:
+        for layer, router in routers.items():
+            router.router_replay = about[layer]  # pyright: ignore[reportAttributeAccessIssue]
+        yield
+    finally:
+        for router in routers.values():
+            router.router_replay = None
+    for layer, replay in about.items():
+        assert not isinstance(replay, LayerReplay) or replay.is_complete, f"layer {layer} did not see every micro-batch"
+
+
+@contextmanager
+def replayed(
+    chunks: Sequence[nn.Module],
+    rows: Sequence[PackedRow],
+    samples: Sequence[Sequence[TrainSample]],
+    shape: RoutingShape,
+    tp_group: dist.ProcessGroup,
+) -> Iterator[dict[int, LayerReplay]]:
+    """Within it the tokens of these micro-batches go to the experts that their samples name; yields the replays of the rank's layers.
+
+    Args:
+        chunks: this rank's stages.
+        rows: this rank's part of each micro-batch.
+        samples: of each micro-batch.
+        shape: of the samples' experts.
+        tp_group: ranks that share a row's tokens.
+    """
+    routers = replayed_routers(chunks, shape)
+    config = get_model_config(chunks[0])
+    layers = list(routers)
+    of_rows = [row_choices(row, own, layers, shape) for row, own in zip(rows, samples, strict=True)]
+    own_tokens = [tp_slice(choices, tp_group, sequence_parallel=config.sequence_parallel) for choices in of_rows]
+    replays = {layer: LayerReplay([choices[:, i] for choices in own_tokens]) for i, layer in enumerate(layers)}
+    with asked(routers, replays):
+        yield replays
+
+
+@contextmanager
+def recorded(chunks: Sequence[nn.Module], shape: RoutingShape) -> Iterator[dict[int, LayerRecord]]:
+    """Within it the choices of this rank's routers are recorded, in passes without gradients."""
+    records = {layer: LayerRecord(getattr(torch, np.dtype(shape.dtype).name)) for layer in replayed_routers(chunks, shape)}
+    with asked(replayed_routers(chunks, shape), records):
+        yield records
+
+
+def row_choices(row: PackedRow, samples: Sequence[TrainSample], layers: Sequence[int], shape: RoutingShape) -> Tensor:
+    """[L, m, K] int16 on the row's device: what the samples say of its tokens; `UNKNOWN` for padding, and all of a row that does not count.
+
+    Args:
+        samples: of the micro-batch.
+        layers: [m] which of the M layers are wanted.
+    """
+    wanted = np.full((sum(len(sample.tokens) - 1 for sample in samples) + 1, len(layers), shape.top_k), UNKNOWN, np.int16)
+    start = 0
+    for sample in samples:
+        known = sample.routed_experts
+        if known is not None:
+            if len(known) >= len(sample.tokens) or known.shape[1:] != (len(shape.moe_layers), shape.top_k):
+                largest = [len(sample.tokens) - 1, len(shape.moe_layers), shape.top_k]
+                raise TrainerError(f"sample {sample.index}: routed_experts of the shape {list(known.shape)}; this model's are {largest}")
+            wanted[start : start + len(known)] = known[:, list(layers)]
+        start += len(sample.tokens) - 1
+    real = row.sequence_ids.cpu() >= 0
+    return torch.from_numpy(wanted[torch.where(real, row.source, -1).numpy()]).to(row.input_ids.device)
+
+
+def tp_slice(of_row: Tensor, tp_group: dist.ProcessGroup, *, sequence_parallel: bool) -> Tensor:
+    """Of [L, ...] the part of this rank's tokens: [L / tp, ...] under sequence parallelism."""
+    return of_row.chunk(tp_group.size())[tp_group.rank()] if sequence_parallel else of_row
+
+
+def recorded_parts(
+    records: Mapping[int, LayerRecord],
+    rows: Sequence[tuple[PackedRow, PackedTokens, Sequence[int]]],
+    tp_group: dist.ProcessGroup,
+    *,
+    sequence_parallel: bool,
+) -> dict[int, RecordedPart]:
+    """What this rank has recorded, by position of the sample.
+
+    Args:
+        records: of this rank's layers.
+        rows: of each micro-batch this rank's part, all its tokens, and the positions of its samples; none where it does not count.
+    """
+    layers = tuple(records)
+    parts: dict[int, RecordedPart] = {}
+    for number, (row, tokens, samples) in enumerate(rows):
+        if not layers or not samples:
+            continue
+        source = tp_slice(row.source, tp_group, sequence_parallel=sequence_parallel).numpy()
+        experts = torch.stack([records[layer].choices[number] for layer in layers], dim=1).cpu().numpy()
+        for position, (start, end) in zip(samples, pairwise(tokens.cu_seqlens), strict=True):
+            own = (source >= start) & (source < end)
+            parts[position] = RecordedPart(source[own] - start, layers, experts[own])
+    return parts
+
+
+def assemble(num_tokens: int, parts: Iterable[RecordedPart], shape: RoutingShape) -> RoutedExperts:
+    """[num_tokens, M, K] of the parts of all ranks, each of which has other tokens or other layers."""
+    whole: RoutedExperts = np.zeros((num_tokens, len(shape.moe_layers), shape.top_k), shape.dtype)
+    num_known = 0
+    for part in parts:
+        whole[part.positions[:, None], part.layers] = part.experts
+        num_known += part.experts.size
+    assert num_known == whole.size, f"{num_known} of {whole.size} choices were recorded"
+    return whole
+
+
+def num_replayed(samples: Iterable[TrainSample]) -> int:
+    """Choices that the samples name."""
+    return sum(sample.routed_experts.size for sample in samples if sample.routed_experts is not None)
+
+
+def total_changed(replays: Iterable[Any], device: torch.device, groups: Iterable[dist.ProcessGroup]) -> Tensor:
+    """Scalar: choices of a data-parallel replica that its routers would have made otherwise. A collective of `groups`."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for replay in replays:
+        total += replay.num_changed
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    return total

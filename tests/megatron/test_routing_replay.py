@@ -1,0 +1,232 @@
+"""Routing replay: tokens go where samples say, under every layout and in recomputed layers, as transformers computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fuligo.errors import TrainerError
+from fuligo.models.routing import RoutingShape
+from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, Recomputation
+from fuligo.trainer.objective import LossSettings
+from fuligo.trainer.packing import Capacity
+from fuligo.trainer.ranks.world import World
+from fuligo.trainer.step import StepSamples
+from fuligo.types import TrainBatch, TrainSample
+from tests import train_batches
+from tests.megatron.checkpoints import expert_by_expert, save_uneven
+from tests.megatron.forced_routing import ForcedModel, with_random_experts
+from tests.megatron.gradients import assert_gradients_agree
+from tests.megatron.policies import settings_of
+from tests.megatron.ranks import RankPool
+
+LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9), (4, 26)]
+"""(prompt, response)"""
+CAPACITY, SCORE_CAPACITY = Capacity(max_tokens=34), Capacity(max_tokens=50)
+"""Scoring packs the samples otherwise than training."""
+LOSS = LossSettings(loss_type="sft_loss")
+LAYOUTS = {
+    "one": Layout(),
+    "tp2 sp": Layout(tp=2, sequence_parallel=True, num_ranks=2),
+    "cp2": Layout(cp=2, num_ranks=2),
+    "pp2": Layout(pp=2, num_ranks=2),
+    "pp2 vpp2": Layout(pp=2, vpp=2, num_ranks=2),
+    "ep2": Layout(ep=2, num_ranks=2),
+    "tp2 sp cp2": Layout(tp=2, cp=2, sequence_parallel=True, num_ranks=4),
+    "ep2 pp2": Layout(pp=2, ep=2, num_ranks=4),
+}
+RECOMPUTED = {
+    "": Recomputation(),
+    "full": Recomputation("full", "uniform", 1),
+    "block": Recomputation("full", "block", 1),
+    "selective": Recomputation("selective", modules=("moe",)),
+}
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Of four layers; the first of glm4_moe is dense."""
+    made: dict[str, Path] = {}
+
+    def checkpoint(family: str) -> Path:
+        if family not in made:
+            made[family] = save_uneven(tmp_path_factory.mktemp(family), family, layers=4)
+        return made[family]
+
+    return checkpoint
+
+
+def replay_settings(directory: Path, layout: str, recomputed: str = "", **overrides: object) -> MegatronTrainerSettings:
+    given = {
+        "capacity": CAPACITY,
+        "score_capacity": SCORE_CAPACITY,
+        "loss": LOSS,
+        "dispatcher": "alltoall",
+        "optimizer_place": OptimizerPlace(distributed=False),
+        "recomputation": RECOMPUTED[recomputed],
+        "pad_multiple_tokens": 16,
+        "needs_old_logprobs": True,
+        "routing": RoutingShape.read(directory),
+    }
+    return settings_of(directory, LAYOUTS[layout], **{**given, **overrides})
+
+
+@dataclass(slots=True)
+class Course:
+    """What a worker said on its way."""
+
+    scored: list[TrainSample]
+    gradients: dict[str, Tensor]
+    metrics: dict[str, float]
+
+
+def course(world: World, settings: MegatronTrainerSettings, samples: list[TrainSample]) -> Course | None:
+    """Score, compute gradients, then take a step; on rank 0."""
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    worker = MegatronRankWorker(settings, world)
+    everywhere = [worker.score(samples)]
+    if world.size > 1:
+        dist.broadcast_object_list(everywhere)  # as the driver does
+    scored = everywhere[0]
+    assert scored is not None
+    batch = train_batches.batch(scored)
+    worker.gradients(batch, 0)
+    kept = [parameter.data.clone() for chunk in worker.chunks for parameter in chunk.parameters()]
+    for chunk in worker.chunks:
+        for parameter in chunk.parameters():
+            parameter.data.copy_(getattr(parameter, "main_grad"))  # noqa: B009
+    gradients = {name: tensor.clone() for name, tensor in worker.named_weights() if not name.endswith("e_score_correction_bias")}
+    for parameter, data in zip((p for chunk in worker.chunks for p in chunk.parameters()), kept, strict=True):
+        parameter.data.copy_(data)
+    metrics = worker.train(batch).metrics
+    return Course(scored, gradients, metrics) if world.rank == 0 else None
+
+
+@dataclass(slots=True)
+class Expected:
+    """What transformers says of the same."""
+
+    logprobs: list[Tensor]
+    gradients: dict[str, Tensor]
+    chosen: list[Tensor]
+    """[T - 1, M, K] of each sample."""
+    share_changed: float
+
+
+def expected_of(directory: Path, samples: list[TrainSample]) -> Expected:
+    forced, step = ForcedModel(directory), StepSamples.of(train_batches.batch(samples), 0, LOSS)
+    logprobs, chosen = [], []
+    for sample, weights in zip(step.samples, step.weights, strict=True):
+        of_sample = forced.logprobs(sample)
+        (-torch.from_numpy(weights) * of_sample).sum().backward()
+        logprobs.append(of_sample.detach())
+        chosen.append(torch.stack(forced.chosen, dim=1))
+    gradients = {name: parameter.grad for name, parameter in forced.model.named_parameters() if parameter.grad is not None}
+    num_named = sum(sample.routed_experts.size for sample in samples if sample.routed_experts is not None)
+    return Expected(logprobs, expert_by_expert(gradients), chosen, forced.num_changed / max(num_named, 1))
+
+
+def run(pool: RankPool, settings: MegatronTrainerSettings, samples: list[TrainSample]) -> Course:
+    result, *_ = pool.run(settings.num_ranks, course, settings, samples)
+    assert result is not None
+    return result
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "recomputed"),
+    [
+        ("qwen3_moe", "one", "full"),
+        ("qwen3_moe", "pp2 vpp2", "selective"),
+        ("qwen3_moe", "ep2", ""),
+        ("glm4_moe", "tp2 sp", ""),
+        ("glm4_moe", "cp2", "full"),
+        ("glm4_moe", "pp2", "block"),
+        *(
+            pytest.param(family, layout, recomputed, marks=SLOW)
+            for family in ("qwen3_moe", "glm4_moe")
+            for layout in LAYOUTS
+            for recomputed in RECOMPUTED
+        ),
+    ],
+)
+def test_tokens_go_where_samples_say(pool: RankPool, checkpoint_of, family: str, layout: str, recomputed: str) -> None:
+    """Old log-probabilities, gradients (the routers' too) and the share of changed choices; padding and unknown tokens go their own way."""
+    directory = checkpoint_of(family)
+    settings = replay_settings(directory, layout, recomputed)
+    samples = with_random_experts(train_batches.samples(LENGTHS), RoutingShape.read(directory))
+    got, expected = run(pool, settings, samples), expected_of(directory, samples)
+    for sample, logprobs in zip(got.scored, expected.logprobs, strict=True):
+        assert sample.old_logprobs is not None
+        torch.testing.assert_close(torch.from_numpy(sample.old_logprobs), logprobs, atol=1e-4, rtol=0)
+    assert_gradients_agree(got.gradients, expected.gradients)
+    assert got.metrics["train/routing_replay_changed"] == pytest.approx(expected.share_changed)
+    assert expected.share_changed > 0.3
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "recomputed"),
+    [
+        ("glm4_moe", "one", "full"),
+        ("qwen3_moe", "tp2 sp", ""),
+        ("glm4_moe", "pp2 vpp2", ""),
+        *(pytest.param("glm4_moe", layout, "selective", marks=SLOW) for layout in LAYOUTS),
+    ],
+)
+def test_a_replay_of_the_own_choice_changes_nothing(pool: RankPool, checkpoint_of, family: str, layout: str, recomputed: str) -> None:
+    """`score` records what transformers' routers choose, for every token and layer; training then finds nothing changed."""
+    directory, samples = checkpoint_of(family), train_batches.samples(LENGTHS)
+    replayed = run(pool, replay_settings(directory, layout, recomputed, records_routing=True), samples)
+    free = run(pool, replay_settings(directory, layout, recomputed, routing=None), samples)
+    for sample, chosen in zip(replayed.scored, expected_of(directory, samples).chosen, strict=True):
+        assert sample.routed_experts is not None and sample.routed_experts.dtype == np.uint8
+        assert np.array_equal(np.sort(sample.routed_experts), chosen.sort().values.numpy())
+    assert replayed.gradients.keys() == free.gradients.keys()
+    for name, gradient in free.gradients.items():
+        assert torch.equal(replayed.gradients[name], gradient), name
+    assert replayed.metrics["train/routing_replay_changed"] == 0
+    assert "train/routing_replay_changed" not in free.metrics
+
+
+def second_step(world: World, settings: MegatronTrainerSettings, samples: list[TrainSample]) -> list[float] | None:
+    """The shares of changed choices in each of two steps, the first of which moves the weights far; on rank 0."""
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    worker = MegatronRankWorker(settings, world)
+    scored = worker.score(samples)
+    assert scored is not None
+    return [worker.train(train_batches.batch(scored)).metrics["train/routing_replay_changed"] for _ in range(2)]
+
+
+def test_later_steps_keep_to_what_was_chosen_before_the_first(pool: RankPool, checkpoint_of) -> None:
+    directory = checkpoint_of("qwen3_moe")
+    optimizer = settings_of(directory, Layout()).optimizer
+    fast = replace(optimizer, schedule=replace(optimizer.schedule, peak=0.1))
+    settings = replay_settings(directory, "one", records_routing=True, optimizer=fast)
+    (changed,) = pool.run(1, second_step, settings, train_batches.samples(LENGTHS))
+    assert changed is not None and changed[0] == 0 and changed[1] > 0.05
+
+
+def wrong_shape(world: World, settings: MegatronTrainerSettings, batch: TrainBatch) -> str:
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    with pytest.raises(TrainerError) as raised:
+        MegatronRankWorker(settings, world).gradients(batch, 0)
+    return str(raised.value)
+
+
+def test_experts_of_another_model_are_refused(pool: RankPool, checkpoint_of) -> None:
+    directory = checkpoint_of("glm4_moe")
+    samples = train_batches.samples(LENGTHS)
+    samples[0] = replace(samples[0], routed_experts=np.zeros((12, 4, 3), np.uint8))
+    (message,) = pool.run(1, wrong_shape, replay_settings(directory, "one"), train_batches.batch(samples))
+    assert "sample 0: routed_experts of the shape [12, 4, 3]; this model's are [12, 3, 3]" in message

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING
 
 from fuligo.config import Config
 from fuligo.config.hugging_face import read_model_config
-from fuligo.config.topology import engine_groups, policy_model
+from fuligo.config.topology import policy_model
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.launch import EmbeddedEngineSettings, EngineProcess, launch_embedded
 from fuligo.engines.metrics import EngineMonitor
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.server import SGLangServer
-from fuligo.errors import ConfigError, EngineError, FuligoError
+from fuligo.errors import EngineError, FuligoError
 from fuligo.job.fleet import fleet_settings, local_places, ranks_beside_engines
 from fuligo.job.trainer_settings import resolve_device, resolve_precision
+from fuligo.job.transport import choose_transport
 from fuligo.job.turns import SharingProof, SharingPublisher, Turns
 from fuligo.job.watch import while_watching
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.rollout.protocol import Rollout
 from fuligo.trainer.protocol import Trainer
-from fuligo.weights.manifest import Transport
 from fuligo.weights.proof import ChecksumProof, EqualityProof, LogprobProof
 from fuligo.weights.publisher import PublishSettings, WeightPublisher
 from fuligo.weights.scratch import scratch_root
@@ -187,7 +187,7 @@ def build_publisher(
     assert config.model.hf_checkpoint is not None
     flags = config.weight_sync
     settings = PublishSettings(
-        transport=_transport(config, cluster),
+        transport=choose_transport(config, cluster),
         bucket_bytes=flags.update_weight_buffer_size,
         changes_only=flags.update_weight_mode == "delta",
         model_files=Path(config.model.hf_checkpoint),
@@ -215,48 +215,3 @@ def _proof(config: Config, trainer: Trainer) -> EqualityProof:
     if model.get("quantization_config") is not None:
         tolerance = FP8_TOLERANCE
     return LogprobProof(trainer, temperature=config.rollout.rollout_temperature, vocab_size=model["vocab_size"], tolerance=tolerance)
-
-
-def _transport(config: Config, cluster: RayCluster | None) -> Transport:
-    """
-    Raises:
-        ConfigError: it does not reach the engines, or not all of their ranks
-    """
-    transport = _reaching_transport(config, cluster)
-    stages = max((group.pp_size for group in engine_groups(config) if group.model == policy_model(config)), default=1)
-    if transport == "tensor" and stages > 1:
-        raise ConfigError(
-            f"--sglang-pp-size {stages}: SGLang hands the memory of a tensor-parallel rank to all its pipeline stages, and memory can be "
-            "handed over once: give --update-weight-transport disk, or stages of tensor parallelism alone"
-        )
-    return transport
-
-
-def _reaching_transport(config: Config, cluster: RayCluster | None) -> Transport:
-    """auto: shared memory on one machine, broadcast between GPUs and between machines; engines that we did not start read files."""
-    asked = config.weight_sync.update_weight_transport
-    embedded = config.resolved_rollout_backend == "embedded"
-    one_machine = cluster is None or (cluster.sender_is_here if embedded else cluster.sender_shares_machine_with(_served_by_rank_0(config)))
-    if asked != "auto":
-        here = cluster is None or (one_machine and (asked != "disk" or cluster.sender_is_here))
-        if asked in ("tensor", "disk") and not here and not config.engine.rollout_external_engine_addrs:
-            raise ConfigError(
-                f"--update-weight-transport {asked} goes through the memory of one machine, and trainer rank 0, the driver and the engines "
-                "are on several: leave it out, or give nccl (gloo on a CPU)"
-            )
-        return asked
-    if config.engine.rollout_external_engine_addrs:
-        return "disk"
-    if embedded and not one_machine:
-        raise ConfigError("the embedded engine runs beside the driver, and trainer rank 0 on another node: use --rollout-backend sglang")
-    if not embedded and resolve_device(config) == "cuda" and not config.cluster.colocate:
-        return "nccl"
-    return "tensor" if one_machine else "gloo"
-
-
-def _served_by_rank_0(config: Config) -> list[int]:
-    """Numbers of the policy's engines that have GPUs of their own."""
-    policy = policy_model(config)
-    models = [group.model for group in engine_groups(config) for _ in range(group.num_engines)]
-    beside = ranks_beside_engines(config)
-    return [number for number, model in enumerate(models) if model == policy and number not in beside]

@@ -1,0 +1,73 @@
+"""How the trainer's weights reach the engines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fuligo.config import Config
+from fuligo.config.topology import engine_groups, policy_model
+from fuligo.errors import ConfigError
+from fuligo.job.fleet import ranks_beside_engines
+from fuligo.job.trainer_settings import resolve_device
+from fuligo.weights.manifest import Transport
+
+if TYPE_CHECKING:
+    from fuligo.cluster.cluster import RayCluster
+
+
+def choose_transport(config: Config, cluster: RayCluster | None) -> Transport:
+    """--update-weight-transport, with auto resolved.
+
+    Args:
+        cluster: has the places of ranks and engines; None: all are on this machine.
+
+    Raises:
+        ConfigError: it does not reach the engines, or not all of their ranks.
+    """
+    transport = _reaching(config, cluster)
+    stages = max((group.pp_size for group in engine_groups(config) if group.model == policy_model(config)), default=1)
+    if transport == "tensor" and stages > 1:
+        raise ConfigError(
+            f"--sglang-pp-size {stages}: SGLang hands the memory of a tensor-parallel rank to all its pipeline stages, and memory can be "
+            "handed over once: give --update-weight-transport disk, or stages of tensor parallelism alone"
+        )
+    return transport
+
+
+def _reaching(config: Config, cluster: RayCluster | None) -> Transport:
+    """auto: shared memory on one machine, broadcast between GPUs and between machines; engines that the run did not start read files."""
+    asked = config.weight_sync.update_weight_transport
+    if config.engine.rollout_external_engine_addrs:
+        return _to_engines_elsewhere("disk" if asked == "auto" else asked, cluster)
+    embedded = config.resolved_rollout_backend == "embedded"
+    one_machine = cluster is None or (cluster.sender_is_here if embedded else cluster.sender_shares_machine_with(_served_by_rank_0(config)))
+    if asked != "auto":
+        here = cluster is None or (one_machine and (asked != "disk" or cluster.sender_is_here))
+        if asked in ("tensor", "disk") and not here:
+            raise ConfigError(
+                f"--update-weight-transport {asked} goes through the memory of one machine, and trainer rank 0, the driver and the engines "
+                "are on several: leave it out, or give nccl (gloo on a CPU)"
+            )
+        return asked
+    if embedded and not one_machine:
+        raise ConfigError("the embedded engine runs beside the driver, and trainer rank 0 on another node: use --rollout-backend sglang")
+    if not embedded and resolve_device(config) == "cuda" and not config.cluster.colocate:
+        return "nccl"
+    return "tensor" if one_machine else "gloo"
+
+
+def _to_engines_elsewhere(transport: Transport, cluster: RayCluster | None) -> Transport:
+    if transport == "disk" and cluster is not None and not cluster.sender_is_here:
+        raise ConfigError(
+            "--rollout-external-engine-addrs: by disk the weights go through a directory of the driver's machine, and trainer rank 0 is on "
+            "another: give --update-weight-transport nccl (gloo on a CPU)"
+        )
+    return transport
+
+
+def _served_by_rank_0(config: Config) -> list[int]:
+    """Numbers of the policy's engines that have GPUs of their own."""
+    policy = policy_model(config)
+    models = [group.model for group in engine_groups(config) for _ in range(group.num_engines)]
+    beside = ranks_beside_engines(config)
+    return [number for number, model in enumerate(models) if model == policy and number not in beside]

@@ -1,0 +1,64 @@
+"""How weights reach engines, by where ranks and engines are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+
+from fuligo.config.parse import parse
+from fuligo.errors import ConfigError
+from fuligo.job.transport import choose_transport
+
+SGLANG = ["--rollout-backend", "sglang"]
+ELSEWHERE = [*SGLANG, "--rollout-external-engine-addrs", "host:30000"]
+
+
+@dataclass
+class Cluster:
+    """Where Ray placed trainer rank 0."""
+
+    sender_is_here: bool
+    shared: bool = False
+    """With the engines' machine."""
+
+    def sender_shares_machine_with(self, engines: list[int]) -> bool:
+        return self.shared
+
+
+HERE, APART = Cluster(sender_is_here=True, shared=True), Cluster(sender_is_here=False)
+
+
+def chosen(words: list[str], cluster: Cluster | None = None) -> str:
+    return choose_transport(parse(["--hf-checkpoint", "M", "--device", "cpu", *words]).config, cast(Any, cluster))
+
+
+@pytest.mark.parametrize(
+    ("words", "cluster", "transport"),
+    [
+        ([], None, "tensor"),
+        (SGLANG, None, "tensor"),
+        (SGLANG, HERE, "tensor"),
+        (SGLANG, APART, "gloo"),
+        (ELSEWHERE, None, "disk"),
+        (ELSEWHERE, HERE, "disk"),
+        ([*ELSEWHERE, "--update-weight-transport", "gloo"], APART, "gloo"),
+    ],
+)
+def test_auto_is_what_reaches_them(words: list[str], cluster: Cluster | None, transport: str):
+    assert chosen(words, cluster) == transport
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (ELSEWHERE, "a directory of the driver's machine"),
+        ([*SGLANG, "--update-weight-transport", "disk"], "goes through the memory of one machine"),
+        ([*SGLANG, "--update-weight-transport", "tensor"], "goes through the memory of one machine"),
+        ([], "the embedded engine runs beside the driver"),
+    ],
+)
+def test_what_does_not_is_refused(words: list[str], problem: str):
+    with pytest.raises(ConfigError, match=problem):
+        chosen(words, APART)

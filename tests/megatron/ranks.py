@@ -29,6 +29,8 @@ SIZE = 4
 PRELOADED = ["fuligo.trainer.megatron_backend.worker", "tests.tiny"]
 """Imported once, by a server that computes nothing and that ranks are forked from."""
 TIMEOUT_S = 240.0
+NUM_RUNS_OF_A_RANK = 30
+"""What still holds a process group keeps gloo's threads, which wake up again and again: ranks are started anew before they are many."""
 GRACE_S = 5.0
 """After the first failure: how long the others have to fail too, which they do when they miss the one that failed."""
 
@@ -54,6 +56,8 @@ class RankPool:
             AssertionError: it raised on a rank, or is not done after four minutes; the message holds each failed rank's traceback.
         """
         assert 1 <= num_ranks <= SIZE
+        if self._num_runs % NUM_RUNS_OF_A_RANK == 0:
+            self.close()
         self._start(num_ranks)
         ranks = self._ranks[:num_ranks]
         self._num_runs += 1

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fuligo.errors import ConfigError
+from fuligo.errors import ConfigError, TrainerError
 from fuligo.trainer.megatron_backend.layout import Layout
 from fuligo.trainer.megatron_backend.model_config import transformer_config
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, Recomputation
@@ -176,6 +177,36 @@ def test_corrections_move_towards_experts_that_got_few_real_tokens(pool: RankPoo
         for name, correction in corrections.items():
             expected = correction + rate * (counts[name].mean() - counts[name]).sign()
             torch.testing.assert_close(got[name], expected)
+
+
+def corrections_around_a_failed_step(
+    world: World, settings: MegatronTrainerSettings, failing: TrainBatch, of: TrainBatch
+) -> list[dict[str, Tensor]]:
+    """Before it, after it, and after a step that then succeeds."""
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    def corrections() -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in worker.named_weights() if name.endswith("e_score_correction_bias")}
+
+    worker = MegatronRankWorker(settings, world)
+    found = [corrections()]
+    with pytest.raises(TrainerError, match="is not finite"):
+        worker.train(failing)
+    found.append(corrections())
+    worker.train(of)
+    return [*found, corrections()]
+
+
+def test_a_step_that_fails_moves_no_correction_and_is_forgotten(pool: RankPool, checkpoints) -> None:
+    failing = batch()
+    failing.samples[2].advantages[:] = np.inf
+    flags = {"moe_router_bias_update_rate": 0.1}
+    settings = mixture_settings(checkpoints("glm4_moe"), LAYOUTS["ep2"], flags=flags, loss=LossSettings())
+    (before, failed, after), _ = pool.run(2, corrections_around_a_failed_step, settings, failing, batch())
+    alone, _ = pool.run(2, corrections_after_a_step, settings, batch())
+    assert before and all(torch.equal(failed[name], correction) for name, correction in before.items())
+    assert all(torch.equal(after[name], correction) for name, correction in alone.items())
+    assert any(not torch.equal(after[name], correction) for name, correction in before.items())
 
 
 def router_types(world: World, settings: MegatronTrainerSettings) -> set[torch.dtype]:

@@ -25,7 +25,7 @@ from fuligo.trainer.megatron_backend.data_parallel import wait_for
 from fuligo.trainer.megatron_backend.logprobs import gather_predictions, vocab_parallel_logprobs
 from fuligo.trainer.megatron_backend.packed import PackedRow, pack_row, row_tokens
 from fuligo.trainer.megatron_backend.prediction import prediction_loss
-from fuligo.trainer.megatron_backend.router import set_tokens_of_step, take_balance_loss
+from fuligo.trainer.megatron_backend.router import begin_step, take_balance_loss
 from fuligo.trainer.megatron_backend.routing_replay import (
     LayerReplay,
     RecordedPart,
@@ -141,7 +141,7 @@ def compute_gradients(
         # Three values, of which the number of tokens divides nothing: Megatron then leaves the loss as it is.
         return loss, torch.zeros((), dtype=torch.int), {}
 
-    set_tokens_of_step(chunks, sum(len(sample.tokens) - 1 for sample in samples.samples))
+    begin_step(chunks, sum(len(sample.tokens) - 1 for sample in samples.samples))
     with _replayed(chunks, rows, samples.samples, settings) as replays:
         _run(chunks, rows, passage, loss_of, with_gradients=True)
     balance_loss = take_balance_loss(chunks)

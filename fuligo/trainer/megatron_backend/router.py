@@ -7,13 +7,13 @@ an expert fails with a mask of padding, and becomes bfloat16 with the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss, get_updated_expert_bias
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
@@ -134,10 +134,28 @@ def routers(chunks: Iterable[nn.Module]) -> Iterator[PackedRouter]:
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, PackedRouter))
 
 
-def set_tokens_of_step(chunks: Iterable[nn.Module], num_tokens: int) -> None:
-    """Before an optimizer step's first micro-batch: what its auxiliary losses are divided by."""
+def begin_step(chunks: Iterable[nn.Module], num_tokens: int) -> None:
+    """Before an optimizer step's first micro-batch: tokens of experts count from 0, auxiliary losses will be divided by `num_tokens`."""
     for router in routers(chunks):
         router.tokens_of_step = float(num_tokens)
+        if router.local_tokens_per_expert is not None:
+            router.local_tokens_per_expert.zero_()
+
+
+@torch.no_grad()
+def move_corrections(chunks: Sequence[nn.Module]) -> None:
+    """After an optimizer step: the correction of each expert's scores goes up by `--moe-router-bias-update-rate` where the expert had fewer
+    tokens than the mean, down where it had more (arXiv 2408.15664). A collective.
+
+    Megatron does so when it has summed the gradients, before anyone can see that they are not finite; `wrap` keeps it from that.
+    """
+    rate = get_model_config(chunks[0]).moe_router_bias_update_rate
+    corrected = [router for router in routers(chunks) if router.expert_bias is not None] if rate else []
+    if corrected:
+        counts = torch.stack([cast(Tensor, router.local_tokens_per_expert) for router in corrected])
+        moved = get_updated_expert_bias(counts, torch.stack([cast(Tensor, router.expert_bias) for router in corrected]), rate)
+        for router, correction in zip(corrected, moved, strict=True):
+            cast(Tensor, router.expert_bias).copy_(correction)
 
 
 def take_balance_loss(chunks: Iterable[nn.Module]) -> Tensor | None:

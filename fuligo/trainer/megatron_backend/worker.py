@@ -23,6 +23,7 @@ from fuligo.trainer.megatron_backend.gradients import Routing, Scores, compute_g
 from fuligo.trainer.megatron_backend.host_memory import HostWeights, gradient_tensors, state_tensors
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
 from fuligo.trainer.megatron_backend.optimizer import apply_step, build_optimizer, freeze_parameters, gradient_norm
+from fuligo.trainer.megatron_backend.router import move_corrections
 from fuligo.trainer.megatron_backend.routing_replay import RecordedPart, assemble
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.weights.export import named_weights
@@ -206,6 +207,7 @@ class MegatronRankWorker:
             grad_norm = gradient_norm(self.optimizer)
             self._check_finite(gradients, num_micro_batches, grad_norm)
             lr = apply_step(self.optimizer, self.settings.optimizer, step=self.progress.num_optimizer_steps, grad_norm=grad_norm)
+            move_corrections(self.chunks)
             self.optimizer.zero_grad()
         self.progress.num_optimizer_steps += 1
         return gradients, {"lr": lr, "grad_norm": grad_norm, "num_micro_batches": float(num_micro_batches)}

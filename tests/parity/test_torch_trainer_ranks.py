@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from safetensors.numpy import load_file
 from fuligo.errors import TrainerError
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity
+from fuligo.trainer.ranks import heartbeats
 from fuligo.trainer.ranks.settings import OptimizerSettings
 from fuligo.trainer.ranks.trainer import LocalTrainer
 from fuligo.trainer.schedule import LearningRateSchedule
@@ -116,6 +119,28 @@ async def test_a_killed_rank_ends_the_step_and_is_named(settings):
     with pytest.raises(TrainerError, match="trainer rank 1 ended with exit code -9 during `train`"):
         await two.train(train_batches.batch(train_batches.samples(LENGTHS)))
     await two.close()
+
+
+async def test_a_stopped_rank_is_named_while_all_others_wait_for_it(settings, monkeypatch):
+    """Its connections stay open: nothing but its silence tells."""
+    monkeypatch.setattr(heartbeats, "SILENCE_S", 5.0)
+    monkeypatch.setattr(heartbeats, "CHECK_S", 0.1)
+    two = await trainer_of(settings, 2)
+    watching = asyncio.create_task(two.watch())
+    batch = train_batches.batch(await two.score(train_batches.samples(LENGTHS)))
+    for _ in range(3):
+        await two.train(batch)
+    assert not watching.done()
+    stopped = two.follower_pid(1)
+    os.kill(stopped, signal.SIGSTOP)
+    training = asyncio.create_task(two.train(batch))
+    with pytest.raises(TrainerError, match=rf"trainer rank 1 on {socket.gethostname()} has not answered for 5 s .* during `train`"):
+        await asyncio.wait_for(watching, 60)
+    assert not training.done()
+    training.cancel()
+    await two.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(stopped, 0)
 
 
 DRIVER = """

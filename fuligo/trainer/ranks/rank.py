@@ -36,9 +36,11 @@ def main() -> None:
 def follow(rank: int, size: int, address) -> None:
     """Carry out rank 0's commands until `close`."""
     from fuligo.trainer.ranks.commands import CLOSE, CommandReceiver
+    from fuligo.trainer.ranks.heartbeats import beat
     from fuligo.trainer.ranks.worker import RankWorker, build_worker
     from fuligo.trainer.ranks.world import join_trainer
 
+    threading.Thread(target=beat, args=(address.connect(), rank), daemon=True).start()
     receiver = CommandReceiver(address.connect(), rank)
     worker: RankWorker | None = None
     while (command := receiver.receive()).method != CLOSE:

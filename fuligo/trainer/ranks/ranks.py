@@ -10,6 +10,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from fuligo.errors import ConfigError
 from fuligo.trainer.ranks.commands import Address, Command, CommandSender
+from fuligo.trainer.ranks.heartbeats import Heartbeats
 
 END_TIMEOUT_S = 10.0
 
@@ -37,6 +38,7 @@ class Ranks:
                 )
             self._server = host_store(self.address)
         self._sender = CommandSender(self.address.connect(), size)
+        self._heartbeats = Heartbeats(self.address.connect(), size)
         own = range(1, size) if torchrun is None else ()
         self._processes = {rank: _start(rank, size, self.address) for rank in own}
 
@@ -58,6 +60,10 @@ class Ranks:
         """Exit codes of ranks that have ended, by rank; of those that this process started."""
         codes = {rank: process.poll() for rank, process in self._processes.items()}
         return {rank: code for rank, code in codes.items() if code is not None}
+
+    def silent(self) -> dict[int, str]:
+        """Hosts of ranks that do not answer any more, by rank."""
+        return self._heartbeats.silent()
 
     def pid(self, rank: int) -> int:
         return self._processes[rank].pid

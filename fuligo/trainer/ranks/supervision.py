@@ -79,13 +79,21 @@ def _error(own: asyncio.Future[Any]) -> BaseException | None:
     return own.exception() if own.done() else None
 
 
-def _raise_cause(phase: str, own_error: BaseException | None, ranks: OtherRanks) -> None:
-    """A lost rank explains all other errors; a deliberate error of rank 0 is the same on all ranks."""
+def require_running(phase: str, ranks: OtherRanks) -> None:
+    """
+    Raises:
+        TrainerError: a rank has ended; names it and the phase.
+    """
     for rank, code in ranks.lost().items():
         raise TrainerError(
             f"trainer rank {rank} ended with exit code {code} during `{phase}` (-9: killed, often for want of memory); "
             "what it printed before tells more. Resume from the last checkpoint."
         )
+
+
+def _raise_cause(phase: str, own_error: BaseException | None, ranks: OtherRanks) -> None:
+    """A lost rank explains all other errors; a deliberate error of rank 0 is the same on all ranks."""
+    require_running(phase, ranks)
     if isinstance(own_error, FuligoError):
         raise own_error
     for rank, text in ranks.errors().items():

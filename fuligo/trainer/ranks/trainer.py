@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fuligo.errors import TrainerError
+from fuligo.trainer.ranks import heartbeats
 from fuligo.trainer.ranks.commands import CLOSE, Command
 from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.ranked import RankedTrainer, for_ranks
 from fuligo.trainer.ranks.ranks import Ranks
 from fuligo.trainer.ranks.settings import TrainerSettings
-from fuligo.trainer.ranks.supervision import finish
+from fuligo.trainer.ranks.supervision import finish, require_running
 from fuligo.trainer.ranks.worker import RankWorker, build_worker
 from fuligo.trainer.ranks.world import World, join_trainer
 
@@ -35,6 +36,7 @@ class LocalTrainer(RankedTrainer):
         self._saving: Future[None] | None = None
         self._failed = False
         self._commands = asyncio.Lock()
+        self._phase = "start"
 
     @property
     def worker(self) -> RankWorker:
@@ -58,6 +60,24 @@ class LocalTrainer(RankedTrainer):
     async def end_save(self) -> None:
         assert self._saving is not None, "begin_save() first"
         await asyncio.wrap_future(self._saving)
+
+    async def watch(self) -> None:
+        """See again and again whether the other ranks run, until cancelled.
+
+        Raises:
+            TrainerError: one has ended or does not answer; names rank, host and phase.
+        """
+        while True:
+            await asyncio.sleep(heartbeats.CHECK_S)
+            if self._ranks is None:
+                continue
+            require_running(self._phase, self._ranks)
+            for rank, host in self._ranks.silent().items():
+                self._failed = True
+                raise TrainerError(
+                    f"trainer rank {rank} on {host} has not answered for {heartbeats.SILENCE_S:g} s (stopped, or its machine is lost) "
+                    f"during `{self._phase}`. Resume from the last checkpoint."
+                )
 
     async def close(self) -> None:
         if self._ranks is not None:
@@ -88,6 +108,7 @@ class LocalTrainer(RankedTrainer):
     async def _carry_out(self, command: Command, own_part: Callable[[], Any]) -> Any:
         if self._failed:
             raise TrainerError(f"the trainer cannot {command.method}: it failed before")
+        self._phase = command.method
         if self._ranks is not None:
             self._ranks.send(command)
         own = asyncio.wrap_future(self._compute.submit(own_part))
@@ -97,6 +118,8 @@ class LocalTrainer(RankedTrainer):
             self._failed = True
             own.add_done_callback(_take_note)  # it ends later, when nobody waits for it any more
             raise
+        finally:
+            self._phase = f"the wait after {command.method}"
         if self._ranks is not None:
             self._ranks.forget_command()
         return own.result()

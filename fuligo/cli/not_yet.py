@@ -67,10 +67,6 @@ def _megatron_arguments(config: Config) -> str | None:
     return _first(given)
 
 
-def _routing_replay(config: Config) -> str | None:
-    return _switch("use_routing_replay")(config) or _switch("use_rollout_routing_replay")(config)
-
-
 def _shared_gpus(config: Config) -> str | None:
     """An engine that starts anew sizes its cache by what is free on its GPU; engines that gave their weights back need a publish."""
     if not config.cluster.colocate or config.resolved_rollout_backend != "sglang":
@@ -97,7 +93,6 @@ def _reward(config: Config) -> str | None:
 ROWS = (
     NotYet(_megatron_arguments, "the Megatron trainer with these arguments", "leave them out; the trainer decides what they are about"),
     NotYet(_switch("custom_model_provider_path"), "a model of your own in the Megatron trainer", "families with layers are built in"),
-    NotYet(_routing_replay, "routing replay", "leave it out; --use-tis weighs what differs between engine and trainer"),
     NotYet(_shared_gpus, "this way of sharing GPUs", "give the engines GPUs of their own (--rollout-num-gpus)"),
     NotYet(_switch("advantage_estimator", "ppo"), "PPO's value model", "the other estimators need none"),
     NotYet(_switch("use_opd"), "on-policy distillation", "leave it out"),

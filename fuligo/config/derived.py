@@ -122,6 +122,16 @@ class Config(FlagGroup):
         return several_steps or self.algorithm.kl_coef != 0
 
     @property
+    def replays_engine_routing(self) -> bool:
+        """Engines say which experts each token went to, and the trainer sends it to the same."""
+        return self.algorithm.use_rollout_routing_replay and not self.is_sft
+
+    @property
+    def replays_routing(self) -> bool:
+        """The trainer sends tokens to experts that were chosen before: by engines, or by the pass that gave the old log-probabilities."""
+        return self.replays_engine_routing or (self.algorithm.use_routing_replay and not self.is_sft)
+
+    @property
     def needs_engine(self) -> bool:
         """Something is sampled: rollouts, or evaluations during SFT."""
         return not self.debug.debug_train_only and (not self.is_sft or self.has_eval)

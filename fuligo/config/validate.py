@@ -7,10 +7,18 @@ from collections.abc import Iterable
 from fuligo.config import Config
 from fuligo.config.changes import change_text
 from fuligo.config.findings import Change, Finding, Rule, Severity
-from fuligo.config.rules import advice, cluster, combinations, effects, required, sizes
+from fuligo.config.rules import advice, cluster, combinations, effects, required, routing_replay, sizes
 from fuligo.errors import ConfigError
 
-RULES: tuple[Rule[Config], ...] = (*required.RULES, *combinations.RULES, *cluster.RULES, *sizes.RULES, *effects.RULES, *advice.RULES)
+RULES: tuple[Rule[Config], ...] = (
+    *required.RULES,
+    *combinations.RULES,
+    *cluster.RULES,
+    *sizes.RULES,
+    *routing_replay.RULES,
+    *effects.RULES,
+    *advice.RULES,
+)
 """Every rule that needs no facts of the model or the GPUs. The docstring of a rule's `check` says why it is one."""
 
 

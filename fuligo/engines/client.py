@@ -20,13 +20,15 @@ from fuligo.engines.generation import (
     Generation,
     ModelInfo,
     Retryable,
+    RoutingQuery,
     SamplingParams,
     WeightLabel,
     parse_generation,
     parse_load,
+    parse_routing,
 )
 from fuligo.errors import EngineError
-from fuligo.types import IntArray
+from fuligo.types import IntArray, RoutedExperts
 from fuligo.weights.checksum import WeightsDigest
 
 __all__ = ["EngineClient", "EngineLoad", "Generation", "ModelInfo", "PauseMode", "SamplingParams"]
@@ -74,6 +76,7 @@ class EngineClient:
         priority: int = 0,
         timeout_s: float | None = None,
         was_aborted: Callable[[], bool] | None = None,
+        routing: RoutingQuery | None = None,
     ) -> Generation:
         """Sample one response.
 
@@ -82,9 +85,10 @@ class EngineClient:
             rid: names the request in the engine; a retry is sent as `<rid>.retry<n>`
             priority: waiting requests start in descending order
             was_aborted: asked when a try fails: whether that is because all requests were aborted; then nothing was sampled
+            routing: asks for the experts of the tokens, of the engine itself: a router drops the question
 
         Raises:
-            EngineError: refused (400), no valid answer after the retries, or none before the deadline
+            EngineError: refused (400), no valid answer after the retries, none before the deadline, or one without the experts
         """
         body: dict[str, Any] = {
             # Thousands wait at a time: as a list of numbers a prompt takes several times the memory.
@@ -94,13 +98,19 @@ class EngineClient:
             "logprob_start_len": -1,
             "priority": priority,
         }
+        if routing is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": routing.num_known}
         tries = itertools.count()
 
         async def attempt() -> Generation:
             number = next(tries)
             body["rid"] = f"{rid}.retry{number}" if number else rid
             try:
-                return parse_generation(await self._request("POST", "/generate", body))
+                answer = await self._request("POST", "/generate", body)
+                generation = parse_generation(answer)
+                if routing is not None:
+                    generation.routed_experts = await self._routing(answer, routing, len(input_ids))
+                return generation
             except (Retryable, EngineError):
                 if was_aborted is not None and was_aborted():
                     return Generation.aborted(len(input_ids))
@@ -250,6 +260,13 @@ class EngineClient:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    async def _routing(self, answer: Any, query: RoutingQuery, num_prompt_tokens: int) -> RoutedExperts:
+        """In a thread: a long response's are a hundred megabytes."""
+        try:
+            return await asyncio.to_thread(parse_routing, answer, query, num_prompt_tokens)
+        except ValueError as error:
+            raise EngineError(f"engine {self.url}: {error}") from error
 
     def _label(self, version: int) -> str:
         return str(WeightLabel(version, self.number))

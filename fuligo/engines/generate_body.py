@@ -18,6 +18,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (None, False),
     "return_hidden_states": (None, False),
     "return_routed_experts": (None, False),
+    "routed_experts_start_len": (None, 0),
     "top_logprobs_num": (None, 0),
     "token_ids_logprob": (None,),
     "lora_path": (None,),

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fuligo.types import FloatArray, IntArray
+from fuligo.models.routing import RoutingShape
+from fuligo.types import FloatArray, IntArray, RoutedExperts
 
 FinishReason = Literal["stop", "length", "abort"]
 MAX_LOGPROB = 1e-3
@@ -121,6 +122,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """SGLang's parameters that are accepted only where they change nothing."""
 
 
+@dataclass(slots=True, frozen=True)
+class RoutingQuery:
+    """Asks to which experts the engine sends the tokens of a request."""
+
+    shape: RoutingShape
+    num_known: int
+    """Tokens at the start of `input_ids` of which it is known already."""
+    affinity: int
+    """Requests that share it share their first tokens, and best go to one engine."""
+
+    def num_missing(self, num_prompt_tokens: int, num_new_tokens: int) -> int:
+        """Tokens of which the answer tells: all further ones but the last, which went through no layer. Nothing was computed for certain
+        where nothing was sampled."""
+        return num_prompt_tokens + num_new_tokens - 1 - self.num_known if num_new_tokens else 0
+
+
 @dataclass(slots=True)
 class Generation:
     """What an engine answered to one request."""
@@ -142,6 +159,8 @@ class Generation:
     """Passes of the model that judged drafted tokens; 0 without speculative decoding."""
     engine: int | None = None
     """Number of the engine that answered, where known."""
+    routed_experts: RoutedExperts | None = None
+    """[n, M, K] of the tokens that a `RoutingQuery` asked for; None without one."""
 
     @classmethod
     def aborted(cls, num_prompt_tokens: int) -> Generation:
@@ -264,6 +283,16 @@ def parse_generation(answer: Any) -> Generation:
         num_verifications,
         label.engine,
     )
+
+
+def parse_routing(answer: Any, query: RoutingQuery, num_prompt_tokens: int) -> RoutedExperts:
+    """The experts in a checked answer of `/generate`: [n, M, K] of the tokens that were asked for.
+
+    Raises:
+        ValueError: they are missing, or not what the model's routers can choose.
+    """
+    num_tokens = query.num_missing(num_prompt_tokens, len(answer["output_ids"]))
+    return query.shape.decode(answer["meta_info"].get("routed_experts"), num_tokens) if num_tokens else query.shape.empty()
 
 
 def parse_load(ranks: Sequence[Mapping[str, Any]]) -> EngineLoad:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
 from fuligo.engines.client import EngineClient, MemoryTag, PauseMode
-from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, SamplingParams, Served
+from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams, Served
+from fuligo.errors import EngineError
 from fuligo.types import IntArray
 from fuligo.weights.checksum import WeightsDigest
 
 T = TypeVar("T")
+MAX_AHEAD = 8
+"""Requests that an engine may have more than the idlest one before affinity gives way to balance."""
 
 
 class Membership(Protocol):
@@ -55,6 +59,8 @@ class EngineGroup:
         self.served = Served()
         """Everything that was answered to `generate`."""
         self._turn = itertools.cycle(enumerate(self.clients))
+        self._num_direct: Counter[EngineClient] = Counter()
+        """Requests under way that were sent past the router."""
 
     @classmethod
     def connect(cls, urls: Sequence[str], *, router_url: str | None = None, retries: int = 3, timeout_s: float = 600.0) -> EngineGroup:
@@ -82,8 +88,13 @@ class EngineGroup:
         rid: str,
         priority: int = 0,
         timeout_s: float | None = None,
+        routing: RoutingQuery | None = None,
     ) -> Generation:
         """See `EngineClient.generate`."""
+        if routing is not None:
+            generation = await self._generate_directly(input_ids, params, routing, rid=rid, priority=priority, timeout_s=timeout_s)
+            self.served = self.served.plus(generation)
+            return generation
         number, client = (None, self.router) if self.router is not None else next(self._turn)
         # What a pair is handing over when all is aborted has no answer but an error.
         num_aborts = self._num_aborts
@@ -93,6 +104,45 @@ class EngineGroup:
             generation.engine = number
         self.served = self.served.plus(generation)
         return generation
+
+    async def _generate_directly(
+        self,
+        input_ids: Sequence[int] | IntArray,
+        params: SamplingParams,
+        routing: RoutingQuery,
+        *,
+        rid: str,
+        priority: int,
+        timeout_s: float | None,
+    ) -> Generation:
+        """Past the router, which drops the question. A request whose engine dies goes to another."""
+        while True:
+            client = self._nearest(routing.affinity)
+            self._num_direct[client] += 1
+            try:
+                generation = await client.generate(input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s, routing=routing)
+            except EngineError:
+                if self.membership is None or not await self.membership.is_lost(client):
+                    raise
+                self.remove(client)
+            else:
+                if generation.engine is None:
+                    generation.engine = self.clients.index(client) if client in self.clients else None
+                return generation
+            finally:
+                self._num_direct[client] -= 1
+
+    def _nearest(self, affinity: int) -> EngineClient:
+        """The engine of these first tokens, unless it has much more to do than another.
+
+        Raises:
+            EngineError: no engine is left
+        """
+        if not self.clients:
+            raise EngineError("all engines are gone; those that are restarted serve again after the next publish")
+        client = self.clients[affinity % len(self.clients)]
+        idlest = min(self.clients, key=lambda other: self._num_direct[other])
+        return client if self._num_direct[client] <= self._num_direct[idlest] + MAX_AHEAD else idlest
 
     async def wait_ready(self, timeout_s: float) -> None:
         await self._all(lambda client: client.wait_ready(timeout_s))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from fuligo.config import Config
 from fuligo.config.hugging_face import read_model_config
 from fuligo.config.topology import policy_model
+from fuligo.engines.generation import RoutingQuery, SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.launch import EmbeddedEngineSettings, EngineProcess, launch_embedded
 from fuligo.engines.metrics import EngineMonitor
@@ -24,6 +25,7 @@ from fuligo.job.trainer_settings import resolve_device, resolve_precision
 from fuligo.job.transport import choose_transport
 from fuligo.job.turns import SharingProof, SharingPublisher, Turns
 from fuligo.job.watch import while_watching
+from fuligo.models.routing import RoutingShape
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.rollout.protocol import Rollout
 from fuligo.trainer.protocol import Trainer
@@ -34,6 +36,8 @@ from fuligo.weights.scratch import scratch_root
 if TYPE_CHECKING:
     from fuligo.cluster.cluster import RayCluster
 
+ROUTING_PROBE = (1, 2, 3)
+"""Token ids that every model has."""
 FP32_TOLERANCE, BF16_TOLERANCE, FP8_TOLERANCE = 1e-3, 0.05, 0.2
 """Nats; of mean log-probability differences between two implementations of one model (in bf16: 0.01 to 0.03 seen), or between a model and
 itself with weights and activations in FP8 (0.06 for the quickstart's)."""
@@ -113,7 +117,9 @@ async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncEx
     urls = [address if "://" in address else f"http://{address}" for address in flags.rollout_external_engine_addrs]
     if not urls and config.resolved_rollout_backend == "sglang":
         fleets = await _launch_fleets(config, directory, stack, cluster)
-        return Engines.of_fleets(fleets, policy_model(config))
+        engines = Engines.of_fleets(fleets, policy_model(config))
+        await _require_routing(config, engines.group)
+        return engines
     if not urls:
         engine = await launch_embedded(_embedded_settings(config, directory))
         await stack.enter_async_context(_stopped_at_the_end(engine))
@@ -121,7 +127,21 @@ async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncEx
     engines = EngineGroup.connect(urls, retries=config.rollout.rollout_retries, timeout_s=config.rollout.rollout_timeout_s)
     stack.push_async_callback(engines.close)
     await engines.wait_ready(flags.engine_start_timeout_s)
+    await _require_routing(config, engines)
     return Engines.of(engines)
+
+
+async def _require_routing(config: Config, engines: EngineGroup) -> None:
+    """--use-rollout-routing-replay: every engine tells where tokens go.
+
+    Raises:
+        EngineError: one does not, or tells of another model.
+    """
+    if config.replays_engine_routing:
+        assert config.model.hf_checkpoint is not None, "validated"
+        query = RoutingQuery(RoutingShape.read(Path(config.model.hf_checkpoint)), num_known=0, affinity=0)
+        for number, client in enumerate(engines.clients):
+            await client.generate(ROUTING_PROBE, SamplingParams(max_new_tokens=1), rid=f"routing-{number}", routing=query)
 
 
 async def _launch_fleets(config: Config, directory: RunDirectory, stack: AsyncExitStack, cluster: RayCluster | None) -> dict[str, Fleet]:

@@ -120,9 +120,11 @@ def _servers(config: Config, directory: RunDirectory, places: Sequence[EnginePla
 
 def _own_arguments(config: Config, group: EngineGroupSpec) -> dict[str, bool]:
     """Without a memory saver SGLang keeps the memory that it is told to release; weights that nobody sends again must outlive that."""
-    if not config.cluster.colocate or resolve_device(config) != "cuda":
-        return {}
-    return {"enable_memory_saver": True, "enable_weights_cpu_backup": group.model != policy_model(config)}
+    is_policy = group.model == policy_model(config)
+    arguments = {"enable_return_routed_experts": True} if config.replays_engine_routing and is_policy else {}
+    if config.cluster.colocate and resolve_device(config) == "cuda":
+        arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": not is_policy}
+    return arguments
 
 
 def _check_gpus(config: Config) -> None:

@@ -7,6 +7,7 @@ from dataclasses import fields
 from fuligo.config import Config
 from fuligo.errors import ConfigError
 from fuligo.models.registry import names_of, read_config_json
+from fuligo.models.routing import RoutingShape
 from fuligo.models.stated_flags import stated_flags
 from fuligo.planner.trainer_shape import trainer_shape
 from fuligo.trainer.megatron_backend.layout import Layout
@@ -50,6 +51,8 @@ def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTraine
         attention_backend=sizes.attention_backend,
         gradients_in_fp32=not config.megatron.get("grad_reduce_in_bf16"),
         pad_multiple_tokens=train.data_pad_size_multiplier,
+        routing=RoutingShape.of(architecture) if config.replays_routing else None,
+        records_routing=config.replays_routing and not config.replays_engine_routing,
     )
 
 

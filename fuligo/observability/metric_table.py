@@ -125,6 +125,12 @@ METRICS = (
         "auxiliary losses that balance the experts, times `--moe-aux-loss-coeff`, of all layers; no part of `train/loss`",
         f"tokens of the step; then {_STEPS}",
     ),
+    Metric(
+        "train/routing_replay_changed",
+        "share",
+        "routing replay: choices of experts that the routers would have made otherwise",
+        f"choices of the step that samples name; then {_STEPS}",
+    ),
     Metric("train/kl", "nats", "KL to the reference, by the estimator of `--kl-loss-type` (k1 where it is no part of the loss)", _TOKENS),
     Metric("train/entropy", "nats", "entropy of the policy's distribution at temperature", _TOKENS),
     Metric("train/ratio_mean", "", "probability under the policy trained over that under the old one", _TOKENS),

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fuligo.engines.generation import Generation, SamplingParams
+from fuligo.engines.generation import Generation, RoutingQuery, SamplingParams
 from fuligo.rollout.generate import Engine
 from fuligo.types import IntArray
 
@@ -51,8 +51,15 @@ class Observed:
         self._activity = activity
 
     async def generate(
-        self, input_ids: IntArray, params: SamplingParams, *, rid: str, priority: int = 0, timeout_s: float | None = None
+        self,
+        input_ids: IntArray,
+        params: SamplingParams,
+        *,
+        rid: str,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        routing: RoutingQuery | None = None,
     ) -> Generation:
         """See `generate.Engine`."""
         with self._activity.request():
-            return await self._engine.generate(input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s)
+            return await self._engine.generate(input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s, routing=routing)

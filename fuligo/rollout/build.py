@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from fuligo.config import Config
@@ -17,6 +18,7 @@ from fuligo.data.settings import data_settings
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import ConfigError, DataError
+from fuligo.models.routing import RoutingShape
 from fuligo.rollout.activity import Activity, Observed
 from fuligo.rollout.admission import Admission
 from fuligo.rollout.continuous import ContinuousRunner
@@ -47,7 +49,7 @@ class RolloutSide:
     produce: Callable[[int], Awaitable[Rollout]]
     source: GroupStream
     generate: GenerateFn
-    """Shared by training and evaluation."""
+    """For evaluation."""
     activity: Activity
     """Of the engines."""
     policy_version: Callable[[], int]
@@ -83,7 +85,9 @@ def build_rollouts(
     args = ArgsView(config)
     source = _source(config, args, prompts)
     activity = Activity()
-    generate = _generate(config, args, Observed(engines, activity), tokenizer, policy_version)
+    single_turn = _single_turn(config, Observed(engines, activity), tokenizer)
+    generate = _generate(config, args, single_turn, policy_version)
+    evaluated = _generate(config, args, single_turn.without_routing(), policy_version)
     params = sampling_params(config.rollout)
     custom = hook_of(config, "rollout_function_path")
     if custom is not None:
@@ -96,7 +100,7 @@ def build_rollouts(
             policy_version=policy_version,
             reward_key=config.reward.reward_key,
         )
-        return RolloutSide(rollouts.rollout, source, generate, activity, policy_version)
+        return RolloutSide(rollouts.rollout, source, evaluated, activity, policy_version)
     filter_hook = hook_of(config, "dynamic_sampling_filter_path")
     sample_hook = hook_of(config, "rollout_sample_filter_path")
     parts = _RunnerParts(
@@ -113,9 +117,9 @@ def build_rollouts(
     )
     if config.rollout.async_mode == "full":
         continuous = ContinuousRunner(**parts, admission=_admission(config, num_rollout))
-        return RolloutSide(continuous.rollout, source, generate, activity, policy_version, continuous)
+        return RolloutSide(continuous.rollout, source, evaluated, activity, policy_version, continuous)
     runner = RolloutRunner(**parts, aligned_waves=_reproducible(config))
-    return RolloutSide(runner.rollout, source, generate, activity, policy_version)
+    return RolloutSide(runner.rollout, source, evaluated, activity, policy_version)
 
 
 def _sampler(config: Config, generate: GenerateFn) -> Sampler:
@@ -182,7 +186,7 @@ def build_generate(
     config: Config, *, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase, policy_version: Callable[[], int]
 ) -> GenerateFn:
     """The GenerateFn of a run that only evaluates; `build_rollouts` makes its own."""
-    return _generate(config, ArgsView(config), engines, tokenizer, policy_version)
+    return _generate(config, ArgsView(config), _single_turn(config, engines, tokenizer).without_routing(), policy_version)
 
 
 def _source(config: Config, args: ArgsView, prompts: PromptStream | None) -> GroupStream:
@@ -207,11 +211,18 @@ def _source(config: Config, args: ArgsView, prompts: PromptStream | None) -> Gro
     )
 
 
-def _generate(
-    config: Config, args: ArgsView, engine: Engine, tokenizer: PreTrainedTokenizerBase, policy_version: Callable[[], int]
-) -> GenerateFn:
-    flags = config.rollout
-    single_turn = SingleTurn(engine, tokenizer, timeout_s=flags.rollout_timeout_s, max_context_len=flags.rollout_max_context_len)
+def _single_turn(config: Config, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> SingleTurn:
+    flags, model = config.rollout, config.model.hf_checkpoint
+    return SingleTurn(
+        engine,
+        tokenizer,
+        timeout_s=flags.rollout_timeout_s,
+        max_context_len=flags.rollout_max_context_len,
+        routing=RoutingShape.read(Path(model)) if model is not None and config.replays_engine_routing else None,
+    )
+
+
+def _generate(config: Config, args: ArgsView, single_turn: SingleTurn, policy_version: Callable[[], int]) -> GenerateFn:
     hook = hook_of(config, "custom_generate_function_path")
     return single_turn if hook is None else CustomGenerate(hook, args, single_turn, policy_version)
 

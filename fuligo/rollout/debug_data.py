@@ -109,11 +109,21 @@ def _table(groups: list[SampleGroup], meta: dict[str, Any]) -> pa.Table:
         columns[name] = pa.array([getattr(sample, name) for sample in samples], pa.list_(pa.from_numpy_dtype(dtype)))
     return pa.table(columns).replace_schema_metadata({META_KEY: json.dumps(meta).encode()})
 
+    columns["routed_experts"] = pa.array([_npy(sample.routed_experts) for sample in samples], pa.large_binary())
 
 def _json(sample: Sample, name: str) -> str:
     try:
         return json.dumps(getattr(sample, name), default=_plain)
     except (TypeError, ValueError) as error:
+def _npy(array: np.ndarray | None) -> bytes | None:
+    """Of three axes, which a list column would make lists of lists of lists."""
+    if array is None:
+        return None
+    sink = io.BytesIO()
+    np.save(sink, array, allow_pickle=False)
+    return sink.getvalue()
+
+
         raise RolloutError(f"sample {sample.index}: its {name} cannot be saved ({error}); hooks may put JSON data there only") from error
 
 
@@ -164,3 +174,5 @@ def _sample(row: dict[str, Any]) -> Sample:
     fields["status"] = SampleStatus(row["status"])
     fields["spans"] = [Span(*span) for span in json.loads(row["spans"])]
     return Sample(**fields)
+    routed = row.get("routed_experts")  # files of earlier versions have none
+    fields["routed_experts"] = None if routed is None else np.load(io.BytesIO(routed), allow_pickle=False)

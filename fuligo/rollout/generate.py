@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from copy import copy
 from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
 from fuligo.config.groups import RolloutFlags
-from fuligo.engines.generation import FinishReason, Generation, SamplingParams
+from fuligo.engines.generation import FinishReason, Generation, RoutingQuery, SamplingParams
 from fuligo.engines.stop_strings import Tokenizer, trim
 from fuligo.errors import EngineError
+from fuligo.models.routing import RoutingShape
 from fuligo.types import IntArray, Sample, SampleStatus, Span
 
 MAX_TOKENS_DECODED_INLINE = 1024
@@ -29,7 +31,14 @@ class Engine(Protocol):
     """Samples one continuation; `engines.group.EngineGroup` and `EngineClient` do."""
 
     async def generate(
-        self, input_ids: IntArray, params: SamplingParams, *, rid: str, priority: int = 0, timeout_s: float | None = None
+        self,
+        input_ids: IntArray,
+        params: SamplingParams,
+        *,
+        rid: str,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        routing: RoutingQuery | None = None,
     ) -> Generation: ...
 
 
@@ -41,14 +50,30 @@ class SingleTurn:
         tokenizer: turns all response ids at once into text
         timeout_s: deadline of a request, its retries together
         max_context_len: longest prompt + response, in tokens
+        routing: the experts of every token are wanted
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, *, timeout_s: float, max_context_len: int | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        *,
+        timeout_s: float,
+        max_context_len: int | None = None,
+        routing: RoutingShape | None = None,
+    ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
         self._max_context_len = max_context_len
+        self._routing = routing
         self._num_requests = itertools.count()
+
+    def without_routing(self) -> SingleTurn:
+        """The same, for responses that are not trained on; it names its requests from the same count."""
+        other = copy(self)
+        other._routing = None
+        return other
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> Sample:
         """Never raises for what an engine does: a request that fails for good makes a failed sample that keeps the tokens it had.
@@ -64,7 +89,12 @@ class SingleTurn:
         rest = replace(params, max_new_tokens=num_left, min_new_tokens=max(0, params.min_new_tokens - sample.response_length))
         try:
             generation = await self._engine.generate(
-                sample.tokens, rest, rid=f"{sample.index}-{next(self._num_requests)}", priority=-sample.index, timeout_s=self._timeout_s
+                sample.tokens,
+                rest,
+                rid=f"{sample.index}-{next(self._num_requests)}",
+                priority=-sample.index,
+                timeout_s=self._timeout_s,
+                routing=self._question(sample),
             )
         except EngineError as error:
             sample.status, sample.error = SampleStatus.FAILED, str(error)
@@ -75,6 +105,13 @@ class SingleTurn:
         span.end_s = time.time()
         sample.spans.append(span)
         return sample
+
+    def _question(self, sample: Sample) -> RoutingQuery | None:
+        """Of tokens sampled earlier the experts are known, which those of a newer version need not be."""
+        if self._routing is None:
+            return None
+        num_known = 0 if sample.routed_experts is None else len(sample.routed_experts)
+        return RoutingQuery(self._routing, num_known, affinity=sample.group_index)
 
     def _num_tokens_left(self, sample: Sample, params: SamplingParams) -> int:
         left = params.max_new_tokens - sample.response_length
@@ -105,6 +142,9 @@ def append(sample: Sample, generation: Generation) -> None:
     sample.engine_logprobs = np.concatenate([sample.engine_logprobs, generation.logprobs])
     sample.versions = np.concatenate([sample.versions, np.full(num_new, generation.weight_version, np.int32)])
     sample.loss_mask = np.concatenate([sample.loss_mask, np.ones(num_new, np.int8)])
+    if generation.routed_experts is not None:
+        known = [] if sample.routed_experts is None else [sample.routed_experts]
+        sample.routed_experts = np.concatenate([*known, generation.routed_experts])
     sample.finish_reason = generation.finish_reason
     sample.status = STATUS_BY_FINISH_REASON[generation.finish_reason]
 

@@ -109,13 +109,15 @@ def malformation(sample: Sample) -> str | None:
     lengths = {name: len(getattr(sample, name)) for name in ("response_ids", "loss_mask", "engine_logprobs", "versions")}
     if len(set(lengths.values())) > 1:
         return "malformed response, lengths differ: " + ", ".join(f"{name} {length}" for name, length in lengths.items())
+    if sample.routed_experts is not None and len(sample.routed_experts) >= max(len(sample.tokens), 1):
+        return f"malformed response: routed_experts of {len(sample.routed_experts)} tokens; of {len(sample.tokens)} the last has none"
     if not np.isfinite(sample.engine_logprobs).all():
         return "malformed response: a log-probability is not finite"
     return None
 
 
 def clear_response(sample: Sample) -> None:
-    sample.response_ids, sample.versions = np.empty(0, np.int32), np.empty(0, np.int32)
+    sample.response_ids, sample.versions, sample.routed_experts = np.empty(0, np.int32), np.empty(0, np.int32), None
     sample.loss_mask, sample.engine_logprobs, sample.response = np.empty(0, np.int8), np.empty(0, np.float32), ""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fuligo.errors import RewardError
+from fuligo.errors import RewardError, RolloutError
 from fuligo.types import Sample, SampleGroup, SampleStatus, TrainSample
 
 RewardPostProcess = Callable[[list[Sample]], tuple[Sequence[float], Sequence[float]]]
@@ -26,6 +26,8 @@ class SampleSettings:
     """Which value to learn from where a reward is a dict."""
     post_process: RewardPostProcess | None = None
     """Its second list takes the place of the rewards; the estimator's own normalisation still follows."""
+    routed: bool = False
+    """The experts of every token that something trained depends on must be known."""
 
 
 def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[TrainSample]:
@@ -37,9 +39,13 @@ def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[T
 
     Raises:
         RewardError: a reward lacks `reward_key`, or is not a finite number; names the sample.
+        RolloutError: the experts of a sample's tokens are not known.
     """
     usable = [sample for group in groups for sample in _usable(group, settings)]
     rewards = _rewards(usable, settings) if settings.rewarded else [0.0] * len(usable)
+    if settings.routed:
+        for sample in usable:
+            _require_routing(sample)
     mask_sums: dict[int, float] = {}
     for sample in usable:
         mask_sums[sample.index] = mask_sums.get(sample.index, 0.0) + float(np.count_nonzero(sample.loss_mask))
@@ -55,9 +61,25 @@ def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[T
             versions=sample.versions,
             mask_sum=mask_sums[sample.index],
             status=sample.status,
+            routed_experts=sample.routed_experts if settings.routed else None,
         )
         for sample, reward in zip(usable, rewards)
     ]
+
+
+def _require_routing(sample: Sample) -> None:
+    """
+    Raises:
+        RolloutError: names the sample and what lacks.
+    """
+    trained = np.flatnonzero(sample.loss_mask)
+    num_needed = len(sample.prompt_ids) + int(trained[-1]) if len(trained) else 0
+    num_known = 0 if sample.routed_experts is None else len(sample.routed_experts)
+    if num_known < num_needed:
+        raise RolloutError(
+            f"sample {sample.index}: --use-rollout-routing-replay needs the experts of its first {num_needed} tokens, and those of "
+            f"{num_known} are known; a custom generate function must sample by continue_sample, or fill in routed_experts"
+        )
 
 
 def _usable(group: SampleGroup, settings: SampleSettings) -> list[Sample]:

@@ -20,6 +20,7 @@ def sample_settings(config: Config) -> SampleSettings:
         rewarded=not config.is_sft,
         reward_key=config.reward.reward_key,
         post_process=_bound_hook(config, "custom_reward_post_process_path"),
+        routed=config.replays_engine_routing,
     )
 
 

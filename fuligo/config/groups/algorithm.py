@@ -40,8 +40,17 @@ class AlgorithmFlags(FlagGroup):
     use_opsm: bool = flag(
         False, "off-policy sequence masking: sequences too far from the sampling policy are not learned from", source="seed"
     )
-    use_routing_replay: bool = flag(False, "MoE: train with the routing of the pass that gave the old log-probabilities", source="seed")
-    use_rollout_routing_replay: bool = flag(False, "MoE: train with the routing that the engine used", source="seed")
+    use_routing_replay: bool = flag(
+        False,
+        "MoE: tokens go to the experts that were chosen in the pass that gave the old log-probabilities; with one optimizer step a rollout "
+        "that is the step's own pass",
+        source="seed",
+    )
+    use_rollout_routing_replay: bool = flag(
+        False,
+        "MoE: tokens go to the experts that the engine chose (R3), in training and where old log-probabilities are computed",
+        source="seed",
+    )
     use_opd: bool = flag(False, "on-policy distillation: learn from a teacher's log-probabilities", source="seed")
     custom_advantage_function_path: str | None = flag(None, "hook: replaces the advantage estimator", source="seed")
     custom_loss_function_path: str | None = flag(None, "hook: (args, batch, logprobs) -> (loss, metrics)", source="seed")

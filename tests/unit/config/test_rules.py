@@ -57,6 +57,27 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({"advantage_estimator": "reinforce_plus_plus_baseline"}, "needs --normalize-advantages"),
     ],
     "CFG-OLD-POLICY": [({"use_tis": True, "use_rollout_logprobs": True}, "--use-rollout-logprobs takes the engine's side")],
+    "CFG-REPLAY-OLD-POLICY": [
+        (
+            {**SGLANG, "use_routing_replay": True, "use_rollout_logprobs": True, "num_steps_per_rollout": 2},
+            "with --use-rollout-logprobs that was the engine's",
+        )
+    ],
+    "CFG-REPLAY-ONE-STEP": [({**SGLANG, "use_routing_replay": True}, "one optimizer step a rollout changes nothing")],
+    "CFG-REPLAY-FUSED": [
+        ({**SGLANG, "use_rollout_routing_replay": True, "megatron_moe_router_fusion": True}, "--moe-router-fusion chooses and weighs")
+    ],
+    "CFG-REPLAY-ENGINE": [({"rollout_backend": "embedded", "use_rollout_routing_replay": True}, "--rollout-backend is embedded")],
+    "CFG-REPLAY-RECORD": [
+        ({**SGLANG, "use_rollout_routing_replay": True, **more}, text)
+        for more, text in (
+            ({"rollout_num_gpus_per_engine": 2, "sglang_pp_size": 2}, "--sglang-pp-size 2"),
+            ({"sglang_enable_hierarchical_cache": True}, "--sglang-enable-hierarchical-cache"),
+            ({"sglang_enable_two_batch_overlap": True}, "--sglang-enable-two-batch-overlap"),
+            ({"sglang_speculative_algorithm": "EAGLE", "sglang_speculative_eagle_topk": 4}, "--sglang-speculative-eagle-topk 4"),
+            ({"sglang_config": [{"server_groups": [{"worker_type": kind, "num_gpus": 2} for kind in ("prefill", "decode")]}]}, "prefill"),
+        )
+    ],
     "CFG-TRAINED-PARAMS": [({"only_train_params_name_list": ["mlp"], "freeze_params_name_list": ["embed"]}, "exclude each other")],
     "CFG-PARAM-PATTERN": [({"freeze_params_name_list": ["mlp", "(embed"]}, "'(embed' is not a regular expression")],
     "CFG-MAX-TOKENS": [({"use_dynamic_batch_size": True}, "--max-tokens-per-gpu")],
@@ -358,6 +379,8 @@ def test_every_rule_is_tested_and_says_why_it_is_one() -> None:
             "recompute_num_layers": 1,
         },
         {**SHARED, "mtp_num_layers": 1, "enable_mtp_training": True, "mtp_loss_scaling_factor": 0.3},
+        {**SGLANG, "use_routing_replay": True, "num_steps_per_rollout": 2},
+        {**SGLANG, "use_rollout_routing_replay": True, "use_rollout_logprobs": True, "sglang_speculative_algorithm": "EAGLE"},
         {**SGLANG, "rollout_num_gpus_per_engine": 4, "sglang_dp_size": 2, "sglang_enable_dp_attention": True},
         {**SGLANG, "use_fault_tolerance": True, "rollout_health_check_interval": 5.0, "engine_env": {"A": "1"}},
         {**SGLANG, "rollout_health_check_timeout": 5.0},

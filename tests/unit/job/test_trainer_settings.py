@@ -9,8 +9,12 @@ import pytest
 from fuligo.checkpoint.fp8_conversion import convert
 from fuligo.config.parse import parse
 from fuligo.convert.hf_to_fp8 import plan_hf_to_fp8
+from fuligo.errors import ConfigError
 from fuligo.job.trainer_settings import Device, trainer_settings
 from fuligo.models.quantisation import EngineQuantisation
+from fuligo.models.routing import RoutingShape
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from tests import tiny
 from tests.fp8 import save_family
 
 
@@ -65,3 +69,25 @@ def test_sglang_gets_weights_in_the_type_that_it_computes_in(bf16: Path, given: 
 def test_the_embedded_engine_gets_them_in_its_own(bf16: Path):
     assert settings_of(bf16, bf16, device="cuda").publish_dtype == "bf16"
     assert settings_of(bf16, bf16, "--embedded-dtype", "fp32", device="cuda").publish_dtype == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("flags", "replays", "records"),
+    [
+        ([], False, False),
+        (["--use-routing-replay"], True, True),
+        (["--use-rollout-routing-replay"], True, False),
+        (["--use-routing-replay", "--use-rollout-routing-replay"], True, False),
+    ],
+)
+def test_routing_is_recorded_by_the_trainer_unless_engines_tell(tmp_path: Path, flags: list[str], replays: bool, records: bool):
+    tiny.model_config("glm4_moe").save_pretrained(tmp_path)
+    settings = settings_of(tmp_path, tmp_path, "--rollout-backend", "sglang", "--train-backend", "megatron", *flags)
+    assert isinstance(settings, MegatronTrainerSettings)
+    assert settings.routing == (RoutingShape.read(tmp_path) if replays else None)
+    assert settings.records_routing is records
+
+
+def test_a_dense_model_has_no_routing_to_replay(bf16: Path):
+    with pytest.raises(ConfigError, match="it has no experts"):
+        settings_of(bf16, bf16, "--rollout-backend", "sglang", "--use-routing-replay")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fuligo.config.groups import RolloutFlags
-from fuligo.engines.generation import EngineLoad, Generation, SamplingParams
+from fuligo.engines.generation import EngineLoad, Generation, RoutingQuery, SamplingParams
 from fuligo.errors import EngineError
 from fuligo.rollout.generate import SingleTurn, sampling_params
 from fuligo.rollout.protocol import GenerateFn, GroupFilter, GroupStream, RolloutState
@@ -64,8 +64,16 @@ class ScriptedEngine:
         raise AssertionError("the condition never held")
 
     async def generate(
-        self, input_ids: IntArray, params: SamplingParams, *, rid: str, priority: int = 0, timeout_s: float | None = None
+        self,
+        input_ids: IntArray,
+        params: SamplingParams,
+        *,
+        rid: str,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        routing: RoutingQuery | None = None,
     ) -> Generation:
+        assert routing is None
         index, row, begun = -priority, int(input_ids[0]), len(input_ids) - 1
         self.requests.append((rid, params))
         self.log.append("arrive")

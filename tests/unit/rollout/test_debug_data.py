@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuligo.errors import DataError, RolloutError
-from fuligo.rollout.debug_data import ARRAYS, decode_groups, encode_groups, load_rollout, save_rollout
+from fuligo.rollout.debug_data import decode_groups, encode_groups, load_rollout, save_rollout
 from fuligo.types import Sample, SampleGroup, SampleStatus, Span
 from tests.unit.rollout.scripted import ScriptedEngine, by_row, world
 
@@ -42,6 +42,9 @@ def samples(draw: st.DrawFn) -> Sample:
         loss_mask=np.array(draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)), np.int8),
         engine_logprobs=np.array(draw(st.lists(logprobs, min_size=length, max_size=length)), np.float32),
         versions=ids(length),
+        routed_experts=draw(
+            st.none() | st.builds(np.zeros, st.tuples(st.just(length), st.just(2), st.just(3)), st.sampled_from([np.uint8, np.uint16]))
+        ),
         status=draw(st.sampled_from(SampleStatus)),
         finish_reason=draw(st.none() | st.just("stop")),
         error=draw(st.none() | st.text(max_size=5)),
@@ -69,8 +72,8 @@ def assert_equal(one: list[SampleGroup], other: list[SampleGroup]) -> None:
         for a, b in zip(first.samples, second.samples, strict=True):
             for field in fields(Sample):
                 left, right = getattr(a, field.name), getattr(b, field.name)
-                if field.name in ARRAYS:
-                    assert left.dtype == right.dtype
+                if isinstance(left, np.ndarray):
+                    assert (left.dtype, left.shape) == (right.dtype, right.shape)
                     assert left.tobytes() == right.tobytes()
                 else:
                     assert left == right

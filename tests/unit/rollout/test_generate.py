@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from fuligo.config.groups import RolloutFlags
-from fuligo.engines.generation import FinishReason, Generation, SamplingParams
+from fuligo.engines.generation import FinishReason, Generation, RoutingQuery, SamplingParams
 from fuligo.errors import EngineError
+from fuligo.models.routing import RoutingShape
 from fuligo.rollout.generate import SingleTurn, sampling_params, trim
 from fuligo.types import IntArray, Sample, SampleStatus
 from tests import tiny
@@ -22,10 +23,19 @@ class Answers:
 
     generations: list[Generation | EngineError]
     asked: list[dict] = field(default_factory=list)
+    questions: list[RoutingQuery | None] = field(default_factory=list)
 
     async def generate(
-        self, input_ids: IntArray, params: SamplingParams, *, rid: str, priority: int = 0, timeout_s: float | None = None
+        self,
+        input_ids: IntArray,
+        params: SamplingParams,
+        *,
+        rid: str,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        routing: RoutingQuery | None = None,
     ) -> Generation:
+        self.questions.append(routing)
         self.asked.append({"ids": input_ids.tolist(), "params": params, "rid": rid, "priority": priority, "timeout_s": timeout_s})
         answer = self.generations.pop(0)
         if isinstance(answer, EngineError):
@@ -71,6 +81,22 @@ async def test_an_aborted_sample_goes_on_with_new_weights_and_every_token_keeps_
     assert done.versions.tolist() == [0, 0, 3]
     assert done.engine_logprobs.tolist() == [-1, -1, -2]
     assert done.response == "5 6 7"
+
+
+async def test_each_token_keeps_the_experts_of_the_version_that_computed_it_first():
+    shape = RoutingShape(num_layers=2, moe_layers=(1,), num_experts=8, top_k=2)
+    begun, rest = np.arange(8, dtype=np.uint8).reshape(4, 1, 2), np.arange(2, dtype=np.uint8).reshape(1, 1, 2)
+    first, second = answer([5, 6], "abort", version=0), answer([7], "stop", version=3)
+    first.routed_experts, second.routed_experts = begun, rest
+    engine = Answers([first, second, answer([8])])
+    generate = SingleTurn(engine, Tokenizer(), timeout_s=9, routing=shape)
+    done = await generate(await generate(sample(), PARAMS), PARAMS)
+    assert engine.questions == [RoutingQuery(shape, num_known=0, affinity=2), RoutingQuery(shape, num_known=4, affinity=2)]
+    assert done.routed_experts is not None and np.array_equal(done.routed_experts, np.concatenate([begun, rest]))
+    assert len(done.routed_experts) == len(done.tokens) - 1
+    unasked = await generate.without_routing()(sample(), PARAMS)
+    assert engine.questions[2] is None and unasked.routed_experts is None
+    assert len({asked["rid"] for asked in engine.asked}) == 3
 
 
 async def test_spans_tell_which_engine_sampled_which_tokens():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fuligo.errors import RewardError
+from fuligo.errors import RewardError, RolloutError
 from fuligo.trainer.samples import TOO_FEW_USABLE, SampleSettings, train_samples
 from fuligo.types import Sample, SampleGroup, SampleStatus
 
@@ -37,6 +37,20 @@ def test_a_sample_carries_over_token_by_token():
     assert trained.loss_mask.tolist() == [1, 0, 1]
     assert trained.engine_logprobs.tolist() == [-0.5] * 3
     assert (trained.index, trained.group_index, trained.reward) == (3, 0, 1.0)
+
+
+@pytest.mark.parametrize(("loss_mask", "num_needed"), [([1, 0, 1], 5), ([1, 1, 0], 4), ([0, 0, 0], 0)])
+def test_experts_are_needed_of_every_token_that_a_trained_one_sees(loss_mask, num_needed):
+    samples = [sample(0, loss_mask=loss_mask), sample(1, loss_mask=loss_mask)]
+    for each in samples:
+        each.routed_experts = np.ones((num_needed, 2, 3), np.uint8)
+    (trained, _) = train_samples([group(*samples)], SampleSettings(routed=True))
+    assert trained.routed_experts is samples[0].routed_experts
+    assert train_samples([group(*samples)], SampleSettings())[0].routed_experts is None
+    if num_needed:
+        samples[1].routed_experts = None
+        with pytest.raises(RolloutError, match=f"sample 1: .* its first {num_needed} tokens, and those of 0 are known"):
+            train_samples([group(*samples)], SampleSettings(routed=True))
 
 
 def test_truncated_samples_stay_even_fully_masked_and_failed_aborted_unrewarded_and_empty_ones_go():

@@ -149,11 +149,14 @@ class Config(FlagGroup):
 
     @property
     def resolved_rollout_backend(self) -> Literal["embedded", "sglang"]:
-        """The engines: as given; `auto` is sglang with Megatron, and where a flag of SGLang's has a value that is not its default."""
+        """The engines: as given; `auto` is sglang with Megatron, where a flag of SGLang's has a value that is not its default, and where
+        engines run already.
+        """
         given = self.cluster.rollout_backend
         if given != "auto":
             return given
-        return "sglang" if self.resolved_train_backend == "megatron" or self._has(SGLANG_FLAGS, "sglang") else "embedded"
+        elsewhere = bool(self.engine.rollout_external_engine_addrs)
+        return "sglang" if elsewhere or self.resolved_train_backend == "megatron" or self._has(SGLANG_FLAGS, "sglang") else "embedded"
 
     @property
     def needs_critic(self) -> bool:

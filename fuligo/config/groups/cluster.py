@@ -18,7 +18,8 @@ class ClusterFlags(FlagGroup):
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "where to compute; auto takes CUDA where there is one")
     train_backend: Literal["auto", "torch", "megatron"] = flag("auto", "trainer; auto is torch unless a Megatron flag is given")
     rollout_backend: Literal["auto", "embedded", "sglang"] = flag(
-        "auto", "engine; auto is embedded unless the trainer is megatron, or an SGLang flag or --rollout-num-gpus* is given"
+        "auto",
+        "engine; auto is embedded unless the trainer is megatron, an SGLang flag or --rollout-num-gpus* is given, or engines run already",
     )
     launcher: Literal["auto", "local", "ray"] = flag(
         "auto", "who starts ranks and engines; auto is ray in a Ray job, with RAY_ADDRESS set, or for several nodes, else this process"

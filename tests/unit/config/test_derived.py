@@ -111,6 +111,8 @@ def test_other_inherited_values(make_config: MakeConfig) -> None:
         ({"optimizer_cpu_offload": True}, "megatron", "sglang"),
         ({"mtp_num_layers": 1}, "megatron", "sglang"),
         ({"tensor_model_parallel_size": 2, "rollout_backend": "embedded"}, "megatron", "embedded"),
+        ({"rollout_external_engine_addrs": ["host:30000"]}, "torch", "sglang"),
+        ({"rollout_external_engine_addrs": ["host:30000"], "rollout_backend": "embedded"}, "torch", "embedded"),
         ({"tensor_model_parallel_size": 2, "train_backend": "torch"}, "torch", "embedded"),
         ({"train_backend": "megatron"}, "megatron", "sglang"),
         ({"rollout_num_gpus": 4}, "torch", "sglang"),

@@ -57,6 +57,18 @@ FAMILIES: dict[str, dict] = {
         "routed_scaling_factor": 1.5,
         "first_k_dense_replace": 1,
     },
+    "glm_moe_dsa": {
+        **_LATENT,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "index_n_heads": 8,
+        "index_head_dim": 16,
+        "index_topk": 6,
+        "rms_norm_eps": 1e-6,  # which transformers' class takes for the norms of the latents, whatever config.json says
+    },
 }
 
 

@@ -6,12 +6,12 @@ from dataclasses import fields
 
 from fuligo.config import Config
 from fuligo.errors import ConfigError
-from fuligo.models.registry import names_of, read_config_json
+from fuligo.models.registry import architecture_of, read_config_json
 from fuligo.models.routing import RoutingShape
 from fuligo.models.stated_flags import stated_flags
 from fuligo.planner.trainer_shape import trainer_shape
 from fuligo.trainer.megatron_backend.layout import Layout
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, PredictionLayers, Recomputation
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, PredictionLayers, Recomputation, SparseLayers
 from fuligo.trainer.ranks.settings import TrainerSettings
 
 
@@ -21,11 +21,11 @@ def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTraine
         common: of any trainer.
 
     Raises:
-        ConfigError: Megatron has no layers for the model, or the layout does not divide the ranks.
+        ConfigError: config.json cannot be read, or the layout does not divide the ranks.
     """
     sizes, optimizer, train = config.parallel, config.optimizer, config.train
     config_json, source = read_config_json(common.hf_checkpoint), str(common.hf_checkpoint / "config.json")
-    architecture = names_of(config_json, source).architecture  # refuses what Megatron has no layers for
+    architecture = architecture_of(config_json, source)
     if config.needs_engine and config.resolved_rollout_backend == "embedded" and (architecture.experts or train.mtp_num_layers):
         raise ConfigError(
             f"the Megatron trainer publishes experts and prediction layers as checkpoints have them; the embedded engine holds a "
@@ -36,6 +36,7 @@ def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTraine
         layout=layout_of(config),
         # MODEL_ARGS that disagree with config.json were refused, unless --override-model-config is given.
         model_flags={**stated_flags(config_json, source), **dict(config.megatron.items())},
+        sparse_layers=SparseLayers.of(architecture),
         recomputation=Recomputation(
             sizes.recompute_granularity, sizes.recompute_method, sizes.recompute_num_layers, tuple(sizes.recompute_modules)
         ),

@@ -88,6 +88,8 @@ class SparseIndex:
     num_heads: int
     head_dim: int
     top_k: int
+    rotary_interleaved: bool = False
+    """Neighbouring elements of a head are rotated as pairs; else an element of the first half with one of the second."""
 
 
 @dataclass(frozen=True, slots=True)

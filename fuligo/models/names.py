@@ -79,6 +79,8 @@ class NameTable:
     """In a layer with a dense MLP."""
     moe: Weights = ()
     """In a layer with routed experts."""
+    indexer: Weights = ()
+    """In a layer that computes its token choice (sparse attention), beside the others."""
     mtp: Weights = ()
     """In a multi-token-prediction layer, beside those of the layer that it contains."""
     mtp_prefix: str = "model.layers.{layer}."
@@ -139,7 +141,8 @@ class ModelNames:
         return checkpoint_name in copies or checkpoint_name.startswith(tuple(prefixes[num_mtp_layers:]))
 
     def _layer(self, layer: Layer, megatron_prefix: str, checkpoint_prefix: str) -> Iterator[Weight]:
-        for row in self.table.moe if layer.is_moe else self.table.dense:
+        rows = self.table.moe if layer.is_moe else self.table.dense
+        for row in (*rows, *self.table.indexer) if layer.computes_index else rows:
             weight = row.at(megatron_prefix, checkpoint_prefix)
             if weight.all_experts is None:
                 yield weight

@@ -19,6 +19,7 @@ from fuligo.models.glm4_moe.names import names as glm4_moe_names
 from fuligo.models.glm4_moe_lite.architecture import architecture as glm4_moe_lite
 from fuligo.models.glm4_moe_lite.names import names as glm4_moe_lite_names
 from fuligo.models.glm_moe_dsa.architecture import architecture as glm_moe_dsa
+from fuligo.models.glm_moe_dsa.names import names as glm_moe_dsa_names
 from fuligo.models.llama.architecture import architecture as llama
 from fuligo.models.llama.names import names as llama_names
 from fuligo.models.mimo.architecture import architecture as mimo
@@ -49,13 +50,14 @@ NAMES: Mapping[str, Callable[[ConfigJson, Architecture], NameTable]] = {
     "glm4": glm4_names,
     "glm4_moe": glm4_moe_names,
     "glm4_moe_lite": glm4_moe_lite_names,
+    "glm_moe_dsa": glm_moe_dsa_names,
     "llama": llama_names,
     "mimo": mimo_names,
     "qwen2": qwen2_names,
     "qwen3": qwen3_names,
     "qwen3_moe": qwen3_moe_names,
 }
-"""Of the families that Megatron has layers for."""
+assert NAMES.keys() == FAMILIES.keys()
 
 
 def architecture_of(config_json: Mapping[str, Any], source: str = "config.json") -> Architecture:
@@ -78,16 +80,10 @@ def names_of(config_json: Mapping[str, Any], source: str = "config.json") -> Mod
     """The names of all weights of the model that a config.json describes, in its checkpoint and in Megatron.
 
     Raises:
-        ConfigError: as `architecture_of`; or Megatron has no layers for the family.
+        ConfigError: as `architecture_of`.
     """
     config, architecture = ConfigJson.of(config_json, source), architecture_of(config_json, source)
-    table = NAMES.get(config.model_type)
-    if table is None:
-        raise ConfigError(
-            f"{source}: model_type {config.model_type} has no Megatron layers yet, only {', '.join(NAMES)} have; "
-            "give --train-backend torch, or choose another model"
-        )
-    return ModelNames(architecture, table(config, architecture))
+    return ModelNames(architecture, NAMES[config.model_type](config, architecture))
 
 
 def read_config_json(path: Path) -> dict[str, Any]:

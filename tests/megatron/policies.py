@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fuligo.models.registry import read_config_json
+from fuligo.models.registry import architecture_of, read_config_json
 from fuligo.models.stated_flags import stated_flags
 from fuligo.trainer.batch import PackedTokens, pack_tokens
 from fuligo.trainer.megatron_backend.layout import Layout
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, SparseLayers
 from fuligo.trainer.ranks.settings import OptimizerSettings
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.schedule import LearningRateSchedule
@@ -33,6 +33,7 @@ def settings_of(directory: Path, layout: Layout, *, flags: Mapping[str, Any] | N
         "layout": layout,
         "num_ranks": layout.num_ranks,
         "model_flags": {**stated_flags(read_config_json(directory)), **(flags or {})},
+        "sparse_layers": SparseLayers.of(architecture_of(read_config_json(directory))),
         "pad_multiple_tokens": 1,
     }
     return MegatronTrainerSettings(**{**given, **overrides})

@@ -36,12 +36,13 @@ class PredictionLayer(nn.Module):
     def forward(self, hidden: Tensor, embedded: Tensor, **layer_inputs: Any) -> Tensor:
         """[1, T, E] each."""
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
-        return self.final_norm(self.layer(joined, **layer_inputs))
+        output = self.layer(joined, **layer_inputs)
+        return self.final_norm(output[0] if isinstance(output, tuple) else output)  # beside it the token choice of sparse attention
 
 
 @dataclass(slots=True)
 class PredictingModel:
-    """A transformers model with prediction layers; `family` is mimo, glm4_moe or glm4_moe_lite."""
+    """A transformers model with prediction layers; `family` is mimo, glm4_moe, glm4_moe_lite or glm_moe_dsa."""
 
     family: str
     trunk: Any

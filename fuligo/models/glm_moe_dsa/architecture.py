@@ -15,7 +15,13 @@ def architecture(config: ConfigJson) -> Architecture:
     heads = read_latent_attention(config)
     parts = latent_attention_parts(heads, config.count("hidden_size"), bias=config.switch("attention_bias", default=False))
     dense = mixture_architecture(config, heads, parts, read_num_dense_layers(config, default=3))
-    index = SparseIndex(config.count("index_n_heads"), config.count("index_head_dim"), config.count("index_topk"))
+    index = SparseIndex(
+        config.count("index_n_heads"),
+        config.count("index_head_dim"),
+        config.count("index_topk"),
+        # As SGLang 0.5.15.post1 reads it, with its default; transformers 5.12.1 does not read it and always takes the other way.
+        rotary_interleaved=config.switch("indexer_rope_interleave", default=False),
+    )
     indexer = _indexer_parts(index, heads, config)
     computing = _computing_layers(config)
 

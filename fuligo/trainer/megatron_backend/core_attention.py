@@ -70,7 +70,7 @@ class PackedCoreAttention(MegatronModule):
         cu_seqlens = packed_seq_params.cu_seqlens_q.tolist()
         if self.group.size() == 1:
             return packed_attention(query, key, value, cu_seqlens, scale=scale).flatten(1)
-        keys, values = _GatherPieces.apply(key, self.group), _GatherPieces.apply(value, self.group)
+        keys, values = gather_pieces(key, self.group), gather_pieces(value, self.group)
         outputs = []
         for start, end in pairwise(cu_seqlens):
             here = slice(start // self.group.size(), end // self.group.size())
@@ -97,9 +97,12 @@ def zigzag(length: int, cp: int) -> Tensor:
     return torch.stack([torch.cat([pieces[rank], pieces[2 * cp - 1 - rank]]) for rank in range(cp)])
 
 
-class _GatherPieces(torch.autograd.Function):
+def gather_pieces(piece: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[n, ...] -> [cp, n, ...], all ranks' pieces; backward, every rank gets the sum of what all ranks' losses say of its piece."""
+    return _GatherPieces.apply(piece, group)  # pyright: ignore[reportReturnType]
 
+
+class _GatherPieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, piece: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group

@@ -47,6 +47,7 @@ _LATENT_ATTENTION = (
     "mscale",
     "mscale_all_dim",
 )
+_SPARSE_ATTENTION = ("experimental_attention_variant", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 _EXPERTS = (
     "num_experts",
     "moe_layer_freq",
@@ -88,7 +89,7 @@ _OPTIMIZER = (
     "store_param_remainders",
 )
 _STAGES = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-READ = frozenset((*_MODEL, *_LATENT_ATTENTION, *_EXPERTS, *_OPTIMIZER, *_STAGES))
+READ = frozenset((*_MODEL, *_LATENT_ATTENTION, *_SPARSE_ATTENTION, *_EXPERTS, *_OPTIMIZER, *_STAGES))
 """Taken with any value."""
 
 DECIDED: Mapping[str, object] = {

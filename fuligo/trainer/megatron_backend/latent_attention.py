@@ -23,13 +23,14 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
 
-def latent_attention(modules: BackendSpecProvider) -> ModuleSpec:
-    """Norms follow the down projections; TransformerEngine has them in the up projections that come next."""
-    fused = modules.column_parallel_layer_norm_linear()
+def latent_attention(modules: BackendSpecProvider, *, norms_apart: bool = False) -> ModuleSpec:
+    """Norms follow the down projections; TransformerEngine has them in the up projections that come next, unless `norms_apart`."""
+    is_local = modules.column_parallel_layer_norm_linear() is None
+    fused = None if norms_apart else modules.column_parallel_layer_norm_linear()
     up = fused or modules.column_parallel_linear()
     norm = IdentityOp if fused else modules.layer_norm(rms_norm=True, for_qk=True)
     # The linear layer that ranks hold whole is TransformerEngine's alone.
-    down = modules.linear() if fused else modules.column_parallel_linear()  # pyright: ignore[reportAttributeAccessIssue]
+    down = modules.column_parallel_linear() if is_local else modules.linear()  # pyright: ignore[reportAttributeAccessIssue]
     return ModuleSpec(
         module=LatentAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -83,10 +84,10 @@ class LatentAttention(MLASelfAttention):
     def _sum_rotary_gradient(self, module: nn.Module, inputs: object, output: tuple[Tensor, None]) -> tuple[Tensor, None]:
         """Each rank's heads give their part of the gradient of the rotary columns (the last ones); the others' is summed upstream."""
         latent, rotary = output[0].split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
-        return torch.cat([latent, _SumGradient.apply(rotary, self.tp_group)], dim=-1), None
+        return torch.cat([latent, SumGradient.apply(rotary, self.tp_group)], dim=-1), None
 
 
-class _SumGradient(torch.autograd.Function):
+class SumGradient(torch.autograd.Function):
     """The input; its gradient is summed over the ranks. (Megatron's own sums a copy where the gradient is not contiguous, and drops it.)"""
 
     @staticmethod

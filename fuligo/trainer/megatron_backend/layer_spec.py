@@ -23,7 +23,8 @@ from fuligo.trainer.megatron_backend.core_attention import PackedCoreAttention
 from fuligo.trainer.megatron_backend.experts import is_moe_layer, mixture
 from fuligo.trainer.megatron_backend.latent_attention import latent_attention
 from fuligo.trainer.megatron_backend.prediction import prediction_layers
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, SparseLayers
+from fuligo.trainer.megatron_backend.sparse_latent_attention import sparse_latent_attention
 
 
 class LocalNorm(nn.RMSNorm):
@@ -60,40 +61,56 @@ def modules_for(settings: MegatronTrainerSettings) -> BackendSpecProvider:
 
 
 def block_spec(
-    config: TransformerConfig, flags: Mapping[str, Any], modules: BackendSpecProvider, *, vp_stage: int | None
+    config: TransformerConfig, flags: Mapping[str, Any], modules: BackendSpecProvider, *, sparse: SparseLayers | None, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """The layers of this rank's pipeline stage, and the final norm.
 
     Args:
         flags: MODEL_ARGS.
+        sparse: None: attention is not sparse.
         vp_stage: which of the rank's interleaved stages; None: it has one.
     """
     first = get_transformer_layer_offset(config, vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    kinds = {is_moe: layer_spec(config, flags, modules, is_moe=is_moe) for is_moe in {is_moe_layer(config, number) for number in numbers}}
-    layers = [kinds[is_moe_layer(config, number)] for number in numbers]
+    layers = [
+        layer_spec(config, flags, attention_spec(config, modules, sparse, number), modules, is_moe=is_moe_layer(config, number))
+        for number in numbers
+    ]
     norm: Any = modules.layer_norm(rms_norm=True)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def prediction_spec(
-    config: TransformerConfig, flags: Mapping[str, Any], modules: BackendSpecProvider
+    config: TransformerConfig, flags: Mapping[str, Any], modules: BackendSpecProvider, *, sparse: SparseLayers | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """The layers for multi-token prediction, each with a layer as the model's last; None: there are none."""
     if not config.mtp_num_layers:
         return None
-    layer = layer_spec(config, flags, modules, is_moe=is_moe_layer(config, config.num_layers - 1))
+    attention = attention_spec(config, modules, sparse, None)
+    layer = layer_spec(config, flags, attention, modules, is_moe=is_moe_layer(config, config.num_layers - 1))
     return prediction_layers(config.mtp_num_layers, layer, modules)
 
 
-def layer_spec(config: TransformerConfig, flags: Mapping[str, Any], modules: BackendSpecProvider, *, is_moe: bool) -> ModuleSpec:
-    """A layer with grouped or latent attention, and a dense MLP or experts. TransformerEngine has norms in the linear layers after them."""
+def attention_spec(config: TransformerConfig, modules: BackendSpecProvider, sparse: SparseLayers | None, number: int | None) -> ModuleSpec:
+    """
+    Args:
+        number: of the layer, counted from 0 over all stages; None: a prediction layer's.
+    """
+    if sparse is not None:
+        return sparse_latent_attention(modules, sparse, number)
+    return latent_attention(modules) if config.multi_latent_attention else grouped_attention(config, modules)
+
+
+def layer_spec(
+    config: TransformerConfig, flags: Mapping[str, Any], attention: ModuleSpec, modules: BackendSpecProvider, *, is_moe: bool
+) -> ModuleSpec:
+    """A layer with this attention, and a dense MLP or experts. TransformerEngine has norms in the linear layers after them."""
     norm = modules.layer_norm(rms_norm=True)
     in_linear = IdentityOp if modules.fuse_layernorm_and_linear() else norm
     add: Any = get_bias_dropout_add
     submodules = TransformerLayerSubmodules(
         input_layernorm=norm if config.multi_latent_attention else in_linear,
-        self_attention=latent_attention(modules) if config.multi_latent_attention else grouped_attention(config, modules),
+        self_attention=attention,
         self_attn_bda=add,
         pre_mlp_layernorm=norm if is_moe else in_linear,
         mlp=mixture(config, modules) if is_moe else get_mlp_module_spec_for_backend(modules),

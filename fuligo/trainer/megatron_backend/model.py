@@ -17,6 +17,7 @@ from fuligo.trainer.megatron_backend.packed import PackedRow
 from fuligo.trainer.megatron_backend.prediction import predict
 from fuligo.trainer.megatron_backend.router import padding_mask
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from fuligo.trainer.megatron_backend.sparse_latent_attention import freeze_indexers
 
 
 class PolicyModel(GPTModel):
@@ -86,6 +87,7 @@ def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[Po
     for chunk in chunks:
         chunk.requires_grad_(trained)
         sum_over_their_copies(chunk)
+        freeze_indexers(chunk)
         if chunk.mtp_process and not settings.prediction.trained:
             chunk.mtp.requires_grad_(False)
         for parameter in chunk.parameters():
@@ -101,8 +103,8 @@ def _build_stage(settings: MegatronTrainerSettings, config: Any, vp_stage: int |
     is_first = is_pp_first_stage(pp_group) and is_vp_first_stage(vp_stage or 0, vp_size)
     is_last = is_pp_last_stage(pp_group) and is_vp_last_stage(vp_stage or 0, vp_size)
     modules = modules_for(settings)
-    layers: Any = block_spec(config, flags, modules, vp_stage=vp_stage)
-    prediction: Any = prediction_spec(config, flags, modules) if is_last else None
+    layers: Any = block_spec(config, flags, modules, sparse=settings.sparse_layers, vp_stage=vp_stage)
+    prediction: Any = prediction_spec(config, flags, modules, sparse=settings.sparse_layers) if is_last else None
     return PolicyModel(
         config,
         layers,

@@ -18,6 +18,7 @@ from fuligo.trainer.megatron_backend.experts import refuse_missing_transport
 from fuligo.trainer.megatron_backend.prediction import refuse_idle_embedding
 from fuligo.trainer.megatron_backend.router import refuse_unsupported_routing
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from fuligo.trainer.megatron_backend.sparse_latent_attention import refuse_unsupported_sparsity
 
 Fields = dict[str, Any]
 """Arguments of `TransformerConfig`."""
@@ -59,6 +60,7 @@ def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"Megatron cannot build the model: {error}") from error
     refuse_unsupported_routing(config)
+    refuse_unsupported_sparsity(config, settings)
     return config
 
 
@@ -125,6 +127,10 @@ def _latent_attention(flags: Mapping[str, Any]) -> Fields:
         "beta_slow",
         "mscale",
         "mscale_all_dim",
+        # Megatron's own `experimental_attention_variant` stays off: its layers are not used, and it refuses context parallelism.
+        "dsa_indexer_n_heads",
+        "dsa_indexer_head_dim",
+        "dsa_indexer_topk",
     )
     # Queries are projected directly where there is no rank for them: Megatron's default is another.
     return {**_given(flags, names), "q_lora_rank": flags.get("q_lora_rank")}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import torch
@@ -20,6 +20,15 @@ from fuligo.trainer.megatron_backend.layout import Layout
 
 PADDING_ID = 0
 """Any token will do: no other sees it and nothing is predicted there."""
+
+
+@dataclass
+class RowSequences(PackedSeqParams):
+    """The sequences of a row, and what its tokens have chosen where attention is sparse."""
+
+    chosen_tokens: dict[int, Tensor] = field(default_factory=dict)
+    """Layer, counted from 0 -> its choice, as `choose_tokens` returns it: kept for layers that take it over, also when these are
+    computed again."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -166,12 +175,12 @@ def _places(tokens: PackedTokens, lengths: list[int], positions: Tensor, cp: int
     return source, rows, torch.where(source >= 0, sequence, -1)
 
 
-def _packed_seq_params(lengths: list[int], cp: int, device: torch.device) -> PackedSeqParams:
+def _packed_seq_params(lengths: list[int], cp: int, device: torch.device) -> RowSequences:
     """Padding counts as tokens of its sequence. TransformerEngine asks for lengths with padding beside those without under context
     parallelism only, and compares them in every layer, which waits for the GPU."""
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     padded = cu_seqlens if cp > 1 else None
-    return PackedSeqParams(
+    return RowSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+from fuligo.models.architecture import Architecture
 from fuligo.models.routing import RoutingShape
 from fuligo.trainer.megatron_backend.layout import Layout
 from fuligo.trainer.ranks.settings import TrainerSettings
@@ -33,6 +34,24 @@ class PredictionLayers:
 
 
 @dataclass(slots=True, frozen=True)
+class SparseLayers:
+    """Of sparse attention, what MODEL_ARGS do not say."""
+
+    computing: frozenset[int]
+    """The layers that compute their token choice, counted from 0; each other one takes that of the nearest of them below."""
+    rotary_interleaved: bool
+    """As `SparseIndex` has it."""
+
+    @classmethod
+    def of(cls, architecture: Architecture) -> Self | None:
+        """None: the model's attention is not sparse."""
+        if architecture.sparse_index is None:
+            return None
+        computing = frozenset(layer.number for layer in architecture.layers if layer.computes_index)
+        return cls(computing, architecture.sparse_index.rotary_interleaved)
+
+
+@dataclass(slots=True, frozen=True)
 class OptimizerPlace:
     """Where the optimizer's state is and how precise."""
 
@@ -49,6 +68,8 @@ class MegatronTrainerSettings(TrainerSettings):
     model_flags: Mapping[str, Any] = field(default_factory=dict)
     """MODEL_ARGS, names with underscores: those of config.json (`models.stated_flags`) under those of the command line, together with
     every other pass-through argument of Megatron."""
+    sparse_layers: SparseLayers | None = None
+    """None: every token sees all before it."""
     recomputation: Recomputation = field(default_factory=Recomputation)
     prediction: PredictionLayers = field(default_factory=PredictionLayers)
     optimizer_place: OptimizerPlace = field(default_factory=OptimizerPlace)

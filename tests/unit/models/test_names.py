@@ -13,20 +13,19 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from fuligo.errors import ConfigError
 from fuligo.models.names import ModelNames, with_expert
-from fuligo.models.registry import NAMES, names_of, read_config_json
+from fuligo.models.registry import names_of, read_config_json
 from tests.unit.models import reference
 from tests.unit.models.test_architecture import small_configs
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-RECIPES = ["glm4-9b", "glm4.5-355b", "glm4.7-flash", "qwen3-4b", "mimo-7b"]
+RECIPES = ["glm4-9b", "glm4.5-355b", "glm4.7-flash", "glm5.2-744b", "qwen3-4b", "mimo-7b"]
 
 
 def is_published(config: dict[str, Any]) -> bool:
-    """Megatron has layers for it, and there are several experts of several units: transformers leaves out such sizes and numbers of 1."""
+    """There are several experts of several units: transformers leaves out such sizes and numbers of 1."""
     sizes = [config[key] for key in ("num_experts", "n_routed_experts", "moe_intermediate_size") if key in config]
-    return config["model_type"] in NAMES and min(sizes) > 1
+    return min(sizes) > 1
 
 
 def known_to_megatron(config: dict[str, Any]) -> dict[str, Any]:
@@ -115,9 +114,16 @@ def test_another_expert_changes_nothing_but_its_number(expert: int, other: int) 
     assert with_expert(name.format(expert), other) == name.format(other)
 
 
-def test_a_family_without_megatron_layers_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="glm_moe_dsa has no Megatron layers yet"):
-        names_of_recipe("glm5.2-744b")
+def test_only_layers_that_compute_their_token_choice_have_an_indexer() -> None:
+    """And the prediction layer, which is number 78."""
+    names = names_of_recipe("glm5.2-744b")
+    found = [name for weight in names.weights() for name in weight.checkpoint if ".indexer." in name]
+    assert {int(name.split(".")[2]) for name in found} == {0, 1, 2, *range(6, 75, 4), 78}
+    assert {name.split(".indexer.")[1] for name in found} == {
+        "wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight",
+    }  # fmt: skip
+    prediction = names.by_megatron_name["mtp.layers.0.transformer_layer.self_attention.core_attention.indexer.linear_wk.weight"]
+    assert prediction.checkpoint == ("model.layers.78.self_attn.indexer.wk.weight",)
 
 
 @pytest.mark.parametrize("file", ["architecture.py", "names.py"])

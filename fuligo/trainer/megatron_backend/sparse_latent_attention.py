@@ -1,0 +1,266 @@
+"""Latent attention that is sparse, with a token choice that layers share (GLM-5, arXiv 2603.12201).
+
+Megatron-Core 0.16.1 has sparse attention for experiments (transformer/experimental_attention_variant/dsa.py): neither for packed rows nor
+for context parallelism, with an indexer in every layer, and it rotates the last elements of the indexer's heads where checkpoints have
+the first rotated. Here only the latents (and the indexer's keys) are gathered over ranks; keys and values are never made of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+
+from fuligo.errors import ConfigError
+from fuligo.trainer.megatron_backend.core_attention import gather_pieces
+from fuligo.trainer.megatron_backend.latent_attention import LatentAttention, SumGradient, latent_attention
+from fuligo.trainer.megatron_backend.packed import RowSequences
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, SparseLayers
+from fuligo.trainer.megatron_backend.sparse_attention import RowPlaces, attend, choose_tokens, row_places
+
+_KEY_NORM_EPSILON = 1e-6
+"""Of the indexer, whatever config.json says of other norms."""
+
+
+def sparse_latent_attention(modules: BackendSpecProvider, sparse: SparseLayers, number: int | None) -> ModuleSpec:
+    """
+    Args:
+        number: of the layer, counted from 0; None for a prediction layer, which computes a choice of its own.
+    """
+    dense = latent_attention(modules, norms_apart=True)
+    assert isinstance(dense.submodules, MLASelfAttentionSubmodules)
+    dense.submodules.core_attention = dense.submodules.linear_kv_up_proj = IdentityOp  # `SparseLatentAttention` makes its own
+    source = None if number is None else max(layer for layer in sparse.computing if layer <= number)
+    own = {"source": source, "computes": number == source, "rotary_interleaved": sparse.rotary_interleaved}
+    return ModuleSpec(SparseLatentAttention, {**dense.params, **own}, dense.submodules)
+
+
+class Indexer(nn.Module):
+    """What scores tokens (`choose_tokens`). Every TP rank has all of it. It is never trained: a choice has no gradient."""
+
+    def __init__(self, config: MLATransformerConfig, *, rotary_interleaved: bool) -> None:
+        super().__init__()
+        assert config.dsa_indexer_n_heads is not None and config.dsa_indexer_head_dim is not None
+        self.num_heads, self.head_dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        self.rotary_interleaved = rotary_interleaved
+        made: Any = {"dtype": config.params_dtype, "device": "cpu" if config.use_cpu_initialization else torch.cuda.current_device()}
+        self.linear_wq_b = nn.Linear(config.q_lora_rank, self.num_heads * self.head_dim, bias=False, **made)
+        self.linear_wk = nn.Linear(config.hidden_size, self.head_dim, bias=False, **made)
+        self.k_norm = nn.LayerNorm(self.head_dim, **made)
+        self.linear_weights_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False, **made)
+
+    def forward(self, hidden: Tensor, q_compressed: Tensor, angles: Tensor, mscale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """
+        Args:
+            hidden: [n, E]
+            q_compressed: [n, q_lora_rank] normed.
+            angles: as `rotate` takes them.
+
+        Returns:
+            [n, H, D] queries, [n, H] float32 weights of the heads, [n, D] keys.
+        """
+        queries = self.linear_wq_b(q_compressed).unflatten(-1, (self.num_heads, self.head_dim))
+        norm = self.k_norm
+        keys = F.layer_norm(self.linear_wk(hidden).float(), (self.head_dim,), norm.weight.float(), norm.bias.float(), _KEY_NORM_EPSILON)
+        weights = F.linear(hidden.float(), self.linear_weights_proj.weight.float())
+        queries, keys = (
+            rotate(values, angles, mscale, interleaved=self.rotary_interleaved) for values in (queries, keys.to(hidden.dtype)[:, None])
+        )
+        return queries, weights, keys.squeeze(1)
+
+
+class UpProjection(nn.Module):
+    """From a latent to this rank's heads of keys and values; its parts are taken apart, to be absorbed into queries and outputs."""
+
+    def __init__(self, config: MLATransformerConfig, num_heads: int) -> None:
+        super().__init__()
+        self.shape = (num_heads, config.qk_head_dim + config.v_head_dim, config.kv_lora_rank)
+        self.key_size = config.qk_head_dim
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        rows = self.shape[0] * self.shape[1]
+        self.weight = nn.Parameter(torch.empty(rows, config.kv_lora_rank, dtype=config.params_dtype, device=device))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+        if config.perform_initialization:
+            tracker = get_cuda_rng_tracker()
+            assert config.init_method is not None and tracker is not None
+            with tracker.fork():
+                config.init_method(self.weight)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """[H / tp, key size, R] and [H / tp, value size, R]."""
+        keys, values = self.weight.view(self.shape).tensor_split([self.key_size], dim=1)
+        return keys, values
+
+
+class ChosenAttention(nn.Module):
+    """Attention to the tokens that this layer chooses, or that the nearest layer below with an indexer has chosen."""
+
+    def __init__(self, config: MLATransformerConfig, *, source: int | None, computes: bool, rotary_interleaved: bool) -> None:
+        super().__init__()
+        assert config.dsa_indexer_topk is not None
+        self.source, self.top_k, self.value_size = source, config.dsa_indexer_topk, config.kv_lora_rank
+        self.indexer = Indexer(config, rotary_interleaved=rotary_interleaved) if computes else None
+
+
+class SparseLatentAttention(LatentAttention):
+    """Self attention of a layer."""
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        *args: Any,
+        source: int | None,
+        computes: bool,
+        rotary_interleaved: bool,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, submodules, *args, **kwargs)
+        self.linear_kv_up_proj = UpProjection(config, self.num_attention_heads_per_partition)
+        self.core_attention = ChosenAttention(config, source=source, computes=computes, rotary_interleaved=rotary_interleaved)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden_states: Tensor, attention_mask: None, *, packed_seq_params: PackedSeqParams, **_: object
+    ) -> tuple[Tensor, Tensor | None]:
+        """
+        Args:
+            hidden_states: [L, 1, E] this rank's pieces of every sequence, in their order; L / tp under sequence parallelism.
+            attention_mask: None; sequences, causality and choice say it all.
+            packed_seq_params: of the whole row.
+
+        Returns:
+            As `hidden_states`, and the bias that is to be added, as Megatron's linear layers have it.
+        """
+        assert isinstance(packed_seq_params, RowSequences)
+        cp, config = self.pg_collection.cp, self.config
+        places = row_places(tuple(packed_seq_params.cu_seqlens_q.tolist()), cp.size(), cp.rank())
+        own = self._own(places, len(hidden_states))
+        angles, mscale = self._angles(places.longest)
+        hidden = hidden_states.squeeze(1)
+
+        q_norm, kv_norm = cast(nn.Module, self.q_layernorm), cast(nn.Module, self.kv_layernorm)
+        q_compressed = q_norm(self.linear_q_down_proj(hidden)[0])
+        latent, rotary_key = self.linear_kv_down_proj(hidden)[0].split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        rotary_key = rotate(rotary_key[:, None], angles[own.positions], mscale, interleaved=True).squeeze(1)
+        latent = self._shared_by_heads(kv_norm(latent))
+        latents = self._of_whole_row(torch.cat([latent, rotary_key], dim=-1), places)
+
+        queries = self.linear_q_up_proj(q_compressed)[0].unflatten(-1, (-1, self.q_head_dim))
+        plain, rotary = queries.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        rotary = rotate(rotary, angles[places.positions], mscale, interleaved=True)
+        keys_up, values_up = self.linear_kv_up_proj()
+        queries = torch.cat([torch.einsum("lhd,hdr->lhr", plain, keys_up), rotary], dim=-1)
+
+        chosen = self._chosen(packed_seq_params, hidden, q_compressed, angles[own.positions], mscale, places)
+        core = self.core_attention
+        output = attend(queries, latents, chosen, value_size=core.value_size, scale=self.softmax_scale)
+        return self.linear_proj(torch.einsum("lhr,hvr->lhv", output, values_up).flatten(1)[:, None])
+
+    @torch.no_grad()
+    def _chosen(self, row: RowSequences, hidden: Tensor, q_compressed: Tensor, angles: Tensor, mscale: float, places: RowPlaces) -> Tensor:
+        """[L, K]. Under sequence parallelism each TP rank chooses for its own tokens, so that all take the same choice."""
+        core = self.core_attention
+        if core.source in row.chosen_tokens:
+            return row.chosen_tokens[core.source]
+        assert core.indexer is not None, f"layer {core.source} is not in this stage"
+        queries, weights, keys = core.indexer(hidden, q_compressed, angles, mscale)
+        own = self._own(places, len(hidden))
+        chosen = self._over_sequence(choose_tokens(queries, weights, self._of_whole_row(keys, places), own, core.top_k))
+        if core.source is not None:
+            row.chosen_tokens[core.source] = chosen
+        return chosen
+
+    def _own(self, places: RowPlaces, num_tokens: int) -> RowPlaces:
+        """Of the tokens that come in: all L, or this TP rank's part of them."""
+        first = self.tp_group.rank() * num_tokens if self.config.sequence_parallel else 0
+        return places.slice(first, first + num_tokens)
+
+    def _angles(self, longest: int) -> tuple[Tensor, float]:
+        """[longest, P / 2] of each position, and the factor of what they rotate."""
+        found = self.rotary_pos_emb(longest, packed_seq=True)
+        frequencies, mscale = found if self.config.rope_type == "yarn" else (found, 1.0)
+        return frequencies.flatten(1).chunk(2, dim=-1)[0], mscale
+
+    def _shared_by_heads(self, latent: Tensor) -> Tensor:
+        """Each TP rank's heads give their part of its gradient. (That of the rotary key is summed in `LatentAttention`; both are where
+        ranks have different tokens, when these are gathered.)"""
+        is_whole = self.tp_group.size() > 1 and not self.config.sequence_parallel
+        return SumGradient.apply(latent, self.tp_group) if is_whole else latent  # pyright: ignore[reportReturnType]
+
+    def _over_sequence(self, tokens: Tensor) -> Tensor:
+        """[L / tp, ...] -> [L, ...] under sequence parallelism, else the same."""
+        if self.config.sequence_parallel and self.tp_group.size() > 1:
+            return gather_from_sequence_parallel_region(tokens, group=self.tp_group)
+        return tokens
+
+    def _of_whole_row(self, tokens: Tensor, places: RowPlaces) -> Tensor:
+        """What each rank has of its own tokens -> [T, ...] in the row's order."""
+        group = self.pg_collection.cp
+        assert isinstance(group, dist.ProcessGroup)
+        tokens = self._over_sequence(tokens)
+        if group.size() == 1:
+            return tokens
+        return gather_pieces(tokens, group).flatten(0, 1).index_select(0, places.in_order.to(tokens.device))
+
+
+def rotate(values: Tensor, angles: Tensor, mscale: float, *, interleaved: bool) -> Tensor:
+    """Rotary embedding of the first P elements of each head (RoFormer, arXiv 2104.09864), in float32's angles and the type of the values.
+
+    Args:
+        values: [n, H, D]
+        angles: [n, P / 2] float32
+        mscale: factor of what is rotated (YaRN).
+        interleaved: pairs are neighbours; else element i and i + P / 2. They come out apart, all first ones before all second ones: where
+            queries and keys are treated alike, no product of them changes.
+    """
+    size = 2 * angles.size(-1)
+    rotated, rest = values.tensor_split([size], dim=-1)
+    first, second = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, dim=-1)
+    cos, sin = ((mscale * turn)[:, None].to(values.dtype) for turn in (angles.cos(), angles.sin()))
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def freeze_indexers(model: nn.Module) -> None:
+    """Switch off their gradients, of which there are none."""
+    for module in model.modules():
+        if isinstance(module, Indexer):
+            module.requires_grad_(False)
+
+
+def refuse_unsupported_sparsity(config: TransformerConfig, settings: MegatronTrainerSettings) -> None:
+    """
+    Raises:
+        ConfigError: a stage begins with a layer that takes over the choice of one in the stage before, or up-projections that are never
+            computed are to be recomputed.
+    """
+    sparse, layout = settings.sparse_layers, settings.layout
+    if sparse is None:
+        return
+    if "mla_up_proj" in settings.recomputation.modules:
+        raise ConfigError(
+            "--recompute-modules mla_up_proj: sparse attention makes no keys and values of its latents; leave mla_up_proj out"
+        )
+    for pp_rank in range(layout.pp):
+        for vp_stage in range(layout.vpp) if layout.vpp > 1 else [None]:
+            first = get_transformer_layer_offset(config, vp_stage, pp_rank)
+            if first not in sparse.computing and get_num_layers_to_build(config, vp_stage, pp_rank):
+                raise ConfigError(
+                    f"--pipeline-model-parallel-size {layout.pp}: a stage starts at layer {first + 1}, which does not compute its own "
+                    "sparse index, it reuses one of the stage before; every stage must start at one of the layers "
+                    f"{', '.join(str(number + 1) for number in sorted(sparse.computing))} (--decoder-first-pipeline-num-layers, "
+                    "--decoder-last-pipeline-num-layers)"
+                )

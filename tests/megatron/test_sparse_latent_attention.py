@@ -1,0 +1,170 @@
+"""Sparse latent attention with a shared token choice on Megatron-Core: log-probabilities and gradients against transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fuligo.errors import ConfigError
+from fuligo.models.registry import names_of, read_config_json
+from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.trainer.megatron_backend.model_config import transformer_config
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, PredictionLayers, Recomputation
+from fuligo.trainer.objective import LossSettings
+from fuligo.trainer.packing import Capacity
+from fuligo.trainer.step import StepSamples
+from fuligo.types import TrainBatch
+from tests import train_batches
+from tests.megatron.gradients import assert_gradients_agree, megatron_gradients
+from tests.megatron.policies import megatron_logprobs, settings_of, transformers_logprobs
+from tests.megatron.prediction_fixture import PredictingModel
+from tests.megatron.ranks import RankPool
+
+LENGTHS = [(4, 9), (1, 3), (30, 12), (2, 1), (5, 14), (3, 9)]
+"""(prompt, response); most have more tokens than a query chooses."""
+TYPES = ["full", "shared", "shared", "full"]
+LOSS = LossSettings(loss_type="sft_loss")
+SCALE = 0.3
+SLOW = pytest.mark.slow
+
+LAYOUTS = {
+    "one": Layout(),
+    "tp2 sp": Layout(tp=2, sequence_parallel=True, num_ranks=2),
+    "cp2": Layout(cp=2, num_ranks=2),
+    "ep2": Layout(ep=2, num_ranks=2),
+    "pp2 uneven": Layout(pp=2, num_layers_first_stage=3, num_layers_last_stage=1, num_ranks=2),
+    "tp2 sp cp2": Layout(tp=2, cp=2, sequence_parallel=True, num_ranks=4),
+    "cp2 ep2": Layout(cp=2, ep=2, num_ranks=2),
+    "tp2 sp pp2": Layout(tp=2, pp=2, num_layers_first_stage=3, num_layers_last_stage=1, sequence_parallel=True, num_ranks=4),
+}
+
+
+@dataclass(slots=True)
+class Reference:
+    """The model in plain torch with the gradients of its loss, the checkpoint of it, and one without its prediction layer."""
+
+    gradients: dict[str, Tensor]
+    directory: Path
+    without_prediction: Path
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    model = PredictingModel.random("glm_moe_dsa", layers=4, indexer_types=TYPES)
+    directory = model.save(tmp_path_factory.mktemp("predicting"))
+    model.trunk.save_pretrained(without := tmp_path_factory.mktemp("plain"))
+    step = StepSamples.of(batch(), 0, LOSS)
+    for sample, weights in zip(step.samples, step.weights):
+        own, further = (-(torch.from_numpy(weights) * found).sum() for found in model.logprobs(sample))
+        (own + SCALE * further).backward()
+    choosing = {
+        name: torch.zeros_like(tensor) for name, tensor in load_file(directory / "model.safetensors").items() if ".indexer." in name
+    }
+    return Reference(model.gradients() | choosing, directory, without)
+
+
+def batch() -> TrainBatch:
+    return train_batches.batch(train_batches.samples(LENGTHS))
+
+
+def training_settings(reference: Reference, layout: Layout, **overrides: Any) -> MegatronTrainerSettings:
+    given = {
+        "capacity": Capacity(max_tokens=34),
+        "loss": LOSS,
+        "dispatcher": "alltoall",
+        "optimizer_place": OptimizerPlace(distributed=False),
+        "prediction": PredictionLayers(1, trained=True, loss_scale=SCALE),
+    }
+    return settings_of(reference.directory, layout, **{**given, **overrides})
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("tp2 sp", "cp2", "pp2 uneven"),
+        *(pytest.param(layout, marks=SLOW) for layout in ("one", "ep2", "tp2 sp cp2", "cp2 ep2", "tp2 sp pp2")),
+    ],
+)
+def test_gradients_are_those_of_plain_torch(pool: RankPool, reference: Reference, layout: str) -> None:
+    """Of a model with a prediction layer; indexers have none."""
+    got, *_ = pool.run(LAYOUTS[layout].num_ranks, megatron_gradients, training_settings(reference, LAYOUTS[layout]), batch())
+    assert_gradients_agree(got, reference.gradients)
+
+
+@pytest.mark.parametrize(
+    ("layout", "recomputation"),
+    [
+        ("one", Recomputation("full", "uniform", 1)),  # a layer that takes over a choice is computed again without the one that made it
+        pytest.param("pp2 uneven", Recomputation("full", "uniform", 1), marks=SLOW),
+        pytest.param("tp2 sp", Recomputation("selective", modules=("core_attn", "moe")), marks=SLOW),
+    ],
+    ids=str,
+)
+def test_recomputed_activations_give_the_same_gradients(
+    pool: RankPool, reference: Reference, layout: str, recomputation: Recomputation
+) -> None:
+    settings = training_settings(reference, LAYOUTS[layout], recomputation=recomputation)
+    got, *_ = pool.run(LAYOUTS[layout].num_ranks, megatron_gradients, settings, batch())
+    assert_gradients_agree(got, reference.gradients)
+
+
+@pytest.mark.parametrize("layout", ["ep2", "tp2 sp cp2", *(pytest.param(name, marks=SLOW) for name in ("one", "pp2 uneven", "tp2 sp pp2"))])
+def test_logprobs_are_those_of_transformers(pool: RankPool, reference: Reference, layout: str) -> None:
+    assert_logprobs(pool, reference.without_prediction, LAYOUTS[layout], oracle=reference.without_prediction)
+
+
+def test_indexers_rotate_neighbours_where_config_json_says_so(pool: RankPool, reference: Reference, tmp_path: Path) -> None:
+    """SGLang does; transformers does not, and computes the same of weights that have the two elements of every pair side by side."""
+    directory = shutil.copytree(reference.without_prediction, tmp_path / "interleaved")
+    config = read_config_json(directory) | {"indexer_rope_interleave": True}
+    (directory / "config.json").write_text(json.dumps(config))
+    size, num_heads, head_dim = config["qk_rope_head_dim"], config["index_n_heads"], config["index_head_dim"]
+    one_head = torch.cat([torch.arange(size).view(2, -1).T.flatten(), torch.arange(size, head_dim)])
+    all_heads = torch.cat([head * head_dim + one_head for head in range(num_heads)])
+    order = {"wq_b.weight": all_heads, "wk.weight": one_head, "k_norm.weight": one_head, "k_norm.bias": one_head}
+    tensors = load_file(file := directory / "model.safetensors")
+    for name, tensor in tensors.items():
+        if (indexer := name.partition(".indexer.")[2]) in order:
+            tensors[name] = tensor[order[indexer]].contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert_logprobs(pool, directory, LAYOUTS["one"], oracle=reference.without_prediction)
+
+
+def test_the_choice_matters(reference: Reference, tmp_path: Path) -> None:
+    """Else what is tested above could as well be attention to all tokens."""
+    dense = shutil.copytree(reference.without_prediction, tmp_path / "dense")
+    (dense / "config.json").write_text(json.dumps(read_config_json(dense) | {"index_topk": 100}))
+    samples = train_batches.samples(LENGTHS)
+    difference = transformers_logprobs(dense, samples) - transformers_logprobs(reference.without_prediction, samples)
+    assert (difference.abs() > 0.01).float().mean() > 0.5
+
+
+def assert_logprobs(pool: RankPool, directory: Path, layout: Layout, *, oracle: Path) -> None:
+    samples = train_batches.samples(LENGTHS)
+    settings = settings_of(directory, layout, dispatcher="alltoall")
+    *_, got = pool.run(layout.num_ranks, megatron_logprobs, settings, [samples[:3], samples[3:]])
+    torch.testing.assert_close(got, transformers_logprobs(oracle, samples), atol=1e-4, rtol=0)
+
+
+def test_a_stage_cannot_begin_with_a_layer_that_takes_over_a_choice(reference: Reference) -> None:
+    assert [layer.computes_index for layer in names_of(read_config_json(reference.directory)).architecture.layers] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    with pytest.raises(ConfigError, match=r"a stage starts at layer 3, which does not compute .* must start at one of the layers 1, 4 "):
+        transformer_config(training_settings(reference, Layout(pp=2, num_ranks=2)))
+
+
+def test_recomputation_of_what_is_never_computed_is_refused(reference: Reference) -> None:
+    with pytest.raises(ConfigError, match="leave mla_up_proj out"):
+        transformer_config(training_settings(reference, Layout(), recomputation=Recomputation("selective", modules=("mla_up_proj",))))

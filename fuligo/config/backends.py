@@ -13,6 +13,7 @@ MEGATRON_FLAGS = (
     "mtp_num_layers",
     "enable_mtp_training",
     "mtp_loss_scaling_factor",
+    "mtp_joint_training",
     "use_routing_replay",
     "use_rollout_routing_replay",
     "override_model_config",

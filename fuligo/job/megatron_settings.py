@@ -40,7 +40,9 @@ def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTraine
         recomputation=Recomputation(
             sizes.recompute_granularity, sizes.recompute_method, sizes.recompute_num_layers, tuple(sizes.recompute_modules)
         ),
-        prediction=PredictionLayers(train.mtp_num_layers or 0, train.enable_mtp_training, train.mtp_loss_scaling_factor),
+        prediction=PredictionLayers(
+            train.mtp_num_layers or 0, train.enable_mtp_training, train.mtp_loss_scaling_factor, train.mtp_joint_training
+        ),
         optimizer_place=OptimizerPlace(
             distributed=optimizer.use_distributed_optimizer,
             on_cpu=optimizer.optimizer_cpu_offload,

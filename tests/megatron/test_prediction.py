@@ -88,13 +88,15 @@ def backward(model: PredictingModel) -> float:
     return float(total)
 
 
-def prediction_settings(reference: Reference, layout: Layout, *, trained: bool = True, **overrides: Any) -> MegatronTrainerSettings:
+def prediction_settings(
+    reference: Reference, layout: Layout, *, trained: bool = True, joint: bool = True, **overrides: Any
+) -> MegatronTrainerSettings:
     given = {
         "capacity": Capacity(max_tokens=34),
         "loss": LOSS,
         "dispatcher": "alltoall",
         "optimizer_place": OptimizerPlace(distributed=False),
-        "prediction": PredictionLayers(len(reference.model.layers), trained=trained, loss_scale=SCALE),
+        "prediction": PredictionLayers(len(reference.model.layers), trained=trained, loss_scale=SCALE, joint=joint),
     }
     return settings_of(reference.directory, layout, **{**given, **overrides})
 
@@ -113,11 +115,34 @@ def prediction_settings(reference: Reference, layout: Layout, *, trained: bool =
         *(pytest.param("glm4_moe", 1, layout, marks=SLOW) for layout in ("one", "ep2", "pp2", "cp2", "tp2 sp pp2")),
     ],
 )
-def test_gradients_are_those_of_plain_torch(pool: RankPool, references, family: str, num_predictions: int, layout: str) -> None:
+def test_gradients_of_joint_training_are_those_of_plain_torch(
+    pool: RankPool, references, family: str, num_predictions: int, layout: str
+) -> None:
     reference = references(family, num_predictions)
     settings = prediction_settings(reference, LAYOUTS[layout])
     got, *_ = pool.run(LAYOUTS[layout].num_ranks, megatron_gradients, settings, batch())
     assert_gradients_agree(got, reference.model.gradients())
+
+
+@pytest.mark.parametrize(
+    ("layout", "overrides"),
+    [
+        ("one", {"recomputation": Recomputation("full", "uniform", 1)}),
+        ("pp2", {"flags": {"overlap_grad_reduce": True}}),
+        *(pytest.param(layout, {}, marks=SLOW) for layout in ("tp2 sp", "cp2", "pp2 vpp2")),
+    ],
+    ids=str,
+)
+def test_else_their_loss_trains_the_layers_alone(pool: RankPool, references, layout: str, overrides: dict[str, Any]) -> None:
+    """The model's own gradients are those that it has without prediction layers, the layers' those of joint training."""
+    reference, shape = references("mimo", 2), LAYOUTS[layout]
+    apart, *_ = pool.run(shape.num_ranks, megatron_gradients, prediction_settings(reference, shape, joint=False, **overrides), batch())
+    without, *_ = pool.run(
+        shape.num_ranks, megatron_gradients, prediction_settings(reference, shape, prediction=PredictionLayers()), batch()
+    )
+    assert apart is not None and without is not None
+    layers = {name: gradient for name, gradient in reference.model.gradients().items() if ".mtp_layers." in name}
+    assert_gradients_agree(apart, without | layers)
 
 
 @pytest.mark.slow

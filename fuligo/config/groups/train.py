@@ -33,6 +33,7 @@ class TrainFlags(FlagGroup):
     mtp_num_layers: int | None = flag(None, "layers for multi-token prediction to load (MTP)", unit="layers", source="megatron", ge=0)
     enable_mtp_training: bool = flag(False, "train the MTP layers; without it they are loaded and frozen", source="seed")
     mtp_loss_scaling_factor: float = flag(0.2, "weight of the MTP loss", source="megatron", ge=0)
+    mtp_joint_training: bool = flag(False, "the MTP loss also trains the model, embedding and head; without it the MTP layers alone")
     ref_update_interval: int | None = flag(
         None, "rollouts after which the reference takes the policy's weights", unit="rollouts", source="seed", ge=1
     )

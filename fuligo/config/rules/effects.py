@@ -333,7 +333,7 @@ EFFECTS = (
     ),
     Effect(
         "MTP",
-        ("mtp_loss_scaling_factor",),
+        ("mtp_loss_scaling_factor", "mtp_joint_training"),
         lambda config: config.train.enable_mtp_training,
         "without --enable-mtp-training",
         "add --enable-mtp-training",

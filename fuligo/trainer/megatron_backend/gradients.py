@@ -269,9 +269,10 @@ def _logprobs(chunk: nn.Module, row: _Row, hidden: Tensor, settings: MegatronTra
 def _prediction_loss(chunk: nn.Module, row: _Row, hidden: Tensor, settings: MegatronTrainerSettings, sums: MetricSums) -> Tensor:
     """This context-parallel rank's part of the prediction layers' loss; the whole becomes a metric."""
     assert row.inputs is not None
+    head = _head_weight(chunk)
     loss = prediction_loss(
         hidden,
-        _head_weight(chunk),
+        head if settings.prediction.joint else head.detach(),
         row.packed,
         row.tokens.targets,
         row.inputs.weights,

@@ -14,7 +14,7 @@ from fuligo.trainer.megatron_backend.experts import sum_over_their_copies
 from fuligo.trainer.megatron_backend.layer_spec import block_spec, modules_for, prediction_spec
 from fuligo.trainer.megatron_backend.model_config import is_tied, padded_vocab_size, rotary, transformer_config
 from fuligo.trainer.megatron_backend.packed import PackedRow
-from fuligo.trainer.megatron_backend.prediction import predict
+from fuligo.trainer.megatron_backend.prediction import cut_off, predict, without_gradient
 from fuligo.trainer.megatron_backend.router import padding_mask
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.sparse_latent_attention import freeze_indexers
@@ -23,6 +23,8 @@ from fuligo.trainer.megatron_backend.sparse_latent_attention import freeze_index
 class PolicyModel(GPTModel):
     """One pipeline stage. Its `forward` is Megatron's; `run` calls it with a packed row."""
 
+    trains_jointly: bool = False
+    """The loss of the prediction layers also trains the layers before them, the embedding and the head."""
     _row: PackedRow | None = None
 
     def run(self, row: PackedRow) -> Tensor:
@@ -54,8 +56,15 @@ class PolicyModel(GPTModel):
         assert row is not None
         if row.later:
             mask = padding_mask(row, self.config, self.pg_collection.tp)
-            states += predict(self.mtp, hidden_states, row, self.embedding, rotary_pos_emb=rotary_pos_emb, padding_mask=mask)
+            hidden, embedding = (hidden_states, self.embedding) if self.trains_jointly else (cut_off(hidden_states), self._embed_cut_off)
+            states += predict(self.mtp, hidden, row, embedding, rotary_pos_emb=rotary_pos_emb, padding_mask=mask)
         return torch.cat([self._whole(state) for state in states]).squeeze(1)
+
+    def _embed_cut_off(self, **tokens: Tensor) -> Tensor:
+        """A copy of the embedding that only the prediction layers use still gets a gradient, of zeros: Megatron may wait for one."""
+        embedded = self.embedding(**tokens)
+        is_idle = not self.pre_process and not self.share_embeddings_and_output_weights
+        return without_gradient(embedded) if is_idle else embedded.detach()
 
     def _whole(self, hidden_states: Tensor) -> Tensor:
         group = self.pg_collection.tp
@@ -88,6 +97,7 @@ def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[Po
         chunk.requires_grad_(trained)
         sum_over_their_copies(chunk)
         freeze_indexers(chunk)
+        chunk.trains_jointly = settings.prediction.joint
         if chunk.mtp_process and not settings.prediction.trained:
             chunk.mtp.requires_grad_(False)
         for parameter in chunk.parameters():

@@ -7,6 +7,7 @@ sequence: its own shift talks to the context-parallel neighbours for every seque
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,9 +108,9 @@ def predict(
 
     Args:
         block: one layer for each of `row.later`.
-        hidden: of the model, after its final norm.
+        hidden: of the model, after its final norm; `cut_off` from it where the layers' loss is not to train it.
         row: with its tokens shifted for each layer.
-        embedding: the model's.
+        embedding: the model's, likewise.
         rotary_pos_emb: as for the model's layers.
         padding_mask: likewise.
     """
@@ -126,6 +127,26 @@ def predict(
             )
         )
     return states[1:]
+
+
+def cut_off(hidden: Tensor) -> Tensor:
+    """The same values, at which gradients end. They ask for one: Megatron recomputes only what is between inputs that do and a loss."""
+    return hidden.detach().requires_grad_()
+
+
+def without_gradient(values: Tensor) -> Tensor:
+    """The same values; the gradient of what they come from is 0, whatever theirs is."""
+    return _WithoutGradient.apply(values)  # pyright: ignore[reportReturnType]
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return torch.zeros_like(gradient)
 
 
 def prediction_loss(
@@ -146,7 +167,7 @@ def prediction_loss(
 
     Args:
         hidden: [(1 + K) * L, E] what `PolicyModel.run` returns for `row`.
-        weight: [V' / tp, E] of the output layer.
+        weight: [V' / tp, E] of the output layer; detached where the loss is not to train it.
         row: of K prediction layers.
         targets: [N] the micro-batch's response tokens.
         weights: [N] float32 of each in the loss of the optimizer step; 0 where masked.

@@ -31,6 +31,8 @@ class PredictionLayers:
     """Loaded with the model; 0: none."""
     trained: bool = False
     loss_scale: float = 0.2
+    joint: bool = False
+    """Their loss also trains the model that they stand on, its embedding and its head."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from fuligo.checkpoint.export import export_problem
 from fuligo.checkpoint.location import (
     Checkpoint,
     WeightsOnly,
@@ -191,6 +192,20 @@ def _places(config: Config) -> Iterator[str]:
         cause = _why_unwritable(Path(path.split("{rollout_id}")[0]))
         if cause is not None:
             yield f"{option} {path} cannot be written: {cause}; choose another"
+    if config.checkpoint.save_hf is not None:
+        yield from _export(config, Path(config.checkpoint.save_hf))
+
+
+def _export(config: Config, target: Path) -> Iterator[str]:
+    """An export replaces what is there."""
+    given = {"--hf-checkpoint": config.model.hf_checkpoint, "--ref-load": config.checkpoint.ref_load, "--load": config.checkpoint.load}
+    for option, path in given.items():
+        if path is not None and Path(path).resolve() == target.resolve():
+            yield f"--save-hf {target} is what {option} reads; give another place"
+            return
+    problem = export_problem(target)
+    if problem is not None:
+        yield f"--save-hf: {problem}"
 
 
 def _why_unwritable(directory: Path) -> str | None:

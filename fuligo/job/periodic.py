@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fuligo.checkpoint.location import is_distributed, weights_of
+from fuligo.checkpoint.export import export
 from fuligo.checkpoint.state import DriverRng, RunState
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.job.recorder import RunRecorder
-from fuligo.machine.disk import writing
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.rollout.evaluate import Evaluation, Evaluator
 from fuligo.rollout.protocol import Rollout
@@ -118,20 +116,7 @@ class SaveCheckpoint:
     async def _export(self, checkpoint: Path, step: int) -> None:
         if self.export_to is None:
             return
-        export = Path(self.export_to.replace("{rollout_id}", str(step)))
-        if is_distributed(checkpoint):
-            await asyncio.to_thread(_replace_export, checkpoint, export)
-        else:
-            with writing(export):
-                await asyncio.to_thread(shutil.copytree, weights_of(checkpoint), export, dirs_exist_ok=True)
-
-
-def _replace_export(checkpoint: Path, export: Path) -> None:
-    """An earlier run may have left one there."""
-    from fuligo.checkpoint.dist_to_hf import dist_to_hf
-
-    shutil.rmtree(export, ignore_errors=True)
-    dist_to_hf(checkpoint, export)
+        await asyncio.to_thread(export, checkpoint, Path(self.export_to.replace("{rollout_id}", str(step))))
 
 
 @dataclass(slots=True)

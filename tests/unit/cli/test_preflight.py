@@ -68,3 +68,13 @@ def test_one_that_does_not_say_of_which_model_it_is(model: Path, dist: Path, tmp
     (problem,) = problems(model, option, other, "--train-backend", "megatron")
     assert f"{option} {other / 'release'} is no distributed checkpoint that fuligo wrote" in problem
     assert f"{other / 'release' / 'model' / 'config.json'} is missing" in problem
+
+
+def test_an_export_replaces_neither_what_the_run_reads_nor_what_is_no_export(model: Path, tmp_path: Path):
+    (problem,) = problems(model, "--save-hf", model)
+    assert f"--save-hf {model} is what --hf-checkpoint reads" in problem
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "notes.txt").touch()
+    (problem,) = problems(model, "--save-hf", tmp_path / "home")
+    assert f"{tmp_path / 'home'} is there and is no Hugging Face directory" in problem
+    assert problems(model, "--save-hf", tmp_path / "new") == []

@@ -71,6 +71,7 @@ SHAPES: dict[str, dict] = {
     "glm4": {},
     "qwen3_moe": {},
     "glm4_moe_lite": {"num_prediction_layers": 1},
+    "glm_moe_dsa": {"num_prediction_layers": 1, "indexer_types": ["full", "shared", "full"]},
 }
 
 

@@ -23,6 +23,7 @@ from fuligo.trainer.packing import Capacity
 from fuligo.trainer.step import StepSamples
 from fuligo.types import TrainBatch
 from tests import train_batches
+from tests.megatron.checkpoints import save_uneven
 from tests.megatron.gradients import assert_gradients_agree, megatron_gradients
 from tests.megatron.policies import megatron_logprobs, settings_of, transformers_logprobs
 from tests.megatron.prediction_fixture import PredictingModel
@@ -81,7 +82,7 @@ def training_settings(reference: Reference, layout: Layout, **overrides: Any) ->
         "loss": LOSS,
         "dispatcher": "alltoall",
         "optimizer_place": OptimizerPlace(distributed=False),
-        "prediction": PredictionLayers(1, trained=True, loss_scale=SCALE),
+        "prediction": PredictionLayers(1, trained=True, loss_scale=SCALE, joint=True),
     }
     return settings_of(reference.directory, layout, **{**given, **overrides})
 
@@ -136,6 +137,12 @@ def test_indexers_rotate_neighbours_where_config_json_says_so(pool: RankPool, re
             tensors[name] = tensor[order[indexer]].contiguous()
     save_file(tensors, file, metadata={"format": "pt"})
     assert_logprobs(pool, directory, LAYOUTS["one"], oracle=reference.without_prediction)
+
+
+@pytest.mark.slow
+def test_interleaved_stages_begin_with_layers_that_choose(pool: RankPool, tmp_path: Path) -> None:
+    directory = save_uneven(tmp_path, "glm_moe_dsa", layers=8, indexer_types=["full", "shared"] * 4)
+    assert_logprobs(pool, directory, Layout(pp=2, vpp=2, num_ranks=2), oracle=directory)
 
 
 def test_the_choice_matters(reference: Reference, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fuligo.errors import DataError, RolloutError
+from fuligo.machine.disk import writing
 from fuligo.rollout.protocol import Rollout, RolloutState
 from fuligo.types import Sample, SampleGroup, SampleStatus, Span
 
@@ -51,9 +52,9 @@ def save_rollout(template: str, rollout: Rollout) -> Path:
 
     Raises:
         RolloutError: as `encode_groups`.
+        FuligoError: it cannot be written.
     """
     path = Path(template.replace("{rollout_id}", str(rollout.step)))
-    path.parent.mkdir(parents=True, exist_ok=True)
     state = rollout.state
     meta = {
         "format": FORMAT,
@@ -64,7 +65,10 @@ def save_rollout(template: str, rollout: Rollout) -> Path:
         "next_group_index": state.next_group_index,
         "num_groups": len(rollout.groups),
     }
-    path.write_bytes(_to_bytes(_table([*rollout.groups, *state.buffer], meta)))
+    data = _to_bytes(_table([*rollout.groups, *state.buffer], meta))
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
     return path
 
 
@@ -105,16 +109,12 @@ def _table(groups: list[SampleGroup], meta: dict[str, Any]) -> pa.Table:
         columns[name] = pa.array([getattr(sample, name) for sample in samples], pa.int64() if name.endswith("index") else pa.string())
     for name in JSON_FIELDS:
         columns[name] = pa.array([_json(sample, name) for sample in samples], pa.string())
+    columns["routed_experts"] = pa.array([_npy(sample.routed_experts) for sample in samples], pa.large_binary())
     for name, dtype in ARRAYS.items():
         columns[name] = pa.array([getattr(sample, name) for sample in samples], pa.list_(pa.from_numpy_dtype(dtype)))
     return pa.table(columns).replace_schema_metadata({META_KEY: json.dumps(meta).encode()})
 
-    columns["routed_experts"] = pa.array([_npy(sample.routed_experts) for sample in samples], pa.large_binary())
 
-def _json(sample: Sample, name: str) -> str:
-    try:
-        return json.dumps(getattr(sample, name), default=_plain)
-    except (TypeError, ValueError) as error:
 def _npy(array: np.ndarray | None) -> bytes | None:
     """Of three axes, which a list column would make lists of lists of lists."""
     if array is None:
@@ -124,6 +124,10 @@ def _npy(array: np.ndarray | None) -> bytes | None:
     return sink.getvalue()
 
 
+def _json(sample: Sample, name: str) -> str:
+    try:
+        return json.dumps(getattr(sample, name), default=_plain)
+    except (TypeError, ValueError) as error:
         raise RolloutError(f"sample {sample.index}: its {name} cannot be saved ({error}); hooks may put JSON data there only") from error
 
 
@@ -171,8 +175,8 @@ def _sample(row: dict[str, Any]) -> Sample:
     fields = {name: row[name] for name in PLAIN_FIELDS}
     fields |= {name: json.loads(row[name]) for name in JSON_FIELDS}
     fields |= {name: np.array(row[name], dtype) for name, dtype in ARRAYS.items()}
+    routed = row.get("routed_experts")  # files of earlier versions have none
+    fields["routed_experts"] = None if routed is None else np.load(io.BytesIO(routed), allow_pickle=False)
     fields["status"] = SampleStatus(row["status"])
     fields["spans"] = [Span(*span) for span in json.loads(row["spans"])]
     return Sample(**fields)
-    routed = row.get("routed_experts")  # files of earlier versions have none
-    fields["routed_experts"] = None if routed is None else np.load(io.BytesIO(routed), allow_pickle=False)

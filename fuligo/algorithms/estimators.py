@@ -47,8 +47,3 @@ WITH_CRITIC: dict[str, Estimator] = {
 def estimator(name: str) -> Estimator:
     """The facts of any `--advantage-estimator`."""
     return ESTIMATORS[name] if name in ESTIMATORS else WITH_CRITIC[name]
-
-
-def kl_coef_supported(estimator: str) -> bool:
-    """Whether `--kl-coef` has an effect with this estimator; where it has none, a value other than 0 is an error."""
-    return ESTIMATORS[estimator].uses_kl_coef

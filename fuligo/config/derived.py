@@ -159,11 +159,6 @@ class Config(FlagGroup):
         return "sglang" if elsewhere or self.resolved_train_backend == "megatron" or self._has(SGLANG_FLAGS, "sglang") else "embedded"
 
     @property
-    def needs_critic(self) -> bool:
-        """A value model is trained beside the policy."""
-        return self.algorithm.advantage_estimator == "ppo" and not self.is_sft
-
-    @property
     def resolved_actor_num_gpus_per_node(self) -> int:
         """The trainer's GPUs on each of its nodes; on a CPU, its processes."""
         if self.cluster.actor_num_gpus_per_node is not None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuligo.algorithms.assign import AdvantageSettings, assign_advantages, cut_into_steps
-from fuligo.algorithms.estimators import ESTIMATORS, kl_coef_supported
+from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.errors import TrainerError
 from tests.random_samples import random_samples, train_sample
 
@@ -128,13 +128,13 @@ def test_kl_coef_needs_log_probabilities():
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_kl_coef_changes_advantages_exactly_where_it_is_said_to_be_supported(estimator):
-    assert kl_coef_supported(estimator) == (estimator in ("rloo", "reinforce_plus_plus"))
+    assert ESTIMATORS[estimator].uses_kl_coef == (estimator in ("rloo", "reinforce_plus_plus"))
     settings = AdvantageSettings(samples_per_step=12, estimator=estimator)
     without = assign_advantages(random_samples(0), settings)
     settings = AdvantageSettings(samples_per_step=12, estimator=estimator, kl_coef=0.5)
     shaped = assign_advantages(random_samples(0), settings)
     equal = all(np.array_equal(a.advantages, b.advantages) for a, b in zip(without.samples, shaped.samples))
-    assert equal != kl_coef_supported(estimator)
+    assert equal != ESTIMATORS[estimator].uses_kl_coef
 
 
 def test_whitening_goes_over_the_tokens_of_the_whole_rollout_not_of_a_step():

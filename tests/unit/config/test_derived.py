@@ -193,8 +193,3 @@ def test_sizes_of_the_cluster(values: dict[str, Any], train: int, rollout: int, 
 )
 def test_the_longest_sample(values: dict[str, Any], tokens: int | None) -> None:
     assert config_with(**values).max_sample_tokens == tokens
-
-
-def test_a_critic_is_there_for_ppo_alone(make_config: MakeConfig) -> None:
-    assert make_config(advantage_estimator="ppo").needs_critic and not make_config().needs_critic
-    assert not make_config(advantage_estimator="ppo", loss_type="sft_loss").needs_critic

@@ -171,8 +171,10 @@ def replayed(
 @contextmanager
 def recorded(chunks: Sequence[nn.Module], shape: RoutingShape) -> Iterator[dict[int, LayerRecord]]:
     """Within it the choices of this rank's routers are recorded, in passes without gradients."""
-    records = {layer: LayerRecord(getattr(torch, np.dtype(shape.dtype).name)) for layer in replayed_routers(chunks, shape)}
-    with asked(replayed_routers(chunks, shape), records):
+    routers = replayed_routers(chunks, shape)
+    dtype = torch.uint8 if shape.dtype is np.uint8 else torch.int16  # torch has few kernels for uint16
+    records = {layer: LayerRecord(dtype) for layer in routers}
+    with asked(routers, records):
         yield records
 
 

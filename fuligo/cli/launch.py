@@ -17,7 +17,8 @@ DESCRIPTION = """\
   fuligo launch --join ADDRESS:PORT --slots 8
       makes this machine a node of a cluster that runs, until Ctrl-C
 """
-SSH = "ssh -o BatchMode=yes {host} {command}"
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=10 {host} {command}"
+"""It gives a host up that does not answer for half a minute."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,17 +39,18 @@ def main(arguments: Sequence[str]) -> int:
 
 def _launch(options: argparse.Namespace, train: list[str], logs: Path) -> int:
     from fuligo.cli.train import main as run
-    from fuligo.cluster.hostfile import Host, head_of, read_hostfile
+    from fuligo.cluster.hostfile import head_ip, head_of, read_hostfile
     from fuligo.cluster.launch import LaunchedCluster, LaunchSettings
     from fuligo.config.parse import parse
-    from fuligo.engines.host import own_address
 
     config = parse(train).config
     hosts = read_hostfile(Path(options.hostfile), default_slots=config.cluster.num_gpus_per_node)
-    head = head_of(hosts) or Host(own_address([f"http://{hosts[0].address}"]), 0)
+    head = head_of(hosts)
+    workers = tuple(host for host in hosts if host != head)
     settings = LaunchSettings(
-        head=head,
-        workers=tuple(host for host in hosts if host != head),
+        ip=head_ip(head, workers),
+        num_slots=0 if head is None else head.num_slots,
+        workers=workers,
         port=options.head_port,
         device=config.cluster.device,
         ssh=options.ssh,
@@ -65,13 +67,13 @@ def _launch(options: argparse.Namespace, train: list[str], logs: Path) -> int:
 
 
 def _join(options: argparse.Namespace, logs: Path) -> int:
-    from fuligo.cluster.hostfile import Host
     from fuligo.cluster.launch import join
 
     if "RAY_AUTH_TOKEN" not in os.environ:
         raise ConfigError("--join: RAY_AUTH_TOKEN is not set; give it (and RAY_AUTH_MODE=token) the value that the head was started with")
-    host = Host(options.host or "", options.slots)
-    asyncio.run(join(options.join, host, device=options.device, attached=options.attached, logs=logs))
+    asyncio.run(
+        join(options.join, options.host, options.slots, name=options.name, device=options.device, attached=options.attached, logs=logs)
+    )
     return 0
 
 
@@ -90,7 +92,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ssh", default=SSH, help=f"how a command gets to a host ({SSH})")
     made.add_argument("--timeout-s", type=float, default=300.0, help="for all hosts to join (300)")
     made.add_argument("--join", metavar="ADDRESS:PORT", help="of a Ray head")
-    made.add_argument("--host", help="this machine's address, as the other nodes reach it")
+    made.add_argument(
+        "--host", help="this machine's IP address, as the other nodes reach it (that of the interface that leads to the head)"
+    )
+    made.add_argument("--name", help="of this machine, as Ray lists it (its address)")
     made.add_argument("--slots", type=int, default=8, help="GPUs of this machine (8)")
     made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: slots are processes")
     made.add_argument("--attached", action="store_true", help="end when standard input closes")

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import replace
 from pathlib import Path
 
+from fuligo.cluster.interface import talk_through
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.server_process import last_lines
 from fuligo.engines.sglang.place import claim_ports
 from fuligo.engines.sglang.server import ServerPorts, ServerSettings, SGLangServer
 from fuligo.errors import EngineError
 
+POLL_S = 0.5
+APPEARANCE_TIMEOUT_S = 10.0
+
 
 class NodeAgent:
-    """Engines end with it, however it ends."""
+    """Engines end with it, however it ends.
 
-    def __init__(self) -> None:
+    Args:
+        host: this node's address
+    """
+
+    def __init__(self, host: str) -> None:
         import ray
 
+        talk_through(host)
+        self._host = host
         self._gpu_ids = tuple(int(number) for number in ray.get_gpu_ids())
         self._claims = PortClaims()
         self._servers: dict[str, SGLangServer] = {}
@@ -30,17 +42,18 @@ class NodeAgent:
         return claim_ports(self._claims)
 
     async def missing(self, paths: list[str]) -> list[str]:
-        """Those that this node does not see."""
-        return [path for path in paths if not Path(path).exists()]  # noqa: ASYNC240  # nothing else waits for it
+        """Those that this node does not see; a network disk may show late what has just been written."""
+        deadline = time.monotonic() + APPEARANCE_TIMEOUT_S
+        while True:
+            unseen = [path for path in paths if not Path(path).exists()]  # noqa: ASYNC240  # nothing else waits for it
+            if not unseen or time.monotonic() > deadline:
+                return unseen
+            await asyncio.sleep(POLL_S)
 
-    async def start(self, settings: ServerSettings, host: str) -> None:
-        """Returns before the engine is ready.
-
-        Args:
-            host: this node's
-        """
+    async def start(self, settings: ServerSettings) -> None:
+        """Returns before the engine is ready."""
         if settings.node_rank > 0:
-            settings = replace(settings, listens_at=(host, self._claims.claim()))
+            settings = replace(settings, listens_at=(self._host, self._claims.claim()))
         self._servers[settings.name] = SGLangServer(settings)
 
     async def ending(self, name: str) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,18 +79,23 @@ class RayCluster:
         )
         return RayTrainer(settings, [self._rank(rank, logs / f"trainer-rank-{rank}.txt") for rank in range(len(self._placement.ranks))])
 
-    async def check_paths(self, paths: Sequence[Path]) -> None:
+    async def check_paths(self, read: Sequence[Path], written: Sequence[Path]) -> None:
         """
+        Args:
+            written: directories in which every node must see what another writes
+
         Raises:
             ConfigError: a node does not see what this machine sees; names both
         """
-        here = [str(path) for path in _existing(paths)]
-        for node in self._nodes:
-            missing = await node.agent.missing.remote(here)
+        with ExitStack() as stack:
+            marks = {stack.enter_context(_mark(path)): f"what is written to {path} on another node" for path in written}
+            here = {str(path): str(path) for path in _existing(read)} | marks
+            unseen = await asyncio.gather(*(node.agent.missing.remote(list(here)) for node in self._nodes))
+        for node, missing in zip(self._nodes, unseen):
             if missing:
                 raise ConfigError(
-                    f"node {node.bundle.host} does not have {', '.join(missing)}: models, --run-dir and --save must be on a disk that all "
-                    "nodes share, under one path"
+                    f"node {node.bundle.host} does not see {', '.join(here[path] for path in missing)}: models, --run-dir and --save must "
+                    "be on a disk that all nodes share, under one path"
                 )
 
     def sender_shares_machine_with(self, engines: Iterable[int]) -> bool:
@@ -116,6 +122,7 @@ class RayCluster:
             environment=environment,
             rank=rank,
             size=len(self._placement.ranks),
+            host=node.bundle.host,
             log_file=str(log_file.absolute()),
         )
         return RankHandle(rank, node.bundle.host, actor, log_file.absolute())
@@ -156,6 +163,14 @@ async def _open_nodes(reservation: Reservation, device: Device, environment: Map
 
 def _gpus(node: Node, slots: Sequence[int]) -> tuple[int, ...]:
     return tuple(node.gpu_ids[slot] for slot in slots) if node.gpu_ids else ()
+
+
+@contextmanager
+def _mark(directory: Path) -> Iterator[str]:
+    """A file that nobody else can have: a directory may be on every node and yet be another one on each."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(prefix=".seen-by-all-nodes-", dir=directory.absolute()) as file:
+        yield file.name
 
 
 def _existing(paths: Sequence[Path]) -> list[Path]:

@@ -38,10 +38,9 @@ class RemoteServer:
         """Begin to start it: one process tree a node, which meet at the first node's address."""
         self.settings = settings = _with_absolute_paths(settings)
         self._parts = parts
+        self._is_lost = False
         self._starting = [
-            part.agent.start.remote(
-                replace(settings, node_rank=number, gpu_ids=part.gpu_ids, log_file=_log_of(settings, number)), part.host
-            )
+            part.agent.start.remote(replace(settings, node_rank=number, gpu_ids=part.gpu_ids, log_file=_log_of(settings, number)))
             for number, part in enumerate(parts)
         ]
         self._endings = [asyncio.create_task(self._ending(number)) for number in range(len(parts))]
@@ -54,6 +53,10 @@ class RemoteServer:
     @property
     def alive(self) -> bool:
         return not any(ending.done() for ending in self._endings)
+
+    @property
+    def is_lost(self) -> bool:
+        return self._is_lost
 
     def check_alive(self) -> None:
         for ending in self._endings:
@@ -77,7 +80,9 @@ class RemoteServer:
 
     async def stop(self) -> None:
         stopping = [asyncio.ensure_future(_finished(part.agent.stop.remote(self.settings.name))) for part in self._parts]
-        await asyncio.wait(stopping, timeout=STOP_TIMEOUT_S)  # a lost node has nothing left to stop
+        _, silent = await asyncio.wait(stopping, timeout=STOP_TIMEOUT_S)
+        if silent or not all(stopped.result() for stopped in stopping):
+            self._is_lost = True  # nothing is left to stop on a lost node
         for ending in self._endings:
             ending.cancel()
         await asyncio.gather(*self._endings, return_exceptions=True)
@@ -91,11 +96,13 @@ class RemoteServer:
             return f"{self.settings.name} is gone with its node {part.host}: {reason(error)}"
 
 
-async def _finished(call: ray.ObjectRef) -> None:
+async def _finished(call: ray.ObjectRef) -> bool:
+    """Whether somebody did it."""
     try:
         await call
     except RayError:
-        return
+        return False
+    return True
 
 
 def _with_absolute_paths(settings: ServerSettings) -> ServerSettings:

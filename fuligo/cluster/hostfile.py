@@ -5,19 +5,32 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
+from fuligo.engines.host import own_address
 from fuligo.errors import ConfigError
 
+LOOPBACK = "127.0.0.1"
 _LINE = re.compile(r"(?P<address>[\w.:-]+)(?:\s+slots?\s*=\s*(?P<slots>\d+))?(?:\s+max_slots\s*=\s*\d+)?")
 
 
 @dataclass(slots=True, frozen=True)
 class Host:
     address: str
+    """As ssh takes it: an IP address, or a name."""
     num_slots: int
     """GPUs; on a CPU processes."""
+
+    @property
+    def ip(self) -> str | None:
+        """Where the address is one. A name may lead elsewhere on its own host than on others."""
+        try:
+            return str(ip_address(self.address))
+        except ValueError:
+            return None
 
 
 def read_hostfile(path: Path, *, default_slots: int) -> list[Host]:
@@ -51,6 +64,24 @@ def read_hostfile(path: Path, *, default_slots: int) -> list[Host]:
 def head_of(hosts: Sequence[Host]) -> Host | None:
     """The first that is this machine; None where none is."""
     return next((host for host in hosts if _is_here(host.address)), None)
+
+
+def head_ip(head: Host | None, others: Sequence[Host]) -> str:
+    """By which the others reach this machine.
+
+    Raises:
+        ConfigError: that cannot be told
+    """
+    if head is not None and head.ip is not None:
+        return head.ip
+    for other in others:
+        with suppress(OSError):  # a name that only ssh knows
+            return own_address([f"http://{other.address}"])
+    if head is None or others:
+        raise ConfigError(
+            "--hostfile: this machine does not know how the other hosts reach it; give its IP address there, as the first line"
+        )
+    return LOOPBACK
 
 
 def _is_here(address: str) -> bool:

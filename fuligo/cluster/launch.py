@@ -17,6 +17,7 @@ from typing import Literal
 from fuligo.cluster.hostfile import Host
 from fuligo.cluster.launcher import ADDRESS_VARIABLE, TOKEN_VARIABLE, new_token, token_environment
 from fuligo.cluster.node import GRACE_S, head_command, head_is_open, start_node, worker_command
+from fuligo.engines.host import own_address
 from fuligo.engines.server_process import last_lines
 from fuligo.errors import EngineError
 
@@ -26,8 +27,10 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @dataclass(slots=True, frozen=True)
 class LaunchSettings:
-    head: Host
-    """This machine; without slots it takes the driver alone."""
+    ip: str
+    """Of this machine, the head, as the workers reach it."""
+    num_slots: int
+    """Of this machine; without any it takes the driver alone."""
     workers: tuple[Host, ...]
     port: int
     device: Device
@@ -46,10 +49,10 @@ class LaunchedCluster:
         """Start all nodes; the environment of this process leads to them from now on."""
         self._settings = settings
         token = new_token()
-        self.address = f"{settings.head.address}:{settings.port}"
+        self.address = f"{settings.ip}:{settings.port}"
         os.environ.update({**token_environment(token), ADDRESS_VARIABLE: self.address})
-        slots = _slots(settings.head, settings.device)
-        command = head_command(settings.port, host=settings.head.address, num_cpus=slots.num_cpus, num_gpus=slots.num_gpus)
+        slots = _slots(settings.num_slots, settings.device)
+        command = head_command(settings.port, host=settings.ip, num_cpus=slots.num_cpus, num_gpus=slots.num_gpus)
         self._head = start_node("the Ray head", command, settings.logs / "ray-head.txt", {})
         self._workers = {host: self._start_worker(host, token) for host in settings.workers}
 
@@ -59,7 +62,7 @@ class LaunchedCluster:
         Raises:
             EngineError: one did not start or did not join in time; names it
         """
-        await head_is_open(self._head, self._settings.head.address, self._settings.port)
+        await head_is_open(self._head, self._settings.ip, self._settings.port)
         import ray
 
         ray.init(address=self.address, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
@@ -83,7 +86,7 @@ class LaunchedCluster:
 
     async def _wait_for_workers(self, ray) -> None:
         deadline = time.monotonic() + self._settings.timeout_s
-        while missing := self._missing({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}):
+        while missing := self._missing({node["NodeName"] for node in ray.nodes() if node["Alive"]}):
             self._head.check_alive()
             for host, worker in self._workers.items():
                 if worker.poll() is not None:
@@ -101,14 +104,13 @@ class LaunchedCluster:
         return [host for host in self._workers if host.address not in joined]
 
     def _start_worker(self, host: Host, token: str) -> subprocess.Popen[bytes]:
-        join = [sys.executable, "-m", "fuligo", "launch", "--join", self.address, "--host", host.address]
+        join = [sys.executable, "-m", "fuligo", "launch", "--join", self.address, "--name", host.address]
         join += ["--slots", str(host.num_slots), "--device", self._settings.device, "--attached"]
+        join += [] if host.ip is None else ["--host", host.ip]
         # The token goes through standard input: command lines can be read by everybody on a machine.
-        shell = f"read -r {TOKEN_VARIABLE}; export {TOKEN_VARIABLE} RAY_AUTH_MODE=token; cd {shlex.quote(str(Path.cwd()))} && exec "
-        command = [
-            part.format(host=host.address, command=shell + shlex.join(join)) if "{" in part else part
-            for part in shlex.split(self._settings.ssh)
-        ]
+        script = f"read -r {TOKEN_VARIABLE}; export {TOKEN_VARIABLE} RAY_AUTH_MODE=token; cd {shlex.quote(str(Path.cwd()))} && exec "
+        shell = shlex.join(["exec", "sh", "-c", script + shlex.join(join)])  # the user's own shell over there may know no `export`
+        command = [part.format(host=host.address, command=shell) if "{" in part else part for part in shlex.split(self._settings.ssh)]
         with self._log_of(host).open("ab") as log:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, process_group=0)
         assert process.stdin is not None
@@ -124,17 +126,19 @@ class LaunchedCluster:
         return last_lines(self._log_of(host))
 
 
-async def join(address: str, host: Host, *, device: Device, attached: bool, logs: Path) -> None:
+async def join(address: str, ip: str | None, num_slots: int, *, name: str | None, device: Device, attached: bool, logs: Path) -> None:
     """Be a node of the cluster at `address` until told to end.
 
     Args:
+        ip: this machine's, as the other nodes reach it; None: that of the interface that leads to the head
         attached: end when standard input closes
 
     Raises:
         EngineError: Ray ended by itself
     """
-    slots = _slots(host, device)
-    command = worker_command(address, num_cpus=slots.num_cpus, num_gpus=slots.num_gpus, host=host.address or None)
+    slots = _slots(num_slots, device)
+    ip = ip or own_address([f"http://{address}"])
+    command = worker_command(address, name=name or ip, num_cpus=slots.num_cpus, num_gpus=slots.num_gpus, host=ip)
     worker = start_node("Ray", command, logs / "ray-worker.txt", {})
     try:
         await asyncio.wait(
@@ -160,8 +164,8 @@ class _Slots:
     num_gpus: int | None
 
 
-def _slots(host: Host, device: Device) -> _Slots:
+def _slots(num_slots: int, device: Device) -> _Slots:
     """On a CPU, slots are processes; else they are GPUs."""
     if device == "cpu":
-        return _Slots(host.num_slots, 0)
-    return _Slots(max(os.cpu_count() or 1, host.num_slots), host.num_slots)
+        return _Slots(num_slots, 0)
+    return _Slots(max(os.cpu_count() or 1, num_slots), num_slots)

@@ -14,6 +14,9 @@ ADDRESS_VARIABLE = "RAY_ADDRESS"
 
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 
+GUARDS_LIVE = {"RAY_kill_child_processes_on_worker_exit": "0"}
+"""Of actors, whoever started their cluster: servers stand under a guard that ends them in good order; killed itself, it could not."""
+
 
 def chosen_launcher(config: Config, environment: Mapping[str, str] = os.environ) -> Literal["local", "ray"]:
     """--launcher; auto is ray inside a Ray cluster and for several nodes, unless torchrun started the processes."""
@@ -32,8 +35,8 @@ def prepare_environment(*, several_nodes: bool, environment: MutableMapping[str,
     has_token = environment.get(TOKEN_VARIABLE) or environment.get("RAY_AUTH_TOKEN_PATH")
     if starts_here and not has_token and environment.get("RAY_AUTH_MODE", "token") == "token":
         environment.update(token_environment(new_token()))  # a cluster that starts here is this run's own
-    # Servers stand under a guard that ends them in good order; killed itself, it could not.
-    environment.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
+    for name, value in GUARDS_LIVE.items():
+        environment.setdefault(name, value)
 
 
 def new_token() -> str:

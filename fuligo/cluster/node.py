@@ -24,12 +24,14 @@ def head_command(port: int, *, num_cpus: int, num_gpus: int | None, host: str | 
     return _ray_start(["--head"], {**options, "num-cpus": num_cpus, "num-gpus": num_gpus})
 
 
-def worker_command(address: str, *, num_cpus: int | None, num_gpus: int | None, host: str | None = None) -> list[str]:
+def worker_command(address: str, *, name: str, num_cpus: int | None, num_gpus: int | None, host: str) -> list[str]:
     """
     Args:
         address: `host:port` of the head
+        name: under which Ray lists the node
+        host: this machine's address, as the other nodes reach it
     """
-    return _ray_start([], {"address": address, "num-cpus": num_cpus, "num-gpus": num_gpus, "node-ip-address": host})
+    return _ray_start([], {"address": address, "node-name": name, "num-cpus": num_cpus, "num-gpus": num_gpus, "node-ip-address": host})
 
 
 def start_node(name: str, command: list[str], log_file: Path, environment: Mapping[str, str]) -> ServerProcess:

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fuligo.cluster.interface import talk_through
 from fuligo.errors import FuligoError, TrainerError
 
 if TYPE_CHECKING:
@@ -41,11 +42,13 @@ class TrainerRank:
     """The computing goes on in a thread: the actor answers meanwhile, and what does not answer is stuck or stopped.
 
     Args:
+        host: address of its node
         log_file: takes what the rank prints
     """
 
-    def __init__(self, rank: int, size: int, log_file: str) -> None:
+    def __init__(self, rank: int, size: int, host: str, log_file: str) -> None:
         _print_into(Path(log_file))
+        talk_through(host)
         from fuligo.trainer.ranks.compute_thread import ComputeThread
 
         self._rank = rank

@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fuligo.cluster.agent import NodeAgent
 from fuligo.cluster.connection import node_addresses
+from fuligo.cluster.launcher import GUARDS_LIVE
 from fuligo.errors import ConfigError
 
 RESERVE_TIMEOUT_S = 120.0
@@ -48,7 +49,7 @@ class Reservation:
             ray.remote(cls)
             .options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle.index),
-                runtime_env={"env_vars": dict(environment)},
+                runtime_env={"env_vars": {**GUARDS_LIVE, **environment}},
                 max_concurrency=1000,  # of coroutines: calls that wait hold nothing up
                 **options,
             )
@@ -98,7 +99,7 @@ def resource_of(device: Device) -> str:
 def start_agent(reservation: Reservation, bundle: Bundle, device: Device, environment: Mapping[str, str]) -> Any:
     """It holds the whole of its bundle, so that Ray tells it which GPUs that is."""
     resources = {"num_gpus" if device == "cuda" else "num_cpus": float(bundle.size)}
-    return reservation.actor(NodeAgent, bundle, resources=resources, environment=environment)
+    return reservation.actor(NodeAgent, bundle, resources=resources, environment=environment, host=bundle.host)
 
 
 def _physical(bundle: Bundle) -> tuple[tuple[int, ...], str, str]:

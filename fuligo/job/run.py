@@ -114,7 +114,8 @@ async def _join_cluster(config: Config, origin: Origin, directory: RunDirectory,
     cluster = await open_cluster(config, stack, directory.path / "ray.txt")
     assert config.model.hf_checkpoint is not None, "validated"
     served = [Path(group.model_path) for group in engine_groups(config) if group.model_path is not None]
-    await cluster.check_paths([directory.path, origin.initial_weights, Path(config.model.hf_checkpoint), *served])
+    written = [directory.path, *([] if config.checkpoint.save is None else [Path(config.checkpoint.save)])]
+    await cluster.check_paths([origin.initial_weights, Path(config.model.hf_checkpoint), *served], written)
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": cluster.device})}), cluster
 
 
@@ -199,11 +200,10 @@ async def _load_trainer(
         from fuligo.trainer.ranks.trainer import LocalTrainer
 
         trainer = LocalTrainer(settings)
-        stack.push_async_callback(trainer.close)
     else:
         trainer = cluster.trainer(settings, directory.path)
-        stack.push_async_callback(trainer.close)
-        await stack.enter_async_context(while_watching(trainer.watch()))
+    stack.push_async_callback(trainer.close)
+    await stack.enter_async_context(while_watching(trainer.watch()))
     await trainer.load()
     if origin.checkpoint is not None:
         await trainer.restore(origin.checkpoint)

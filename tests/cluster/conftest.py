@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from fuligo.engines.ports import PortClaims
+from tests.cluster.hosts import Network, network_of, why_not
+from tests.cluster.launched_run import LaunchedRun, LaunchOnHosts
 from tests.e2e.conftest import checkpoint, job, prompts, start
 
 __all__ = ["checkpoint", "job", "prompts", "start"]
@@ -19,3 +22,30 @@ def free_port() -> Iterator[int]:
     """For a Ray head."""
     with PortClaims() as claims:
         yield claims.claim()
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    """Three hosts."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with network_of(3, tmp_path_factory.mktemp("network")) as network:
+        yield network
+
+
+@pytest.fixture
+def launch(network: Network, tmp_path: Path) -> Iterator[LaunchOnHosts]:
+    """Starts a run on the first hosts of the network; whatever of it still runs when the test ends is killed."""
+    running: list[LaunchedRun] = []
+
+    def start(num_hosts: int, *train: object) -> LaunchedRun:
+        running.append(LaunchedRun(network.hosts[:num_hosts], tmp_path / "hostfile", network.ssh_config, train))
+        return running[-1]
+
+    yield start
+    for host in network.hosts:
+        host.plug_in()
+        host.kill()
+    for run in running:
+        run.process.communicate()

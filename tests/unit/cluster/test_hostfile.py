@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.cluster.hostfile import Host, head_of, read_hostfile
+from fuligo.cluster.hostfile import Host, head_ip, head_of, read_hostfile
 from fuligo.errors import ConfigError
 
 
@@ -39,3 +39,17 @@ def test_the_head_is_the_host_that_is_this_machine() -> None:
     here, elsewhere = Host("127.0.0.1", 8), Host("192.0.2.200", 8)
     assert head_of([elsewhere, here]) == here
     assert head_of([elsewhere]) is None
+
+
+def test_the_others_reach_the_head_by_its_ip_address() -> None:
+    """Its name may lead to its loopback interface, on itself."""
+    by_number, by_name, elsewhere = Host("127.0.0.2", 8), Host("localhost", 8), Host("127.0.0.3", 8)
+    assert head_ip(by_number, [elsewhere]) == "127.0.0.2"
+    assert head_ip(by_name, [elsewhere]) == "127.0.0.1"
+    assert head_ip(by_name, []) == "127.0.0.1"
+    assert head_ip(None, [elsewhere]) == "127.0.0.1"
+
+
+def test_a_head_without_an_address_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not know how the other hosts reach it"):
+        head_ip(Host("localhost", 8), [Host("known-to-ssh.invalid", 8)])

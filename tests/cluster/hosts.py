@@ -1,0 +1,186 @@
+"""Hosts for tests: namespaces of this machine, each with its own network address, host name, processes, /tmp/ray, /dev/shm, and an sshd.
+
+They share the disk and a network that leads nowhere else. A namespace lives as long as its processes, and those end with this one:
+nothing is left, however the tests end.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e.processes import descendants, wait_until
+
+NETWORK = "10.77.0"
+NAMES = ("alpha", "beta", "gamma")
+_UNTIL_THIS_ENDS = ["setpriv", "--pdeathsig", "KILL"]
+_SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+_BOOT = """\
+set -e
+hostname {name}
+for directory in /dev/shm /tmp/ray /run; do mkdir -p $directory; mount -t tmpfs tmpfs $directory; done
+mkdir /run/sshd
+mount --bind {directory}/{name}.hosts /etc/hosts
+ip link set lo up
+exec {sshd} -D -e -f {directory}/sshd_config
+"""
+"""Debian's hosts file gives a machine's own name a loopback address, which no other machine reaches."""
+_SSHD_CONFIG = """\
+HostKey {directory}/host_key
+AuthorizedKeysFile {directory}/user_key.pub
+StrictModes no
+UsePAM no
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+"""
+_SSH_CONFIG = """\
+IdentityFile {directory}/user_key
+IdentitiesOnly yes
+UserKnownHostsFile {directory}/known_hosts
+StrictHostKeyChecking accept-new
+LogLevel ERROR
+"""
+
+
+def why_not() -> str | None:
+    """What this machine lacks for such hosts."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "unshare", "nsenter", "setpriv", "ssh", "ssh-keygen") if shutil.which(tool) is None]
+    if _SSHD is None:
+        missing.append("sshd")
+    if missing:
+        return f"not installed: {', '.join(missing)} (packages iproute2, util-linux, openssh-client, openssh-server)"
+    done = subprocess.run(
+        ["unshare", "--net", "ip", "link", "add", "name", "first", "type", "veth"], capture_output=True, text=True, check=False
+    )
+    return None if done.returncode == 0 else f"no network namespaces here: {done.stderr.strip()}"
+
+
+@dataclass(slots=True, frozen=True)
+class Host:
+    name: str
+    address: str
+    init_pid: int
+    """Of its sshd, as this machine counts."""
+    switch_pid: int
+
+    def command(self, *arguments: object) -> list[str]:
+        """That runs the arguments on this host."""
+        return ["nsenter", "--all", f"--wdns={Path.cwd()}", f"--target={self.init_pid}", *map(str, arguments)]
+
+    def processes(self) -> dict[int, str]:
+        """Command lines by process id, both as this machine sees them; without sshd's own."""
+        found = {}
+        for directory in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                same = (directory / "ns/pid").readlink() == Path(f"/proc/{self.init_pid}/ns/pid").readlink()
+                command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if same and command and not command.startswith("sshd: ") and int(directory.name) != self.init_pid:
+                    found[int(directory.name)] = command
+        return found
+
+    def kill(self, *parts: str) -> None:
+        """All processes whose command has one of the parts, at once; without parts all that there are."""
+        for pid, command in self.processes().items():
+            if not parts or any(part in command for part in parts):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def shared_memory(self) -> list[str]:
+        return [path.name for path in Path(f"/proc/{self.init_pid}/root/dev/shm").iterdir()]
+
+    def ports(self) -> list[int]:
+        """That somebody listens on, beside sshd."""
+        lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{self.init_pid}/net/{name}").read_text().splitlines()]
+        return sorted({int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "0A"} - {22})
+
+    def unplug(self) -> None:
+        """No packet gets to it or from it; nobody is told."""
+        _run(["nsenter", "--net", f"--target={self.switch_pid}", "ip", "link", "set", self.name, "down"])
+
+    def plug_in(self) -> None:
+        _run(["nsenter", "--net", f"--target={self.switch_pid}", "ip", "link", "set", self.name, "up"])
+
+
+@dataclass(slots=True, frozen=True)
+class Network:
+    hosts: Sequence[Host]
+    hostfile: Path
+    """Their names, a slot each."""
+    ssh_config: Path
+    """For `ssh -F`: the keys."""
+
+
+@contextmanager
+def network_of(num_hosts: int, directory: Path) -> Iterator[Network]:
+    """
+    Args:
+        directory: takes throwaway keys, configuration and logs
+    """
+    for key in ("host_key", "user_key"):
+        _run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / key)])
+    (directory / "sshd_config").write_text(_SSHD_CONFIG.format(directory=directory))
+    (directory / "ssh_config").write_text(_SSH_CONFIG.format(directory=directory))
+    with ExitStack() as stack:
+        switch = _start(stack, ["unshare", "--net", "sleep", "infinity"])
+        _wait_for_own_network(switch.pid)
+        enter = ["nsenter", "--net", f"--target={switch.pid}", "ip"]
+        _run([*enter, "link", "add", "switch", "type", "bridge"])
+        _run([*enter, "link", "set", "switch", "up"])
+        hosts = [_boot(stack, number, directory, switch.pid) for number in range(num_hosts)]
+        hostfile = directory / "hostfile"
+        hostfile.write_text("".join(f"{host.name} slots=1\n" for host in hosts))
+        yield Network(hosts, hostfile, directory / "ssh_config")
+
+
+def _boot(stack: ExitStack, number: int, directory: Path, switch_pid: int) -> Host:
+    name, address = NAMES[number], f"{NETWORK}.{number + 1}"
+    others = "".join(f"{NETWORK}.{other + 1} {its}\n" for other, its in enumerate(NAMES) if its != name)
+    (directory / f"{name}.hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{others}")
+    boot = _BOOT.format(name=name, directory=directory, sshd=_SSHD)
+    spaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    with (directory / f"{name}.log").open("wb") as log:
+        process = _start(stack, ["unshare", *spaces, "sh", "-c", boot], log)
+    wait_until(lambda: any("sshd" in command for command in descendants(process.pid).values()), f"{name} runs sshd", timeout_s=20)
+    init_pid = next(iter(descendants(process.pid)))
+    stack.callback(_end, init_pid, process)
+    switch = ["nsenter", "--net", f"--target={switch_pid}", "ip"]
+    _run([*switch, "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(init_pid)])
+    _run([*switch, "link", "set", name, "master", "switch", "up"])
+    inside = ["nsenter", "--net", f"--target={init_pid}", "ip"]
+    _run([*inside, "address", "add", f"{address}/24", "dev", "eth0"])
+    _run([*inside, "link", "set", "eth0", "up"])
+    return Host(name, address, init_pid, switch_pid)
+
+
+def _end(init_pid: int, process: subprocess.Popen[bytes]) -> None:
+    """A namespace of processes ends with its first one."""
+    os.kill(init_pid, signal.SIGKILL)
+    process.wait()
+
+
+def _start(stack: ExitStack, command: list[str], log=subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([*_UNTIL_THIS_ENDS, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    return process
+
+
+def _wait_for_own_network(pid: int) -> None:
+    own = Path("/proc/self/ns/net").readlink()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}/ns/net").readlink() == own:
+        assert time.monotonic() < deadline, "no network of its own"
+        time.sleep(0.01)
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True)

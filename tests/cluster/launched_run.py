@@ -1,0 +1,56 @@
+"""Runs on hosts that only ssh and a network connect: the command, and what is left of it anywhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fuligo.cli.launch import SSH
+from tests.cluster.hosts import Host
+from tests.e2e.command import environment
+from tests.e2e.processes import descendants, wait_until
+from tests.e2e.records import metrics
+
+LaunchOnHosts = Callable[..., "LaunchedRun"]
+
+
+class LaunchedRun:
+    """`fuligo launch` on the first host, with arguments of `fuligo train`."""
+
+    def __init__(self, hosts: Sequence[Host], hostfile: Path, ssh_config: Path, train: Sequence[object]) -> None:
+        hostfile.write_text("".join(f"{host.name} slots=1\n" for host in hosts))
+        ssh = SSH.replace("ssh", f"ssh -F {ssh_config}", 1)
+        command = [sys.executable, "-m", "fuligo", "launch", "--hostfile", hostfile, "--ssh", ssh, "--", *train]
+        self._hosts = hosts
+        self.process = subprocess.Popen(
+            hosts[0].command(*command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+        )
+
+    def wait_for_steps(self, num_steps: int, run_dir: Path, timeout_s: float = 240.0) -> None:
+        wait_until(lambda: len(metrics(run_dir)) >= num_steps or self.process.poll() is not None, f"{num_steps} steps", timeout_s)
+        assert self.process.poll() is None, self.process.communicate()[0]
+
+    def send(self, number: signal.Signals) -> None:
+        """To the driver itself."""
+        [driver] = (pid for pid, command in descendants(self.process.pid).items() if " -m fuligo launch --hostfile" in command)
+        os.kill(driver, number)
+
+    def ended(self, exit_code: int, timeout_s: float = 240.0) -> str:
+        """What it said in all, as one line of single spaces."""
+        said, _ = self.process.communicate(timeout=timeout_s)
+        assert self.process.returncode == exit_code, said
+        assert "Traceback" not in said, said
+        return " ".join(said.split())
+
+    def assert_nothing_left(self) -> None:
+        for host in self._hosts:
+            assert_nothing_left(host)
+
+
+def assert_nothing_left(host: Host) -> None:
+    wait_until(lambda: not host.processes(), f"all processes on {host.name} have ended", timeout_s=120)
+    assert (host.shared_memory(), host.ports()) == ([], []), host.name

@@ -1,0 +1,36 @@
+"""Which network interface torch is told to use."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from fuligo.cluster import interface
+from fuligo.cluster.interface import talk_through
+
+
+@pytest.fixture(autouse=True)
+def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = {"lo": ["127.0.0.1"], "eth0": ["fe80::1", "10.0.0.7"], "ib0": ["192.168.0.7"]}
+    interfaces = {name: [SimpleNamespace(address=address) for address in its] for name, its in addresses.items()}
+    monkeypatch.setattr(interface.psutil, "net_if_addrs", lambda: interfaces)
+
+
+def test_the_one_that_has_the_nodes_address() -> None:
+    environment: dict[str, str] = {}
+    talk_through("192.168.0.7", environment)
+    assert environment == {"GLOO_SOCKET_IFNAME": "ib0", "TP_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0"}
+
+
+def test_what_the_user_chose_stays() -> None:
+    environment = {"NCCL_SOCKET_IFNAME": "eth"}
+    talk_through("192.168.0.7", environment)
+    assert environment == {"GLOO_SOCKET_IFNAME": "ib0", "TP_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "eth"}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "203.0.113.5"])
+def test_one_machine_alone_or_one_behind_a_translation_is_left_as_it_is(address: str) -> None:
+    environment: dict[str, str] = {}
+    talk_through(address, environment)
+    assert environment == {}

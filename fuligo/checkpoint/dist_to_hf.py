@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from fuligo.checkpoint.durable import sync, sync_tree
 from fuligo.checkpoint.hf_view import HuggingFaceView
 from fuligo.checkpoint.location import UNFINISHED
-from fuligo.checkpoint.model_files import TENSORS, other_files
+from fuligo.checkpoint.model_files import TENSORS, drop_quantisation, other_files
 from fuligo.errors import CheckpointError
 from fuligo.machine.disk import room
 
@@ -44,6 +44,7 @@ def dist_to_hf(source: Path, target: Path, *, model: Path | None = None, file_by
         for file in other_files(view.model):
             if file.name != TENSORS:
                 shutil.copy(file, unfinished)
+        drop_quantisation(unfinished / "config.json")
         sync_tree(unfinished)
         unfinished.replace(target)
         sync(target.parent)

@@ -32,7 +32,7 @@ def copy_model_files(source: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for file in other_files(source):
         shutil.copy(file, target)
-    config = _drop_quantisation(target / "config.json")
+    config = drop_quantisation(target / "config.json")
     if not (source / TENSORS).exists() and any(source.glob("*.safetensors")):
         try:
             tensors = _before_quantisation({name: tensor.dtype for name, tensor in read_stored_tensors(source).items()}, config)
@@ -41,8 +41,8 @@ def copy_model_files(source: Path, target: Path) -> None:
         (target / TENSORS).write_text(json.dumps(tensors, indent=0))
 
 
-def _drop_quantisation(file: Path) -> dict[str, Any]:
-    """config.json as it is afterwards."""
+def drop_quantisation(file: Path) -> dict[str, Any]:
+    """From a config.json, beside weights that are not quantised; what it says afterwards."""
     config = json.loads(file.read_text()) if file.exists() else {}
     if config.pop("quantization_config", None) is not None:
         file.write_text(json.dumps(config, indent=2) + "\n")

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from fuligo.checkpoint.compare import compare
+from fuligo.checkpoint.dist_to_hf import dist_to_hf
 from fuligo.checkpoint.fp8_conversion import convert
+from fuligo.checkpoint.hf_to_dist import hf_to_dist
 from fuligo.checkpoint.model_files import TENSORS, copy_model_files, other_files
+from fuligo.config.hugging_face import is_quantised
 from fuligo.convert.hf_to_fp8 import plan_hf_to_fp8
+from fuligo.trainer.ranks.world import World
 from tests.fp8 import save_family
 
 
@@ -33,3 +38,12 @@ def test_no_weights_in_any_format(tmp_path: Path):
     for name in kept | weights:
         (tmp_path / name).touch()
     assert {file.name for file in other_files(tmp_path)} == kept
+
+
+def test_an_export_with_the_files_of_an_fp8_checkpoint_is_not_quantised_either(tmp_path: Path):
+    source, fp8 = save_family(tmp_path / "source", "qwen3"), tmp_path / "fp8"
+    convert(plan_hf_to_fp8(["--model-dir", str(source), "--save-dir", str(fp8)]), lambda _: None)
+    hf_to_dist(source, tmp_path / "dist", World())
+    dist_to_hf(tmp_path / "dist" / "release", tmp_path / "export", model=fp8)
+    assert not is_quantised(tmp_path / "export")
+    assert not [result for result in compare(source, tmp_path / "export") if result.difference]

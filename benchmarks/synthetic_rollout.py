@@ -12,6 +12,7 @@ from fuligo.config.groups import RolloutFlags
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.rollout.generate import SingleTurn
+from fuligo.rollout.parts import RunnerParts
 from fuligo.rollout.protocol import Rollout
 from fuligo.rollout.runner import RolloutRunner
 from fuligo.rollout.sampler import Sampler
@@ -65,7 +66,7 @@ def build_runner(
         turns=asyncio.Semaphore(num_requests),
         timeout_s=TIMEOUT_S,
     )
-    return RolloutRunner(
+    parts = RunnerParts(
         source=GroupSource(Prompts(prompt_ids), samples_per_prompt),
         sampler=sampler,
         reward=reward,
@@ -73,6 +74,7 @@ def build_runner(
         params=SamplingParams(num_tokens, ignore_eos=True),
         flags=flags,
     )
+    return RolloutRunner(parts)
 
 
 def check_complete(rollout: Rollout, *, num_requests: int, num_tokens: int) -> None:

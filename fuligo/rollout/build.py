@@ -7,15 +7,13 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
-from fuligo.config.groups import RolloutFlags
 from fuligo.config.hooks import hook_of, load_hook
 from fuligo.data.dataset import PromptDataset, PromptTooLongError
 from fuligo.data.settings import data_settings
-from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import ConfigError, DataError
 from fuligo.models.routing import RoutingShape
@@ -29,12 +27,13 @@ from fuligo.rollout.eval_sets import EvalSetSpec, eval_set_specs
 from fuligo.rollout.evaluate import EvalSet, Evaluator
 from fuligo.rollout.generate import Engine, SingleTurn, sampling_params
 from fuligo.rollout.hook_adapters import buffer_filter, group_filter, sample_filter
-from fuligo.rollout.protocol import GenerateFn, GroupFilter, GroupStream, PromptStream, RewardFn, Rollout, RolloutState
+from fuligo.rollout.parts import RunnerParts
+from fuligo.rollout.protocol import GenerateFn, GroupStream, PromptStream, RewardFn, Rollout, RolloutState
 from fuligo.rollout.rewards import CustomReward, RewardRunner, reward_settings
 from fuligo.rollout.runner import RolloutRunner
 from fuligo.rollout.sampler import Sampler
 from fuligo.rollout.source import POP_FIRST, GroupSource
-from fuligo.types import Prompt, SampleGroup
+from fuligo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,7 +102,7 @@ def build_rollouts(
         return RolloutSide(rollouts.rollout, source, evaluated, activity, policy_version)
     filter_hook = hook_of(config, "dynamic_sampling_filter_path")
     sample_hook = hook_of(config, "rollout_sample_filter_path")
-    parts = _RunnerParts(
+    parts = RunnerParts(
         source=source,
         sampler=_sampler(config, generate),
         reward=reward,
@@ -116,9 +115,9 @@ def build_rollouts(
         policy_version=policy_version,
     )
     if config.rollout.async_mode == "full":
-        continuous = ContinuousRunner(**parts, admission=_admission(config, num_rollout))
+        continuous = ContinuousRunner(parts, admission=_admission(config, num_rollout))
         return RolloutSide(continuous.rollout, source, evaluated, activity, policy_version, continuous)
-    runner = RolloutRunner(**parts, aligned_waves=_reproducible(config))
+    runner = RolloutRunner(parts, aligned_waves=_reproducible(config))
     return RolloutSide(runner.rollout, source, evaluated, activity, policy_version)
 
 
@@ -130,21 +129,6 @@ def _sampler(config: Config, generate: GenerateFn) -> Sampler:
         turns=asyncio.Semaphore(config.rollout.rollout_concurrency),
         timeout_s=config.rollout.rollout_timeout_s,
     )
-
-
-class _RunnerParts(TypedDict):
-    """What both runners are made of."""
-
-    source: GroupStream
-    sampler: Sampler
-    reward: RewardFn
-    engines: EngineGroup
-    params: SamplingParams
-    flags: RolloutFlags
-    reward_key: str | None
-    group_filter: GroupFilter | None
-    sample_filter: Callable[[list[SampleGroup]], None] | None
-    policy_version: Callable[[], int]
 
 
 def _admission(config: Config, num_rollout: int) -> Admission:

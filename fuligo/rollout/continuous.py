@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from fuligo.config.groups import RolloutFlags
-from fuligo.engines.generation import SamplingParams
 from fuligo.errors import RolloutError
 from fuligo.rollout.admission import Admission, Asked
 from fuligo.rollout.dynamic_sampling import too_many_dropped
 from fuligo.rollout.group_tasks import GroupTasks, frozen
 from fuligo.rollout.judging import TOO_FEW_USABLE, drop_reason, refuse_mass_failure
 from fuligo.rollout.metrics import STALE, continuous_metrics, epoch_metric, judged, sample_metrics
-from fuligo.rollout.protocol import EngineControl, GroupFilter, GroupStream, RewardFn, Rollout, RolloutState
-from fuligo.rollout.sampler import Sampler
+from fuligo.rollout.parts import RunnerParts
+from fuligo.rollout.protocol import Rollout, RolloutState
 from fuligo.rollout.source import continuation, first_version
 from fuligo.types import SampleGroup, SampleStatus
 
@@ -30,42 +27,14 @@ class ContinuousRunner:
     (`admission`), and where it happens, the group is dropped and its prompt returns to the data order.
 
     Args:
-        source: where prompts come from; its own buffer stays empty
-        sampler: generates one sample
-        reward: judges a finished group's samples
-        engines: that sample
-        params: sampling parameters of every sample
-        flags: sizes and modes
+        parts: the buffer of its source stays empty
         admission: how many groups may be under way
-        reward_key: which value of a dict reward the metrics report
-        group_filter: keeps or drops a finished group (dynamic sampling)
-        sample_filter: sees all groups that are handed out; changes samples in place
-        policy_version: version of the weights in the engines
     """
 
-    def __init__(
-        self,
-        *,
-        source: GroupStream,
-        sampler: Sampler,
-        reward: RewardFn,
-        engines: EngineControl,
-        params: SamplingParams,
-        flags: RolloutFlags,
-        admission: Admission,
-        reward_key: str | None = None,
-        group_filter: GroupFilter | None = None,
-        sample_filter: Callable[[list[SampleGroup]], None] | None = None,
-        policy_version: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self._source = source
-        self._flags = flags
+    def __init__(self, parts: RunnerParts, *, admission: Admission) -> None:
+        self._parts = parts
         self._admission = admission
-        self._reward_key = reward_key
-        self._group_filter = group_filter
-        self._sample_filter = sample_filter
-        self._policy_version = policy_version
-        self._tasks = GroupTasks(sampler, reward, engines, params, goes_on=lambda group: not self._is_stale(group))
+        self._tasks = GroupTasks(parts.sampler, parts.reward, parts.engines, parts.params, goes_on=lambda group: not self._is_stale(group))
         self._coming_version = 0
         self._asked: Asked | None = None
         self._next_step = 0
@@ -78,12 +47,12 @@ class ContinuousRunner:
 
     def restore(self, state: RolloutState) -> None:
         """Go on with what was queued and in flight when the state was taken; before the first rollout."""
-        self._source.restore(replace(state, buffer=[]))
+        self._parts.source.restore(replace(state, buffer=[]))
         self._restored = list(state.buffer)
 
     def publishing(self) -> None:
         """The next version of the weights is about to be sent: groups that it makes too old do not go on."""
-        self._coming_version = self._policy_version() + 1
+        self._coming_version = self._parts.policy_version() + 1
 
     async def rollout(self, step: int) -> Rollout:
         """The groups of rollout `step`, as soon as there are enough; those that began first where there are more.
@@ -92,7 +61,7 @@ class ContinuousRunner:
             RolloutError: nearly everything is dropped, or fails.
             HookError: of the data source or a filter. Both may have happened while an earlier rollout was trained on.
         """
-        self._next_step, self._asked = step, Asked(step, self._policy_version())
+        self._next_step, self._asked = step, Asked(step, self._parts.policy_version())
         stale = [self._queue[index] for index in sorted(self._queue) if self._is_stale(self._queue[index])]
         for group in stale:
             del self._queue[group.index]
@@ -101,7 +70,7 @@ class ContinuousRunner:
             self._sampling = self._begin()
         elif not self._sampling.done():
             self._admit()
-        while len(filling := self._filling()) < self._flags.rollout_batch_size:
+        while len(filling := self._filling()) < self._parts.flags.rollout_batch_size:
             if self._sampling.done():
                 self._sampling.result()
             self._changed.clear()
@@ -149,12 +118,12 @@ class ContinuousRunner:
         """
         assert self._asked is not None, "sampling begins when the first rollout is asked for"
         num_under_way = len(self._queue) + self._tasks.num_running
-        version = self._policy_version()
+        version = self._parts.policy_version()
         limit = self._admission.limit(next_step=self._next_step, asked=self._asked, version=version)
         if num_under_way >= limit:
             return
-        drawn = self._source.draw(limit - num_under_way, self._next_step, version).groups
-        if not drawn and num_under_way < self._flags.rollout_batch_size:
+        drawn = self._parts.source.draw(limit - num_under_way, self._next_step, version).groups
+        if not drawn and num_under_way < self._parts.flags.rollout_batch_size:
             raise RolloutError(f"rollout {self._next_step}: the data source has no prompts left")
         for group in drawn:
             self._tasks.start(group)
@@ -168,7 +137,7 @@ class ContinuousRunner:
         if self._is_stale(group) or not group.finished:  # only what grew too old does not go on
             self._drop_stale([group])
             return
-        reason = drop_reason(group, self._flags.n_samples_per_prompt, self._group_filter)
+        reason = drop_reason(group, self._parts.flags.n_samples_per_prompt, self._parts.group_filter)
         if reason is None:
             self._queue[group.index] = group
             return
@@ -184,19 +153,19 @@ class ContinuousRunner:
         """Their prompts are the next to be drawn."""
         for group in groups:
             self._drop(group, STALE)
-        self._source.put_back(groups)
+        self._parts.source.put_back(groups)
 
     def _refuse_to_go_on_for_ever(self) -> None:
-        size, reasons = self._flags.rollout_batch_size, self._since.reasons
+        size, reasons = self._parts.flags.rollout_batch_size, self._since.reasons
         refuse_mass_failure(self._next_step, reasons[TOO_FEW_USABLE], size, self._since.dropped)
         num_dropped = reasons.total() - reasons[STALE]
-        if len(self._queue) < size and num_dropped >= self._flags.max_sampling_waves * size:
-            tried = f"{num_dropped + len(self._queue)} prompts (--max-sampling-waves {self._flags.max_sampling_waves})"
+        if len(self._queue) < size and num_dropped >= self._parts.flags.max_sampling_waves * size:
+            tried = f"{num_dropped + len(self._queue)} prompts (--max-sampling-waves {self._parts.flags.max_sampling_waves})"
             raise too_many_dropped(tried, len(self._queue), size, reasons)
 
     def _is_stale(self, group: SampleGroup) -> bool:
         """It would be trained by weights that are too new for its first token."""
-        version = max(self._policy_version(), self._coming_version)
+        version = max(self._parts.policy_version(), self._coming_version)
         return first_version(group, version) < version - self._admission.max_staleness
 
     def _filling(self) -> list[SampleGroup]:
@@ -205,10 +174,10 @@ class ContinuousRunner:
         With `--sampling-order submission`, none before all that began earlier are judged.
         """
         indices = sorted(self._queue)
-        if self._flags.sampling_order == "submission":
+        if self._parts.flags.sampling_order == "submission":
             first_running = self._tasks.first_running
             indices = [index for index in indices if first_running is None or index < first_running]
-        return [self._queue[index] for index in indices[: self._flags.rollout_batch_size]]
+        return [self._queue[index] for index in indices[: self._parts.flags.rollout_batch_size]]
 
     def _hand_out(self, step: int, kept: list[SampleGroup]) -> Rollout:
         """Take a rollout out of the queue, with all that was dropped since the last one."""
@@ -219,10 +188,10 @@ class ContinuousRunner:
         self._next_step = step + 1
         groups = sorted([*kept, *since.dropped], key=lambda group: group.index)
         num_tokens = sum(map(_num_tokens, groups)) + num_tokens_left - since.num_tokens_before
-        if self._sample_filter is not None:
-            self._sample_filter(kept)
+        if self._parts.sample_filter is not None:
+            self._parts.sample_filter(kept)
         assert self._asked is not None
-        metrics = sample_metrics(groups, reward_key=self._reward_key, policy_version=self._asked.version)
+        metrics = sample_metrics(groups, reward_key=self._parts.reward_key, policy_version=self._asked.version)
         metrics |= continuous_metrics(
             groups,
             reasons=since.reasons,
@@ -230,7 +199,7 @@ class ContinuousRunner:
             num_in_flight=self._tasks.num_running,
             num_tokens=num_tokens,
             elapsed_s=time.monotonic() - since.began_s,
-            reward_key=self._reward_key,
+            reward_key=self._parts.reward_key,
         )
         state = self._state(step)
         return Rollout(step, groups, state, metrics | epoch_metric(state))
@@ -239,7 +208,7 @@ class ContinuousRunner:
         """With what is queued and in flight, as it stands now."""
         queued = [SampleGroup(group.index, group.row, list(map(frozen, group.samples))) for group in self._queue.values()]
         under_way = sorted([*queued, *self._tasks.standing()], key=lambda group: group.index)
-        return replace(self._source.state(step), buffer=under_way)
+        return replace(self._parts.source.state(step), buffer=under_way)
 
 
 @dataclass(slots=True)

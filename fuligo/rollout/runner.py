@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from fuligo.config.groups import RolloutFlags
-from fuligo.engines.generation import SamplingParams
 from fuligo.errors import RolloutError
 from fuligo.rollout.aligned_start import aligned_start
 from fuligo.rollout.dynamic_sampling import DynamicSampling
 from fuligo.rollout.group_tasks import GroupTasks
 from fuligo.rollout.judging import TOO_FEW_USABLE, drop_reason, refuse_mass_failure
 from fuligo.rollout.metrics import RolloutCounts, epoch_metric, sample_metrics, sampling_metrics
-from fuligo.rollout.protocol import Draw, EngineControl, GroupFilter, GroupStream, RewardFn, Rollout
-from fuligo.rollout.sampler import Sampler
+from fuligo.rollout.parts import RunnerParts
+from fuligo.rollout.protocol import Draw, Rollout
 from fuligo.types import SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -29,56 +26,23 @@ class RolloutRunner:
     """Makes rollouts of what a `GroupStream` offers.
 
     Args:
-        source: where groups come from and unfinished ones go to
-        sampler: generates one sample
-        reward: judges a finished group's samples
-        engines: for abort and the aligned start
-        params: sampling parameters of every sample
-        flags: sizes and modes
-        reward_key: which value of a dict reward the metrics report
-        group_filter: keeps or drops a finished group (dynamic sampling)
-        sample_filter: sees all kept groups; changes samples in place
-        policy_version: version of the weights in the engines
         aligned_waves: hold the engine until a wave has arrived, so that equal seeds give equal tokens bit for bit
     """
 
-    def __init__(
-        self,
-        *,
-        source: GroupStream,
-        sampler: Sampler,
-        reward: RewardFn,
-        engines: EngineControl,
-        params: SamplingParams,
-        flags: RolloutFlags,
-        reward_key: str | None = None,
-        group_filter: GroupFilter | None = None,
-        sample_filter: Callable[[list[SampleGroup]], None] | None = None,
-        policy_version: Callable[[], int] = lambda: 0,
-        aligned_waves: bool = False,
-    ) -> None:
-        self._source = source
-        self._sampler = sampler
-        self._reward = reward
-        self._engines = engines
-        self._params = params
-        self._flags = flags
-        self._reward_key = reward_key
-        self._group_filter = group_filter
-        self._sample_filter = sample_filter
-        self._policy_version = policy_version
-        wave_requests = self._wave_size * flags.n_samples_per_prompt
-        self._aligned_waves = aligned_waves and wave_requests <= flags.rollout_concurrency
+    def __init__(self, parts: RunnerParts, *, aligned_waves: bool = False) -> None:
+        self._parts = parts
+        wave_requests = self._wave_size * parts.flags.n_samples_per_prompt
+        self._aligned_waves = aligned_waves and wave_requests <= parts.flags.rollout_concurrency
         if aligned_waves and not self._aligned_waves:
             logger.warning(
                 "a wave has %d requests and --rollout-concurrency is %d: runs are not reproducible bit for bit",
                 wave_requests,
-                flags.rollout_concurrency,
+                parts.flags.rollout_concurrency,
             )
 
     @property
     def _wave_size(self) -> int:
-        return self._flags.over_sampling_batch_size or self._flags.rollout_batch_size
+        return self._parts.flags.over_sampling_batch_size or self._parts.flags.rollout_batch_size
 
     async def rollout(self, step: int) -> Rollout:
         """Sample rollout `step`.
@@ -89,21 +53,21 @@ class RolloutRunner:
         """
         started_s = time.monotonic()
         sampling = DynamicSampling(
-            self._flags.rollout_batch_size,
+            self._parts.flags.rollout_batch_size,
             self._wave_size,
-            self._flags.max_sampling_waves,
-            in_submission_order=self._flags.sampling_order == "submission",
+            self._parts.flags.max_sampling_waves,
+            in_submission_order=self._parts.flags.sampling_order == "submission",
         )
-        run = _Run(step, self._policy_version(), sampling)
+        run = _Run(step, self._parts.policy_version(), sampling)
         failure: RolloutError | None = None
-        async with GroupTasks(self._sampler, self._reward, self._engines, self._params) as tasks:
+        async with GroupTasks(self._parts.sampler, self._parts.reward, self._parts.engines, self._parts.params) as tasks:
             try:
                 await self._fill(run, tasks)
             except RolloutError as error:
                 failure = error
             unfinished = [group for group in await tasks.stop() if not group.finished]
         run.aborted = sorted(unfinished, key=lambda group: group.index)
-        self._source.put_back(run.aborted)
+        self._parts.source.put_back(run.aborted)
         if failure is not None:
             raise failure
         run.counts.elapsed_s = time.monotonic() - started_s
@@ -116,17 +80,17 @@ class RolloutRunner:
                 run.sampling.begin_wave()
                 await self._start_wave(run, tasks)
             group = await tasks.next_finished()
-            run.sampling.finish(group.index, drop_reason(group, self._flags.n_samples_per_prompt, self._group_filter))
+            run.sampling.finish(group.index, drop_reason(group, self._parts.flags.n_samples_per_prompt, self._parts.group_filter))
             num_failed = run.sampling.drop_counts()[TOO_FEW_USABLE]
             refuse_mass_failure(run.step, num_failed, run.sampling.target, run.groups.values())
 
     async def _start_wave(self, run: _Run, tasks: GroupTasks) -> None:
-        draw = self._source.draw(self._wave_size, run.step, run.version)
+        draw = self._parts.source.draw(self._wave_size, run.step, run.version)
         if not draw.groups:
             raise RolloutError(f"rollout {run.step}: the data source has no prompts left")
         run.add(draw)
         aligned = self._aligned_waves and tasks.idle
-        async with aligned_start(self._engines, draw.groups) if aligned else nullcontext():
+        async with aligned_start(self._parts.engines, draw.groups) if aligned else nullcontext():
             for group in draw.groups:
                 tasks.start(group)
 
@@ -139,11 +103,11 @@ class RolloutRunner:
             if not group.kept:
                 group.drop_reason = run.sampling.dropped.get(index, ABORTED if index in aborted else SURPLUS)
         groups = [run.groups[index] for index in sorted(run.groups)]
-        if self._sample_filter is not None:
-            self._sample_filter([group for group in groups if group.kept])
-        metrics = sample_metrics(groups, reward_key=self._reward_key, policy_version=run.version)
-        metrics |= sampling_metrics(groups, run.aborted, run.sampling, run.counts, self._reward_key)
-        state = self._source.state(run.step)
+        if self._parts.sample_filter is not None:
+            self._parts.sample_filter([group for group in groups if group.kept])
+        metrics = sample_metrics(groups, reward_key=self._parts.reward_key, policy_version=run.version)
+        metrics |= sampling_metrics(groups, run.aborted, run.sampling, run.counts, self._parts.reward_key)
+        state = self._parts.source.state(run.step)
         return Rollout(run.step, groups, state, metrics | epoch_metric(state))
 
 

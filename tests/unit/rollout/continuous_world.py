@@ -12,6 +12,7 @@ from fuligo.rollout.admission import Admission
 from fuligo.rollout.continuous import ContinuousRunner
 from fuligo.rollout.debug_data import decode_groups, encode_groups
 from fuligo.rollout.generate import SingleTurn, sampling_params
+from fuligo.rollout.parts import RunnerParts
 from fuligo.rollout.protocol import GenerateFn, GroupFilter, Rollout, RolloutState
 from fuligo.rollout.sampler import Sampler
 from fuligo.rollout.source import GroupSource
@@ -80,18 +81,18 @@ def continuous(
     )
     turns = asyncio.Semaphore(given.rollout_concurrency)
     single_turn = SingleTurn(engine, Tokenizer(), timeout_s=timeout_s)
-    runner = ContinuousRunner(
+    parts = RunnerParts(
         source=GroupSource(rows, given.n_samples_per_prompt),
         sampler=Sampler(generate or single_turn, seed=1, stream="train", turns=turns, timeout_s=timeout_s),
         reward=reward,
         engines=engine,
         params=sampling_params(given),
         flags=given,
-        admission=Admission(given.rollout_batch_size, max_staleness, update_interval, num_rollout),
         group_filter=group_filter,
         sample_filter=sample_filter,
         policy_version=lambda: engine.version,
     )
+    runner = ContinuousRunner(parts, admission=Admission(given.rollout_batch_size, max_staleness, update_interval, num_rollout))
     if state is not None:
         runner.restore(state)
     return ContinuousWorld(engine, rows, reward, runner, update_interval)

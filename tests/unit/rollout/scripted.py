@@ -16,6 +16,7 @@ from fuligo.config.groups import RolloutFlags
 from fuligo.engines.generation import EngineLoad, Generation, RoutingQuery, SamplingParams
 from fuligo.errors import EngineError
 from fuligo.rollout.generate import SingleTurn, sampling_params
+from fuligo.rollout.parts import RunnerParts
 from fuligo.rollout.protocol import GenerateFn, GroupFilter, GroupStream, RolloutState
 from fuligo.rollout.runner import RolloutRunner
 from fuligo.rollout.sampler import Sampler
@@ -211,7 +212,7 @@ def world(
         source.restore(state)
     turns = asyncio.Semaphore(given.rollout_concurrency)
     single_turn = SingleTurn(engine, Tokenizer(), timeout_s=timeout_s)
-    runner = RolloutRunner(
+    parts = RunnerParts(
         source=source,
         sampler=Sampler(generate or single_turn, seed=1, stream="train", turns=turns, timeout_s=timeout_s),
         reward=reward,
@@ -221,9 +222,8 @@ def world(
         group_filter=group_filter,
         sample_filter=sample_filter,
         policy_version=lambda: engine.version,
-        aligned_waves=aligned_waves,
     )
-    return World(given, engine, rows, source, reward, runner)
+    return World(given, engine, rows, source, reward, RolloutRunner(parts, aligned_waves=aligned_waves))
 
 
 def by_row(lengths: dict[int, int], default: int = 5) -> Callable[[int, int], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -183,7 +184,8 @@ class TestStaleness:
             return await single_turn(sample, params)
 
         given = continuous(engine=given.engine, generate=fails_late, rollout_max_response_len=200, max_staleness=0)
-        given.runner._flags = given.runner._flags.model_copy(update={"rollout_batch_size": 1})
+        parts = given.runner._parts
+        given.runner._parts = replace(parts, flags=parts.flags.model_copy(update={"rollout_batch_size": 1}))
         rollout = await given.step(0, ticks=20)
         assert rows_of(rollout) == [1]
         await pass_ticks(20)

@@ -19,7 +19,7 @@ SHARD_BYTES = 4 * 1024**3
 def write_tensors(directory: Path, named_tensors: Iterable[tuple[str, Tensor]], *, stem: str = "model") -> None:
     """Write `<stem>-00000.safetensors`, ... and `<stem>.safetensors.index.json` into `directory`, which is made.
 
-    At most one shard of tensors is held in memory.
+    At most one shard of tensors is held in memory, the host's: of a GPU's one tensor at a time.
 
     Raises:
         CheckpointError: a file cannot be written.
@@ -27,10 +27,11 @@ def write_tensors(directory: Path, named_tensors: Iterable[tuple[str, Tensor]], 
     directory.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
     num_bytes = 0
-    for number, bucket in enumerate(cut_into_buckets(named_tensors, SHARD_BYTES)):
+    on_host = ((name, tensor.cpu()) for name, tensor in named_tensors)
+    for number, bucket in enumerate(cut_into_buckets(on_host, SHARD_BYTES)):
         file = f"{stem}-{number:05d}.safetensors"
         try:
-            save_file({name: tensor.cpu().contiguous() for name, tensor in bucket}, directory / file, metadata={"format": "pt"})
+            save_file({name: tensor.contiguous() for name, tensor in bucket}, directory / file, metadata={"format": "pt"})
         except SafetensorError as error:  # of the disk, too
             raise CheckpointError(f"{directory / file}: {error}") from error
         weight_map |= {name: file for name, _ in bucket}

@@ -31,7 +31,7 @@ class Heartbeats:
 
     def __init__(self, store: TCPStore, size: int) -> None:
         self._store = _beats(store)
-        self._seen = dict.fromkeys(range(1, size), (0, 0.0))
+        self._seen: dict[int, tuple[int, float]] = dict.fromkeys(range(1, size), (0, 0.0))
         """By rank: its last count, and since when it stands there."""
 
     def silent(self) -> dict[int, str]:

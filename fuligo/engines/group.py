@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
@@ -15,6 +16,10 @@ from fuligo.types import IntArray
 from fuligo.weights.checksum import WeightsDigest
 
 T = TypeVar("T")
+DIRECT_TIMEOUT_S = 600.0
+"""For an engine to come back, where the request has no deadline of its own."""
+WAIT_S = 0.1
+"""Between looks whether one has."""
 MAX_AHEAD = 8
 """Requests that an engine may have more than the idlest one before affinity gives way to balance."""
 
@@ -117,7 +122,7 @@ class EngineGroup:
     ) -> Generation:
         """Past the router, which drops the question. A request whose engine dies goes to another."""
         while True:
-            client = self._nearest(routing.affinity)
+            client = await self._nearest(routing.affinity, timeout_s)
             self._num_direct[client] += 1
             try:
                 generation = await client.generate(input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s, routing=routing)
@@ -132,14 +137,18 @@ class EngineGroup:
             finally:
                 self._num_direct[client] -= 1
 
-    def _nearest(self, affinity: int) -> EngineClient:
-        """The engine of these first tokens, unless it has much more to do than another.
+    async def _nearest(self, affinity: int, timeout_s: float | None) -> EngineClient:
+        """The engine of these first tokens, unless it has much more to do than another. Where all are being restarted, wait for one.
 
         Raises:
-            EngineError: no engine is left
+            EngineError: no engine came back in time
         """
-        if not self.clients:
-            raise EngineError("all engines are gone; those that are restarted serve again after the next publish")
+        limit_s = DIRECT_TIMEOUT_S if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        while not self.clients:
+            if time.monotonic() >= deadline:
+                raise EngineError(f"all engines are gone, and none came back within {limit_s:g} s")
+            await asyncio.sleep(WAIT_S)
         client = self.clients[affinity % len(self.clients)]
         idlest = min(self.clients, key=lambda other: self._num_direct[other])
         return client if self._num_direct[client] <= self._num_direct[idlest] + MAX_AHEAD else idlest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import AsyncIterator
 from typing import Any
@@ -133,8 +134,14 @@ async def test_a_request_whose_engine_dies_goes_to_another() -> None:
     assert (dead.rids, alive.rids) == (["a"], ["a"])
     assert group.clients == [alive]
     alive.fails = True
-    with pytest.raises(EngineError, match="all engines are gone"):
-        await group.generate([1], PARAMS, rid="b", routing=query())
+    with pytest.raises(EngineError, match="all engines are gone, and none came back within 0 s"):
+        await group.generate([1], PARAMS, rid="b", routing=query(), timeout_s=0)
+    waiting = asyncio.create_task(group.generate([1], PARAMS, rid="c", routing=query()))
+    await asyncio.sleep(0)
+    back = FakeClient("back")
+    group.clients.append(back)  # pyright: ignore[reportArgumentType]
+    await waiting
+    assert back.rids == ["c"]
 
 
 async def test_the_error_of_an_engine_that_lives_is_the_requests() -> None:

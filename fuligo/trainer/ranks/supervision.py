@@ -51,8 +51,7 @@ async def finish(phase: str, own: asyncio.Future[Any], ranks: OtherRanks | None,
     while not _all_done(own, ranks):
         if ranks.lost() or ranks.errors() or _error(own) is not None:
             break
-        if time.monotonic() >= deadline:
-            late = [*([] if own.done() else [0]), *ranks.unanswered()]
+        if time.monotonic() >= deadline and (late := [*([] if own.done() else [0]), *ranks.unanswered()]):
             raise TrainerError(
                 f"trainer rank {', '.join(map(str, late))} did not finish `{phase}` within {timeout_s:g} s. "
                 "Resume from the last checkpoint."

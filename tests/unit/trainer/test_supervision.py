@@ -67,6 +67,15 @@ async def test_the_deadline_names_who_is_late(own_done, late):
         await finish("save", done("fine") if own_done else running(), ScriptedRanks(waiting=[1, 3]), timeout_s=0.05)
 
 
+async def test_who_answers_while_the_deadline_is_looked_at_is_not_late():
+    class AnswersWhenAsked(ScriptedRanks):
+        def unanswered(self) -> list[int]:
+            waiting, self.waiting = self.waiting, []
+            return waiting
+
+    await finish("save", done("fine"), AnswersWhenAsked(waiting=[1]), timeout_s=0)
+
+
 async def test_a_lost_rank_is_the_cause_of_everything_else():
     """Rank 0's collective breaks, and rank 2's too: both only because rank 1 is gone."""
     ranks = ScriptedRanks(waiting=[1], failed={2: "connection closed by peer"}, ended={1: -9})

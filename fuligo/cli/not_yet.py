@@ -92,7 +92,6 @@ def _reward(config: Config) -> str | None:
 
 ROWS = (
     NotYet(_megatron_arguments, "the Megatron trainer with these arguments", "leave them out; the trainer decides what they are about"),
-    NotYet(_switch("custom_model_provider_path"), "a model of your own in the Megatron trainer", "families with layers are built in"),
     NotYet(_shared_gpus, "this way of sharing GPUs", "give the engines GPUs of their own (--rollout-num-gpus)"),
     NotYet(_switch("advantage_estimator", "ppo"), "PPO's value model", "the other estimators need none"),
     NotYet(_switch("use_opd"), "on-policy distillation", "leave it out"),

@@ -37,6 +37,7 @@ def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTraine
         # MODEL_ARGS that disagree with config.json were refused, unless --override-model-config is given.
         model_flags={**stated_flags(config_json, source), **dict(config.megatron.items())},
         sparse_layers=SparseLayers.of(architecture),
+        model_provider=config.model.custom_model_provider_path,
         recomputation=Recomputation(
             sizes.recompute_granularity, sizes.recompute_method, sizes.recompute_num_layers, tuple(sizes.recompute_modules)
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fuligo.trainer.megatron_backend.layer_spec import block_spec, modules_for, 
 from fuligo.trainer.megatron_backend.model_config import is_tied, padded_vocab_size, rotary, transformer_config
 from fuligo.trainer.megatron_backend.packed import PackedRow
 from fuligo.trainer.megatron_backend.prediction import cut_off, predict, without_gradient
+from fuligo.trainer.megatron_backend.provider import provided_model, require_weights
 from fuligo.trainer.megatron_backend.router import padding_mask
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.sparse_latent_attention import freeze_indexers
@@ -87,12 +89,14 @@ def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[Po
         trained: the weights get gradients.
 
     Raises:
-        ConfigError: Megatron cannot build the model, or cannot split it so.
+        ConfigError: Megatron cannot build the model, or cannot split it so; or the user's provider does not fit.
     """
     config = transformer_config(settings)
     layout = settings.layout
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
     chunks = [_build_stage(settings, config, stage) for stage in stages]
+    if settings.model_provider is not None:
+        require_weights(settings.model_provider, chunks, settings)
     for chunk in chunks:
         chunk.requires_grad_(trained)
         sum_over_their_copies(chunk)
@@ -106,13 +110,21 @@ def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[Po
 
 
 def _build_stage(settings: MegatronTrainerSettings, config: Any, vp_stage: int | None) -> PolicyModel:
-    flags, layout = settings.model_flags, settings.layout
-    embedding = rotary(flags)
+    layout = settings.layout
     vp_size = layout.vpp if layout.vpp > 1 else None
     pp_group: Any = parallel_state.get_pipeline_model_parallel_group()
     is_first = is_pp_first_stage(pp_group) and is_vp_first_stage(vp_stage or 0, vp_size)
     is_last = is_pp_last_stage(pp_group) and is_vp_last_stage(vp_stage or 0, vp_size)
-    modules = modules_for(settings)
+    build_default = partial(_default_stage, settings, config)
+    if settings.model_provider is None:
+        return build_default(is_first, is_last, vp_stage)
+    model = provided_model(settings.model_provider, build_default, PolicyModel, is_first, is_last, vp_stage)
+    return model.to(settings.device)
+
+
+def _default_stage(settings: MegatronTrainerSettings, config: Any, is_first: bool, is_last: bool, vp_stage: int | None) -> PolicyModel:
+    flags, modules = settings.model_flags, modules_for(settings)
+    embedding = rotary(flags)
     layers: Any = block_spec(config, flags, modules, sparse=settings.sparse_layers, vp_stage=vp_stage)
     prediction: Any = prediction_spec(config, flags, modules, sparse=settings.sparse_layers) if is_last else None
     return PolicyModel(
@@ -130,4 +142,4 @@ def _build_stage(settings: MegatronTrainerSettings, config: Any, vp_stage: int |
         rope_scaling_factor=embedding.llama3_factor or 1.0,
         mtp_block_spec=prediction,
         vp_stage=vp_stage,
-    ).to("cuda" if settings.device == "cuda" else "cpu")
+    ).to(settings.device)

@@ -72,6 +72,8 @@ class MegatronTrainerSettings(TrainerSettings):
     every other pass-through argument of Megatron."""
     sparse_layers: SparseLayers | None = None
     """None: every token sees all before it."""
+    model_provider: str | None = None
+    """Path of a function that builds the stages (`provider`); None: fuligo does."""
     recomputation: Recomputation = field(default_factory=Recomputation)
     prediction: PredictionLayers = field(default_factory=PredictionLayers)
     optimizer_place: OptimizerPlace = field(default_factory=OptimizerPlace)

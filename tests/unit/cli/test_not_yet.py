@@ -16,7 +16,6 @@ SEPARATE = "--actor-num-gpus-per-node 4 --rollout-num-gpus 4"
 ASKED = [
     (f"{SEPARATE} --swiglu --seq-length 4096 --fp8-format e4m3", "--fp8-format e4m3, --seq-length 4096: the Megatron trainer with these"),
     (f"{SEPARATE} --train-backend megatron --attention-dropout 0.1", "--attention-dropout 0.1: the Megatron trainer with these arguments"),
-    (f"{SEPARATE} --custom-model-provider-path a.b", "--custom-model-provider-path a.b: a model of your own in the Megatron trainer"),
     ("--rollout-backend sglang --colocate --use-fault-tolerance", "--colocate with --use-fault-tolerance: this way of sharing GPUs"),
     ("--rollout-backend sglang --colocate --update-weights-interval 2", "--update-weights-interval 2: this way of sharing GPUs"),
     ("--advantage-estimator ppo", "--advantage-estimator ppo: PPO's value model"),

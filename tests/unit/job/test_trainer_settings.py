@@ -88,6 +88,12 @@ def test_routing_is_recorded_by_the_trainer_unless_engines_tell(tmp_path: Path, 
     assert settings.records_routing is records
 
 
+def test_ranks_are_told_the_path_of_a_model_provider(bf16: Path):
+    settings = settings_of(bf16, bf16, "--rollout-backend", "sglang", "--custom-model-provider-path", "my_models.py:provider")
+    assert isinstance(settings, MegatronTrainerSettings)
+    assert settings.model_provider == "my_models.py:provider"
+
+
 def test_a_dense_model_has_no_routing_to_replay(bf16: Path):
     with pytest.raises(ConfigError, match="it has no experts"):
         settings_of(bf16, bf16, "--rollout-backend", "sglang", "--use-routing-replay")

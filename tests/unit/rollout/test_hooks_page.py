@@ -20,6 +20,7 @@ EXAMPLES = {
     "rollout_function_path": "one_by_one",
     "custom_reward_post_process_path": "post_process",
     "before_train_step_path": "before_train",
+    "custom_model_provider_path": "soft_capped",
 }
 
 

@@ -18,6 +18,9 @@ from fuligo.engines.arguments import command_line
 from fuligo.engines.server_process import ServerProcess
 from fuligo.errors import EngineError
 
+LAUNCH = "import sys; sys.modules['sglang'] = None; from sglang_router.launch_router import main; main()"
+"""The router does without SGLang where that is not installed. Where it is, it would be imported, with torch, for tracing that the router
+does not use: seconds of a core and hundreds of megabytes, while the engines start on the same cores."""
 WorkerType = Literal["regular", "prefill", "decode"]
 REQUEST_TIMEOUT_S = 10.0
 
@@ -55,7 +58,7 @@ class RouterSettings:
             # Requests that a pair was handing over when all was aborted come back as errors. The router must neither send them again, to
             # engines that are paused, nor take it as a sign of a sick engine, which nobody would be sent to for a minute.
             own |= {"pd_disaggregation": True, "disable_retries": True, "disable_circuit_breaker": True}
-        return [self.python, "-m", "sglang_router.launch_router", *command_line({**own, **self.arguments})]
+        return [self.python, "-c", LAUNCH, *command_line({**own, **self.arguments})]
 
 
 @dataclass(slots=True, frozen=True)

@@ -14,6 +14,7 @@ from fuligo.engines.embedded.kv_cache import CacheShape
 from fuligo.errors import ConfigError, EngineError
 from fuligo.models.alignment import align_weights
 from fuligo.models.directory import end_ids, load_config, load_tokenizer
+from fuligo.models.latent_norms import take_stated_epsilon
 from fuligo.models.rms_norm import speed_up_rms_norms
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -41,6 +42,7 @@ class EngineModel:
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise ConfigError(f"--model-path {path}: the model does not load: {error}") from error
         align_weights(self.module)
+        take_stated_epsilon(self.module)
         speed_up_rms_norms(self.module)
         self.module.to(device).eval().requires_grad_(False)
         self.tokenizer = load_tokenizer(path)

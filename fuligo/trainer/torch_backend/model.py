@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from fuligo.errors import CheckpointError, TrainerError
 from fuligo.models.alignment import align_weights
+from fuligo.models.latent_norms import take_stated_epsilon
 from fuligo.models.rms_norm import speed_up_rms_norms
 from fuligo.trainer.batch import PackedTokens
 from fuligo.trainer.logprobs import TokenLogprobs
@@ -93,6 +94,7 @@ def load_model(directory: Path) -> PreTrainedModel:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     align_weights(model)
+    take_stated_epsilon(model)
     speed_up_rms_norms(model)
     return model.eval()
 

@@ -14,6 +14,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from fuligo.checkpoint.shards import Shard
 from fuligo.errors import CheckpointError
 
+_FIX = "take another checkpoint (--ckpt-step), or make this one again"
+
 
 class DistributedTensors:
     """Opening it reads what is where, and checks that every file is there and long enough."""
@@ -61,7 +63,7 @@ class DistributedTensors:
                 num_elements += part.numel()
         if num_elements != shard.data.numel():
             missing = f"{num_elements} of {shard.data.numel()} numbers from {list(shard.offset)} on are there"
-            raise CheckpointError(f"{self.directory}: parts of {shard.name} are missing: {missing}")
+            raise CheckpointError(f"{self.directory}: parts of {shard.name} are missing: {missing}; {_FIX}")
 
     def _read_chunk(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
         """The one that was read last is kept: shards that follow each other often lie in one."""
@@ -78,9 +80,9 @@ class DistributedTensors:
                 stream.seek(place.offset)
                 tensor = torch.load(io.BytesIO(stream.read(place.length)), map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-            raise CheckpointError(f"{file}: the bytes of {index.fqn} cannot be read: {error}") from error
+            raise CheckpointError(f"{file}: the bytes of {index.fqn} cannot be read: {error}; {_FIX}") from error
         if tensor.shape != shape:
-            raise CheckpointError(f"{file}: a part of {index.fqn} has the shape {list(tensor.shape)}, not {list(shape)}")
+            raise CheckpointError(f"{file}: a part of {index.fqn} has the shape {list(tensor.shape)}, not {list(shape)}; {_FIX}")
         return tensor
 
     def _check_files(self) -> None:
@@ -90,9 +92,11 @@ class DistributedTensors:
         for name, num_bytes in sorted(needed.items()):
             file = self.directory / name
             if not file.is_file():
-                raise CheckpointError(f"{file} is missing: the checkpoint is incomplete")
+                raise CheckpointError(f"{file} is missing: the checkpoint is incomplete; {_FIX}")
             if file.stat().st_size < num_bytes:
-                raise CheckpointError(f"{file} has {file.stat().st_size} bytes, {num_bytes} were written: the checkpoint is damaged")
+                raise CheckpointError(
+                    f"{file} has {file.stat().st_size} bytes, {num_bytes} were written: the checkpoint is damaged; {_FIX}"
+                )
 
 
 def _overlap(chunk: ChunkStorageMetadata, shard: Shard) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
@@ -112,6 +116,6 @@ def _read_metadata(directory: Path) -> Metadata:
     try:
         return FileSystemReader(directory).read_metadata()
     except FileNotFoundError:
-        raise CheckpointError(f"{directory} has no .metadata: it is no distributed checkpoint, or an incomplete one") from None
+        raise CheckpointError(f"{directory} has no .metadata: it is no distributed checkpoint, or an incomplete one; {_FIX}") from None
     except Exception as error:  # a pickle that is cut short fails in many ways
-        raise CheckpointError(f"{directory / '.metadata'}: cannot be read: {error!r}") from error
+        raise CheckpointError(f"{directory / '.metadata'}: cannot be read: {error!r}; {_FIX}") from error

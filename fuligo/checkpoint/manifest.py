@@ -56,7 +56,9 @@ def _read(directory: Path) -> dict[str, dict[str, Any]]:
     try:
         files = orjson.loads(path.read_bytes())["files"]
     except FileNotFoundError:
-        raise CheckpointError(f"{directory} has no {MANIFEST}: it is no checkpoint of fuligo, or an incomplete one") from None
+        raise CheckpointError(
+            f"{directory} has no {MANIFEST}: it is no checkpoint of fuligo, or an incomplete one; choose another with --ckpt-step"
+        ) from None
     except (orjson.JSONDecodeError, KeyError, TypeError):
         raise CheckpointError(f"{path} cannot be read: the checkpoint is damaged; resume from another with --ckpt-step") from None
     return files

@@ -131,7 +131,8 @@ class BroadcastGroup:
             return mine.result(TIMEOUT.total_seconds())
         except (EngineError, RuntimeError, TimeoutError) as error:
             urls = ", ".join(engine.url for engine in self.engines)
-            raise WeightSyncError(f"the engines {urls} did not {what}: {error or 'no end within ' + str(TIMEOUT)}") from error
+            cause = str(error) or f"no end within {TIMEOUT.total_seconds():g} s"
+            raise WeightSyncError(f"the engines {urls} did not {what}: {cause}. Resume from the last checkpoint.") from error
 
     def close(self) -> None:
         """Leave the group; engines that are gone or refuse are passed over, for theirs ends with them."""

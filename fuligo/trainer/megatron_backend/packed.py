@@ -61,6 +61,8 @@ class PackedRow:
     """[n] int64 index into the N: which response token that is. Each is on exactly one context-parallel rank."""
     sequence_ids: Tensor
     """[L] int64 which of the micro-batch's sequences the token is of; -1 for padding, and for what does not count."""
+    source: Tensor
+    """[L] int64, on the host: which of the micro-batch's tokens it is; -1 for padding."""
     later: tuple[LaterTokens, ...]
     """Of each prediction layer that is to run, in their order."""
 
@@ -70,8 +72,6 @@ def row_tokens(lengths: Sequence[int], layout: Layout, *, pad_multiple: int) -> 
 
     Args:
         lengths: of the row's sequences.
-    source: Tensor
-    """[L] int64, on the host: which of the micro-batch's tokens it is; -1 for padding."""
     """
     return _row_tokens(_padded_lengths(lengths, layout), layout, pad_multiple)
 
@@ -115,6 +115,7 @@ def pack_row(
         local_rows=local_rows[local_ids],
         local_ids=local_ids,
         sequence_ids=(sequences if counts else torch.full_like(sequences, -1)).to(device),
+        source=source,
         later=tuple(_later_tokens(tokens, source, rows, depth) for depth in range(1, num_predictions + 1)),
     )
 
@@ -124,7 +125,6 @@ def _later_tokens(tokens: PackedTokens, source: Tensor, rows: Tensor, depth: int
     Args:
         source: as `_places` returns it, as `rows` is.
         depth: how much further, from 1.
-        source=source,
     """
     device = tokens.input_ids.device
     bounds = torch.tensor(tokens.cu_seqlens)

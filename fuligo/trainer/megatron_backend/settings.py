@@ -83,6 +83,10 @@ class MegatronTrainerSettings(TrainerSettings):
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
     gradients_in_fp32: bool = True
     """Gradients are summed and reduced in float32 (`--accumulate-allreduce-grads-in-fp32`)."""
+    routing: RoutingShape | None = None
+    """Of the experts that samples name, to which their tokens go in training; None: the routers choose in every pass."""
+    records_routing: bool = False
+    """`score` has samples name the experts that the routers choose then; else they do already, and it keeps to them."""
     pad_multiple_tokens: int = 128
     """Packed rows are padded to a multiple of it."""
 
@@ -95,7 +99,3 @@ class MegatronTrainerSettings(TrainerSettings):
     def needs_process_group(self) -> bool:
         """Megatron asks its groups even where there is one rank."""
         return True
-    routing: RoutingShape | None = None
-    """Of the experts that samples name, to which their tokens go in training; None: the routers choose in every pass."""
-    records_routing: bool = False
-    """`score` has samples name the experts that the routers choose then; else they do already, and it keeps to them."""

@@ -48,6 +48,8 @@ class Fleet:
         self.router = router
         self._engines = [_Engine(server, _client(settings, server.settings, start=0)) for server in servers]
         self._router_restarts = 0
+        self._router_waits_in_vain = False
+        """Requests are open in it that a lost machine will not answer."""
         # Requests outlive a restart of the router: it takes seconds, they are tried for a minute.
         patient = EngineClient(router.url, retries=max(settings.request_retries, 40), timeout_s=settings.request_timeout_s)
         split = settings.router.prefill_decode
@@ -92,7 +94,7 @@ class Fleet:
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(WATCH_S)
-            if not self.router.process.alive:
+            if not self.router.process.alive or self._router_waits_in_vain:
                 await self._restart_router()
             ask_health = clock() >= next_health
             if ask_health:
@@ -170,6 +172,9 @@ class Fleet:
         while True:
             await engine.server.stop()
             await engine.client.close()
+            if engine.server.is_lost:
+                self._go_on_without(engine)
+                return
             try:
                 engine.server = self._start(engine.server.settings)
                 await engine.server.wait_ready()
@@ -187,15 +192,33 @@ class Fleet:
                 engine.restart = None
                 return
 
+    def _go_on_without(self, engine: _Engine) -> None:
+        """
+        Raises:
+            EngineError: none is left that does its work
+        """
+        server = engine.server.settings
+        others = [other for other in self._engines if other is not engine]
+        if not any(other.server.settings.worker_type == server.worker_type for other in others):
+            raise EngineError(f"{server.name} is gone with its machine {server.host}, and no other is left: resume on other machines")
+        self._engines = others
+        logger.warning("%s is gone with its machine %s; the run goes on without it", server.name, server.host)
+        self._router_waits_in_vain = True
+
     async def _restart_router(self) -> None:
         """
         Raises:
             EngineError: it is not to be restarted, or did not start
         """
-        if not self._settings.restart or self._router_restarts == MAX_RESTARTS:
-            self.router.process.check_alive()
-        self._router_restarts += 1
-        logger.warning("the router is gone; it is restarted")
+        if self._router_waits_in_vain:
+            self._router_waits_in_vain = False
+            logger.warning("the router is restarted: what it waits for is asked of other engines")
+            await self.router.stop()
+        else:
+            if not self._settings.restart or self._router_restarts == MAX_RESTARTS:
+                self.router.process.check_alive()
+            self._router_restarts += 1
+            logger.warning("the router is gone; it is restarted")
         self.router = await launch_router(self._settings.router)
         for engine in self._engines:
             if engine.client in self.group.clients:

@@ -129,6 +129,11 @@ class Server(Protocol):
         """Its processes have not ended, as far as is known here."""
         ...
 
+    @property
+    def is_lost(self) -> bool:
+        """Its machine is gone: it cannot be started again, and what was sent to it never gets an answer, not even an error."""
+        ...
+
     def check_alive(self) -> None:
         """
         Raises:
@@ -167,6 +172,10 @@ class SGLangServer:
     @property
     def alive(self) -> bool:
         return self.process.alive
+
+    @property
+    def is_lost(self) -> bool:
+        return False
 
     def check_alive(self) -> None:
         self.process.check_alive()

@@ -1,0 +1,122 @@
+"""What becomes of engines that are gone for good. (Real ones that come back: tests/sglang/test_fleet.py.)"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fuligo.engines.router import RouterSettings
+from fuligo.engines.sglang import fleet as fleet_module
+from fuligo.engines.sglang.fleet import Fleet, FleetSettings
+from fuligo.engines.sglang.server import ServerPorts, ServerSettings
+from fuligo.errors import EngineError
+
+
+class ScriptedServer:
+    """An engine that is as the test says. Implements `Server`."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.url = settings.url
+        self.alive = True
+        self.is_lost = False
+
+    def lose_machine(self) -> None:
+        self.alive, self.is_lost = False, True
+
+    def check_alive(self) -> None:
+        if not self.alive:
+            raise EngineError(f"{self.settings.name} is gone")
+
+    async def wait_ready(self) -> None:
+        self.check_alive()
+
+    async def answers(self, timeout_s: float) -> bool:
+        return self.alive
+
+    async def stop(self) -> None:
+        self.alive = False
+
+
+class ScriptedRouter:
+    """Knows whom it sends requests to."""
+
+    def __init__(self) -> None:
+        self.process = SimpleNamespace(alive=True)
+        self.url = "http://127.0.0.1:1"
+        self.engines: list[str] = []
+
+    async def add(self, url: str, **_: object) -> None:
+        self.engines.append(url)
+
+    async def remove(self, url: str) -> None:
+        self.engines.remove(url)
+
+    async def stop(self) -> None:
+        self.process.alive = False
+
+
+@pytest.fixture
+def routers(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedRouter]:
+    """Those that were started, in order."""
+    started: list[ScriptedRouter] = []
+
+    async def launch(settings: RouterSettings) -> ScriptedRouter:
+        started.append(ScriptedRouter())
+        return started[-1]
+
+    monkeypatch.setattr(fleet_module, "launch_router", launch)
+    monkeypatch.setattr(fleet_module, "WATCH_S", 0.01)
+    return started
+
+
+async def fleet_of(servers: Sequence[str], log: Path) -> Fleet:
+    """
+    Args:
+        servers: their types
+    """
+    settings = FleetSettings(
+        servers=tuple(
+            ServerSettings(f"engine {number}", "model", 1, 1, {}, kind, "cpu", f"10.0.0.{number}", ServerPorts(1, 2, 3), log, number)
+            for number, kind in enumerate(servers)
+        ),
+        router=RouterSettings(log, "127.0.0.1", 1, 2),
+        restart=True,
+        health_interval_s=1.0,
+        health_timeout_s=1.0,
+        request_retries=0,
+        request_timeout_s=1.0,
+    )
+    return await Fleet.launch(settings, ScriptedServer)
+
+
+async def test_the_others_go_on_without_an_engine_whose_machine_is_lost(routers: list[ScriptedRouter], tmp_path: Path) -> None:
+    """What the router waits for would never come: a new one is asked again."""
+    fleet = await fleet_of(["regular", "regular"], tmp_path / "log")
+    other, lost = fleet.servers
+    watch = asyncio.create_task(fleet.watch())
+    lost.lose_machine()
+    async with asyncio.timeout(10):
+        while len(routers) < 2 or not routers[1].engines:  # noqa: ASYNC110  # nothing tells but asking
+            await asyncio.sleep(0.01)
+    assert not routers[0].process.alive
+    assert routers[1].engines == [other.url]
+    assert (fleet.servers, fleet.group.urls) == ([other], (other.url,))
+    assert not watch.done()
+    watch.cancel()
+    with suppress(asyncio.CancelledError):
+        await watch
+
+
+@pytest.mark.parametrize("servers", [["regular"], ["prefill", "decode"]])
+async def test_without_another_of_its_kind_the_run_ends(servers: list[str], routers: list[ScriptedRouter], tmp_path: Path) -> None:
+    fleet = await fleet_of(servers, tmp_path / "log")
+    fleet.servers[0].lose_machine()
+    with pytest.raises(EngineError, match=r"engine 0 is gone with its machine 10\.0\.0\.0, and no other is left"):
+        async with asyncio.timeout(10):
+            await fleet.watch()

@@ -43,8 +43,13 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen3_moe": {"head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
     "glm4_moe": {"head_dim": 64, "first_k_dense_replace": 1, **EXPERTS},
     "glm4_moe_lite": {"first_k_dense_replace": 1, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], **LATENT, **EXPERTS},
-}
-MIXTURES = ("qwen3_moe", "glm4_moe", "glm4_moe_lite")
+    "glm_moe_dsa": {
+        "first_k_dense_replace": 1, "indexer_types": ["full", "shared", "full", "shared"],
+        "index_n_heads": 8, "index_head_dim": 128, "index_topk": 32, **LATENT, **EXPERTS,
+    },
+}  # fmt: skip
+MIXTURES = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
+SPARSE = ("glm_moe_dsa",)
 ALLTOALL = ("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm")
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "dp2": (),
@@ -116,7 +121,10 @@ async def test_logprobs_are_those_of_transformers(tmp_path: Path, family: str) -
         got = await megatron.logprobs(samples)
     # A router in bfloat16 sends a token near a tie to another expert than one in float32: single tokens are further off.
     largest = 1.0 if family in MIXTURES else 0.15
-    assert_near(got, reference_logprobs(checkpoint, samples), mean=0.03, largest=largest)
+    mean = 0.03
+    if family in SPARSE:  # so do indexers near a tie; on a CPU, in bfloat16, the mean is 0.05 and the largest 1.0
+        mean, largest = 0.1, 2.0
+    assert_near(got, reference_logprobs(checkpoint, samples), mean=mean, largest=largest)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from fuligo.errors import ConfigError
 from fuligo.models.registry import names_of, read_config_json
 from fuligo.trainer.megatron_backend.layout import Layout
 from fuligo.trainer.megatron_backend.model_config import transformer_config
+from fuligo.trainer.megatron_backend.packed import PackedRow, pack_row
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, PredictionLayers, Recomputation
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
+from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import StepSamples
 from fuligo.types import TrainBatch
 from tests import train_batches
@@ -115,6 +118,34 @@ def test_recomputed_activations_give_the_same_gradients(
     settings = training_settings(reference, LAYOUTS[layout], recomputation=recomputation)
     got, *_ = pool.run(LAYOUTS[layout].num_ranks, megatron_gradients, settings, batch())
     assert_gradients_agree(got, reference.gradients)
+
+
+def choices_kept(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -> list[int]:
+    """After a pass with gradients, and after one without, on the rows that were made for it."""
+    from fuligo.trainer.megatron_backend import gradients
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    worker, rows = MegatronRankWorker(settings, world), list[PackedRow]()
+
+    def pack(*args: Any, **more: Any) -> PackedRow:
+        rows.append(pack_row(*args, **more))
+        return rows[-1]
+
+    def num_kept() -> int:
+        return sum(len(row.packed_seq_params.chosen_tokens) for row in rows)
+
+    with patch.object(gradients, "pack_row", pack):
+        worker.gradients(of, 0)
+        after_gradients, num_trained_rows = num_kept(), len(rows)
+        worker.logprobs(of.samples)
+    assert 0 < num_trained_rows < len(rows)
+    return [after_gradients, num_kept()]
+
+
+@pytest.mark.parametrize("recomputation", [Recomputation(), Recomputation("full", "uniform", 2)], ids=["kept", "recomputed"])
+def test_no_choice_outlives_its_use(pool: RankPool, reference: Reference, recomputation: Recomputation) -> None:
+    settings = training_settings(reference, Layout(), recomputation=recomputation)
+    assert pool.run(1, choices_kept, settings, batch()) == [[0, 0]]
 
 
 @pytest.mark.parametrize("layout", ["ep2", "tp2 sp cp2", *(pytest.param(name, marks=SLOW) for name in ("one", "pp2 uneven", "tp2 sp pp2"))])

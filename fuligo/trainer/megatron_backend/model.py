@@ -43,6 +43,8 @@ class PolicyModel(GPTModel):
             )
         finally:
             self._row = None
+            if not torch.is_grad_enabled():
+                row.packed_seq_params.chosen_tokens.clear()  # there is no backward pass, and rows of a pass are kept to its end
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Megatron cuts a mask of padding for sequence parallelism on the first stage only: the mask is made here, on every stage."""

@@ -27,8 +27,8 @@ class RowSequences(PackedSeqParams):
     """The sequences of a row, and what its tokens have chosen where attention is sparse."""
 
     chosen_tokens: dict[int, Tensor] = field(default_factory=dict)
-    """Layer, counted from 0 -> its choice, as `choose_tokens` returns it: kept for layers that take it over, also when these are
-    computed again."""
+    """Layer, counted from 0 -> its choice, as `choose_tokens` returns it: kept for layers that take it over until their backward pass, for
+    they may be computed again."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,7 +51,7 @@ class PackedRow:
     """[1, L] int64"""
     position_ids: Tensor
     """[1, L] int64, from 0 in every sequence."""
-    packed_seq_params: PackedSeqParams
+    packed_seq_params: RowSequences
     """Of the whole row; lengths are those with padding."""
     num_tokens: int
     """T"""

@@ -166,8 +166,8 @@ class SparseLatentAttention(LatentAttention):
         queries = torch.cat([torch.einsum("lhd,hdr->lhr", plain, keys_up), rotary], dim=-1)
 
         chosen = self._chosen(packed_seq_params, hidden, q_compressed, angles[own.positions], mscale, places)
-        core = self.core_attention
-        output = attend(queries, latents, chosen, value_size=core.value_size, scale=self.softmax_scale)
+        output = attend(queries, latents, chosen, value_size=self.core_attention.value_size, scale=self.softmax_scale)
+        self._forget_when_done(packed_seq_params, output)
         return self.linear_proj(torch.einsum("lhr,hvr->lhv", output, values_up).flatten(1)[:, None])
 
     @torch.no_grad()
@@ -183,6 +183,18 @@ class SparseLatentAttention(LatentAttention):
         if core.source is not None:
             row.chosen_tokens[core.source] = chosen
         return chosen
+
+    def _forget_when_done(self, row: RowSequences, output: Tensor) -> None:
+        """When the backward pass comes to a layer that chooses, it is past those that have taken its choice over, or computed it again.
+        (Where nothing up to this layer is trained, the choice stays as long as the row.)"""
+        source = self.core_attention.source
+        if self.core_attention.indexer is None or source is None or not output.requires_grad:
+            return
+
+        def forget(_: Tensor) -> None:
+            row.chosen_tokens.pop(source, None)
+
+        output.register_hook(forget)
 
     def _own(self, places: RowPlaces, num_tokens: int) -> RowPlaces:
         """Of the tokens that come in: all L, or this TP rank's part of them."""

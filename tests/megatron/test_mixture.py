@@ -19,7 +19,9 @@ from fuligo.trainer.megatron_backend.model_config import transformer_config
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, Recomputation
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
+from fuligo.trainer.ranks.settings import OptimizerSettings
 from fuligo.trainer.ranks.world import World
+from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.step import StepSamples
 from fuligo.types import TrainBatch, TrainSample
 from tests import train_batches
@@ -207,6 +209,27 @@ def test_a_step_that_fails_moves_no_correction_and_is_forgotten(pool: RankPool, 
     assert before and all(torch.equal(failed[name], correction) for name, correction in before.items())
     assert all(torch.equal(after[name], correction) for name, correction in alone.items())
     assert any(not torch.equal(after[name], correction) for name, correction in before.items())
+
+
+def weights_after_a_step(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -> dict[str, Tensor]:
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    worker = MegatronRankWorker(settings, world)
+    worker.train(of)
+    return {name: tensor.clone() for name, tensor in worker.named_weights()}
+
+
+def test_hidden_communication_changes_nothing_of_a_step(pool: RankPool, checkpoints) -> None:
+    """Experts have gradient buffers of their own, shared by other ranks than those of the other weights."""
+    layout = Layout(ep=2, num_ranks=4)
+    adam = OptimizerSettings(LearningRateSchedule(peak=1e-3), eps=1e-3)  # else steps are little more than signs
+    settings = mixture_settings(checkpoints("glm4_moe"), layout, optimizer=adam, optimizer_place=OptimizerPlace(distributed=True))
+    hidden = replace(settings, model_flags={**settings.model_flags, "overlap_grad_reduce": True, "overlap_param_gather": True})
+    expected, *_ = pool.run(4, weights_after_a_step, settings, batch())
+    got, *_ = pool.run(4, weights_after_a_step, hidden, batch())
+    assert got.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(got[name], weight, atol=1e-6, rtol=0, msg=name)
 
 
 def router_types(world: World, settings: MegatronTrainerSettings) -> set[torch.dtype]:

@@ -255,6 +255,60 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_and_ends_the_step_on_all_r
     assert "optimizer step 0: the loss of micro-batch 0 on rank 1 is not finite; the weights were left as they are" in errors[0][0]
 
 
+def weights_after_steps(world: World, settings: MegatronTrainerSettings, samples: list[TrainSample]) -> dict[str, Tensor] | None:
+    """Two optimizer steps; on rank 0."""
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    worker = MegatronRankWorker(settings, world)
+    worker.train(train_batches.batch(samples, num_steps=2))
+    weights = {name: tensor.clone() for name, tensor in worker.named_weights()}
+    return weights if world.rank == 0 else None
+
+
+@pytest.fixture(scope="module")
+def plainly_trained(pool: RankPool, checkpoint: Path) -> dict[str, Tensor]:
+    settings = settings_of(checkpoint, LAYOUTS["dp2"], capacity=CAPACITY, optimizer=ADAM)
+    weights, _ = pool.run(2, weights_after_steps, settings, train_batches.samples(LENGTHS * 2))
+    assert weights is not None
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("place", "flags"),
+    [
+        (OptimizerPlace(distributed=False), {"overlap_grad_reduce": True}),
+        (OptimizerPlace(), {**OVERLAP, "ddp_bucket_size": 5_000}),
+        (OptimizerPlace(), {"ddp_bucket_size": 5_000, "pad_buckets_for_high_nccl_busbw": True}),
+        (OptimizerPlace(on_cpu=True, overlap_transfers=True, precision_aware=True), OVERLAP),
+    ],
+    ids=["whole on each rank", "small buckets, overlapped", "small buckets, padded", "on the CPU"],
+)
+def test_where_and_when_the_optimizer_works_changes_no_step(
+    pool: RankPool, checkpoint: Path, plainly_trained: dict[str, Tensor], place: OptimizerPlace, flags: dict[str, Any]
+) -> None:
+    settings = settings_of(checkpoint, LAYOUTS["dp2"], capacity=CAPACITY, optimizer=ADAM, optimizer_place=place, flags=flags)
+    weights, _ = pool.run(2, weights_after_steps, settings, train_batches.samples(LENGTHS * 2))
+    assert weights is not None
+    for name, weight in plainly_trained.items():
+        torch.testing.assert_close(weights[name], weight, atol=1e-6, rtol=0, msg=name)
+
+
+def norm_of_gradients(world: World, settings: MegatronTrainerSettings, samples: list[TrainSample]) -> float | None:
+    """On rank 0."""
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    return MegatronRankWorker(settings, world).train(train_batches.batch(samples)).metrics.get("train/grad_norm")
+
+
+def test_gradients_that_are_summed_in_bf16_are_near_those_in_float32(pool: RankPool, checkpoint: Path) -> None:
+    samples = train_batches.samples(LENGTHS)
+    settings = settings_of(checkpoint, LAYOUTS["dp2"], capacity=CAPACITY, precision="bf16", optimizer=ADAM)
+    precise, _ = pool.run(2, norm_of_gradients, settings, samples)
+    rounded, _ = pool.run(2, norm_of_gradients, replace(settings, gradients_in_fp32=False), samples)
+    assert rounded != precise
+    assert rounded == pytest.approx(precise, rel=0.02)
+
+
 def trained(world: World, settings: MegatronTrainerSettings, batch: TrainBatch) -> list[str] | None:
     """Names of the weights that a step has changed, on rank 0."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker

@@ -158,3 +158,9 @@ def test_weights_of_another_architecture_are_refused(pool: RankPool, checkpoints
         AssertionError, match=r"CheckpointError: .* do not both have decoder\.layers\.0\.self_attention\.q_layernorm\.weight"
     ):
         pool.run(1, load_and_export, settings, 2**26)
+
+
+def test_weights_of_other_shapes_are_refused(pool: RankPool, checkpoints):
+    settings = settings_of(checkpoints("qwen3"), Layout(), flags={"ffn_hidden_size": 96})
+    with pytest.raises(AssertionError, match=r"CheckpointError: .*mlp\.\S+ cannot be loaded: all of it has the shape"):
+        pool.run(1, load_and_export, settings, 2**26)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,17 @@ def test_parts_that_are_not_the_whole_are_no_checkpoint(tmp_path: Path, whole: T
     with pytest.raises(CheckpointError, match="24 of 48 numbers of w would be written"):
         write_shards(tmp_path, [shard(whole, slice(0, 4), slice(0, 6))], None)
     assert not (tmp_path / ".metadata").exists()
+
+
+def test_a_part_that_nobody_wrote_is_missed(saved: Path, whole: Tensor):
+    """Other writers may have left one out; memory that nothing was read into must not become a weight."""
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    metadata.state_dict_metadata["w"].chunks.pop(0)
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    tensors = DistributedTensors(saved)
+    with pytest.raises(CheckpointError, match="parts of w are missing: 36 of 48 numbers"):
+        tensors.read("w")
+    tensors.read_into(shard(whole, slice(4, 8), slice(0, 6), torch.empty(4, 6)))
 
 
 def test_damage_is_named(saved: Path):

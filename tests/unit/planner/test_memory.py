@@ -11,7 +11,7 @@ from fuligo.planner.gpus import GIB
 from fuligo.planner.layout import make_layout
 from fuligo.planner.memory import engine_capacities, memory_bars
 from fuligo.planner.memory.bars import planned_engines
-from fuligo.planner.memory.parameters import frozen_parameters, trained_parameters
+from fuligo.planner.memory.parameters import frozen_parameters, local_parameters, trained_parameters
 from fuligo.planner.plan import MemoryBar
 from fuligo.planner.stages import stages
 from fuligo.planner.subject import Subject
@@ -97,6 +97,17 @@ def test_tensor_and_expert_ranks_share_all_but_what_is_replicated() -> None:
     assert held.experts == pytest.approx(46 * 64 * 3 * 2048 * 1536 / 8)
     dense = architecture.num_parameters - 46 * 64 * 3 * 2048 * 1536
     assert dense / 4 < held.dense < dense / 2
+
+
+def test_indexers_are_frozen() -> None:
+    """Every tensor-parallel rank has all of them."""
+    subject = subject_of("--actor-num-gpus-per-node 4 --tensor-model-parallel-size 4 --sequence-parallel", "glm5.2-744b")
+    shape, found = trainer_shape(subject.config), stages(subject)
+    indexer = 2048 * 32 * 128 + 6144 * 128 + 2 * 128 + 6144 * 32
+    assert frozen_parameters(subject, shape, found).total == 21 * indexer
+    parts = [part for layer in subject.architecture.layers for part in layer.parts]
+    held = local_parameters([*subject.architecture.outer_parts, *parts], shape)
+    assert trained_parameters(subject, shape, found) + frozen_parameters(subject, shape, found) == held
 
 
 def test_prediction_layers_are_frozen_unless_trained() -> None:

@@ -38,6 +38,8 @@ def hf_to_dist(source: Path, target: Path, world: World) -> None:
     unfinished, final = target / f"{UNFINISHED}{RELEASE}", target / RELEASE
     if final.exists():
         raise CheckpointError(f"{final} is there already; remove it, or give another place with --save")
+    if (target / "config.json").exists():  # its tracker would hide its own weights
+        raise CheckpointError(f"{target} is a Hugging Face directory; give --save a directory of its own")
     if (target / TRACKER).exists() and (target / TRACKER).read_text().strip() != RELEASE:
         raise CheckpointError(f"{target} holds the checkpoints of a run, which would no longer resume from them; give another --save")
     headers = _read_headers(source)

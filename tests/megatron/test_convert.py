@@ -173,6 +173,8 @@ def test_a_conversion_that_cannot_be_done_leaves_nothing(checkpoints, tmp_path: 
     assert resolve(dist) is not None
     with pytest.raises(CheckpointError, match="release is there already"):
         hf_to_dist(source, dist, World())
+    with pytest.raises(CheckpointError, match="is a Hugging Face directory; give --save a directory of its own"):
+        hf_to_dist(source, source, World())
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / TRACKER).write_text("20")
     with pytest.raises(CheckpointError, match="holds the checkpoints of a run"):

@@ -69,6 +69,13 @@ def test_extreme_sizes_stay_finite(size: float):
     assert bool(dequantise(values, scales, Quantisation("channel")).isfinite().all()) and bool(scales.isfinite().all())
 
 
+def test_no_scale_is_below_what_every_device_divides_by():
+    """Kernels may take numbers under 2**-126 for zero, and what is divided by zero is not finite."""
+    values, scales = quantise(torch.full((128, 128), 1e-40), BLOCKS)
+    assert scales.item() == torch.finfo(torch.float32).tiny
+    assert bool(values.float().isfinite().all())
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_refused(bad: float):
     original = weight(4, 8)

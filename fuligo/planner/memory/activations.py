@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from fuligo.config import Config
-from fuligo.models.architecture import Architecture, GroupedAttention, Layer, PartKind
+from fuligo.models.architecture import Architecture, GroupedAttention, LatentAttention, Layer, PartKind
 from fuligo.planner.trainer_shape import TrainerShape
 
 BF16 = 2
@@ -105,18 +105,28 @@ def _attention(architecture: Architecture, shape: TrainerShape) -> float:
         key_value = max(1.0, attention.num_kv_heads / shape.tp) * attention.head_dim
         return BF16 * (2 * query + 2 * key_value) + FP32 * attention.num_heads / shape.tp
     heads = attention.num_heads / shape.tp
+    if architecture.sparse_index is not None:
+        return _absorbed_attention(attention, shape)
     query_key = 2 * heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
     value_output = 2 * heads * attention.v_head_dim
     latent = 2 * ((attention.q_lora_rank or 0) + attention.kv_lora_rank) + attention.qk_rope_head_dim
     return BF16 * (query_key + value_output + latent) + FP32 * heads
 
 
+def _absorbed_attention(attention: LatentAttention, shape: TrainerShape) -> float:
+    """Of sparse latent attention: queries and outputs of each head before and after projections are absorbed, what they are projected from,
+    and the latents of the whole row, which are keys and values; scores are computed again."""
+    latent = attention.kv_lora_rank + attention.qk_rope_head_dim
+    query = attention.qk_nope_head_dim + attention.qk_rope_head_dim
+    per_head = query + latent + attention.kv_lora_rank + attention.v_head_dim
+    compressed = 2 * ((attention.q_lora_rank or 0) + attention.kv_lora_rank) + attention.qk_rope_head_dim
+    return BF16 * (attention.num_heads / shape.tp * per_head + compressed / shape.shards_sequence + shape.cp * latent)
+
+
 def _index(architecture: Architecture, layer: Layer) -> float:
-    """The indexer's queries and key, and the tokens it chose; every tensor-parallel rank has all of them."""
+    """The tokens that were chosen; every tensor-parallel rank has all of them. What they were chosen by has no gradient."""
     index = architecture.sparse_index
-    if index is None or not layer.computes_index:
-        return 0
-    return BF16 * (index.num_heads + 1) * index.head_dim + INDEX * index.top_k
+    return INDEX * index.top_k if index is not None and layer.computes_index else 0
 
 
 def _context_parallel(architecture: Architecture, shape: TrainerShape, config: Config) -> float:
@@ -142,7 +152,7 @@ def _dropped_by_modules(config: Config, architecture: Architecture, shape: Train
     attention = architecture.attention
     heads = attention.num_heads / shape.tp
     dropped = 0.0
-    if "core_attn" in modules:
+    if "core_attn" in modules and architecture.sparse_index is None:
         value_dim = attention.head_dim if isinstance(attention, GroupedAttention) else attention.v_head_dim
         dropped += heads * (BF16 * value_dim + FP32)
     if "layernorm" in modules:

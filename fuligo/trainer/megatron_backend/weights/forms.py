@@ -20,8 +20,9 @@ class Stored(Protocol):
         ...
 
 
-def read_shard(weight: Weight, stored: Sequence[Stored], architecture: Architecture, index: int, count: int) -> Tensor:
-    """The `index`-th of `count` equal parts of a weight, in Megatron's layout; only what lies in it is read.
+def read_pieces(weight: Weight, stored: Sequence[Stored], architecture: Architecture, index: int, count: int) -> list[Tensor]:
+    """The `index`-th of `count` equal parts of a weight, in Megatron's layout, as pieces that belong one below the other; only what lies in
+    it is read.
 
     Args:
         stored: the checkpoint's tensors, as `Weight.checkpoint` lists them; gate and up apart also where the checkpoint has them as one.
@@ -31,13 +32,18 @@ def read_shard(weight: Weight, stored: Sequence[Stored], architecture: Architect
     start, stop = index * weight.shape[axis] // count, (index + 1) * weight.shape[axis] // count
     match weight.form:
         case Form.WHOLE:
-            return stored[0].read(axis, start, stop)
+            return [stored[0].read(axis, start, stop)]
         case Form.GATE_UP:
-            return torch.cat([part.read(0, start // 2, stop // 2) for part in stored])
+            return [part.read(0, start // 2, stop // 2) for part in stored]
         case Form.SWAPPED_HALVES:
-            return _swap_halves(stored[0].read(0, start, stop))
+            return [_swap_halves(stored[0].read(0, start, stop))]
         case Form.QKV:
-            return _read_qkv(stored, _group_sizes(architecture), start, stop)
+            return [_read_qkv(stored, _group_sizes(architecture), start, stop)]
+
+
+def read_shard(weight: Weight, stored: Sequence[Stored], architecture: Architecture, index: int, count: int) -> Tensor:
+    """The same as one tensor."""
+    return _cat(read_pieces(weight, stored, architecture, index, count))
 
 
 def join_shards(weight: Weight, shards: Sequence[Tensor], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:

@@ -16,7 +16,7 @@ from fuligo.errors import CheckpointError
 from fuligo.models.architecture import Architecture
 from fuligo.models.names import Weight
 from fuligo.models.registry import names_of, read_config_json
-from fuligo.trainer.megatron_backend.weights.forms import Stored, read_shard
+from fuligo.trainer.megatron_backend.weights.forms import Stored, read_pieces
 from fuligo.trainer.megatron_backend.weights.groups import RankGroups, rank_groups
 from fuligo.trainer.megatron_backend.weights.local import local_weights, misfits, unwrapped
 from fuligo.trainer.megatron_backend.weights.stored import StoredWeights
@@ -79,11 +79,13 @@ def _fill(tensor: Tensor, weight: Weight, parts: Sequence[Stored], architecture:
         return
     if tensor.shape == weight.shape:
         index, count = 0, 1
-    shard = read_shard(weight, parts, architecture, index, count)
-    if shard.shape != tensor.shape:
+    pieces = read_pieces(weight, parts, architecture, index, count)
+    lengths = [len(piece) for piece in pieces]
+    if (shape := (sum(lengths), *pieces[0].shape[1:])) != tensor.shape:
         share = "all of it" if count == 1 else f"part {index + 1} of {count}"
-        raise _ShapeError(f"{share} has the shape {list(shard.shape)}, the model's has {list(tensor.shape)}")
-    tensor.copy_(shard)
+        raise _ShapeError(f"{share} has the shape {list(shape)}, the model's has {list(tensor.shape)}")
+    for rows, piece in zip(tensor.split(lengths), pieces, strict=True):
+        rows.copy_(piece)
 
 
 def _place(weight: Weight, groups: RankGroups) -> tuple[int, int]:

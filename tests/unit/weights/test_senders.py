@@ -1,0 +1,57 @@
+"""--update-weight-mode delta: an engine gets what it does not have, whatever other engines have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fuligo.weights.manifest import EngineAddress, WeightTarget
+from fuligo.weights.senders import WeightSender
+
+ENGINE = EngineAddress("http://host:30000")
+WEIGHTS = {"a": torch.zeros(4), "b": torch.ones(4), "c": torch.full((4,), 2.0)}
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> WeightTarget:
+    return WeightTarget("disk", version=1, bucket_bytes=2**20, engines=(ENGINE,), directory=str(tmp_path), changes_only=True)
+
+
+def sent(sender: WeightSender, weights: dict[str, torch.Tensor], target: WeightTarget) -> set[str]:
+    """Names of the tensors that were handed over."""
+    manifest = sender.send(iter(weights.items()), target)
+    names = set(load_file(Path(target.directory) / "model-00000.safetensors"))
+    assert manifest is not None and (manifest.num_tensors, manifest.num_bytes_sent) == (3, 16 * len(names))
+    return names
+
+
+def test_the_same_engines_get_what_has_changed(target: WeightTarget):
+    sender = WeightSender()
+    assert sent(sender, WEIGHTS, target) == {"a", "b", "c"}
+    assert sent(sender, WEIGHTS | {"b": torch.zeros(4)}, target) == {"b"}
+
+
+@pytest.mark.parametrize(
+    "engines", [(replace(ENGINE, start=1),), (ENGINE, EngineAddress("http://host:30001"))], ids=["restarted", "one more"]
+)
+def test_others_get_all(engines: tuple[EngineAddress, ...], target: WeightTarget):
+    sender = WeightSender()
+    sent(sender, WEIGHTS, target)
+    assert sent(sender, WEIGHTS, replace(target, engines=engines)) == {"a", "b", "c"}
+
+
+def test_after_a_send_that_failed_nobody_knows_what_they_have(target: WeightTarget):
+    sender = WeightSender()
+    sent(sender, WEIGHTS, target)
+
+    def interrupted():
+        yield "a", torch.ones(4)
+        raise RuntimeError("a rank is gone")
+
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        sender.send(interrupted(), target)
+    assert sent(sender, WEIGHTS | {"a": torch.ones(4)}, target) == {"a", "b", "c"}

@@ -30,7 +30,7 @@ from fuligo.trainer.megatron_backend.weights.export import named_weights
 from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
 from fuligo.trainer.megatron_backend.world import join_megatron, leave_megatron
 from fuligo.trainer.metric_sums import MetricSums
-from fuligo.trainer.packing import Cost, sequence_flops
+from fuligo.trainer.packing import Cost
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import Progress, StepGradients, StepSamples, require_finite, total
 from fuligo.trainer.timeline import Timeline
@@ -248,4 +248,4 @@ def _handed_over(step: StepGradients) -> StepGradients:
 def _cost(hf_checkpoint: Path) -> Cost:
     """FLOPs of the forward pass."""
     flops = forward_flops(architecture_of(read_config_json(hf_checkpoint)))
-    return sequence_flops(linear=flops.per_token + flops.per_logit, attention=flops.per_pair)
+    return lambda length: flops.sequence(length, square=length * (length + 1), num_logits=length)

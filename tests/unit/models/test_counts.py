@@ -101,8 +101,10 @@ def test_prediction_layer_of_glm_5_2_has_an_indexer() -> None:
 
 
 def test_computing_layers_of_glm_5_2() -> None:
-    computing = [layer.number + 1 for layer in architecture("glm5.2-744b").layers if layer.computes_index]
-    assert computing == [1, 2, 3, *range(7, 76, 4)]
+    model = architecture("glm5.2-744b")
+    assert [layer.number + 1 for layer in model.layers if layer.computes_index] == [1, 2, 3, *range(7, 76, 4)]
+    assert model.sparse_index is not None
+    assert model.sparse_index.rotary_interleaved
 
 
 def test_fp8_checkpoint_has_the_published_size() -> None:

@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 
 from fuligo.checkpoint import export as module
+from fuligo.checkpoint.compare import compare
 from fuligo.checkpoint.export import export
+from fuligo.checkpoint.hf_to_dist import hf_to_dist
 from fuligo.errors import CheckpointError, FuligoError
+from fuligo.trainer.ranks.world import World
+from tests.fp8 import save_family
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Of the torch trainer; those of the Megatron trainer: tests/e2e/test_megatron.py."""
+    """Of the torch trainer."""
     weights = tmp_path / "iter_0000020" / "hf"
     weights.mkdir(parents=True)
     (weights / "config.json").write_text("{}")
@@ -37,6 +41,15 @@ def test_nothing_of_an_earlier_export_stays(checkpoint: Path, tmp_path: Path):
     export(checkpoint, target)
     assert contents(target) == NEW
     assert [path.name for path in target.parent.iterdir()] == ["19"]
+
+
+def test_a_distributed_checkpoint_becomes_a_hugging_face_directory(tmp_path: Path):
+    source, target = save_family(tmp_path / "source", "qwen3"), tmp_path / "exports" / "19"
+    hf_to_dist(source, tmp_path / "dist", World())
+    for _ in range(2):
+        export(tmp_path / "dist" / "release", target)
+        assert not [result for result in compare(source, target) if result.difference]
+        assert [path.name for path in target.parent.iterdir()] == ["19"]
 
 
 def test_it_may_be_new_or_empty(checkpoint: Path, tmp_path: Path):

@@ -39,7 +39,13 @@ def claims() -> Iterator[PortClaims]:
 
 
 def fleet_settings(
-    checkpoint: Path, claims: PortClaims, logs: Path, *, num_engines: int = NUM_ENGINES, restart: bool = True
+    checkpoint: Path,
+    claims: PortClaims,
+    logs: Path,
+    *,
+    num_engines: int = NUM_ENGINES,
+    restart: bool = True,
+    health_timeout_s: float = 20.0,
 ) -> FleetSettings:
     python = sglang_python()
     assert python is not None
@@ -55,8 +61,8 @@ def fleet_settings(
             environment=ENVIRONMENT,
         ),
         restart=restart,
-        health_interval_s=5.0,
-        health_timeout_s=20.0,
+        health_interval_s=2.0,
+        health_timeout_s=health_timeout_s,
         request_retries=3,
         request_timeout_s=120.0,
     )

@@ -149,6 +149,14 @@ class EngineClient:
         except (KeyError, TypeError, Retryable) as error:
             raise EngineError(f"engine {self.url}: /model_info answered {answer!r:.200}") from error
 
+    async def learn_num_ranks(self) -> None:
+        """Of an engine that somebody else started, `num_ranks` is what it says."""
+        answer = await self._call("GET", "/server_info")
+        try:
+            self.num_ranks = int(answer["tp_size"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"engine {self.url}: /server_info answered {answer!r:.200}, without tp_size") from error
+
     async def load(self, *, retries: int | None = None) -> EngineLoad:
         """
         Args:

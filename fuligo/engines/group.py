@@ -156,6 +156,10 @@ class EngineGroup:
     async def wait_ready(self, timeout_s: float) -> None:
         await self._all(lambda client: client.wait_ready(timeout_s))
 
+    async def learn_num_ranks(self) -> None:
+        """See `EngineClient.learn_num_ranks`."""
+        await self._all(lambda client: client.learn_num_ranks())
+
     async def model_infos(self) -> list[tuple[str, ModelInfo]]:
         """Of every engine, with its URL."""
 

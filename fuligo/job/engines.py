@@ -127,6 +127,7 @@ async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncEx
     engines = EngineGroup.connect(urls, retries=config.rollout.rollout_retries, timeout_s=config.rollout.rollout_timeout_s)
     stack.push_async_callback(engines.close)
     await engines.wait_ready(flags.engine_start_timeout_s)
+    await engines.learn_num_ranks()
     await _require_routing(config, engines)
     return Engines.of(engines)
 

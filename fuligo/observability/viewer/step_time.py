@@ -67,13 +67,14 @@ class StepTime:
 
 
 def step_window(metrics: MetricColumns, trace: TraceReader, step: int) -> Interval | None:
-    """From the end of the step before to the end of this one; by its phases where the metrics do not say."""
+    """From the end of the step before to the end of this one; by its phases where the metrics do not say. None where nothing lasts."""
     row = metrics.row_of_step(step)
     end, seconds = (None, None) if row is None else (metrics.column("time")[row], metrics.column("perf/step_s")[row])
     if end is not None and seconds:
         return end - seconds, end
-    phases = trace.by_step.get(step)
-    return (min(phase.start_s for phase in phases), max(phase.end_s for phase in phases)) if phases else None
+    phases = trace.by_step.get(step, [])
+    window = (min(phase.start_s for phase in phases), max(phase.end_s for phase in phases)) if phases else (0.0, 0.0)
+    return window if window[0] < window[1] else None
 
 
 def phases_near(by_step: Mapping[int, Sequence[PhaseEvent]], step: int) -> list[PhaseEvent]:

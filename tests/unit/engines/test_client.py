@@ -217,3 +217,25 @@ async def test_a_pair_that_is_aborted_answers_with_an_error_and_nothing_was_samp
     assert (cut.finish_reason, len(cut.output_ids), cut.prompt_tokens) == ("abort", 0, 2)
     assert server.rids == ["a", "a.retry1", "b"]
     await pairs.close()
+
+
+async def test_engines_that_run_already_say_how_many_ranks_want_weights() -> None:
+    """As many as SGLang's `/server_info` has for tensor parallelism."""
+    app = web.Application()
+    app.router.add_get("/server_info", lambda _: answer(server_info))
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    group = EngineGroup.connect([f"http://127.0.0.1:{runner.addresses[0][1]}"], retries=0)
+    server_info: dict[str, Any] = {"tp_size": 4, "dp_size": 1}
+    await group.learn_num_ranks()
+    assert [client.num_ranks for client in group.clients] == [4]
+    server_info.clear()
+    with pytest.raises(EngineError, match="without tp_size"):
+        await group.learn_num_ranks()
+    await group.close()
+    await runner.cleanup()
+
+
+async def answer(values: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response(values)

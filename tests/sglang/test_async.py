@@ -1,0 +1,52 @@
+"""Sampling ahead of training, and without pause, on real engines: tokens are as old as the mode allows, and evaluations fit in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fuligo.engines.sglang.fleet import Fleet
+from tests.e2e.command import succeed
+from tests.e2e.conftest import Job, job, prompts
+from tests.e2e.records import evaluations, metrics, sample_rows
+
+__all__ = ["job", "prompts"]
+
+NUM_ROLLOUT = 5
+
+
+@pytest.mark.parametrize("mode", [{"async_mode": "one-step"}, {"async_mode": "full", "max_staleness": 1}], ids=["one-step", "full"])
+def test_no_token_is_older_than_the_mode_allows(mode: dict, running: Fleet, job: Job, prompts: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    succeed(
+        *job(
+            **mode,
+            rollout_external_engine_addrs=list(running.group.urls),
+            check_weight_update_equal=True,
+            embedded_num_threads=None,
+            rollout_max_response_len=48,
+            eval_prompt_data=["some", f"{prompts}@[:4]"],
+            eval_interval=2,
+            num_rollout=NUM_ROLLOUT,
+            run_dir=run_dir,
+        )
+    )
+    rows = [row for row in sample_rows(run_dir, "kept", "versions", "engine_logprobs", "trainer_logprobs") if row["kept"]]
+    ages = [np.array(row["step"]) - np.array(row["versions"]) for row in rows]
+    by_step = {step: [age for row, age in zip(rows, ages) if row["step"] == step] for step in range(NUM_ROLLOUT)}
+    assert all(len(of_step) == 16 for of_step in by_step.values())
+    oldest = [max(int(age.max()) for age in of_step) for of_step in by_step.values()]
+    assert [record["rollout/staleness_max"] for record in metrics(run_dir)] == oldest
+    if mode["async_mode"] == "one-step":
+        assert all(set(age.tolist()) == {min(step, 1)} for step, of_step in by_step.items() for age in of_step)
+    else:
+        assert oldest[0] == 0 and max(oldest) == 1 and min(int(age.min()) for age in ages) == 0
+
+    current = [age == 0 for age in ages]
+    sampled, trained = (
+        np.concatenate([np.array(row[side])[now] for row, now in zip(rows, current)]) for side in ("engine_logprobs", "trainer_logprobs")
+    )
+    assert np.abs(sampled - trained).max() < 1e-3, "engines sampled with the weights that the versions say"
+    assert [record["num_rollouts"] for record in evaluations(run_dir)] == [0, 2, 4, 5]

@@ -11,6 +11,7 @@ from fuligo.checkpoint.location import weights_directory
 from fuligo.cluster.launcher import chosen_launcher
 from fuligo.config import Config
 from fuligo.config.topology import engine_groups
+from fuligo.engines.sglang.server import CPU_ARGUMENTS
 from fuligo.errors import ConfigError
 from fuligo.models.quantisation import EngineQuantisation
 from fuligo.trainer.packing import Capacity
@@ -129,7 +130,10 @@ def _publish_dtype(config: Config, device: Device, engine_format: EngineFormat) 
     if config.resolved_rollout_backend == "embedded":
         return resolve_precision(config.engine.embedded_dtype, device)
     policy = next((group for group in engine_groups(config) if group.update_weights), None)
-    return None if policy is None else _SGLANG_DTYPES.get(policy.arguments.value("dtype"))
+    if policy is None:
+        return None
+    started_with = {**(CPU_ARGUMENTS if device == "cpu" else {}), **dict(policy.arguments.items())}
+    return _SGLANG_DTYPES.get(started_with.get("dtype", "auto"))
 
 
 def _capacity(config: Config, max_tokens: int | None) -> Capacity:

@@ -53,13 +53,15 @@ def test_the_embedded_engine_computes_with_what_fp8_stands_for(bf16: Path, fp8: 
     assert (found.experts_apart, found.quantisation) == (False, None)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
-    ("given", "published"),
+    ("device", "given", "published"),
     [
-        (["--sglang-dtype", "float32"], "fp32"),
-        (["--sglang-dtype", "bfloat16"], "bf16"),
-        (["--rollout-backend", "sglang"], None),  # SGLang computes in the checkpoint's type
+        ("cpu", ["--sglang-dtype", "float32"], "fp32"),
+        ("cuda", ["--sglang-dtype", "float32"], "fp32"),
+        ("cpu", ["--sglang-dtype", "bfloat16"], "bf16"),
+        ("cuda", ["--sglang-dtype", "bfloat16"], "bf16"),
+        ("cuda", ["--rollout-backend", "sglang"], None),  # SGLang computes in the checkpoint's type
+        ("cpu", ["--rollout-backend", "sglang"], "fp32"),  # it is started so there
     ],
 )
 def test_sglang_gets_weights_in_the_type_that_it_computes_in(bf16: Path, given: list[str], published: str | None, device: Device):

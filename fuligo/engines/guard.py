@@ -2,8 +2,8 @@
 
 Inference servers start processes of their own, and end them only when they end in good order. The guard stands between: it leads the
 command's process group, adopts every orphan below it, and ends them all when the command ends, when it is told to stop (SIGTERM), or when
-its standard input closes, which the kernel sees to however the asking process dies. Tensors that they shared go with them: torch leaves
-that to a daemon of each process, which is ended here, too, and then removes nothing.
+its standard input closes, which the kernel sees to however the asking process dies. What they shared in memory goes with them: torch and
+multiprocessing leave that to a process beside each, which is ended here, too, or by the server in its haste, and then removes nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ POLL_S = 0.05
 PR_SET_CHILD_SUBREAPER = 36
 """Linux, prctl(2): orphans below this process become its children."""
 SHARED_MEMORY = Path("/dev/shm")
+SHARED_BY_A_FAMILY = ("sem.mp-", "sglang_loads_")
+"""Files there that no other processes know: the locks of multiprocessing, and what SGLang's processes tell each other of their load."""
 
 
 def main(command: Sequence[str], grace_s: float) -> int:
@@ -66,12 +68,14 @@ def _parent_is_gone() -> bool:
 def _end(child: subprocess.Popen[bytes], grace_s: float) -> int:
     """End the group, then whatever left it; returns the exit code of the command."""
     family = {child.pid, *_descendants(os.getpid())}
+    shared = _shared_files(family)
     _signal_all(child.pid, signal.SIGTERM)
     if not _all_gone(child, grace_s):
         family.update(_descendants(os.getpid()))
         _all_gone(child, grace_s, force=True)
     code = child.wait()
-    _remove_shared_memory(family)
+    for file in (*shared, *_tensors(family)):
+        file.unlink(missing_ok=True)
     return code
 
 
@@ -89,11 +93,32 @@ def _all_gone(child: subprocess.Popen[bytes], timeout_s: float, *, force: bool =
     return False
 
 
-def _remove_shared_memory(ended: set[int]) -> None:
+def _tensors(ended: set[int]) -> list[Path]:
     """What torch named after these processes, and no others."""
-    for file in SHARED_MEMORY.glob("torch_*_*"):
-        if file.name.split("_")[1] in map(str, ended):
-            file.unlink(missing_ok=True)
+    return [file for file in SHARED_MEMORY.glob("torch_*_*") if file.name.split("_")[1] in map(str, ended)]
+
+
+def _shared_files(family: set[int]) -> list[Path]:
+    """Those that these processes, which run, have mapped and no others know; by inode, for glibc makes a semaphore under another name."""
+    inodes = {inode for pid in family for inode in _mapped_inodes(pid)}
+    candidates = [file for file in SHARED_MEMORY.glob("*") if file.name.startswith(SHARED_BY_A_FAMILY)]
+    return [file for file in candidates if _inode(file) in inodes]
+
+
+def _mapped_inodes(pid: int) -> Iterator[int]:
+    """Of files in shared memory."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return
+    yield from (int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line)
+
+
+def _inode(file: Path) -> int | None:
+    try:
+        return file.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def _signal_all(group: int, number: int) -> None:

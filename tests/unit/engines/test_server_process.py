@@ -110,26 +110,36 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 import torch, torch.multiprocessing
 torch.multiprocessing.set_sharing_strategy("file_system")
 tensor = torch.zeros(1000).share_memory_()
+lock = multiprocessing.get_context("spawn").Lock()
 print(os.getpid(), file=open(sys.argv[1], "w"), flush=True)
 time.sleep(600)
 """
-"""A process that shares a tensor and ends by force, after the daemon that would remove the tensor's file."""
+"""A process that shares a tensor and a lock and ends by force, with the processes that would remove their files."""
 
 
 def tensors_of(pid: int) -> list[Path]:
     return list(Path("/dev/shm").glob(f"torch_{pid}_*"))
 
 
-def test_tensors_that_forced_processes_share_go_with_them(tmp_path: Path) -> None:
+def locks_of(pid: int) -> list[Path]:
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    inodes = [int(line.split()[4]) for line in lines if "/dev/shm/sem." in line]
+    return [file for file in Path("/dev/shm").glob("sem.mp-*") if file.stat().st_ino in inodes]
+
+
+def test_what_forced_processes_share_goes_with_them(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     process = ServerProcess("engine 0", [sys.executable, "-c", SHARING, str(note)], log_file=tmp_path / "engine.txt", grace_s=1)
     [pid] = server_pids(note)
+    locks = locks_of(pid)
     assert tensors_of(pid)
+    assert locks
     other = Path(f"/dev/shm/torch_{pid}1_1_0")  # of a process that has nothing to do with it
     other.touch()
     try:
         asyncio.run(process.stop())
         assert not tensors_of(pid)
+        assert not any(lock.exists() for lock in locks)
         assert other.exists()
     finally:
         other.unlink()

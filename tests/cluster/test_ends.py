@@ -33,18 +33,28 @@ def assert_nothing_left(pid: int, family: dict[int, str]) -> None:
     wait_until(lambda: not shared_memory([pid, *family]), "shared memory is given back", timeout_s=30)
 
 
-def test_a_killed_rank_ends_the_run_and_it_resumes(job: Job, start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (signal.SIGKILL, "is gone"),
+        pytest.param(signal.SIGSTOP, "has not answered for 40 s", marks=pytest.mark.slow),
+    ],
+    ids=["killed", "stopped"],
+)
+def test_a_rank_that_is_killed_or_stops_ends_the_run_and_it_resumes(
+    number: signal.Signals, why: str, job: Job, start: Start, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     flags = {**RANKS, "save_interval": 1, "run_dir": run_dir}
     process = start(*job(**flags, num_rollout=1000))
     family = two_steps(run_dir, process)
-    os.kill(next(pid for pid, command in family.items() if "ray::TrainerRank" in command), signal.SIGKILL)
+    os.kill(next(pid for pid, command in family.items() if "ray::TrainerRank" in command), number)
     said, _ = process.communicate(timeout=120)
     said = " ".join(said.split())
     assert process.returncode == 1, said
     assert "Traceback" not in said
     assert "trainer rank " in said
-    assert " on 127.0.0.1 is gone" in said, said
+    assert f" on 127.0.0.1 {why}" in said, said
     assert " during `" in said
     assert "resume with --load" in said
     assert_nothing_left(process.pid, family)

@@ -46,9 +46,12 @@ def test_an_engine_spans_two_nodes(free_port: int, tmp_path: Path) -> None:
     assert {path.name for path in run_dir.glob("engine-*")} == {"engine-0-node-0.txt", "engine-0-node-1.txt"}
 
 
-def test_the_reward_rises(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("colocated", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["separate", "colocated"])
+def test_the_reward_rises(start: Start, tmp_path: Path, colocated: bool) -> None:
+    """Colocated, ranks and engines take turns, and each rank hands its weights to the engine beside it."""
     run_dir = tmp_path / "run"
-    process = start("train", *task(run_dir), "--num-rollout", 6, "--actor-num-gpus-per-node", 2)
+    place = ["--colocate"] if colocated else []
+    process = start("train", *task(run_dir), "--num-rollout", 6, "--actor-num-gpus-per-node", 2, *place)
     wait_until(lambda: len(metrics(run_dir)) >= 2 or process.poll() is not None, "two steps are recorded", timeout_s=400)
     family = descendants(process.pid)
     said, _ = process.communicate(timeout=400)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -13,7 +16,8 @@ import pytest
 from aiohttp import web
 
 from tests.e2e.command import fail, succeed
-from tests.e2e.conftest import Job
+from tests.e2e.conftest import Job, Start
+from tests.e2e.processes import alive, descendants, wait_until
 from tests.e2e.records import metrics, sample_rows
 
 
@@ -63,16 +67,31 @@ def test_an_engine_that_dies_or_stops_answering_is_named(number: str, said: str,
     assert [record["step"] for record in metrics(run_dir)] == [0, 1]
 
 
+@pytest.mark.slow
+def test_a_trainer_rank_that_stops_is_named(job: Job, start: Start, tmp_path: Path) -> None:
+    """With a shorter silence: tests/parity/test_torch_trainer_ranks.py."""
+    run_dir = tmp_path / "run"
+    process = start(*job(actor_num_gpus_per_node=2, num_rollout=1000, run_dir=run_dir))
+    wait_until(lambda: len(metrics(run_dir)) >= 2 or process.poll() is not None, "two steps are recorded")
+    family = descendants(process.pid)
+    os.kill(next(pid for pid, command in family.items() if "trainer.ranks.rank" in command), signal.SIGSTOP)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, said
+    assert f"trainer rank 1 on {socket.gethostname()} has not answered for 40 s" in " ".join(said.split())
+    assert "Traceback" not in said
+    wait_until(lambda: not alive(family), f"all of {family} have ended", timeout_s=30)
+
+
 Answer = Callable[[web.Request], web.Response]
 
 
 @contextmanager
 def engine_elsewhere(**answers: Answer) -> Iterator[str]:
-    """Address of an engine that somebody else runs: the answers by the last part of their path, an empty success else."""
+    """Address of an engine that somebody else runs: the answers by the last part of their path, that all is well else."""
 
     async def handle(request: web.Request) -> web.Response:
         answer = answers.get(request.path.rpartition("/")[2])
-        return answer(request) if answer is not None else web.json_response({"success": True})
+        return answer(request) if answer is not None else web.json_response({"success": True, "tp_size": 1})
 
     async def listen() -> int:
         application = web.Application()

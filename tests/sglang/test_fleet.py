@@ -1,11 +1,11 @@
-"""Engines and router die and come back; requests do not notice, weights are current, and nothing is left at the end."""
+"""Engines and router die or stop and come back; requests do not notice, weights are current, and nothing is left at the end."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +18,20 @@ from fuligo.errors import EngineError
 from tests.sglang.conftest import fleet_settings
 
 PROMPT = list(range(20, 60))
+SHARED_MEMORY = Path("/dev/shm")
 LONG = SamplingParams(max_new_tokens=300, ignore_eos=True)
 SHORT = SamplingParams(max_new_tokens=4, ignore_eos=True)
 
 
+@pytest.fixture
+def nothing_shared_stays() -> Iterator[None]:
+    before = set(SHARED_MEMORY.iterdir())
+    yield
+    assert set(SHARED_MEMORY.iterdir()) <= before
+
+
 @pytest_asyncio.fixture
-async def fleet(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> AsyncIterator[Fleet]:
+async def fleet(nothing_shared_stays: None, checkpoint: Path, claims: PortClaims, tmp_path: Path) -> AsyncIterator[Fleet]:
     fleet = await Fleet.launch(fleet_settings(checkpoint, claims, tmp_path))
     yield fleet
     await fleet.stop()
@@ -38,7 +46,8 @@ def exists(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-async def test_engine_and_router_come_back(fleet: Fleet) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "stopped"])
+async def test_engine_and_router_come_back(fleet: Fleet, number: signal.Signals) -> None:
     renewed: list[str] = []
 
     async def renew(client: EngineClient) -> bool:
@@ -49,11 +58,12 @@ async def test_engine_and_router_come_back(fleet: Fleet) -> None:
     fleet.renew = renew
     watch = asyncio.create_task(fleet.watch())
 
-    # An engine dies while it samples: its requests finish on the other one.
+    # An engine dies while it samples, or stops with its connections open: its requests finish on the other one.
     requests = [asyncio.create_task(fleet.group.generate(PROMPT, LONG, rid=f"{n}", timeout_s=120)) for n in range(16)]
     await asyncio.sleep(0.5)
     victim = fleet.servers[0]
-    os.kill(descendants(victim.process.pid)[0], signal.SIGKILL)
+    for pid in descendants(victim.process.pid) if number == signal.SIGSTOP else descendants(victim.process.pid)[:1]:
+        os.kill(pid, number)
     generations = await asyncio.gather(*requests)
     assert [len(generation.output_ids) for generation in generations] == [LONG.max_new_tokens] * 16
     assert fleet.group.urls == (fleet.servers[1].url,)

@@ -47,7 +47,7 @@ _LATENT_ATTENTION = (
     "mscale",
     "mscale_all_dim",
 )
-_SPARSE_ATTENTION = ("experimental_attention_variant", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
+_SPARSE_ATTENTION = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 _EXPERTS = (
     "num_experts",
     "moe_layer_freq",
@@ -110,7 +110,7 @@ DECIDED: Mapping[str, object] = {
 }
 """Taken with the value that the trainer works with anyway."""
 
-_CHECKED = frozenset({"spec"})
+_CHECKED = frozenset({"spec", "experimental_attention_variant"})
 """Compared with config.json (`models.megatron_flags`), and of no other use."""
 
 

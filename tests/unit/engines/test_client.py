@@ -221,8 +221,12 @@ async def test_a_pair_that_is_aborted_answers_with_an_error_and_nothing_was_samp
 
 async def test_engines_that_run_already_say_how_many_ranks_want_weights() -> None:
     """As many as SGLang's `/server_info` has for tensor parallelism."""
+
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.json_response(server_info)
+
     app = web.Application()
-    app.router.add_get("/server_info", lambda _: answer(server_info))
+    app.router.add_get("/server_info", answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -235,7 +239,3 @@ async def test_engines_that_run_already_say_how_many_ranks_want_weights() -> Non
         await group.learn_num_ranks()
     await group.close()
     await runner.cleanup()
-
-
-async def answer(values: dict[str, Any]) -> web.StreamResponse:
-    return web.json_response(values)

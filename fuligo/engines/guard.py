@@ -15,11 +15,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 POLL_S = 0.05
+LOOK_S = 2.0
+"""Between looks at what the processes share: those of a server whose first process is killed may be gone before the guard can look."""
 PR_SET_CHILD_SUBREAPER = 36
 """Linux, prctl(2): orphans below this process become its children."""
 SHARED_MEMORY = Path("/dev/shm")
@@ -40,9 +42,16 @@ def main(command: Sequence[str], grace_s: float) -> int:
     signal.signal(signal.SIGTERM, asked_to_stop.set)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this decides what Ctrl-C ends
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    shared: set[Path] = set()
+    next_look = time.monotonic() + LOOK_S
     while child.poll() is None and not asked_to_stop.value and not _parent_is_gone():
-        pass
+        if time.monotonic() > next_look:
+            shared.update(_shared_files(_descendants(os.getpid())))
+            next_look = time.monotonic() + LOOK_S
+    shared.update(_shared_files(_descendants(os.getpid())))
     code = _end(child, grace_s)
+    for file in shared:
+        file.unlink(missing_ok=True)
     return code if code >= 0 else 128 - code
 
 
@@ -68,13 +77,12 @@ def _parent_is_gone() -> bool:
 def _end(child: subprocess.Popen[bytes], grace_s: float) -> int:
     """End the group, then whatever left it; returns the exit code of the command."""
     family = {child.pid, *_descendants(os.getpid())}
-    shared = _shared_files(family)
     _signal_all(child.pid, signal.SIGTERM)
     if not _all_gone(child, grace_s):
         family.update(_descendants(os.getpid()))
         _all_gone(child, grace_s, force=True)
     code = child.wait()
-    for file in (*shared, *_tensors(family)):
+    for file in _tensors(family):
         file.unlink(missing_ok=True)
     return code
 
@@ -98,7 +106,7 @@ def _tensors(ended: set[int]) -> list[Path]:
     return [file for file in SHARED_MEMORY.glob("torch_*_*") if file.name.split("_")[1] in map(str, ended)]
 
 
-def _shared_files(family: set[int]) -> list[Path]:
+def _shared_files(family: Iterable[int]) -> list[Path]:
     """Those that these processes, which run, have mapped and no others know; by inode, for glibc makes a semaphore under another name."""
     inodes = {inode for pid in family for inode in _mapped_inodes(pid)}
     candidates = [file for file in SHARED_MEMORY.glob("*") if file.name.startswith(SHARED_BY_A_FAMILY)]

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from fuligo.engines.client import EngineClient, SamplingParams
+from fuligo.engines.guard import LOOK_S
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
 from fuligo.errors import EngineError
@@ -82,7 +83,9 @@ async def test_engine_and_router_come_back(fleet: Fleet, number: signal.Signals)
     os.kill(descendants(fleet.router.process.pid)[0], signal.SIGKILL)
     generations = await asyncio.gather(*(fleet.group.generate(PROMPT, SHORT, rid=f"after-{n}", timeout_s=120) for n in range(4)))
     assert all(len(generation.output_ids) == 4 for generation in generations)
-    assert {worker.url for worker in await fleet.router.workers()} == set(fleet.group.urls)
+    while {worker.url for worker in await fleet.router.workers()} != set(fleet.group.urls):
+        assert not watch.done()
+        await asyncio.sleep(0.1)
 
     watch.cancel()
     pids = [
@@ -92,9 +95,12 @@ async def test_engine_and_router_come_back(fleet: Fleet, number: signal.Signals)
     assert not [pid for pid in pids if exists(pid)]
 
 
-async def test_without_fault_tolerance_the_end_names_the_engine(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> None:
+async def test_without_fault_tolerance_the_end_names_the_engine(
+    nothing_shared_stays: None, checkpoint: Path, claims: PortClaims, tmp_path: Path
+) -> None:
     fleet = await Fleet.launch(fleet_settings(checkpoint, claims, tmp_path, num_engines=1, restart=False))
     try:
+        await asyncio.sleep(2 * LOOK_S)  # the guard has seen what its processes share
         os.kill(descendants(fleet.servers[0].process.pid)[0], signal.SIGKILL)
         with pytest.raises(EngineError, match=r"engine 0 was killed, .*engine-0.txt"):
             await asyncio.wait_for(fleet.watch(), 60)
@@ -102,7 +108,9 @@ async def test_without_fault_tolerance_the_end_names_the_engine(checkpoint: Path
         await fleet.stop()
 
 
-async def test_an_engine_that_cannot_start_says_why(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> None:
+async def test_an_engine_that_cannot_start_says_why(
+    nothing_shared_stays: None, checkpoint: Path, claims: PortClaims, tmp_path: Path
+) -> None:
     settings = fleet_settings(tmp_path / "no-model-here", claims, tmp_path, num_engines=1)
     with pytest.raises(EngineError, match=r"(?s)engine 0 ended with exit code \d+; its log \(.*engine-0.txt\) ends:.*no-model-here"):
         await Fleet.launch(settings)

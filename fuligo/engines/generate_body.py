@@ -23,6 +23,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "token_ids_logprob": (None,),
     "lora_path": (None,),
     "logprob_start_len": (None, -1),
+    # sglang-router adds these, at what its own schema has for them.
+    "model": (None,),
+    "background": (None, False),
+    "no_logs": (None, False),
+    "return_bytes": (None, False),
+    "return_entropy": (None, False),
 }
 """Fields that are accepted only where they change nothing."""
 HARMLESS = {"return_logprob", "priority", "extra_key", "session_id", "return_text_in_logprobs", "log_metrics", "routing_key"}

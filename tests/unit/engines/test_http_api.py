@@ -72,6 +72,13 @@ async def test_an_answer_has_the_fields_of_sglang(http: httpx.AsyncClient) -> No
     assert answer["text"] == tiny.tokenizer().decode(answer["output_ids"], skip_special_tokens=True)
 
 
+async def test_what_the_router_adds_changes_nothing(http: httpx.AsyncClient) -> None:
+    """sglang-router 0.3.2 sends a request on with these."""
+    switches = ("stream", "return_text_in_logprobs", "return_hidden_states", "background", "no_logs", "return_bytes", "return_entropy")
+    added = {"model": None, "log_metrics": True, **dict.fromkeys(switches, False)}
+    assert (await post(http, "/generate", body() | added))["output_ids"] == (await post(http, "/generate", body()))["output_ids"]
+
+
 async def test_the_batch_form_answers_in_order(http: httpx.AsyncClient) -> None:
     prompts = [[5], [6, 7], [8, 9, 10]]
     params = [{"max_new_tokens": number, "ignore_eos": True, "sampling_seed": 1} for number in (9, 2, 5)]
@@ -93,6 +100,8 @@ async def test_the_batch_form_answers_in_order(http: httpx.AsyncClient) -> None:
         ({"input_ids": [-1]}, "vocabulary"),
         ({"input_ids": [5], "stream": True}, "stream"),
         ({"input_ids": [5], "return_routed_experts": True}, "return_routed_experts"),
+        ({"input_ids": [5], "background": True}, "background=True"),
+        ({"input_ids": [5], "model": "another"}, "model='another'"),
         ({"input_ids": [5], "sampling_parms": {}}, "sampling_parms is not known"),
         ({"input_ids": [5], "sampling_params": {"max_new_tokens": 1024}}, "context of 1024"),
         ({"input_ids": [5] * 200, "sampling_params": {"top_p": 2}}, "top_p"),

@@ -16,7 +16,7 @@ WITH_PP = 285 / (4 / 5) / 390
 WITH_EXPERTS = 228 / 390
 """The same with 16 experts, EP 2, all-to-all, grouped products."""
 TORCH_TRAINER = 6 * 0.6e9 * 40e3 / PEAK_MEASURED_ON
-"""The torch trainer on an H200: Qwen3 of 0.6B, 40k tokens/s with forward, backward and AdamW (docs/benchmarks.md)."""
+"""The torch trainer on an H200: Qwen3 of 0.6B, 40k tokens/s with forward, backward and AdamW (docs/benchmarks-gpu.md)."""
 PREFILL = DENSE_ONE_GPU
 """Of an engine's peak in prefill: taken to be a dense trainer's."""
 
@@ -25,12 +25,12 @@ DECODE_LAYER_S = 42e-6
 """A decoding step of SGLang 0.5.15 on an H200: bytes read / (this share of the bandwidth) + this time for each layer. Fitted to two
 measurements of a 28-layer 0.6B model, 64 + 512 tokens: 20.7k tokens/s at 64 requests, 37.6k at 256."""
 EMBEDDED_LAYER_S = 1.1e-3
-"""The same for the embedded engine, which has no CUDA graphs: 8.5k tokens/s at 256 requests of that model (docs/benchmarks.md)."""
+"""The same for the embedded engine, which has no CUDA graphs: 8.5k tokens/s at 256 requests of that model (docs/benchmarks-gpu.md)."""
 DRAFT_ACCEPTANCE = 0.85
 """Of each drafted token, given those before it: the lower figure for DeepSeek-V3's prediction layer (arXiv 2412.19437, section 5.4.3)."""
 
 PUBLISH_BYTES_PER_S = 12e9
-"""A publish through CUDA IPC on an H200: 1.2 GB in 0.10 s (docs/benchmarks.md). Every GPU of an engine sees every tensor whole once."""
+"""A publish through CUDA IPC on an H200: 1.2 GB in 0.10 s (docs/benchmarks-gpu.md). Every GPU of an engine sees every tensor whole once."""
 HOST_ADAM_BYTES_PER_S = 300e9
 """Memory traffic of Adam on a node's CPUs: half of two sockets with eight channels of DDR5-4800 (614 GB/s)."""
 ADAM_TRAFFIC_BYTES = 28

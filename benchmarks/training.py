@@ -2,6 +2,7 @@
 
     python benchmarks/training.py                       # every case that this machine has GPUs for
     python benchmarks/training.py dense moe-ep2         # these
+    python benchmarks/training.py --model-only small    # its checkpoint with the quickstart's tokenizer, for `fuligo train --hf-checkpoint`
 
 A case is a model of a published shape with random weights, cut to as many layers as fit, trained by the rank workers that `fuligo train`
 uses: packed rows of samples of mixed length, forward, backward, optimizer step. FLOPs are those of the model (no recomputation counted;
@@ -23,13 +24,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from fuligo.config import Config
 from fuligo.config.parse import parse
@@ -49,6 +51,7 @@ MODELS_DIRECTORY = Path(
     )
 )
 """One model at a time is kept there, for the directory may be in memory. Nothing else in it is touched."""
+TOKENIZER = Path(str(files("fuligo.quickstart"))) / "assets" / "model"
 GIB = 2**30
 NUM_RANDOM = 2**24 + 43
 """Values that all weights are copied from, for drawing billions takes longer than all else; a prime, so that no two are alike."""
@@ -59,6 +62,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 512, "tie_word_embeddings": False,
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
     },
     "qwen3-4b": {
         "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
@@ -99,6 +106,7 @@ FULL_RECOMPUTATION = ("--recompute-granularity", "full", "--recompute-method", "
 CPU_ADAM = ("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--use-precision-aware-optimizer")
 CASES: dict[str, Case] = {
     "tiny": Case("tiny", max_tokens=1024, num_rows=2),
+    "small": Case("qwen3-0.6b"),
     "dense": Case("qwen3-4b", max_tokens=12288, num_rows=6),
     "dense-recompute": Case("qwen3-4b", flags=FULL_RECOMPUTATION),
     "dense-12": Case("qwen3-4b", num_layers=12),
@@ -132,6 +140,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all that this machine can run")
     parser.add_argument("--steps", type=int, default=4, help="timed optimizer steps, after two that are not")
     parser.add_argument("--flag", action="append", default=[], metavar="WORD", help="one more word of every case's command line")
+    parser.add_argument("--model-only", action="store_true", help="write the case's checkpoint and say where it is")
     parser.add_argument("--no-export", action="store_true", help="leave out the gathering of weights")
     parser.add_argument("--port", type=int, default=29544, help="of the ranks' meeting place, and the next one")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
@@ -143,7 +152,10 @@ def main() -> None:
     names = options.cases or [name for name, case in CASES.items() if case.num_gpus <= num_gpus and case.model != "tiny"]
     print(f"torch {torch.__version__}, {num_gpus} x {torch.cuda.get_device_name() if num_gpus else 'no GPU'}", flush=True)
     for name in names:
-        run_case(name, options)
+        if options.model_only:
+            print(save_model(CASES[name]))
+        else:
+            run_case(name, options)
 
 
 def run_case(name: str, options: argparse.Namespace) -> None:
@@ -171,6 +183,7 @@ def save_model(case: Case) -> Path:
     noise = (torch.randn(NUM_RANDOM) * config.initializer_range).bfloat16()
     started = time.perf_counter()
     write_tensors(directory, random_weights(names_of(config.to_dict()), noise))
+    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(directory)
     config.save_pretrained(directory)  # last: it says that the rest is there
     print(f"{directory} was written in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
     return directory

@@ -1,4 +1,4 @@
-"""Real SGLang engines on one GPU, a trainer on another: weights by NCCL, and the quickstart's reward rises.
+"""Real SGLang engines on one GPU, a trainer on another, or both on the same ones: weights arrive, and the quickstart's reward rises.
 
 FULIGO_SGLANG_PYTHON is the interpreter that has SGLang and its router, FULIGO_SGLANG_PYTHONPATH what it needs on its path.
 """
@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.fp8 import save_family
 
 ASSETS = Path(str(files("fuligo.quickstart"))) / "assets"
 PYTHON = os.environ.get("FULIGO_SGLANG_PYTHON")
@@ -46,6 +48,50 @@ def test_megatron_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     train(run_dir, update_weight_transport="nccl", train_backend="megatron", num_rollout=12, load=run_dir / "checkpoints")
     steps = metrics(run_dir)
     assert [step["step"] for step in steps] == list(range(12))
+    assert steps[-1]["rollout/reward_mean"] > steps[0]["rollout/reward_mean"] + 0.3
+    assert all(step["train/logprob_abs_diff"] < 0.05 for step in steps)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe_lite"])
+def test_a_mixture_trains_on_the_experts_that_its_engine_chose(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    shape = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128} if family == "glm4_moe_lite" else {}
+    checkpoint = save_family(tmp_path / "model", family, initializer_range=0.04, **shape)
+    run_dir = tmp_path / "run"
+    train(
+        run_dir,
+        hf_checkpoint=checkpoint,
+        rm_type="random",
+        train_backend="megatron",
+        use_rollout_routing_replay=True,
+        update_weight_transport="nccl",
+        num_rollout=3,
+    )
+    steps = metrics(run_dir)
+    assert len(steps) == 3
+    assert all(step["train/logprob_abs_diff"] < 0.02 for step in steps)
+
+
+@pytest.mark.parametrize("backend", ["torch", "megatron"])
+def test_ray_places_trainer_and_engines_on_the_same_gpus(backend: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
+    num_gpus = torch.cuda.device_count()
+    run_dir = tmp_path / "run"
+    train(
+        run_dir,
+        launcher="ray",
+        colocate=True,
+        train_backend=backend,
+        actor_num_gpus_per_node=num_gpus,
+        num_gpus_per_node=num_gpus,
+        rollout_num_gpus=num_gpus,
+        update_weight_transport="tensor",
+        num_rollout=12,
+    )
+    steps = metrics(run_dir)
+    assert len(steps) == 12
     assert steps[-1]["rollout/reward_mean"] > steps[0]["rollout/reward_mean"] + 0.3
     assert all(step["train/logprob_abs_diff"] < 0.05 for step in steps)
 

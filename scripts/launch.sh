@@ -1,17 +1,20 @@
 # Sourced by run-*.sh: `launch CONFIG [FLAG ...]` starts a Ray cluster and submits the job to it, or plans it.
 #
-#   PLAN=1        plan instead of running: nothing is started, no GPU is needed
-#   MASTER_ADDR   address of this node, the head (127.0.0.1)
-#   HOSTFILE      nodes of the cluster, one address a line (`10.0.0.1 slots=8`): the workers are started by ssh;
-#                 without it, start them yourself: ray start --address=$MASTER_ADDR:6379 --num-gpus 8
-#   SOCKET_IFNAME network interface of the nodes, for NCCL, Gloo and DeepEP
-#   MODEL_ARGS    further Megatron flags of the model, such as "--rotary-base 10000 --override-model-config"
-#   PYTHON        interpreter (python3)
+#   PLAN=1          plan instead of running: nothing is started, no GPU is needed
+#   MASTER_ADDR     address of this node, the head (127.0.0.1)
+#   HOSTFILE        nodes of the cluster, one address a line (`10.0.0.1 slots=8`): the workers are started by ssh;
+#                   without it, start them yourself: ray start --address=$MASTER_ADDR:6379 --num-gpus 8
+#   RAY_AUTH_TOKEN  Ray takes nobody without it; workers get it by ssh. Unset, whoever reaches Ray's ports may run commands: for closed networks
+#   DASHBOARD_HOST  where Ray's dashboard and job server listen (127.0.0.1; from elsewhere: ssh -L 8265:127.0.0.1:8265 HEAD)
+#   SOCKET_IFNAME   network interface of the nodes, for NCCL, Gloo and DeepEP
+#   MODEL_ARGS      further Megatron flags of the model, such as "--rotary-base 10000 --override-model-config"
+#   PYTHON          interpreter (python3)
 set -euo pipefail
 
 REPOSITORY="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." &>/dev/null && pwd)"
 NUM_GPUS_PER_NODE=8
 RAY_PORT=6379
+DASHBOARD_HOST="${DASHBOARD_HOST:-127.0.0.1}"
 DASHBOARD_PORT=8265
 
 launch() {
@@ -26,21 +29,33 @@ launch() {
       return
    fi
    start_cluster
-   ray job submit --address="http://127.0.0.1:${DASHBOARD_PORT}" -- "${PYTHON:-python3}" "${REPOSITORY}/train.py" "${job[@]}"
+   ray job submit --address="http://${DASHBOARD_HOST/#0.0.0.0/127.0.0.1}:${DASHBOARD_PORT}" -- "${PYTHON:-python3}" "${REPOSITORY}/train.py" "${job[@]}"
 }
 
 start_cluster() {
    local head="${MASTER_ADDR:-127.0.0.1}" host
    local worker="ray start --address=${head}:${RAY_PORT} --num-gpus ${NUM_GPUS_PER_NODE} --disable-usage-stats"
+   if [[ -n "${RAY_AUTH_TOKEN:-}" ]]; then
+      export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
+   fi
    ray start --head --node-ip-address "${head}" --port "${RAY_PORT}" --num-gpus "${NUM_GPUS_PER_NODE}" --disable-usage-stats \
-      --dashboard-host=0.0.0.0 --dashboard-port="${DASHBOARD_PORT}"
+      --dashboard-host="${DASHBOARD_HOST}" --dashboard-port="${DASHBOARD_PORT}"
    if [[ -z "${HOSTFILE:-}" ]]; then
       return
    fi
    for host in $(awk '{print $1}' "${HOSTFILE}"); do
       if [[ "${host}" != "${head}" ]]; then
-         ssh -n "${host}" "${worker} --node-ip-address ${host}" &
+         start_worker "${host}" "${worker} --node-ip-address ${host}" &
       fi
    done
    wait
+}
+
+start_worker() {
+   local host="$1" command="$2"
+   if [[ -z "${RAY_AUTH_TOKEN:-}" ]]; then
+      ssh -n "${host}" "${command}"
+   else # through standard input: command lines can be read by everybody on a machine
+      ssh "${host}" "exec sh -c 'read -r RAY_AUTH_TOKEN; export RAY_AUTH_TOKEN RAY_AUTH_MODE=token; exec ${command}'" <<<"${RAY_AUTH_TOKEN}"
+   fi
 }

@@ -121,26 +121,48 @@ def test_what_the_user_sets_reaches_the_job(tmp_path: Path):
     assert config.megatron.get("rotary_base") == 5
 
 
-def test_a_cluster_is_started_on_every_host_and_the_job_submitted(tmp_path: Path):
-    """Stand-ins for ray and ssh show what would be started; the head's own line of the host file is left out."""
+def started(tmp_path: Path, **environment: str) -> list[str]:
+    """What a script would start on two hosts, a line each; stand-ins for ray and ssh show it, with the token that each has or reads."""
+    (tmp_path / "ray").write_text(f'#!/bin/bash\necho "ray $* token=${{RAY_AUTH_MODE:-}}:${{RAY_AUTH_TOKEN:-}}" >> {tmp_path}/log\n')
+    (tmp_path / "ssh").write_text(f'#!/bin/bash\n[[ $1 == -n ]] || bash -c "${{@:2}}"\necho "ssh $*" >> {tmp_path}/log\n')
     for name in ("ray", "ssh"):
-        (tmp_path / name).write_text(f'#!/bin/bash\necho "{name} $*" >> {tmp_path}/log\n')
         (tmp_path / name).chmod(0o755)
     (tmp_path / "hosts").write_text("10.0.0.1 slots=8\n10.0.0.2 slots=8\n")
-    result = planned(
-        "run-glm4.7-30B-A3B.sh",
-        PLAN="0",
-        PATH=f"{tmp_path}:/usr/bin:/bin",
-        MASTER_ADDR="10.0.0.1",
-        HOSTFILE=str(tmp_path / "hosts"),
-        BASE_DIR="/data",
-    )
+    cluster = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MASTER_ADDR": "10.0.0.1", "HOSTFILE": str(tmp_path / "hosts"), "BASE_DIR": "/data"}
+    result = planned("run-glm4.7-30B-A3B.sh", PLAN="0", **cluster, **environment)
     assert result.returncode == 0, result.stderr
-    head, worker, job = (tmp_path / "log").read_text().splitlines()
+    return (tmp_path / "log").read_text().splitlines()
+
+
+def test_a_cluster_is_started_on_every_host_and_the_job_submitted(tmp_path: Path):
+    """The head's own line of the host file is left out."""
+    head, worker, job = started(tmp_path)
     assert head.startswith("ray start --head --node-ip-address 10.0.0.1 --port 6379 --num-gpus 8")
     assert worker.startswith("ssh -n 10.0.0.2 ray start --address=10.0.0.1:6379 --num-gpus 8")
     assert f"{REPOSITORY}/train.py --config {REPOSITORY}/examples/glm4.7-flash/2x8.yaml --hf-checkpoint /data/GLM-4.7-Flash" in job
-    assert job.startswith("ray job submit")
+    assert job.startswith("ray job submit --address=http://127.0.0.1:8265")
+
+
+@pytest.mark.parametrize(
+    ("given", "listens", "submits"),
+    [
+        ({}, "127.0.0.1", "127.0.0.1"),
+        ({"DASHBOARD_HOST": "10.0.0.1"}, "10.0.0.1", "10.0.0.1"),
+        ({"DASHBOARD_HOST": "0.0.0.0"}, "0.0.0.0", "127.0.0.1"),
+    ],
+)
+def test_nobody_else_reaches_the_job_server_unless_asked_for(given: dict[str, str], listens: str, submits: str, tmp_path: Path):
+    head, _, job = started(tmp_path, **given)
+    assert f" --dashboard-host={listens} " in head
+    assert f" --address=http://{submits}:8265 " in job
+
+
+def test_a_token_reaches_every_host_and_stands_in_no_command(tmp_path: Path):
+    head, on_worker, ssh, job = started(tmp_path, RAY_AUTH_TOKEN="secret")
+    assert on_worker.startswith("ray start --address=10.0.0.1:6379 --num-gpus 8")
+    assert all(line.endswith(" token=token:secret") for line in (head, on_worker, job))
+    assert ssh.startswith("ssh 10.0.0.2 ")
+    assert "secret" not in ssh
 
 
 @pytest.mark.parametrize("script", [*RUN_SCRIPTS, "launch.sh"])

@@ -32,7 +32,7 @@ def memory_findings(
         severity = Severity.ERROR if host_memory_given else Severity.WARNING
         where = "--host-memory" if host_memory_given else f"nodes as they are sold with {subject.gpu.name}"
         text = f"{_told(host[0])} of a node's memory, more than the {gibibytes(host[0].capacity_bytes)} of {where}."
-        yield Finding(HOST, severity, text, ("--optimizer-cpu-offload", "--colocate"))
+        yield Finding(HOST, severity, text, _host_flags(host[0]), advice=_host_advice(host[0]))
 
 
 def fits(subject: Subject, bars: Sequence[MemoryBar], capacities: Sequence[EngineCapacity]) -> bool:
@@ -75,6 +75,24 @@ def _told(bar: MemoryBar) -> str:
     largest = sorted(bar.items, key=lambda item: -item.num_bytes)[:3]
     named = ", ".join(f"{item.name} {gibibytes(item.num_bytes)}" for item in largest)
     return f"{bar.owner}: needs {gibibytes(bar.used_bytes)} ({named})"
+
+
+def _host_flags(bar: MemoryBar) -> tuple[str, ...]:
+    return ("--rollout-batch-size", "--rollout-max-response-len") if _is_of_samples(bar) else ("--optimizer-cpu-offload", "--colocate")
+
+
+def _host_advice(bar: MemoryBar) -> str:
+    if _is_of_samples(bar):
+        return (
+            "Take nodes with more memory, or rollouts of fewer tokens (--rollout-batch-size, --rollout-max-response-len): every rank of "
+            "the trainer has the whole batch, with the experts of every token where routing is replayed, so more nodes do not help."
+        )
+    return "Take nodes with more memory, or spread the trainer over more nodes (--actor-num-nodes)."
+
+
+def _is_of_samples(bar: MemoryBar) -> bool:
+    """They are its largest part."""
+    return max(bar.items, key=lambda item: item.num_bytes).name in ("samples", "batches")
 
 
 def _trainer_flags(subject: Subject) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ def _read_subject(config: Config, gpu_name: str) -> Subject:
 def _mended(finding: Finding, found: tuple[Remedy, ...]) -> Finding:
     """With the cheapest remedy as its fix."""
     if finding.id == HOST:
-        return replace(finding, advice="Take nodes with more memory, or spread the trainer over more nodes (--actor-num-nodes).")
+        return finding
     if found:
         return replace(finding, fix=found[0].changes)
     return replace(finding, advice="Take more or larger GPUs (--actor-num-nodes, --gpu); no single change or pair of changes is enough.")

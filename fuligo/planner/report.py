@@ -120,7 +120,7 @@ def _labelled(label: str, text: str) -> Text:
 def _memory(bars: Sequence[MemoryBar], width: int, coloured: bool) -> Iterator[Text]:
     bars = _alike_merged(bars)
     palette = Palette((item.name for bar in bars for item in bar.items if item.num_bytes), coloured=coloured)
-    labels = [f"{bar.owner}, {count(bar.num_gpus, 'GPU')}" if _is_gpu(bar) else bar.owner for bar in bars]
+    labels = [f"{bar.owner}, {count(bar.num_gpus, 'GPU')}" if _is_gpu(bar) else f"{bar.owner}, fullest node" for bar in bars]
     figures = [_figures(bar) for bar in bars]
     label_width = max(map(len, labels)) + 1
     bar_width = max(width - label_width - max(map(len, figures)) - 3, _MIN_BAR)

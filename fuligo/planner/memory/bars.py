@@ -7,6 +7,7 @@ from fuligo.planner.lengths import longest_sample
 from fuligo.planner.memory.embedded import embedded_items, embedded_kv_tokens
 from fuligo.planner.memory.engine import EngineMemory, engine_items, engine_memory, engine_resident_items
 from fuligo.planner.memory.host import host_items
+from fuligo.planner.memory.routing_record import records_routing
 from fuligo.planner.memory.torch_trainer import torch_trainer_items
 from fuligo.planner.memory.trainer import trainer_items, trainer_resident_bytes
 from fuligo.planner.plan import ClusterLayout, EngineCapacity, MemoryBar, MemoryItem
@@ -15,15 +16,14 @@ from fuligo.planner.trainer_shape import trainer_shape
 
 
 def memory_bars(subject: Subject, layout: ClusterLayout, host_memory_bytes: int | None = None) -> tuple[MemoryBar, ...]:
-    """The peak of each kind of GPU, trainer before engines, and of the host where something is kept there.
+    """The peak of each kind of GPU, trainer before engines, and of the host.
 
     Args:
         host_memory_bytes: of one node; None: as the GPU's maker ships its servers.
     """
     engines = _engine_bars(subject)
-    if subject.config.debug.debug_rollout_only:
-        return tuple(engines)
-    return (*_trainer_bars(subject, layout), *engines, *_host_bars(subject, layout, host_memory_bytes))
+    trainer = [] if subject.config.debug.debug_rollout_only else _trainer_bars(subject, layout)
+    return (*trainer, *engines, _host_bar(subject, layout, host_memory_bytes))
 
 
 def engine_capacities(subject: Subject, layout: ClusterLayout) -> tuple[EngineCapacity, ...]:
@@ -46,10 +46,15 @@ def planned_engines(subject: Subject) -> list[tuple[int, EngineGroupSpec, Engine
     config = subject.config
     resident = _trainer_left_over(subject)
     return [
-        (group, spec, engine_memory(spec, subject.rollout_architecture, subject.gpu, resident))
+        (group, spec, _engine_memory(subject, spec, resident))
         for group, spec in enumerate(engine_groups(config))
         if spec.num_engines and runs_policy(subject, spec)
     ]
+
+
+def _engine_memory(subject: Subject, spec: EngineGroupSpec, resident: int) -> EngineMemory:
+    records = records_routing(spec, subject.config)
+    return engine_memory(spec, subject.rollout_architecture, subject.gpu, resident, records_routing=records)
 
 
 def runs_policy(subject: Subject, spec: EngineGroupSpec) -> bool:
@@ -108,10 +113,8 @@ def _engine_bars(subject: Subject) -> list[MemoryBar]:
     ]
 
 
-def _host_bars(subject: Subject, layout: ClusterLayout, host_memory_bytes: int | None) -> list[MemoryBar]:
-    items = host_items(subject, layout)
-    if not items:
-        return []
+def _host_bar(subject: Subject, layout: ClusterLayout, host_memory_bytes: int | None) -> MemoryBar:
     capacity = subject.gpu.host_memory_bytes * layout.num_gpus_per_node if host_memory_bytes is None else host_memory_bytes
     num_gpus = max(sum(1 for gpu in layout.gpus if gpu.node == node and gpu.trainer) for node in range(layout.num_nodes))
-    return [MemoryBar("host", num_gpus, capacity, items)]
+    records = {group: memory.record for group, _, memory in planned_engines(subject)}
+    return MemoryBar("host", num_gpus, capacity, host_items(subject, layout, records))

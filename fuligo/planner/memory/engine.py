@@ -11,6 +11,7 @@ from fuligo.config.topology import EngineGroupSpec
 from fuligo.models.architecture import Architecture, GroupedAttention, Layer, Part, PartKind, Split
 from fuligo.planner.gpus import MIB, Gpu
 from fuligo.planner.memory.constants import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTES, DEEPEP_BYTES, POINT_TO_POINT_BYTES, amount, billions
+from fuligo.planner.memory.routing_record import RoutingRecord, routing_record
 from fuligo.planner.plan import MemoryItem
 from fuligo.planner.server_settings import ServerSettings, decode_graph_bytes, prefill_graph_bytes, server_settings
 
@@ -39,13 +40,16 @@ class EngineMemory:
     cached_bytes_per_token: int
     """Really allocated: more than what SGLang counts for an fp8 cache of sparse attention, whose scales it leaves out."""
     kv_tokens: int
+    record: RoutingRecord
+    """Of experts; beside the static share."""
 
 
-def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, resident: int) -> EngineMemory:
+def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, resident: int, *, records_routing: bool) -> EngineMemory:
     """How a server of a group divides its GPUs' memory.
 
     Args:
         resident: bytes that a colocated trainer keeps while it is offloaded.
+        records_routing: it tells the experts of every token.
     """
     settings = server_settings(spec, architecture, gpu)
     before = CUDA_CONTEXT_BYTES + _communication_bytes(spec) + resident
@@ -58,6 +62,7 @@ def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, r
     counted, allocated = (round(size * (layers + len(draft_layers))) for size in _cache_bytes(spec, architecture))
     tokens = max(0, static - weights - draft) // counted
     limit = spec.arguments.get("max_total_tokens")
+    tokens = min(tokens, limit) if limit else tokens
     experts = [part for layer in architecture.layers for part in layer.parts if part.kind is PartKind.ROUTED_EXPERTS]
     return EngineMemory(
         settings=settings,
@@ -68,7 +73,8 @@ def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, r
         static=static,
         bytes_per_token=counted,
         cached_bytes_per_token=allocated,
-        kv_tokens=min(tokens, limit) if limit else tokens,
+        kv_tokens=tokens,
+        record=routing_record(spec, architecture, settings, tokens) if records_routing else RoutingRecord(),
     )
 
 
@@ -94,6 +100,8 @@ def engine_items(spec: EngineGroupSpec, architecture: Architecture, memory: Engi
         items.append(
             MemoryItem("graphs", graphs, f"CUDA graphs up to batch {settings.graph_batch}, {settings.num_prefill_graphs} for prefill")
         )
+    if memory.record.gpu_bytes:
+        items.append(MemoryItem("routing_record", memory.record.gpu_bytes, "experts of the largest batch's tokens, all layers, int32"))
     if settings.uses_deepep:
         items.append(MemoryItem("deepep", DEEPEP_BYTES, "DeepEP's dispatch buffers"))
     if _communication_bytes(spec):
@@ -109,6 +117,7 @@ def engine_resident_items(spec: EngineGroupSpec, architecture: Architecture, mem
     settings = memory.settings
     kept = CUDA_CONTEXT_BYTES + _communication_bytes(spec) + WORKSPACE_BYTES
     kept += decode_graph_bytes(settings) + prefill_graph_bytes(settings, architecture) + (DEEPEP_BYTES if settings.uses_deepep else 0)
+    kept += memory.record.gpu_bytes
     return (MemoryItem("engine", kept, "what the released engine keeps: CUDA context, NCCL buffers, workspace, CUDA graphs"),)
 
 

@@ -1,41 +1,91 @@
-"""Memory of the host: what the optimizer, the reference and offloaded sides keep there, for the fullest node."""
+"""Memory of the host: what optimizer, reference, offloaded sides, samples and engines keep there, for the fullest node."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fuligo.planner.memory.activations import BF16
 from fuligo.planner.memory.constants import amount
+from fuligo.planner.memory.routing_record import RoutingRecord
+from fuligo.planner.memory.samples import COPIES_OF_A_NODE, COPIES_OF_A_RANK, num_rollouts_at_a_time, sample_bytes
+from fuligo.planner.memory.torch_trainer import torch_offloaded_items
 from fuligo.planner.memory.trainer import TrainerState, trainer_state
-from fuligo.planner.plan import ClusterLayout, MemoryItem
+from fuligo.planner.plan import ClusterLayout, MemoryItem, PlacedGpu
+from fuligo.planner.quantities import count, magnitude
 from fuligo.planner.subject import Subject
 from fuligo.planner.trainer_shape import trainer_shape
 
+DRIVER_NODE = 0
+"""Where `fuligo train` runs: Ray's head, which comes first."""
 
-def host_items(subject: Subject, layout: ClusterLayout) -> tuple[MemoryItem, ...]:
-    """What the Megatron trainer keeps in the memory of the node that needs most; empty where it keeps nothing there."""
+
+def host_items(subject: Subject, layout: ClusterLayout, records: Mapping[int, RoutingRecord]) -> tuple[MemoryItem, ...]:
+    """What is kept in the memory of the node that needs most.
+
+    Args:
+        records: of one GPU of each group of engines, by the group.
+    """
+    states = _states(subject, layout)
+    nodes: list[list[PlacedGpu]] = [[] for _ in range(layout.num_nodes)]
+    for placed in layout.gpus:
+        nodes[placed.node].append(placed)
+    found = [
+        (
+            *_trainer_items(subject, states, gpus),
+            *_sample_items(subject, sum(gpu.trainer is not None for gpu in gpus), has_driver=node == DRIVER_NODE),
+            *_record_items([records[gpu.engine.group] for gpu in gpus if gpu.engine is not None and gpu.engine.group in records]),
+        )
+        for node, gpus in enumerate(nodes)
+    ]
+    return tuple(item for item in max(found, key=lambda items: sum(item.num_bytes for item in items)) if item.num_bytes)
+
+
+def _states(subject: Subject, layout: ClusterLayout) -> list[TrainerState]:
+    """Of the Megatron trainer, by pipeline rank; none of the torch trainer."""
     shape = trainer_shape(subject.config)
     if not shape.is_megatron:
-        return ()
-    states = [trainer_state(subject, shape, [stage for stage in layout.stages if stage.pipeline_rank == rank]) for rank in range(layout.pp)]
-    nodes: dict[int, list[TrainerState]] = {}
-    for placed in layout.gpus:
-        if placed.trainer is not None:
-            nodes.setdefault(placed.node, []).append(states[placed.trainer.pp])
-    fullest = max((_items(subject, ranks) for ranks in nodes.values()), key=lambda items: sum(item.num_bytes for item in items))
-    return tuple(item for item in fullest if item.num_bytes)
+        return []
+    return [trainer_state(subject, shape, [stage for stage in layout.stages if stage.pipeline_rank == rank]) for rank in range(layout.pp)]
 
 
-def _items(subject: Subject, ranks: Sequence[TrainerState]) -> list[MemoryItem]:
+def _trainer_items(subject: Subject, states: Sequence[TrainerState], gpus: Sequence[PlacedGpu]) -> Iterator[MemoryItem]:
+    placed = [gpu.trainer.pp for gpu in gpus if gpu.trainer is not None]
+    if states:
+        yield from _state_items(subject, [states[rank] for rank in placed])
+    elif subject.config.cluster.colocate and subject.config.resolved_rollout_backend == "sglang":
+        yield from torch_offloaded_items(subject, len(placed))
+
+
+def _state_items(subject: Subject, ranks: Sequence[TrainerState]) -> Iterator[MemoryItem]:
     """Of one node with these ranks."""
-    config, count = subject.config, len(ranks)
+    config, num_gpus = subject.config, len(ranks)
     one_copy = sum(BF16 * (rank.trained.total + rank.frozen.total) for rank in ranks)
     adam = sum(rank.optimizer_on_host for rank in ranks)
     swapped = config.needs_reference or config.cluster.colocate
     moments = sum(rank.optimizer for rank in ranks) if config.cluster.colocate else 0
-    return [
-        MemoryItem("optimizer", adam, f"CPU Adam of {count} GPUs: fp32 weight, gradient and two moments, 16 bytes a parameter"),
-        MemoryItem("reference", one_copy if config.needs_reference else 0, f"bf16 weights of the reference model, {count} GPUs"),
-        MemoryItem("weights", one_copy if swapped else 0, "bf16 weights of the policy while the reference or the engines have the GPUs"),
-        MemoryItem("offloaded_optimizer", moments, f"{amount(moments)} of optimizer state while the engines have the GPUs"),
-    ]
+    yield MemoryItem("optimizer", adam, f"CPU Adam of {num_gpus} GPUs: fp32 weight, gradient and two moments, 16 bytes a parameter")
+    yield MemoryItem("reference", one_copy if config.needs_reference else 0, f"bf16 weights of the reference model, {num_gpus} GPUs")
+    yield MemoryItem("weights", one_copy if swapped else 0, "bf16 weights of the policy while the reference or the engines have the GPUs")
+    yield MemoryItem("offloaded_optimizer", moments, f"{amount(moments)} of optimizer state while the engines have the GPUs")
+
+
+def _sample_items(subject: Subject, num_ranks: int, *, has_driver: bool) -> Iterator[MemoryItem]:
+    """Rollouts on the driver, and the batch that its trainer ranks work on."""
+    samples = sample_bytes(subject)
+    if has_driver:
+        held = f"{magnitude(samples.num_drawn_tokens)} tokens x {samples.sample_token_bytes} bytes"
+        note = f"the driver, {count(num_rollouts_at_a_time(subject), 'rollout')} at a time: {held}, every sample as long as it may be"
+        yield MemoryItem("samples", samples.drawn, note)
+    if num_ranks:
+        copies = num_ranks * COPIES_OF_A_RANK + COPIES_OF_A_NODE
+        held = f"{magnitude(samples.num_tokens)} tokens x {samples.batch_token_bytes} bytes"
+        note = f"{held} x {copies}: every rank has the whole batch while it trains, {count(num_ranks, 'rank')} here, and Ray's object store"
+        yield MemoryItem("batches", copies * samples.batch, note)
+
+
+def _record_items(records: Sequence[RoutingRecord]) -> Iterator[MemoryItem]:
+    """Of the node's GPUs of engines."""
+    held = [record.host_bytes for record in records if record.host_bytes]
+    each = f"{count(len(held), 'GPU')} x up to {amount(max(held, default=0))}"
+    note = f"SGLang's record of experts, pinned, a place for each token of the KV cache: {each}"
+    yield MemoryItem("routing_record", sum(held), note)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from fuligo.models.architecture import Architecture, GroupedAttention, Layer
 from fuligo.planner.lengths import micro_batch_tokens
 from fuligo.planner.memory.activations import BF16, FP32, normed_head_elements, num_output_norms
 from fuligo.planner.memory.constants import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTES, FRAGMENTATION, amount, billions
 from fuligo.planner.plan import MemoryItem
+from fuligo.planner.quantities import count
 from fuligo.planner.subject import Subject
 from fuligo.planner.trainer_shape import trainer_shape
 
@@ -36,6 +38,17 @@ def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
     moving = activations.num_bytes
     items.append(MemoryItem("fragmentation", round(FRAGMENTATION * moving), f"{FRAGMENTATION:.0%} of the activations' {amount(moving)}"))
     return tuple(items)
+
+
+def torch_offloaded_items(subject: Subject, num_ranks: int) -> Iterator[MemoryItem]:
+    """What `num_ranks` of its ranks keep on the host while SGLang has their GPUs."""
+    architecture = subject.architecture
+    share = math.ceil(architecture.num_parameters / trainer_shape(subject.config).num_ranks) * num_ranks
+    where = f"of {count(num_ranks, 'rank')}, {billions(share)} x"
+    yield MemoryItem("weights", FP32 * share, f"fp32 weights of the policy {where} 4 bytes, while the engines have the GPUs")
+    yield MemoryItem("offloaded_optimizer", 2 * FP32 * share, f"two fp32 moments of AdamW {where} 8 bytes, while the engines have the GPUs")
+    if subject.config.needs_reference:
+        yield MemoryItem("reference", FP32 * share, f"fp32 weights of the reference {where} 4 bytes, while the engines have the GPUs")
 
 
 def compute_bytes(subject: Subject) -> int:

@@ -75,6 +75,17 @@ def test_host_memory_is_judged_where_it_is_given_and_else_a_warning() -> None:
     assert finding(as_sold, "PLAN-MEMORY-HOST").severity is Severity.WARNING
 
 
+def test_what_would_help_the_host_depends_on_what_fills_it() -> None:
+    by_optimizer = finding(plan_of(f"{FLASH_8} {CPU_ADAM}", "glm4.7-flash", host_memory_bytes=256 * GIB), "PLAN-MEMORY-HOST")
+    assert "--actor-num-nodes" in by_optimizer.advice
+    long = FLASH_8.replace("max-response-len 8192", "max-response-len 131072")
+    replayed = f"{long} --use-rollout-routing-replay --rollout-batch-size 256"
+    by_samples = finding(plan_of(replayed, "glm4.7-flash", host_memory_bytes=256 * GIB), "PLAN-MEMORY-HOST")
+    assert "batches" in by_samples.text
+    assert "--rollout-batch-size" in by_samples.advice
+    assert "--rollout-batch-size" in by_samples.flags
+
+
 def test_sizes_that_do_not_divide_leave_no_numbers() -> None:
     plan = plan_of(GLM4_9B_SEPARATE.replace("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 3"), "glm4-9b")
     assert any(finding.severity is Severity.ERROR for finding in plan.findings)

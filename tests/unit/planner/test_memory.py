@@ -230,7 +230,7 @@ def test_colocated_sides_keep_something_of_each_other() -> None:
 
 def test_the_torch_trainer_holds_sixteen_bytes_a_parameter() -> None:
     subject = subject_of("--device cuda --actor-num-gpus-per-node 2 --gradient-checkpointing", "qwen3-4b")
-    shared, alone = bars_of(subject)
+    shared, alone, _ = bars_of(subject)
     states = sum(item(alone, name) for name in ("weights", "gradients", "optimizer"))
     assert states == pytest.approx(16 * subject.architecture.num_parameters / 2, rel=1e-6)
     assert item(alone, "reference") == item(alone, "weights"), "--use-kl-loss"

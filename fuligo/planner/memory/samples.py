@@ -1,0 +1,72 @@
+"""Host memory of samples: what the driver keeps of rollouts, and what the trainer's ranks get of them to train on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fuligo.models.architecture import Architecture
+from fuligo.planner.lengths import longest_sample
+from fuligo.planner.subject import Subject
+
+SAMPLE_TOKEN_BYTES = 4 + 1 + 4 + 4 + 4
+"""Of a token in `types.Sample`: id, mask, engine's log-probability, version; about four letters of text."""
+TRAIN_TOKEN_BYTES = 4 + 1 + 4 + 4 + 4
+"""Of one in `types.TrainSample`: id, mask, engine's log-probability, version, advantage."""
+SCORE_BYTES = 4
+"""Of one log-probability of the trainer or the reference (fp32)."""
+COPIES_OF_A_RANK = 1
+"""The batch unpacked, while a rank works on it (`cluster/rank.py`)."""
+COPIES_OF_A_NODE = 1
+"""Packed, in Ray's object store, which the node's ranks share."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBytes:
+    """Every sample counted as long as the flags admit: a policy that stops ending its responses makes them so."""
+
+    num_tokens: int
+    """Of one rollout that is trained on."""
+    sample_token_bytes: int
+    """Of a token as the driver keeps it."""
+    batch_token_bytes: int
+    """Of a token as the trainer gets it."""
+    num_drawn_tokens: int
+    """Of all samples that the driver keeps at a time: dropped ones too, and those of rollouts that are sampled ahead."""
+
+    @property
+    def drawn(self) -> int:
+        return self.num_drawn_tokens * self.sample_token_bytes
+
+    @property
+    def batch(self) -> int:
+        return self.num_tokens * self.batch_token_bytes
+
+
+def sample_bytes(subject: Subject) -> SampleBytes:
+    """Of one run."""
+    config = subject.config
+    routed = routing_bytes(subject.architecture) if config.replays_routing else 0
+    num_tokens = config.samples_per_rollout * longest_sample(config)
+    oversampled = config.resolved_over_sampling_batch_size / config.rollout.rollout_batch_size
+    return SampleBytes(
+        num_tokens=num_tokens,
+        sample_token_bytes=SAMPLE_TOKEN_BYTES + (routed if config.replays_engine_routing else 0),
+        batch_token_bytes=TRAIN_TOKEN_BYTES + SCORE_BYTES * (config.needs_old_logprobs + config.needs_reference) + routed,
+        num_drawn_tokens=round(num_tokens * oversampled * num_rollouts_at_a_time(subject)),
+    )
+
+
+def routing_bytes(architecture: Architecture) -> int:
+    """Of the experts of one token in all layers that have some (`models/routing.RoutingShape`, which needs numpy)."""
+    if architecture.experts is None:
+        return 0
+    choice = 1 if architecture.experts.num_experts <= 256 else 2
+    return choice * architecture.experts.num_experts_per_token * sum(layer.is_moe for layer in architecture.layers)
+
+
+def num_rollouts_at_a_time(subject: Subject) -> int:
+    """Rollouts that the driver holds at once: the one that is trained on, and those that are sampled meanwhile."""
+    config = subject.config
+    if config.rollout.async_mode == "full":  # `rollout/admission.py`
+        return 1 + ((config.rollout.max_staleness or 0) + 1) * config.weight_sync.update_weights_interval
+    return 2 if config.rollout.async_mode == "one-step" else 1

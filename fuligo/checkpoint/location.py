@@ -71,6 +71,13 @@ def resolve(load: Path | None, ckpt_step: int | None = None) -> Checkpoint | Wei
     return find_iteration(load, iteration)
 
 
+def nothing_left(checkpoint: Path | None, step: int, num_rollout: int) -> str | None:
+    """Why a run of `num_rollout` rollouts has none to do after `step` complete ones; None where some are left."""
+    if step < num_rollout:
+        return None
+    return f"{checkpoint} is complete: {step} of {num_rollout} rollouts are done; raise --num-rollout to go on"
+
+
 def weights_directory(given: Path) -> Path:
     """The weights that `--ref-load` stands for: of a directory of checkpoints those of the newest; else its own.
 

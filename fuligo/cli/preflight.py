@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from fuligo.checkpoint.export import export_problem
@@ -13,6 +15,7 @@ from fuligo.checkpoint.location import (
     WeightsOnly,
     is_distributed,
     model_directory,
+    nothing_left,
     resolve,
     weights_directory,
     weights_of,
@@ -20,12 +23,22 @@ from fuligo.checkpoint.location import (
 from fuligo.cluster.launcher import chosen_launcher
 from fuligo.config import Config
 from fuligo.config.hooks import hook_problem, hook_problems
-from fuligo.config.hugging_face import DamagedFileError, architecture_difference, checkpoint_problems, is_quantised, read_model_config
+from fuligo.config.hugging_face import (
+    DamagedFileError,
+    architecture_difference,
+    checkpoint_problems,
+    has_chat_template,
+    is_quantised,
+    read_model_config,
+)
+from fuligo.config.topology import engine_groups
 from fuligo.data import DataSettings, check_file, data_settings
+from fuligo.data.template import no_chat_template
 from fuligo.errors import CheckpointError, ConfigError, DataError
-from fuligo.machine.facts import package_version
+from fuligo.machine.facts import package_version, package_versions
 from fuligo.models.quantisation import EngineQuantisation
 from fuligo.models.registry import names_of, read_config_json
+from fuligo.observability.run_directory import CHECKPOINTS
 from fuligo.rollout.eval_sets import eval_set_specs
 from fuligo.rollout.rewards.settings import reward_settings
 
@@ -43,9 +56,20 @@ def preflight(config: Config) -> None:
         raise ConfigError(*problems)
 
 
+def preflight_warnings(config: Config) -> list[str]:
+    """What may be a slip; of a config that `preflight` let pass."""
+    load = config.checkpoint.load
+    if load is None or resolve(Path(load)) is not None:
+        return []
+    save = Path(config.checkpoint.save or config.run_directory(datetime.now()) / CHECKPOINTS)
+    if save.resolve() == Path(load).resolve():
+        return []  # one command that starts a run and resumes it
+    return [f"--load {load} holds no checkpoint: the run begins anew, and saves to {save}"]
+
+
 def preflight_problems(config: Config) -> list[str]:
     """What is wrong on disk, one text each."""
-    checks = (_weights, _megatron, _resume, _data, _places, hook_problems, _rewards)
+    checks = (_weights, _megatron, _engines, _resume, _data, _places, hook_problems, _rewards)
     return [problem for check in checks for problem in check(config)]
 
 
@@ -62,6 +86,19 @@ def _megatron(config: Config) -> Iterator[str]:
         names_of(read_config_json(Path(directory)), str(Path(directory) / "config.json"))
     except ConfigError as error:
         yield from (f"--hf-checkpoint: {text}" for text in error.problems)
+
+
+def _engines(config: Config) -> Iterator[str]:
+    """What SGLang engines need on this machine; as above, a cluster's nodes have their own."""
+    if chosen_launcher(config) != "local" or not any(group.num_engines for group in engine_groups(config)):
+        return
+    python = config.engine.engine_python or sys.executable
+    missing = [package for package, version in package_versions(("sglang", "sglang-router"), python).items() if version is None]
+    if missing:
+        yield (
+            f"SGLang engines (--rollout-num-gpus, --sglang-*): {python} has no {' and no '.join(missing)}; install them there "
+            "(on a CPU: make install-sglang), or name an interpreter that has them with --engine-python"
+        )
 
 
 def _weights(config: Config) -> Iterator[str]:
@@ -124,8 +161,11 @@ def _resume(config: Config) -> Iterator[str]:
         yield str(error)
         return
     match start:
-        case Checkpoint(directory=directory):
+        case Checkpoint(directory=directory, iteration=iteration):
             weights = weights_of(directory)
+            num_rollout = config.data.num_rollout
+            if num_rollout is not None and (problem := nothing_left(directory, iteration, num_rollout)):
+                yield problem
         case WeightsOnly(directory=directory):
             weights = directory
         case None:
@@ -155,6 +195,7 @@ def _resume(config: Config) -> Iterator[str]:
 def _data(config: Config) -> Iterator[str]:
     if config.data.prompt_data is not None and not config.debug.debug_train_only:
         yield from _file("--prompt-data", config.data.prompt_data, data_settings(config))
+    yield from _chat_template(config)
     try:
         specs = eval_set_specs(config)
     except ConfigError as error:
@@ -165,6 +206,14 @@ def _data(config: Config) -> Iterator[str]:
         yield from _file(f"evaluation data set {spec.name}", spec.path, replace(data_settings(config), **keys))
         if spec.custom_rm_path is not None:
             yield from hook_problem("custom_rm_path", spec.custom_rm_path)
+
+
+def _chat_template(config: Config) -> Iterator[str]:
+    directory, settings = config.model.hf_checkpoint, data_settings(config)
+    if directory is None or not settings.apply_chat_template or "chat_template" in settings.apply_chat_template_kwargs:
+        return
+    if Path(directory).is_dir() and not has_chat_template(Path(directory)):
+        yield no_chat_template(directory)
 
 
 def _file(given: str, path: str, settings: DataSettings) -> Iterator[str]:

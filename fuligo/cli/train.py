@@ -31,11 +31,13 @@ def main(arguments: Sequence[str]) -> int:
 
     # Imports cost time: what help and wrong flags do not need comes only now.
     from fuligo.cli.console import show_warning
-    from fuligo.cli.preflight import preflight
+    from fuligo.cli.preflight import preflight, preflight_warnings
 
     for warning in warnings:
         show_warning(warning)
     preflight(config)
+    for warning in preflight_warnings(config):
+        show_warning(warning)
 
     os.environ.update(config.cluster.env)
     from fuligo.job import run_job

@@ -80,6 +80,17 @@ def architecture_difference(directory: Path, other: Path) -> str | None:
     return f"{directory} and {other} are different models: {', '.join(differing)}" if differing else None
 
 
+def has_chat_template(directory: Path) -> bool:
+    """Its tokenizer has one, or may: one that comes with code of its own tells only when it is loaded."""
+    if (directory / "chat_template.jinja").exists() or (directory / "chat_template.json").exists():
+        return True
+    try:
+        config = _read_json(directory / "tokenizer_config.json")
+    except DamagedFileError:
+        return True
+    return not isinstance(config, dict) or bool(config.get("chat_template")) or "auto_map" in config
+
+
 def is_weight_file(file: Path) -> bool:
     """It holds weights, in whatever format, or says where they are: of no use beside other weights of the model."""
     return file.suffix in _WEIGHT_FILES or file.name.endswith(".index.json")

@@ -36,7 +36,9 @@ class JsonlFile:
         if start == 0:
             line = line.removeprefix(_BYTE_ORDER_MARK)
         try:
-            value = json.loads(line)
+            value = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.place(row)}: not UTF-8: {error}") from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"{self.place(row)}: not JSON: {error}") from error
         if not isinstance(value, dict):

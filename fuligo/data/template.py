@@ -17,6 +17,17 @@ _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OURS = frozenset({"tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"})
 
 
+def no_chat_template(of: str) -> str:
+    """
+    Args:
+        of: whose tokenizer has none.
+    """
+    return (
+        f"--apply-chat-template: the tokenizer of {of} has no chat template: take a model that was trained to chat, put a template "
+        "beside its tokenizer (chat_template.jinja), or leave the flag out and give prompts as text"
+    )
+
+
 class ChatTemplate:
     """The template of one tokenizer, with the arguments that the user added."""
 
@@ -25,7 +36,7 @@ class ChatTemplate:
         ConfigError: the tokenizer has no template, or `kwargs` would change what is returned.
         """
         if not tokenizer.chat_template and "chat_template" not in kwargs:
-            raise ConfigError(f"--apply-chat-template: the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template")
+            raise ConfigError(no_chat_template(tokenizer.name_or_path or "the model"))
         if reserved := _OURS & kwargs.keys():
             raise ConfigError(
                 f"--apply-chat-template-kwargs: {', '.join(sorted(reserved))} cannot be set; only what the template itself reads"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 
 from fuligo.config import Config
-from fuligo.errors import ConfigError
 from fuligo.models.registry import architecture_of, read_config_json
 from fuligo.models.routing import RoutingShape
 from fuligo.models.stated_flags import stated_flags
@@ -26,11 +25,6 @@ def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTraine
     sizes, optimizer, train = config.parallel, config.optimizer, config.train
     config_json, source = read_config_json(common.hf_checkpoint), str(common.hf_checkpoint / "config.json")
     architecture = architecture_of(config_json, source)
-    if config.needs_engine and config.resolved_rollout_backend == "embedded" and (architecture.experts or train.mtp_num_layers):
-        raise ConfigError(
-            f"the Megatron trainer publishes experts and prediction layers as checkpoints have them; the embedded engine holds a "
-            f"{architecture.model_type} model as transformers does: give --rollout-backend sglang, or --train-backend torch"
-        )
     return MegatronTrainerSettings(
         **{each.name: getattr(common, each.name) for each in fields(TrainerSettings)},
         layout=layout_of(config),

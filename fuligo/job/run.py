@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuligo.checkpoint.location import Checkpoint, WeightsOnly, resolve, weights_directory
+from fuligo.checkpoint.location import Checkpoint, WeightsOnly, nothing_left, resolve, weights_directory
 from fuligo.checkpoint.state import RunState
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.cluster.launcher import chosen_launcher, prepare_environment
@@ -128,10 +128,8 @@ async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: A
     await asyncio.sleep(0)  # the engine's process starts now, beside all that follows
     builder = StreamBuilder.open(config)
     num_rollout = builder.num_rollout
-    if origin.step >= num_rollout:
-        raise CheckpointError(
-            f"{origin.checkpoint} is complete: {origin.step} of {num_rollout} rollouts are done; raise --num-rollout to go on"
-        )
+    if problem := nothing_left(origin.checkpoint, origin.step, num_rollout):
+        raise CheckpointError(problem)
     recorder = _open_recorder(config, directory, origin, num_rollout, stack)
 
     with recorder.phase("start", origin.step):

@@ -12,13 +12,15 @@ from fuligo.cluster.launcher import chosen_launcher
 from fuligo.config import Config
 from fuligo.config.topology import engine_groups
 from fuligo.engines.sglang.server import CPU_ARGUMENTS
-from fuligo.errors import ConfigError
+from fuligo.errors import ConfigError, FuligoError
 from fuligo.models.quantisation import EngineQuantisation
+from fuligo.models.registry import read_config_json
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters, TrainerSettings
 from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.settings import loss_settings
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
+from fuligo.weights.checkpoint_form import prediction_prefixes
 from fuligo.weights.manifest import EngineFormat
 
 DEFAULT_MAX_TOKENS = 8192
@@ -112,15 +114,25 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
 
 
 def _engine_format(config: Config) -> EngineFormat:
-    """The embedded engine takes the tensors of transformers' models: of an FP8 checkpoint it holds what that stands for.
+    """The embedded engine has transformers' models: no prediction layers, and of an FP8 checkpoint what that stands for.
 
     Raises:
-        ConfigError: `--hf-checkpoint` is quantised in a way that takes no new weights.
+        ConfigError: the embedded engine does not serve `--hf-checkpoint`, or it is quantised in a way that takes no new weights.
     """
-    if config.resolved_rollout_backend == "embedded" or not config.needs_engine:
+    if not config.needs_engine:
         return EngineFormat()
     assert config.model.hf_checkpoint is not None
-    return EngineFormat(experts_apart=True, quantisation=EngineQuantisation.read(Path(config.model.hf_checkpoint)))
+    directory = Path(config.model.hf_checkpoint)
+    if config.resolved_rollout_backend == "sglang":
+        return EngineFormat(quantisation=EngineQuantisation.read(directory))
+    from fuligo.engines.embedded.model import servable_config
+
+    read_config_json(directory)  # that it is there has nothing to do with the engine
+    try:
+        served = servable_config(str(directory))
+    except FuligoError as error:
+        raise ConfigError(f"the embedded engine does not serve {directory}, give --rollout-backend sglang: {error}") from error
+    return EngineFormat(left_out=prediction_prefixes(served.to_dict()))
 
 
 def _publish_dtype(config: Config, device: Device, engine_format: EngineFormat) -> Precision | None:

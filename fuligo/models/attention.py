@@ -12,6 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+PACKABLE = {"full_attention", "sliding_attention"}
+"""Of transformers' `layer_types`."""
+
+
+def unpackable_layers(config: Any) -> list[str]:
+    """The types of layers in a config of transformers' whose attention is another one than here; sorted."""
+    return sorted(set(getattr(config, "layer_types", None) or ()) - PACKABLE)
+
 
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Sequence[int], *, scale: float, window: int | None = None

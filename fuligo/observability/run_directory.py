@@ -22,6 +22,7 @@ from fuligo.observability.trace import Trace
 from fuligo.types import SampleGroup
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+CHECKPOINTS = "checkpoints"
 _NUMBERED = re.compile(r"(?:rollout|eval)_(\d+)\.parquet")
 
 
@@ -31,7 +32,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         """Use `create`; this opens a directory that was made before."""
         self.path = path
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = path / CHECKPOINTS
         self.samples = path / "samples"
         self.eval = path / "eval"
         self.log_file = path / "log.txt"

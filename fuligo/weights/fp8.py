@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fuligo.errors import WeightSyncError
-from fuligo.models.quantisation import EngineQuantisation, Quantisation, expert_parts
+from fuligo.models.quantisation import EngineQuantisation, Quantisation
 from fuligo.weights.buckets import NamedTensors
-from fuligo.weights.manifest import EngineFormat
+from fuligo.weights.checkpoint_form import checkpoint_weights
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
@@ -76,13 +76,6 @@ def dequantise(values: Tensor, scales: Tensor, quantisation: Quantisation) -> Te
     return _by_block(torch.mul, values, scales, quantisation)
 
 
-def in_format(named_weights: NamedTensors, engine_format: EngineFormat) -> NamedTensors:
-    """The trainer's tensors as the tensors that engines take."""
-    if engine_format.quantisation is not None:
-        return quantised_weights(named_weights, engine_format.quantisation)
-    return checkpoint_weights(named_weights) if engine_format.experts_apart else named_weights
-
-
 def quantised_weights(named_weights: NamedTensors, engine: EngineQuantisation) -> Iterator[tuple[str, Tensor]]:
     """The stream that engines on an FP8 checkpoint expect: what the converter would have written, tensor by tensor.
 
@@ -102,16 +95,6 @@ def quantised_weights(named_weights: NamedTensors, engine: EngineQuantisation) -
             raise WeightSyncError(f"{name} cannot be quantised for the engines: {error}") from None
         yield name, values
         yield engine.quantisation.scale_name(name), scales
-
-
-def checkpoint_weights(named_weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """Experts that are one tensor come out as the matrices that checkpoints have; all else as it is."""
-    for name, weight in named_weights:
-        parts = expert_parts(name, tuple(weight.shape))
-        if not parts:
-            yield name, weight
-        for part in parts:
-            yield part.name, weight[part.expert, part.first_row : part.first_row + part.num_rows]
 
 
 def _in_blocks(matrix: Tensor, rows: int, columns: int) -> Tensor:

@@ -12,15 +12,15 @@ Transport = Literal["disk", "tensor", "gloo", "nccl"]
 
 @dataclass(slots=True, frozen=True)
 class EngineFormat:
-    """What tensors engines take, where it is not what the trainer has."""
+    """How the tensors that engines take differ from those of the trainer's checkpoint. Experts are apart in both."""
 
-    experts_apart: bool = False
-    """Each expert's matrices are tensors of their own, as in checkpoints; transformers keeps all experts of a layer in one."""
+    left_out: tuple[str, ...] = ()
+    """How the names of tensors start that engines have no use for."""
     quantisation: EngineQuantisation | None = None
     """How the checkpoint is quantised that they started from; None: it is not."""
 
 
-AS_TRAINED = EngineFormat()
+AS_CHECKPOINT = EngineFormat()
 
 
 @dataclass(slots=True, frozen=True)

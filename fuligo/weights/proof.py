@@ -29,7 +29,7 @@ class EqualityProof(Protocol):
 
 
 class ChecksumProof:
-    """By the bytes of every tensor. The embedded engine keeps tensors under the names and in the types in which they were sent."""
+    """By the bytes of every tensor. The embedded engine has the names and types in which tensors are sent."""
 
     async def check(self, engines: EngineGroup, manifest: WeightManifest) -> None:
         sent = WeightsDigest(manifest.num_tensors, manifest.num_bytes, manifest.checksum or "")

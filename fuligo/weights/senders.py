@@ -15,9 +15,10 @@ from fuligo.engines.client import EngineClient
 from fuligo.engines.host import own_address
 from fuligo.weights.broadcast import BroadcastGroup
 from fuligo.weights.buckets import Bucket, Changes, Counted, NamedTensors, cut_into_buckets, send_each
+from fuligo.weights.checkpoint_form import checkpoint_weights
 from fuligo.weights.colocated import TrainerRanks, own_engine
-from fuligo.weights.fp8 import in_format
-from fuligo.weights.manifest import AS_TRAINED, EngineAddress, EngineFormat, WeightManifest, WeightTarget
+from fuligo.weights.fp8 import quantised_weights
+from fuligo.weights.manifest import AS_CHECKPOINT, EngineAddress, EngineFormat, WeightManifest, WeightTarget
 from fuligo.weights.payload import shared_payload
 from fuligo.weights.scratch import filling
 
@@ -25,7 +26,7 @@ from fuligo.weights.scratch import filling
 class WeightSender:
     """Sends weights again and again; keeps what one send leaves for the next: the process group, and what the engines have."""
 
-    def __init__(self, engine_format: EngineFormat = AS_TRAINED, ranks: TrainerRanks = TrainerRanks()) -> None:  # noqa: B008  # frozen
+    def __init__(self, engine_format: EngineFormat = AS_CHECKPOINT, ranks: TrainerRanks = TrainerRanks()) -> None:  # noqa: B008  # frozen
         self._format = engine_format
         self._ranks = ranks
         self._group: BroadcastGroup | None = None
@@ -52,7 +53,7 @@ class WeightSender:
                 pass  # gathering is a collective
             return None
         counted = Counted(with_checksum=target.with_checksum and self._ranks.rank == 0)
-        weights = counted.observe(in_format(named_weights, self._format))
+        weights = counted.observe(_in_format(named_weights, self._format))
         if target.changes_only:
             weights = self._changed(weights, target)
         buckets = counted.observe_sent(cut_into_buckets(weights, target.bucket_bytes))
@@ -107,6 +108,13 @@ class WeightSender:
             assert target.transport in ("gloo", "nccl")
             self._group = BroadcastGroup(target.engines, target.transport, own_address([engine.url for engine in target.engines]))
         return self._group
+
+
+def _in_format(named_weights: NamedTensors, engine_format: EngineFormat) -> NamedTensors:
+    """The trainer's tensors as the tensors that engines take."""
+    used = ((name, weight) for name, weight in named_weights if not name.startswith(engine_format.left_out))
+    quantisation = engine_format.quantisation
+    return checkpoint_weights(used) if quantisation is None else quantised_weights(used, quantisation)
 
 
 def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | None) -> None:

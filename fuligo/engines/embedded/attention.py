@@ -18,7 +18,12 @@ from fuligo.errors import EngineError
 from fuligo.models.attention import packed_attention
 
 ATTENTION_NAME = "fuligo_kv_pools"
-UNSUPPORTED = {"softcap": "soft-capped scores", "s_aux": "attention sinks", "position_bias": "a position bias"}
+UNSUPPORTED = {
+    "softcap": "soft-capped scores",
+    "s_aux": "attention sinks",
+    "position_bias": "a position bias",
+    "indices": "keys that an indexer chose",
+}
 
 
 @dataclass(slots=True)

@@ -163,7 +163,7 @@ class EmbeddedEngine:
 
     @command
     def checksum(self) -> WeightsDigest:
-        return weights_checksum(self.model.module.named_parameters())
+        return weights_checksum(self.weights.named_weights().items())
 
     @command
     def release_memory(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+import logging
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -13,10 +14,13 @@ from fuligo.engines.embedded.attention import ATTENTION_NAME, AttentionPlan
 from fuligo.engines.embedded.kv_cache import CacheShape
 from fuligo.errors import ConfigError, EngineError
 from fuligo.models.alignment import align_weights
+from fuligo.models.attention import unpackable_layers
 from fuligo.models.directory import end_ids, load_config, load_tokenizer
 from fuligo.models.latent_norms import take_stated_epsilon
 from fuligo.models.rms_norm import speed_up_rms_norms
+from fuligo.weights.checkpoint_form import prediction_prefixes
 
+logger = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEAN_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Of log-probabilities, that rounding may make between two ways to compute attention."""
@@ -35,12 +39,8 @@ class EngineModel:
         self.path = path
         self.device = device
         self.dtype = dtype
-        config = load_config(path)
-        refuse_batch_dependent_rope(config)
-        try:
-            self.module: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            raise ConfigError(f"--model-path {path}: the model does not load: {error}") from error
+        config = servable_config(path)
+        self.module: Any = _load(path, config, dtype)
         align_weights(self.module)
         take_stated_epsilon(self.module)
         speed_up_rms_norms(self.module)
@@ -100,8 +100,34 @@ class EngineModel:
         return CacheShape(len(plan.seen), *plan.seen[0])
 
 
-def refuse_batch_dependent_rope(config: Any) -> None:
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type")
+def servable_config(path: str) -> Any:
+    """The config of a checkpoint, as transformers reads it.
+
+    Raises:
+        ConfigError: there is none, or transformers does not know the model
+        EngineError: it says that the engine cannot serve the model
+    """
+    config = load_config(path)
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     if kind in BATCH_DEPENDENT_ROPE:
         raise EngineError(f"rope_type {kind!r} depends on the longest sequence of a batch; the embedded engine does not serve it")
+    if layers := unpackable_layers(config):
+        raise EngineError(f"{config.model_type}: the embedded engine does not serve layers of type {', '.join(layers)}")
+    return config
+
+
+def _load(path: str, config: Any, dtype: torch.dtype) -> Any:
+    try:
+        module, report = cast(
+            Any,
+            AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
+            ),
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"--model-path {path}: the model does not load: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise ConfigError(f"--model-path {path}: weights are missing: {', '.join(missing[:8])} ({len(missing)} in all)")
+    if prefixes := prediction_prefixes(config.to_dict()):
+        logger.info("not loaded, since nothing is drafted with them: %d prediction layers (%s)", len(prefixes), ", ".join(prefixes))
+    return module

@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from fuligo.errors import CheckpointError, TrainerError
 from fuligo.models.alignment import align_weights
+from fuligo.models.attention import unpackable_layers
 from fuligo.models.latent_norms import take_stated_epsilon
 from fuligo.models.rms_norm import speed_up_rms_norms
 from fuligo.trainer.batch import PackedTokens
@@ -138,10 +139,9 @@ def check_packed_forward(policy: Policy) -> None:
 
 
 def _refuse_unknown_layers(config) -> None:
-    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if unknown:
+    if unknown := unpackable_layers(config):
         raise TrainerError(
-            f"{config.model_type}: layers of type {', '.join(sorted(unknown))} are not supported by the torch trainer's packed attention, "
+            f"{config.model_type}: layers of type {', '.join(unknown)} are not supported by the torch trainer's packed attention, "
             "which knows full_attention and sliding_attention. Choose another model."
         )
 

@@ -20,7 +20,8 @@ from fuligo.errors import CheckpointError, ConfigError
 from fuligo.models.quantisation import EngineQuantisation, Quantisation, is_quantised_matrix
 from fuligo.trainer.torch_backend.weights import named_weights
 from fuligo.weights.buckets import as_bytes
-from fuligo.weights.fp8 import checkpoint_weights, dequantise, quantise, quantised_weights
+from fuligo.weights.checkpoint_form import checkpoint_weights
+from fuligo.weights.fp8 import dequantise, quantise, quantised_weights
 from fuligo.weights.manifest import EngineFormat, WeightTarget
 from fuligo.weights.senders import WeightSender
 from tests.fp8 import FAMILIES, save_family
@@ -235,7 +236,7 @@ def test_a_publish_by_disk_is_an_fp8_checkpoint(model: Path, tmp_path: Path):
     """The whole way of a sender, which counts what it sends."""
     converted(model, tmp_path / "fp8")
     (sent := tmp_path / "sent").mkdir()
-    engine_format = EngineFormat(experts_apart=True, quantisation=EngineQuantisation.read(tmp_path / "fp8"))
+    engine_format = EngineFormat(quantisation=EngineQuantisation.read(tmp_path / "fp8"))
     weights = named_weights(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), dtype=torch.bfloat16)
     manifest = WeightSender(engine_format).send(weights, WeightTarget("disk", version=1, bucket_bytes=2**18, directory=str(sent)))
     held = tensors_of(tmp_path / "fp8")

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from fuligo.checkpoint.durable import replace_text
 from fuligo.checkpoint.hf_to_dist import hf_to_dist
-from fuligo.cli.preflight import preflight_problems
+from fuligo.checkpoint.location import TRACKER
+from fuligo.checkpoint.manifest import write_manifest
+from fuligo.cli.preflight import preflight_problems, preflight_warnings
 from fuligo.config.parse import parse
 from fuligo.trainer.ranks.world import World
 from tests import tiny
@@ -78,3 +81,65 @@ def test_an_export_replaces_neither_what_the_run_reads_nor_what_is_no_export(mod
     (problem,) = problems(model, "--save-hf", tmp_path / "home")
     assert f"{tmp_path / 'home'} is there and is no Hugging Face directory" in problem
     assert problems(model, "--save-hf", tmp_path / "new") == []
+
+
+def test_a_template_that_the_tokenizer_lacks_is_missed_before_any_engine_starts(model: Path, tmp_path: Path):
+    bare = Path(shutil.copytree(model, tmp_path / "bare"))
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    (bare / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
+    assert problems(model, "--apply-chat-template") == problems(bare) == []
+    (problem,) = problems(bare, "--apply-chat-template")
+    assert f"--apply-chat-template: the tokenizer of {bare} has no chat template: take a model" in problem
+    (bare / "chat_template.jinja").write_text("{{ messages }}")
+    assert problems(bare, "--apply-chat-template") == []
+    (bare / "chat_template.jinja").unlink()
+    assert problems(bare, "--apply-chat-template", "--apply-chat-template-kwargs", '{"chat_template": "{{ messages }}"}') == []
+    (bare / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None, "auto_map": {"AutoTokenizer": "own.py"}}))
+    assert problems(bare, "--apply-chat-template") == [], "code of its own may bring one"
+
+
+def engine_problems(model: Path, *more: object) -> list[str]:
+    config = parse(["--hf-checkpoint", str(model), "--num-rollout", "1", "--run-dir", str(model.parent / "run"), *map(str, more)]).config
+    return preflight_problems(config)
+
+
+def test_engines_that_cannot_start_for_want_of_sglang(model: Path, tmp_path: Path):
+    python = tmp_path / "python"
+    engines = ["--rollout-num-gpus", 1, "--actor-num-gpus-per-node", 1, "--engine-python", python]
+    python.write_text('#!/bin/sh\necho \'{"sglang": "0.5", "sglang-router": null}\'\n')
+    python.chmod(0o755)
+    (problem,) = engine_problems(model, *engines)
+    assert f"{python} has no sglang-router; install" in problem and "--engine-python" in problem
+    assert engine_problems(model, *engines, "--launcher", "ray") == [], "nodes of a cluster have their own"
+    python.unlink()
+    (problem,) = engine_problems(model, *engines)
+    assert f"{python} has no sglang and no sglang-router" in problem
+
+
+def saved(model: Path, directory: Path, iteration: int) -> Path:
+    """A checkpoint of the torch trainer, as far as it is looked at."""
+    directory = directory / f"iter_{iteration:07d}"
+    shutil.copytree(model, directory / "hf")
+    write_manifest(directory)
+    replace_text(directory.parent / TRACKER, str(iteration))
+    return directory
+
+
+def test_a_run_that_has_nothing_left_to_do_ends_before_anything_starts(model: Path, tmp_path: Path):
+    done = saved(model, tmp_path, 2)
+    assert problems(model, "--load", tmp_path, "--num-rollout", 3) == []
+    (problem,) = problems(model, "--load", tmp_path, "--num-rollout", 2)
+    assert problem == f"{done} is complete: 2 of 2 rollouts are done; raise --num-rollout to go on"
+
+
+def test_a_load_without_checkpoints_is_warned_of_unless_the_run_makes_them_there(model: Path, tmp_path: Path):
+    def warnings(*more: object) -> list[str]:
+        return preflight_warnings(parse(["--hf-checkpoint", str(model), "--run-dir", str(tmp_path), *map(str, more)]).config)
+
+    assert warnings() == warnings("--load", tmp_path / "checkpoints") == []
+    assert warnings("--load", tmp_path / "own", "--save", tmp_path / "own") == []
+    begins_anew = f"--load {tmp_path / 'chekpoints'} holds no checkpoint: the run begins anew, and saves to {tmp_path / 'checkpoints'}"
+    assert warnings("--load", tmp_path / "chekpoints") == [begins_anew]
+    saved(model, tmp_path / "chekpoints", 1)
+    assert warnings("--load", tmp_path / "chekpoints") == []

@@ -54,7 +54,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
         ("null", "this is null"),
         ('"text"', "this is a string"),
         ("[" * 100_000, "not JSON"),
-        ('{"a": "\xff"}', "not JSON"),
+        ('{"a": "\xff"}', "not UTF-8"),
     ],
 )
 def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, line: str, problem: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from fuligo.job.trainer_settings import Device, trainer_settings
 from fuligo.models.quantisation import EngineQuantisation
 from fuligo.models.routing import RoutingShape
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from fuligo.weights.manifest import AS_CHECKPOINT
 from tests import tiny
 from tests.fp8 import save_family
 
@@ -44,13 +46,31 @@ def test_sglang_on_an_fp8_checkpoint_gets_its_format_and_the_trainer_starts_else
 
 
 def test_sglang_on_a_bf16_checkpoint_gets_tensors_as_checkpoints_have_them(bf16: Path):
-    found = settings_of(bf16, bf16, "--rollout-backend", "sglang").engine_format
-    assert (found.experts_apart, found.quantisation) == (True, None)
+    assert settings_of(bf16, bf16, "--rollout-backend", "sglang").engine_format == AS_CHECKPOINT
 
 
 def test_the_embedded_engine_computes_with_what_fp8_stands_for(bf16: Path, fp8: Path):
-    found = settings_of(fp8, bf16).engine_format
-    assert (found.experts_apart, found.quantisation) == (False, None)
+    assert settings_of(fp8, bf16).engine_format == AS_CHECKPOINT
+
+
+EMBEDDED_MEGATRON = ("--rollout-backend", "embedded", "--train-backend", "megatron")
+
+
+def test_the_embedded_engine_is_sent_no_prediction_layers(tmp_path: Path):
+    tiny.model_config("glm4_moe_lite", num_nextn_predict_layers=1).save_pretrained(tmp_path)
+    settings = settings_of(tmp_path, tmp_path, *EMBEDDED_MEGATRON, "--mtp-num-layers", "1")
+    assert settings.engine_format.left_out == ("model.layers.2.",)
+    elsewhere = settings_of(tmp_path, tmp_path, "--rollout-backend", "sglang", "--train-backend", "megatron", "--mtp-num-layers", "1")
+    assert elsewhere.engine_format.left_out == ()
+
+
+@pytest.mark.parametrize(("family", "cause"), [("glm_moe_dsa", "deepseek_sparse_attention"), ("mimo", "mimo")])
+def test_what_the_embedded_engine_cannot_serve_is_refused_before_it_starts(tmp_path: Path, family: str, cause: str):
+    tiny.model_config("qwen2" if family == "mimo" else family).save_pretrained(tmp_path)
+    config_json = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config_json | {"model_type": family}))
+    with pytest.raises(ConfigError, match=f"--rollout-backend sglang: .*{cause}"):
+        settings_of(tmp_path, tmp_path, *EMBEDDED_MEGATRON)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from fuligo.errors import WeightSyncError
 from fuligo.models.quantisation import EngineQuantisation, Quantisation
-from fuligo.weights.fp8 import checkpoint_weights, dequantise, quantise, quantised_weights
+from fuligo.weights.checkpoint_form import checkpoint_weights
+from fuligo.weights.fp8 import dequantise, quantise, quantised_weights
 from tests.fp8 import e4m3_numbers, half_steps
 
 STRATEGIES = {

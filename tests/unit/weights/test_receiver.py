@@ -5,20 +5,29 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from fuligo.errors import WeightSyncError
 from fuligo.weights.checksum import weights_checksum
 from fuligo.weights.receiver import WeightStore
 from tests import tiny
+from tests.megatron.checkpoints import expert_by_expert, perturb
 
 
 def digest(module: torch.nn.Module) -> str:
     return weights_checksum(module.named_parameters()).checksum
 
 
+def dense(**overrides: object) -> WeightStore:
+    model = tiny.model("qwen3", seed=0, **overrides)
+    assert isinstance(model, PreTrainedModel)
+    return WeightStore(model)
+
+
 @pytest.fixture
 def store() -> WeightStore:
-    return WeightStore(tiny.model("qwen3", seed=0))
+    return dense()
 
 
 @pytest.fixture
@@ -37,7 +46,7 @@ def test_the_version_comes_with_the_last_bucket(store: WeightStore, newer: list[
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        (lambda tensors: [*tensors, ("model.layers.9.weight", torch.ones(1))], "no parameter model.layers.9.weight"),
+        (lambda tensors: [*tensors, ("model.layers.9.weight", torch.ones(1))], "no weight model.layers.9.weight"),
         (lambda tensors: [(tensors[0][0], torch.ones(3, 3)), *tensors[1:]], r"has shape \[3, 3\]"),
         (lambda tensors: [(tensors[0][0], tensors[0][1].int()), *tensors[1:]], "not a float type"),
         (lambda tensors: tensors[1:], "was not sent"),
@@ -57,7 +66,7 @@ def test_a_publish_that_broke_off_can_be_sent_anew(store: WeightStore, newer: li
 
 
 def test_tied_weights_are_one_parameter_under_two_names() -> None:
-    store = WeightStore(tiny.model("qwen3", seed=0, tie_word_embeddings=True))
+    store = dense(tie_word_embeddings=True)
     newer = dict(tiny.model("qwen3", seed=1, tie_word_embeddings=True).named_parameters())
     assert "lm_head.weight" not in newer
     store.load_tensors(list(newer.items()), 1)
@@ -66,10 +75,53 @@ def test_tied_weights_are_one_parameter_under_two_names() -> None:
     assert digest(store.module) == weights_checksum(newer.items()).checksum
 
 
-def test_weights_are_cast_to_the_engines_type(newer: list[tuple[str, torch.Tensor]]) -> None:
-    store = WeightStore(tiny.model("qwen3", seed=0).bfloat16())
+def test_weights_are_cast_to_the_engines_type(store: WeightStore, newer: list[tuple[str, torch.Tensor]]) -> None:
+    store.module.bfloat16()
     store.load_tensors(newer, 1)
     assert digest(store.module) == weights_checksum((name, tensor.bfloat16()) for name, tensor in newer).checksum
+
+
+def mixture(seed: int) -> PreTrainedModel:
+    """With a correction of the router's scores, which is a buffer, that is no zero."""
+    model = tiny.model("glm4_moe", seed=seed, num_nextn_predict_layers=1)
+    assert isinstance(model, PreTrainedModel)
+    perturb(model)
+    return model
+
+
+def of_mixture(seed: int) -> list[tuple[str, torch.Tensor]]:
+    return list(expert_by_expert(mixture(seed).state_dict()).items())
+
+
+def test_each_expert_and_the_corrections_of_scores_have_names_of_their_own() -> None:
+    store, newer = WeightStore(mixture(0)), of_mixture(1)
+    assert {"model.layers.1.mlp.experts.7.up_proj.weight", "model.layers.1.mlp.gate.e_score_correction_bias"} <= dict(newer).keys()
+    for start in range(0, len(newer), 5):
+        store.load_tensors(newer[start : start + 5], 1 if start + 5 >= len(newer) else None)
+    assert weights_checksum(store.named_weights().items()) == weights_checksum(newer)
+    assert weights_checksum(store.module.state_dict().items()) == weights_checksum(mixture(1).state_dict().items())
+
+
+def test_an_expert_that_was_not_sent_is_named() -> None:
+    store = WeightStore(mixture(0))
+    left_out = "model.layers.1.mlp.experts.3.down_proj.weight"
+    with pytest.raises(WeightSyncError, match=f"{left_out} was not sent"):
+        store.load_tensors([(name, tensor) for name, tensor in of_mixture(1) if name != left_out], 1)
+
+
+def test_prediction_layers_are_passed_over_and_nothing_else_is(tmp_path: Path) -> None:
+    """From memory and from disk; after the two layers of the model the config has one for prediction."""
+    unused = ("model.layers.2.eh_proj.weight", torch.ones(2, 2))
+    store = WeightStore(mixture(0))
+    store.load_tensors([unused, *of_mixture(1)], 1)
+    assert weights_checksum(store.named_weights().items()) == weights_checksum(of_mixture(1))
+    with pytest.raises(WeightSyncError, match=r"no weight model\.layers\.3\.eh_proj"):
+        store.load_tensors([("model.layers.3.eh_proj.weight", torch.ones(2, 2)), *of_mixture(1)], 2)
+    mixture(2).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), unused[0]: unused[1]}, file, metadata={"format": "pt"})
+    store.load_directory(str(tmp_path), 3)
+    assert weights_checksum(store.named_weights().items()) == weights_checksum(of_mixture(2))
 
 
 def test_a_directory_is_loaded_as_a_whole(store: WeightStore, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""--update-weight-mode delta: an engine gets what it does not have, whatever other engines have."""
+"""What engines are sent: in their form, and with --update-weight-mode delta what they do not have, whatever other engines have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fuligo.weights.manifest import EngineAddress, WeightTarget
+from fuligo.weights.manifest import EngineAddress, EngineFormat, WeightTarget
 from fuligo.weights.senders import WeightSender
 
 ENGINE = EngineAddress("http://host:30000")
@@ -55,3 +55,18 @@ def test_after_a_send_that_failed_nobody_knows_what_they_have(target: WeightTarg
     with pytest.raises(RuntimeError, match="a rank is gone"):
         sender.send(interrupted(), target)
     assert sent(sender, WEIGHTS | {"a": torch.ones(4)}, target) == {"a", "b", "c"}
+
+
+def test_engines_get_each_expert_by_itself_and_nothing_that_they_have_no_use_for(target: WeightTarget):
+    down = torch.randn(2, 3, 4)
+    weights = {
+        "model.layers.0.mlp.experts.down_proj": down,
+        "model.layers.1.norm.weight": torch.ones(3),
+        "model.layers.10.b": torch.ones(3),
+    }
+    sender = WeightSender(EngineFormat(left_out=("model.layers.1.",)))
+    manifest = sender.send(iter(weights.items()), replace(target, changes_only=False))
+    held = load_file(Path(target.directory) / "model-00000.safetensors")
+    assert sorted(held) == [f"model.layers.0.mlp.experts.{expert}.down_proj.weight" for expert in range(2)] + ["model.layers.10.b"]
+    assert all(torch.equal(held[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"], down[expert]) for expert in range(2))
+    assert manifest is not None and manifest.num_tensors == 3

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from fuligo.engines.embedded.model import EngineModel
 from fuligo.errors import ConfigError, EngineError, FuligoError
 from tests import tiny
+from tests.megatron.prediction_fixture import PredictingModel
 
 CPU = torch.device("cpu")
 
@@ -31,7 +33,12 @@ def test_a_directory_that_holds_no_model_is_an_error_of_the_user(tmp_path: Path)
     with pytest.raises(ConfigError, match=str(tmp_path)):
         load(tmp_path)
     tiny.save_checkpoint(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"short")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: tensor for name, tensor in tensors.items() if "layers.1.mlp.up" not in name}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"weights are missing: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(tmp_path)
+    file.write_bytes(b"short")
     with pytest.raises(ConfigError, match="does not load"):
         load(tmp_path)
 
@@ -41,6 +48,7 @@ def test_a_directory_that_holds_no_model_is_an_error_of_the_user(tmp_path: Path)
     [
         ("gemma2", {"attn_logit_softcapping": 5.0, "head_dim": 16}, "soft-capped"),
         ("gpt_oss", {"num_local_experts": 2, "head_dim": 16}, "attention sinks"),
+        ("glm_moe_dsa", {"index_topk": 64}, "deepseek_sparse_attention"),  # dense below 64 tokens
         ("bloom", {"n_head": 4}, "does not serve|cannot serve|cannot be served"),
         ("mamba", {}, "does not serve|cannot serve|cannot be served"),
     ],
@@ -62,3 +70,14 @@ def test_rotary_scaling_that_looks_at_the_whole_batch_is_refused(checkpoint: Pat
 def test_a_model_without_tokenizer_is_served_without_text(checkpoint: Path, tmp_path: Path) -> None:
     tiny.model().save_pretrained(tmp_path)
     assert load(tmp_path).tokenizer is None
+
+
+def test_prediction_layers_are_left_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    predicting = PredictingModel.random("glm4_moe_lite")
+    predicting.save(tmp_path)
+    with caplog.at_level("INFO"):
+        model = load(tmp_path)
+    assert "1 prediction layers (model.layers.2.)" in caplog.text
+    held = dict(model.module.named_parameters())
+    assert held.keys() == dict(predicting.trunk.named_parameters()).keys()
+    assert all(torch.equal(held[name], parameter) for name, parameter in predicting.trunk.named_parameters())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -36,11 +36,11 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 
 @pytest.fixture
 def launch(network: Network, tmp_path: Path) -> Iterator[LaunchOnHosts]:
-    """Starts a run on the first hosts of the network; whatever of it still runs when the test ends is killed."""
+    """Starts a run on as many hosts of the network as slots are given; whatever of it still runs when the test ends is killed."""
     running: list[LaunchedRun] = []
 
-    def start(num_hosts: int, *train: object) -> LaunchedRun:
-        running.append(LaunchedRun(network.hosts[:num_hosts], tmp_path / "hostfile", network.ssh_config, train))
+    def start(slots: Sequence[int], *train: object) -> LaunchedRun:
+        running.append(LaunchedRun(network.hosts[: len(slots)], slots, tmp_path / "hostfile", network.ssh_config, train))
         return running[-1]
 
     yield start
@@ -48,4 +48,4 @@ def launch(network: Network, tmp_path: Path) -> Iterator[LaunchOnHosts]:
         host.plug_in()
         host.kill()
     for run in running:
-        run.process.communicate()
+        run.process.wait()

@@ -76,6 +76,10 @@ class Host:
         """That runs the arguments on this host."""
         return ["nsenter", "--all", f"--wdns={Path.cwd()}", f"--target={self.init_pid}", *map(str, arguments)]
 
+    def output(self, *arguments: object) -> str:
+        """What the arguments print there, run to their end."""
+        return subprocess.run(self.command(*arguments), check=True, capture_output=True, text=True).stdout
+
     def processes(self) -> dict[int, str]:
         """Command lines by process id, both as this machine sees them; without sshd's own."""
         found = {}

@@ -19,10 +19,14 @@ LaunchOnHosts = Callable[..., "LaunchedRun"]
 
 
 class LaunchedRun:
-    """`fuligo launch` on the first host, with arguments of `fuligo train`."""
+    """`fuligo launch` on the first host, with arguments of `fuligo train`.
 
-    def __init__(self, hosts: Sequence[Host], hostfile: Path, ssh_config: Path, train: Sequence[object]) -> None:
-        hostfile.write_text("".join(f"{host.name} slots=1\n" for host in hosts))
+    Args:
+        slots: of each host
+    """
+
+    def __init__(self, hosts: Sequence[Host], slots: Sequence[int], hostfile: Path, ssh_config: Path, train: Sequence[object]) -> None:
+        hostfile.write_text("".join(f"{host.name} slots={number}\n" for host, number in zip(hosts, slots, strict=True)))
         ssh = SSH.replace("ssh", f"ssh -F {ssh_config}", 1)
         command = [sys.executable, "-m", "fuligo", "launch", "--hostfile", hostfile, "--ssh", ssh, "--", *train]
         self._hosts = hosts

@@ -21,7 +21,7 @@ TWO_RANKS = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1}
 
 
 def test_two_hosts_train_to_the_end(job: Job, launch: LaunchOnHosts, tmp_path: Path) -> None:
-    run = launch(2, *job(**TWO_RANKS, num_rollout=2, run_dir=tmp_path / "run", save=tmp_path / "checkpoints")[1:])
+    run = launch([1, 1], *job(**TWO_RANKS, num_rollout=2, run_dir=tmp_path / "run", save=tmp_path / "checkpoints")[1:])
     run.ended(0)
     assert len(metrics(tmp_path / "run")) == 2
     assert (tmp_path / "checkpoints" / "iter_0000002").is_dir()
@@ -34,7 +34,7 @@ def test_two_hosts_train_to_the_end(job: Job, launch: LaunchOnHosts, tmp_path: P
 def test_nothing_stays_behind(
     number: signal.Signals, exit_code: int, job: Job, network: Network, launch: LaunchOnHosts, tmp_path: Path
 ) -> None:
-    run = launch(2, *job(**TWO_RANKS, num_rollout=1000, run_dir=tmp_path / "run")[1:])
+    run = launch([1, 1], *job(**TWO_RANKS, num_rollout=1000, run_dir=tmp_path / "run")[1:])
     run.wait_for_steps(2, tmp_path / "run")
     assert any("ray::TrainerRank" in command for command in network.hosts[1].processes().values()), network.hosts[1].processes()
     run.send(number)
@@ -46,7 +46,7 @@ def test_a_disk_of_its_own_is_noticed(job: Job, network: Network, launch: Launch
     """The directory is there on both hosts."""
     (tmp_path / "run").mkdir()
     subprocess.run(network.hosts[1].command("mount", "-t", "tmpfs", "tmpfs", tmp_path / "run"), check=True)
-    run = launch(2, *job(**TWO_RANKS, run_dir=tmp_path / "run")[1:])
+    run = launch([1, 1], *job(**TWO_RANKS, run_dir=tmp_path / "run")[1:])
     said = run.ended(2)
     assert f"node {network.hosts[1].address} does not see what is written to {tmp_path}/run on another node" in said
     run.assert_nothing_left()
@@ -57,7 +57,7 @@ def test_a_lost_host_with_a_rank_ends_the_run_and_it_resumes(
     how: str, job: Job, network: Network, launch: LaunchOnHosts, tmp_path: Path
 ) -> None:
     flags = {"save_interval": 1, "run_dir": tmp_path / "run"}
-    run = launch(2, *job(**TWO_RANKS, **flags, num_rollout=1000)[1:])
+    run = launch([1, 1], *job(**TWO_RANKS, **flags, num_rollout=1000)[1:])
     run.wait_for_steps(2, tmp_path / "run")
     other = network.hosts[1]
     if how == "unplugged":

@@ -1,0 +1,79 @@
+"""A host that has nothing but an SGLang engine is lost in the middle of a rollout: the run goes on with the other engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Host, Network
+from tests.cluster.launched_run import LaunchOnHosts, assert_nothing_left
+from tests.e2e.conftest import Job
+from tests.e2e.processes import wait_until
+from tests.e2e.records import metrics, sample_rows
+from tests.sglang.engines import ENVIRONMENT, sglang_python
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.sglang,
+    pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: make install-sglang"),
+]
+
+ENGINES = {
+    "embedded_num_threads": None,
+    "launcher": "ray",
+    "num_gpus_per_node": 2,
+    "actor_num_gpus_per_node": 1,
+    "rollout_backend": "sglang",
+    "rollout_num_gpus": 2,
+    "engine_python": sglang_python(),
+    "engine_env": json.dumps(ENVIRONMENT),
+    "router_policy": "round_robin",
+    "use_fault_tolerance": True,
+    "rollout_health_check_interval": 5,
+    "rollout_health_check_timeout": 5,
+}
+"""A rank and an engine on the first host, the second engine on the other."""
+LOAD = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=10).read().decode())"
+
+
+def num_running(host: Host) -> int:
+    """Requests in the one engine there."""
+    [port] = {found[1] for command in host.processes().values() if (found := re.search(r"sglang\.launch_server .*--port (\d+)", command))}
+    answer = host.output(sys.executable, "-c", LOAD, f"http://{host.address}:{port}/v1/loads")
+    return sum(load["num_running_reqs"] for load in json.loads(answer)["loads"])
+
+
+@pytest.mark.parametrize(("how", "num_rollout"), [("killed", 5), ("unplugged", 30)])
+def test_the_run_goes_on_with_the_other_engine(
+    how: str, num_rollout: int, job: Job, network: Network, launch: LaunchOnHosts, tmp_path: Path
+) -> None:
+    """Killed, its connections close; unplugged, nobody hears of it any more, and the run must last until it is given up."""
+    run_dir = tmp_path / "run"
+    run = launch([2, 1], *job(**ENGINES, num_rollout=num_rollout, rollout_max_response_len=200, run_dir=run_dir)[1:])
+    run.wait_for_steps(1, run_dir, timeout_s=400)
+    other = network.hosts[1]
+    wait_until(lambda: num_running(other) >= 4, "a rollout is under way", timeout_s=60)
+    if how == "unplugged":
+        other.unplug()
+    else:
+        other.kill()
+    said = run.ended(0, timeout_s=400)
+    assert f"engine 1 is gone with its machine {other.address}; the run goes on without it" in said, said
+
+    steps = metrics(run_dir)
+    assert [step["step"] for step in steps] == list(range(num_rollout))
+    assert all(step["rollout/num_groups_kept"] == 4 and step["rollout/num_failed"] == 0 for step in steps)
+    rows = sample_rows(run_dir, "index", "kept", "engine", "versions")
+    assert sorted(row["index"] for row in rows) == list(range(num_rollout * 16)), "each sample once"
+    assert all(row["kept"] for row in rows)
+    assert {row["engine"] for row in rows if row["step"] == 0} == {0, 1}
+    assert {row["engine"] for row in rows if row["step"] == num_rollout - 1} == {0}
+    assert all(set(row["versions"]) == {row["step"]} for row in rows)
+    assert_nothing_left(network.hosts[0])
+    if how == "unplugged":  # who was told nothing ends by itself; after a kill nobody is left to give shared memory back
+        other.plug_in()
+        assert_nothing_left(other)

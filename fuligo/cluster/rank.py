@@ -13,6 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fuligo.cluster.interface import talk_through
 from fuligo.errors import FuligoError, TrainerError
 
@@ -73,15 +76,16 @@ class TrainerRank:
         """Join the others, build this rank's part of the model."""
         return await self._carry_out("load", lambda: self._load(settings, host, port))
 
-    async def call(self, method: str, arguments: bytes) -> Answer:
+    async def call(self, method: str, arguments: NDArray[np.uint8]) -> Answer:
         """A method of `RankWorker`.
 
         Args:
-            arguments: pickled, so that arrays come out writable, which those of Ray's object store are not
+            arguments: pickled, so that arrays come out writable, which those of Ray's object store are not; themselves an array, which
+                stays in that store where bytes would be copied
         """
         worker = self._worker
         assert worker is not None, "load() first"
-        answer = await self._carry_out(method, lambda: getattr(worker, method)(*pickle.loads(arguments)))
+        answer = await self._carry_out(method, lambda: getattr(worker, method)(*pickle.loads(arguments.data)))
         if isinstance(answer.value, Future):  # it stays here
             self._saving, answer = answer.value, replace(answer, value=None)
         return answer

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayError
 
@@ -71,7 +72,7 @@ class RayTrainer(RankedTrainer):
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         """The method of that name of every rank's `RankWorker`; rank 0's result."""
-        packed = ray.put(pickle.dumps(arguments))  # once; every node fetches it once
+        packed = ray.put(np.frombuffer(pickle.dumps(arguments), np.uint8))  # once; every node fetches it once, and its ranks share that
         return await self._run(method, lambda rank: rank.actor.call.remote(method, packed))
 
     async def _run(self, phase: str, call: Any) -> Any:

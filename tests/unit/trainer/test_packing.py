@@ -68,6 +68,19 @@ def test_balanced_ranks_differ_by_less_than_the_costliest_sample(lengths, num_ra
     assert max(costs) - min(costs) <= FLOPS(max(lengths))
 
 
+def test_of_micro_batches_that_run_at_the_same_time_the_costlier_goes_to_the_rank_with_least_so_far():
+    lengths = [50, 1, 100, 60]
+    ranks = pack(lengths, Capacity(max_samples=1), num_ranks=2, balance_by=lambda length: float(length))
+    assert [[lengths[plan.samples[0]] for plan in rank] for rank in ranks] == [[100, 1], [60, 50]]
+
+
+@pytest.mark.parametrize("balance_by", [None, FLOPS])
+@pytest.mark.parametrize("capacity", [Capacity(max_tokens=100), Capacity(max_samples=2)])
+def test_a_micro_batch_is_filled_to_its_limit(capacity, balance_by):
+    (plans,) = pack([50, 50, 40, 60], capacity, balance_by=balance_by)
+    assert [len(plan.samples) for plan in plans] == [2, 2]
+
+
 def test_long_samples_that_do_not_divide_evenly_keep_ranks_in_step_with_a_repetition_that_weighs_nothing():
     ranks = pack([50, 50, 50], Capacity(max_tokens=60), num_ranks=2)
     assert [len(plans) for plans in ranks] == [2, 2]

@@ -70,7 +70,7 @@ def test_balanced_ranks_differ_by_less_than_the_costliest_sample(lengths, num_ra
 
 def test_of_micro_batches_that_run_at_the_same_time_the_costlier_goes_to_the_rank_with_least_so_far():
     lengths = [50, 1, 100, 60]
-    ranks = pack(lengths, Capacity(max_samples=1), num_ranks=2, balance_by=lambda length: float(length))
+    ranks = pack(lengths, Capacity(max_samples=1), num_ranks=2, balance_by=float)
     assert [[lengths[plan.samples[0]] for plan in rank] for rank in ranks] == [[100, 1], [60, 50]]
 
 

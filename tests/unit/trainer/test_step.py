@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from fuligo.algorithms.assign import AdvantageSettings, assign_advantages
+from fuligo.errors import TrainerError
 from fuligo.trainer.objective import LossSettings
-from fuligo.trainer.step import StepSamples
+from fuligo.trainer.step import StepSamples, require_finite
 from tests.random_samples import random_samples
 
 
@@ -28,3 +30,12 @@ def test_weights_are_those_of_the_mean_that_the_loss_asks_for(per_token: bool, s
         any_trained = {sample.index for sample, mask in zip(taken.samples, masks) if mask.any()}
         assert shares == pytest.approx({index: (index in any_trained) / len(shares) for index in shares}, rel=1e-6)
     assert all((weights[~mask] == 0).all() for weights, mask in zip(taken.weights, masks))
+
+
+def test_a_loss_that_is_not_finite_is_refused_though_its_gradient_is_and_the_other_way_round() -> None:
+    losses = torch.tensor([[0.5, -0.5], [0.25, float("nan")]])
+    with pytest.raises(TrainerError, match=r"optimizer step 7: the loss of micro-batch 1 on rank 1 is not finite"):
+        require_finite(losses, 1.0, optimizer_step=7)
+    with pytest.raises(TrainerError, match=r"optimizer step 7: the gradient norm \(inf\) is not finite"):
+        require_finite(losses[:1], float("inf"), optimizer_step=7)
+    require_finite(losses[:1], 1.0, optimizer_step=7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from fuligo.cluster.node import head_command, head_is_open, start_node
 from fuligo.engines.ports import PortClaims
 from fuligo.errors import ConfigError
 
+ANSWER_TIMEOUT_S = 10.0
 LOOPBACK = "127.0.0.1"
 _QUIET: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
 """What a rank or an engine says is in its own log."""
@@ -54,19 +56,39 @@ async def connected(*, num_slots: int, device: str, several_nodes: bool, log_fil
 
 @contextmanager
 def _driver(address: str) -> Iterator[None]:
+    _require_answer(address)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, **_QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"no Ray cluster at {address} takes this run ({error}): start one by `fuligo launch --hostfile F -- ...` or `ray start "
-            "--head`, set RAY_ADDRESS, and give every node the same RAY_AUTH_MODE and token"
-        ) from error
+        raise ConfigError(_no_cluster(address, error)) from error
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray took it, to end the process on the spot
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """Ray itself would try for minutes, in which neither Ctrl-C nor SIGTERM is heard.
+
+    Raises:
+        ConfigError: nothing listens at `HOST:PORT`; other forms of address are Ray's to judge.
+    """
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(_no_cluster(address, error)) from error
+
+
+def _no_cluster(address: str, error: Exception) -> str:
+    return (
+        f"no Ray cluster at {address} takes this run ({error}): start one by `fuligo launch --hostfile F -- ...` or `ray start "
+        "--head`, set RAY_ADDRESS, and give every node the same RAY_AUTH_MODE and token"
+    )
 
 
 def has_gpus() -> bool:

@@ -142,6 +142,15 @@ class EngineClient:
             return False
         return True
 
+    async def scheduler_answers(self, timeout_s: float) -> bool:
+        """Whether it does within the time. In SGLang another process answers `/health`, and goes on where the scheduler waits for good."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._request("GET", "/server_info")
+        except (Retryable, EngineError, TimeoutError):
+            return False
+        return True
+
     async def model_info(self) -> ModelInfo:
         answer = await self._call("GET", "/model_info")
         try:

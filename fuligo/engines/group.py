@@ -28,7 +28,7 @@ class Membership(Protocol):
     """Who looks after the engines of a group: `engines.sglang.fleet.Fleet` is one."""
 
     async def is_lost(self, client: EngineClient) -> bool:
-        """A control call to this engine failed: True where it is dead, and the others go on without it."""
+        """A control call to this engine failed: True where it is dead or hangs, and the others go on without it."""
         ...
 
     async def admit(self, clients: Sequence[EngineClient]) -> None:
@@ -227,6 +227,17 @@ class EngineGroup:
             self.joining = [client for client in self.joining if client not in engines]
             self.clients += engines
             await self.membership.admit(engines)
+
+    async def drop_lost(self) -> bool:
+        """Something failed that all engines had a part in: remove those that are lost; whether there were any."""
+        if self.membership is None:
+            return False
+        asked = list(self.clients)
+        lost = await asyncio.gather(*(self.membership.is_lost(client) for client in asked))
+        for client, is_lost in zip(asked, lost):
+            if is_lost:
+                self.remove(client)
+        return any(lost)
 
     def remove(self, client: EngineClient) -> None:
         """It is dead: nothing is sent to it any more."""

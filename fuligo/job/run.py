@@ -28,7 +28,7 @@ from fuligo.job.periodic import Evaluate, SaveCheckpoint, SaveDebugRollout, Sche
 from fuligo.job.recorder import RunRecorder
 from fuligo.job.stream import Stream, StreamBuilder
 from fuligo.job.trainer_settings import resolve_device, trainer_settings
-from fuligo.job.turns import SharingTrainer
+from fuligo.job.turns import SharingPublisher, SharingTrainer
 from fuligo.job.watch import while_watching
 from fuligo.loop import Loop, Periodic, Publisher, sample_only
 from fuligo.observability.progress import open_progress
@@ -37,7 +37,7 @@ from fuligo.observability.sinks import open_sinks
 from fuligo.rollout.evaluate import Evaluation
 from fuligo.rollout.modes import Rollouts
 from fuligo.trainer.settings import advantage_settings, sample_settings
-from fuligo.weights.publisher import Unpublished
+from fuligo.weights.publisher import Unpublished, WeightPublisher
 
 if TYPE_CHECKING:
     from fuligo.cluster.cluster import RayCluster
@@ -138,17 +138,16 @@ async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: A
             await trainer.offload()
         trainer_is_off.set()
         engines = await launching
-    publisher: Publisher = Unpublished(origin.policy_version)
+    publisher: WeightPublisher | SharingPublisher | Unpublished = Unpublished(origin.policy_version)
     if trainer is not None and engines is not None:
         turns = build_turns(config, trainer, engines) if shares_devices(config) else None
         trainer = SharingTrainer(trainer, turns) if turns is not None else trainer
-        publisher = engine_publisher = build_publisher(
-            config, trainer, engines.group, version=origin.policy_version, cluster=cluster, turns=turns
-        )
-        with recorder.phase("sync", origin.step):
-            await engine_publisher.sync()
+        publisher = build_publisher(config, trainer, engines.group, version=origin.policy_version, cluster=cluster, turns=turns)
     if engines is not None:
         await stack.enter_async_context(engines.watched(publisher))
+        if trainer is not None:
+            with recorder.phase("sync", origin.step):
+                await publisher.sync()
         config = config.served_at(engines.urls)
         builder = replace(builder, config=config)
     state = None if origin.state is None else origin.state.rollout

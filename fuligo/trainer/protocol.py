@@ -34,7 +34,11 @@ class Trainer(Protocol):
         ...
 
     async def send_weights(self, target: WeightTarget) -> WeightManifest:
-        """Hand the current weights, in Hugging Face names, to `target`; returns what was sent."""
+        """Hand the current weights, in Hugging Face names, to `target`; returns what was sent.
+
+        Raises:
+            EngineError: an engine did not take them; they can be sent again.
+        """
         ...
 
     async def save(self, directory: Path) -> None:

@@ -21,12 +21,14 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from fuligo.engines.client import EngineClient
-from fuligo.errors import EngineError, WeightSyncError
+from fuligo.errors import EngineError
 from fuligo.weights.buckets import Bucket, as_bytes
 from fuligo.weights.manifest import EngineAddress
 
 TIMEOUT = timedelta(seconds=300)
-"""Of a group's beginning and of one broadcast: an engine that is gone is noticed by then."""
+"""Of a group's beginning and of one broadcast, where no engine says that it failed."""
+LEAVE_TIMEOUT_S = 15.0
+"""For an engine to leave a group. NCCL waits for a dead peer for good: who is in it then does not leave, and has to be started again."""
 _numbers = count()
 T = TypeVar("T")
 
@@ -43,28 +45,37 @@ class BroadcastGroup:
     def __init__(self, engines: Sequence[EngineAddress], backend: Literal["gloo", "nccl"], host: str) -> None:
         """
         Raises:
-            WeightSyncError: an engine did not join; names it
+            EngineError: an engine did not join; nobody waits for it any more
         """
         self.engines = tuple(engines)
         self.name = f"fuligo-weights-{next(_numbers)}"
         self._clients = [EngineClient(engine.url, retries=0, number=engine.number) for engine in engines]
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
-        sizes = [engine.num_ranks for engine in engines]
+        self._group: dist.ProcessGroup | None = None
+        self._store: TCPStore | None = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        try:
+            self._group = self._join(backend, host, self._store.port)
+        except EngineError:
+            self.close()
+            raise
+
+    def _join(self, backend: Literal["gloo", "nccl"], host: str, port: int) -> dist.ProcessGroup:
+        sizes = [engine.num_ranks for engine in self.engines]
         world_size = 1 + sum(sizes)
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         offsets = [1, *(1 + end for end in accumulate(sizes))]
 
         async def engines_join() -> None:
             await asyncio.gather(
                 *(
                     client.init_weights_update_group(
-                        host=host, port=store.port, rank_offset=offset, world_size=world_size, group_name=self.name, backend=backend
+                        host=host, port=port, rank_offset=offset, world_size=world_size, group_name=self.name, backend=backend
                     )
                     for client, offset in zip(self._clients, offsets)
                 )
             )
 
         def join() -> dist.ProcessGroup:
+            store = TCPStore(host, port, is_master=False, timeout=TIMEOUT)  # our own goes when we give up, and whoever waits in it hears so
             group, _ = _new_process_group_helper(
                 world_size,
                 0,
@@ -75,10 +86,10 @@ class BroadcastGroup:
                 timeout=TIMEOUT,
             )
             assert isinstance(group, dist.ProcessGroup)
+            _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
             return group
 
-        self._group = self._together(join, engines_join, f"join the {backend} group")
-        _world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
+        return self._together(join, engines_join(), f"join the {backend} group")
 
     def broadcast(self, bucket: Bucket, version: int | None) -> None:
         """Send one bucket to all engines; returns when they have loaded it.
@@ -87,7 +98,7 @@ class BroadcastGroup:
             version: given with the last bucket
 
         Raises:
-            WeightSyncError: an engine refused it, or is gone
+            EngineError: an engine refused it, or is gone; others may have loaded it, and some may still wait in the group until `close`
         """
         row = torch.cat([as_bytes(tensor) for _, tensor in bucket]).to(self._device)
 
@@ -105,19 +116,20 @@ class BroadcastGroup:
                 )
             )
 
-        self._together(lambda: self._broadcast(row), engines_receive, f"take a bucket of {row.numel()} bytes")
+        self._together(lambda: self._broadcast(row), engines_receive(), f"take a bucket of {row.numel()} bytes")
 
     def _broadcast(self, row: torch.Tensor) -> None:
         dist.broadcast(row, src=0, group=self._group)
         if row.is_cuda:
             torch.cuda.synchronize(row.device)
 
-    def _together(self, own_part: Callable[[], T], engines_part: Callable[[], Coroutine[Any, Any, None]], what: str) -> T:
-        """Do both at the same time: each waits for the other.
+    def _together(self, own_part: Callable[[], T], engines_part: Coroutine[Any, Any, None], what: str) -> T:
+        """Do both at the same time: each waits for the other, and the first that fails ends the wait.
 
         Our part is in a daemon thread, for where an engine fails it may wait for good, out of reach of any deadline.
         """
         mine: Future[T] = Future()
+        mine.set_running_or_notify_cancel()
 
         def work() -> None:
             try:
@@ -125,27 +137,45 @@ class BroadcastGroup:
             except BaseException as error:  # handed to whoever waits
                 mine.set_exception(error)
 
+        async def both() -> T:
+            own, theirs = asyncio.wrap_future(mine), asyncio.create_task(engines_part)
+            try:
+                async with asyncio.timeout(TIMEOUT.total_seconds()):
+                    await asyncio.gather(own, theirs)
+                return own.result()
+            finally:
+                own.cancel()  # the thread's end is nobody's concern any more
+                theirs.cancel()
+                await asyncio.gather(theirs, return_exceptions=True)
+
         threading.Thread(target=work, name="weights-broadcast", daemon=True).start()
         try:
-            asyncio.run(self._and_close(engines_part()))
-            return mine.result(TIMEOUT.total_seconds())
+            return asyncio.run(self._and_close(both()))
         except (EngineError, RuntimeError, TimeoutError) as error:
             urls = ", ".join(engine.url for engine in self.engines)
             cause = str(error) or f"no end within {TIMEOUT.total_seconds():g} s"
-            raise WeightSyncError(f"the engines {urls} did not {what}: {cause}. Resume from the last checkpoint.") from error
+            raise EngineError(f"the engines {urls} did not {what}: {cause}") from error
 
     def close(self) -> None:
-        """Leave the group; engines that are gone or refuse are passed over, for theirs ends with them."""
+        """Leave the group, whatever state it is in. Engines that wait for us in it hear that we are gone, where its backend tells them."""
+        if self._group is not None:
+            self._group.abort()  # unlike a shutdown it does not wait for peers, who may be gone
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+        async def leave(client: EngineClient) -> None:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await client.destroy_weights_update_group(self.name)
 
         async def engines_leave() -> None:
-            await asyncio.gather(*(client.destroy_weights_update_group(self.name) for client in self._clients), return_exceptions=True)
+            self._store = None  # who still waits for others to join gets an error
+            await asyncio.gather(*(leave(client) for client in self._clients), return_exceptions=True)
 
         asyncio.run(self._and_close(engines_leave()))
-        dist.destroy_process_group(self._group)
 
-    async def _and_close(self, call: Coroutine[Any, Any, None]) -> None:
+    async def _and_close(self, call: Coroutine[Any, Any, T]) -> T:
         """A client's connections belong to the event loop that they were opened in."""
         try:
-            await call
+            return await call
         finally:
             await asyncio.gather(*(client.close() for client in self._clients))

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from fuligo.engines.client import EngineClient
-from fuligo.errors import EngineError, WeightSyncError
+from fuligo.errors import EngineError
 from fuligo.weights.buckets import Bucket
 from fuligo.weights.manifest import EngineAddress
 from fuligo.weights.payload import shared_payload
@@ -28,6 +28,14 @@ class TrainerRanks:
     rank: int = 0
     objects: dist.ProcessGroup | None = None
     """Gloo group of all ranks, for Python objects; None where there is one rank."""
+
+    def gather(self, text: str) -> list[str]:
+        """Every rank's text, in order, on every rank."""
+        if self.objects is None:
+            return [text]
+        texts = [""] * dist.get_world_size(self.objects)
+        dist.all_gather_object(texts, text, group=self.objects)
+        return texts
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,8 +56,7 @@ class OwnEngine:
             version: given with the last bucket
 
         Raises:
-            EngineError: the engine refused it or did not answer; on its speaker
-            WeightSyncError: the same; on its other ranks
+            EngineError: the engine refused it or did not answer; on each of its ranks
         """
         with shared_payload(bucket) as payload:
             if self.ranks.rank == self.speaker:
@@ -58,7 +65,7 @@ class OwnEngine:
                 self._send(payload, self.speaker)
                 refusal = self._receive("", self.speaker)
                 if refusal:
-                    raise WeightSyncError(refusal)
+                    raise EngineError(refusal)
 
     def _speak(self, payload: str, version: int | None) -> None:
         others = [rank for rank in self.engine.trainer_ranks if rank != self.speaker]

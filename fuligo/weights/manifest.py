@@ -69,3 +69,11 @@ class WeightManifest:
     """Of all names, shapes, types and bytes, independent of order (see `weights.checksum`); None where nobody compares it."""
     num_bytes_sent: int = 0
     """Less than `num_bytes` where only changes were sent."""
+
+
+@dataclass(slots=True, frozen=True)
+class Undelivered:
+    """Engines did not take what was sent. A result, not an error: every rank has done its part, and can send again."""
+
+    reason: str
+    """Names the engines."""

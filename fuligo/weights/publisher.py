@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fuligo.engines.client import EngineClient
-from fuligo.engines.group import EngineGroup
-from fuligo.errors import WeightSyncError
+from fuligo.engines.group import WAIT_S, EngineGroup
+from fuligo.errors import EngineError, WeightSyncError
 from fuligo.trainer.protocol import Trainer
 from fuligo.weights.manifest import EngineAddress, Transport, WeightManifest, WeightTarget
 from fuligo.weights.proof import ChecksumProof, EqualityProof
@@ -54,7 +54,14 @@ class WeightPublisher:
         self.version = version
 
     async def publish(self) -> int:
-        """Send the weights as the next version, which is returned."""
+        """Send the weights as the next version, which is returned.
+
+        Engines that are lost meanwhile do not end it (--use-fault-tolerance): the others get all weights anew.
+
+        Raises:
+            EngineError: an engine that lives did not take them.
+            WeightSyncError: an engine reports another version or other weights than were sent; the run must not go on.
+        """
         await self._push_to_all(self.version + 1)
         return self.version
 
@@ -77,20 +84,28 @@ class WeightPublisher:
 
     async def _push_to_all(self, version: int) -> None:
         async with self._sending:
-            joining = list(self._engines.joining)
-            own = self._engines
-            everyone = EngineGroup([*own.clients, *joining], own.router, membership=own.membership, split=own.split)
             num_updates = self._trainer.num_updates
-            await self._push(everyone, version)
+            while True:
+                everyone = await self._everyone()
+                try:
+                    await self._push(everyone, version)
+                    break
+                except EngineError as error:
+                    if not await everyone.drop_lost():
+                        raise
+                    logger.warning("version %d is sent anew, without the engines that were lost meanwhile: %s", version, error)
             self.version, self._num_updates = version, num_updates
-            await self._engines.admit([engine for engine in joining if engine in everyone.clients])
+            await self._engines.admit([engine for engine in self._engines.joining if engine in everyone.clients])
+
+    async def _everyone(self) -> EngineGroup:
+        """Who serves, and who was restarted and waits for weights; where all are being restarted, those that come back first."""
+        own = self._engines
+        while not own.clients and not own.joining:  # noqa: ASYNC110  # who looks after them raises where none comes back
+            await asyncio.sleep(WAIT_S)
+        return EngineGroup([*own.clients, *own.joining], own.router, membership=own.membership, split=own.split)
 
     async def _push(self, engines: EngineGroup, version: int) -> None:
-        """From the rollouts' view the change is atomic: no token is sampled between the first bucket and the check.
-
-        Raises:
-            WeightSyncError: an engine reports another version or other weights than were sent; the run must not go on.
-        """
+        """From the rollouts' view the change is atomic: no token is sampled between the first bucket and the check."""
         await engines.pause("abort")
         if self._settings.transport == "disk":
             manifest = await self._push_by_disk(engines, version)
@@ -152,3 +167,6 @@ class Unpublished:
     async def publish(self) -> int:
         self.version += 1
         return self.version
+
+    async def sync(self) -> None:
+        return

@@ -13,12 +13,13 @@ from pathlib import Path
 
 from fuligo.engines.client import EngineClient
 from fuligo.engines.host import own_address
+from fuligo.errors import EngineError
 from fuligo.weights.broadcast import BroadcastGroup
 from fuligo.weights.buckets import Bucket, Changes, Counted, NamedTensors, cut_into_buckets, send_each
 from fuligo.weights.checkpoint_form import checkpoint_weights
 from fuligo.weights.colocated import TrainerRanks, own_engine
 from fuligo.weights.fp8 import quantised_weights
-from fuligo.weights.manifest import AS_CHECKPOINT, EngineAddress, EngineFormat, WeightManifest, WeightTarget
+from fuligo.weights.manifest import AS_CHECKPOINT, EngineAddress, EngineFormat, Undelivered, WeightManifest, WeightTarget
 from fuligo.weights.payload import shared_payload
 from fuligo.weights.scratch import filling
 
@@ -34,20 +35,28 @@ class WeightSender:
         self._receivers: tuple[EngineAddress, ...] = ()
         """Who has all that `_changes` knows of."""
 
-    def send(self, named_weights: NamedTensors, target: WeightTarget) -> WeightManifest | None:
+    def send(self, named_weights: NamedTensors, target: WeightTarget) -> WeightManifest | Undelivered | None:
         """Hand the weights to `target`; returns when every engine that this rank sends to has them (or, by disk, when they are written).
 
         Args:
             named_weights: Hugging Face names with full tensors, each once. Consumed to the end, bucket by bucket, on every rank.
 
         Returns:
-            What was sent; None on a rank that sends nothing.
+            What was sent, or that an engine did not take it, whichever rank it was sent by; None on a rank that sends nothing.
 
         Raises:
-            EngineError: an engine refused a bucket or did not answer.
-            WeightSyncError: the process group of a broadcast did not come about or broke; a weight to be quantised is not finite; or the
-                memory or disk that weights go through is full.
+            WeightSyncError: a weight to be quantised is not finite, or the memory or disk that weights go through is full.
         """
+        sent = self._send(named_weights, target)
+        if any(engine.trainer_ranks for engine in target.engines):
+            reasons = self._ranks.gather(sent.reason if isinstance(sent, Undelivered) else "")
+            if any(reasons):
+                self._changes.forget()
+                return Undelivered("; ".join(filter(None, reasons)))
+        return sent
+
+    def _send(self, named_weights: NamedTensors, target: WeightTarget) -> WeightManifest | Undelivered | None:
+        """As `send`, as far as this rank knows."""
         if self._ranks.rank > 0 and (target.transport != "tensor" or own_engine(target.engines, self._ranks) is None):
             for _ in named_weights:
                 pass  # gathering is a collective
@@ -63,12 +72,17 @@ class WeightSender:
                     _write_shards(buckets, Path(target.directory))
             else:
                 send_each(buckets, self._way(target))
+        except EngineError as error:
+            self._changes.forget()
+            self.close()
+            return Undelivered(str(error))
         except BaseException:
             self._changes.forget()
             raise
         return counted.manifest(target.version)
 
     def close(self) -> None:
+        """Leave the process group of a broadcast, if there is one."""
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -84,8 +98,8 @@ class WeightSender:
         """How one bucket is sent. The last one carries the new version: until then the engines report the old one."""
         if target.transport == "tensor":
             return self._through_memory(target)
-        group = self._joined(target)
-        return lambda bucket, is_last: group.broadcast(bucket, target.version if is_last else None)
+        # Joined with the first bucket: an engine that does not join ends no gathering.
+        return lambda bucket, is_last: self._joined(target).broadcast(bucket, target.version if is_last else None)
 
     def _through_memory(self, target: WeightTarget) -> Callable[[Bucket, bool], None]:
         """Engines on the trainer's GPUs are served by the ranks there, those that have their own by rank 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import pickle
 import signal
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fuligo.errors import TrainerError
+from fuligo.errors import EngineError, TrainerError
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks import heartbeats
@@ -25,7 +26,7 @@ from fuligo.trainer.ranks.settings import OptimizerSettings
 from fuligo.trainer.ranks.trainer import LocalTrainer
 from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
-from fuligo.weights.manifest import WeightTarget
+from fuligo.weights.manifest import EngineAddress, WeightTarget
 from tests import tiny, train_batches
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9), (7, 6), (8, 2), (4, 30)]
@@ -99,6 +100,10 @@ async def test_two_ranks_score_train_save_reshard_and_fail_as_one(settings, tmp_
         assert all(np.array_equal(expected[name], got[name]) for name in expected)
 
     await one.restore(tmp_path / "one")
+    gone = (EngineAddress("http://127.0.0.1:9"),)
+    for trainer, transport in itertools.product((one, two), ("tensor", "gloo")):
+        with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9"):  # that is no failure of a rank: all can send again
+            await trainer.send_weights(WeightTarget(transport, 1, bucket_bytes=10_000, engines=gone))
     (tmp_path / "sent-by-one").mkdir()
     (tmp_path / "sent-by-two").mkdir()
     manifests = [

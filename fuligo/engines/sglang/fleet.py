@@ -100,20 +100,29 @@ class Fleet:
             if ask_health:
                 next_health = clock() + self._settings.health_interval_s
             for engine in self._engines:
-                if not engine.restarting and await self._is_dead(engine, ask_health=ask_health):
+                if not engine.restarting and await self._is_dead(engine, ask_health=ask_health) and not engine.restarting:
                     await self._lose(engine)
 
     async def is_lost(self, client: EngineClient) -> bool:
-        """A call to this engine failed: whether it is because the engine is dead, and will be seen to."""
+        """A call to this engine failed: whether it is because the engine is dead or hangs, and will be seen to."""
         if not self._settings.restart:
             return False
-        engine = next((engine for engine in self._engines if engine.client is client), None)
-        if engine is None or engine.restarting:
-            return True
-        if not await self._is_dead(engine, ask_health=True):
+        engine = self._engine_of(client)
+        if engine is not None and await self._serves(engine):
             return False
-        await self._lose(engine)
+        if engine is not None and engine is self._engine_of(client):  # nobody else saw it meanwhile
+            await self._lose(engine)
         return True
+
+    def _engine_of(self, client: EngineClient) -> _Engine | None:
+        """None of one that is being restarted, until it waits for weights."""
+        engine = next((engine for engine in self._engines if engine.client is client), None)
+        return None if engine is None or (engine.restarting and client not in self.group.joining) else engine
+
+    async def _serves(self, engine: _Engine) -> bool:
+        """It lives, and so does the part of it that samples: that may wait for good in a process group that broke."""
+        timeout_s = self._settings.health_timeout_s
+        return not await self._is_dead(engine, ask_health=True) and await engine.client.scheduler_answers(timeout_s)
 
     async def admit(self, clients: Sequence[EngineClient]) -> None:
         """They have the current weights: requests may reach them."""
@@ -142,7 +151,7 @@ class Fleet:
         return ask_health and not await engine.server.answers(self._settings.health_timeout_s)
 
     async def _lose(self, engine: _Engine) -> None:
-        """Take a dead engine out of service, and start it again in the background.
+        """Take a dead engine out of service, and start it again in the background; again from the beginning, if it was being restarted.
 
         Raises:
             EngineError: it is not to be restarted
@@ -161,6 +170,8 @@ class Fleet:
             )
         logger.warning("%s (%s) is gone; its requests go elsewhere, it is restarted", engine.server.settings.name, engine.server.url)
         self.group.remove(engine.client)
+        if engine.restart is not None:
+            engine.restart.cancel()
         engine.restart = asyncio.create_task(self._restart(engine))
 
     async def _restart(self, engine: _Engine) -> None:

@@ -36,7 +36,7 @@ from fuligo.trainer.step import Progress, StepGradients, StepSamples, require_fi
 from fuligo.trainer.timeline import Timeline
 from fuligo.types import FloatArray, StepResult, TokenScores, TrainBatch, TrainSample
 from fuligo.weights.colocated import TrainerRanks
-from fuligo.weights.manifest import WeightManifest, WeightTarget
+from fuligo.weights.manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.weights.senders import WeightSender
 
 
@@ -139,7 +139,7 @@ class MegatronRankWorker:
         zero_gradients(self.chunks)
         return compute_gradients(self.chunks, samples, passage, settings, self.world.device), len(passage.plans)
 
-    def send_weights(self, target: WeightTarget) -> WeightManifest | None:
+    def send_weights(self, target: WeightTarget) -> WeightManifest | Undelivered | None:
         """All ranks gather; rank 0 sends, and whoever has an engine on its GPU."""
         with self._timeline.span("send"):
             return self._sender.send(self.named_weights(), target)

@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+from fuligo.errors import EngineError
 from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
-from fuligo.weights.manifest import WeightManifest, WeightTarget
+from fuligo.weights.manifest import Undelivered, WeightManifest, WeightTarget
 
 
 class RankedTrainer(ABC):
@@ -32,7 +33,10 @@ class RankedTrainer(ABC):
         return await self._call("train", batch)
 
     async def send_weights(self, target: WeightTarget) -> WeightManifest:
-        return await self._call("send_weights", target)
+        sent: WeightManifest | Undelivered = await self._call("send_weights", target)
+        if isinstance(sent, Undelivered):
+            raise EngineError(sent.reason)
+        return sent
 
     async def save(self, directory: Path) -> None:
         await self._call("save", for_ranks(directory))

@@ -11,7 +11,7 @@ from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
-from fuligo.weights.manifest import WeightManifest, WeightTarget
+from fuligo.weights.manifest import Undelivered, WeightManifest, WeightTarget
 
 
 class RankWorker(Protocol):
@@ -26,7 +26,7 @@ class RankWorker(Protocol):
 
     def train(self, batch: TrainBatch) -> StepResult: ...
 
-    def send_weights(self, target: WeightTarget) -> WeightManifest | None: ...
+    def send_weights(self, target: WeightTarget) -> WeightManifest | Undelivered | None: ...
 
     def save(self, directory: Path) -> None: ...
 

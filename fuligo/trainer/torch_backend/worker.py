@@ -30,7 +30,7 @@ from fuligo.trainer.torch_backend.state import TrainingState, copy_state, restor
 from fuligo.trainer.torch_backend.weights import copy_weights, export_dtype, named_weights
 from fuligo.types import FloatArray, StepResult, TokenScores, TrainBatch, TrainSample
 from fuligo.weights.colocated import TrainerRanks
-from fuligo.weights.manifest import WeightManifest, WeightTarget
+from fuligo.weights.manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.weights.senders import WeightSender
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class TorchRankWorker:
         plans = pack(lengths, settings.capacity, num_ranks=self.world.size, balance_by=self.balance_by)[self.world.rank]
         return compute_gradients(self.policy, batch, step, plans, settings=settings.loss, device=self.world.device)
 
-    def send_weights(self, target: WeightTarget) -> WeightManifest | None:
+    def send_weights(self, target: WeightTarget) -> WeightManifest | Undelivered | None:
         """All ranks gather; rank 0 sends, and whoever has an engine on its GPU."""
         with self._timeline.span("send"):
             return self._sender.send(self.named_weights(), target)

@@ -11,7 +11,7 @@ import torch
 from aiohttp import web
 
 from fuligo.engines.client import EngineClient
-from fuligo.errors import WeightSyncError
+from fuligo.errors import EngineError
 from fuligo.weights.broadcast import BroadcastGroup
 from fuligo.weights.manifest import EngineAddress
 
@@ -56,9 +56,7 @@ def engine() -> Iterator[RefusingEngine]:
 
 @pytest.mark.timeout(60)
 def test_an_engine_that_does_not_join(engine: RefusingEngine) -> None:
-    with pytest.raises(
-        WeightSyncError, match=rf"the engines {engine.url} did not join the gloo group: .*no /init_weights_update_group here"
-    ):
+    with pytest.raises(EngineError, match=rf"the engines {engine.url} did not join the gloo group: .*no /init_weights_update_group here"):
         BroadcastGroup([EngineAddress(engine.url)], "gloo", "127.0.0.1")
 
 
@@ -69,5 +67,5 @@ def test_an_engine_that_does_not_receive(engine: RefusingEngine, monkeypatch: py
     group.engines, group.name = (EngineAddress(engine.url),), "g"
     group._clients, group._device = [EngineClient(engine.url, retries=0)], torch.device("cpu")
     monkeypatch.setattr(group, "_broadcast", lambda row: threading.Event().wait())
-    with pytest.raises(WeightSyncError, match=r"did not take a bucket of 16 bytes: .*no /update_weights_from_distributed here"):
+    with pytest.raises(EngineError, match=r"did not take a bucket of 16 bytes: .*no /update_weights_from_distributed here"):
         group.broadcast([("weight", torch.zeros(4))], version=1)

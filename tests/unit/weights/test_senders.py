@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fuligo.weights.manifest import EngineAddress, EngineFormat, WeightTarget
+from fuligo.weights.manifest import EngineAddress, EngineFormat, WeightManifest, WeightTarget
 from fuligo.weights.senders import WeightSender
 
 ENGINE = EngineAddress("http://host:30000")
@@ -25,7 +25,7 @@ def sent(sender: WeightSender, weights: dict[str, torch.Tensor], target: WeightT
     """Names of the tensors that were handed over."""
     manifest = sender.send(iter(weights.items()), target)
     names = set(load_file(Path(target.directory) / "model-00000.safetensors"))
-    assert manifest is not None and (manifest.num_tensors, manifest.num_bytes_sent) == (3, 16 * len(names))
+    assert isinstance(manifest, WeightManifest) and (manifest.num_tensors, manifest.num_bytes_sent) == (3, 16 * len(names))
     return names
 
 
@@ -69,4 +69,4 @@ def test_engines_get_each_expert_by_itself_and_nothing_that_they_have_no_use_for
     held = load_file(Path(target.directory) / "model-00000.safetensors")
     assert sorted(held) == [f"model.layers.0.mlp.experts.{expert}.down_proj.weight" for expert in range(2)] + ["model.layers.10.b"]
     assert all(torch.equal(held[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"], down[expert]) for expert in range(2))
-    assert manifest is not None and manifest.num_tensors == 3
+    assert isinstance(manifest, WeightManifest) and manifest.num_tensors == 3

@@ -1,0 +1,90 @@
+"""An engine is killed while weights are sent to it: the publish reaches the other all the same, and the engine comes back with them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import pytest_asyncio
+import torch
+from transformers import PreTrainedModel
+
+from fuligo.engines.ports import PortClaims
+from fuligo.engines.sglang.fleet import Fleet
+from fuligo.engines.sglang.server import SGLangServer
+from fuligo.trainer.protocol import Trainer
+from fuligo.trainer.ranks.ranked import RankedTrainer
+from fuligo.weights.manifest import Transport, WeightTarget
+from fuligo.weights.publisher import PublishSettings, WeightPublisher
+from fuligo.weights.senders import WeightSender
+from tests.e2e.processes import descendants
+from tests.sglang import oracle
+from tests.sglang.conftest import fleet_settings
+from tests.sglang.test_weights import BUCKET_BYTES, assert_engines_hold
+
+
+class KillingTrainer(RankedTrainer):
+    """Sends the weights of `model`; in the middle of a send it kills the processes of `victims`, which are none afterwards."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(None)  # pyright: ignore[reportArgumentType]
+        self.model = model
+        self.victims: list[int] = []
+        self.sender = WeightSender()
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        assert method == "send_weights"
+        return await asyncio.to_thread(self._send, *arguments)
+
+    def _send(self, target: WeightTarget) -> Any:
+        return self.sender.send(self._gathered(), target)
+
+    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        named = list(self.model.named_parameters())
+        for number, (name, parameter) in enumerate(named):
+            if number == len(named) // 2:
+                for pid in self.victims:
+                    os.kill(pid, signal.SIGKILL)
+                self.victims = []
+            yield name, parameter.detach()
+
+
+@pytest_asyncio.fixture
+async def fleet(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> AsyncIterator[Fleet]:
+    fleet = await Fleet.launch(fleet_settings(checkpoint, claims, tmp_path))
+    yield fleet
+    await fleet.stop()
+
+
+@pytest.mark.parametrize("transport", ["gloo", pytest.param("tensor", marks=pytest.mark.slow)])
+async def test_the_publish_goes_on(fleet: Fleet, checkpoint: Path, tmp_path: Path, transport: Transport) -> None:
+    trainer = KillingTrainer(oracle.perturbed(oracle.load(checkpoint), seed=1))
+    publisher = WeightPublisher(cast(Trainer, trainer), fleet.group, PublishSettings(transport, BUCKET_BYTES, False, checkpoint, tmp_path))
+    fleet.renew = publisher.renew
+    watch = asyncio.create_task(fleet.watch())
+    await publisher.sync()
+
+    victim = fleet.servers[0]
+    assert isinstance(victim, SGLangServer)
+    trainer.victims = list(descendants(victim.process.pid))[:1]
+    oracle.perturbed(trainer.model, seed=2)
+    trainer.num_updates += 1
+    assert await publisher.publish() == 1
+    assert fleet.group.urls[0] == fleet.servers[1].url, "the one that was left has not been restarted"
+    await assert_engines_hold(fleet.group, trainer.model, 1)
+
+    while len(fleet.group.clients) < 2:  # nothing tells but asking
+        assert not watch.done()
+        await asyncio.sleep(0.1)
+    await assert_engines_hold(fleet.group, trainer.model, 1)
+    assert {worker.url for worker in await fleet.router.workers()} == set(fleet.group.urls)
+
+    await publisher.publish()
+    await assert_engines_hold(fleet.group, trainer.model, 2)
+    watch.cancel()
+    await asyncio.to_thread(trainer.sender.close)

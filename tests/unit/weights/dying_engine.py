@@ -1,0 +1,193 @@
+"""An engine in a process of its own that takes weights as SGLang does, and dies, hangs or refuses at the call that a test names."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from aiohttp import ClientSession, web
+from safetensors.torch import load_file
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import _new_process_group_helper, _world
+
+from fuligo.engines.sglang.server import ServerSettings, answers
+from fuligo.errors import EngineError
+from fuligo.weights.payload import decode_named_tensors
+
+
+@dataclass(slots=True, frozen=True)
+class Fault:
+    """Happens once: a restarted engine is a good one."""
+
+    path: str
+    """Of the call."""
+    how: Literal["dies", "hangs", "refuses"]
+    call: int = 1
+    """The first to this path is 1."""
+
+
+class DyingServer:
+    """Implements `Server`. Its fault is in the file `<log file>.fault`, if there is one."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._process = context.Process(target=_serve, args=(settings.ports.http, fault_file(settings)), daemon=True)
+        self._process.start()
+
+    @property
+    def url(self) -> str:
+        return self.settings.url
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    @property
+    def is_lost(self) -> bool:
+        return False
+
+    def check_alive(self) -> None:
+        if not self.alive:
+            raise EngineError(f"{self.settings.name} is gone")
+
+    async def wait_ready(self) -> None:
+        while not await answers(self.url, 5.0):
+            self.check_alive()
+            await asyncio.sleep(0.02)
+
+    async def answers(self, timeout_s: float) -> bool:
+        return await answers(self.url, timeout_s)
+
+    async def stop(self) -> None:
+        self._process.kill()
+        await asyncio.to_thread(self._process.join)
+
+
+@dataclass(slots=True)
+class Held:
+    """What an engine says of itself."""
+
+    version: int
+    paused: bool
+    served_unpaused: list[int]
+    """Versions that it went on with after a pause."""
+    weights: dict[str, list[float]]
+    num_taken: int
+    """Tensors that came in all."""
+
+    @classmethod
+    async def of(cls, url: str) -> Held:
+        async with ClientSession() as session, session.get(f"{url}/held") as answer:
+            return cls(**await answer.json())
+
+
+def fault_file(settings: ServerSettings) -> Path:
+    return settings.log_file.with_suffix(".fault")
+
+
+def plan(settings: ServerSettings, fault: Fault) -> None:
+    """For the next start of the engine."""
+    fault_file(settings).write_text(json.dumps(asdict(fault)))
+
+
+def _serve(port: int, fault: Path) -> None:
+    torch.set_num_threads(1)
+    planned = Fault(**json.loads(fault.read_text())) if fault.exists() else None
+    fault.unlink(missing_ok=True)
+    web.run_app(_Engine(planned).application(), host="127.0.0.1", port=port, print=None, handle_signals=False)
+
+
+class _Engine:
+    def __init__(self, fault: Fault | None) -> None:
+        self.fault = fault
+        self.num_calls = 0
+        self.hangs = False
+        self.held = Held(0, False, [], {}, 0)
+        self.groups: dict[str, dist.ProcessGroup] = {}
+
+    def application(self) -> web.Application:
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", self.answer)
+        return application
+
+    async def answer(self, request: web.Request) -> web.Response:
+        path = request.path
+        if path == "/held":
+            return web.json_response(asdict(self.held))
+        if path == "/health":
+            return web.json_response({})
+        if self.fault is not None and path == self.fault.path:
+            self.num_calls += 1
+            if self.num_calls == self.fault.call:
+                if self.fault.how == "refuses":
+                    return web.json_response({"success": False, "message": "no room"}, status=400)
+                if self.fault.how == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                self.hangs = True
+        if self.hangs:
+            await asyncio.Event().wait()
+        body: dict[str, Any] = await request.json() if request.method == "POST" else {}
+        try:
+            found = await asyncio.to_thread(getattr(self, f"on_{path.lstrip('/')}"), body)
+        except RuntimeError as error:  # a process group that broke
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+        if "weight_version" in body:
+            self.held.version = int(body["weight_version"].partition("@")[0])
+        return web.json_response({"success": True, **(found or {})})
+
+    def on_server_info(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"tp_size": 1}
+
+    def on_model_info(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"model_path": "model", "weight_version": f"{self.held.version}@0"}
+
+    def on_pause_generation(self, body: dict[str, Any]) -> None:
+        self.held.paused = True
+
+    def on_continue_generation(self, body: dict[str, Any]) -> None:
+        self.held.paused = False
+        self.held.served_unpaused.append(self.held.version)
+
+    def on_update_weights_from_tensor(self, body: dict[str, Any]) -> None:
+        self.take(dict(decode_named_tensors(body["serialized_named_tensors"][0])))
+
+    def on_update_weights_from_disk(self, body: dict[str, Any]) -> None:
+        for shard in sorted(Path(body["model_path"]).glob("*.safetensors")):
+            self.take(load_file(shard))
+
+    def on_init_weights_update_group(self, body: dict[str, Any]) -> None:
+        name, world_size = body["group_name"], body["world_size"]
+        store = PrefixStore(name, TCPStore(body["master_address"], body["master_port"], is_master=False))
+        rank, backend = body["rank_offset"], dist.Backend(body["backend"])
+        group: Any = _new_process_group_helper(world_size, rank, [], backend, store, group_name=name, timeout=timedelta(minutes=30))[0]
+        _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+        self.groups[name] = group
+
+    def on_update_weights_from_distributed(self, body: dict[str, Any]) -> None:
+        tensors = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype))
+            for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"])
+        }
+        row = torch.empty(sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
+        dist.broadcast(row, src=0, group=self.groups[body["group_name"]])
+        pieces = row.split([tensor.nbytes for tensor in tensors.values()])
+        self.take({name: piece.view(tensor.dtype).view(tensor.shape) for piece, (name, tensor) in zip(pieces, tensors.items())})
+
+    def on_destroy_weights_update_group(self, body: dict[str, Any]) -> None:
+        if (group := self.groups.pop(body["group_name"], None)) is not None:
+            dist.destroy_process_group(group)
+
+    def take(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.held.weights |= {name: tensor.flatten().tolist() for name, tensor in tensors.items()}
+        self.held.num_taken += len(tensors)

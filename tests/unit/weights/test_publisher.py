@@ -1,0 +1,258 @@
+"""A publish outlives engines that die or hang meanwhile (--use-fault-tolerance), by whatever way weights travel; other failures end it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from fuligo.engines.ports import PortClaims
+from fuligo.engines.router import RouterSettings
+from fuligo.engines.sglang import fleet as fleet_module
+from fuligo.engines.sglang.fleet import Fleet, FleetSettings
+from fuligo.engines.sglang.server import ServerPorts, ServerSettings
+from fuligo.errors import EngineError
+from fuligo.trainer.protocol import Trainer
+from fuligo.trainer.ranks.ranked import RankedTrainer
+from fuligo.weights import broadcast
+from fuligo.weights.manifest import Transport, WeightManifest, WeightTarget
+from fuligo.weights.payload import SHARED_MEMORY
+from fuligo.weights.publisher import PublishSettings, WeightPublisher
+from fuligo.weights.senders import WeightSender
+from tests.unit.engines.test_fleet import ScriptedRouter
+from tests.unit.weights.dying_engine import DyingServer, Fault, Held, plan
+
+pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs a POSIX shared memory file system")
+CALL = {
+    "tensor": "/update_weights_from_tensor",
+    "gloo": "/update_weights_from_distributed",
+    "disk": "/update_weights_from_disk",
+}
+
+
+class OneRank(RankedTrainer):
+    """A trainer of three tensors that sends them as all trainers do."""
+
+    def __init__(self) -> None:
+        super().__init__(None)  # pyright: ignore[reportArgumentType]
+        self.weights = {name: torch.zeros(4) for name in "abc"}
+        self.sender = WeightSender()
+        self.num_gathered = 0
+        """Sends that took every tensor: where there are further ranks, they wait for nobody."""
+        self.manifests: list[WeightManifest] = []
+
+    def set(self, **weights: float) -> None:
+        self.num_updates += 1
+        self.weights |= {name: torch.full((4,), value) for name, value in weights.items()}
+
+    @property
+    def expected(self) -> dict[str, list[float]]:
+        return {name: tensor.tolist() for name, tensor in self.weights.items()}
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        assert method == "send_weights"
+        return await asyncio.to_thread(self._send, *arguments)
+
+    def _send(self, target: WeightTarget) -> Any:
+        def gathered():
+            yield from self.weights.items()
+            self.num_gathered += 1
+
+        sent = self.sender.send(gathered(), target)
+        if isinstance(sent, WeightManifest):
+            self.manifests.append(sent)
+        return sent
+
+
+class Router(ScriptedRouter):
+    """Notes what an engine holds when requests begin to reach it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enlisted: list[tuple[str, Held]] = []
+
+    async def add(self, url: str, **how: object) -> None:
+        await super().add(url, **how)
+        self.enlisted.append((url, await Held.of(url)))
+
+    async def remove(self, url: str) -> None:
+        with suppress(ValueError):
+            await super().remove(url)
+
+
+class World:
+    """Engines, their fleet, a trainer and the publisher between them."""
+
+    def __init__(self, fleet: Fleet, router: Router, transport: Transport, directory: Path, *, changes_only: bool) -> None:
+        self.fleet, self.router = fleet, router
+        self.trainer = OneRank()
+        settings = PublishSettings(transport, 16, changes_only, directory, directory)  # a bucket a tensor
+        self.publisher = WeightPublisher(cast(Trainer, self.trainer), fleet.group, settings)
+        fleet.renew = self.publisher.renew
+
+    async def held(self) -> list[Held]:
+        """By every engine, once none is being restarted."""
+        while len(self.fleet.group.clients) < len(self.fleet.servers):  # noqa: ASYNC110  # nothing tells but asking
+            await asyncio.sleep(0.02)
+        return [await Held.of(server.url) for server in self.fleet.servers]
+
+    async def assert_all_serve(self, version: int) -> None:
+        for held in await self.held():
+            assert (held.weights, held.version, held.paused) == (self.trainer.expected, version, False)
+            assert held.served_unpaused == sorted(held.served_unpaused)
+        assert sorted(self.router.engines) == sorted(server.url for server in self.fleet.servers)
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def open_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+    router = Router()
+
+    async def launch_router(settings: RouterSettings) -> Router:
+        return router
+
+    monkeypatch.setattr(fleet_module, "launch_router", launch_router)
+    monkeypatch.setattr(fleet_module, "WATCH_S", 0.05)
+    monkeypatch.setattr(broadcast, "LEAVE_TIMEOUT_S", 2.0)
+
+    @asynccontextmanager
+    async def open_world(
+        transport: Transport, faults: dict[int, Fault], *, num_engines: int = 3, restart: bool = True, changes_only: bool = False
+    ) -> AsyncIterator[World]:
+        before = set(SHARED_MEMORY.glob("*fuligo*"))
+        with PortClaims() as claims:
+            servers = tuple(
+                ServerSettings(
+                    name=f"engine {number}",
+                    model_path="model",
+                    tp_size=1,
+                    pp_size=1,
+                    arguments={},
+                    worker_type="regular",
+                    device="cpu",
+                    host="127.0.0.1",
+                    ports=ServerPorts(claims.claim(), 1, 1),
+                    log_file=tmp_path / f"engine-{number}.txt",
+                    number=number,
+                )
+                for number in range(num_engines)
+            )
+            for number, fault in faults.items():
+                plan(servers[number], fault)
+            settings = FleetSettings(servers, RouterSettings(tmp_path / "log", "host", 1, 2), restart, 1.0, 1.0, 0, 60.0)
+            fleet = await Fleet.launch(settings, DyingServer)
+            watch = asyncio.create_task(fleet.watch())
+            world = World(fleet, router, transport, tmp_path, changes_only=changes_only)
+            try:
+                async with asyncio.timeout(60):
+                    yield world
+                assert not watch.done() or not restart
+            finally:
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
+                await asyncio.to_thread(world.trainer.sender.close)
+                await fleet.stop()
+        assert set(SHARED_MEMORY.glob("*fuligo*")) == before
+
+    return open_world
+
+
+@pytest.mark.parametrize("transport", ["tensor", "gloo", "disk"])
+async def test_an_engine_that_dies_comes_back_and_all_have_the_weights(open_world: Open, transport: Transport) -> None:
+    """Two engines had a part of them; the third dies in the middle."""
+    call = 1 if transport == "disk" else 2
+    async with open_world(transport, {0: Fault(CALL[transport], "dies", call)}) as world:
+        world.trainer.set(a=1.0, b=2.0, c=3.0)
+        assert await world.publisher.publish() == 1
+        await world.assert_all_serve(1)
+        first, *others = await world.held()
+        assert first.served_unpaused == [1]
+        assert all(other.served_unpaused[0] == 1 for other in others), "none goes on with a part of the weights"
+        back = [held for url, held in world.router.enlisted if url == world.fleet.servers[0].url][-1]
+        assert (back.version, back.weights) == (1, world.trainer.expected), "requests reach it when it has them"
+
+        world.trainer.set(b=4.0)
+        assert await world.publisher.publish() == 2
+        await world.assert_all_serve(2)
+
+
+async def test_death_while_engines_join(open_world: Open) -> None:
+    """Those that wait for it to join wait no longer, nor does a rank that gathers."""
+    async with open_world("gloo", {1: Fault("/init_weights_update_group", "dies")}) as world:
+        world.trainer.set(a=1.0)
+        assert await world.publisher.publish() == 1
+        await world.assert_all_serve(1)
+        assert world.trainer.num_gathered >= 2
+
+
+async def test_an_engine_that_hangs_in_the_broken_group_is_restarted_too(open_world: Open) -> None:
+    """As engines do whose NCCL waits for a dead peer: they answer /health, and nothing that their scheduler has a part in."""
+    faults = {0: Fault(CALL["gloo"], "dies", 2), 1: Fault("/destroy_weights_update_group", "hangs")}
+    async with open_world("gloo", faults) as world:
+        start = [client.start for client in world.fleet.group.clients]
+        world.trainer.set(a=1.0, b=2.0)
+        assert await world.publisher.publish() == 1
+        await world.assert_all_serve(1)
+        assert (start, sorted(client.start for client in world.fleet.group.clients)) == ([0, 0, 0], [0, 1, 1])
+
+
+@pytest.mark.parametrize("transport", ["tensor", "gloo"])
+async def test_where_all_die_the_publish_waits_for_one_that_comes_back(open_world: Open, transport: Transport) -> None:
+    fault = Fault(CALL[transport], "dies")
+    async with open_world(transport, {0: fault, 1: fault}, num_engines=2) as world:
+        world.trainer.set(a=1.0)
+        assert await world.publisher.publish() == 1
+        await world.assert_all_serve(1)
+
+
+@pytest.mark.parametrize("transport", ["tensor", "gloo"])
+async def test_a_restarted_engine_that_dies_again_on_the_way_to_its_weights(open_world: Open, transport: Transport) -> None:
+    async with open_world(transport, {0: Fault(CALL[transport], "dies", 2)}) as world:
+        plan(world.fleet.servers[0].settings, Fault(CALL[transport], "dies", 1))
+        world.trainer.set(a=1.0)
+        assert await world.publisher.publish() == 1
+        await world.assert_all_serve(1)
+
+
+@pytest.mark.parametrize("transport", ["tensor", "gloo"])
+async def test_changes_alone_go_to_those_that_have_the_rest(open_world: Open, transport: Transport) -> None:
+    """After a publish that failed nobody knows what engines have."""
+    async with open_world(transport, {0: Fault(CALL[transport], "dies", 4)}, changes_only=True) as world:
+        world.trainer.set(a=1.0, b=2.0, c=3.0)
+        await world.publisher.publish()
+        world.trainer.set(b=4.0)
+        await world.publisher.publish()
+        await world.assert_all_serve(2)
+        assert {manifest.num_bytes_sent for manifest in world.trainer.manifests} == {48}
+        for version, num_bytes in ((3, 48), (4, 16)):
+            world.trainer.set(c=float(version))
+            await world.publisher.publish()
+            await world.assert_all_serve(version)
+            assert world.trainer.manifests[-1].num_bytes_sent == num_bytes
+
+
+@pytest.mark.parametrize("transport", ["tensor", "gloo", "disk"])
+async def test_a_refusal_is_no_death(open_world: Open, transport: Transport) -> None:
+    """It ends the publish; the trainer has gathered all weights and could send them again."""
+    async with open_world(transport, {0: Fault(CALL[transport], "refuses")}) as world:
+        with pytest.raises(EngineError, match="no room"):
+            await world.publisher.publish()
+        assert (world.publisher.version, world.trainer.num_gathered, len(world.fleet.group.clients)) == (0, 1, 3)
+        assert [held.served_unpaused for held in await world.held()] == [[], [], []], "none samples with a part of the weights"
+        assert await world.publisher.publish() == 1
+        await world.assert_all_serve(1)
+
+
+@pytest.mark.parametrize("transport", ["tensor", "gloo"])
+async def test_without_fault_tolerance_a_death_ends_the_publish(open_world: Open, transport: Transport) -> None:
+    async with open_world(transport, {0: Fault(CALL[transport], "dies")}, restart=False) as world:
+        with pytest.raises(EngineError, match=world.fleet.servers[0].url):
+            await world.publisher.publish()
+        assert world.trainer.num_gathered == 1

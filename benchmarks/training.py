@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fuligo.config import Config
 from fuligo.config.parse import parse
@@ -111,16 +112,16 @@ CASES: dict[str, Case] = {
     "dense-recompute": Case("qwen3-4b", flags=FULL_RECOMPUTATION),
     "dense-12": Case("qwen3-4b", num_layers=12),
     "dense-cpu-adam": Case("qwen3-4b", max_tokens=12288, num_rows=6, flags=CPU_ADAM),
-    "moe": Case("qwen3-30b-a3b", num_layers=9, flags=ALLTOALL),
-    "moe-recompute": Case("qwen3-30b-a3b", num_layers=9, flags=(*ALLTOALL, *FULL_RECOMPUTATION)),
+    "moe": Case("qwen3-30b-a3b", num_layers=7, flags=ALLTOALL),
+    "moe-recompute": Case("qwen3-30b-a3b", num_layers=7, flags=(*ALLTOALL, *FULL_RECOMPUTATION)),
     "mla": Case("glm-4.7-flash", num_layers=6, flags=ALLTOALL),
     "dense-dp2": Case("qwen3-4b", 2, max_tokens=12288, num_rows=6),
     "dense-tp2": Case("qwen3-4b", 2, flags=("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "dense-cp2": Case("qwen3-4b", 2, max_tokens=8192, flags=("--context-parallel-size", "2")),
     "dense-pp2": Case("qwen3-4b", 2, max_tokens=8192, num_rows=8, flags=("--pipeline-model-parallel-size", "2")),
-    "moe-ep2": Case("qwen3-30b-a3b", 2, num_layers=9, flags=("--expert-model-parallel-size", "2", *ALLTOALL)),
+    "moe-ep2": Case("qwen3-30b-a3b", 2, num_layers=7, flags=("--expert-model-parallel-size", "2", *ALLTOALL)),
     "moe-tp2-ep2": Case(
-        "qwen3-30b-a3b", 2, num_layers=9,
+        "qwen3-30b-a3b", 2, num_layers=7,
         flags=("--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "2",
                "--expert-tensor-parallel-size", "1", *ALLTOALL),
     ),
@@ -131,7 +132,7 @@ CASES: dict[str, Case] = {
     ),
     "dense-dp4": Case("qwen3-4b", 4, max_tokens=12288, num_rows=6),
     "dense-tp4": Case("qwen3-4b", 4, flags=("--tensor-model-parallel-size", "4", "--sequence-parallel")),
-    "moe-ep4": Case("qwen3-30b-a3b", 4, num_layers=9, flags=("--expert-model-parallel-size", "4", *ALLTOALL)),
+    "moe-ep4": Case("qwen3-30b-a3b", 4, num_layers=7, flags=("--expert-model-parallel-size", "4", *ALLTOALL)),
 }  # fmt: skip
 
 
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--flag", action="append", default=[], metavar="WORD", help="one more word of every case's command line")
     parser.add_argument("--model-only", action="store_true", help="write the case's checkpoint and say where it is")
     parser.add_argument("--no-export", action="store_true", help="leave out the gathering of weights")
+    parser.add_argument("--no-offload", action="store_true", help="leave out the moves to host memory and back, whose first pins it")
     parser.add_argument("--port", type=int, default=29544, help="of the ranks' meeting place, and the next one")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -164,7 +166,7 @@ def run_case(name: str, options: argparse.Namespace) -> None:
     save_model(case)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(case.num_gpus), "--master_port", str(options.port)]
     words = [word for flag in options.flag for word in (f"--flag={flag}",)]
-    extra = ["--no-export"] if options.no_export else []
+    extra = [option for option, left_out in (("--no-export", options.no_export), ("--no-offload", options.no_offload)) if left_out]
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
     arguments = ["--rank", name, "--steps", str(options.steps), "--port", str(options.port), *words, *extra]
     done = subprocess.run([*command, __file__, *arguments], env=environment, check=False)
@@ -184,6 +186,7 @@ def save_model(case: Case) -> Path:
     started = time.perf_counter()
     write_tensors(directory, random_weights(names_of(config.to_dict()), noise))
     AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(directory)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(directory)  # last: it says that the rest is there
     print(f"{directory} was written in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
     return directory
@@ -296,14 +299,14 @@ def measure_rank(name: str, options: argparse.Namespace) -> None:
         "load_s": [round(load_s, 1), round(weights_s, 1)],
         "peak_gib": [round(peak / GIB, 2) for peak in peaks[:, 0].tolist()],
         "allocated_gib": [round(peak / GIB, 2) for peak in peaks[:, 1].tolist()],
+        "alloc_retries": torch.cuda.memory_stats()["num_alloc_retries"] if DEVICE == "cuda" else 0,
         "planned_gib": planned(config, name) if rank == 0 else [],
     }
     if not options.no_export:
         result |= measure_export(worker)
-    offload_s, _ = timed(worker.offload)
-    onload_s, _ = timed(worker.onload)
-    again_s = timed(worker.offload)[0], timed(worker.onload)[0]
-    result |= {"offload_s": [round(offload_s, 2), round(again_s[0], 2)], "onload_s": [round(onload_s, 2), round(again_s[1], 2)]}
+    if not options.no_offload:
+        moves = [(timed(worker.offload)[0], timed(worker.onload)[0]) for _ in range(2)]
+        result |= {f"{name}_s": [round(seconds, 2) for seconds in times] for name, times in zip(("offload", "onload"), zip(*moves))}
     if rank == 0:
         print(json.dumps(result), flush=True)
     dist.barrier()

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -45,6 +47,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "glm4_moe_lite": {"first_k_dense_replace": 1, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], **LATENT, **EXPERTS},
     "glm_moe_dsa": {
         "first_k_dense_replace": 1, "indexer_types": ["full", "shared", "full", "shared"],
+        "indexer_rope_interleave": Version(transformers.__version__) >= Version("5.13"),  # as their class does, which does not read it
         "index_n_heads": 8, "index_head_dim": 128, "index_topk": 32, **LATENT, **EXPERTS,
     },
 }  # fmt: skip

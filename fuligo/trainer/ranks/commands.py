@@ -13,7 +13,8 @@ from typing import Any
 
 from torch.distributed import DistStoreError, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-WAIT = timedelta(seconds=5)
+WAIT = timedelta(hours=1)
+"""For the next command, before asking again: torch writes a warning to stderr each time that nothing came."""
 CLOSE = "close"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fuligo.models.architecture import Architecture, LatentAttention
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.memory.activations import BF16, FP32
 from fuligo.planner.memory.constants import CUDA_CONTEXT_BYTES, billions
@@ -13,12 +14,21 @@ def embedded_items(subject: Subject) -> tuple[MemoryItem, ...]:
     """Weights and the KV cache at its fullest, in a process of its own."""
     architecture, size = subject.rollout_architecture, _element_bytes(subject)
     tokens = embedded_kv_tokens(subject)
-    per_token = size * architecture.attention.kv_elements_per_token * architecture.num_layers
+    per_token = size * cached_elements_per_token(architecture)
     return (
         MemoryItem("engine_weights", size * architecture.num_parameters, f"{billions(architecture.num_parameters)} x {size} bytes"),
         MemoryItem("kv_cache", tokens * per_token, f"{tokens} tokens x {per_token} bytes, at most"),
         MemoryItem("engine", CUDA_CONTEXT_BYTES, "CUDA context of the engine's process"),
     )
+
+
+def cached_elements_per_token(architecture: Architecture) -> int:
+    """Of keys and values of all heads and layers, in rows as long as the longer of the two; also of latent attention."""
+    attention = architecture.attention
+    if isinstance(attention, LatentAttention):
+        longest = max(attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim)
+        return 2 * attention.num_heads * longest * architecture.num_layers
+    return attention.kv_elements_per_token * architecture.num_layers
 
 
 def embedded_kv_tokens(subject: Subject) -> int:

@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from fuligo.engines.embedded.model import EngineModel
 from fuligo.errors import ConfigError, EngineError, FuligoError
+from fuligo.models.registry import architecture_of, read_config_json
+from fuligo.planner.memory.embedded import cached_elements_per_token
 from tests import tiny
 from tests.megatron.prediction_fixture import PredictingModel
 
@@ -81,3 +83,12 @@ def test_prediction_layers_are_left_and_named(tmp_path: Path, caplog: pytest.Log
     held = dict(model.module.named_parameters())
     assert held.keys() == dict(predicting.trunk.named_parameters()).keys()
     assert all(torch.equal(held[name], parameter) for name, parameter in predicting.trunk.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"), [("qwen3_moe", {}), ("glm4_moe_lite", {"v_head_dim": 28}), ("deepseek_v3", {"v_head_dim": 12})]
+)
+def test_the_planner_counts_what_the_cache_holds(tmp_path: Path, family: str, overrides: dict[str, object]) -> None:
+    tiny.save_checkpoint(tmp_path, family, **overrides)
+    planned = cached_elements_per_token(architecture_of(read_config_json(tmp_path)))
+    assert load(tmp_path).cache_shape.bytes_per_token(torch.float32) == 4 * planned

@@ -1,0 +1,135 @@
+"""What a publish does in which order: nobody samples from half-new weights, from a version that was not sent, or from weights gone by."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuligo.engines.client import EngineClient
+from fuligo.engines.generation import ModelInfo
+from fuligo.engines.group import EngineGroup
+from fuligo.errors import WeightSyncError
+from fuligo.weights.manifest import WeightManifest, WeightTarget
+from fuligo.weights.publisher import PublishSettings, WeightPublisher
+
+
+class Engine(EngineClient):
+    """Notes what it is told."""
+
+    def __init__(self, url: str, told: list[str]) -> None:
+        super().__init__(url)
+        self.told = told
+        self.version = 0
+        self.hears = True
+
+    async def pause(self, mode: Any) -> None:
+        self.told.append(f"pause {self.url}")
+
+    async def resume(self) -> None:
+        self.told.append(f"resume {self.url}")
+
+    async def model_info(self) -> ModelInfo:
+        await asyncio.sleep(0)
+        return ModelInfo("model", self.version)
+
+
+class OneTrainer:
+    """Sends its weights to engines in this process."""
+
+    def __init__(self, engines: dict[str, Engine], told: list[str]) -> None:
+        self.engines, self.told = engines, told
+        self.num_updates = 0
+        self.trains_meanwhile = False
+
+    async def send_weights(self, target: WeightTarget) -> WeightManifest:
+        self.told.append(f"begin {target.version}")
+        self.num_updates += self.trains_meanwhile
+        await asyncio.sleep(0.01)
+        for address in target.engines:
+            engine = self.engines[address.url]
+            engine.version = target.version if engine.hears else engine.version
+        self.told.append(f"end {target.version}")
+        return WeightManifest(target.version, 1, 4, None, 4)
+
+
+class Members:
+    def __init__(self) -> None:
+        self.admitted: list[EngineClient] = []
+
+    async def is_lost(self, client: EngineClient) -> bool:
+        return False
+
+    async def admit(self, clients: Any) -> None:
+        self.admitted += clients
+
+
+class World:
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.engines = {url: Engine(url, self.told) for url in ("http://a", "http://b", "http://restarted")}
+        self.a, self.b, self.restarted = self.engines.values()
+        self.members = Members()
+        self.group = EngineGroup([self.a, self.b], membership=self.members)
+        self.trainer = OneTrainer(self.engines, self.told)
+        settings = PublishSettings("tensor", 1024, False, Path(), Path())
+        self.publisher = WeightPublisher(self.trainer, self.group, settings)  # pyright: ignore[reportArgumentType]
+
+    def restart(self) -> None:
+        self.group.joining.append(self.restarted)
+
+
+async def test_all_pause_before_the_first_byte_and_go_on_after_the_last() -> None:
+    world = World()
+    assert await world.publisher.publish() == 1
+    assert sorted(world.told[:2]) == ["pause http://a", "pause http://b"]
+    assert world.told[2:4] == ["begin 1", "end 1"]
+    assert sorted(world.told[4:]) == ["resume http://a", "resume http://b"]
+
+
+async def test_no_engine_goes_on_where_one_has_another_version() -> None:
+    world = World()
+    world.b.hears = False
+    with pytest.raises(WeightSyncError, match="engine http://b reports weight version 0 after version 1 was sent"):
+        await world.publisher.publish()
+    assert not [told for told in world.told if told.startswith("resume")]
+    assert world.publisher.version == 0
+
+
+async def test_a_publish_waits_for_a_restarted_engine_that_is_being_renewed() -> None:
+    world = World()
+    await world.publisher.publish()
+    world.restart()
+    world.told.clear()
+    renewed, version = await asyncio.gather(world.publisher.renew(world.restarted), world.publisher.publish())
+    assert (renewed, version) == (True, 2)
+    assert world.told[:4] == ["pause http://restarted", "begin 1", "end 1", "resume http://restarted"]
+    assert sorted(world.told[4:7]) == ["pause http://a", "pause http://b", "pause http://restarted"]
+    assert world.told[7:9] == ["begin 2", "end 2"]
+
+
+async def test_a_restarted_engine_gets_the_weights_of_the_version_alone() -> None:
+    world = World()
+    await world.publisher.publish()
+    world.restart()
+    world.told.clear()
+    assert await world.publisher.renew(world.restarted)
+    assert world.told == ["pause http://restarted", "begin 1", "end 1", "resume http://restarted"]
+    assert world.members.admitted == [world.restarted]
+    assert (world.group.clients, world.group.joining) == ([world.a, world.b, world.restarted], [])
+
+
+@pytest.mark.parametrize("while_they_are_sent", [False, True])
+async def test_weights_that_were_trained_since_are_not_sent_as_the_version_before(while_they_are_sent: bool) -> None:
+    world = World()
+    world.trainer.trains_meanwhile = while_they_are_sent
+    await world.publisher.publish()
+    world.trainer.num_updates += not while_they_are_sent
+    world.trainer.trains_meanwhile = False
+    world.restart()
+    assert not await world.publisher.renew(world.restarted)
+    assert (world.restarted.version, world.members.admitted) == (0, [])
+    assert await world.publisher.publish() == 2, "the next one takes it along"
+    assert (world.restarted.version, world.members.admitted) == (2, [world.restarted])

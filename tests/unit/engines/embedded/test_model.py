@@ -51,6 +51,7 @@ def test_a_directory_that_holds_no_model_is_an_error_of_the_user(tmp_path: Path)
         ("gemma2", {"attn_logit_softcapping": 5.0, "head_dim": 16}, "soft-capped"),
         ("gpt_oss", {"num_local_experts": 2, "head_dim": 16}, "attention sinks"),
         ("glm_moe_dsa", {"index_topk": 64}, "deepseek_sparse_attention"),  # dense below 64 tokens
+        ("glm_moe_dsa", {"index_topk": 64, "layer_types": ["full_attention"] * 2}, "keys that an indexer chose"),
         ("bloom", {"n_head": 4}, "does not serve|cannot serve|cannot be served"),
         ("mamba", {}, "does not serve|cannot serve|cannot be served"),
     ],

@@ -153,7 +153,7 @@ async def _launch_fleets(config: Config, directory: RunDirectory, stack: AsyncEx
 
     async def launch(settings: FleetSettings) -> Fleet:
         fleet = await Fleet.launch(settings, start)
-        stack.push_async_callback(fleet.stop)
+        await stack.enter_async_context(_ended_with_its_reason(fleet))
         return fleet
 
     try:
@@ -163,6 +163,21 @@ async def _launch_fleets(config: Config, directory: RunDirectory, stack: AsyncEx
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None  # the others were cancelled because of it
     return {model: task.result() for model, task in tasks.items()}
+
+
+@asynccontextmanager
+async def _ended_with_its_reason(fleet: Fleet) -> AsyncIterator[None]:
+    """An engine that died is the cause of whatever error ends the run."""
+    try:
+        yield
+    except FuligoError as error:
+        try:
+            await fleet.check_alive()
+        except EngineError as cause:
+            raise cause from error
+        raise
+    finally:
+        await fleet.stop()
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fuligo.engines.client import EngineClient
@@ -17,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 WATCH_S = 0.5
 """Between looks at the processes; their health is asked for less often."""
+ENDING_S = 15.0
+"""SGLang closes its port first when it crashes, then writes what happened, and ends seconds later."""
 MAX_RESTARTS = 3
 """Of one engine or of the router in one run: what dies more often is broken, not unlucky."""
 Renew = Callable[[EngineClient], Awaitable[bool]]
@@ -123,6 +126,25 @@ class Fleet:
         """It lives, and so does the part of it that samples: that may wait for good in a process group that broke."""
         timeout_s = self._settings.health_timeout_s
         return not await self._is_dead(engine, ask_health=True) and await engine.client.scheduler_answers(timeout_s)
+
+    async def check_alive(self) -> None:
+        """After a call failed: who does not answer gets the time to end, and to say why. Nothing where the dead are restarted.
+
+        Raises:
+            EngineError: an engine or the router has ended; carries the last lines of its log
+        """
+        if self._settings.restart:
+            return
+        await asyncio.gather(*(self._wait_for_end(server) for server in self.servers))
+        for server in self.servers:
+            server.check_alive()
+        self.router.process.check_alive()
+
+    async def _wait_for_end(self, server: Server) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ENDING_S):
+                while server.alive and not await server.answers(ENDING_S):  # noqa: ASYNC110  # nothing tells but asking
+                    await asyncio.sleep(WATCH_S)
 
     async def admit(self, clients: Sequence[EngineClient]) -> None:
         """They have the current weights: requests may reach them."""

@@ -13,7 +13,7 @@ import pytest
 from fuligo.engines.router import RouterSettings
 from fuligo.engines.sglang import fleet as fleet_module
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
-from fuligo.engines.sglang.server import ServerPorts, ServerSettings
+from fuligo.engines.sglang.server import Server, ServerPorts, ServerSettings
 from fuligo.errors import EngineError
 
 
@@ -25,6 +25,8 @@ class ScriptedServer:
         self.url = settings.url
         self.alive = True
         self.is_lost = False
+        self.crashing = False
+        """Answers nobody any more, and ends soon."""
 
     def lose_machine(self) -> None:
         self.alive, self.is_lost = False, True
@@ -37,7 +39,9 @@ class ScriptedServer:
         self.check_alive()
 
     async def answers(self, timeout_s: float) -> bool:
-        return self.alive
+        if self.crashing:
+            asyncio.get_running_loop().call_later(0.05, setattr, self, "alive", False)
+        return self.alive and not self.crashing
 
     async def stop(self) -> None:
         self.alive = False
@@ -47,7 +51,7 @@ class ScriptedRouter:
     """Knows whom it sends requests to."""
 
     def __init__(self) -> None:
-        self.process = SimpleNamespace(alive=True)
+        self.process = SimpleNamespace(alive=True, check_alive=lambda: None)
         self.url = "http://127.0.0.1:1"
         self.engines: list[str] = []
 
@@ -75,7 +79,7 @@ def routers(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedRouter]:
     return started
 
 
-async def fleet_of(servers: Sequence[str], log: Path) -> Fleet:
+async def fleet_of(servers: Sequence[str], log: Path, *, restart: bool = True) -> Fleet:
     """
     Args:
         servers: their types
@@ -86,7 +90,7 @@ async def fleet_of(servers: Sequence[str], log: Path) -> Fleet:
             for number, kind in enumerate(servers)
         ),
         router=RouterSettings(log, "127.0.0.1", 1, 2),
-        restart=True,
+        restart=restart,
         health_interval_s=1.0,
         health_timeout_s=1.0,
         request_retries=0,
@@ -120,3 +124,23 @@ async def test_without_another_of_its_kind_the_run_ends(servers: list[str], rout
     with pytest.raises(EngineError, match=r"engine 0 is gone with its machine 10\.0\.0\.0, and no other is left"):
         async with asyncio.timeout(10):
             await fleet.watch()
+
+
+def crash(server: Server) -> None:
+    assert isinstance(server, ScriptedServer)
+    server.crashing = True
+
+
+async def test_an_engine_that_is_about_to_end_is_waited_for(routers: list[ScriptedRouter], tmp_path: Path) -> None:
+    """So that the error which ends a run is the engine's, not that of the request which it did not answer."""
+    fleet = await fleet_of(["regular", "regular"], tmp_path / "log", restart=False)
+    await fleet.check_alive()
+    crash(fleet.servers[1])
+    with pytest.raises(EngineError, match="engine 1 is gone"):
+        await fleet.check_alive()
+
+
+async def test_engines_that_are_restarted_are_not_to_blame(routers: list[ScriptedRouter], tmp_path: Path) -> None:
+    fleet = await fleet_of(["regular", "regular"], tmp_path / "log")
+    crash(fleet.servers[1])
+    await fleet.check_alive()

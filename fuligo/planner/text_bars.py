@@ -22,6 +22,7 @@ _KNOWN = {
     "routing_record": ("R", "bright_white"),
     "communication": ("c", "bright_magenta"),
     "deepep": ("d", "bright_magenta"),
+    "workspace": ("p", "bright_black"),
     "runtime": ("r", "bright_black"),
     "fragmentation": ("f", "white"),
     "engine": ("e", "bright_yellow"),

@@ -20,6 +20,7 @@ const ITEM_COLOURS = {
   routing_record: [310, 0.06],
   communication: [230, 0.045],
   deepep: [250, 0.045],
+  workspace: [300, 0.035],
   runtime: [280, 0.035],
   fragmentation: [80, 0.03],
   engine: [160, 0.025],

@@ -15,6 +15,8 @@ from fuligo.planner.memory.constants import (
     DEEPEP_BYTES,
     FRAGMENTATION,
     POINT_TO_POINT_BYTES,
+    TRAINER_HELD_BYTES,
+    TRAINER_WORKSPACE_BYTES,
     amount,
     billions,
 )
@@ -98,26 +100,33 @@ def trainer_items(subject: Subject, layout: ClusterLayout, pipeline_rank: int) -
     stages = [stage for stage in layout.stages if stage.pipeline_rank == pipeline_rank]
     state = trainer_state(subject, shape, stages)
     activations = _activations(subject, shape, stages, pipeline_rank)
-    moving = sum(item.num_bytes for item in activations)
-    fragmentation = f"{FRAGMENTATION:.0%} of the activations' {amount(moving)}"
-    passing = (*activations, MemoryItem("fragmentation", round(FRAGMENTATION * moving), fragmentation))
+    passing = (*activations, _fragmentation(_sum(activations)))
     gradients = _main_gradients(subject, shape, state)
     return (
         *_state_items(subject, shape, state),
         *(gradients if _sum(gradients) > _sum(passing) else passing),
         *_communication(subject, shape),
+        MemoryItem("workspace", TRAINER_WORKSPACE_BYTES, "of Transformer Engine and cuBLAS, and the micro-batch: measured"),
         MemoryItem("runtime", CUDA_CONTEXT_BYTES, "CUDA context, kernels, cuBLAS workspace"),
     )
 
 
 def trainer_resident_bytes(subject: Subject) -> int:
-    """What an offloaded trainer keeps on a GPU: everything that is not its own tensors."""
-    communication = sum(item.num_bytes for item in _communication(subject, trainer_shape(subject.config)))
-    return CUDA_CONTEXT_BYTES + communication
+    """What an offloaded trainer keeps on a GPU: everything that it does not move and PyTorch's allocator cannot give back."""
+    shape = trainer_shape(subject.config)
+    return CUDA_CONTEXT_BYTES + (TRAINER_WORKSPACE_BYTES if shape.is_megatron else 0) + _sum(_communication(subject, shape))
 
 
 def _sum(items: Iterable[MemoryItem]) -> int:
     return sum(item.num_bytes for item in items)
+
+
+def _fragmentation(moving: int) -> MemoryItem:
+    """Of `moving` bytes of tensors that come and go; no more is held free than has been in use."""
+    held = min(moving, TRAINER_HELD_BYTES + round(FRAGMENTATION * moving))
+    share = f"{FRAGMENTATION:.0%} of the activations' {amount(moving)}"
+    note = f"held by PyTorch and CUDA beside tensors: {amount(TRAINER_HELD_BYTES)} and {share}; no more than these"
+    return MemoryItem("fragmentation", held, note)
 
 
 def _main_gradients(subject: Subject, shape: TrainerShape, state: TrainerState) -> tuple[MemoryItem, ...]:
@@ -217,17 +226,21 @@ def _working(chunk: list[LayerBytes], config: Config) -> float:
 
 
 def _communication(subject: Subject, shape: TrainerShape) -> Iterator[MemoryItem]:
-    """Buffers of NCCL, for each dimension by what it does, and of DeepEP."""
+    """Buffers of NCCL, for each group of ranks that communicates by what it does, and of DeepEP."""
     flags = subject.config.parallel
     deepep = flags.moe_enable_deepep and shape.ep > 1
     collective, point_to_point = COLLECTIVE_BYTES, POINT_TO_POINT_BYTES
+    has_experts, is_tied = subject.architecture.experts is not None, subject.architecture.head is None
     sizes = {
         "TP": (shape.tp, collective),
         "CP": (shape.cp, collective if flags.allgather_cp else point_to_point),
         "PP": (shape.pp, point_to_point),
         "DP x CP": (shape.shards_dense_optimizer, collective),
         "EP": (1 if deepep else shape.ep, collective if flags.moe_token_dispatcher_type == "allgather" else point_to_point),
-        "expert DP": (shape.expert_dp, collective),
+        "experts' TP x EP": (shape.etp * shape.ep if has_experts else 1, collective),
+        "expert DP": (shape.expert_dp if has_experts else 1, collective),
+        "embedding": (shape.pp if is_tied else 1, collective),
+        "gradient norm": (shape.num_ranks, collective),
         "all ranks": (shape.num_ranks, collective),
     }
     held = {name: num_bytes for name, (size, num_bytes) in sizes.items() if size > 1}

@@ -1,0 +1,98 @@
+"""The plan of the Megatron trainer beside peaks that were measured (`benchmarks/training.py`, H200s): not too low, within a tenth."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from fuligo.config.parse import parse
+from fuligo.models.registry import architecture_of
+from fuligo.planner.gpus import GIB, gpu
+from fuligo.planner.layout import make_layout
+from fuligo.planner.memory import memory_bars
+from fuligo.planner.plan import MemoryBar
+from fuligo.planner.subject import Subject
+from tests.unit.planner.subjects import CPU_ADAM, EXAMPLES
+
+TOLERANCE = 0.10
+TOO_LOW = 0.01
+"""A plan that says less than what is needed lets a run begin that dies."""
+BESIDE_TENSORS = {"fragmentation", "communication", "runtime"}
+
+ALLTOALL = "--moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion"
+FLAGS = "--train-backend megatron --hf-checkpoint model --prompt-data prompts.jsonl --rm-type random --launcher local --device cuda \
+  --use-dynamic-batch-size --num-rollout 10 --rollout-batch-size 64 --n-samples-per-prompt 8 --rollout-max-response-len 4096 \
+  --rollout-max-prompt-len 512 --accumulate-allreduce-grads-in-fp32"
+QWEN3_30B = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936, "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run; memory of the fullest rank of each pipeline stage."""
+
+    model: str
+    num_layers: int
+    num_gpus: int
+    max_tokens: int
+    flags: str
+    peak_gib: tuple[float, ...]
+    """What the process held of the GPU at most."""
+    tensors_gib: tuple[float, ...]
+    """Tensors at most."""
+
+
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+TP2_EP2 = f"{TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {ALLTOALL}"
+MEASURED = {
+    "dense": Measured("qwen3-4b", 36, 1, 12288, "", (130.0,), (120.0,)),
+    "dense-cpu-adam": Measured("qwen3-4b", 36, 1, 12288, CPU_ADAM, (84.9,), (75.0,)),
+    "dense-12": Measured("qwen3-4b", 12, 1, 16384, "", (60.55,), (54.26,)),
+    "dense-tp2": Measured("qwen3-4b", 36, 2, 16384, TP2, (75.04,), (67.78,)),
+    "dense-dp4": Measured("qwen3-4b", 36, 4, 12288, "", (93.16,), (86.25,)),
+    "moe": Measured("qwen3-30b-a3b", 9, 1, 16384, ALLTOALL, (134.74,), (127.72,)),
+    "mla": Measured("glm4.7-flash", 6, 1, 16384, ALLTOALL, (90.4,), (84.4,)),
+    "mla-tp2-ep2": Measured("glm4.7-flash", 6, 2, 16384, TP2_EP2, (50.04,), (42.61,)),
+}
+"""As `benchmarks/training.py` names them; docs/planner-model.md has the same table."""
+
+
+def subject_of(run: Measured) -> Subject:
+    shape = {**config_json(run.model), "num_hidden_layers": run.num_layers}
+    sizes = f"--actor-num-gpus-per-node {run.num_gpus} --rollout-num-gpus {run.num_gpus} --max-tokens-per-gpu {run.max_tokens}"
+    config = parse([*FLAGS.split(), *sizes.split(), *run.flags.split()]).config
+    return Subject(config, architecture_of(shape), architecture_of(shape), gpu("h200-141"))
+
+
+def config_json(model: str) -> dict[str, Any]:
+    if model == "qwen3-30b-a3b":
+        return QWEN3_30B
+    return json.loads((EXAMPLES / model / "model" / "config.json").read_text())
+
+
+def trainer_bars(run: Measured) -> list[MemoryBar]:
+    subject = subject_of(run)
+    return [bar for bar in memory_bars(subject, make_layout(subject)) if bar.pipeline_rank is not None]
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_peaks(case: str) -> None:
+    run = MEASURED[case]
+    for bar, peak in zip(trainer_bars(run), run.peak_gib, strict=True):
+        planned = bar.used_bytes / GIB
+        assert (1 - TOO_LOW) * peak <= planned <= (1 + TOLERANCE) * peak, f"planned {planned:.1f} GiB, measured {peak:.1f}"
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_tensors(case: str) -> None:
+    run = MEASURED[case]
+    for bar, measured in zip(trainer_bars(run), run.tensors_gib, strict=True):
+        planned = sum(item.num_bytes for item in bar.items if item.name not in BESIDE_TENSORS) / GIB
+        assert planned == pytest.approx(measured, rel=0.01)

@@ -18,7 +18,8 @@ MAX_TRIES = 12
 MAX_COMPARED = 3
 """Fixes that mend a finding, of which the best is shown."""
 
-NOTHING_TRIED_HELPS = "mend what else is wrong first: with that, no change of these flags that was tried keeps all rules"
+NOTHING_TRIED_HELPS = "no change of these flags that was tried keeps all rules"
+MEND_OTHERS_FIRST = f"mend what else is wrong first: with that, {NOTHING_TRIED_HELPS}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ def _with_tried_fix(each: _Found, subject: Subject, known: Counter[str]) -> Find
         num_compared += bool(num_mended)
         if most_mended == known.total() or num_compared == MAX_COMPARED:
             break
-    advice = each.finding.advice or ("" if best else NOTHING_TRIED_HELPS)
+    why_none = MEND_OTHERS_FIRST if known.total() > 1 else NOTHING_TRIED_HELPS
+    advice = each.finding.advice or ("" if best else why_none)
     return replace(each.finding, fix=best, advice=advice)
 
 

@@ -11,6 +11,9 @@ from fuligo.config.given import given_options
 from fuligo.config.rules.rule import Broken, drop, put, rule
 from fuligo.config.topology import engine_groups
 
+SHARED_FRACTION = 0.7
+"""Of a GPU's memory, what published recipes give engines beside a trainer."""
+
 
 def _foreign(backend: str, switch: str, owner: str, options: Iterable[str], further: tuple[Change, ...] = ()) -> Broken | None:
     """The flags of another backend than the one that `switch` chose."""
@@ -64,10 +67,11 @@ def engines_have_gpus(config: Config) -> Broken | None:
     if config.resolved_rollout_backend == "embedded" or elsewhere or cluster.colocate or cluster.rollout_num_gpus is not None:
         return None
     if config.rollout.async_mode == "sync" and config.resolved_train_backend == "megatron":
-        change = put("colocate", True)
+        room = () if config.sglang.get("mem_fraction_static") is not None else (Change(("sglang", "mem_fraction_static"), SHARED_FRACTION),)
+        fix = (put("colocate", True), *room)
     else:
-        change = put("rollout_num_gpus", config.resolved_rollout_num_gpus_per_engine)
-    return Broken("nothing says which GPUs the engines take: their own (--rollout-num-gpus) or the trainer's (--colocate)", (change,))
+        fix = (put("rollout_num_gpus", config.resolved_rollout_num_gpus_per_engine),)
+    return Broken("nothing says which GPUs the engines take: their own (--rollout-num-gpus) or the trainer's (--colocate)", fix)
 
 
 @rule("CFG-EXTERNAL-ENGINES", "--rollout-external-engine-addrs", "--rollout-num-gpus")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fuligo.config.findings import Severity
+from fuligo.config.rules.cluster import SHARED_FRACTION
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.numbers import nearest_first
 from fuligo.planner.rules.rule import Broken, rule
@@ -18,8 +19,6 @@ from fuligo.planner.subject import Subject
 
 MAX_SHARED_FRACTION = 0.8
 """Of a GPU's memory for an engine beside a trainer: what Megatron, NCCL and CUDA keep while they wait takes the rest."""
-SHARED_FRACTION = 0.7
-"""What the seeds' recipes give such engines."""
 _PAGE_SIZES = {"flashmla": 64, "cutlass_mla": 128}
 """That attention backends force."""
 _DSA_PAGE = 64

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fuligo.config.findings import Change, Severity
+from fuligo.config.rules.cluster import SHARED_FRACTION
 from fuligo.config.rules.rule import drop, put
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.numbers import divisors, nearest_first
 from fuligo.planner.rules.parallel import trainer_gpus
 from fuligo.planner.rules.rule import Broken, Fix, rule
-from fuligo.planner.rules.server_memory import SHARED_FRACTION
 from fuligo.planner.rules.servers import all_groups, engine_size, option, put_argument, resizes, running, shown, where
 from fuligo.planner.subject import Subject
 

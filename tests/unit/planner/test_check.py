@@ -146,3 +146,16 @@ def test_of_many_mistakes_each_fix_mends_its_own_and_makes_no_new_one() -> None:
             assert after[finding.id] < before[finding.id]
             assert not after - before
     assert num_fixes > 40
+
+
+def test_who_forgot_that_engines_share_the_gpus_is_told_all_that_it_takes() -> None:
+    """`--colocate` alone would be followed by a warning of the memory that SGLang takes by default."""
+    unsaid = (
+        Change(("cluster", "colocate"), False),
+        Change(("cluster", "rollout_num_gpus"), None),
+        Change(("sglang", "mem_fraction_static"), None),
+    )
+    found = check(Run(DENSE, changes=unsaid).subject())
+    assert _fixes(found)["CFG-ROLLOUT-GPUS"] == ["--colocate", "--sglang-mem-fraction-static 0.7"]
+    given = (*unsaid[:2], Change(("sglang", "mem_fraction_static"), 0.6))
+    assert _fixes(check(Run(DENSE, changes=given).subject()))["CFG-ROLLOUT-GPUS"] == ["--colocate"]

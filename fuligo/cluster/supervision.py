@@ -80,7 +80,8 @@ async def finish(phase: str, ranks: Sequence[RankHandle], calls: Sequence[Any], 
                 late = [rank for rank, part in zip(ranks, parts) if not part.done()]
                 others = "" if len(late) == 1 else f" (nor did ranks {', '.join(str(rank.rank) for rank in late[1:])})"
                 raise late[0].lost(phase, f"did not finish within {timeout_s:g} s{others}")
-            await asyncio.wait(parts, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            # Those that are done would end the wait at once.
+            await asyncio.wait([part for part in parts if not part.done()], timeout=left, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait(parts, timeout=GRACE_S)
         outcomes = [part.result() if part.done() else None for part in parts]
     finally:

@@ -61,6 +61,22 @@ async def test_the_result_is_rank_0s(ranks: list[RankHandle]) -> None:
     assert await finish("train", ranks, [says(Answer("result")), says(Answer()), says(Answer(), 0.05)], timeout_s=5) == "result"
 
 
+async def test_for_ranks_that_are_slower_than_others_nobody_asks_again_and_again(
+    ranks: list[RankHandle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_waits = 0
+    wait = asyncio.wait
+
+    async def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_waits
+        num_waits += 1
+        return await wait(*arguments, **options)
+
+    monkeypatch.setattr(asyncio, "wait", counted)
+    await finish("train", ranks, [says(Answer("result"), 0.2), says(Answer()), says(Answer(), 0.1)], timeout_s=5)
+    assert num_waits <= len(ranks) + 1, "the driver's loop would have no time for anything else"
+
+
 async def test_a_rank_that_died_is_named_and_not_those_who_waited_for_it(ranks: list[RankHandle]) -> None:
     ranks[1].log_file.write_text("one\nout of memory\n")
     echo = Answer(error=TrainerError("RuntimeError: connection closed by peer"))

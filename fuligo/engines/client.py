@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, TypeVar
@@ -36,6 +38,8 @@ __all__ = ["EngineClient", "EngineLoad", "Generation", "ModelInfo", "PauseMode",
 PauseMode = Literal["abort", "retract", "in_place"]
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 CONNECT_TIMEOUT_S = 10.0
+SILENCE_S = 40
+"""For which the machine of an engine may answer no packet."""
 CONNECT_TO_GENERATE_TIMEOUT_S = 60.0
 """When thousands of requests begin at a time, the server's queue of connections overflows, and the kernel tries again after 1, 2, 4 s."""
 T = TypeVar("T")
@@ -316,7 +320,7 @@ class EngineClient:
         session = self._session
         if session is None:
             session = self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60, socket_factory=_attentive_socket),
                 headers={"Content-Type": "application/json"},
             )
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -338,6 +342,17 @@ class EngineClient:
             if path == "/generate":
                 raise Retryable(f"the answer is not JSON: {raw[:200]!r}") from error
             return raw.decode(errors="replace")
+
+
+def _attentive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Looks whether the other machine is there while an answer is waited for: one that is lost tells nobody that it is."""
+    family, kind, protocol, *_ = address
+    connection = socket.socket(family, kind, protocol)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 10), (socket.TCP_USER_TIMEOUT, 1000 * SILENCE_S)):
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    return connection
 
 
 def _tags(tag: MemoryTag | None) -> dict[str, Any]:

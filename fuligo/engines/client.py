@@ -211,7 +211,7 @@ class EngineClient:
         """Load one bucket of weights from shared memory.
 
         Args:
-            payloads: `weights.payload.encode_named_tensors`, one per tensor-parallel rank of the engine
+            payloads: `weights.payload.shared_payload`, one per tensor-parallel rank of the engine
             version: given with the last bucket only; the engine reports the new version from then on
             flush_cache: drop keys and values of the old weights; with the last bucket at the latest
         """

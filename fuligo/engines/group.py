@@ -198,7 +198,7 @@ class EngineGroup:
     async def update_weights_from_tensor(
         self, payloads: Sequence[str], version: int | None, flush_cache: bool = True, load_format: str | None = None
     ) -> None:
-        """See `EngineClient.update_weights_from_tensor`; the payloads must have been encoded for as many receivers as there are engines."""
+        """See `EngineClient.update_weights_from_tensor`; from a GPU to one engine only, for its memory can be opened once."""
         await self._all(lambda client: client.update_weights_from_tensor(payloads, version, flush_cache, load_format))
 
     async def weights_checksums(self) -> list[tuple[str, WeightsDigest]]:

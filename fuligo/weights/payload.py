@@ -1,7 +1,10 @@
 """Named tensors from one process to another through shared memory, in the plain format of SGLang's `/update_weights_from_tensor`.
 
-A payload is base64 of a pickled list of (name, tensor). The tensors travel as handles: files in shared memory on a CPU, CUDA IPC handles
+A payload is base64 of a pickled list of (name, tensor). The tensors travel as handles: a file in shared memory on a CPU, CUDA IPC handles
 on a GPU, so sender and receiver must be on one machine. Reading admits only what rebuilds a tensor: a payload cannot run other code.
+
+torch could share tensors on a CPU by itself, with a daemon beside the sender that counts who has a file open. But receivers stay connected
+to it for as long as they live: with engines that somebody else runs it would outlive the run.
 """
 
 from __future__ import annotations
@@ -9,15 +12,20 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import os
 import pickle
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as torch_mp
 from torch.multiprocessing import reductions
 
 from fuligo.errors import WeightSyncError
@@ -25,47 +33,30 @@ from fuligo.machine.disk import room
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 SHARED_MEMORY = Path("/dev/shm")
-
-
-def encode_named_tensors(named_tensors: NamedTensors, *, num_receivers: int = 1) -> str:
-    """A payload that `num_receivers` processes may decode, each once.
-
-    CPU tensors are copied to shared memory, which is freed when the last receiver lets go of it. GPU tensors are not copied: keep them
-    until the receivers have answered. Where a receiver may fail, use `shared_payload`.
-
-    Raises:
-        WeightSyncError: shared memory is full; or GPU tensors for several receivers: a CUDA IPC handle can be opened once
-    """
-    return _encode(_copies(named_tensors), num_receivers)
+_ALIGNMENT = 64
+"""Bytes: where a tensor of any type may begin."""
 
 
 @contextmanager
-def shared_payload(named_tensors: NamedTensors, *, num_receivers: int = 1) -> Iterator[str]:
-    """The same for a `with` block in which the receivers answer.
+def shared_payload(named_tensors: NamedTensors) -> Iterator[str]:
+    """A payload that is decoded while the `with` block runs: on a CPU by any number of processes, from a GPU by one.
 
-    When the block fails, nobody may ever take the tensors out: then nothing of them stays behind, and who comes late is refused.
+    CPU tensors are copied to shared memory. Whoever has opened it keeps what it sees; nothing stays behind, however this process ends. GPU
+    tensors are not copied.
+
+    Raises:
+        WeightSyncError: shared memory is full
     """
-    copies = _copies(named_tensors)
-    try:
-        yield _encode(copies, num_receivers)
-    except BaseException:
-        for _, tensor in copies:
-            if tensor.device.type == "cpu" and tensor.is_shared():
-                _remove_file(tensor)
-        copies.clear()
-        raise
-
-
-def _remove_file(tensor: torch.Tensor) -> None:
-    """Remove a tensor's file from shared memory; whoever has opened it keeps what it sees.
-
-    torch removes a file when its count of references falls to zero, and aborts the process where the file is gone by then: one more
-    reference, which nobody gives up, leaves that to us. Its shared memory daemon would do so only at our end, if that finds it alive.
-    """
-    storage: Any = tensor.untyped_storage()
-    _, handle, _ = storage._share_filename_cpu_()
-    storage._shared_incref()
-    (SHARED_MEMORY / handle.decode().lstrip("/")).unlink(missing_ok=True)
+    with ExitStack() as stack:
+        try:
+            buffer = io.BytesIO()
+            _TensorPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(_handles(named_tensors, stack))
+        except OSError as error:
+            raise WeightSyncError(
+                f"a bucket of weights does not get into shared memory: {error} ({room(SHARED_MEMORY)}). Give it more (in a container "
+                "--shm-size), or lower --update-weight-buffer-size; resume from the last checkpoint."
+            ) from error
+        yield base64.b64encode(buffer.getvalue()).decode()
 
 
 def decode_named_tensors(payload: str) -> list[tuple[str, torch.Tensor]]:
@@ -90,34 +81,75 @@ def decode_named_tensors(payload: str) -> list[tuple[str, torch.Tensor]]:
     return decoded
 
 
-def _copies(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
-    """CPU tensors are copied, since sharing moves a tensor's own storage: the sender's model must stay where it is."""
-    return [
-        (name, tensor.detach().clone(memory_format=torch.contiguous_format) if tensor.device.type == "cpu" else tensor.detach())
-        for name, tensor in named_tensors
-    ]
+@dataclass(slots=True, frozen=True)
+class _File:
+    """Pickled, it is a storage on the file: a receiver's changes are its own."""
+
+    path: str
+    num_bytes: int
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return torch.UntypedStorage.from_file, (self.path, False, self.num_bytes)
 
 
-def _encode(named_tensors: list[tuple[str, torch.Tensor]], num_receivers: int) -> str:
-    on_gpu = any(tensor.is_cuda for _, tensor in named_tensors)
-    if on_gpu and num_receivers > 1:
-        raise WeightSyncError(f"GPU tensors cannot be encoded for {num_receivers} receivers at once: encode them for each")
-    strategy = torch_mp.get_sharing_strategy()
-    torch_mp.set_sharing_strategy("file_system")  # descriptors travel to child processes only
-    try:
-        buffer = io.BytesIO()
-        _TensorPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(named_tensors)
-        for _, tensor in named_tensors:
-            for _ in range(num_receivers - 1):  # a receiver gives up the reference that pickling took for it
-                tensor.untyped_storage()._shared_incref()  # pyright: ignore[reportAttributeAccessIssue]
-    except RuntimeError as error:
-        raise WeightSyncError(
-            f"a bucket of weights does not get into shared memory: {error} ({room(SHARED_MEMORY)}). Give it more (in a container "
-            "--shm-size), or lower --update-weight-buffer-size; resume from the last checkpoint."
-        ) from error
-    finally:
-        torch_mp.set_sharing_strategy(strategy)
-    return base64.b64encode(buffer.getvalue()).decode()
+@dataclass(slots=True, frozen=True)
+class _Typed:
+    file: _File
+    dtype: torch.dtype
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return reductions.rebuild_typed_storage, (self.file, self.dtype)
+
+
+@dataclass(slots=True, frozen=True)
+class _Tensor:
+    """Pickled, it is a contiguous tensor of the file."""
+
+    storage: _Typed
+    offset: int
+    """In elements."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return reductions.rebuild_tensor, (torch.Tensor, self.storage, (self.offset, self.shape, self.stride, False))
+
+
+def _handles(named_tensors: NamedTensors, stack: ExitStack) -> list[tuple[str, torch.Tensor | _Tensor]]:
+    """GPU tensors as they are, copies of CPU tensors in a file that is open as long as the stack.
+
+    Raises:
+        OSError: shared memory is full
+    """
+    copies = _copies([tensor for _, tensor in named_tensors if tensor.device.type == "cpu"], stack)
+    return [(name, next(copies) if tensor.device.type == "cpu" else tensor.detach()) for name, tensor in named_tensors]
+
+
+def _copies(tensors: Sequence[torch.Tensor], stack: ExitStack) -> Iterator[_Tensor]:
+    *begins, num_bytes = accumulate((-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors), initial=0)
+    file = stack.enter_context(_open_file(max(num_bytes, _ALIGNMENT)))
+    storage: Any = torch.UntypedStorage.from_file(file.path, True, file.num_bytes)
+    for tensor, begin in zip(tensors, begins):
+        copy = torch.empty(0, dtype=tensor.dtype).set_(storage, begin // tensor.element_size(), tensor.shape)  # pyright: ignore[reportCallIssue]  # the stride may be left out
+        copy.copy_(tensor.detach())
+        yield _Tensor(_Typed(file, copy.dtype), copy.storage_offset(), tuple(copy.shape), copy.stride())
+
+
+@contextmanager
+def _open_file(num_bytes: int) -> Iterator[_File]:
+    """On Linux it has no name: it is gone with the last process that has it open, however those end.
+
+    Raises:
+        OSError: there is no room for it
+    """
+    if sys.platform == "linux":
+        with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)  # else a full file system kills who writes
+            yield _File(f"/proc/{os.getpid()}/fd/{file.fileno()}", num_bytes)
+    else:
+        with tempfile.NamedTemporaryFile() as file:
+            file.truncate(num_bytes)
+            yield _File(file.name, num_bytes)
 
 
 _DEVICE = 6
@@ -146,11 +178,28 @@ def _rebuild_cuda_tensor(*arguments: Any) -> torch.Tensor:
     return rebuild(*arguments[:_DEVICE], seen.index(uuid), *arguments[_DEVICE + 1 :])
 
 
+def _map_file(path: str, shared: bool, num_bytes: int) -> torch.UntypedStorage:
+    """What a sender has open; no other file is read, none is written."""
+    if shared or (sys.platform == "linux" and not re.fullmatch(r"/proc/\d+/fd/\d+", path)):
+        raise pickle.UnpicklingError(f"the file {path} is not admitted")
+    storage: Any = torch.UntypedStorage.from_file(path, False, num_bytes)
+    return storage
+
+
+def _attribute(owner: str, name: str) -> Callable[..., torch.UntypedStorage]:
+    """Python pickles a static method of a C type as an attribute of it."""
+    if (owner, name) != (_STORAGE, "from_file"):
+        raise pickle.UnpicklingError(f"the attribute {name} is not admitted")
+    return _map_file
+
+
+_STORAGE = "torch._C.StorageBase"
 _ADMITTED: dict[tuple[str, str], Any] = {
-    ("torch.multiprocessing.reductions", name): getattr(reductions, name)
-    for name in ("rebuild_tensor", "rebuild_typed_storage", "rebuild_storage_filename", "rebuild_storage_empty")
-} | {
+    ("torch.multiprocessing.reductions", "rebuild_tensor"): reductions.rebuild_tensor,
+    ("torch.multiprocessing.reductions", "rebuild_typed_storage"): reductions.rebuild_typed_storage,
     ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): _rebuild_cuda_tensor,
+    ("builtins", "getattr"): _attribute,
+    ("torch._C", "StorageBase"): _STORAGE,
     ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
     ("torch.storage", "TypedStorage"): torch.TypedStorage,
     ("torch", "Tensor"): torch.Tensor,

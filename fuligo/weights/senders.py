@@ -156,7 +156,7 @@ def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | No
         if any(tensor.is_cuda for _, tensor in bucket):  # a CUDA IPC handle can be opened once
             payloads = [shared.enter_context(shared_payload(bucket)) for _ in range(num_receivers)]
         else:
-            payloads = [shared.enter_context(shared_payload(bucket, num_receivers=num_receivers))] * num_receivers
+            payloads = [shared.enter_context(shared_payload(bucket))] * num_receivers
         asyncio.run(post(payloads))
 
 

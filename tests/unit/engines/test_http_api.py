@@ -14,7 +14,7 @@ from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.model import EngineModel
 from fuligo.engines.http_api import Api, wake
 from fuligo.weights.checksum import weights_checksum
-from fuligo.weights.payload import encode_named_tensors
+from fuligo.weights.payload import shared_payload
 from tests import tiny
 
 
@@ -187,12 +187,14 @@ async def test_a_client_that_hangs_up_frees_its_row(http: httpx.AsyncClient) -> 
 
 async def test_weights_from_tensor_in_two_buckets(http: httpx.AsyncClient) -> None:
     newer = list(tiny.model(seed=1).named_parameters())
-    await post(http, "/update_weights_from_tensor", {"serialized_named_tensors": [encode_named_tensors(newer[:7])]})
+    with shared_payload(newer[:7]) as payload:
+        await post(http, "/update_weights_from_tensor", {"serialized_named_tensors": [payload]})
     assert (await http.get("/model_info")).json()["weight_version"] == "0"
     assert "unfinished" in await refused(http, "/continue_generation", {})
     early = asyncio.create_task(post(http, "/generate", body()))
     await until(http, num_waiting_reqs=1, num_running_reqs=0)
-    await post(http, "/update_weights_from_tensor", {"serialized_named_tensors": [encode_named_tensors(newer[7:])], "weight_version": "4"})
+    with shared_payload(newer[7:]) as payload:
+        await post(http, "/update_weights_from_tensor", {"serialized_named_tensors": [payload], "weight_version": "4"})
     assert (await early)["meta_info"]["weight_version"] == "4", "nothing is sampled from weights of two versions"
     checked = await post(http, "/weights_checker", {"action": "checksum"})
     assert (checked["num_tensors"], checked["num_bytes"], checked["checksum"]) == weights_checksum(newer)
@@ -209,8 +211,9 @@ async def test_weights_do_not_change_under_running_requests(http: httpx.AsyncCli
 
 async def test_bad_weights_leave_the_engine_as_it_was(http: httpx.AsyncClient, tmp_path: Path) -> None:
     before = await post(http, "/weights_checker", {"action": "checksum"})
-    wrong = [encode_named_tensors(list(tiny.model(layers=1).named_parameters()))]
-    assert "was not sent" in await refused(http, "/update_weights_from_tensor", {"serialized_named_tensors": wrong, "weight_version": "1"})
+    with shared_payload(list(tiny.model(layers=1).named_parameters())) as wrong:
+        content = {"serialized_named_tensors": [wrong], "weight_version": "1"}
+        assert "was not sent" in await refused(http, "/update_weights_from_tensor", content)
     assert "nowhere" in await refused(http, "/update_weights_from_disk", {"model_path": "/nowhere", "weight_version": "1"})
     assert "number" in await refused(http, "/update_weights_from_disk", {"model_path": "/nowhere", "weight_version": "new"})
     assert await post(http, "/weights_checker", {"action": "checksum"}) == before

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,21 +90,15 @@ def make_engine() -> Iterator[Any]:
 
 
 @pytest.fixture
-def send(tmp_path: Path) -> Callable[..., list[str]]:
+def send() -> Callable[..., list[str]]:
     def send(size: int, engines: list[tuple[Engine, tuple[int, ...]]]) -> list[str]:
         """What each of `size` ranks says of its send to the engines, which stand beside the ranks given with them."""
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         where = repr([(engine.url, ranks) for engine, ranks in engines])
-        # Files, not pipes: torch's shared memory daemon inherits them, and outlives the rank while a receiver knows it.
-        said = [tmp_path / f"rank-{rank}.txt" for rank in range(size)]
-        ranks: list[subprocess.Popen[bytes]] = []
-        for rank, file in enumerate(said):
-            with file.open("wb") as out:
-                command = [sys.executable, "-c", RANK, str(rank), str(size), str(store.port), where]
-                ranks.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT))
-        codes = [rank.wait(120) for rank in ranks]
-        texts = [file.read_text().strip() for file in said]
-        assert not any(codes), texts
+        commands = [[sys.executable, "-c", RANK, str(rank), str(size), str(store.port), where] for rank in range(size)]
+        ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for command in commands]
+        texts = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
+        assert not any(rank.returncode for rank in ranks), texts
         return [text.splitlines()[-1] for text in texts]
 
     return send

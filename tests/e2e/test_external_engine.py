@@ -1,0 +1,47 @@
+"""A run on an engine that somebody else runs: it gets the weights, and when the run has ended it is all that is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fuligo.engines.client import EngineClient
+from fuligo.engines.launch import EmbeddedEngineSettings, EngineProcess, launch_embedded
+from tests.e2e.conftest import Job, Start
+from tests.e2e.processes import alive, descendants, wait_until
+from tests.e2e.records import metrics
+
+
+@pytest.fixture
+def engine(checkpoint: Path, tmp_path: Path) -> Iterator[EngineProcess]:
+    settings = EmbeddedEngineSettings(str(checkpoint), tmp_path / "engine.txt", device="cpu", num_threads=1)
+    with asyncio.Runner() as runner:
+        engine = runner.run(launch_embedded(settings))
+        yield engine
+        runner.run(engine.stop())
+
+
+def weight_version(url: str) -> int:
+    async def ask() -> int:
+        client = EngineClient(url)
+        try:
+            return (await client.model_info()).weight_version
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("transport", ["tensor", "disk"])
+def test_nothing_stays_but_the_engine(transport: str, engine: EngineProcess, job: Job, start: Start, tmp_path: Path) -> None:
+    changes = {"embedded_num_threads": None, "rollout_external_engine_addrs": [engine.url.removeprefix("http://")]}
+    process = start(*job(**changes, num_rollout=10, update_weight_transport=transport, run_dir=tmp_path / "run"))
+    wait_until(lambda: len(metrics(tmp_path / "run")) >= 2 or process.poll() is not None, "two steps are recorded")
+    family = descendants(process.pid)
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    wait_until(lambda: not alive(family), "all processes of the run have ended", timeout_s=30)
+    assert weight_version(engine.url) == 10

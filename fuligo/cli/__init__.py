@@ -15,6 +15,7 @@ from fuligo.errors import ConfigError, FuligoError
 COMMANDS = {
     "quickstart": "GRPO with a tiny model, here and now: about a minute, no GPU",
     "train": "the job: fuligo train --config run.yaml, or flags, or both",
+    "eval": "a checkpoint on the evaluation data sets, without training; the same arguments",
     "plan": "what train would do to a cluster, without one: rules, layout, memory, time; the same arguments",
     "convert": "a checkpoint from one format to another: Hugging Face, distributed, FP8; or two compared",
     "view": "a page over run directories: curves, samples, time, health; live, or a report in one file",

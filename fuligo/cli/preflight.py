@@ -73,6 +73,26 @@ def preflight_problems(config: Config) -> list[str]:
     return [problem for check in checks for problem in check(config)]
 
 
+def evaluation_problems(config: Config) -> list[str]:
+    """The same for `fuligo eval`, which trains nothing."""
+    checks = (_served, _engines, _data, _places, hook_problems, _rewards)
+    return [problem for check in checks for problem in check(config)]
+
+
+def _served(config: Config) -> Iterator[str]:
+    """The weights that are evaluated."""
+    flags, model = config.checkpoint, config.model.hf_checkpoint
+    if model is not None:
+        yield from (f"--hf-checkpoint: {text}" for text in checkpoint_problems(Path(model)))
+    try:
+        found = resolve(Path(flags.load) if flags.load is not None else None, flags.ckpt_step)
+    except CheckpointError as error:
+        yield str(error)
+        return
+    if found is None and flags.load is not None:
+        yield f"--load {flags.load} holds no checkpoint to evaluate; drop it to evaluate --hf-checkpoint"
+
+
 def _megatron(config: Config) -> Iterator[str]:
     """What the Megatron trainer needs on this machine; on a cluster the nodes have the package, whatever this machine has."""
     if config.resolved_train_backend != "megatron":

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fuligo.config import Config
 
 if TYPE_CHECKING:
+    from fuligo.job.evaluation import Evaluated
     from fuligo.job.run import Outcome
+
+T = TypeVar("T")
 
 
 def run_job(config: Config) -> int:
@@ -40,7 +44,14 @@ def run(config: Config) -> Outcome:
     return asyncio.run(_until_terminated(run_config(config)))
 
 
-async def _until_terminated(work: Coroutine[Any, Any, Outcome]) -> Outcome:
+def evaluate(config: Config, run_dir: Path) -> Evaluated:
+    """`fuligo eval`; ends as a run does."""
+    from fuligo.job.evaluation import evaluate_config
+
+    return asyncio.run(_until_terminated(evaluate_config(config, run_dir)))
+
+
+async def _until_terminated(work: Coroutine[Any, Any, T]) -> T:
     task = asyncio.ensure_future(work)
     terminated = False
 

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING
 from fuligo.checkpoint.location import Checkpoint, WeightsOnly, nothing_left, resolve, weights_directory
 from fuligo.checkpoint.state import RunState
 from fuligo.checkpoint.store import CheckpointStore
-from fuligo.cluster.launcher import chosen_launcher, prepare_environment
-from fuligo.cluster.placement import place
+from fuligo.cluster.launcher import chosen_launcher
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
 from fuligo.config.hooks import hook_of
-from fuligo.config.topology import engine_groups
-from fuligo.errors import CheckpointError, ConfigError
+from fuligo.errors import CheckpointError
 from fuligo.job.engines import Engines, build_publisher, build_turns, launch_engines
 from fuligo.job.fleet import shares_devices
+from fuligo.job.join import join_cluster
 from fuligo.job.periodic import Evaluate, SaveCheckpoint, SaveDebugRollout, Schedule
 from fuligo.job.recorder import RunRecorder
 from fuligo.job.stream import Stream, StreamBuilder
@@ -99,24 +98,8 @@ async def run_config(config: Config) -> Outcome:
             origin.state.rng.restore()
         if chosen_launcher(config) == "local":
             return await _run(config, origin, directory, stack, None)
-        config, cluster = await _join_cluster(config, origin, directory, stack)
+        config, cluster = await join_cluster(config, [origin.initial_weights], directory, stack)
         return await _run(config, origin, directory, stack, cluster)
-
-
-async def _join_cluster(config: Config, origin: Origin, directory: RunDirectory, stack: AsyncExitStack) -> tuple[Config, RayCluster]:
-    """The cluster decides where `--device auto` computes."""
-    prepare_environment(several_nodes=len(place(config).node_sizes) > 1)
-    try:
-        from fuligo.cluster.cluster import open_cluster
-    except ImportError as error:
-        raise ConfigError("--launcher ray: the package ray is not installed; pip install 'fuligo[ray]'") from error
-
-    cluster = await open_cluster(config, stack, directory.path / "ray.txt")
-    assert config.model.hf_checkpoint is not None, "validated"
-    served = [Path(group.model_path) for group in engine_groups(config) if group.model_path is not None]
-    written = [directory.path, *([] if config.checkpoint.save is None else [Path(config.checkpoint.save)])]
-    await cluster.check_paths([origin.initial_weights, Path(config.model.hf_checkpoint), *served], written)
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": cluster.device})}), cluster
 
 
 async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: AsyncExitStack, cluster: RayCluster | None) -> Outcome:

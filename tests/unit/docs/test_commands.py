@@ -9,6 +9,8 @@ from types import ModuleType
 import pytest
 
 from fuligo.cli import convert_compare, convert_dist_to_hf, import_script, plan, quickstart, serve
+from fuligo.cli import eval as evaluation
+from fuligo.config import Config
 from fuligo.config.files import load_yaml
 from fuligo.config.hooks import hook_problems
 from fuligo.config.parse import parse
@@ -58,17 +60,31 @@ def make_files(page: Path, directory: Path) -> None:
             file.write_text(block.text)
 
 
-@pytest.mark.parametrize(("page", "arguments"), TRAIN)
-def test_fuligo_train(page: Path, arguments: list[str], reader_directory: Path):
-    """Flags are known and fit together, and hooks load; where the page leaves the configuration to the reader, flags are known."""
-    make_files(page, reader_directory)
+def whole_config(page: Path, arguments: list[str], directory: Path) -> Config | None:
+    """Of flags that are all known; None where the page leaves the configuration to the reader."""
+    make_files(page, directory)
     file = arguments.index("--config") + 1 if "--config" in arguments else None
     if file is None or Path(arguments[file]).exists():
-        config = parse(arguments).config
+        return parse(arguments).config
+    parse([*arguments[: file - 1], *arguments[file + 1 :]])
+    return None
+
+
+@pytest.mark.parametrize(("page", "arguments"), TRAIN)
+def test_fuligo_train(page: Path, arguments: list[str], reader_directory: Path):
+    """Flags are known and fit together, and hooks load."""
+    config = whole_config(page, arguments, reader_directory)
+    if config is not None:
         validate(config)
         assert list(hook_problems(config)) == []
-    else:
-        parse([*arguments[: file - 1], *arguments[file + 1 :]])
+
+
+@pytest.mark.parametrize(("page", "arguments"), commands_of_all_pages("fuligo", "eval"))
+def test_fuligo_eval(page: Path, arguments: list[str], reader_directory: Path):
+    config = whole_config(page, arguments, reader_directory)
+    if config is not None:
+        evaluation.check(config)
+        assert list(hook_problems(config)) == []
 
 
 @pytest.mark.parametrize(("page", "arguments"), commands_of_all_pages("fuligo", "plan"))

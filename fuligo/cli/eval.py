@@ -1,0 +1,108 @@
+"""`fuligo eval`: a checkpoint on the evaluation data sets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuligo.cli.not_yet import refuse
+from fuligo.config import Config
+from fuligo.config.help import asked_for_help, help_text
+from fuligo.config.parse import parse
+from fuligo.config.validate import findings, require_no_errors
+from fuligo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fuligo.job.evaluation import Evaluated
+
+OF_TRAINING = {"CFG-DATA-MISSING", "CFG-RUN-LENGTH"}
+"""Rules about what an evaluation does without: prompts to train on, and for how long."""
+_USAGE = """\
+fuligo eval [--config FILE] [--load DIR [--ckpt-step N]] [--flag VALUE ...]
+
+Samples and judges the data sets of --eval-prompt-data or --eval-config, as a run does between its steps, and prints what it found.
+The weights are those of the newest checkpoint of --load, or of --ckpt-step; without --load those of --hf-checkpoint.
+Takes the arguments of fuligo train; what only training needs may be left out. Metrics and every sample go to --run-dir
+(default runs/eval-<time>), which must be new.
+
+More: docs/rollout.md; the flags: fuligo train --help
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """
+    Raises:
+        FuligoError: bad input (exit code 2) or a failure at run time (1); the caller shows it.
+    """
+    topic = asked_for_help(arguments)
+    if topic is not None:
+        print(help_text(topic) if topic else _USAGE, end="")
+        return 0
+    parsed = parse(arguments)
+    check(parsed.config)
+    config = without_training(parsed.config)
+
+    # Imports cost time: what help and wrong flags do not need comes only now.
+    from fuligo.cli.console import show_warning
+    from fuligo.cli.preflight import evaluation_problems
+
+    for warning in parsed.warnings:
+        show_warning(warning)
+    problems = evaluation_problems(config)
+    if problems:
+        raise ConfigError(*problems)
+    os.environ.update(config.cluster.env)
+    from fuligo.job import evaluate
+
+    _show(evaluate(config, run_directory(config, datetime.now())))
+    return 0
+
+
+def check(config: Config) -> None:
+    """
+    Raises:
+        ConfigError: flags do not fit together, or there is nothing to evaluate
+    """
+    require_no_errors([finding for finding in findings(config) if finding.id not in OF_TRAINING], config)
+    if not config.has_eval:
+        raise ConfigError("there is nothing to evaluate: give --eval-prompt-data or --eval-config")
+    if config.engine.rollout_external_engine_addrs and config.checkpoint.load is not None:
+        raise ConfigError(
+            f"--load {config.checkpoint.load}: engines that run already (--rollout-external-engine-addrs) are evaluated with the weights "
+            "that they have; drop one of the two"
+        )
+    refuse(config)
+
+
+def without_training(config: Config) -> Config:
+    """The same evaluation, without what belongs to training alone."""
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"prompt_data": None}),
+            "checkpoint": config.checkpoint.model_copy(update={"save": None}),
+            "debug": config.debug.model_copy(update={"debug_train_only": False}),
+        }
+    )
+
+
+def run_directory(config: Config, started: datetime) -> Path:
+    """`--name` names the run that the arguments are of, not its evaluation."""
+    given = config.observability.run_dir
+    return Path(given) if given is not None else Path("runs") / f"eval-{started:%Y-%m-%d-%H%M%S}"
+
+
+def _show(evaluated: Evaluated) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table("data set", "metric", "value", box=None, pad_edge=False)
+    table.columns[-1].justify = "right"
+    for key, value in evaluated.evaluation.metrics.items():
+        _, data_set, metric = key.split("/", 2)
+        table.add_row(data_set, metric, f"{value:.4g}")
+    console.print(table)
+    console.print(f"weights: {evaluated.weights.directory}\nrun directory: {evaluated.run_dir}", markup=False)

@@ -1,0 +1,112 @@
+"""One evaluation: engines that serve a checkpoint, the data sets, their metrics. Nothing is trained."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from fuligo.checkpoint.location import Checkpoint, WeightsOnly, is_distributed, resolve, weights_of
+from fuligo.cluster.launcher import chosen_launcher
+from fuligo.config import Config
+from fuligo.engines.group import EngineGroup
+from fuligo.job.engines import launch_engines
+from fuligo.job.join import join_cluster
+from fuligo.observability.run_directory import RunDirectory
+from fuligo.rollout.build import build_evaluator, build_generate
+from fuligo.rollout.evaluate import Evaluation, Evaluator
+from fuligo.rollout.rewards import reward_runner
+
+
+@dataclass(slots=True, frozen=True)
+class EvaluatedWeights:
+    """What is evaluated."""
+
+    directory: Path
+    """A Hugging Face directory, or a distributed checkpoint."""
+    num_rollouts: int
+    """Complete ones behind the checkpoint; 0 for weights that are no run's."""
+
+    @classmethod
+    def find(cls, config: Config) -> EvaluatedWeights:
+        """Of `--load` the newest checkpoint or that of `--ckpt-step`; without it the model of `--hf-checkpoint`.
+
+        Raises:
+            CheckpointError: it is damaged
+        """
+        load = config.checkpoint.load
+        match resolve(Path(load) if load is not None else None, config.checkpoint.ckpt_step):
+            case Checkpoint(directory=directory, iteration=iteration):
+                return cls(weights_of(directory), iteration)
+            case WeightsOnly(directory=directory):
+                return cls(directory, 0)
+            case None:
+                assert config.model.hf_checkpoint is not None and load is None, "validated"
+                return cls(Path(config.model.hf_checkpoint), 0)
+
+
+@dataclass(slots=True, frozen=True)
+class Evaluated:
+    """What an evaluation gave."""
+
+    run_dir: Path
+    weights: EvaluatedWeights
+    evaluation: Evaluation
+
+
+async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
+    """
+    Args:
+        run_dir: new or empty; gets the metrics and every sample, as a run's evaluations are recorded
+
+    Raises:
+        FuligoError: what went wrong, with the fix in its text
+    """
+    weights = EvaluatedWeights.find(config)
+    async with AsyncExitStack() as stack:
+        directory = RunDirectory.create(run_dir, config, resume=False)
+        stack.callback(directory.close)
+        model = _hugging_face(weights.directory, directory.path / "hf", stack)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"hf_checkpoint": str(model)})})
+        cluster = None
+        if chosen_launcher(config) == "ray":
+            config, cluster = await join_cluster(config, [], directory, stack)
+        engines = await launch_engines(config, directory, stack, cluster)
+        assert engines is not None, "there is something to evaluate"
+        await stack.enter_async_context(engines.watched(None))
+        evaluator = _evaluator(config.served_at(engines.urls), engines.group, stack)
+        with directory.trace.phase("eval", weights.num_rollouts):
+            evaluation = await evaluator.evaluate()
+        record = dict(evaluation.metrics)
+        directory.write_evaluation(weights.num_rollouts, evaluation.groups, record, reward_key=config.resolved_eval_reward_key)
+        return Evaluated(directory.path, weights, evaluation)
+
+
+def _hugging_face(weights: Path, target: Path, stack: AsyncExitStack) -> Path:
+    """What engines read: the weights themselves, or made of them at `target`, for as long as the stack is open."""
+    if not is_distributed(weights):
+        return weights
+    from fuligo.checkpoint.dist_to_hf import dist_to_hf
+
+    stack.callback(shutil.rmtree, target, ignore_errors=True)
+    dist_to_hf(weights, target)
+    return target
+
+
+def _evaluator(config: Config, engines: EngineGroup, stack: AsyncExitStack) -> Evaluator:
+    """
+    Raises:
+        ConfigError, DataError, HookError: a data set or its settings are wrong
+    """
+    from transformers import AutoTokenizer
+
+    assert config.model.hf_checkpoint is not None, "validated"
+    tokenizer = AutoTokenizer.from_pretrained(config.model.hf_checkpoint)
+    reward = reward_runner(config)
+    stack.push_async_callback(reward.close)
+    generate = build_generate(config, engines=engines, tokenizer=tokenizer, policy_version=lambda: 0)
+    evaluator = build_evaluator(config, engines=engines, tokenizer=tokenizer, generate=generate, reward=reward)
+    assert evaluator is not None, "there is something to evaluate"
+    stack.push_async_callback(evaluator.close)
+    return evaluator

@@ -1,0 +1,44 @@
+"""A run joins its Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuligo.cluster.launcher import prepare_environment
+from fuligo.cluster.placement import place
+from fuligo.config import Config
+from fuligo.config.topology import engine_groups
+from fuligo.errors import ConfigError
+from fuligo.observability.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from fuligo.cluster.cluster import RayCluster
+
+
+async def join_cluster(
+    config: Config, weights: Sequence[Path], directory: RunDirectory, stack: AsyncExitStack
+) -> tuple[Config, RayCluster]:
+    """The cluster decides where `--device auto` computes.
+
+    Args:
+        weights: what its nodes read beside the models of the engines
+        stack: leaves it
+
+    Raises:
+        ConfigError: there is no cluster, it has not got what the run takes, or a node does not see the files
+    """
+    prepare_environment(several_nodes=len(place(config).node_sizes) > 1)
+    try:
+        from fuligo.cluster.cluster import open_cluster
+    except ImportError as error:
+        raise ConfigError("--launcher ray: the package ray is not installed; pip install 'fuligo[ray]'") from error
+
+    cluster = await open_cluster(config, stack, directory.path / "ray.txt")
+    assert config.model.hf_checkpoint is not None, "validated"
+    served = [Path(group.model_path) for group in engine_groups(config) if group.model_path is not None]
+    written = [directory.path, *([] if config.checkpoint.save is None else [Path(config.checkpoint.save)])]
+    await cluster.check_paths([*weights, Path(config.model.hf_checkpoint), *served], written)
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": cluster.device})}), cluster

@@ -1,0 +1,62 @@
+"""`fuligo eval` finds what the run found that made the checkpoint, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.e2e.command import REPOSITORY, fail, succeed
+from tests.e2e.records import evaluations
+
+ASSETS = REPOSITORY / "fuligo" / "quickstart" / "assets"
+MODEL = ASSETS / "model"
+HELD_OUT = ["--eval-prompt-data", "sums", ASSETS / "test.jsonl", "hard", f"{ASSETS / 'test.jsonl'}@[8:16]"]
+TASK = ["--config", ASSETS / "config.yaml", "--hf-checkpoint", MODEL, *HELD_OUT]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run of two rollouts that evaluates and saves after each."""
+    run_dir = tmp_path_factory.mktemp("runs") / "run"
+    intervals = ["--num-rollout", 2, "--eval-interval", 1, "--save-interval", 1]
+    succeed("train", *TASK, *intervals, "--prompt-data", ASSETS / "train.jsonl", "--run-dir", run_dir, "--progress", "plain")
+    return run_dir
+
+
+def answers(directory: Path, num_rollouts: int) -> list[dict]:
+    columns = ["dataset", "index", "response_ids", "engine_logprobs", "reward"]
+    return pq.read_table(directory / "eval" / f"eval_{num_rollouts:06d}.parquet", columns=columns).to_pylist()
+
+
+@pytest.mark.parametrize("num_rollouts", [0, 1, 2])
+def test_it_is_the_evaluation_of_the_run(num_rollouts: int, run_dir: Path, tmp_path: Path) -> None:
+    """Of the model that it began with, of an earlier checkpoint, of the newest."""
+    weights = {0: [], 1: ["--load", run_dir / "checkpoints", "--ckpt-step", 1], 2: ["--load", run_dir / "checkpoints"]}[num_rollouts]
+    shown = succeed("eval", *TASK, *weights, "--run-dir", tmp_path / "eval")
+    found = evaluations(tmp_path / "eval")
+    assert found == [evaluations(run_dir)[num_rollouts]]
+    assert answers(tmp_path / "eval", num_rollouts) == answers(run_dir, num_rollouts)
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["sums", "mean@2", f"{found[0]['eval/sums/mean@2']:.4g}"] in rows
+    assert ["hard", "pass@2", f"{found[0]['eval/hard/pass@2']:.4g}"] in rows
+
+
+def test_the_configuration_of_a_run_evaluates_its_checkpoints(run_dir: Path, tmp_path: Path) -> None:
+    """Nothing is added to the run."""
+    before = sorted(run_dir.rglob("*"))
+    succeed("eval", "--config", run_dir / "config.yaml", "--load", run_dir / "checkpoints", "--run-dir", tmp_path / "eval")
+    assert evaluations(tmp_path / "eval") == evaluations(run_dir)[2:]
+    said = fail(2, "eval", "--config", run_dir / "config.yaml", "--load", run_dir / "checkpoints", "--run-dir", run_dir)
+    assert f"--run-dir {run_dir} holds a run" in said
+    assert sorted(run_dir.rglob("*")) == before
+
+
+@pytest.mark.megatron
+def test_a_distributed_checkpoint_is_evaluated(run_dir: Path, tmp_path: Path) -> None:
+    """What engines read is made of it, and is gone afterwards."""
+    succeed("convert", "hf-to-dist", "--hf-checkpoint", MODEL, "--save", tmp_path / "dist")
+    succeed("eval", *TASK, "--load", tmp_path / "dist", "--run-dir", tmp_path / "eval")
+    assert answers(tmp_path / "eval", 0) == answers(run_dir, 0)
+    assert not list((tmp_path / "eval").rglob("*.safetensors"))

@@ -1,0 +1,74 @@
+"""What `fuligo eval` refuses before anything starts, and where it writes."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from fuligo.cli import eval as command
+from fuligo.config import Config
+from fuligo.config.parse import parse
+from fuligo.errors import ConfigError
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def given(checkpoint: Path, tmp_path: Path) -> list[str]:
+    """What an evaluation needs, and nothing of training."""
+    (tmp_path / "test.jsonl").write_text('{"input": "1 + 1", "label": "2"}\n')
+    flags = {"hf_checkpoint": checkpoint, "eval_prompt_data": tmp_path / "test.jsonl", "label_key": "label", "rm_type": "deepscaler"}
+    return [str(part) for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", value)]
+
+
+def refused(*arguments: object) -> str:
+    with pytest.raises(ConfigError) as error:
+        command.main([str(argument) for argument in arguments])
+    return str(error.value)
+
+
+def test_help_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--help"]) == 0
+    assert "--load" in capsys.readouterr().out
+
+
+def test_nothing_to_evaluate(checkpoint: Path) -> None:
+    said = refused("--hf-checkpoint", checkpoint, "--rm-type", "random")
+    assert said == "there is nothing to evaluate: give --eval-prompt-data or --eval-config"
+
+
+def test_what_a_run_of_training_would_be_refused_for_is_refused(given: list[str]) -> None:
+    assert "did you mean" in refused(*given, "--eval-temprature", 1)
+    assert "--rm-type nonsense is not a built-in reward" in refused(*given, "--rm-type", "nonsense")
+    assert "--hf-checkpoint is missing" in refused(*given[2:])
+
+
+def test_a_load_without_a_checkpoint(given: list[str], tmp_path: Path) -> None:
+    """Nobody is to take the model that training began with for what it made."""
+    assert f"--load {tmp_path}/none holds no checkpoint to evaluate" in refused(*given, "--load", tmp_path / "none")
+
+
+def test_every_problem_on_disk_is_named(given: list[str], tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").write_text("{")
+    said = refused(*given[:-2], "--custom-rm-path", "no.such", "--load", tmp_path / "none")
+    assert all(part in said for part in ("evaluation data set aime", "--load", "no.such"))
+
+
+def test_engines_of_others_have_the_weights_that_they_have(given: list[str], tmp_path: Path) -> None:
+    said = refused(*given, "--rollout-external-engine-addrs", "127.0.0.1:30000", "--load", tmp_path)
+    assert "are evaluated with the weights that they have; drop one of the two" in said
+
+
+def test_the_name_of_a_run_is_not_that_of_its_evaluation(given: list[str]) -> None:
+    def directory(*more: str) -> Path:
+        config: Config = parse([*given, *more]).config
+        return command.run_directory(config, datetime(2026, 1, 2, 3, 4, 5))
+
+    assert directory("--name", "mine") == Path("runs/eval-2026-01-02-030405")
+    assert directory("--run-dir", "there") == Path("there")

@@ -106,12 +106,13 @@ def trainer_efficiency(subject: Subject, shape: TrainerShape) -> float:
     """Of the GPU's dense bf16 peak, the pipeline's bubble apart."""
     if not shape.is_megatron:
         return speeds.TORCH_TRAINER
-    factor = speeds.DENSE_ONE_GPU
+    factor, has_experts = speeds.DENSE_ONE_GPU, subject.architecture.experts is not None
     for applies, share in (
         (shape.tp > 1, speeds.WITH_TP),
         (shape.cp > 1, speeds.WITH_CP),
         (shape.pp > 1, speeds.WITH_PP),
-        (subject.architecture.experts is not None, speeds.WITH_EXPERTS),
+        (has_experts, speeds.WITH_EXPERTS),
+        (has_experts and shape.ep > 1, speeds.WITH_EP),
     ):
         factor *= share if applies else 1
     return factor

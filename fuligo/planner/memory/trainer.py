@@ -233,8 +233,8 @@ def _communication(subject: Subject, shape: TrainerShape) -> Iterator[MemoryItem
     has_experts, is_tied = subject.architecture.experts is not None, subject.architecture.head is None
     sizes = {
         "TP": (shape.tp, collective),
-        "CP": (shape.cp, collective if flags.allgather_cp else point_to_point),
-        "PP": (shape.pp, point_to_point),
+        "CP": (shape.cp, collective if flags.allgather_cp else point_to_point + collective),  # log-probabilities are gathered
+        "PP": (shape.pp, point_to_point + collective),  # activations; and weights on their way to the engines
         "DP x CP": (shape.shards_dense_optimizer, collective),
         "EP": (1 if deepep else shape.ep, collective if flags.moe_token_dispatcher_type == "allgather" else point_to_point),
         "experts' TP x EP": (shape.etp * shape.ep if has_experts else 1, collective),

@@ -1,4 +1,4 @@
-"""The plan of the Megatron trainer beside peaks that were measured (`benchmarks/training.py`, H200s): not too low, within a tenth."""
+"""The plan of the Megatron trainer beside runs that were measured (`benchmarks/training.py`, H200s): memory and speed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from fuligo.planner.layout import make_layout
 from fuligo.planner.memory import memory_bars
 from fuligo.planner.plan import MemoryBar
 from fuligo.planner.subject import Subject
+from fuligo.planner.trainer_shape import trainer_shape
+from fuligo.planner.training_time import trainer_efficiency
 from tests.unit.planner.subjects import CPU_ADAM, EXAMPLES
 
 TOLERANCE = 0.10
@@ -47,19 +49,21 @@ class Measured:
     """What the process held of the GPU at most."""
     tensors_gib: tuple[float, ...]
     """Tensors at most."""
+    tflops: float | None = None
+    """Of a GPU; None where the step is bound by something that the plan counts apart, or by memory."""
 
 
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 TP2_EP2 = f"{TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {ALLTOALL}"
 MEASURED = {
-    "dense": Measured("qwen3-4b", 36, 1, 12288, "", (130.0,), (120.0,)),
+    "dense": Measured("qwen3-4b", 36, 1, 12288, "", (130.0,), (120.0,), tflops=448),
     "dense-cpu-adam": Measured("qwen3-4b", 36, 1, 12288, CPU_ADAM, (84.9,), (75.0,)),
-    "dense-12": Measured("qwen3-4b", 12, 1, 16384, "", (60.55,), (54.26,)),
-    "dense-tp2": Measured("qwen3-4b", 36, 2, 16384, TP2, (75.04,), (67.78,)),
-    "dense-dp4": Measured("qwen3-4b", 36, 4, 12288, "", (93.16,), (86.25,)),
+    "dense-12": Measured("qwen3-4b", 12, 1, 16384, "", (60.55,), (54.26,), tflops=425),
+    "dense-tp2": Measured("qwen3-4b", 36, 2, 16384, TP2, (75.04,), (67.78,), tflops=354),
+    "dense-dp4": Measured("qwen3-4b", 36, 4, 12288, "", (93.16,), (86.25,), tflops=402),
     "moe": Measured("qwen3-30b-a3b", 9, 1, 16384, ALLTOALL, (134.74,), (127.72,)),
-    "mla": Measured("glm4.7-flash", 6, 1, 16384, ALLTOALL, (90.4,), (84.4,)),
-    "mla-tp2-ep2": Measured("glm4.7-flash", 6, 2, 16384, TP2_EP2, (50.04,), (42.61,)),
+    "mla": Measured("glm4.7-flash", 6, 1, 16384, ALLTOALL, (90.4,), (84.4,), tflops=226),
+    "mla-tp2-ep2": Measured("glm4.7-flash", 6, 2, 16384, TP2_EP2, (50.04,), (42.61,), tflops=136),
 }
 """As `benchmarks/training.py` names them; docs/planner-model.md has the same table."""
 
@@ -96,3 +100,10 @@ def test_tensors(case: str) -> None:
     for bar, measured in zip(trainer_bars(run), run.tensors_gib, strict=True):
         planned = sum(item.num_bytes for item in bar.items if item.name not in BESIDE_TENSORS) / GIB
         assert planned == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("case", [case for case, run in MEASURED.items() if run.tflops is not None])
+def test_speeds(case: str) -> None:
+    subject = subject_of(MEASURED[case])
+    planned = trainer_efficiency(subject, trainer_shape(subject.config)) * subject.gpu.bf16_flops / 1e12
+    assert planned == pytest.approx(MEASURED[case].tflops, rel=0.15)

@@ -19,6 +19,8 @@ from fuligo.planner.text_bars import Palette, span_bar, stacked_bar
 
 _MAX_WIDTH = 120
 _MIN_BAR = 10
+_SHOWN_SHARE = 0.001
+"""Of the host's memory; with less than that there is nothing to see or to worry about."""
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow"}
 
 
@@ -118,7 +120,7 @@ def _labelled(label: str, text: str) -> Text:
 
 
 def _memory(bars: Sequence[MemoryBar], width: int, coloured: bool) -> Iterator[Text]:
-    bars = _alike_merged(bars)
+    bars = _alike_merged([bar for bar in bars if _is_gpu(bar) or _SHOWN_SHARE * bar.capacity_bytes <= bar.used_bytes])
     palette = Palette((item.name for bar in bars for item in bar.items if item.num_bytes), coloured=coloured)
     labels = [f"{bar.owner}, {count(bar.num_gpus, 'GPU')}" if _is_gpu(bar) else f"{bar.owner}, fullest node" for bar in bars]
     figures = [_figures(bar) for bar in bars]

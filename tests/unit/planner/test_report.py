@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -64,6 +65,15 @@ def test_memory_that_fits_and_memory_that_does_not():
     text = words(report(plan_of_64()))
     assert "88.0 of 80.0 GiB, 8.0 GiB too much" in text
     assert "69.8 of 80.0 GiB, 10.2 GiB free" in text
+
+
+def test_a_host_with_next_to_nothing_has_no_line():
+    plan = plan_of_256()
+    small = replace(
+        plan, memory=tuple(bar if bar.owner != "host" else replace(bar, capacity_bytes=10_000 * bar.used_bytes) for bar in plan.memory)
+    )
+    assert "host, fullest node" in report(plan)
+    assert "host" not in report(small)
 
 
 def test_step_phase_by_phase():

@@ -46,8 +46,11 @@ def main(arguments: Sequence[str]) -> int:
     config = without_training(parsed.config)
 
     # Imports cost time: what help and wrong flags do not need comes only now.
+    from rich.console import Console
+
     from fuligo.cli.console import show_warning
     from fuligo.cli.preflight import evaluation_problems
+    from fuligo.observability.console_warnings import warnings_shown_on
 
     for warning in parsed.warnings:
         show_warning(warning)
@@ -57,7 +60,9 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.update(config.cluster.env)
     from fuligo.job import evaluate
 
-    _show(evaluate(config, run_directory(config, datetime.now())))
+    with warnings_shown_on(Console(stderr=True)):
+        evaluated = evaluate(config, run_directory(config, datetime.now()))
+    _show(evaluated)
     return 0
 
 

@@ -105,7 +105,7 @@ class ServerProcess:
     def _ending(self) -> str:
         code = self._process.returncode
         if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
-            return "was killed, often for want of memory"
+            return "was killed, for want of memory or by itself after an error"
         return f"ended with exit code {code}"
 
 

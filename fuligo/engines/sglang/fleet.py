@@ -131,20 +131,25 @@ class Fleet:
         """After a call failed: who does not answer gets the time to end, and to say why. Nothing where the dead are restarted.
 
         Raises:
-            EngineError: an engine or the router has ended; carries the last lines of its log
+            EngineError: an engine does not answer, or it or the router has ended: then with the last lines of its log
         """
         if self._settings.restart:
             return
-        await asyncio.gather(*(self._wait_for_end(server) for server in self.servers))
-        for server in self.servers:
+        answering = await asyncio.gather(*(self._answers_or_ends(server) for server in self.servers))
+        for server, answers in zip(self.servers, answering, strict=True):
             server.check_alive()
+            if not answers:
+                raise _does_not_answer(server)
         self.router.process.check_alive()
 
-    async def _wait_for_end(self, server: Server) -> None:
+    async def _answers_or_ends(self, server: Server) -> bool:
         with suppress(TimeoutError):
             async with asyncio.timeout(ENDING_S):
-                while server.alive and not await server.answers(ENDING_S):  # noqa: ASYNC110  # nothing tells but asking
+                while server.alive:
+                    if await server.answers(ENDING_S):
+                        return True
                     await asyncio.sleep(WATCH_S)
+        return False
 
     async def admit(self, clients: Sequence[EngineClient]) -> None:
         """They have the current weights: requests may reach them."""
@@ -180,10 +185,7 @@ class Fleet:
         """
         if not self._settings.restart:
             engine.server.check_alive()
-            raise EngineError(
-                f"{engine.server.settings.name} ({engine.server.url}) does not answer; its log is {engine.server.settings.log_file}. "
-                "Resume from the last checkpoint; with --use-fault-tolerance it would have been restarted."
-            )
+            raise _does_not_answer(engine.server)
         engine.num_restarts += 1
         if engine.num_restarts > MAX_RESTARTS:
             engine.server.check_alive()
@@ -274,6 +276,13 @@ class _Engine:
         if self.restart is not None and self.restart.done() and not self.restart.cancelled():
             self.restart.result()
         return self.restart is not None
+
+
+def _does_not_answer(server: Server) -> EngineError:
+    return EngineError(
+        f"{server.settings.name} ({server.url}) does not answer; its log is {server.settings.log_file}. "
+        "Resume from the last checkpoint; with --use-fault-tolerance it would have been restarted."
+    )
 
 
 def _client(settings: FleetSettings, server: ServerSettings, *, start: int) -> EngineClient:

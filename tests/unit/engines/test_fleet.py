@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -137,6 +138,16 @@ async def test_an_engine_that_is_about_to_end_is_waited_for(routers: list[Script
     await fleet.check_alive()
     crash(fleet.servers[1])
     with pytest.raises(EngineError, match="engine 1 is gone"):
+        await fleet.check_alive()
+
+
+async def test_an_engine_that_neither_answers_nor_ends_is_named(
+    routers: list[ScriptedRouter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "ENDING_S", 0.05)
+    fleet = await fleet_of(["regular", "regular"], tmp_path / "log", restart=False)
+    monkeypatch.setattr(fleet.servers[0], "answers", AsyncMock(return_value=False))
+    with pytest.raises(EngineError, match=r"engine 0 .* does not answer; its log is"):
         await fleet.check_alive()
 
 

@@ -11,6 +11,7 @@ from fuligo.config.findings import Change, Severity
 from fuligo.config.rules.cluster import SHARED_FRACTION
 from fuligo.config.rules.rule import drop, put
 from fuligo.config.topology import EngineGroupSpec
+from fuligo.planner.quantities import count
 from fuligo.planner.rules.numbers import divisors, nearest_first
 from fuligo.planner.rules.parallel import trainer_gpus
 from fuligo.planner.rules.rule import Broken, Fix, rule
@@ -183,7 +184,7 @@ def separate_gpus_take_turns(subject: Subject) -> Iterator[Broken]:
     if together % config.cluster.actor_num_nodes == 0 and together <= config.cluster.actor_num_nodes * config.cluster.num_gpus_per_node:
         fixes = ((*shared, Change(("sglang", "mem_fraction_static"), SHARED_FRACTION)), *fixes)
     yield Broken(
-        f"the trainer takes {trainer} GPUs and the engines {engines} others (--rollout-num-gpus), {together} in all and none shared: "
+        f"the trainer takes {count(trainer, 'GPU')} and the engines {engines} others (--rollout-num-gpus), {together} in all and none shared: "
         "in the sync mode one side idles while the other works; --colocate shares them, --async-mode one-step uses both at a time",
         fixes,
     )

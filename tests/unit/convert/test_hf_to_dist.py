@@ -109,6 +109,14 @@ def test_the_tool_plans_for_the_processes_of_torchrun_and_speaks_once():
     assert (other.returncode, other.stdout, other.stderr) == (0, "", "")
 
 
+def test_the_plan_counts_in_words_and_units_that_fit():
+    _, model, layout, size = describe(plan_hf_to_dist(paths(GLM4), 1))
+    assert model == "glm4, 9.40 B parameters in 40 layers"
+    assert layout.startswith("1 process: TP 1, PP 1, ") and size.startswith("each writes about 17.5 GiB; ")
+    _, model, layout, size = describe(plan_hf_to_dist(paths(GLM4), 4))
+    assert layout.startswith("4 processes: ") and size.startswith("each writes about 4.4 GiB; ")
+
+
 def test_a_checkpoint_without_weights_is_not_converted(tmp_path: Path):
     result = run_tool("--hf-checkpoint", str(GLM4), "--save", str(tmp_path / "out"))
     assert result.returncode == 2

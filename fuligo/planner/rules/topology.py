@@ -184,8 +184,8 @@ def separate_gpus_take_turns(subject: Subject) -> Iterator[Broken]:
     if together % config.cluster.actor_num_nodes == 0 and together <= config.cluster.actor_num_nodes * config.cluster.num_gpus_per_node:
         fixes = ((*shared, Change(("sglang", "mem_fraction_static"), SHARED_FRACTION)), *fixes)
     yield Broken(
-        f"the trainer takes {count(trainer, 'GPU')} and the engines {engines} others (--rollout-num-gpus), {together} in all and none shared: "
-        "in the sync mode one side idles while the other works; --colocate shares them, --async-mode one-step uses both at a time",
+        f"the trainer takes {count(trainer, 'GPU')} and the engines {engines} others (--rollout-num-gpus), {together} in all and none "
+        "shared: in the sync mode one side idles while the other works; --colocate shares them, --async-mode one-step uses both at a time",
         fixes,
     )
 

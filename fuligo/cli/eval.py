@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
     with warnings_shown_on(Console(stderr=True)):
         evaluated = evaluate(config, run_directory(config, datetime.now()))
-    _show(evaluated)
+    _show(evaluated, of_others=bool(config.engine.rollout_external_engine_addrs))
     return 0
 
 
@@ -99,7 +99,11 @@ def run_directory(config: Config, started: datetime) -> Path:
     return Path(given) if given is not None else Path("runs") / f"eval-{started:%Y-%m-%d-%H%M%S}"
 
 
-def _show(evaluated: Evaluated) -> None:
+def _show(evaluated: Evaluated, *, of_others: bool) -> None:
+    """
+    Args:
+        of_others: somebody else runs the engines
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -110,4 +114,5 @@ def _show(evaluated: Evaluated) -> None:
         _, data_set, metric = key.split("/", 2)
         table.add_row(data_set, metric, f"{value:.4g}")
     console.print(table)
-    console.print(f"weights: {evaluated.weights.directory}\nrun directory: {evaluated.run_dir}", markup=False)
+    weights = "those that the engines have" if of_others else evaluated.weights.directory
+    console.print(f"weights: {weights}\nrun directory: {evaluated.run_dir}", markup=False)

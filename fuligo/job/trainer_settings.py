@@ -131,7 +131,8 @@ def _engine_format(config: Config) -> EngineFormat:
     try:
         served = servable_config(str(directory))
     except FuligoError as error:
-        raise ConfigError(f"the embedded engine does not serve {directory}, give --rollout-backend sglang: {error}") from error
+        fix = "--rollout-backend sglang" + (" --train-backend megatron" if config.resolved_train_backend == "torch" else "")
+        raise ConfigError(f"the embedded engine does not serve --hf-checkpoint {directory}, give {fix}: {error}") from error
     return EngineFormat(left_out=prediction_prefixes(served.to_dict()))
 
 

@@ -24,7 +24,8 @@ def load_config(path: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--model-path {path}: config.json is not understood: {error}") from error
+        reason = str(error).partition("\n\n")[0]  # transformers goes on with how to upgrade it
+        raise ConfigError(f"--model-path {path}: config.json is not understood: {reason}") from error
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase | None:

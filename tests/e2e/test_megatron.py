@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fuligo.checkpoint.compare import compare
 from fuligo.checkpoint.location import newest_iteration
-from tests.e2e.command import REPOSITORY, fail, fuligo, succeed
+from tests import tiny
+from tests.e2e.command import REPOSITORY, fail, fuligo, succeed, train_command
 from tests.e2e.conftest import Job
 from tests.e2e.records import TOKENS, checkpoint, metrics, sample_rows
+from tests.megatron.checkpoints import save_uneven
+from tests.megatron.prediction_fixture import PredictingModel
 
 pytestmark = pytest.mark.megatron
 
@@ -38,6 +42,36 @@ def test_it_learns_and_the_engine_has_its_weights(tmp_path: Path) -> None:
     assert max(record["train/logprob_abs_diff"] for record in records) < 1e-4
     rewards = [record["rollout/reward_mean"] for record in records]
     assert sum(rewards[-2:]) / 2 > rewards[0] + 0.2
+
+
+def save_qwen3_moe(directory: Path) -> None:
+    save_uneven(directory, "qwen3_moe")
+
+
+def save_glm4_moe_lite(directory: Path) -> None:
+    """With latent attention, corrections of routers' scores, and a prediction layer, which the engine has not."""
+    PredictingModel.random("glm4_moe_lite").save(directory)
+
+
+@pytest.mark.parametrize(
+    ("save", "flags"),
+    [
+        (save_qwen3_moe, {}),
+        (save_glm4_moe_lite, {"mtp_num_layers": 1, "enable_mtp_training": True, "moe_router_bias_update_rate": 0.01}),
+    ],
+)
+def test_the_engine_has_the_weights_of_a_mixture(
+    prompts: Path, tmp_path: Path, save: Callable[[Path], None], flags: dict[str, object]
+) -> None:
+    """From ranks that share matrices and experts; the checksums of each publish are compared."""
+    (model := tmp_path / "model").mkdir()
+    save(model)
+    tiny.tokenizer().save_pretrained(model)
+    layout = {**TP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, **flags}
+    succeed(*train_command(model, prompts, **layout, check_weight_update_equal=True, run_dir=tmp_path / "run"))
+    records = metrics(tmp_path / "run")
+    assert [record["step"] for record in records] == [0, 1, 2]
+    assert max(record["train/logprob_abs_diff"] for record in records) < 1e-4
 
 
 @pytest.mark.slow  # tests/megatron/test_checkpoint.py has the same of the trainer alone, the test below a resumed run

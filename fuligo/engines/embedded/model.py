@@ -112,7 +112,7 @@ def servable_config(path: str) -> Any:
     if kind in BATCH_DEPENDENT_ROPE:
         raise EngineError(f"rope_type {kind!r} depends on the longest sequence of a batch; the embedded engine does not serve it")
     if layers := unpackable_layers(config):
-        raise EngineError(f"{config.model_type}: the embedded engine does not serve layers of type {', '.join(layers)}")
+        raise EngineError(f"{config.model_type} has layers of type {', '.join(layers)}, which the embedded engine does not serve")
     return config
 
 

@@ -71,6 +71,8 @@ def test_what_the_embedded_engine_cannot_serve_is_refused_before_it_starts(tmp_p
     (tmp_path / "config.json").write_text(json.dumps(config_json | {"model_type": family}))
     with pytest.raises(ConfigError, match=f"--rollout-backend sglang: .*{cause}"):
         settings_of(tmp_path, tmp_path, *EMBEDDED_MEGATRON)
+    with pytest.raises(ConfigError, match="--rollout-backend sglang --train-backend megatron: "):
+        settings_of(tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,16 @@ async def test_where_all_die_the_publish_waits_for_one_that_comes_back(open_worl
     async with open_world(transport, {0: fault, 1: fault}, num_engines=2) as world:
         world.trainer.set(a=1.0)
         assert await world.publisher.publish() == 1
+        assert world.fleet.group.clients
         await world.assert_all_serve(1)
+
+
+@pytest.mark.parametrize("transport", ["tensor", "gloo"])
+async def test_who_came_back_and_refuses_is_not_lost(open_world: Open, transport: Transport) -> None:
+    async with open_world(transport, {0: Fault(CALL[transport], "dies")}, num_engines=1) as world:
+        plan(world.fleet.servers[0].settings, Fault(CALL[transport], "refuses"))
+        with pytest.raises(EngineError, match="no room"):
+            await world.publisher.publish()
 
 
 @pytest.mark.parametrize("transport", ["tensor", "gloo"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fuligo.weights.manifest import EngineAddress, EngineFormat, WeightManifest, WeightTarget
+from fuligo.weights.manifest import EngineAddress, EngineFormat, Undelivered, WeightManifest, WeightTarget
 from fuligo.weights.senders import WeightSender
 
 ENGINE = EngineAddress("http://host:30000")
@@ -55,6 +55,15 @@ def test_after_a_send_that_failed_nobody_knows_what_they_have(target: WeightTarg
     with pytest.raises(RuntimeError, match="a rank is gone"):
         sender.send(interrupted(), target)
     assert sent(sender, WEIGHTS | {"a": torch.ones(4)}, target) == {"a", "b", "c"}
+
+
+def test_after_a_send_that_an_engine_did_not_take_nobody_knows_what_they_have(target: WeightTarget):
+    target = replace(target, engines=(EngineAddress("http://127.0.0.1:9"),))
+    sender = WeightSender()
+    sent(sender, WEIGHTS, target)
+    undelivered = sender.send(iter(WEIGHTS.items()), replace(target, transport="tensor"))
+    assert isinstance(undelivered, Undelivered) and "http://127.0.0.1:9" in undelivered.reason
+    assert sent(sender, WEIGHTS, target) == {"a", "b", "c"}
 
 
 def test_engines_get_each_expert_by_itself_and_nothing_that_they_have_no_use_for(target: WeightTarget):

@@ -14,8 +14,10 @@ from fuligo.planner.server_settings import ServerSettings
 
 CHOICE_BYTES = 4
 """Of one expert of one token (int32)."""
-MOST_REQUESTS = 4096
-"""Of one attention replica where --sglang-max-running-requests is not given: SGLang's upper bound (`_resolve_max_num_reqs`)."""
+FEWEST_REQUESTS, MOST_REQUESTS = 2048, 4096
+REQUESTS_A_CONTEXT = 512
+"""Of one attention replica where --sglang-max-running-requests is not given: so many for each longest sequence that its cache holds, between
+those bounds (`_resolve_max_num_reqs`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ def routing_record(spec: EngineGroupSpec, architecture: Architecture, settings: 
     choices = architecture.num_layers * experts.num_experts_per_token
     held = (kv_tokens + (spec.arguments.get("page_size") or 1)) * choices * CHOICE_BYTES
     columns = experts.num_experts_per_token + (experts.num_shared_experts if _fuses_shared_experts(spec) else 0)
-    rows = _rows(spec, settings, kv_tokens)
+    rows = _rows(spec, architecture, settings, kv_tokens)
     gathered = rows * (spec.tp_size // spec.dp_size) if settings.uses_deepep else 0
     return RoutingRecord(
         gpu_bytes=(rows * architecture.num_layers + gathered) * columns * CHOICE_BYTES,
@@ -54,11 +56,14 @@ def routing_record(spec: EngineGroupSpec, architecture: Architecture, settings: 
     )
 
 
-def _rows(spec: EngineGroupSpec, settings: ServerSettings, kv_tokens: int) -> int:
+def _rows(spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings, kv_tokens: int) -> int:
     """Tokens of the largest batch of all attention replicas."""
-    given = settings.max_running_requests
-    requests = min(MOST_REQUESTS if given is None else given // spec.dp_size, kv_tokens // 2)
-    return max(settings.chunked_prefill_tokens, requests) * spec.dp_size
+    if settings.max_running_requests is not None:
+        requests = settings.max_running_requests // spec.dp_size
+    else:
+        context = spec.arguments.get("context_length") or architecture.max_position_embeddings
+        requests = max(FEWEST_REQUESTS, min(kv_tokens * REQUESTS_A_CONTEXT // context, MOST_REQUESTS))
+    return max(settings.chunked_prefill_tokens, min(requests, kv_tokens // 2)) * spec.dp_size
 
 
 def _fuses_shared_experts(spec: EngineGroupSpec) -> bool:

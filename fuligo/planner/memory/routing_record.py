@@ -16,8 +16,8 @@ CHOICE_BYTES = 4
 """Of one expert of one token (int32)."""
 FEWEST_REQUESTS, MOST_REQUESTS = 2048, 4096
 REQUESTS_A_CONTEXT = 512
-"""Of one attention replica where --sglang-max-running-requests is not given: so many for each longest sequence that its cache holds, between
-those bounds (`_resolve_max_num_reqs`)."""
+"""Of one attention replica where --sglang-max-running-requests is not given: so many for each sequence of the model's context that its
+cache holds, between those bounds (`_resolve_max_num_reqs`)."""
 
 
 @dataclass(frozen=True, slots=True)

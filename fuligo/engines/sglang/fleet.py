@@ -184,6 +184,7 @@ class Fleet:
             EngineError: it is not to be restarted
         """
         if not self._settings.restart:
+            await self._answers_or_ends(engine.server)
             engine.server.check_alive()
             raise _does_not_answer(engine.server)
         engine.num_restarts += 1

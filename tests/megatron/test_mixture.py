@@ -161,11 +161,8 @@ def corrections_after_a_step(world: World, settings: MegatronTrainerSettings, of
     return {name: tensor.clone() for name, tensor in worker.named_weights() if name.endswith("e_score_correction_bias")}
 
 
-@pytest.mark.parametrize(("layout", "rate"), [("ep2", 0.1), ("ep2", 0.0), pytest.param("tp2 sp", 0.1, marks=SLOW)])
-def test_corrections_move_towards_experts_that_got_few_real_tokens(pool: RankPool, checkpoints, layout: str, rate: float) -> None:
-    directory = checkpoints("glm4_moe")
-    settings = mixture_settings(directory, LAYOUTS[layout], flags={"moe_router_bias_update_rate": rate}, pad_multiple_tokens=32)
-    results = pool.run(settings.num_ranks, corrections_after_a_step, settings, batch())
+def corrections_and_counts(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Of transformers' model, by name of the correction: the correction, and how many tokens of the batch choose each expert."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     corrections = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
     counts = {name: torch.zeros_like(correction) for name, correction in corrections.items()}
@@ -174,6 +171,43 @@ def test_corrections_move_towards_experts_that_got_few_real_tokens(pool: RankPoo
             name = f"{gate}.e_score_correction_bias"
             chosen = (logits.sigmoid() + corrections[name]).topk(model.config.num_experts_per_tok).indices
             counts[name] += chosen.flatten().bincount(minlength=len(counts[name]))
+    return corrections, counts
+
+
+def tokens_of_experts(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -> dict[str, Tensor]:
+    """What the routers of this rank counted in a step, after they scored the same."""
+    from fuligo.trainer.megatron_backend.router import routers
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    worker = MegatronRankWorker(settings, world)
+    worker.score(of.samples)
+    worker.train(of)
+    counts: dict[str, Tensor] = {}
+    for router in routers(worker.chunks):
+        assert router.layer_number is not None and router.local_tokens_per_expert is not None
+        counts[f"model.layers.{router.layer_number - 1}.mlp.gate.e_score_correction_bias"] = router.local_tokens_per_expert.clone()
+    return counts
+
+
+@pytest.mark.parametrize("layout", ["ep2", *(pytest.param(layout, marks=SLOW) for layout in ("tp2 sp", "cp2", "ep2 pp2"))])
+def test_each_real_token_counts_once_for_its_experts_and_padding_never(pool: RankPool, checkpoints, layout: str) -> None:
+    directory = checkpoints("glm4_moe")
+    recomputed = Recomputation("full", "uniform", 1)
+    settings = mixture_settings(directory, LAYOUTS[layout], pad_multiple_tokens=32, recomputation=recomputed, needs_old_logprobs=True)
+    _, expected = corrections_and_counts(directory)
+    counted = {name: torch.zeros_like(count) for name, count in expected.items()}
+    for of_rank in pool.run(settings.num_ranks, tokens_of_experts, settings, batch()):
+        for name, count in of_rank.items():
+            counted[name] += count
+    assert all(torch.equal(counted[name], count) for name, count in expected.items())
+
+
+@pytest.mark.parametrize(("layout", "rate"), [("ep2", 0.1), ("ep2", 0.0), pytest.param("tp2 sp", 0.1, marks=SLOW)])
+def test_corrections_move_towards_experts_that_got_few_real_tokens(pool: RankPool, checkpoints, layout: str, rate: float) -> None:
+    directory = checkpoints("glm4_moe")
+    settings = mixture_settings(directory, LAYOUTS[layout], flags={"moe_router_bias_update_rate": rate}, pad_multiple_tokens=32)
+    results = pool.run(settings.num_ranks, corrections_after_a_step, settings, batch())
+    corrections, counts = corrections_and_counts(directory)
     for got in results:
         assert got.keys() == corrections.keys()
         for name, correction in corrections.items():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fuligo.errors import TrainerError
 from fuligo.models.routing import RoutingShape
+from fuligo.trainer.batch import pack_tokens
 from fuligo.trainer.megatron_backend.layout import Layout
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, Recomputation
 from fuligo.trainer.objective import LossSettings
@@ -230,3 +231,20 @@ def test_experts_of_another_model_are_refused(pool: RankPool, checkpoint_of) -> 
     samples[0] = replace(samples[0], routed_experts=np.zeros((12, 4, 3), np.uint8))
     (message,) = pool.run(1, wrong_shape, replay_settings(directory, "one"), train_batches.batch(samples))
     assert "sample 0: routed_experts of the shape [12, 4, 3]; this model's are [12, 3, 3]" in message
+
+
+def test_padding_and_a_repetition_are_sent_nowhere(checkpoint_of) -> None:
+    """A repetition would count as changed choices that nobody trains on."""
+    from fuligo.trainer.megatron_backend.packed import pack_row
+    from fuligo.trainer.megatron_backend.routing_replay import UNKNOWN, row_choices
+
+    shape = RoutingShape.read(checkpoint_of("glm4_moe"))
+    samples = with_random_experts(train_batches.samples(LENGTHS), shape)[2:5]
+    tokens, layers = pack_tokens(samples, torch.device("cpu")), [0, 2]
+    for counts in (True, False):
+        row = pack_row(tokens, Layout(), 0, pad_multiple=64, counts=counts)
+        choices, is_told = row_choices(row, samples, layers, shape), (row.source >= 0) & counts
+        assert row.num_tokens > tokens.num_tokens
+        expected = np.concatenate([sample.routed_experts[:, layers] for sample in samples if sample.routed_experts is not None])
+        assert np.array_equal(choices[is_told].numpy(), expected[: int(is_told.sum())])
+        assert (choices[~is_told] == UNKNOWN).all()

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -112,6 +113,8 @@ class _Engine:
     def __init__(self, fault: Fault | None) -> None:
         self.fault = fault
         self.num_calls = 0
+        self.scheduler = ThreadPoolExecutor(1)
+        """Carries out one call after another: none while it waits in a process group."""
         self.hangs = False
         self.held = Held(0, False, [], {}, 0)
         self.groups: dict[str, dist.ProcessGroup] = {}
@@ -139,7 +142,7 @@ class _Engine:
             await asyncio.Event().wait()
         body: dict[str, Any] = await request.json() if request.method == "POST" else {}
         try:
-            found = await asyncio.to_thread(getattr(self, f"on_{path.lstrip('/')}"), body)
+            found = await asyncio.get_running_loop().run_in_executor(self.scheduler, getattr(self, f"on_{path.lstrip('/')}"), body)
         except RuntimeError as error:  # a process group that broke
             return web.json_response({"success": False, "message": str(error)}, status=400)
         if "weight_version" in body:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import services
 
 from fuligo.cluster.launcher import ADDRESS_VARIABLE
 from fuligo.cluster.node import head_command, head_is_open, start_node
@@ -73,8 +74,10 @@ def _require_answer(address: str) -> None:
     """Ray itself would try for minutes, in which neither Ctrl-C nor SIGTERM is heard.
 
     Raises:
-        ConfigError: nothing listens at `HOST:PORT`; other forms of address are Ray's to judge.
+        ConfigError: nothing listens at `HOST:PORT`, or at the one that `auto` stands for; other forms of address are Ray's to judge.
     """
+    if address == "auto":
+        address = _address_on_disk() or address
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():
         return
@@ -82,6 +85,12 @@ def _require_answer(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER_TIMEOUT_S).close()
     except OSError as error:
         raise ConfigError(_no_cluster(address, error)) from error
+
+
+def _address_on_disk() -> str | None:
+    """What Ray takes for the running cluster: of `ray start`, which leaves it where nobody calls `ray stop`. None where a process of Ray
+    runs here, which counts more."""
+    return None if services.find_gcs_addresses() else services.find_bootstrap_address(None)
 
 
 def _no_cluster(address: str, error: Exception) -> str:

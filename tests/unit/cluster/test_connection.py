@@ -21,3 +21,17 @@ async def test_an_address_where_nothing_listens_is_named_at_once(several_nodes: 
         with pytest.raises(ConfigError, match=rf"no Ray cluster at {address} takes this run \(.*refused\): start one by"):
             async with connected(num_slots=1, device="cpu", several_nodes=several_nodes, log_file=tmp_path / "ray.txt"):
                 pass
+
+
+async def test_a_cluster_that_was_killed_and_left_its_address_is_named_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray would try for minutes"))
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
+    monkeypatch.setattr("ray._private.utils.get_ray_address_file", lambda _: str(tmp_path / "ray_current_cluster"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{deaf.getsockname()[1]}"
+        (tmp_path / "ray_current_cluster").write_text(address)
+        with pytest.raises(ConfigError, match=rf"no Ray cluster at {address} takes this run"):
+            async with connected(num_slots=1, device="cpu", several_nodes=True, log_file=tmp_path / "ray.txt"):
+                pass

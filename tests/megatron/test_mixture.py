@@ -175,12 +175,13 @@ def corrections_and_counts(directory: Path) -> tuple[dict[str, Tensor], dict[str
 
 
 def tokens_of_experts(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -> dict[str, Tensor]:
-    """What the routers of this rank counted in a step, after they scored the same."""
+    """What the routers of this rank counted in the second of two steps alike, after they scored the same."""
     from fuligo.trainer.megatron_backend.router import routers
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     worker = MegatronRankWorker(settings, world)
     worker.score(of.samples)
+    worker.train(of)
     worker.train(of)
     counts: dict[str, Tensor] = {}
     for router in routers(worker.chunks):
@@ -193,7 +194,15 @@ def tokens_of_experts(world: World, settings: MegatronTrainerSettings, of: Train
 def test_each_real_token_counts_once_for_its_experts_and_padding_never(pool: RankPool, checkpoints, layout: str) -> None:
     directory = checkpoints("glm4_moe")
     recomputed = Recomputation("full", "uniform", 1)
-    settings = mixture_settings(directory, LAYOUTS[layout], pad_multiple_tokens=32, recomputation=recomputed, needs_old_logprobs=True)
+    settings = mixture_settings(
+        directory,
+        LAYOUTS[layout],
+        flags={"moe_router_bias_update_rate": 0.0},
+        optimizer=OptimizerSettings(LearningRateSchedule(peak=0.0)),  # the second step's choices are the first's
+        pad_multiple_tokens=32,
+        recomputation=recomputed,
+        needs_old_logprobs=True,
+    )
     _, expected = corrections_and_counts(directory)
     counted = {name: torch.zeros_like(count) for name, count in expected.items()}
     for of_rank in pool.run(settings.num_ranks, tokens_of_experts, settings, batch()):

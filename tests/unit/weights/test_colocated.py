@@ -37,6 +37,7 @@ addresses = tuple(EngineAddress(url, len(ranks) or 1, number=number, trainer_ran
 weights = [("rank", torch.full((3,), float(rank))), ("same", torch.arange(5.0))]  # a bucket each
 sent = sender.send(iter(weights), WeightTarget("tensor", 7, 16, addresses))
 print(sent.reason if isinstance(sent, Undelivered) else f"sent {None if sent is None else sent.num_bytes}")
+del sender  # else the group, and gloo's threads, which drop tensors of its last collective, outlive the interpreter
 dist.destroy_process_group()
 """
 

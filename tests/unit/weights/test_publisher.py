@@ -240,7 +240,8 @@ async def test_changes_alone_go_to_those_that_have_the_rest(open_world: Open, tr
         await world.publisher.publish()
         await world.assert_all_serve(2)
         assert {manifest.num_bytes_sent for manifest in world.trainer.manifests} == {48}
-        for version, num_bytes in ((3, 48), (4, 16)):
+        came_back_alone = len(world.trainer.manifests) == 3  # else in time for what was sent anew
+        for version, num_bytes in ((3, 48 if came_back_alone else 16), (4, 16)):
             world.trainer.set(c=float(version))
             await world.publisher.publish()
             await world.assert_all_serve(version)

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--model-only", action="store_true", help="write the case's checkpoint and say where it is")
     parser.add_argument("--no-export", action="store_true", help="leave out the gathering of weights")
     parser.add_argument("--no-offload", action="store_true", help="leave out the moves to host memory and back, whose first pins it")
+    parser.add_argument("--profile", action="store_true", help="after the timed steps, one more of rank 0 by kernels, to stderr")
     parser.add_argument("--port", type=int, default=29544, help="of the ranks' meeting place, and the next one")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -166,7 +168,8 @@ def run_case(name: str, options: argparse.Namespace) -> None:
     save_model(case)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(case.num_gpus), "--master_port", str(options.port)]
     words = [word for flag in options.flag for word in (f"--flag={flag}",)]
-    extra = [option for option, left_out in (("--no-export", options.no_export), ("--no-offload", options.no_offload)) if left_out]
+    switches = {"--no-export": options.no_export, "--no-offload": options.no_offload, "--profile": options.profile}
+    extra = [option for option, is_on in switches.items() if is_on]
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
     arguments = ["--rank", name, "--steps", str(options.steps), "--port", str(options.port), *words, *extra]
     done = subprocess.run([*command, __file__, *arguments], env=environment, check=False)
@@ -302,6 +305,8 @@ def measure_rank(name: str, options: argparse.Namespace) -> None:
         "alloc_retries": torch.cuda.memory_stats()["num_alloc_retries"] if DEVICE == "cuda" else 0,
         "planned_gib": planned(config, name) if rank == 0 else [],
     }
+    if options.profile:
+        profile_step(lambda: worker.train(batch), prints=rank == 0)
     if not options.no_export:
         result |= measure_export(worker)
     if not options.no_offload:
@@ -311,6 +316,17 @@ def measure_rank(name: str, options: argparse.Namespace) -> None:
         print(json.dumps(result), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def profile_step(step: Callable[[], Any], *, prints: bool) -> None:
+    """What the kernels of one step took; where NCCL's come first, ranks wait for each other or for the link."""
+    if not prints:
+        step()
+        return
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if DEVICE == "cuda" else [])]) as profiler:
+        timed(step)
+    order = "self_cuda_time_total" if DEVICE == "cuda" else "self_cpu_time_total"
+    print(profiler.key_averages().table(sort_by=order, row_limit=50, max_name_column_width=70), file=sys.stderr, flush=True)
 
 
 def peak_memory() -> list[int]:

@@ -109,7 +109,13 @@ def _megatron(config: Config) -> Iterator[str]:
 
 
 def _engines(config: Config) -> Iterator[str]:
-    """What SGLang engines need on this machine; as above, a cluster's nodes have their own."""
+    """What SGLang engines need of their models, and on this machine; as above, a cluster's nodes have their own packages."""
+    for path in sorted({group.model_path for group in engine_groups(config) if group.model_path is not None}):
+        if (Path(path) / "config.json").is_file() and not _names_its_class(Path(path)):
+            yield (
+                f"{path}/config.json names no class of the model, and SGLang goes by it: add "
+                '"architectures": ["..."], as transformers writes it with save_pretrained (for qwen3: "Qwen3ForCausalLM")'
+            )
     if chosen_launcher(config) != "local" or not any(group.num_engines for group in engine_groups(config)):
         return
     python = config.engine.engine_python or sys.executable
@@ -119,6 +125,13 @@ def _engines(config: Config) -> Iterator[str]:
             f"SGLang engines (--rollout-num-gpus, --sglang-*): {python} has no {' and no '.join(missing)}; install them there "
             "(on a CPU: make install-sglang), or name an interpreter that has them with --engine-python"
         )
+
+
+def _names_its_class(model: Path) -> bool:
+    try:
+        return bool(read_config_json(model).get("architectures"))
+    except ConfigError:
+        return True  # said by who checks the file
 
 
 def _weights(config: Config) -> Iterator[str]:

@@ -117,6 +117,15 @@ def test_engines_that_cannot_start_for_want_of_sglang(model: Path, tmp_path: Pat
     assert f"{python} has no sglang and no sglang-router" in problem
 
 
+def test_a_model_whose_class_sglang_could_not_find(model: Path, tmp_path: Path):
+    engines = ["--rollout-num-gpus", 1, "--actor-num-gpus-per-node", 1, "--launcher", "ray"]
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({name: value for name, value in settings.items() if name != "architectures"}))
+    (problem,) = engine_problems(model, *engines)
+    assert f"{model}/config.json names no class of the model" in problem and '"architectures": ["..."]' in problem
+    assert engine_problems(model) == [], "the embedded engine goes by the model_type"
+
+
 def saved(model: Path, directory: Path, iteration: int) -> Path:
     """A checkpoint of the torch trainer, as far as it is looked at."""
     directory = directory / f"iter_{iteration:07d}"

@@ -57,4 +57,5 @@ class LaunchedRun:
 
 def assert_nothing_left(host: Host) -> None:
     wait_until(lambda: not host.processes(), f"all processes on {host.name} have ended", timeout_s=120)
-    assert (host.shared_memory(), host.ports()) == ([], []), host.name
+    left = {"shared memory": host.shared_memory(), "ports": host.ports()}
+    assert not any(left.values()), f"{host.name}: {left}"

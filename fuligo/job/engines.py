@@ -153,7 +153,7 @@ async def _launch_fleets(config: Config, directory: RunDirectory, stack: AsyncEx
 
     async def launch(settings: FleetSettings) -> Fleet:
         fleet = await Fleet.launch(settings, start)
-        await stack.enter_async_context(_ended_with_its_reason(fleet))
+        await stack.enter_async_context(_stopped_at_the_end(fleet))
         return fleet
 
     try:
@@ -166,33 +166,22 @@ async def _launch_fleets(config: Config, directory: RunDirectory, stack: AsyncEx
 
 
 @asynccontextmanager
-async def _ended_with_its_reason(fleet: Fleet) -> AsyncIterator[None]:
-    """An engine that died is the cause of whatever error ends the run."""
+async def _stopped_at_the_end(engines: Fleet | EngineProcess) -> AsyncIterator[None]:
+    """An engine that died comes first in the error that ends the run: most likely it is the cause."""
     try:
         yield
     except FuligoError as error:
         try:
-            await fleet.check_alive()
+            if isinstance(engines, Fleet):
+                await engines.check_alive()
+            else:
+                engines.check_alive()
         except EngineError as cause:
-            raise cause from error
+            said = str(error) if str(error) != str(cause) else ""
+            raise EngineError("\n".join(filter(None, (str(cause), said)))) from error
         raise
     finally:
-        await fleet.stop()
-
-
-@asynccontextmanager
-async def _stopped_at_the_end(engine: EngineProcess) -> AsyncIterator[None]:
-    """An engine that died is the cause of whatever error ends the run."""
-    try:
-        yield
-    except FuligoError as error:
-        try:
-            engine.check_alive()
-        except EngineError as cause:
-            raise cause from error
-        raise
-    finally:
-        await engine.stop()
+        await engines.stop()
 
 
 def _embedded_settings(config: Config, directory: RunDirectory) -> EmbeddedEngineSettings:

@@ -151,6 +151,7 @@ def test_engines_that_share_the_trainers_gpu_come_back(tmp_path: Path, monkeypat
         colocate=True,
         use_fault_tolerance=True,
         update_weight_transport="tensor",
+        sglang_max_total_tokens=None,
         num_rollout=5,
         dynamic_sampling_filter_path="tests.sglang.engine_killers.keep_all",
         before_train_step_path="tests.sglang.engine_killers.before_train_step",
@@ -181,6 +182,7 @@ def train(run_dir: Path, **changes: object) -> None:
         "sglang_attention_backend": "triton",
         "sglang_sampling_backend": "pytorch",
         "sglang_mem_fraction_static": 0.3,
+        "sglang_max_total_tokens": 65536,
         "sglang_disable_prefill_cuda_graph": True,
         "sglang_dtype": "bfloat16",
         "progress": "plain",
@@ -189,6 +191,7 @@ def train(run_dir: Path, **changes: object) -> None:
     words = [
         word
         for name, value in flags.items()
+        if value is not None
         for word in ([f"--{name.replace('_', '-')}"] if value is True else [f"--{name.replace('_', '-')}", str(value)])
     ]
     done = subprocess.run([sys.executable, "-m", "fuligo", "train", *words], capture_output=True, text=True, timeout=500, check=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 from fuligo.engines.ports import PortClaims
@@ -15,8 +16,8 @@ ENVIRONMENT = {"PYTHONPATH": str(STUBS)}
 
 def sglang_python() -> Path | None:
     """The interpreter that has SGLang: FULIGO_SGLANG_PYTHON, else that of `make install-sglang`; None where there is none."""
-    python = Path(os.environ.get("FULIGO_SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
-    return python if python.exists() else None
+    python = shutil.which(os.environ.get("FULIGO_SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
+    return Path(python) if python else None
 
 
 def server_settings(name: str, model: Path, claims: PortClaims, log_file: Path, **changes: object) -> ServerSettings:

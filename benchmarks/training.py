@@ -7,7 +7,8 @@
 A case is a model of a published shape with random weights, cut to as many layers as fit, trained by the rank workers that `fuligo train`
 uses: packed rows of samples of mixed length, forward, backward, optimizer step. FLOPs are those of the model (no recomputation counted;
 causal attention counted by halves; the head for response tokens only), three forward passes; the share is of 790 TFLOP/s, what a plain
-8192 x 8192 x 8192 bf16 product reaches on an H200. Peak memory is what PyTorch reserved at most plus what the process holds beside it.
+8192 x 8192 x 8192 bf16 product reaches on an H200. Peak memory is what PyTorch reserved at most plus what the process holds beside it;
+the plan is that of rows as long as the longest.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from fuligo.models.names import ModelNames
 from fuligo.models.registry import architecture_of, names_of, read_config_json
 from fuligo.planner.flops import forward_flops
 from fuligo.planner.make_plan import make_plan
+from fuligo.trainer.shares import StepShare
 from fuligo.trainer.torch_backend.tensor_files import write_tensors
 from fuligo.types import TrainBatch, TrainSample
 
@@ -287,6 +289,7 @@ def measure_rank(name: str, options: argparse.Namespace) -> None:
     dp = size // (cp * parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     batch = rollout(case, case.num_rows * dp, cp, architecture.vocab_size)
     steps = step_shares(batch, settings, worker.balance_by)[settings.replica_of(rank)]
+    longest_row = int(gathered(torch.tensor([max(-(-num // cp) for num in row_tokens(steps))], device=DEVICE)).max())
     for _ in range(2):
         worker.train(steps)
     times = [timed(lambda: worker.train(steps))[0] for _ in range(options.steps)]
@@ -308,7 +311,8 @@ def measure_rank(name: str, options: argparse.Namespace) -> None:
         "peak_gib": [round(peak / GIB, 2) for peak in peaks[:, 0].tolist()],
         "allocated_gib": [round(peak / GIB, 2) for peak in peaks[:, 1].tolist()],
         "alloc_retries": torch.cuda.memory_stats()["num_alloc_retries"] if DEVICE == "cuda" else 0,
-        "planned_gib": planned(config, name) if rank == 0 else [],
+        "longest_row": longest_row,
+        "planned_gib": planned(case_config(case, [*options.flag, "--max-tokens-per-gpu", str(longest_row)]), name) if rank == 0 else [],
     }
     if options.profile:
         profile_step(lambda: worker.train(steps), prints=rank == 0, trace=options.trace)
@@ -321,6 +325,11 @@ def measure_rank(name: str, options: argparse.Namespace) -> None:
         print(json.dumps(result), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def row_tokens(steps: list[StepShare]) -> list[int]:
+    """Of each row of this replica. Rows are about equally long, which leaves all of them shorter than they may be."""
+    return [sum(len(step.samples.samples[i].tokens) for i in plan.samples) for step in steps for plan in step.passage.plans]
 
 
 def profile_step(step: Callable[[], Any], *, prints: bool, trace: str | None) -> None:

@@ -62,7 +62,7 @@ def test_a_value_model_learns_beside_the_policy(tmp_path: Path, backend: str) ->
     steps = metrics(run_dir)
     assert steps[-1]["rollout/reward_mean"] > steps[0]["rollout/reward_mean"] + 0.3
     assert max(step["train/explained_variance"] for step in steps) > 0.02
-    assert all(step["train/logprob_abs_diff"] < 0.05 for step in steps)
+    assert all(step["train/logprob_abs_diff"] < 0.05 for step in steps[2:]), "before, the value model learns alone"
 
 
 @pytest.mark.parametrize("backend", ["torch", "megatron"])

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fuligo.trainer.logprobs import TokenLogprobs, chunks, grad_of_logits, rowwise_dot, scaled_logits
+from fuligo.trainer.logprobs import TokenLogprobs, chunks, scaled_logits
+from fuligo.trainer.megatron_backend.logit_passes import grad_of_logits, row_sums
 
 
 def vocab_parallel_logprobs(
@@ -99,10 +100,13 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         peak, log_sum, logprobs, entropy = hidden.new_empty(4, len(targets), dtype=torch.float32)
         for chunk in chunks(len(targets), chunk_tokens):
             logits = scaled_logits(hidden[chunk], weight[:num_own], None, temperature)
-            peak[chunk] = _all_reduce(logits.amax(-1) if num_own else peak.new_full(logits.shape[:1], -torch.inf), group, dist.ReduceOp.MAX)
-            logits -= peak[chunk, None]
-            exp = logits.exp()
-            parts = torch.stack([exp.sum(-1), rowwise_dot(exp, logits), _at_targets(logits, targets[chunk])])
+            if num_own:
+                sums = row_sums(logits)
+                peak[chunk] = _all_reduce(sums.peak.clone(), group, dist.ReduceOp.MAX)
+                parts = torch.stack([*sums.seen_from(peak[chunk]), _at_targets(logits, targets[chunk], peak[chunk])])
+            else:
+                peak[chunk] = _all_reduce(peak.new_full(logits.shape[:1], -torch.inf), group, dist.ReduceOp.MAX)
+                parts = peak.new_zeros(3, len(logits))
             total, weighted, at_target = _all_reduce(parts, group, dist.ReduceOp.SUM)
             log_sum[chunk] = total.log()
             logprobs[chunk] = at_target - log_sum[chunk]
@@ -122,15 +126,17 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = _weight_gradient(weight) if ctx.needs_input_grad[1] else None
         for chunk in chunks(len(targets), ctx.chunk_tokens):
-            log_softmax = scaled_logits(hidden[chunk], rows, None, ctx.temperature)
-            log_softmax.sub_(peak[chunk, None]).sub_(log_sum[chunk, None])
-            to_logprobs = None if grad_logprobs is None else grad_logprobs[chunk] / ctx.temperature
-            to_entropy = None if grad_entropy is None else grad_entropy[chunk] / ctx.temperature
-            grad_logits = grad_of_logits(log_softmax, entropy[chunk], to_logprobs, to_entropy)
-            del log_softmax
-            if to_logprobs is not None:
-                _add_at_targets(grad_logits, targets[chunk], to_logprobs)
-            grad_logits = grad_logits.to(hidden.dtype)
+            logits = scaled_logits(hidden[chunk], rows, None, ctx.temperature)
+            grad_logits = grad_of_logits(
+                logits,
+                targets[chunk],
+                peak[chunk] + log_sum[chunk],
+                entropy[chunk],
+                None if grad_logprobs is None else grad_logprobs[chunk] / ctx.temperature,
+                None if grad_entropy is None else grad_entropy[chunk] / ctx.temperature,
+                hidden.dtype,
+            )
+            del logits
             torch.mm(grad_logits, rows.to(hidden.dtype), out=grad_hidden[chunk])
             if grad_weight is not None:
                 _add_product(grad_weight[: ctx.num_own], grad_logits.t(), hidden[chunk])
@@ -143,18 +149,10 @@ def _all_reduce(tensor: Tensor, group: dist.ProcessGroup, operation: dist.Reduce
     return tensor
 
 
-def _at_targets(logits: Tensor, targets: Tensor) -> Tensor:
-    """[n] the logits of the targets that are this rank's; 0 for others."""
+def _at_targets(logits: Tensor, targets: Tensor, peak: Tensor) -> Tensor:
+    """[n] how far the logits of the targets that are this rank's are below the peak; 0 for others."""
     own = (targets >= 0) & (targets < logits.size(1))
-    if not logits.size(1):
-        return torch.zeros_like(targets, dtype=logits.dtype)
-    return torch.where(own, logits.gather(1, targets.where(own, 0)[:, None])[:, 0], 0.0)
-
-
-def _add_at_targets(grad_logits: Tensor, targets: Tensor, values: Tensor) -> None:
-    if grad_logits.size(1):
-        own = (targets >= 0) & (targets < grad_logits.size(1))
-        grad_logits.scatter_add_(1, targets.where(own, 0)[:, None], values.where(own, 0.0)[:, None])
+    return torch.where(own, logits.gather(1, targets.where(own, 0)[:, None])[:, 0] - peak, 0.0)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -98,7 +98,7 @@ class MegatronTrainerSettings(TrainerSettings):
         And one kernel for the products of all experts where TransformerEngine has it (Hopper, bf16, forward and towards the inputs):
         launching one for each expert takes the CPU longer than it takes the GPU to compute them.
         """
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
+        return {**super().environment, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
 
     @property
     def fuses_gradient_sums(self) -> bool:

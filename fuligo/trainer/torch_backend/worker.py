@@ -154,12 +154,14 @@ class TorchRankWorker:
 
     def offload(self) -> None:
         """Free the device's memory of everything that training keeps between rollouts."""
-        self._host_memory.take(self._on_device())
-        if self.world.device.type == "cuda":
-            torch.cuda.empty_cache()
+        with self._timeline.span("offload"):
+            self._host_memory.take(self._on_device())
+            if self.world.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        self._host_memory.give_back()
+        with self._timeline.span("onload"):
+            self._host_memory.give_back()
 
     def close(self) -> None:
         """FSDP's only group is the default one."""

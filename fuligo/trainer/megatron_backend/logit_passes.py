@@ -1,0 +1,92 @@
+"""What is done to the logits of a chunk, one operation for each value: on a GPU compiled into kernels that read them once or twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RowSums(NamedTuple):
+    """Of [n, V] logits, [n] each."""
+
+    peak: Tensor
+    """max l"""
+    total: Tensor
+    """sum of exp(l - peak)"""
+    weighted: Tensor
+    """sum of exp(l - peak) (l - peak)"""
+
+    def seen_from(self, peak: Tensor) -> tuple[Tensor, Tensor]:
+        """`total` and `weighted` of another peak, at least as high: with s = own - other, e^s total and e^s (weighted + s total)."""
+        shift = self.peak - peak
+        scale = shift.exp()
+        return scale * self.total, scale * (self.weighted + shift * self.total)
+
+
+def row_sums(logits: Tensor) -> RowSums:
+    """Of [n, V] float32, V at least 1."""
+    return RowSums(*_on_its_device(_row_sums, logits)(logits))
+
+
+def grad_of_logits(
+    logits: Tensor,
+    targets: Tensor,
+    log_total: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[n, V] the gradient of the logits, rounded to `dtype` once.
+
+    With p = softmax: d logprob / d logit_v = [v = target] - p_v, d entropy / d logit_v = -p_v (log p_v + entropy). V may be a part of
+    the vocabulary.
+
+    Args:
+        logits: [n, V] float32
+        targets: [n] of which those that are no column here are another rank's.
+        log_total: [n] log of the sum of exp(logit) over the whole vocabulary.
+        entropy: [n] nats
+        grad_logprobs: [n]
+        grad_entropy: [n]
+    """
+    gradients = log_total, entropy, grad_logprobs, grad_entropy
+    grad = _on_its_device(_but_for_targets, logits)(logits, *gradients, dtype)
+    if grad_logprobs is not None and logits.size(1):
+        own = ((targets >= 0) & (targets < logits.size(1)))[:, None]
+        column = targets[:, None].where(own, 0)
+        at_target = _but_for_targets(logits.gather(1, column), *gradients, torch.float32) + grad_logprobs[:, None]
+        grad.scatter_(1, column, at_target.to(dtype).where(own, grad.gather(1, column)))
+    return grad
+
+
+def _row_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    peak = logits.amax(-1)
+    below = logits - peak[:, None]
+    exp = below.exp()
+    return peak, exp.sum(-1), below.mul_(exp).sum(-1)
+
+
+def _but_for_targets(
+    logits: Tensor, log_total: Tensor, entropy: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """What targets' own logits get more, `grad_logprobs` of their tokens, is not in it."""
+    log_softmax = logits - log_total[:, None]
+    slope = torch.zeros_like(log_total)[:, None] if grad_logprobs is None else -grad_logprobs[:, None]
+    if grad_entropy is not None:
+        slope = slope - (log_softmax + entropy[:, None]) * grad_entropy[:, None]
+    return (log_softmax.exp() * slope).to(dtype)
+
+
+_COMPILED: dict[Callable[..., Any], Callable[..., Any]] = {
+    pass_: torch.compile(pass_, dynamic=True) for pass_ in (_row_sums, _but_for_targets)
+}
+"""Nothing is compiled before the first call. The last chunk of a batch is shorter than the others: one kernel for all lengths."""
+
+
+def _on_its_device(pass_: Callable[..., Any], logits: Tensor) -> Callable[..., Any]:
+    """Compiled on GPUs, where the logits' way to and from memory is what takes the time."""
+    return _COMPILED[pass_] if logits.is_cuda else pass_

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 PEAK_MEASURED_ON = 989.4e12
 """FLOP/s of the H200's data sheet, to which the fractions below refer."""
-DENSE_ONE_GPU = 462e12 / PEAK_MEASURED_ON
-"""The Megatron trainer on an H200: Qwen3-4B, packed rows of 12k tokens (docs/benchmarks-gpu.md, as the next but two)."""
+DENSE_ONE_GPU = 491e12 / PEAK_MEASURED_ON
+"""The Megatron trainer on an H200: Qwen3-4B, packed rows of 10.7k tokens (docs/benchmarks-gpu.md, as all that follow)."""
 WITH_TP = 405 / 469
-"""The same with TP 2 and sequence parallelism, for each GPU."""
-WITH_CP = 332 / 390
-"""Megatron-Core 0.16.1 and TransformerEngine 2.12 alone, 1.6B dense, with CP 2 beside one GPU."""
-WITH_PP = 285 / (4 / 5) / 390
-"""As before with PP 2 and four micro-batches, its bubble of a fifth taken out."""
+"""The same with TP 2 and sequence parallelism, for each GPU; here and below beside one GPU with the same code."""
+WITH_CP = 395 / 469
+"""With CP 2."""
+WITH_PP = 343 / (9 / 10) / 469
+"""With PP 2 and nine micro-batches, its bubble of a tenth taken out."""
 WITH_EXPERTS = 263 / 469
 """GLM-4.7-Flash's shape, 64 experts, on one GPU: grouped products of small matrices."""
 WITH_EP = 195 / 405 / WITH_EXPERTS
-"""The same with TP 2 and EP 2: the exchange of tokens within a node."""
+"""The same with TP 2 and EP 2: the exchange of tokens within a node. (128 experts with EP 2 alone: 256 / 272.)"""
 TORCH_TRAINER = 6 * 0.6e9 * 40e3 / PEAK_MEASURED_ON
 """The torch trainer on an H200: Qwen3 of 0.6B, 40k tokens/s with forward, backward and AdamW (docs/benchmarks-gpu.md)."""
 PREFILL = DENSE_ONE_GPU

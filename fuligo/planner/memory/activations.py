@@ -179,5 +179,6 @@ def chunks_in_flight(shape: TrainerShape, pipeline_rank: int, num_micro_batches:
 
 
 def logits_bytes(architecture: Architecture, shape: TrainerShape, chunk_tokens: int) -> int:
-    """Of one chunk of --log-probs-chunk-size tokens: logits, log-probabilities and gradient in fp32, each a share of the vocabulary."""
-    return 3 * FP32 * chunk_tokens * math.ceil(architecture.vocab_size / shape.tp)
+    """Of one chunk of --log-probs-chunk-size tokens: logits in fp32, their gradient in bf16 and that of the chunk before, each a share of
+    the vocabulary."""
+    return (FP32 + 2 * BF16) * chunk_tokens * math.ceil(architecture.vocab_size / shape.tp)

@@ -9,7 +9,7 @@ from fuligo.planner.memory.engine import EngineMemory, engine_items, engine_memo
 from fuligo.planner.memory.host import host_items
 from fuligo.planner.memory.routing_record import records_routing
 from fuligo.planner.memory.torch_trainer import torch_trainer_items
-from fuligo.planner.memory.trainer import trainer_items, trainer_resident_bytes
+from fuligo.planner.memory.trainer import trainer_items, trainer_left_bytes, trainer_resident_bytes
 from fuligo.planner.plan import ClusterLayout, EngineCapacity, MemoryBar, MemoryItem
 from fuligo.planner.subject import Subject
 from fuligo.planner.trainer_shape import trainer_shape
@@ -94,19 +94,22 @@ def _engines_left_over(subject: Subject) -> tuple[MemoryItem, ...]:
 
 
 def _trainer_left_over(subject: Subject) -> int:
-    """Under --colocate: bytes that the trainer keeps on a GPU while the engines work."""
-    config = subject.config
-    return trainer_resident_bytes(subject) if config.cluster.colocate and not config.debug.debug_rollout_only else 0
+    """Under --colocate: bytes that the trainer keeps on a GPU while the engines start."""
+    return trainer_resident_bytes(subject) if _trains_there(subject) else 0
+
+
+def _trains_there(subject: Subject) -> bool:
+    return subject.config.cluster.colocate and not subject.config.debug.debug_rollout_only
 
 
 def _engine_bars(subject: Subject) -> list[MemoryBar]:
-    resident = _trainer_left_over(subject)
+    left_over = _trainer_left_over(subject) + (trainer_left_bytes(subject) if _trains_there(subject) else 0)
     return [
         MemoryBar(
             owner=f"engines: {spec.worker_type}" if spec.model == "default" else f"engines: {spec.model} {spec.worker_type}",
             num_gpus=spec.num_gpus,
             capacity_bytes=subject.gpu.memory_bytes,
-            items=engine_items(spec, subject.rollout_architecture, memory, resident),
+            items=engine_items(spec, subject.rollout_architecture, memory, left_over),
             engine_group=group,
         )
         for group, spec, memory in planned_engines(subject)

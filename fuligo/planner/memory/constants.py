@@ -17,14 +17,17 @@ FRAGMENTATION = 0.1
 """Of the memory that comes and goes with every micro-batch: PyTorch's allocator holds blocks of 2 MiB and more, which packed rows of ever
 new lengths never fill (without expandable segments it can be far more: GMLake, arXiv 2401.08156, measures up to a third)."""
 
-# Of the Megatron trainer, from twelve runs on H200s (docs/planner-model.md, "Measured"; tests/unit/planner/test_measured.py). Whoever
+# Of the Megatron trainer, from fourteen runs on H200s (docs/planner-model.md, "Measured"; tests/unit/planner/test_measured.py). Whoever
 # measures more sets these three anew: workspace to what tensors lack, the other two so that no run exceeds its plan.
 TRAINER_WORKSPACE_BYTES = 400 * MIB
 """Tensors that no formula has: workspaces of Transformer Engine and cuBLAS, the micro-batch. 0.3 to 0.55 GiB in all runs."""
-TRAINER_HELD_BYTES = 6600 * MIB
-"""Beside its tensors the process holds 4.8 to 12.2 GiB, NCCL and CUDA's context apart: `FRAGMENTATION` of what comes and goes, and this,
+TRAINER_HELD_BYTES = 7500 * MIB
+"""Beside its tensors the process holds 4.8 to 13.3 GiB, NCCL and CUDA's context apart: `FRAGMENTATION` of what comes and goes, and this,
 which followed neither the model nor its layout. Free blocks of PyTorch's allocator, and what CUDA takes for the kernels of Transformer
 Engine and Triton; the two were not measured apart."""
+TRAINER_LEFT_BYTES = 4464 * MIB
+"""What an offloaded trainer keeps once it has trained, beside what it kept before: memory of an H200 in rollouts after the first step of a
+4B model less that in the first rollout (docs/benchmarks-gpu.md, "Leaving a GPU to the engines")."""
 
 
 def billions(count: float) -> str:

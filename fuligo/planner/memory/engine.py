@@ -79,7 +79,7 @@ def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, r
     )
 
 
-def engine_items(spec: EngineGroupSpec, architecture: Architecture, memory: EngineMemory, resident: int) -> tuple[MemoryItem, ...]:
+def engine_items(spec: EngineGroupSpec, architecture: Architecture, memory: EngineMemory, trainer_bytes: int) -> tuple[MemoryItem, ...]:
     """What the peak of a GPU of a group is made of."""
     settings = memory.settings
     sizes = f"TP {spec.tp_size}" + (f", DP attention {spec.dp_size}" if spec.dp_size > 1 else "") + f", EP {spec.ep_size}"
@@ -108,8 +108,10 @@ def engine_items(spec: EngineGroupSpec, architecture: Architecture, memory: Engi
     if _communication_bytes(spec):
         items.append(MemoryItem("communication", _communication_bytes(spec), "NCCL buffers"))
     items.append(MemoryItem("runtime", CUDA_CONTEXT_BYTES, "CUDA context, kernels, cuBLAS workspace"))
-    if resident:
-        items.append(MemoryItem("trainer", resident, "what the offloaded trainer keeps: CUDA context, NCCL and DeepEP buffers"))
+    if trainer_bytes:
+        items.append(
+            MemoryItem("trainer", trainer_bytes, "what the offloaded trainer keeps: CUDA context, NCCL and DeepEP buffers, allocator")
+        )
     return tuple(items)
 
 

@@ -16,6 +16,7 @@ from fuligo.planner.memory.constants import (
     FRAGMENTATION,
     POINT_TO_POINT_BYTES,
     TRAINER_HELD_BYTES,
+    TRAINER_LEFT_BYTES,
     TRAINER_WORKSPACE_BYTES,
     billions,
 )
@@ -113,8 +114,13 @@ def trainer_items(subject: Subject, layout: ClusterLayout, pipeline_rank: int) -
     )
 
 
+def trainer_left_bytes(subject: Subject) -> int:
+    """What PyTorch's allocator and CUDA's libraries add to `trainer_resident_bytes` in the first step and do not give back."""
+    return TRAINER_LEFT_BYTES if trainer_shape(subject.config).is_megatron else 0
+
+
 def trainer_resident_bytes(subject: Subject) -> int:
-    """What an offloaded trainer keeps on a GPU: everything that it does not move and PyTorch's allocator cannot give back."""
+    """What an offloaded trainer keeps on a GPU before its first step, when engines start: all that it does not move."""
     shape = trainer_shape(subject.config)
     return CUDA_CONTEXT_BYTES + (TRAINER_WORKSPACE_BYTES if shape.is_megatron else 0) + _sum(_communication(subject, shape))
 
@@ -193,7 +199,7 @@ def _activations(subject: Subject, shape: TrainerShape, stages: list[Stage], pip
     layer_work = tokens * max((_working(chunk, config) for chunk in chunks if chunk), default=0.0)
     logits = logits_bytes(architecture, shape, min(config.train.log_probs_chunk_size, tokens)) if stages[-1].has_head else 0
     if logits > layer_work:
-        note = f"3 x fp32 [{min(config.train.log_probs_chunk_size, tokens)}, {architecture.vocab_size} / TP {shape.tp}]"
+        note = f"fp32 and twice bf16 [{min(config.train.log_probs_chunk_size, tokens)}, {architecture.vocab_size} / TP {shape.tp}]"
         return [*items, MemoryItem("logits", logits, f"{note}; a layer's backward pass needs {amount(layer_work)} at another time")]
     note = "activations of the layers that are recomputed, and gradients" if config.parallel.recompute_granularity else "gradients"
     beside = f"; logits ({amount(logits)}) are gone by then" if logits else ""

@@ -138,4 +138,4 @@ def test_interleaving_costs_memory() -> None:
 
 def test_logits_are_a_share_of_the_vocabulary() -> None:
     subject = subject_of("--actor-num-gpus-per-node 8 --tensor-model-parallel-size 8 --sequence-parallel", "glm4-9b")
-    assert logits_bytes(subject.architecture, trainer_shape(subject.config), 1024) == 3 * 4 * 1024 * 151552 // 8
+    assert logits_bytes(subject.architecture, trainer_shape(subject.config), 1024) == 8 * 1024 * 151552 // 8

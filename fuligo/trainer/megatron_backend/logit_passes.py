@@ -1,4 +1,4 @@
-"""What is done to the logits of a chunk, one operation for each value: on a GPU compiled into kernels that read them once or twice."""
+"""Passes over the logits of a chunk: sums of their rows, and their gradient. Compiled for GPUs, where each reads them once or twice."""
 
 from __future__ import annotations
 

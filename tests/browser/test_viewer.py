@@ -337,6 +337,8 @@ class TestSamples:
         expect(facts).to_contain_text("trainer-2.5")
         expect(facts).to_contain_text("difference+0.5")
         expect(facts).to_contain_text("entropy0.25")
+        expect(facts).to_contain_text("value0.5")
+        expect(facts).to_contain_text("teacher-2.75")
         expect(facts).to_contain_text("trainedno")
         expect(facts).to_contain_text("version8")
         expect(facts).to_contain_text("served byengine 1")
@@ -346,7 +348,8 @@ class TestSamples:
         assert shown == "<think>step 9, row 12</think>\\boxed{7}"
 
     @pytest.mark.parametrize(
-        "colour", ["diff", "engine_logprobs", "trainer_logprobs", "entropy", "advantages", "mask", "versions", "engines"]
+        "colour",
+        ["diff", "engine_logprobs", "trainer_logprobs", "entropy", "advantages", "values", "teacher", "mask", "versions", "engines"],
     )
     def test_tokens_are_coloured(self, open_view: OpenView, colour: str) -> None:
         page = open_view(f"samples?sample=9.12&colour={colour}")

@@ -26,7 +26,7 @@ Answer = dict[str, Any]
 SEARCH_BUDGET_S = 0.15
 """Of one request; the page asks again where more is left."""
 MAX_HISTORY = 400
-_TOKEN_COLUMNS = ("engine_logprobs", "trainer_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "advantages")
+_TOKEN_COLUMNS = ("engine_logprobs", "trainer_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "values", "returns", "advantages")
 _SHOWN_LATEST = ("rollout/reward_mean", "rollout/response_len_mean", "rollout/tokens_per_s", "train/tokens_per_s", "perf/step_s")
 
 

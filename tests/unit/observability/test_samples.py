@@ -36,6 +36,8 @@ COLUMNS = [
     "ref_logprobs",
     "teacher_logprobs",
     "entropy",
+    "values",
+    "returns",
     "advantages",
     "versions",
     "metadata",
@@ -116,6 +118,15 @@ def test_old_logprobs_are_the_trainers_where_they_were_computed(make_group) -> N
     training = Training([trained(sample, 0.0, old_logprobs=old, ref_logprobs=ref)], {0: scores(sample, 1.0)})
     row = sample_table([group], training).to_pylist()[0]
     assert (row["trainer_logprobs"], row["ref_logprobs"]) == ([-7.0] * 3, [-8.0] * 3)
+
+
+def test_what_the_value_model_expected_and_learns(make_group) -> None:
+    group = make_group(0, size=2)
+    first, second = group.samples
+    expected, learnt = np.array([0.1, 0.2, 0.4], np.float32), np.ones(3, np.float32)
+    rows = sample_table([group], Training([trained(first, 0.0, values=expected, returns=learnt), trained(second, 0.0)])).to_pylist()
+    np.testing.assert_array_equal(np.array(rows[0]["values"], np.float32), expected)
+    assert (rows[0]["returns"], rows[1]["values"], rows[1]["returns"]) == ([1.0] * 3, None, None)
 
 
 def test_parts_split_from_one_rollout_keep_their_own_advantages(make_group) -> None:

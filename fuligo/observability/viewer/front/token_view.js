@@ -27,14 +27,23 @@ const COLOURS = [
   },
   { key: "entropy", title: "Entropy", least: 0.1, needs: ["entropy"], lead: "of the policy's distribution, nats" },
   { key: "advantages", title: "Advantage", least: 0.1, needs: ["advantages"], signed: true, lead: "what the token is pushed by" },
+  { key: "values", title: "Value", least: 0.1, needs: ["values"], signed: true, lead: "what the value model expected before the token" },
+  {
+    key: "teacher",
+    title: "Teacher",
+    least: 0.1,
+    needs: ["teacher_logprobs", "trainer_logprobs"],
+    signed: true,
+    lead: "teacher minus trainer log-probability, nats",
+  },
   { key: "mask", title: "Mask", least: 1, needs: ["mask"], lead: "tokens that are trained" },
   { key: "versions", title: "Version", needs: ["versions"], lead: "policy version that sampled the token" },
   { key: "engines", title: "Served by", needs: ["engines"], lead: "engine that sampled the token" },
 ];
 
 function tokenValues(tokens, key) {
-  if (key === "diff")
-    return tokens.engine_logprobs.map((value, at) =>
+  if (key === "diff" || key === "teacher")
+    return tokens[key === "diff" ? "engine_logprobs" : "teacher_logprobs"].map((value, at) =>
       value === null || tokens.trainer_logprobs[at] === null ? null : value - tokens.trainer_logprobs[at],
     );
   if (key === "engine_logprobs" || key === "trainer_logprobs") return tokens[key].map((value) => (value === null ? null : -value));
@@ -179,6 +188,8 @@ class TokenView {
       ["probability", tokens.engine_logprobs ? share(Math.exp(tokens.engine_logprobs[at]), 2) : NOTHING],
       ["entropy", value("entropy")],
       ["advantage", value("advantages")],
+      ["value", tokens.values ? value("values") : null],
+      ["return", tokens.returns ? value("returns") : null],
       ["reference", tokens.ref_logprobs ? value("ref_logprobs") : null],
       ["teacher", tokens.teacher_logprobs ? value("teacher_logprobs") : null],
       ["trained", tokens.mask ? (tokens.mask[at] ? "yes" : "no") : NOTHING],

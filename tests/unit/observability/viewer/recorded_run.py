@@ -234,6 +234,9 @@ def _trained(sample: Sample) -> TrainSample:
         engine_logprobs=sample.engine_logprobs,
         versions=sample.versions,
         mask_sum=float(sample.loss_mask.sum()),
+        teacher_logprobs=sample.engine_logprobs - 0.75,
+        values=np.full(len(sample.response_ids), 0.5, np.float32),
+        returns=np.full(len(sample.response_ids), reward, np.float32),
         advantages=np.full(len(sample.response_ids), reward - 0.5, np.float32),
     )
 

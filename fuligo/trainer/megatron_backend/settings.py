@@ -92,13 +92,13 @@ class MegatronTrainerSettings(TrainerSettings):
     """Packed rows are padded to a multiple of it."""
 
     @property
-    def environment(self) -> Mapping[str, str]:
+    def backend_environment(self) -> Mapping[str, str]:
         """One queue for kernels: those of a collective start before the product that they overlap with, as Megatron relies on.
 
         And one kernel for the products of all experts where TransformerEngine has it (Hopper, bf16, forward and towards the inputs):
         launching one for each expert takes the CPU longer than it takes the GPU to compute them.
         """
-        return {**super().environment, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
 
     @property
     def fuses_gradient_sums(self) -> bool:

@@ -120,7 +120,13 @@ class TrainerSettings:
         5.0 s this way (docs/benchmarks-gpu.md).
         """
         if self.shares_device and self.device == "cuda":
-            return {"PYTORCH_CUDA_ALLOC_CONF": "pinned_use_cuda_host_register:True,pinned_num_register_threads:16"}
+            pinned = {"PYTORCH_CUDA_ALLOC_CONF": "pinned_use_cuda_host_register:True,pinned_num_register_threads:16"}
+            return {**self.backend_environment, **pinned}
+        return self.backend_environment
+
+    @property
+    def backend_environment(self) -> Mapping[str, str]:
+        """What the backend adds to it."""
         return {}
 
     @property

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
+import pytest
+from torch.distributed import HashStore
+
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from fuligo.trainer.ranks import world
 from fuligo.trainer.ranks.settings import CriticSettings, OptimizerSettings
 from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
@@ -30,3 +36,23 @@ def test_no_path_depends_on_where_a_rank_is_started() -> None:
     assert sorted(paths(settings)) == sorted([*names, Path("values")])
     moved = settings.with_absolute_paths()
     assert sorted(paths(moved)) == sorted(Path.cwd() / path for path in paths(settings))
+
+
+def test_a_rank_that_leaves_its_gpu_to_engines_pins_memory_with_many_threads() -> None:
+    optimizer = OptimizerSettings(LearningRateSchedule(peak=1e-3))
+    alone = TorchTrainerSettings(Path("model"), Path("model"), optimizer, device="cuda")
+    megatron = MegatronTrainerSettings(Path("model"), Path("model"), optimizer, device="cuda", shares_device=True)
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in alone.environment
+    for shared in (replace(alone, shares_device=True), megatron):
+        assert "pinned_use_cuda_host_register:True" in shared.environment["PYTORCH_CUDA_ALLOC_CONF"]
+    assert megatron.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in replace(megatron, device="cpu").environment
+
+
+def test_what_is_set_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = MegatronTrainerSettings(Path("model"), Path("model"), OptimizerSettings(LearningRateSchedule(peak=1e-3)))
+    for name in settings.environment:
+        monkeypatch.setenv(name, "mine")
+    monkeypatch.setattr(world, "join_world", lambda *_, **__: None)
+    world.join_trainer(settings, 0, 1, HashStore())
+    assert {os.environ[name] for name in settings.environment} == {"mine"}

@@ -34,7 +34,8 @@ class EngineOnHost:
 
 def engine_on_host(config: Config, spec: EngineGroupSpec, memory: EngineMemory) -> EngineOnHost:
     """For the servers of one group."""
-    comes_back = config.cluster.colocate and spec.model != policy_model(config)
+    shares_gpus = config.cluster.colocate and not config.debug.debug_rollout_only
+    comes_back = shares_gpus and spec.model != policy_model(config)
     return EngineOnHost(memory.record.host_bytes, memory.weights if comes_back else 0)
 
 

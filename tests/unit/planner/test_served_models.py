@@ -146,9 +146,10 @@ def test_the_policy_is_sampled_from_by_its_own_engines(tmp_path: Path) -> None:
 
 def test_a_colocated_teacher_waits_in_host_memory(tmp_path: Path) -> None:
     """Nobody publishes it: SGLang copies its weights back from there."""
-    shared, separate = (sizes(estimate(subject_with(*served(tmp_path, flags))), "host") for flags in (COLOCATED, SEPARATE))
+    runs = (COLOCATED, SEPARATE, f"{COLOCATED} --debug-rollout-only")
+    shared, separate, alone = (sizes(estimate(subject_with(*served(tmp_path, flags))), "host") for flags in runs)
     assert shared["engine_weights"] == 2 * GLM4_9B_RANK
-    assert "engine_weights" not in separate
+    assert "engine_weights" not in separate and "engine_weights" not in alone
 
 
 def test_a_teacher_that_does_not_fit_is_the_finding_of_any_engine(tmp_path: Path) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from fuligo.checkpoint.dist_tensors import DistributedTensors
+from fuligo.checkpoint.hf_tensors import HuggingFaceTensors
 from fuligo.checkpoint.hf_view import HuggingFaceView
-from fuligo.checkpoint.location import is_distributed, weights_directory
-from fuligo.config.hugging_face import DamagedFileError, read_stored_tensors
-from fuligo.errors import CheckpointError
+from fuligo.checkpoint.location import VALUE_MODEL, is_distributed, saved_value_model, training_checkpoint, weights_directory, weights_of
 
 CHUNK_ELEMENTS = 2**24
 """Compared at a time in higher precision."""
@@ -45,7 +43,8 @@ def compare(first: Path, second: Path, model: Path | None = None) -> Iterator[Co
     """One entry a tensor that either has.
 
     Two distributed checkpoints are compared in everything that they hold, the optimizer's state included. Of one and a Hugging Face
-    directory the weights are compared, under the directory's names.
+    directory the weights are compared, under the directory's names. Of two training checkpoints the value models are compared, too; one
+    that only one of them has is a difference.
 
     Args:
         model: directory with config.json, where a distributed checkpoint does not have it.
@@ -54,9 +53,30 @@ def compare(first: Path, second: Path, model: Path | None = None) -> Iterator[Co
         CheckpointError: one is damaged, or no checkpoint.
         ConfigError: one is a distributed checkpoint of a model whose names are not known.
     """
-    places = weights_directory(first), weights_directory(second)
-    as_they_are = all(map(is_distributed, places))
-    one, other = (_open(place, model, as_they_are=as_they_are) for place in places)
+    checkpoints = training_checkpoint(first), training_checkpoint(second)
+    one, other = (
+        weights_directory(given) if checkpoint is None else weights_of(checkpoint)
+        for given, checkpoint in zip((first, second), checkpoints, strict=True)
+    )
+    yield from _all_compared(one, other, model, named=(first, second))
+    if None in checkpoints:
+        return
+    values, other_values = map(saved_value_model, checkpoints)
+    if values is not None and other_values is not None:
+        for found in _all_compared(values, other_values, model, named=(first, second)):
+            yield replace(found, name=f"{VALUE_MODEL}/{found.name}")
+    elif values is not None or other_values is not None:
+        yield Comparison(VALUE_MODEL, f"a value model is only in {second if values is None else first}", float("inf"))
+
+
+def _all_compared(here: Path, there: Path, model: Path | None, *, named: tuple[Path, Path]) -> Iterator[Comparison]:
+    """
+    Args:
+        named: what to call the two.
+    """
+    as_they_are = is_distributed(here) and is_distributed(there)
+    one, other = (_open(place, model, as_they_are=as_they_are) for place in (here, there))
+    first, second = named
     for name in [*one.shapes, *(name for name in other.shapes if name not in one.shapes)]:
         if name not in one.shapes or name not in other.shapes:
             yield Comparison(name, f"only in {first if name in one.shapes else second}", float("inf"))
@@ -84,23 +104,7 @@ def _compared(name: str, one: Tensor, other: Tensor) -> Comparison:
 def _open(directory: Path, model: Path | None, *, as_they_are: bool) -> Tensors:
     if is_distributed(directory):
         return DistributedTensors(directory) if as_they_are else HuggingFaceView(directory, model)
-    return _Safetensors(directory)
-
-
-class _Safetensors:
-    """Of a Hugging Face directory."""
-
-    def __init__(self, directory: Path) -> None:
-        try:
-            self._stored = read_stored_tensors(directory)
-        except DamagedFileError as error:
-            raise CheckpointError(str(error)) from None
-        self._directory = directory
-        self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
-
-    def read(self, name: str) -> Tensor:
-        with safe_open(self._directory / self._stored[name].file, framework="pt") as file:
-            return file.get_tensor(name)
+    return HuggingFaceTensors(directory)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

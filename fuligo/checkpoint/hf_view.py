@@ -11,7 +11,7 @@ from torch import Tensor
 from fuligo.checkpoint.dist_tensors import DistributedTensors
 from fuligo.checkpoint.model_files import MODEL_FILES, TENSORS
 from fuligo.errors import CheckpointError
-from fuligo.models.names import EMBEDDING, HEAD, Weight
+from fuligo.models.names import EMBEDDING, HEAD, Weight, value_names
 from fuligo.models.registry import names_of, read_config_json
 from fuligo.trainer.megatron_backend.weights.forms import join_shards
 
@@ -20,7 +20,10 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 class HuggingFaceView:
-    """Names, types and order are those of the Hugging Face checkpoint that the model began with, where it is known; else as published."""
+    """Names, types and order are those of the Hugging Face checkpoint that the model began with, where it is known; else as published.
+
+    Of a value model `lm_head.weight` has one row, as where the torch trainer saves one.
+    """
 
     def __init__(self, directory: Path, model: Path | None = None) -> None:
         """
@@ -35,7 +38,9 @@ class HuggingFaceView:
         self.tensors = DistributedTensors(directory)
         self.model = model or directory / MODEL_FILES
         config = read_config_json(self.model)
-        self._names = names_of(config, str(self.model / "config.json"))
+        policy_names = names_of(config, str(self.model / "config.json"))
+        self.is_value_model = self.tensors.shapes.get(HEAD) == (1, policy_names.architecture.hidden_size)
+        self._names = value_names(policy_names) if self.is_value_model else policy_names
         self._stated = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
         self._origin = _origin_types(directory / MODEL_FILES)
         self._sources: dict[str, tuple[Weight, str]] = {}

@@ -19,6 +19,8 @@ UNFINISHED = ".tmp_"
 _REPLACED = ".replaced_"
 VALUE_MODEL = "critic"
 """In a checkpoint: the directory of the value model's weights."""
+COUNTERS = "trainer.json"
+"""In a checkpoint of either trainer: how far it had come."""
 _ITERATION = re.compile(r"iter_(\d{7,})")
 
 
@@ -104,6 +106,23 @@ def value_weights_directory(given: Path) -> Path:
     weights = weights_directory(given)
     saved = (weights if is_distributed(weights) else weights.parent) / VALUE_MODEL
     return saved if weights != given and saved.is_dir() else weights
+
+
+def training_checkpoint(given: Path) -> Path | None:
+    """The checkpoint of a trainer that is given: itself, or in a directory of them the newest; None where there are weights alone.
+
+    Raises:
+        CheckpointError: it has a tracker, and what that names is missing or damaged.
+    """
+    weights = weights_directory(given)
+    checkpoint = weights if weights == given or is_distributed(weights) else weights.parent
+    return checkpoint if (checkpoint / COUNTERS).is_file() else None
+
+
+def saved_value_model(checkpoint: Path | None) -> Path | None:
+    """Its weights in a training checkpoint; None where there are none."""
+    directory = None if checkpoint is None else checkpoint / VALUE_MODEL
+    return directory if directory is not None and directory.is_dir() else None
 
 
 def no_value_model(checkpoint: Path) -> str:

@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fuligo.checkpoint.dist_tensors import DistributedTensors
+from fuligo.checkpoint.location import COUNTERS
 from fuligo.checkpoint.model_files import MODEL_FILES, copy_model_files
 from fuligo.checkpoint.shards import Shard, write_format, write_shards
 from fuligo.errors import CheckpointError
@@ -45,7 +46,6 @@ from fuligo.trainer.step import Progress
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-COUNTERS = "trainer.json"
 _OPTIMIZER, _REFERENCE = "optimizer.state.", "reference."
 _TRACKER = "tracker."
 T = TypeVar("T")

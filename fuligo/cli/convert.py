@@ -10,6 +10,7 @@ from fuligo.errors import ConfigError
 CONVERSIONS = {
     "hf-to-dist": ("fuligo.cli.convert_hf_to_dist", "a Hugging Face checkpoint to a distributed one, also under torchrun"),
     "dist-to-hf": ("fuligo.cli.convert_dist_to_hf", "a distributed checkpoint to a Hugging Face directory"),
+    "value-to-hf": ("fuligo.cli.convert_value_to_hf", "a checkpoint's value model to a Hugging Face token classifier"),
     "compare": ("fuligo.cli.convert_compare", "whether two checkpoints hold the same tensors, to the bit"),
     "fp8": ("fuligo.cli.convert_fp8", "a Hugging Face checkpoint to FP8, which engines load: blocks, channels or tensors"),
 }

@@ -1,4 +1,4 @@
-"""`fuligo convert compare`: whether two checkpoints, of either format, hold the same tensors."""
+"""`fuligo convert compare`: whether two checkpoints, of either format, hold the same tensors, value models included."""
 
 from __future__ import annotations
 

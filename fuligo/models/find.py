@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fuligo.config import Config
+from fuligo.config.topology import engine_groups
 from fuligo.errors import ConfigError
 from fuligo.models.architecture import Architecture
 from fuligo.models.from_flags import architecture_from_flags, overridden
@@ -49,6 +50,23 @@ def find_teacher_architecture(config: Config) -> Architecture | None:
     """
     found = _of_directory(config.algorithm.opd_teacher_load) if config.teacher_from == "trainer" else None
     return None if found is None else architecture_of(found.values, found.source)
+
+
+def find_served_architectures(config: Config) -> dict[str, Architecture]:
+    """Of the models of `--sglang-config` with a path of their own, by that path.
+
+    Without those that have no config.json on this machine, or one that says nothing here: SGLang serves more families than are trained.
+    """
+    paths = {group.model_path for group in engine_groups(config) if group.model_path is not None}
+    found: dict[str, Architecture] = {}
+    for path in sorted(paths - {config.model.hf_checkpoint}):
+        try:
+            given = _of_directory(path)
+            if given is not None:
+                found[path] = architecture_of(given.values, given.source)
+        except ConfigError:
+            continue
+    return found
 
 
 def find_trainer_config_json(config: Config) -> FoundConfigJson | None:

@@ -152,7 +152,7 @@ class Phase:
     name: str
     """rollout, reward, score, train, optimizer, sync, offload ..."""
     lane: str
-    """trainer or engines."""
+    """trainer, engines, or teacher where engines serve one."""
     start_s: float
     duration_s: float
     flops: float

@@ -100,10 +100,12 @@ def _engines(layout: ClusterLayout, capacities: Sequence[EngineCapacity]) -> Ite
             engines = f"{count(group.num_engines, f'{group.worker_type} engine')}{model} x {count(group.num_gpus_per_engine, 'GPU')}"
             text = f"{engines}, {_noun(nodes, 'node')} {nodes}{sizes}"
         yield _labelled("engines" if index == 0 else "", text)
-        for capacity in capacities:
-            if capacity.group == index:
-                held = f"each holds {magnitude(capacity.kv_cache_tokens)} tokens of KV cache"
-                yield _labelled("", f"{held}: {magnitude(capacity.concurrent_sequences)} of the longest sequences at a time")
+        found = [capacity for capacity in capacities if capacity.group == index]
+        for capacity in found:
+            held = f"each holds {magnitude(capacity.kv_cache_tokens)} tokens of KV cache"
+            yield _labelled("", f"{held}: {magnitude(capacity.concurrent_sequences)} of the longest sequences at a time")
+        if not found and group.worker_type != "placeholder":
+            yield _labelled("", "memory and time not reckoned: no config.json here says what this model is")
 
 
 def _sizes(**sizes: int) -> str:

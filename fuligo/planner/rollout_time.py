@@ -1,18 +1,21 @@
-"""How long a rollout takes: prefill bound by arithmetic, decoding by memory bandwidth and by launches."""
+"""How long a rollout and its scoring by a served teacher take: prefill bound by arithmetic, decoding by memory bandwidth and launches."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fuligo.config.topology import EngineGroupSpec
+from fuligo.config.topology import EngineGroupSpec, policy_model
 from fuligo.planner import speeds
 from fuligo.planner.flops import forward_flops
 from fuligo.planner.lengths import average_prompt, average_response
 from fuligo.planner.memory.bars import planned_engines
 from fuligo.planner.memory.embedded import embedded_items
 from fuligo.planner.memory.engine import EngineMemory, is_fp8
+from fuligo.planner.memory.scoring import serves_teacher
 from fuligo.planner.plan import ClusterLayout, Phase
+from fuligo.planner.quantities import magnitude
 from fuligo.planner.subject import Subject
+from fuligo.planner.training_time import rollout_forward_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,9 @@ def rollout_phase(subject: Subject, layout: ClusterLayout) -> Phase:
         decoding = _embedded(subject, requests)
         note = f"{decoding.batch:.0f} requests decoded together, {decoding.step_s * 1e3:.1f} ms a step, embedded engine"
         return Phase("rollout", "engines", 0.0, decoding.seconds, flops, note)
-    groups = [(spec, memory) for _, spec, memory in planned_engines(subject)]
+    engines = planned_engines(subject)
+    policy = policy_model(config) if engines else None
+    groups = [(spec, memory) for _, spec, memory in engines if spec.model == policy]
     decoders = [(spec, memory) for spec, memory in groups if spec.worker_type != "prefill"]
     if not decoders:
         return Phase("rollout", "engines", 0.0, 0.0, flops, "external engines: not estimated")
@@ -43,6 +48,24 @@ def rollout_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     prefill_s, prefill_note = _prefill(subject, groups)
     note = f"{slowest.batch:.0f} requests decoded together by an engine, {slowest.step_s * 1e3:.1f} ms a step; {prefill_note}"
     return Phase("rollout", "engines", 0.0, slowest.seconds + prefill_s, flops, note)
+
+
+def teacher_phase(subject: Subject, rollout_s: float) -> Phase | None:
+    """A served teacher's prefill of every sample; None without one, and where its model is not known.
+
+    It scores a group when the group is finished, while others are sampled: at the end of a rollout of `rollout_s` the last one is left.
+    """
+    config = subject.config
+    found = [(spec, memory.architecture) for _, spec, memory in planned_engines(subject) if serves_teacher(spec, config)]
+    if not found:
+        return None
+    flops = rollout_forward_flops(replace(subject, architecture=found[0][1]))
+    num_gpus = sum(spec.num_gpus for spec, _ in found)
+    seconds = flops / (num_gpus * subject.gpu.bf16_flops * speeds.PREFILL)
+    last_s = seconds / config.rollout.rollout_batch_size
+    tokens = config.samples_per_rollout * (average_prompt(config) + average_response(config))
+    note = f"{magnitude(tokens)} tokens at {speeds.PREFILL:.0%} of the peak, while the rollout goes on; its last group comes after it"
+    return Phase("prefill", "teacher", max(0.0, rollout_s + last_s - seconds), seconds, flops, note)
 
 
 def _seconds(decoding: _Decoding) -> float:

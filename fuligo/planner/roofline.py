@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from fuligo.config.topology import engine_groups
 from fuligo.planner import speeds
 from fuligo.planner.lengths import AVERAGE_OF_LONGEST, average_prompt, average_response
 from fuligo.planner.memory.trainer import trainer_state
 from fuligo.planner.plan import ClusterLayout, Phase
-from fuligo.planner.rollout_time import rollout_phase
+from fuligo.planner.rollout_time import rollout_phase, teacher_phase
 from fuligo.planner.subject import Subject
 from fuligo.planner.trainer_shape import trainer_shape
 from fuligo.planner.training_time import num_trained_models, optimizer_phase, score_phase, train_phase
@@ -21,19 +22,18 @@ def phases(subject: Subject, layout: ClusterLayout) -> tuple[Phase, ...]:
     In one-step and fully asynchronous modes the engines sample the next rollout while the trainer works.
     """
     config = subject.config
-    rollout = rollout_phase(subject, layout) if config.needs_engine and not config.is_sft else None
-    if rollout is not None and config.debug.debug_rollout_only:
-        return (rollout,)
+    sampling = _sampling(subject, layout) if config.needs_engine and not config.is_sft else ()
+    if sampling and config.debug.debug_rollout_only:
+        return sampling
     trainer = [phase for phase in (score_phase(subject, layout), train_phase(subject, layout), optimizer_phase(subject, layout)) if phase]
     moves = _moves(subject, layout)
     publish = _publish(subject)
-    if rollout is None or config.rollout.async_mode != "sync":
-        first = [rollout] if rollout else []
-        start_of_sync = max(sum(phase.duration_s for phase in trainer), rollout.duration_s if rollout else 0.0)
-        sync = [replace(publish, start_s=start_of_sync)] if rollout else []
-        return (*first, *_one_after_another(trainer, 0.0), *sync)
-    chain = [rollout, *moves[:1], *trainer, publish, *moves[1:]]
-    return tuple(_one_after_another(chain, 0.0))
+    sampled_s = step_seconds(sampling)
+    if not sampling or config.rollout.async_mode != "sync":
+        start_of_sync = max(sum(phase.duration_s for phase in trainer), sampled_s)
+        sync = [replace(publish, start_s=start_of_sync)] if sampling else []
+        return (*sampling, *_one_after_another(trainer, 0.0), *sync)
+    return (*sampling, *_one_after_another([*moves[:1], *trainer, publish, *moves[1:]], sampled_s))
 
 
 def step_seconds(phases: tuple[Phase, ...]) -> float:
@@ -52,7 +52,20 @@ def assumptions(subject: Subject, layout: ClusterLayout) -> tuple[str, ...]:
     ]
     if layout.pp > 1 or layout.tp > 1 or layout.cp > 1 or layout.ep > 1:
         told.append("Efficiencies were measured with parallel dimensions of 2 inside one node and are taken to hold for larger ones.")
+    unknown = {spec.model: spec.model_path for spec in engine_groups(config) if spec.num_engines and subject.served_by(spec) is None}
+    told += [
+        f"Engines of model {name} are not reckoned: {path} has no config.json here that says enough." for name, path in unknown.items()
+    ]
+    if config.teacher_from == "engine" and config.algorithm.opd_teacher_url is not None:
+        told.append("The teacher at --opd-teacher-url takes no time.")
     return tuple(told)
+
+
+def _sampling(subject: Subject, layout: ClusterLayout) -> tuple[Phase, ...]:
+    """The rollout, and what a served teacher does meanwhile."""
+    rollout = rollout_phase(subject, layout)
+    teacher = teacher_phase(subject, rollout.duration_s)
+    return (rollout,) if teacher is None else (rollout, teacher)
 
 
 def _one_after_another(chain: list[Phase], start_s: float) -> Iterator[Phase]:

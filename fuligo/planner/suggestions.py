@@ -15,6 +15,7 @@ from fuligo.planner.lengths import longest_sample
 from fuligo.planner.plan import Suggestion
 from fuligo.planner.quantities import gibibytes, seconds
 from fuligo.planner.rule_errors import rule_errors
+from fuligo.planner.rules.servers import put_argument, running
 from fuligo.planner.subject import Subject
 from fuligo.planner.trainer_shape import trainer_shape
 
@@ -162,7 +163,7 @@ def _engine_candidates(subject: Subject) -> Iterator[Changes]:
         yield (Change(("engine", "embedded_max_total_tokens"), 8 * longest_sample(config)),)
         return
     for percent in range(90, 25, -5):
-        yield (Change(("sglang", "mem_fraction_static"), percent / 100),)
+        yield tuple(dict.fromkeys(put_argument(subject, spec, "mem_fraction_static", percent / 100) for spec in running(subject)))
     if config.sglang.get("kv_cache_dtype") is None:
         yield (Change(("sglang", "kv_cache_dtype"), "fp8_e4m3"),)
     if config.sglang.get("speculative_algorithm") is not None:

@@ -28,8 +28,9 @@ _KNOWN = {
     "engine": ("e", "bright_yellow"),
     "engines": ("e", "green"),
     "trainer": ("t", "bright_cyan"),
+    "teacher": ("T", "bright_blue"),
 }
-"""Letter and colour of what most plans consist of: parts of memory, and the two lanes of a step."""
+"""Letter and colour of what most plans consist of: parts of memory, and the lanes of a step."""
 _OTHER_COLOURS = ("bright_white", "bright_blue")
 _BLOCK = "█"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoModelForTokenClassification
 
 from fuligo.algorithms.assign import AdvantageSettings, assign_advantages
+from fuligo.cli.convert import main as convert
 from fuligo.errors import CheckpointError
 from fuligo.trainer.megatron_backend.layout import Layout
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace
@@ -246,6 +249,40 @@ def test_a_saved_value_model_is_where_another_begins(pool: RankPool, checkpoint:
     for ours, theirs, without_head in zip(begun, resumed, as_policy, strict=True):
         np.testing.assert_array_equal(ours, theirs)
         assert ours.any() and not without_head.any()
+
+
+def test_transformers_and_the_torch_trainer_take_what_was_saved(
+    pool: RankPool, checkpoint: Path, critic: CriticSettings, saved: Path, tmp_path: Path
+) -> None:
+    """The one as a token classifier, the other as a value model of its own."""
+    (want,) = pool.run(1, first_values, settings_of(checkpoint, Layout(), **LIMITS, critic=critic, optimizer=ADAM), load=saved)
+    classifier, own = tmp_path / "classifier", tmp_path / "own"
+    assert convert(["value-to-hf", str(saved), "--save", str(classifier)]) == 0
+    assert convert(["dist-to-hf", str(saved / "critic"), "--save", str(own)]) == 0
+    assert convert(["compare", str(saved / "critic"), str(own)]) == 0
+    model, loading = AutoModelForTokenClassification.from_pretrained(classifier, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    samples = train_batches.samples(LENGTHS)
+    scored = shares.scored(TorchRankWorker(torch_settings(checkpoint, critic=replace(critic, initial_weights=own)), World()), samples)
+    assert isinstance(want, list) and scored is not None
+    for sample, theirs, values in zip(samples, scored, want, strict=True):
+        with torch.no_grad():
+            logits = model(torch.from_numpy(sample.tokens.astype(np.int64))[None]).logits[0, sample.prompt_length - 1 : -1, 0]
+        assert values.any()
+        np.testing.assert_allclose(logits, values, atol=1e-4)
+        np.testing.assert_allclose(theirs.values, values, atol=1e-4)
+
+
+def test_checkpoints_are_compared_with_their_value_models(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In all that they hold, their optimizers included."""
+    shutil.copytree(saved, tmp_path / "without")
+    shutil.rmtree(tmp_path / "without" / "critic")
+    assert convert(["compare", str(saved), str(saved), "--all"]) == 0
+    assert {"critic/output_layer.weight: equal", "critic/optimizer.state.exp_avg.output_layer.weight: equal"} <= set(
+        capsys.readouterr().out.splitlines()
+    )
+    assert convert(["compare", str(saved), str(tmp_path / "without")]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == f"critic: a value model is only in {saved}"
 
 
 def test_a_checkpoint_without_a_value_model_is_refused_unless_one_is_to_begin_there(

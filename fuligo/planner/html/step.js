@@ -2,6 +2,7 @@
 
 const PHASE_HUES = {
   rollout: 150,
+  prefill: 170,
   reward: 110,
   score: 235,
   logprobs: 235,

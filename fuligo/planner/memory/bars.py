@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from fuligo.config.topology import EngineGroupSpec, engine_groups
+from fuligo.models.architecture import Architecture
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.memory.embedded import embedded_items, embedded_kv_tokens
 from fuligo.planner.memory.engine import EngineMemory, engine_items, engine_memory, engine_resident_items
-from fuligo.planner.memory.host import host_items
+from fuligo.planner.memory.host import engine_on_host, host_items
 from fuligo.planner.memory.routing_record import records_routing
+from fuligo.planner.memory.scoring import scoring_of
 from fuligo.planner.memory.torch_trainer import torch_trainer_items
 from fuligo.planner.memory.trainer import trainer_items, trainer_left_bytes, trainer_resident_bytes
 from fuligo.planner.plan import ClusterLayout, EngineCapacity, MemoryBar, MemoryItem
@@ -42,24 +44,20 @@ def engine_capacities(subject: Subject, layout: ClusterLayout) -> tuple[EngineCa
 
 
 def planned_engines(subject: Subject) -> list[tuple[int, EngineGroupSpec, EngineMemory]]:
-    """(group, its servers, their memory) of the SGLang servers that run the policy's model; the shape of other models is not known."""
+    """(group, its servers, their memory) of the SGLang servers whose model is known: the policy's, and others of `--sglang-config`."""
     config = subject.config
     resident = _trainer_left_over(subject)
-    return [
-        (group, spec, _engine_memory(subject, spec, resident))
+    known = [
+        (group, spec, architecture)
         for group, spec in enumerate(engine_groups(config))
-        if spec.num_engines and runs_policy(subject, spec)
+        if spec.num_engines and (architecture := subject.served_by(spec)) is not None
     ]
+    return [(group, spec, _engine_memory(subject, spec, architecture, resident)) for group, spec, architecture in known]
 
 
-def _engine_memory(subject: Subject, spec: EngineGroupSpec, resident: int) -> EngineMemory:
-    records = records_routing(spec, subject.config)
-    return engine_memory(spec, subject.rollout_architecture, subject.gpu, resident, records_routing=records)
-
-
-def runs_policy(subject: Subject, spec: EngineGroupSpec) -> bool:
-    """The servers of a group run the trained model, not one of their own."""
-    return spec.model_path in (None, subject.config.model.hf_checkpoint)
+def _engine_memory(subject: Subject, spec: EngineGroupSpec, architecture: Architecture, resident: int) -> EngineMemory:
+    records, scoring = records_routing(spec, subject.config), scoring_of(spec, subject.config)
+    return engine_memory(spec, architecture, subject.gpu, resident, records_routing=records, scoring=scoring)
 
 
 def _trainer_bars(subject: Subject, layout: ClusterLayout) -> list[MemoryBar]:
@@ -89,7 +87,7 @@ def _engines_left_over(subject: Subject) -> tuple[MemoryItem, ...]:
     """Under --colocate: what the engine that keeps most leaves on a GPU while the trainer works."""
     if not subject.config.cluster.colocate:
         return ()
-    kept = [engine_resident_items(spec, subject.rollout_architecture, memory) for _, spec, memory in planned_engines(subject)]
+    kept = [engine_resident_items(spec, memory) for _, spec, memory in planned_engines(subject)]
     return max(kept, key=lambda items: sum(item.num_bytes for item in items), default=())
 
 
@@ -109,7 +107,7 @@ def _engine_bars(subject: Subject) -> list[MemoryBar]:
             owner=f"engines: {spec.worker_type}" if spec.model == "default" else f"engines: {spec.model} {spec.worker_type}",
             num_gpus=spec.num_gpus,
             capacity_bytes=subject.gpu.memory_bytes,
-            items=engine_items(spec, subject.rollout_architecture, memory, left_over),
+            items=engine_items(spec, memory, left_over),
             engine_group=group,
         )
         for group, spec, memory in planned_engines(subject)
@@ -119,5 +117,5 @@ def _engine_bars(subject: Subject) -> list[MemoryBar]:
 def _host_bar(subject: Subject, layout: ClusterLayout, host_memory_bytes: int | None) -> MemoryBar:
     capacity = subject.gpu.host_memory_bytes * layout.num_gpus_per_node if host_memory_bytes is None else host_memory_bytes
     num_gpus = max(sum(1 for gpu in layout.gpus if gpu.node == node and gpu.trainer) for node in range(layout.num_nodes))
-    records = {group: memory.record for group, _, memory in planned_engines(subject)}
-    return MemoryBar("host", num_gpus, capacity, host_items(subject, layout, records))
+    engines = {group: engine_on_host(subject.config, spec, memory) for group, spec, memory in planned_engines(subject)}
+    return MemoryBar("host", num_gpus, capacity, host_items(subject, layout, engines))

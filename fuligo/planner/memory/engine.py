@@ -12,6 +12,7 @@ from fuligo.models.architecture import Architecture, GroupedAttention, Layer, Pa
 from fuligo.planner.gpus import MIB, Gpu
 from fuligo.planner.memory.constants import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTES, DEEPEP_BYTES, POINT_TO_POINT_BYTES, billions
 from fuligo.planner.memory.routing_record import RoutingRecord, routing_record
+from fuligo.planner.memory.scoring import Scoring
 from fuligo.planner.plan import MemoryItem
 from fuligo.planner.quantities import amount
 from fuligo.planner.server_settings import ServerSettings, decode_graph_bytes, prefill_graph_bytes, server_settings
@@ -28,6 +29,8 @@ WORKSPACE_BYTES = 512 * MIB
 class EngineMemory:
     """One GPU of a server; KV cache in tokens of one data-parallel rank of attention."""
 
+    architecture: Architecture
+    """Of the model that it serves."""
     settings: ServerSettings
     weights: int
     expert_weights: int
@@ -43,14 +46,19 @@ class EngineMemory:
     kv_tokens: int
     record: RoutingRecord
     """Of experts; beside the static share."""
+    scored: int
+    """Log-probabilities of a chunk of given tokens; 0 where it scores none."""
 
 
-def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, resident: int, *, records_routing: bool) -> EngineMemory:
+def engine_memory(
+    spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, resident: int, *, records_routing: bool, scoring: Scoring | None = None
+) -> EngineMemory:
     """How a server of a group divides its GPUs' memory.
 
     Args:
         resident: bytes that a colocated trainer keeps while it is offloaded.
         records_routing: it tells the experts of every token.
+        scoring: how it scores given tokens; None: it does not.
     """
     settings = server_settings(spec, architecture, gpu)
     before = CUDA_CONTEXT_BYTES + _communication_bytes(spec) + resident
@@ -66,6 +74,7 @@ def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, r
     tokens = min(tokens, limit) if limit else tokens
     experts = [part for layer in architecture.layers for part in layer.parts if part.kind is PartKind.ROUTED_EXPERTS]
     return EngineMemory(
+        architecture=architecture,
         settings=settings,
         weights=weights,
         expert_weights=held(experts) // spec.pp_size,
@@ -76,12 +85,13 @@ def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, r
         cached_bytes_per_token=allocated,
         kv_tokens=tokens,
         record=routing_record(spec, architecture, settings, tokens) if records_routing else RoutingRecord(),
+        scored=0 if scoring is None else scoring.num_bytes(settings.chunked_prefill_tokens, architecture.vocab_size),
     )
 
 
-def engine_items(spec: EngineGroupSpec, architecture: Architecture, memory: EngineMemory, trainer_bytes: int) -> tuple[MemoryItem, ...]:
+def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int) -> tuple[MemoryItem, ...]:
     """What the peak of a GPU of a group is made of."""
-    settings = memory.settings
+    settings, architecture = memory.settings, memory.architecture
     sizes = f"TP {spec.tp_size}" + (f", DP attention {spec.dp_size}" if spec.dp_size > 1 else "") + f", EP {spec.ep_size}"
     stored = "FP8 where quantised" if is_fp8(spec, architecture) else "bf16"
     items = [MemoryItem("weights", memory.weights, f"{billions(architecture.num_parameters)} parameters over {sizes}; {stored}")]
@@ -95,7 +105,7 @@ def engine_items(spec: EngineGroupSpec, architecture: Architecture, memory: Engi
             f"{settings.mem_fraction_static:g} ({amount(memory.static)}) leaves beside the weights",
         )
     )
-    items.append(_activations(spec, architecture, settings))
+    items.append(_activations(spec, memory))
     graphs = decode_graph_bytes(settings) + prefill_graph_bytes(settings, architecture)
     if graphs:
         items.append(
@@ -115,9 +125,9 @@ def engine_items(spec: EngineGroupSpec, architecture: Architecture, memory: Engi
     return tuple(items)
 
 
-def engine_resident_items(spec: EngineGroupSpec, architecture: Architecture, memory: EngineMemory) -> tuple[MemoryItem, ...]:
+def engine_resident_items(spec: EngineGroupSpec, memory: EngineMemory) -> tuple[MemoryItem, ...]:
     """What a colocated server keeps while it has released weights and KV cache."""
-    settings = memory.settings
+    settings, architecture = memory.settings, memory.architecture
     kept = CUDA_CONTEXT_BYTES + _communication_bytes(spec) + WORKSPACE_BYTES
     kept += decode_graph_bytes(settings) + prefill_graph_bytes(settings, architecture) + (DEEPEP_BYTES if settings.uses_deepep else 0)
     kept += memory.record.gpu_bytes
@@ -183,14 +193,16 @@ def _cache_bytes(spec: EngineGroupSpec, architecture: Architecture) -> tuple[flo
     return counted + keys, (scaled if size == 1 else counted) + keys
 
 
-def _activations(spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings) -> MemoryItem:
-    """A prefill chunk's forward pass, or a batch's sampling, whichever is larger, with the workspace of attention."""
+def _activations(spec: EngineGroupSpec, memory: EngineMemory) -> MemoryItem:
+    """A prefill chunk's forward pass, a batch's sampling, or the scoring of a chunk, whichever is largest, with attention's workspace."""
+    settings, architecture = memory.settings, memory.architecture
     tokens = settings.chunked_prefill_tokens
     chunk = tokens * _forward_bytes(spec, architecture, tokens)
     rows = settings.graph_batch * settings.draft_tokens
     sampling = 3 * 4 * rows * architecture.vocab_size
-    larger = f"a prefill chunk of {tokens} tokens ({amount(chunk)}) or fp32 logits of {rows} rows ({amount(sampling)})"
-    return MemoryItem("activations", round(max(chunk, sampling)) + WORKSPACE_BYTES, f"{larger}, and attention's workspace")
+    scored = f", or fp32 log-probabilities of a chunk that is scored ({amount(memory.scored)})" if memory.scored else ""
+    larger = f"a prefill chunk of {tokens} tokens ({amount(chunk)}) or fp32 logits of {rows} rows ({amount(sampling)}){scored}"
+    return MemoryItem("activations", round(max(chunk, sampling, memory.scored)) + WORKSPACE_BYTES, f"{larger}, and attention's workspace")
 
 
 def _forward_bytes(spec: EngineGroupSpec, architecture: Architecture, tokens: int) -> float:

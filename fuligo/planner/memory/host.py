@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from fuligo.config import Config
+from fuligo.config.topology import EngineGroupSpec, policy_model
 from fuligo.planner.memory.activations import BF16
-from fuligo.planner.memory.routing_record import RoutingRecord
+from fuligo.planner.memory.engine import EngineMemory
 from fuligo.planner.memory.samples import num_rollouts_at_a_time, sample_bytes, shares_here
 from fuligo.planner.memory.torch_trainer import torch_offloaded_items
 from fuligo.planner.memory.trainer import TrainerState, trainer_state
@@ -20,11 +22,28 @@ DRIVER_NODE = 0
 """Where `fuligo train` runs: Ray's head, which comes first."""
 
 
-def host_items(subject: Subject, layout: ClusterLayout, records: Mapping[int, RoutingRecord]) -> tuple[MemoryItem, ...]:
+@dataclass(frozen=True, slots=True)
+class EngineOnHost:
+    """Of the process of one GPU of a server."""
+
+    record: int
+    """Of experts, pinned."""
+    weights: int
+    """Of a model that nobody publishes, while the trainer has the GPU."""
+
+
+def engine_on_host(config: Config, spec: EngineGroupSpec, memory: EngineMemory) -> EngineOnHost:
+    """For the servers of one group."""
+    shares_gpus = config.cluster.colocate and not config.debug.debug_rollout_only
+    comes_back = shares_gpus and spec.model != policy_model(config)
+    return EngineOnHost(memory.record.host_bytes, memory.weights if comes_back else 0)
+
+
+def host_items(subject: Subject, layout: ClusterLayout, engines: Mapping[int, EngineOnHost]) -> tuple[MemoryItem, ...]:
     """What is kept in the memory of the node that needs most.
 
     Args:
-        records: of one GPU of each group of engines, by the group.
+        engines: of one GPU of each group of engines, by the group.
     """
     states = _states(subject, layout)
     value_states = _states(value_subject(subject), layout) if subject.config.trains_values else []
@@ -36,7 +55,7 @@ def host_items(subject: Subject, layout: ClusterLayout, records: Mapping[int, Ro
             *_trainer_items(subject, states, gpus),
             *_value_items(subject, [value_states[gpu.trainer.pp] for gpu in gpus if gpu.trainer is not None] if value_states else []),
             *_sample_items(subject, [gpu.trainer for gpu in gpus if gpu.trainer is not None], layout.dp, has_driver=node == DRIVER_NODE),
-            *_record_items([records[gpu.engine.group] for gpu in gpus if gpu.engine is not None and gpu.engine.group in records]),
+            *_engine_items([engines[gpu.engine.group] for gpu in gpus if gpu.engine is not None and gpu.engine.group in engines]),
         )
         for node, gpus in enumerate(nodes)
     ]
@@ -106,9 +125,14 @@ def _sample_items(subject: Subject, ranks: Sequence[TrainerRank], num_replicas: 
         yield MemoryItem("batches", num_bytes, note)
 
 
-def _record_items(records: Sequence[RoutingRecord]) -> Iterator[MemoryItem]:
+def _engine_items(engines: Sequence[EngineOnHost]) -> Iterator[MemoryItem]:
     """Of the node's GPUs of engines."""
-    held = [record.host_bytes for record in records if record.host_bytes]
+    held = [engine.record for engine in engines if engine.record]
     each = f"{count(len(held), 'GPU')} x up to {amount(max(held, default=0))}"
     note = f"SGLang's record of experts, pinned, a place for each token of the KV cache: {each}"
     yield MemoryItem("routing_record", sum(held), note)
+    kept = [engine.weights for engine in engines if engine.weights]
+    note = (
+        f"of models that nobody publishes, while the trainer has the GPUs: {count(len(kept), 'GPU')} x up to {amount(max(kept, default=0))}"
+    )
+    yield MemoryItem("engine_weights", sum(kept), note)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from fuligo.checkpoint.location import VALUE_MODEL
+from fuligo.checkpoint.location import COUNTERS, VALUE_MODEL
 from fuligo.checkpoint.model_files import other_files
 from fuligo.errors import CheckpointError
 from fuligo.trainer.ranks.world import World
@@ -117,7 +117,7 @@ def _write_small_files(directory: Path, state: TrainingState, model_files: Path,
         if state.critic is not None:
             _write_model_files(directory / VALUE_MODEL, state.critic.learner.model, model_files)
             progress["critic"] = asdict(state.critic.learner.progress)
-        (directory / "trainer.json").write_text(json.dumps(progress, indent=2))
+        (directory / COUNTERS).write_text(json.dumps(progress, indent=2))
 
 
 def restore_state(directory: Path, state: TrainingState, world: World) -> None:
@@ -129,7 +129,7 @@ def restore_state(directory: Path, state: TrainingState, world: World) -> None:
     Raises:
         CheckpointError: a file is missing or truncated, or belongs to another architecture; names it.
     """
-    progress, critic_progress = _read_progress(directory / "trainer.json")
+    progress, critic_progress = _read_progress(directory / COUNTERS)
     saved = [_Saved.open(state.policy, progress, weights=TensorFiles(directory / "hf"), directory=directory / "optimizer")]
     reference = TensorFiles(directory / "reference") if state.reference is not None else None
     if reference is not None:

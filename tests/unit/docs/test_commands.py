@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from fuligo.cli import convert_compare, convert_dist_to_hf, import_script, plan, quickstart, serve
+from fuligo.cli import convert_compare, convert_dist_to_hf, convert_value_to_hf, import_script, plan, quickstart, serve
 from fuligo.cli import eval as evaluation
 from fuligo.config import Config
 from fuligo.config.files import load_yaml
@@ -134,7 +134,11 @@ def test_fuligo_convert_hf_to_dist(page: Path, arguments: list[str]):
     ("page", "arguments", "conversion"),
     [
         pytest.param(*case.values, conversion, id=f"{conversion.__name__}-{case.id}")
-        for name, conversion in (("dist-to-hf", convert_dist_to_hf), ("compare", convert_compare))
+        for name, conversion in (
+            ("dist-to-hf", convert_dist_to_hf),
+            ("value-to-hf", convert_value_to_hf),
+            ("compare", convert_compare),
+        )
         for case in commands_of_all_pages("fuligo", "convert", name)
     ],
 )

@@ -55,6 +55,12 @@ def test_where_everything_runs():
     assert "9.40 M tokens of KV cache: 282 of the longest sequences" in text
 
 
+def test_engines_of_an_unknown_model_are_said_to_be_left_out():
+    known = plan_of_64()
+    assert "not reckoned" not in report(known)
+    assert "memory and time not reckoned: no config.json here says what this model is" in words(report(replace(known, capacities=())))
+
+
 def test_stages_that_look_alike_are_one_line():
     text = words(report(plan_of_256()))
     assert "trainer stages 1-6, 192 GPUs" in text

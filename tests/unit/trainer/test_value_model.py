@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from fuligo.algorithms.aggregate import step_denominators, token_weights
 from fuligo.algorithms.assign import AdvantageSettings, assign_advantages
+from fuligo.cli.convert import main as convert
 from fuligo.errors import CheckpointError, TrainerError
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.settings import CriticSettings, OptimizerSettings
@@ -201,6 +202,20 @@ def test_a_saved_value_model_is_where_another_begins(settings, tmp_path):
     ):
         assert ours.any()
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_transformers_loads_what_was_saved(settings, tmp_path):
+    """As a token classifier: its logit at a token is the value of the token after it."""
+    worker, samples = worker_of(settings), train_batches.samples(LENGTHS)
+    train(worker, seed=0)
+    worker.save(tmp_path / "saved")
+    assert convert(["value-to-hf", str(tmp_path / "saved"), "--save", str(tmp_path / "export")]) == 0
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path / "export")
+    for sample, values in zip(samples, values_of(worker, samples), strict=True):
+        with torch.no_grad():
+            logits = model(torch.from_numpy(sample.tokens.astype(np.int64))[None]).logits[0, :, 0]
+        assert values.any()
+        np.testing.assert_allclose(logits[sample.prompt_length - 1 : -1], values, atol=1e-5)
 
 
 def test_a_checkpoint_without_a_value_model_is_refused_unless_one_is_to_begin_there(settings, values_checkpoint, tmp_path):

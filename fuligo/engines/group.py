@@ -7,6 +7,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -43,6 +44,13 @@ class Membership(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Aborts:
+    """Of a group and of all that is its `everyone`: they end the same requests."""
+
+    number: int = 0
+
+
 class EngineGroup:
     """Several engines that serve the same weights, used like one.
 
@@ -62,7 +70,7 @@ class EngineGroup:
         split: bool = False,
     ) -> None:
         self.split = split
-        self._num_aborts = 0
+        self._aborts = _Aborts()
         self.clients = list(clients)
         self.router = router
         self.joining: list[EngineClient] = []
@@ -97,7 +105,9 @@ class EngineGroup:
     @property
     def everyone(self) -> EngineGroup:
         """Who serves, and who was restarted and waits for weights, as they are now."""
-        return EngineGroup([*self.clients, *self.joining], self.router, membership=self.membership, split=self.split)
+        everyone = EngineGroup([*self.clients, *self.joining], self.router, membership=self.membership, split=self.split)
+        everyone._aborts = self._aborts
+        return everyone
 
     @property
     def is_settled(self) -> bool:
@@ -137,7 +147,7 @@ class EngineGroup:
                 await self._someone(timeout_s)
             number, client = (None, self.router) if self.router is not None else next(self._turn)
             # What a pair is handing over when all is aborted has no answer but an error.
-            num_aborts, num_lost = self._num_aborts, self._num_lost
+            num_aborts, num_lost = self._aborts.number, self._num_lost
             was_aborted = partial(self._aborted_since, num_aborts) if self.split else None
             try:
                 generation = await client.generate(
@@ -165,7 +175,7 @@ class EngineGroup:
                     raise
 
     def _aborted_since(self, num_aborts: int) -> bool:
-        return self._num_aborts > num_aborts
+        return self._aborts.number > num_aborts
 
     async def _generate_directly(
         self,
@@ -244,14 +254,14 @@ class EngineGroup:
         )
 
     async def pause(self, mode: PauseMode) -> None:
-        self._num_aborts += mode == "abort"
+        self._aborts.number += mode == "abort"
         await self._all(lambda client: client.pause(mode))
 
     async def resume(self) -> None:
         await self._all(lambda client: client.resume())
 
     async def abort_all(self) -> None:
-        self._num_aborts += 1
+        self._aborts.number += 1
         await self.tell(lambda everyone: everyone._all(lambda client: client.abort_all()))
 
     async def flush_cache(self) -> None:

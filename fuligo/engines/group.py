@@ -144,7 +144,7 @@ class EngineGroup:
         """Through the router, if there is one. A request that failed while an engine was lost is sent again: perhaps there was no other."""
         while True:
             if self.membership is not None:
-                await self._someone(timeout_s)
+                await self._until_one_serves(timeout_s)
             number, client = (None, self.router) if self.router is not None else next(self._turn)
             # What a pair is handing over when all is aborted has no answer but an error.
             num_aborts, num_lost = self._aborts.number, self._num_lost
@@ -165,7 +165,7 @@ class EngineGroup:
         """See `EngineClient.score`. As with `generate`, a request that failed while an engine was lost is sent again."""
         while True:
             if self.membership is not None:
-                await self._someone(timeout_s)
+                await self._until_one_serves(timeout_s)
             client = self.router if self.router is not None else next(self._turn)[1]
             num_lost = self._num_lost
             try:
@@ -189,7 +189,7 @@ class EngineGroup:
     ) -> Generation:
         """Past the router, which drops the question. A request whose engine dies goes to another."""
         while True:
-            client = await self._nearest(routing.affinity, timeout_s)
+            client = await self._by_affinity(routing.affinity, timeout_s)
             self._num_direct[client] += 1
             try:
                 generation = await client.generate(input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s, routing=routing)
@@ -204,18 +204,18 @@ class EngineGroup:
             finally:
                 self._num_direct[client] -= 1
 
-    async def _nearest(self, affinity: int, timeout_s: float | None) -> EngineClient:
+    async def _by_affinity(self, affinity: int, timeout_s: float | None) -> EngineClient:
         """The engine of these first tokens, unless it has much more to do than another. Where all are being restarted, wait for one.
 
         Raises:
             EngineError: no engine came back in time
         """
-        await self._someone(timeout_s)
+        await self._until_one_serves(timeout_s)
         client = self.clients[affinity % len(self.clients)]
         idlest = min(self.clients, key=lambda other: self._num_direct[other])
         return client if self._num_direct[client] <= self._num_direct[idlest] + MAX_AHEAD else idlest
 
-    async def _someone(self, timeout_s: float | None) -> None:
+    async def _until_one_serves(self, timeout_s: float | None) -> None:
         """Return when an engine serves: at once, but where all are being restarted.
 
         Raises:
@@ -264,17 +264,8 @@ class EngineGroup:
         self._aborts.number += 1
         await self.tell(lambda everyone: everyone._all(lambda client: client.abort_all()))
 
-    async def flush_cache(self) -> None:
-        await self._all(lambda client: client.flush_cache())
-
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         await self._all(lambda client: client.update_weights_from_disk(path, version))
-
-    async def update_weights_from_tensor(
-        self, payloads: Sequence[str], version: int | None, flush_cache: bool = True, load_format: str | None = None
-    ) -> None:
-        """See `EngineClient.update_weights_from_tensor`; from a GPU to one engine only, for its memory can be opened once."""
-        await self._all(lambda client: client.update_weights_from_tensor(payloads, version, flush_cache, load_format))
 
     async def weights_checksums(self) -> list[tuple[str, WeightsDigest]]:
         """Of every engine, with its URL."""

@@ -76,7 +76,7 @@ async def test_new_weights_over_shared_memory(group: EngineGroup) -> None:
     newer = list(tiny.model(seed=1).named_parameters())
     await group.pause("abort")
     with shared_payload(newer) as payload:
-        await group.update_weights_from_tensor([payload], version=5)
+        await group.clients[0].update_weights_from_tensor([payload], version=5)
     await group.resume()
     ((url, info),) = await group.model_infos()
     ((_, digest),) = await group.weights_checksums()
@@ -90,7 +90,7 @@ async def test_control_calls(group: EngineGroup) -> None:
     await until(group, lambda load: load.num_running == 1)
     await group.abort_all()
     assert (await waiting).finish_reason == "abort"
-    await group.flush_cache()
+    await group.clients[0].flush_cache()
     await group.release_memory()
     await group.resume_memory()
     with pytest.raises(EngineError, match="context of 1024"):

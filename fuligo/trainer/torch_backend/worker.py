@@ -116,7 +116,7 @@ class TorchRankWorker:
             num_tokens += gradients.num_tokens
         self.progress.num_rollouts += 1
         if self.critic is not None:
-            self.critic.learner.progress.num_rollouts += 1
+            self.critic.end_rollout()
         self._maybe_renew_reference()
         if self.settings.shares_device:
             torch.cuda.empty_cache()  # activations' memory is the engine's until the next rollout is there

@@ -31,7 +31,7 @@ Start = Callable[[ServerSettings], Server]
 class SharedDevices(Protocol):
     """A trainer works on the engines' devices in turns with them (--colocate)."""
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Return when an engine may start: it sizes its cache by the memory that is free, and the trainer has none."""
         ...
 
@@ -75,7 +75,7 @@ class Fleet:
         patient = EngineClient(router.url, retries=max(settings.request_retries, 40), timeout_s=settings.request_timeout_s)
         split = settings.router.prefill_decode
         self.group = EngineGroup([engine.client for engine in self._engines], patient, membership=self, split=split)
-        self.renew: Renew = _later
+        self.renew: Renew = _with_the_next_publish
         self.devices: SharedDevices | None = None
         """None: the engines have theirs for themselves."""
 
@@ -273,7 +273,7 @@ class Fleet:
             EngineError: it did not start
         """
         if self.devices is not None:
-            await self.devices.room()
+            await self.devices.wait_for_room()
         engine.is_moving = True
         engine.server = self._start(engine.server.settings)
         await engine.server.wait_ready()
@@ -348,7 +348,7 @@ async def _enlist(router: Router, server: ServerSettings) -> None:
     await router.add(server.url, worker_type=server.worker_type, bootstrap_port=bootstrap_port)
 
 
-async def _later(client: EngineClient) -> bool:
+async def _with_the_next_publish(_: EngineClient) -> bool:
     return False
 
 

@@ -224,7 +224,7 @@ def test_an_engine_that_is_not_watched_is_not_waited_for_longer_than_its_request
     assert (short, long) == ((10.0, "--rollout-timeout-s"), (600.0, "--engine-start-timeout-s"))
 
 
-async def test_nobody_there() -> None:
+async def test_an_engine_that_is_not_there_is_named() -> None:
     client = EngineClient("http://127.0.0.1:9", retries=0)
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
         await client.generate([1], PARAMS, rid="s7")

@@ -167,7 +167,7 @@ async def test_an_engine_that_is_about_to_end_is_waited_for(routers: list[Script
         await fleet.check_alive()
 
 
-async def test_the_watch_waits_for_it_too(routers: list[ScriptedRouter], tmp_path: Path) -> None:
+async def test_the_watch_waits_for_an_engine_that_is_about_to_end(routers: list[ScriptedRouter], tmp_path: Path) -> None:
     fleet = await fleet_of(["regular", "regular"], tmp_path / "log", restart=False)
     crash(fleet.servers[1])
     with pytest.raises(EngineError, match="engine 1 is gone"):

@@ -12,6 +12,7 @@ from fuligo.checkpoint.location import is_distributed
 from fuligo.checkpoint.megatron_dist import MegatronState, load_weights
 from fuligo.models.names import ModelNames, value_names
 from fuligo.trainer.critic import BaseCritic
+from fuligo.trainer.dtypes import DTYPES
 from fuligo.trainer.megatron_backend.data_parallel import gather_parameters, zero_gradients
 from fuligo.trainer.megatron_backend.learner import Learner
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
@@ -74,7 +75,7 @@ def build_value_chunks(settings: MegatronTrainerSettings) -> list[PolicyModel]:
     for chunk in chunks:
         chunk.has_whole_head = True
         if chunk.post_process:
-            dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
+            dtype = DTYPES[settings.precision]
             head = torch.nn.Linear(settings.model_flags["hidden_size"], 1, bias=False, dtype=dtype, device=settings.device)
             torch.nn.init.zeros_(head.weight)
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(head.weight)

@@ -49,7 +49,7 @@ class EngineClient:
         deadlines: of the other calls
         num_ranks: tensor-parallel processes of the engine
         start: how often it was restarted before
-        number: of the engine; its answers carry it behind a router, too. None: they need not, or nobody numbers it
+        number: of the engine among those of the run: its answers carry it, for a router does not say who answered; None: it has none
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class EngineClient:
         self.timeout_s = timeout_s
         self.deadlines = deadlines
         self.is_overdue = False
-        """A call other than a request outlasted its deadline: whether the engine still does what it was told, nobody knows."""
+        """A call that is no request for tokens outlasted its deadline: nobody knows whether the engine still does what it was told."""
         self._connection = Connection(self.url)
 
     async def generate(
@@ -301,7 +301,7 @@ class EngineClient:
         await self._call("POST", "/resume_memory_occupation", _tags(tag), within=self.deadlines.weights)
 
     async def give_up(self) -> None:
-        """The engine is lost: calls that wait for it fail now, and others at once."""
+        """See `Connection.give_up`."""
         await self._connection.give_up()
 
     async def close(self) -> None:

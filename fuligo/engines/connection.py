@@ -16,9 +16,9 @@ from fuligo.engines.generation import Retryable
 from fuligo.errors import EngineError
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
-CONNECT_TIMEOUT_S = 10.0
 SILENCE_S = 40
-"""For which the machine of an engine may answer no packet."""
+"""How long the machine of an engine may answer no packet."""
+CONNECT_TIMEOUT_S = 10.0
 CONNECT_TO_GENERATE_TIMEOUT_S = 60.0
 """When thousands of requests begin at a time, the server's queue of connections overflows, and the kernel tries again after 1, 2, 4 s."""
 T = TypeVar("T")
@@ -91,18 +91,18 @@ class Connection:
         raise EngineError(f"engine {self.url}: {what}: failed {retries + 1} times; last: {cause}") from cause
 
     async def give_up(self) -> None:
-        """The engine is lost: what waits for it fails now, and whatever follows at once."""
+        """The engine is lost: requests that wait for it fail now, and later ones at once."""
         self._is_given_up = True
         await self.close()
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
 
 def _attentive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Looks whether the other machine is there while an answer is waited for: one that is lost tells nobody that it is."""
+    """The kernel probes the other machine while an answer is waited for: a machine that is lost tells nobody."""
     family, kind, protocol, *_ = address
     connection = socket.socket(family, kind, protocol)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -17,12 +17,13 @@ class Deadline(NamedTuple):
 
     seconds: float
     flag: str = ""
-    """That makes it longer."""
+    """That makes it longer; empty where none does."""
 
 
 STEP = Deadline(120.0)
 """Longer than a step of SGLang, which prefills in chunks."""
 WEIGHTS = Deadline(600.0)
+"""Without flags, as long as an engine may take to start."""
 BUCKET = Deadline(300.0)
 """Far shorter than the deadline of the trainer's ranks, which wait meanwhile."""
 

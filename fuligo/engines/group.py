@@ -7,6 +7,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -43,6 +44,13 @@ class Membership(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Aborts:
+    """Of a group and of all that is its `everyone`: they end the same requests."""
+
+    number: int = 0
+
+
 class EngineGroup:
     """Several engines that serve the same weights, used like one.
 
@@ -62,7 +70,7 @@ class EngineGroup:
         split: bool = False,
     ) -> None:
         self.split = split
-        self._num_aborts = 0
+        self._aborts = _Aborts()
         self.clients = list(clients)
         self.router = router
         self.joining: list[EngineClient] = []
@@ -97,7 +105,9 @@ class EngineGroup:
     @property
     def everyone(self) -> EngineGroup:
         """Who serves, and who was restarted and waits for weights, as they are now."""
-        return EngineGroup([*self.clients, *self.joining], self.router, membership=self.membership, split=self.split)
+        everyone = EngineGroup([*self.clients, *self.joining], self.router, membership=self.membership, split=self.split)
+        everyone._aborts = self._aborts
+        return everyone
 
     @property
     def is_settled(self) -> bool:
@@ -134,10 +144,10 @@ class EngineGroup:
         """Through the router, if there is one. A request that failed while an engine was lost is sent again: perhaps there was no other."""
         while True:
             if self.membership is not None:
-                await self._someone(timeout_s)
+                await self._until_one_serves(timeout_s)
             number, client = (None, self.router) if self.router is not None else next(self._turn)
             # What a pair is handing over when all is aborted has no answer but an error.
-            num_aborts, num_lost = self._num_aborts, self._num_lost
+            num_aborts, num_lost = self._aborts.number, self._num_lost
             was_aborted = partial(self._aborted_since, num_aborts) if self.split else None
             try:
                 generation = await client.generate(
@@ -155,7 +165,7 @@ class EngineGroup:
         """See `EngineClient.score`. As with `generate`, a request that failed while an engine was lost is sent again."""
         while True:
             if self.membership is not None:
-                await self._someone(timeout_s)
+                await self._until_one_serves(timeout_s)
             client = self.router if self.router is not None else next(self._turn)[1]
             num_lost = self._num_lost
             try:
@@ -165,7 +175,7 @@ class EngineGroup:
                     raise
 
     def _aborted_since(self, num_aborts: int) -> bool:
-        return self._num_aborts > num_aborts
+        return self._aborts.number > num_aborts
 
     async def _generate_directly(
         self,
@@ -179,7 +189,7 @@ class EngineGroup:
     ) -> Generation:
         """Past the router, which drops the question. A request whose engine dies goes to another."""
         while True:
-            client = await self._nearest(routing.affinity, timeout_s)
+            client = await self._by_affinity(routing.affinity, timeout_s)
             self._num_direct[client] += 1
             try:
                 generation = await client.generate(input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s, routing=routing)
@@ -194,18 +204,18 @@ class EngineGroup:
             finally:
                 self._num_direct[client] -= 1
 
-    async def _nearest(self, affinity: int, timeout_s: float | None) -> EngineClient:
+    async def _by_affinity(self, affinity: int, timeout_s: float | None) -> EngineClient:
         """The engine of these first tokens, unless it has much more to do than another. Where all are being restarted, wait for one.
 
         Raises:
             EngineError: no engine came back in time
         """
-        await self._someone(timeout_s)
+        await self._until_one_serves(timeout_s)
         client = self.clients[affinity % len(self.clients)]
         idlest = min(self.clients, key=lambda other: self._num_direct[other])
         return client if self._num_direct[client] <= self._num_direct[idlest] + MAX_AHEAD else idlest
 
-    async def _someone(self, timeout_s: float | None) -> None:
+    async def _until_one_serves(self, timeout_s: float | None) -> None:
         """Return when an engine serves: at once, but where all are being restarted.
 
         Raises:
@@ -244,27 +254,18 @@ class EngineGroup:
         )
 
     async def pause(self, mode: PauseMode) -> None:
-        self._num_aborts += mode == "abort"
+        self._aborts.number += mode == "abort"
         await self._all(lambda client: client.pause(mode))
 
     async def resume(self) -> None:
         await self._all(lambda client: client.resume())
 
     async def abort_all(self) -> None:
-        self._num_aborts += 1
+        self._aborts.number += 1
         await self.tell(lambda everyone: everyone._all(lambda client: client.abort_all()))
-
-    async def flush_cache(self) -> None:
-        await self._all(lambda client: client.flush_cache())
 
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         await self._all(lambda client: client.update_weights_from_disk(path, version))
-
-    async def update_weights_from_tensor(
-        self, payloads: Sequence[str], version: int | None, flush_cache: bool = True, load_format: str | None = None
-    ) -> None:
-        """See `EngineClient.update_weights_from_tensor`; from a GPU to one engine only, for its memory can be opened once."""
-        await self._all(lambda client: client.update_weights_from_tensor(payloads, version, flush_cache, load_format))
 
     async def weights_checksums(self) -> list[tuple[str, WeightsDigest]]:
         """Of every engine, with its URL."""

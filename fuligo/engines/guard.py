@@ -21,7 +21,7 @@ from typing import Literal
 
 POLL_S = 0.05
 LOOK_S = 2.0
-"""Between looks at what the processes share: those of a server whose first process is killed may be gone before the guard can look."""
+"""Between looks at what the processes share: when a server's first process is killed, the others may be gone before the guard looks."""
 PR_SET_CHILD_SUBREAPER = 36
 """Linux, prctl(2): orphans below this process become its children."""
 SHARED_MEMORY = Path("/dev/shm")
@@ -82,13 +82,13 @@ def _end(child: subprocess.Popen[bytes], grace_s: float) -> int:
         family.update(_descendants(os.getpid()))
         _all_gone(child, grace_s, force=True)
     code = child.wait()
-    for file in _tensors(family):
+    for file in _tensor_files(family):
         file.unlink(missing_ok=True)
     return code
 
 
 def _all_gone(child: subprocess.Popen[bytes], timeout_s: float, *, force: bool = False) -> bool:
-    """Wait for it, at most so long."""
+    """Wait until the command's group and every orphan have ended, at most `timeout_s`; whether they have."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if force:
@@ -101,13 +101,13 @@ def _all_gone(child: subprocess.Popen[bytes], timeout_s: float, *, force: bool =
     return False
 
 
-def _tensors(ended: set[int]) -> list[Path]:
-    """What torch named after these processes, and no others."""
+def _tensor_files(ended: set[int]) -> list[Path]:
+    """Files of torch's that bear the number of one of these processes."""
     return [file for file in SHARED_MEMORY.glob("torch_*_*") if file.name.split("_")[1] in map(str, ended)]
 
 
 def _shared_files(family: Iterable[int]) -> list[Path]:
-    """Those that these processes, which run, have mapped and no others know; by inode, for glibc makes a semaphore under another name."""
+    """Files of a family that one of these running processes has mapped; by inode, for glibc makes a semaphore under another name."""
     inodes = {inode for pid in family for inode in _mapped_inodes(pid)}
     candidates = [file for file in SHARED_MEMORY.glob("*") if file.name.startswith(SHARED_BY_A_FAMILY)]
     return [file for file in candidates if _inode(file) in inodes]

@@ -63,9 +63,6 @@ class EmbeddedEngineProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def last_log_lines(self) -> str:
-        return last_lines(self.log_file)
-
     def check_alive(self) -> None:
         """
         Raises:
@@ -76,7 +73,7 @@ class EmbeddedEngineProcess:
             why = " (killed, often for want of memory)" if code == -signal.SIGKILL else ""
             raise EngineError(
                 f"engine {self.url}: its process ended with exit code {code}{why}; "
-                f"its log ({self.log_file}) ends:\n{self.last_log_lines()}\nResume from the last checkpoint."
+                f"its log ({self.log_file}) ends:\n{last_lines(self.log_file)}\nResume from the last checkpoint."
             )
 
     async def stop(self, timeout_s: float = 15.0) -> None:

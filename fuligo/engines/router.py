@@ -77,7 +77,6 @@ class Router:
     def __init__(self, process: ServerProcess, settings: RouterSettings) -> None:
         self.process = process
         self.url = f"http://{settings.host}:{settings.port}"
-        self.metrics_url = f"http://{settings.host}:{settings.prometheus_port}/metrics"
 
     async def add(
         self, url: str, *, worker_type: WorkerType = "regular", bootstrap_port: int | None = None, timeout_s: float = 60.0

@@ -87,9 +87,12 @@ async def _serve(settings: ServeSettings, model: EngineModel, listener: socket.s
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
     server = _Server(config)
-    engine.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    serving.add_done_callback(lambda _: server.listening.set())  # nobody waits for a server that cannot start
     await server.listening.wait()
+    if serving.done():
+        await serving
+    engine.start()
     host, port = listener.getsockname()[:2]
     if settings.ready_file is not None:
         _write_whole(settings.ready_file, json.dumps({"port": port}))

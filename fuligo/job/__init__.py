@@ -19,7 +19,11 @@ T = TypeVar("T")
 
 
 def run_job(config: Config) -> int:
-    """`fuligo train`; 0, or the FuligoError that ended it. Of several processes that torchrun started the first one drives."""
+    """`fuligo train`; returns the exit code 0. Of several processes that torchrun started the first one drives, the others follow it.
+
+    Raises:
+        FuligoError: what ended the run
+    """
     from rich.console import Console
 
     from fuligo.trainer.ranks.ranks import torchrun_place
@@ -36,7 +40,7 @@ def run_job(config: Config) -> int:
 
 
 def run(config: Config) -> Outcome:
-    """Run to the end.
+    """One run to its end.
 
     SIGTERM ends it as Ctrl-C does: engines and ranks are stopped, what is recorded stays.
     """

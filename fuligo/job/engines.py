@@ -1,4 +1,4 @@
-"""From the configuration to engines that are starting, and to the one who brings them weights."""
+"""From the configuration to the engines of a run, and to the publisher that brings them weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fuligo.weights.scratch import scratch_root
 if TYPE_CHECKING:
     from fuligo.cluster.cluster import RayCluster
 
-ROUTING_PROBE = (1, 2, 3)
+PROBE_IDS = (1, 2, 3)
 """Token ids that every model has."""
 FP32_TOLERANCE, BF16_TOLERANCE, FP8_TOLERANCE = 1e-3, 0.05, 0.2
 """Nats; of mean log-probability differences between two implementations of one model (in bf16: 0.01 to 0.03 seen), or between a model and
@@ -156,7 +156,7 @@ async def _require_routing(config: Config, engines: EngineGroup) -> None:
         assert config.model.hf_checkpoint is not None, "validated"
         query = RoutingQuery(RoutingShape.read(Path(config.model.hf_checkpoint)), num_known=0, affinity=0)
         for number, client in enumerate(engines.clients):
-            await client.generate(ROUTING_PROBE, SamplingParams(max_new_tokens=1), rid=f"routing-{number}", routing=query)
+            await client.generate(PROBE_IDS, SamplingParams(max_new_tokens=1), rid=f"routing-{number}", routing=query)
 
 
 async def _launch_fleets(config: Config, directory: RunDirectory, stack: AsyncExitStack, cluster: RayCluster | None) -> dict[str, Fleet]:

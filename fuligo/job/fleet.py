@@ -123,7 +123,11 @@ def _servers(config: Config, directory: RunDirectory, places: Sequence[EnginePla
 
 
 def _own_arguments(config: Config, group: EngineGroupSpec) -> dict[str, bool]:
-    """Without a memory saver SGLang keeps the memory that it is told to release; weights that nobody sends again must outlive that."""
+    """What the run asks of the engines of its own accord; flags of the user win.
+
+    --colocate: without a memory saver SGLang keeps the memory that it is told to release; weights that nobody sends again must outlive
+    that.
+    """
     is_policy = group.model == policy_model(config)
     arguments = {"enable_return_routed_experts": True} if config.replays_engine_routing and is_policy else {}
     if config.cluster.colocate and resolve_device(config) == "cuda":

@@ -130,12 +130,10 @@ async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: A
         trainer_is_off.set()
         engines = await launching
         teacher = None if engines is None else await find_teacher(config, engines, stack)
-    publisher: WeightPublisher | SharingPublisher | Unpublished = Unpublished(origin.policy_version)
-    turns: Turns | None = None
-    if trainer is not None and engines is not None:
-        turns = build_turns(config, trainer, engines) if shares_devices(config) else None
-        trainer = SharingTrainer(trainer, turns) if turns is not None else trainer
-        publisher = build_publisher(config, trainer, engines.group, version=origin.policy_version, cluster=cluster, turns=turns)
+    turns = _turns(config, trainer, engines)
+    if trainer is not None and turns is not None:
+        trainer = SharingTrainer(trainer, turns)
+    publisher = _publisher(config, trainer, engines, turns, version=origin.policy_version, cluster=cluster)
     if engines is not None:
         await stack.enter_async_context(engines.watched(publisher, turns))
         if trainer is not None:
@@ -203,6 +201,21 @@ async def _load_trainer(
     if origin.checkpoint is not None:
         await trainer.restore(origin.checkpoint)
     return trainer
+
+
+def _turns(config: Config, trainer: Trainer | None, engines: Engines | None) -> Turns | None:
+    """None where trainer and engines have devices of their own, or one of them is not there."""
+    if trainer is None or engines is None or not shares_devices(config):
+        return None
+    return build_turns(config, trainer, engines)
+
+
+def _publisher(
+    config: Config, trainer: Trainer | None, engines: Engines | None, turns: Turns | None, *, version: int, cluster: RayCluster | None
+) -> WeightPublisher | SharingPublisher | Unpublished:
+    if trainer is None or engines is None:
+        return Unpublished(version)
+    return build_publisher(config, trainer, engines.group, version=version, cluster=cluster, turns=turns)
 
 
 def _open_recorder(config: Config, directory: RunDirectory, origin: Origin, num_rollout: int, stack: AsyncExitStack) -> RunRecorder:

@@ -10,11 +10,8 @@ from fuligo.config import Config
 from fuligo.config.topology import TEACHER
 from fuligo.engines.client import EngineClient
 from fuligo.errors import EngineError
-from fuligo.job.engines import Engines
+from fuligo.job.engines import PROBE_IDS, Engines
 from fuligo.rollout.teacher import Scorer, ServedTeacher
-
-PROBE = np.array([1, 2, 3], np.int32)
-"""Token ids that every model has."""
 
 
 async def find_teacher(config: Config, engines: Engines, stack: AsyncExitStack) -> ServedTeacher | None:
@@ -37,7 +34,7 @@ async def find_teacher(config: Config, engines: Engines, stack: AsyncExitStack) 
         scorer, option = EngineClient(url, retries=config.rollout.rollout_retries, timeout_s=timeout_s), f"--opd-teacher-url {url}"
         stack.push_async_callback(scorer.close)
     try:
-        await scorer.score(PROBE, 1, rid="teacher-probe", timeout_s=timeout_s)
+        await scorer.score(np.array(PROBE_IDS, np.int32), 1, rid="teacher-probe", timeout_s=timeout_s)
     except EngineError as error:
         raise EngineError(f"{option} does not score: {error}") from error
     return ServedTeacher(scorer, timeout_s=timeout_s)

@@ -84,7 +84,7 @@ class Turns:
         self._engines_may_start.set()
         await self._settled()
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Return when an engine may start."""
         while not self._engines_may_start.is_set():  # whose turn it is may change before a waiter is heard
             await self._engines_may_start.wait()
@@ -103,7 +103,7 @@ class Turns:
 
     @asynccontextmanager
     async def borrowed(self) -> AsyncIterator[None]:
-        """The trainer is loaded for the block; who had the devices has them afterwards."""
+        """The trainer is loaded for the block; who had the devices has them afterwards. (An error of the block ends the run.)"""
         was_on = self._trainer_is_on
         if not was_on:
             await self.to_both()

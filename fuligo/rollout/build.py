@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
-from fuligo.config.hooks import hook_of, load_hook, told
+from fuligo.config.hooks import Hook, hook_of, load_hook, told
 from fuligo.config.hugging_face import read_model_config
 from fuligo.data.dataset import PromptDataset, PromptTooLongError
 from fuligo.data.settings import data_settings
@@ -29,13 +29,13 @@ from fuligo.rollout.evaluate import EvalSet, Evaluator
 from fuligo.rollout.generate import Engine, SingleTurn, sampling_params
 from fuligo.rollout.hook_adapters import buffer_filter, group_filter, sample_filter
 from fuligo.rollout.parts import RunnerParts
-from fuligo.rollout.protocol import GenerateFn, GroupStream, PromptStream, RewardFn, Rollout, RolloutState
+from fuligo.rollout.protocol import GenerateFn, GroupFilter, GroupStream, PromptStream, RewardFn, Rollout, RolloutState
 from fuligo.rollout.rewards import CustomReward, RewardRunner
 from fuligo.rollout.runner import RolloutRunner
 from fuligo.rollout.sampler import Sampler
 from fuligo.rollout.source import POP_FIRST, GroupSource
 from fuligo.rollout.teacher import ServedTeacher, TaughtReward
-from fuligo.types import Prompt
+from fuligo.types import Prompt, SampleGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,33 +91,20 @@ def build_rollouts(
     single_turn = _single_turn(config, Observed(engines, activity), tokenizer)
     generate = _generate(config, args, single_turn, policy_version)
     evaluated = _generate(config, args, single_turn.without_routing(), policy_version)
-    params = sampling_params(config.rollout)
-    custom = hook_of(config, "rollout_function_path")
-    if custom is not None:
-        rollouts = CustomRollout(
-            custom,
-            args,
-            source=source,
-            generate=generate,
-            params=params,
-            policy_version=policy_version,
-            reward_key=config.reward.reward_key,
-            vocab_size=vocab_size(config),
-            teacher=teacher,
-        )
-        return RolloutSide(rollouts.rollout, source, evaluated, activity, policy_version)
-    filter_hook = hook_of(config, "dynamic_sampling_filter_path")
-    sample_hook = hook_of(config, "rollout_sample_filter_path")
+    hook = hook_of(config, "rollout_function_path")
+    if hook is not None:
+        custom = _custom_rollout(config, args, hook, source, generate, policy_version, teacher)
+        return RolloutSide(custom.rollout, source, evaluated, activity, policy_version)
     parts = RunnerParts(
         source=source,
         sampler=_sampler(config, generate),
         reward=reward if teacher is None else TaughtReward(reward, teacher),
         engines=engines,
-        params=params,
+        params=sampling_params(config.rollout),
         flags=config.rollout,
         reward_key=config.reward.reward_key,
-        group_filter=None if filter_hook is None else group_filter(filter_hook, args),
-        sample_filter=None if sample_hook is None else sample_filter(sample_hook, args),
+        group_filter=_group_filter(config, args),
+        sample_filter=_sample_filter(config, args),
         policy_version=policy_version,
     )
     if config.rollout.async_mode == "full":
@@ -125,6 +112,38 @@ def build_rollouts(
         return RolloutSide(continuous.rollout, source, evaluated, activity, policy_version, continuous)
     runner = RolloutRunner(parts, aligned_waves=_reproducible(config))
     return RolloutSide(runner.rollout, source, evaluated, activity, policy_version)
+
+
+def _custom_rollout(
+    config: Config,
+    args: ArgsView,
+    hook: Hook,
+    source: GroupStream,
+    generate: GenerateFn,
+    policy_version: Callable[[], int],
+    teacher: ServedTeacher | None,
+) -> CustomRollout:
+    return CustomRollout(
+        hook,
+        args,
+        source=source,
+        generate=generate,
+        params=sampling_params(config.rollout),
+        policy_version=policy_version,
+        reward_key=config.reward.reward_key,
+        vocab_size=vocab_size(config),
+        teacher=teacher,
+    )
+
+
+def _group_filter(config: Config, args: ArgsView) -> GroupFilter | None:
+    hook = hook_of(config, "dynamic_sampling_filter_path")
+    return None if hook is None else group_filter(hook, args)
+
+
+def _sample_filter(config: Config, args: ArgsView) -> Callable[[list[SampleGroup]], None] | None:
+    hook = hook_of(config, "rollout_sample_filter_path")
+    return None if hook is None else sample_filter(hook, args)
 
 
 def _sampler(config: Config, generate: GenerateFn) -> Sampler:

@@ -46,14 +46,19 @@ class ServedTeacher:
 
 
 class TaughtReward:
-    """A `RewardFn` that asks the teacher, too."""
+    """A `RewardFn` that has the teacher score meanwhile."""
 
     def __init__(self, reward: RewardFn, teacher: ServedTeacher) -> None:
         self._reward = reward
         self._teacher = teacher
 
     async def __call__(self, group: SampleGroup) -> None:
-        await asyncio.gather(self._reward(group), self._teacher(group))
+        teaching = asyncio.create_task(self._teacher(group))
+        try:
+            await self._reward(group)
+            await teaching
+        finally:
+            teaching.cancel()  # of a group that is not rewarded nobody asks
 
 
 def _is_unscored(sample: Sample) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from fuligo.weights.checksum import WeightsChecksum
+from fuligo.weights.checksum import WeightsChecksum, tensor_digest
 from fuligo.weights.manifest import WeightManifest
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -96,7 +95,7 @@ class Changes:
         unit: Bucket = []
         changed = False
         for unit in _units(named_weights):
-            digests = {name: _digest(tensor) for name, tensor in unit}
+            digests = {name: tensor_digest(name, tensor) for name, tensor in unit}
             if any(self._digests.get(name) != digest for name, digest in digests.items()):
                 self._digests |= digests
                 changed = True
@@ -134,10 +133,3 @@ class Counted:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """[nbytes] uint8, on the tensor's device."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
-    header = f"{tensor.dtype} {list(tensor.shape)} ".encode()
-    return hashlib.blake2b(
-        as_bytes(tensor).cpu().numpy().data, digest_size=16, person=hashlib.blake2b(header, digest_size=16).digest()
-    ).digest()

@@ -28,17 +28,22 @@ class WeightsChecksum:
         self._num_tensors = self._num_bytes = self._sum = 0
 
     def update(self, name: str, tensor: torch.Tensor) -> None:
-        import torch
-
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()  # as bytes: numpy has no bfloat16
-        digest = hashlib.blake2b(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode(), digest_size=DIGEST_BYTES)
-        digest.update(raw.numpy().data)
         self._num_tensors += 1
         self._num_bytes += tensor.nbytes
-        self._sum += int.from_bytes(digest.digest(), "big")
+        self._sum += int.from_bytes(tensor_digest(name, tensor), "big")
 
     def result(self) -> WeightsDigest:
         return WeightsDigest(self._num_tensors, self._num_bytes, f"{self._sum % 2 ** (8 * DIGEST_BYTES):0{2 * DIGEST_BYTES}x}")
+
+
+def tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
+    """BLAKE2b of a tensor's name, type, shape and bytes."""
+    import torch
+
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()  # as bytes: numpy has no bfloat16
+    digest = hashlib.blake2b(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode(), digest_size=DIGEST_BYTES)
+    digest.update(raw.numpy().data)
+    return digest.digest()
 
 
 def weights_checksum(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightsDigest:

@@ -1,4 +1,4 @@
-"""Bring the engines to the trainer's weights. The driver holds handles and versions here, never a tensor."""
+"""Brings the trainer's weights to the engines. The driver holds handles and versions here, never a tensor."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class PublishSettings:
+    """How weights travel."""
+
     transport: Transport
     bucket_bytes: int
     changes_only: bool
@@ -88,7 +90,7 @@ class WeightPublisher:
         return self.version
 
     async def sync(self) -> None:
-        """Send the weights under the current version: at the start, and after a resume."""
+        """As `publish`, under the current version: at the start, and after a resume."""
         await self._push_to_all(self.version)
 
     async def renew(self, engine: EngineClient) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -10,8 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fuligo.errors import WeightSyncError
 from fuligo.weights.checkpoint_form import checkpoint_weights, prediction_prefixes
-
-NamedTensors = Sequence[tuple[str, torch.Tensor]]
+from fuligo.weights.payload import NamedTensors
 
 
 class WeightStore:

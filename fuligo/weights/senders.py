@@ -72,7 +72,7 @@ class WeightSender:
                 with filling(Path(target.directory)):
                     _write_shards(buckets, Path(target.directory))
             else:
-                send_each(buckets, self._way(target))
+                send_each(buckets, self._bucket_sender(target))
         except EngineError as error:
             self._changes.forget()
             self.close()
@@ -96,12 +96,12 @@ class WeightSender:
             self._receivers = target.engines
         return self._changes.only(weights)
 
-    def _way(self, target: WeightTarget) -> Callable[[Bucket, bool], None]:
+    def _bucket_sender(self, target: WeightTarget) -> Callable[[Bucket, bool], None]:
         """How one bucket is sent. The last one carries the new version: until then the engines report the old one."""
         if target.transport == "tensor":
             return self._through_memory(target)
         # Joined with the first bucket: an engine that does not join ends no gathering.
-        return lambda bucket, is_last: self._joined(target).broadcast(bucket, target.version if is_last else None)
+        return lambda bucket, is_last: self._group_with(target).broadcast(bucket, target.version if is_last else None)
 
     def _through_memory(self, target: WeightTarget) -> Callable[[Bucket, bool], None]:
         """Engines on the trainer's GPUs are served by the ranks there, those that have their own by rank 0."""
@@ -117,7 +117,12 @@ class WeightSender:
 
         return share
 
-    def _joined(self, target: WeightTarget) -> BroadcastGroup:
+    def _group_with(self, target: WeightTarget) -> BroadcastGroup:
+        """The process group with the target's engines; a new one where they are others than before.
+
+        Raises:
+            EngineError: an engine did not join, or cannot be reached
+        """
         if self._group is not None and self._group.engines != target.engines:
             self.close()
         if self._group is None:

@@ -21,8 +21,6 @@ from fuligo.engines.stop_strings import matched_stop
 
 MAX_PREFILL_TOKENS = 8192
 """Tokens of one packed prefill; a longer prompt is a prefill of its own."""
-
-
 MAX_SCORED_TOKENS = 1024
 """Of one packed pass that scores: it has the logits of all."""
 
@@ -271,7 +269,7 @@ class Scheduler:
 
 
 def packs(requests: Sequence[Request], max_tokens: int) -> Iterator[list[Request]]:
-    """Cut into packs of at most `max_tokens`, ordered by pool and length: equal lengths side by side make prefill attention one call."""
+    """Cut into packs of at most `max_tokens`, ordered by length, and so by pool: of equal lengths, prefill attention is one call."""
     pack: list[Request] = []
     size = 0
     for request in sorted(requests, key=lambda request: request.num_tokens):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +12,7 @@ from fuligo.engines.client import EngineClient
 from fuligo.engines.deadlines import DEFAULT, ControlDeadlines
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.router import Router, RouterSettings, launch_router
+from fuligo.engines.sglang.engine import FleetEngine
 from fuligo.engines.sglang.server import Server, ServerSettings, SGLangServer
 from fuligo.errors import EngineError
 
@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 WATCH_S = 0.5
 """Between looks at the processes; their health is asked for less often."""
-ENDING_S = 15.0
-"""SGLang closes its port first when it crashes, then writes what happened, and ends seconds later."""
 MAX_RESTARTS = 3
 """Of one engine or of the router in one run: what dies more often is broken, not unlucky."""
 Renew = Callable[[EngineClient], Awaitable[bool]]
@@ -33,7 +31,7 @@ Start = Callable[[ServerSettings], Server]
 class SharedDevices(Protocol):
     """A trainer works on the engines' devices in turns with them (--colocate)."""
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Return when an engine may start: it sizes its cache by the memory that is free, and the trainer has none."""
         ...
 
@@ -69,7 +67,7 @@ class Fleet:
         self._settings = settings
         self._start = start
         self.router = router
-        self._engines = [_Engine(server, _client(settings, server.settings, start=0)) for server in servers]
+        self._engines = [FleetEngine(server, _client(settings, server.settings, start=0), settings.health_timeout_s) for server in servers]
         self._router_restarts = 0
         self._router_waits_in_vain = False
         """Requests are open in it that a lost machine will not answer."""
@@ -77,7 +75,7 @@ class Fleet:
         patient = EngineClient(router.url, retries=max(settings.request_retries, 40), timeout_s=settings.request_timeout_s)
         split = settings.router.prefill_decode
         self.group = EngineGroup([engine.client for engine in self._engines], patient, membership=self, split=split)
-        self.renew: Renew = _later
+        self.renew: Renew = _with_the_next_publish
         self.devices: SharedDevices | None = None
         """None: the engines have theirs for themselves."""
 
@@ -98,19 +96,23 @@ class Fleet:
             EngineError: one did not start; carries the last lines of its log, and nothing is left running
         """
         servers: list[Server] = []
-        router: Router | None = None
+        routers: list[Router] = []
+
+        async def start_router() -> None:
+            routers.append(await launch_router(settings.router))
+
         try:
             for server_settings in settings.servers:
                 servers.append(start(server_settings))
             async with asyncio.TaskGroup() as starting:
-                router_task = starting.create_task(launch_router(settings.router))
+                starting.create_task(start_router())
                 for server in servers:
                     starting.create_task(server.wait_ready())
-            router = router_task.result()
+            [router] = routers
             for server in servers:
                 await _enlist(router, server.settings)
         except BaseException as error:
-            await _stop_all(servers, router)
+            await _stop_all(*servers, *routers)
             if isinstance(error, ExceptionGroup):
                 raise error.exceptions[0] from None  # the others were cancelled because of it
             raise
@@ -131,10 +133,10 @@ class Fleet:
             ask_health = clock() >= next_health
             if ask_health:
                 next_health = clock() + self._settings.health_interval_s
-            asked = [(engine, engine.server) for engine in self._engines if not engine.restarting]
-            dead = await asyncio.gather(*(self._is_dead(engine, ask_health=ask_health) for engine, _ in asked))
+            asked = [(engine, engine.server) for engine in self._engines if not engine.is_restarting]
+            dead = await asyncio.gather(*(engine.is_dead(ask_health=ask_health) for engine, _ in asked))
             for (engine, server), is_dead in zip(asked, dead):
-                if is_dead and not engine.restarting and engine.server is server:  # it may have been restarted meanwhile
+                if is_dead and not engine.is_restarting and engine.server is server:  # it may have been restarted meanwhile
                     await self._lose(engine)
 
     async def is_lost(self, client: EngineClient) -> bool:
@@ -142,26 +144,16 @@ class Fleet:
         if not self._settings.restart:
             return False
         engine = self._engine_of(client)
-        if engine is not None and await self._serves(engine):
+        if engine is not None and await engine.serves():
             return False
         if engine is not None and engine is self._engine_of(client):  # nobody else saw it meanwhile
             await self._lose(engine)
         return True
 
-    def _engine_of(self, client: EngineClient) -> _Engine | None:
+    def _engine_of(self, client: EngineClient) -> FleetEngine | None:
         """None of one that is being restarted, until it waits for weights."""
         engine = next((engine for engine in self._engines if engine.client is client), None)
-        return None if engine is None or (engine.restarting and client not in self.group.joining) else engine
-
-    async def _serves(self, engine: _Engine) -> bool:
-        """It lives, and so does the part of it that samples: that may wait for good in a process group that broke.
-
-        One that was too late once is not asked: nobody knows whether it is paused, or what of its memory it holds.
-        """
-        if engine.client.is_overdue:
-            return False
-        timeout_s = self._settings.health_timeout_s
-        return not await self._is_dead(engine, ask_health=True) and await engine.client.scheduler_answers(timeout_s)
+        return None if engine is None or (engine.is_restarting and client not in self.group.joining) else engine
 
     async def check_alive(self) -> None:
         """After a call failed: who does not answer gets the time to end, and to say why. Nothing where the dead are restarted.
@@ -171,29 +163,20 @@ class Fleet:
         """
         if self._settings.restart:
             return
-        answering = await asyncio.gather(*(self._answers_or_ends(server) for server in self.servers))
+        answering = await asyncio.gather(*(engine.answers_or_ends() for engine in self._engines))
         for engine, answers in zip(self._engines, answering, strict=True):
             engine.server.check_alive()
             if not answers or engine.client.is_overdue:
-                raise _does_not_answer(engine.server)
+                raise engine.does_not_answer()
         self.router.process.check_alive()
 
-    async def _answers_or_ends(self, server: Server) -> bool:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(ENDING_S):
-                while server.alive:
-                    if await server.answers(ENDING_S):
-                        return True
-                    await asyncio.sleep(WATCH_S)
-        return False
-
     async def admit(self, clients: Sequence[EngineClient]) -> None:
-        """They have the current weights: requests may reach them."""
+        """See `engines.group.Membership`."""
         for engine in self._engines:
             if engine.client in clients and await self._takes_up(engine):
-                logger.info("engine %s is back in service", engine.server.url)
+                logger.info("%s (%s) is in service", engine.server.settings.name, engine.server.url)
 
-    async def _takes_up(self, engine: _Engine) -> bool:
+    async def _takes_up(self, engine: FleetEngine) -> bool:
         """Whether the router has taken up the engine; else one of them is lost, and is seen to.
 
         Raises:
@@ -205,7 +188,7 @@ class Fleet:
             if not self.router.process.alive:
                 return False  # the next one is told of all that serve
             restarts_itself = engine.restart is asyncio.current_task()
-            if restarts_itself or not self._settings.restart or await self._serves(engine):
+            if restarts_itself or not self._settings.restart or await engine.serves():
                 raise
             await self._lose(engine)
             return False
@@ -224,40 +207,35 @@ class Fleet:
         await asyncio.gather(*(engine.restart for engine in self._engines if engine.restart is not None), return_exceptions=True)
         await asyncio.gather(*(engine.client.close() for engine in self._engines))  # also of those that wait for weights
         await self.group.close()
-        await _stop_all(self.servers, self.router)
+        await _stop_all(*self.servers, self.router)
 
-    async def _is_dead(self, engine: _Engine, *, ask_health: bool) -> bool:
-        if not engine.server.alive:
-            return True
-        return ask_health and not await engine.server.answers(self._settings.health_timeout_s)
-
-    async def _lose(self, engine: _Engine) -> None:
+    async def _lose(self, engine: FleetEngine) -> None:
         """Take a dead engine out of service, and start it again in the background; again from the beginning, if it was being restarted.
 
         Raises:
-            EngineError: it is not to be restarted
+            EngineError: it is not to be restarted, or was lost too often
         """
         if not self._settings.restart:
-            await self._answers_or_ends(engine.server)
+            await engine.answers_or_ends()
             engine.server.check_alive()
-            raise _does_not_answer(engine.server)
+            raise engine.does_not_answer()
         engine.num_restarts += 1
         if engine.num_restarts > MAX_RESTARTS:
             engine.server.check_alive()
             raise EngineError(
-                f"{engine.server.settings.name} stopped answering {engine.num_restarts} times; see {engine.server.settings.log_file}"
+                f"{engine.server.settings.name} was lost {engine.num_restarts} times; its log is {engine.server.settings.log_file}"
             )
         logger.warning("%s (%s) is gone; its requests go elsewhere, it is restarted", engine.server.settings.name, engine.server.url)
         self.group.remove(engine.client)
         engine.is_moving = True
-        if engine.restart is not None:
+        if engine.restart is not None and engine.restart is not asyncio.current_task():
             engine.restart.cancel()
         engine.restart = asyncio.create_task(self._restart(engine))
         for other in self._engines:
             if other.restart is None and other.client in self.group.joining:
                 other.restart = asyncio.create_task(self._renew_now(other))
 
-    async def _restart(self, engine: _Engine) -> None:
+    async def _restart(self, engine: FleetEngine) -> None:
         """
         Raises:
             EngineError: it died too often
@@ -289,13 +267,13 @@ class Fleet:
                 engine.restart = None
                 return
 
-    async def _start_again(self, engine: _Engine) -> None:
+    async def _start_again(self, engine: FleetEngine) -> None:
         """
         Raises:
             EngineError: it did not start
         """
         if self.devices is not None:
-            await self.devices.room()
+            await self.devices.wait_for_room()
         engine.is_moving = True
         engine.server = self._start(engine.server.settings)
         await engine.server.wait_ready()
@@ -305,18 +283,21 @@ class Fleet:
         self.group.joining.append(engine.client)
         engine.is_moving = False
 
-    async def _renew_now(self, engine: _Engine) -> None:
-        """It could wait for the next publish while another served."""
+    async def _renew_now(self, engine: FleetEngine) -> None:
+        """It could wait for the next publish while another served.
+
+        Raises:
+            EngineError: it was lost too often
+        """
         try:
             await self.renew(engine.client)
         except EngineError as error:
             logger.warning("%s did not take the weights: %s", engine.server.settings.name, error)
-            engine.restart = None
             await self._lose(engine)
         else:
             engine.restart = None
 
-    def _go_on_without(self, engine: _Engine) -> None:
+    def _go_on_without(self, engine: FleetEngine) -> None:
         """
         Raises:
             EngineError: none is left that does its work
@@ -349,33 +330,6 @@ class Fleet:
                 await self._takes_up(engine)
 
 
-@dataclass(slots=True)
-class _Engine:
-    server: Server
-    client: EngineClient
-    num_restarts: int = 0
-    restart: asyncio.Task[None] | None = None
-    is_moving: bool = False
-    """Its processes are being started or ended: what they hold of the devices is in nobody's books."""
-
-    @property
-    def restarting(self) -> bool:
-        """
-        Raises:
-            EngineError: the restart failed
-        """
-        if self.restart is not None and self.restart.done() and not self.restart.cancelled():
-            self.restart.result()
-        return self.restart is not None
-
-
-def _does_not_answer(server: Server) -> EngineError:
-    return EngineError(
-        f"{server.settings.name} ({server.url}) does not answer; its log is {server.settings.log_file}. "
-        "Resume from the last checkpoint; with --use-fault-tolerance it would have been restarted."
-    )
-
-
 def _client(settings: FleetSettings, server: ServerSettings, *, start: int) -> EngineClient:
     return EngineClient(
         server.url,
@@ -394,9 +348,9 @@ async def _enlist(router: Router, server: ServerSettings) -> None:
     await router.add(server.url, worker_type=server.worker_type, bootstrap_port=bootstrap_port)
 
 
-async def _later(client: EngineClient) -> bool:
+async def _with_the_next_publish(_: EngineClient) -> bool:
     return False
 
 
-async def _stop_all(servers: Sequence[Server], router: Router | None) -> None:
-    await asyncio.gather(*(server.stop() for server in servers), *([router.stop()] if router is not None else []))
+async def _stop_all(*processes: Server | Router) -> None:
+    await asyncio.gather(*(process.stop() for process in processes))

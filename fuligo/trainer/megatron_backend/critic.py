@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from megatron.core import tensor_parallel
 
-from fuligo.checkpoint.location import is_distributed, no_value_model
+from fuligo.checkpoint.location import is_distributed
 from fuligo.checkpoint.megatron_dist import MegatronState, load_weights
-from fuligo.errors import CheckpointError
 from fuligo.models.names import ModelNames, value_names
+from fuligo.trainer.critic import BaseCritic
+from fuligo.trainer.dtypes import DTYPES
 from fuligo.trainer.megatron_backend.data_parallel import gather_parameters, zero_gradients
 from fuligo.trainer.megatron_backend.learner import Learner
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
@@ -25,10 +25,8 @@ from fuligo.trainer.shares import ScoreShare, StepShare
 from fuligo.trainer.step import StepGradients
 from fuligo.types import FloatArray
 
-logger = logging.getLogger(__name__)
 
-
-class Critic:
+class Critic(BaseCritic):
     """Learns the returns of the policy's samples.
 
     Args:
@@ -41,17 +39,12 @@ class Critic:
         Raises:
             CheckpointError: the first weights cannot be read, or are not of the policy's architecture.
         """
-        self.settings = settings
         self.names = value_names(names)
-        self._model, self._world = _value_settings(policy, settings), world
+        self._model = _value_settings(policy, settings)
         chunks = build_value_chunks(self._model)
         _load(chunks, settings.initial_weights, self.names, world)
         self.learner = Learner(chunks, self._model, world, flag="--critic-lr", whose="of the value model")
-
-    @property
-    def learns_alone(self) -> bool:
-        """The policy does not learn from this rollout. They are counted from where the value model began, which may be at a resume."""
-        return self.learner.progress.num_rollouts < self.settings.num_only_rollouts
+        super().__init__(settings, self.learner.progress, world)
 
     def values(self, share: ScoreShare) -> dict[int, FloatArray]:
         """As `compute_values`."""
@@ -68,19 +61,8 @@ class Critic:
         return {"critic_lr": lr, "critic_grad_norm": grad_norm}
 
     def end_rollout(self) -> None:
-        self.learner.progress.num_rollouts += 1
+        super().end_rollout()
         gather_parameters(self.learner.chunks)
-
-    def begin_at(self, checkpoint: Path) -> None:
-        """The run goes on from a checkpoint that has no value model: it stays as it is.
-
-        Raises:
-            CheckpointError: nobody has said that one is to begin there.
-        """
-        if not self.settings.may_begin_at_resume:
-            raise CheckpointError(no_value_model(checkpoint))
-        if self._world.rank == 0:
-            logger.info("%s has no value model: it begins with %s", checkpoint, self.settings.initial_weights)
 
     def state(self) -> MegatronState:
         learner = self.learner
@@ -93,7 +75,7 @@ def build_value_chunks(settings: MegatronTrainerSettings) -> list[PolicyModel]:
     for chunk in chunks:
         chunk.has_whole_head = True
         if chunk.post_process:
-            dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
+            dtype = DTYPES[settings.precision]
             head = torch.nn.Linear(settings.model_flags["hidden_size"], 1, bias=False, dtype=dtype, device=settings.device)
             torch.nn.init.zeros_(head.weight)
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(head.weight)

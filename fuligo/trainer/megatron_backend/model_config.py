@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -14,6 +13,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from fuligo.config.layer_pattern import read_layers
 from fuligo.errors import ConfigError
+from fuligo.trainer.dtypes import DTYPES
 from fuligo.trainer.megatron_backend.experts import refuse_missing_transport
 from fuligo.trainer.megatron_backend.prediction import refuse_idle_embedding
 from fuligo.trainer.megatron_backend.router import refuse_unsupported_routing
@@ -196,7 +196,7 @@ def _parallelism(settings: MegatronTrainerSettings) -> Fields:
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
-        "pipeline_dtype": _dtype(settings),
+        "pipeline_dtype": DTYPES[settings.precision],
         "deallocate_pipeline_outputs": True,  # what was sent to the next stage need not be kept here
         # Interleaved stages talk one to one: batched sends and receives deadlock over gloo, and do not overlap over NCCL.
         "overlap_p2p_comm": layout.vpp > 1,
@@ -210,7 +210,7 @@ def _numerics(settings: MegatronTrainerSettings) -> Fields:
     """Losses are sums over tokens, whose weights hold every denominator: no gradient is averaged over ranks or micro-batches."""
     half = settings.precision == "bf16"
     return {
-        "params_dtype": _dtype(settings),
+        "params_dtype": DTYPES[settings.precision],
         "bf16": half,
         "calculate_per_token_loss": True,
         "attention_softmax_in_fp32": True,
@@ -241,7 +241,3 @@ def _kernels(settings: MegatronTrainerSettings) -> Fields:
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": False,  # `model.fuse_gradient_sums` does it: Megatron's own layers want apex for it
     }
-
-
-def _dtype(settings: MegatronTrainerSettings) -> torch.dtype:
-    return torch.bfloat16 if settings.precision == "bf16" else torch.float32

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fuligo.config.flag import option_name
 from fuligo.errors import ConfigError
 from fuligo.models.names import EMBEDDING, HEAD, Weight
+from fuligo.trainer.dtypes import DTYPES
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.weights.local import local_weights
 from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters
@@ -61,7 +62,7 @@ def build_optimizer(chunks: list[DistributedDataParallel], settings: MegatronTra
         adam_eps=adam.eps,
         clip_grad=adam.clip_grad,
         bf16=settings.precision == "bf16",
-        params_dtype=torch.bfloat16 if settings.precision == "bf16" else torch.float32,
+        params_dtype=DTYPES[settings.precision],
         use_distributed_optimizer=place.distributed,
         overlap_param_gather=flags.get("overlap_param_gather", False),
         optimizer_cpu_offload=place.on_cpu and settings.device == "cuda",  # without a GPU it is there already

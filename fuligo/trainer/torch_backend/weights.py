@@ -50,7 +50,7 @@ def copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
         ours.copy_(theirs)
 
 
-def export_dtype(config) -> torch.dtype:
+def checkpoint_dtype(config) -> torch.dtype:
     """The data type of a checkpoint's weights; float32 where its config does not say."""
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32

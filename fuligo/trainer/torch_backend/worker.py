@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from fuligo.trainer.batch import pack_tokens
+from fuligo.trainer.dtypes import published_dtype
 from fuligo.trainer.host_memory import HostMemory
 from fuligo.trainer.metric_sums import mean_of_steps
 from fuligo.trainer.packing import Cost, sequence_flops
@@ -32,7 +33,7 @@ from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.sharding import shard
 from fuligo.trainer.torch_backend.state import TrainingState, copy_state, restore_state, save_state
 from fuligo.trainer.torch_backend.value_model import ValueModel, load_value_model
-from fuligo.trainer.torch_backend.weights import copy_weights, export_dtype, named_weights
+from fuligo.trainer.torch_backend.weights import checkpoint_dtype, copy_weights, named_weights
 from fuligo.types import FloatArray, StepResult, TokenScores
 from fuligo.weights.colocated import TrainerRanks
 from fuligo.weights.manifest import Undelivered, WeightManifest, WeightTarget
@@ -62,9 +63,7 @@ class TorchRankWorker:
         self.teacher = None if settings.teacher_weights is None else self._load(settings.teacher_weights, trained=False)
         self.critic = None if settings.critic is None else self._load_critic(settings.critic)
         self._learner = Learner(self.policy.model, settings.optimizer, world)
-        published = {"fp32": torch.float32, "bf16": torch.bfloat16}
-        checkpoint_dtype = export_dtype(AutoConfig.from_pretrained(settings.hf_checkpoint))
-        self.export_dtype = published[settings.publish_dtype] if settings.publish_dtype is not None else checkpoint_dtype
+        self.export_dtype = published_dtype(settings, checkpoint_dtype(AutoConfig.from_pretrained(settings.hf_checkpoint)))
         self.balance_by = _cost(self.policy) if settings.balance_data else None
         self._writer: ComputeThread | None = None
         self._sender = WeightSender(settings.engine_format, TrainerRanks(world.rank, world.objects))
@@ -116,7 +115,7 @@ class TorchRankWorker:
             num_tokens += gradients.num_tokens
         self.progress.num_rollouts += 1
         if self.critic is not None:
-            self.critic.learner.progress.num_rollouts += 1
+            self.critic.end_rollout()
         self._maybe_renew_reference()
         if self.settings.shares_device:
             torch.cuda.empty_cache()  # activations' memory is the engine's until the next rollout is there

@@ -224,7 +224,7 @@ def test_an_engine_that_is_not_watched_is_not_waited_for_longer_than_its_request
     assert (short, long) == ((10.0, "--rollout-timeout-s"), (600.0, "--engine-start-timeout-s"))
 
 
-async def test_nobody_there() -> None:
+async def test_an_engine_that_is_not_there_is_named() -> None:
     client = EngineClient("http://127.0.0.1:9", retries=0)
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
         await client.generate([1], PARAMS, rid="s7")
@@ -282,7 +282,12 @@ async def test_a_group_with_a_router_sends_requests_there(server: Misbehaving) -
     await group.close()
 
 
-async def test_a_pair_that_is_aborted_answers_with_an_error_and_nothing_was_sampled(server: Misbehaving) -> None:
+@pytest.mark.parametrize(
+    "abort", [lambda pairs: pairs.abort_all(), lambda pairs: pairs.everyone.pause("abort")], ids=["end of a rollout", "publish"]
+)
+async def test_a_pair_that_is_aborted_answers_with_an_error_and_nothing_was_sampled(
+    server: Misbehaving, abort: Callable[[EngineGroup], Awaitable[None]]
+) -> None:
     """Prefill and decode engines have no partial answer for what is between them; without an abort an error is tried again."""
     arrived = asyncio.Event()
 
@@ -296,7 +301,7 @@ async def test_a_pair_that_is_aborted_answers_with_an_error_and_nothing_was_samp
     assert (await pairs.generate([1, 2], PARAMS, rid="a")).finish_reason == "stop"
     request = asyncio.create_task(pairs.generate([1, 2], PARAMS, rid="b"))
     await arrived.wait()
-    await pairs.abort_all()
+    await abort(pairs)
     cut = await request
     assert (cut.finish_reason, len(cut.output_ids), cut.prompt_tokens) == ("abort", 0, 2)
     assert server.rids == ["a", "a.retry1", "b"]

@@ -11,9 +11,11 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from fuligo.engines.client import EngineClient
 from fuligo.engines.router import RouterSettings
+from fuligo.engines.sglang import engine as engine_module
 from fuligo.engines.sglang import fleet as fleet_module
-from fuligo.engines.sglang.fleet import Fleet, FleetSettings
+from fuligo.engines.sglang.fleet import Fleet, FleetSettings, Start
 from fuligo.engines.sglang.server import Server, ServerPorts, ServerSettings
 from fuligo.errors import EngineError
 
@@ -88,10 +90,13 @@ def routers(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedRouter]:
 
     monkeypatch.setattr(fleet_module, "launch_router", launch)
     monkeypatch.setattr(fleet_module, "WATCH_S", 0.01)
+    monkeypatch.setattr(engine_module, "POLL_S", 0.01)
     return started
 
 
-async def fleet_of(servers: Sequence[str], log: Path, *, restart: bool = True, health_interval_s: float = 1.0) -> Fleet:
+async def fleet_of(
+    servers: Sequence[str], log: Path, *, restart: bool = True, health_interval_s: float = 1.0, start: Start = ScriptedServer
+) -> Fleet:
     """
     Args:
         servers: their types
@@ -108,7 +113,17 @@ async def fleet_of(servers: Sequence[str], log: Path, *, restart: bool = True, h
         request_retries=0,
         request_timeout_s=1.0,
     )
-    return await Fleet.launch(settings, ScriptedServer)
+    return await Fleet.launch(settings, start)
+
+
+async def test_an_engine_that_does_not_start_leaves_no_router_behind(routers: list[ScriptedRouter], tmp_path: Path) -> None:
+    class Broken(ScriptedServer):
+        async def wait_ready(self) -> None:
+            raise EngineError("engine 0 ended while starting")
+
+    with pytest.raises(EngineError, match="ended while starting"):
+        await fleet_of(["regular"], tmp_path / "log", start=Broken)
+    assert [router.process.alive for router in routers] == [False]
 
 
 async def test_the_others_go_on_without_an_engine_whose_machine_is_lost(routers: list[ScriptedRouter], tmp_path: Path) -> None:
@@ -152,7 +167,7 @@ async def test_an_engine_that_is_about_to_end_is_waited_for(routers: list[Script
         await fleet.check_alive()
 
 
-async def test_the_watch_waits_for_it_too(routers: list[ScriptedRouter], tmp_path: Path) -> None:
+async def test_the_watch_waits_for_an_engine_that_is_about_to_end(routers: list[ScriptedRouter], tmp_path: Path) -> None:
     fleet = await fleet_of(["regular", "regular"], tmp_path / "log", restart=False)
     crash(fleet.servers[1])
     with pytest.raises(EngineError, match="engine 1 is gone"):
@@ -163,7 +178,7 @@ async def test_the_watch_waits_for_it_too(routers: list[ScriptedRouter], tmp_pat
 async def test_an_engine_that_neither_answers_nor_ends_is_named(
     routers: list[ScriptedRouter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "ENDING_S", 0.05)
+    monkeypatch.setattr(engine_module, "ENDING_S", 0.05)
     fleet = await fleet_of(["regular", "regular"], tmp_path / "log", restart=False)
     monkeypatch.setattr(fleet.servers[0], "answers", AsyncMock(return_value=False))
     with pytest.raises(EngineError, match=r"engine 0 .* does not answer; its log is"):
@@ -314,3 +329,30 @@ async def test_engines_that_are_restarted_are_not_to_blame(routers: list[Scripte
     fleet = await fleet_of(["regular", "regular"], tmp_path / "log")
     crash(fleet.servers[1])
     await fleet.check_alive()
+
+
+async def test_an_engine_that_waits_for_weights_and_never_takes_them_ends_the_run(
+    routers: list[ScriptedRouter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could wait for the next publish as long as another served."""
+    monkeypatch.setattr(fleet_module, "MAX_RESTARTS", 1)
+    fleet = await fleet_of(["regular", "regular"], tmp_path / "log")
+    waiting, other = fleet.group.clients
+
+    async def renew(client: EngineClient) -> bool:
+        if client.url == waiting.url and not fleet.group.clients:
+            raise EngineError("it refuses the weights")
+        return False
+
+    fleet.renew = renew
+    waiting.is_overdue = True
+    assert await fleet.is_lost(waiting)
+    watch = asyncio.create_task(fleet.watch())
+    async with asyncio.timeout(10):
+        while not fleet.group.joining or not fleet.is_settled:  # noqa: ASYNC110  # nothing tells but asking
+            await asyncio.sleep(0.01)
+        other.is_overdue = True
+        assert await fleet.is_lost(other)
+        with pytest.raises(EngineError, match="engine 0 was lost 2 times"):
+            await watch
+    await fleet.stop()

@@ -42,6 +42,6 @@ def test_closed_claims_are_free_again() -> None:
         assert second.claim(8) == port
 
 
-def test_more_than_there_are() -> None:
+def test_more_ports_than_there_are_cannot_be_claimed() -> None:
     with PortClaims() as claims, pytest.raises(EngineError, match="no 20000 consecutive free ports"):
         claims.claim(20_000)

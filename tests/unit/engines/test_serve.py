@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,11 +14,15 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from fuligo.cli import serve
 from fuligo.engines.client import EngineClient, EngineLoad, SamplingParams
+from fuligo.engines.embedded.model import EngineModel
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.launch import EmbeddedEngineProcess, EmbeddedEngineSettings, launch_embedded
+from fuligo.engines.serve import ServeSettings
+from fuligo.engines.serve import _serve as serve_model
 from fuligo.errors import ConfigError, EngineError
 from fuligo.weights.checksum import weights_checksum
 from fuligo.weights.payload import shared_payload
@@ -76,7 +81,7 @@ async def test_new_weights_over_shared_memory(group: EngineGroup) -> None:
     newer = list(tiny.model(seed=1).named_parameters())
     await group.pause("abort")
     with shared_payload(newer) as payload:
-        await group.update_weights_from_tensor([payload], version=5)
+        await group.clients[0].update_weights_from_tensor([payload], version=5)
     await group.resume()
     ((url, info),) = await group.model_infos()
     ((_, digest),) = await group.weights_checksums()
@@ -90,11 +95,22 @@ async def test_control_calls(group: EngineGroup) -> None:
     await until(group, lambda load: load.num_running == 1)
     await group.abort_all()
     assert (await waiting).finish_reason == "abort"
-    await group.flush_cache()
+    await group.clients[0].flush_cache()
     await group.release_memory()
     await group.resume_memory()
     with pytest.raises(EngineError, match="context of 1024"):
         await group.generate([5], SamplingParams(5000), rid="too long")
+
+
+async def test_a_server_that_cannot_listen_says_so(checkpoint: Path, tmp_path: Path) -> None:
+    """Rather than that nothing is ever answered."""
+    listener = socket.socket()
+    listener.close()
+    given = ServeSettings(str(checkpoint), max_total_tokens=1024, ready_file=tmp_path / "ready.json")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        async with asyncio.timeout(10):
+            await serve_model(given, EngineModel(str(checkpoint), torch.device("cpu"), torch.float32), listener)
+    assert not (tmp_path / "ready.json").exists()
 
 
 async def test_sigterm_answers_who_waits_and_ends_cleanly(checkpoint: Path, tmp_path: Path) -> None:

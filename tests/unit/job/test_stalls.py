@@ -25,7 +25,7 @@ async def test_a_function_that_blocks_is_named_once(caplog: pytest.LogCaptureFix
     assert f"everything has waited for blocks ({__file__}:" in record.getMessage()
 
 
-async def test_functions_that_await_are_not(caplog: pytest.LogCaptureFixture) -> None:
+async def test_functions_that_await_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
     with stalls_reported(LIMIT_S):
         await asyncio.gather(asyncio.sleep(3 * LIMIT_S), asyncio.to_thread(time.sleep, 3 * LIMIT_S))
     assert caplog.records == []

@@ -90,7 +90,7 @@ def test_sglang_gets_weights_in_the_type_that_it_computes_in(bf16: Path, given: 
     assert settings_of(bf16, bf16, *given, device=device).publish_dtype == published
 
 
-def test_the_embedded_engine_gets_them_in_its_own(bf16: Path):
+def test_the_embedded_engine_gets_weights_in_the_type_that_it_computes_in(bf16: Path):
     assert settings_of(bf16, bf16, device="cuda").publish_dtype == "bf16"
     assert settings_of(bf16, bf16, "--embedded-dtype", "fp32", device="cuda").publish_dtype == "fp32"
 

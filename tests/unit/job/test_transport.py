@@ -46,7 +46,7 @@ def chosen(words: list[str], cluster: Cluster | None = None) -> str:
         ([*ELSEWHERE, "--update-weight-transport", "gloo"], APART, "gloo"),
     ],
 )
-def test_auto_is_what_reaches_them(words: list[str], cluster: Cluster | None, transport: str):
+def test_auto_is_a_transport_that_reaches_the_engines(words: list[str], cluster: Cluster | None, transport: str):
     assert chosen(words, cluster) == transport
 
 
@@ -59,6 +59,6 @@ def test_auto_is_what_reaches_them(words: list[str], cluster: Cluster | None, tr
         ([], "the embedded engine runs beside the driver"),
     ],
 )
-def test_what_does_not_is_refused(words: list[str], problem: str):
+def test_a_transport_that_does_not_reach_the_engines_is_refused(words: list[str], problem: str):
     with pytest.raises(ConfigError, match=problem):
         chosen(words, APART)

@@ -22,7 +22,7 @@ async def test_an_error_ends_the_block_and_is_raised_instead() -> None:
     await asyncio.sleep(0)  # nothing of the cancelling is left
 
 
-async def test_an_error_of_what_is_watched_does_too() -> None:
+async def test_an_error_of_what_is_watched_ends_the_block_too() -> None:
     with pytest.raises(EngineError, match="did not start"):
         async with while_watching(fails()), asyncio.timeout(10):
             await asyncio.Event().wait()

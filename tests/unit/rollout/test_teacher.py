@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
-from fuligo.errors import EngineError
+from fuligo.errors import EngineError, HookError
 from fuligo.rollout.judging import usable
 from fuligo.rollout.sampler import malformation
 from fuligo.rollout.teacher import ServedTeacher, TaughtReward
@@ -54,6 +55,27 @@ async def test_every_response_token_is_scored() -> None:
         np.testing.assert_array_equal(each.teacher_logprobs, -each.response_ids)
     assert len(set(scorer.rids)) == 3
     assert [span.name for span in group.samples[0].spans] == ["teacher"]
+
+
+async def test_a_reward_that_fails_ends_the_scoring() -> None:
+    under_way, ended = asyncio.Event(), asyncio.Event()
+
+    class Endless(Scorer):
+        async def score(self, input_ids: IntArray, num_given: int, *, rid: str, timeout_s: float | None = None) -> FloatArray:
+            under_way.set()
+            try:
+                return await asyncio.Future()
+            finally:
+                ended.set()
+
+    async def fails(group: SampleGroup) -> None:
+        await under_way.wait()
+        raise HookError("no such label")
+
+    with pytest.raises(HookError):
+        await TaughtReward(fails, ServedTeacher(Endless(), timeout_s=5.0))(SampleGroup(0, 0, [sample(1)]))
+    async with asyncio.timeout(10):
+        await ended.wait()
 
 
 async def test_what_is_not_finished_or_known_already_is_left_alone() -> None:

@@ -64,13 +64,13 @@ def engine() -> Iterator[RefusingEngine]:
 
 
 @pytest.mark.timeout(60)
-def test_an_engine_that_does_not_join(engine: RefusingEngine) -> None:
+def test_an_engine_that_does_not_join_is_named(engine: RefusingEngine) -> None:
     with pytest.raises(EngineError, match=rf"the engines {engine.url} did not join the gloo group: .*no /init_weights_update_group here"):
         BroadcastGroup([EngineAddress(engine.url)], "gloo", "127.0.0.1")
 
 
 @pytest.mark.timeout(60)
-def test_an_engine_that_does_not_receive(engine: RefusingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_does_not_receive_is_named(engine: RefusingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our end is in the collective meanwhile, and stays there."""
     group = object.__new__(BroadcastGroup)  # as it is once all have joined
     group.engines, group.name = (EngineAddress(engine.url),), "g"

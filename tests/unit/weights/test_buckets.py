@@ -113,7 +113,7 @@ def test_another_shape_or_type_of_the_same_bytes_is_a_change() -> None:
     assert [name for name, _ in changes.only([("first", torch.zeros(1)), ("w", row)])] == ["w"]
 
 
-def test_what_is_counted() -> None:
+def test_a_manifest_counts_all_weights_and_the_bytes_that_were_sent() -> None:
     counted = Counted(with_checksum=True)
     changes = Changes()
     list(changes.only(weights([3, 5])))

@@ -17,7 +17,7 @@ def test_order_does_not_matter_and_one_at_a_time_is_the_same() -> None:
     assert (whole.num_tensors, whole.num_bytes) == (3, 6 * 4 + 4 * 2)
 
 
-def test_every_part_counts() -> None:
+def test_name_shape_type_and_bytes_all_count() -> None:
     tensor = torch.arange(6.0)
     variants = [
         ("a", tensor),

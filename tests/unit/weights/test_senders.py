@@ -41,13 +41,13 @@ def test_the_same_engines_get_what_has_changed(target: WeightTarget):
 @pytest.mark.parametrize(
     "engines", [(replace(ENGINE, start=1),), (ENGINE, EngineAddress("http://host:30001"))], ids=["restarted", "one more"]
 )
-def test_others_get_all(engines: tuple[EngineAddress, ...], target: WeightTarget):
+def test_other_engines_than_before_get_all_weights(engines: tuple[EngineAddress, ...], target: WeightTarget):
     sender = WeightSender()
     sent(sender, WEIGHTS, target)
     assert sent(sender, WEIGHTS, replace(target, engines=engines)) == {"a", "b", "c"}
 
 
-def test_after_a_send_that_failed_nobody_knows_what_they_have(target: WeightTarget):
+def test_after_a_send_that_failed_nobody_knows_what_the_engines_have(target: WeightTarget):
     sender = WeightSender()
     sent(sender, WEIGHTS, target)
 
@@ -60,7 +60,7 @@ def test_after_a_send_that_failed_nobody_knows_what_they_have(target: WeightTarg
     assert sent(sender, WEIGHTS | {"a": torch.ones(4)}, target) == {"a", "b", "c"}
 
 
-def test_after_a_send_that_an_engine_did_not_take_nobody_knows_what_they_have(target: WeightTarget):
+def test_after_a_send_that_an_engine_did_not_take_nobody_knows_what_the_engines_have(target: WeightTarget):
     target = replace(target, engines=(EngineAddress("http://127.0.0.1:9"),))
     sender = WeightSender()
     sent(sender, WEIGHTS, target)

@@ -29,7 +29,7 @@ from fuligo.job.turns import SharingPublisher, SharingTrainer, Turns
 from fuligo.job.watch import failing_with, while_watching
 from fuligo.loop import Loop, Periodic, Publisher, sample_only
 from fuligo.observability.progress import open_progress
-from fuligo.observability.run_directory import RunDirectory
+from fuligo.observability.run_directory import CHECKPOINTS, RunDirectory
 from fuligo.observability.sinks import open_sinks
 from fuligo.rollout.evaluate import Evaluation
 from fuligo.rollout.modes import PacedRollouts
@@ -81,6 +81,15 @@ class Origin:
         weights = found.directory if isinstance(found, WeightsOnly) else first
         return cls(0, 0, weights, None, None)
 
+    def may_cut_back(self, config: Config, run_dir: Path) -> bool:
+        """Whether recorded steps may give way to this run's: they follow its checkpoint, or nothing was saved of them where it saves.
+
+        A run that begins anew because of another `--load`, misspelt perhaps, must not replace a finished one.
+        """
+        load = config.checkpoint.load
+        save = Path(config.checkpoint.save or run_dir / CHECKPOINTS)
+        return load is not None and (self.checkpoint is not None or Path(load).resolve() == save.resolve())
+
 
 async def run_config(config: Config) -> Outcome:
     """
@@ -89,7 +98,8 @@ async def run_config(config: Config) -> Outcome:
     """
     origin = Origin.find(config)
     async with AsyncExitStack() as stack:
-        directory = RunDirectory.create(config.run_directory(datetime.now()), config, resume=config.checkpoint.load is not None)
+        run_dir = config.run_directory(datetime.now())
+        directory = RunDirectory.create(run_dir, config, resume=origin.may_cut_back(config, run_dir))
         stack.callback(directory.close)
         directory.cut_back(origin.step)
         if origin.state is not None:

@@ -154,6 +154,19 @@ def test_a_load_without_checkpoints_is_warned_of_unless_the_run_makes_them_there
     assert warnings("--load", tmp_path / "chekpoints") == []
 
 
+def test_prompts_without_the_chat_template_that_the_tokenizer_has_are_warned_of(tmp_path: Path):
+    def warnings(*more: str) -> list[str]:
+        return preflight_warnings(parse(["--hf-checkpoint", str(tmp_path), "--prompt-data", "prompts.jsonl", *more]).config)
+
+    tokenizer = tmp_path / "tokenizer_config.json"
+    tokenizer.write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    (warning,) = warnings()
+    assert "without --apply-chat-template prompts go to the model as they stand" in warning
+    assert warnings("--apply-chat-template") == []
+    tokenizer.write_text("{}")
+    assert warnings() == [], "a base model without a template"
+
+
 def test_rows_that_the_reward_cannot_judge_are_refused_unless_a_hook_judges(model: Path, tmp_path: Path):
     file = tmp_path / "choices.jsonl"
     file.write_text('{"input": "Which?", "label": "A"}\n{"input": "Which?", "label": "green"}\n')

@@ -82,6 +82,7 @@ def test_syntax(arguments: list[str], name: str, expected: object) -> None:
         (["--apply-chat-template-kwargs", "{thinking}"], ["--apply-chat-template-kwargs", "not JSON"]),
         (["--apply-chat-template-kwargs", "[1]"], ["--apply-chat-template-kwargs", "a JSON object"]),
         (["lr", "1"], ["'lr' belongs to no flag", "did you mean --lr"]),
+        (["mine/run.yaml"], ["'mine/run.yaml' belongs to no flag; did you mean --config mine/run.yaml?"]),
         (["--partial-rollout", "-lr", "1"], ["--partial-rollout takes one value", "did you mean --lr"]),
         (["--config"], ["--config needs the name of a YAML file"]),
         (["--temperature", "1"], ["unknown flag --temperature", "--rollout-temperature (rollout)"]),

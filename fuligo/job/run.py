@@ -5,13 +5,23 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuligo.checkpoint.location import Checkpoint, WeightsOnly, nothing_left, resolve, value_weights_directory, weights_directory
+from fuligo.checkpoint.location import (
+    Checkpoint,
+    WeightsOnly,
+    newest_iteration,
+    nothing_left,
+    resolve,
+    value_weights_directory,
+    weights_directory,
+)
 from fuligo.checkpoint.state import RunState
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.cluster.launcher import chosen_launcher
@@ -101,6 +111,7 @@ async def run_config(config: Config) -> Outcome:
         run_dir = config.run_directory(datetime.now())
         directory = RunDirectory.create(run_dir, config, resume=origin.may_cut_back(config, run_dir))
         stack.callback(directory.close)
+        stack.push(partial(_told_interrupted, config, directory))
         directory.cut_back(origin.step)
         if origin.state is not None:
             logger.info("resuming from %s at rollout %d", origin.checkpoint, origin.step)
@@ -109,6 +120,20 @@ async def run_config(config: Config) -> Outcome:
             return await _run(config, origin, directory, stack, None)
         config, cluster = await join_cluster(config, [origin.initial_weights, *_other_weights(config)], directory, stack)
         return await _run(config, origin, directory, stack, cluster)
+
+
+def _told_interrupted(config: Config, directory: RunDirectory, kind: type[BaseException] | None, *_: object) -> None:
+    """After Ctrl-C or SIGTERM: where the run is, and how it goes on."""
+    if kind is None or not issubclass(kind, asyncio.CancelledError):
+        return
+    save = Path(config.checkpoint.save or directory.path / CHECKPOINTS)
+    iteration = newest_iteration(save)
+    print(f"interrupted; run directory: {directory.path}", file=sys.stderr)
+    if iteration is None:
+        print("it has no checkpoint yet (--save-interval)", file=sys.stderr)
+    else:
+        command = f"fuligo train --config {directory.config_file} --run-dir {directory.path} --load {save}"
+        print(f"to go on after {iteration} rollouts: {command}", file=sys.stderr)
 
 
 def _other_weights(config: Config) -> list[Path]:

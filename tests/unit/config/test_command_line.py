@@ -85,6 +85,8 @@ def test_syntax(arguments: list[str], name: str, expected: object) -> None:
         (["mine/run.yaml"], ["'mine/run.yaml' belongs to no flag; did you mean --config mine/run.yaml?"]),
         (["--partial-rollout", "-lr", "1"], ["--partial-rollout takes one value", "did you mean --lr"]),
         (["--config"], ["--config needs the name of a YAML file"]),
+        (["--learning-rate", "1"], ["unknown flag --learning-rate; give --lr"]),
+        (["--num-generations", "8"], ["unknown flag --num-generations; give --n-samples-per-prompt"]),
         (["--temperature", "1"], ["unknown flag --temperature", "--rollout-temperature (rollout)"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

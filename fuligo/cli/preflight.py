@@ -6,7 +6,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
 from fuligo.checkpoint.export import export_problem
@@ -42,7 +41,6 @@ from fuligo.errors import CheckpointError, ConfigError, DataError
 from fuligo.machine.facts import package_version, package_versions
 from fuligo.models.quantisation import EngineQuantisation
 from fuligo.models.registry import names_of, read_config_json
-from fuligo.observability.run_directory import CHECKPOINTS
 from fuligo.planner.rules.model import unknown_tokens
 from fuligo.rollout.eval_sets import eval_set_specs
 from fuligo.rollout.rewards.rows import unjudged
@@ -60,17 +58,6 @@ def preflight(config: Config) -> None:
     problems = preflight_problems(config)
     if problems:
         raise ConfigError(*problems)
-
-
-def preflight_warnings(config: Config) -> list[str]:
-    """What may be a slip; of a config that `preflight` let pass."""
-    load = config.checkpoint.load
-    if load is None or resolve(Path(load)) is not None:
-        return []
-    save = Path(config.checkpoint.save or config.run_directory(datetime.now()) / CHECKPOINTS)
-    if save.resolve() == Path(load).resolve():
-        return []  # one command that starts a run and resumes it
-    return [f"--load {load} holds no checkpoint: the run begins anew, and saves to {save}"]
 
 
 def preflight_problems(config: Config) -> list[str]:

@@ -31,12 +31,13 @@ def main(arguments: Sequence[str]) -> int:
 
     # Imports cost time: what help and wrong flags do not need comes only now.
     from fuligo.cli.console import show_warning
-    from fuligo.cli.preflight import preflight, preflight_warnings
+    from fuligo.cli.preflight import preflight
+    from fuligo.cli.slips import slips
 
     for warning in warnings:
         show_warning(warning)
     preflight(config)
-    for warning in preflight_warnings(config):
+    for warning in slips(config):
         show_warning(warning)
 
     os.environ.update(config.cluster.env)

@@ -88,10 +88,16 @@ def _occurrences(arguments: Sequence[str], problems: list[str]) -> list[_Occurre
             option, equals, value = token.partition("=")
             found.append(_Occurrence(option.replace("_", "-"), [value] if equals else [], attached=bool(equals)))
         elif not found or found[-1].attached:
-            problems.append(f"{token!r} belongs to no flag{suggest_options(token)}")
+            problems.append(f"{token!r} belongs to no flag{_belonging(token)}")
         else:
             found[-1].values.append(token)
     return found
+
+
+def _belonging(token: str) -> str:
+    if token.endswith((".yaml", ".yml")):
+        return f"; did you mean {CONFIG_OPTION} {token}?"
+    return suggest_options(token)
 
 
 def _meaning(option: str) -> _Meaning:

@@ -48,3 +48,19 @@ ALIASES = {
     "slime.rollout.data_source.pop_first": "fuligo.rollout.buffer.pop_first",
 }
 """Paths that launch scripts of slime name -> the same functions here."""
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """Module (or file) and function that a hook's path names."""
+    module, _, function = path.rpartition(":" if ":" in path else ".")
+    return module, function
+
+
+def path_problem(path: str) -> str | None:
+    """What is wrong with how a hook's path is written."""
+    module, function = split_path(path)
+    if path.endswith(".py"):
+        return f"it names a file and no function in it; write {path}:FUNCTION"
+    if not module or not function.isidentifier():
+        return "it must look like package.module.function or path/to/file.py:function"
+    return None

@@ -12,7 +12,7 @@ from fuligo.config import Config
 from fuligo.config.findings import Finding, Severity
 from fuligo.config.flags import did_you_mean, flags, nearest
 from fuligo.config.given import value_of
-from fuligo.config.hook_specs import ALIASES, HOOKS, HookSpec
+from fuligo.config.hook_specs import ALIASES, HOOKS, HookSpec, path_problem, split_path
 
 MISSING, MISFIT = "CFG-HOOK-MISSING", "CFG-HOOK-MISFIT"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -32,11 +32,12 @@ def hook_findings(config: Config) -> Iterator[Finding]:
 def hook_finding(flag_name: str, path: str) -> Iterator[Finding]:
     """What is wrong with one hook: one finding, or none."""
     option = flags()[flag_name].option
-    module, _, function = _split(ALIASES.get(path, path))
-    if not module or not function.isidentifier():
-        text = f"{option} {path}: it must look like package.module.function or path/to/file.py:function"
-        yield Finding(MISFIT, Severity.ERROR, text, (option,), advice="complete it")
+    target = ALIASES.get(path, path)
+    problem = path_problem(target)
+    if problem is not None:
+        yield Finding(MISFIT, Severity.ERROR, f"{option} {path}: {problem}", (option,), advice="complete it")
         return
+    module, function = split_path(target)
     file = _source(module)
     if file is None:
         text = f"{option} {path}: there is no {module} on this machine (searched in {Path.cwd()} and the Python path)"
@@ -45,10 +46,6 @@ def hook_finding(flag_name: str, path: str) -> Iterator[Finding]:
     problem = _problem(file, function, HOOKS[flag_name])
     if problem is not None:
         yield Finding(MISFIT, Severity.ERROR, f"{option} {path}: {problem}", (option,), advice="correct it")
-
-
-def _split(path: str) -> tuple[str, str, str]:
-    return path.rpartition(":" if ":" in path else ".")
 
 
 def _source(module: str) -> Path | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from fuligo.config import Config
 from fuligo.config.flags import did_you_mean, flags, nearest
-from fuligo.config.hook_specs import ALIASES, HOOKS, HookSpec
+from fuligo.config.hook_specs import ALIASES, HOOKS, HookSpec, path_problem, split_path
 from fuligo.errors import HookError
 
 Hook = Callable[..., Any]
@@ -36,7 +36,11 @@ def load_hook(flag_name: str, path: str) -> Hook:
     Raises:
         HookError: it cannot be imported, is not there, or its signature does not fit.
     """
-    module_path, name = _split(flag_name, ALIASES.get(path, path))
+    target = ALIASES.get(path, path)
+    problem = path_problem(target)
+    if problem is not None:
+        raise _error(flag_name, path, problem)
+    module_path, name = split_path(target)
     module = _import(flag_name, path, module_path)
     hook = getattr(module, name, None)
     if hook is None:
@@ -86,14 +90,6 @@ def told(error: BaseException, hook: Hook) -> str:
 
 def _path(config: Config, flag_name: str) -> str | None:
     return getattr(getattr(config, flags()[flag_name].group), flag_name)
-
-
-def _split(flag_name: str, path: str) -> tuple[str, str]:
-    separator = ":" if ":" in path else "."
-    module_path, _, name = path.rpartition(separator)
-    if not module_path or not name.isidentifier():
-        raise _error(flag_name, path, "it must look like package.module.function or path/to/file.py:function")
-    return module_path, name
 
 
 def _import(flag_name: str, path: str, module_path: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Flags of slime's scripts that fuligo does not have: what to do instead."""
+"""Flags of slime's scripts, and what TRL calls its settings, that fuligo does not have: what to do instead."""
 
 from __future__ import annotations
 
@@ -13,5 +13,17 @@ MOVED = {
     "loss_mask_type": "leave it out: the mask of assistant tokens comes from the chat template",
     "disable_compute_advantages_and_returns": "leave it out: --loss-type sft_loss computes none",
     "wandb_key": "set WANDB_API_KEY in the environment",
+    "model": "give --hf-checkpoint, a directory",
+    "model_name_or_path": "give --hf-checkpoint, a directory",
+    "dataset_name": "give --prompt-data, a jsonl or parquet file",
+    "output_dir": "give --run-dir",
+    "learning_rate": "give --lr",
+    "num_train_epochs": "give --num-epoch",
+    "max_steps": "give --num-rollout",
+    "num_generations": "give --n-samples-per-prompt",
+    "max_prompt_length": "give --rollout-max-prompt-len",
+    "max_completion_length": "give --rollout-max-response-len",
+    "max_new_tokens": "give --rollout-max-response-len",
+    "beta": "give --use-kl-loss --kl-loss-coef",
 }
 """Flat name -> advice."""

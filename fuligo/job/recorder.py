@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from fuligo.observability.metrics import perf_metrics, step_record
@@ -10,8 +11,11 @@ from fuligo.observability.run_directory import RunDirectory
 from fuligo.observability.samples import Training
 from fuligo.observability.sinks import Sink
 from fuligo.observability.trace import Phase
+from fuligo.rollout.judging import failure_warning
 from fuligo.rollout.protocol import Rollout
 from fuligo.types import StepResult, TrainBatch
+
+logger = logging.getLogger(__name__)
 
 
 class RunRecorder:
@@ -45,6 +49,8 @@ class RunRecorder:
     def record(self, rollout: Rollout, batch: TrainBatch | None, result: StepResult | None, version: int) -> None:
         """Everything about a step that is over; on disk when this returns. Without training, `batch` and `result` are None."""
         step = rollout.step
+        if warning := failure_warning(step, rollout.groups):
+            logger.warning("%s", warning)
         with self.phase("record", step):
             if self._save_samples:
                 training = None if batch is None or result is None else Training(batch.samples, result.scores)

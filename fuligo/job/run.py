@@ -5,13 +5,23 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuligo.checkpoint.location import Checkpoint, WeightsOnly, nothing_left, resolve, value_weights_directory, weights_directory
+from fuligo.checkpoint.location import (
+    Checkpoint,
+    WeightsOnly,
+    newest_iteration,
+    nothing_left,
+    resolve,
+    value_weights_directory,
+    weights_directory,
+)
 from fuligo.checkpoint.state import RunState
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.cluster.launcher import chosen_launcher
@@ -29,7 +39,7 @@ from fuligo.job.turns import SharingPublisher, SharingTrainer, Turns
 from fuligo.job.watch import failing_with, while_watching
 from fuligo.loop import Loop, Periodic, Publisher, sample_only
 from fuligo.observability.progress import open_progress
-from fuligo.observability.run_directory import RunDirectory
+from fuligo.observability.run_directory import CHECKPOINTS, RunDirectory
 from fuligo.observability.sinks import open_sinks
 from fuligo.rollout.evaluate import Evaluation
 from fuligo.rollout.modes import PacedRollouts
@@ -81,6 +91,15 @@ class Origin:
         weights = found.directory if isinstance(found, WeightsOnly) else first
         return cls(0, 0, weights, None, None)
 
+    def may_cut_back(self, config: Config, run_dir: Path) -> bool:
+        """Whether recorded steps may give way to this run's: they follow its checkpoint, or nothing was saved of them where it saves.
+
+        A run that begins anew because of another `--load`, misspelt perhaps, must not replace a finished one.
+        """
+        load = config.checkpoint.load
+        save = Path(config.checkpoint.save or run_dir / CHECKPOINTS)
+        return load is not None and (self.checkpoint is not None or Path(load).resolve() == save.resolve())
+
 
 async def run_config(config: Config) -> Outcome:
     """
@@ -89,8 +108,10 @@ async def run_config(config: Config) -> Outcome:
     """
     origin = Origin.find(config)
     async with AsyncExitStack() as stack:
-        directory = RunDirectory.create(config.run_directory(datetime.now()), config, resume=config.checkpoint.load is not None)
+        run_dir = config.run_directory(datetime.now())
+        directory = RunDirectory.create(run_dir, config, resume=origin.may_cut_back(config, run_dir))
         stack.callback(directory.close)
+        stack.push(partial(_told_interrupted, config, directory))
         directory.cut_back(origin.step)
         if origin.state is not None:
             logger.info("resuming from %s at rollout %d", origin.checkpoint, origin.step)
@@ -99,6 +120,20 @@ async def run_config(config: Config) -> Outcome:
             return await _run(config, origin, directory, stack, None)
         config, cluster = await join_cluster(config, [origin.initial_weights, *_other_weights(config)], directory, stack)
         return await _run(config, origin, directory, stack, cluster)
+
+
+def _told_interrupted(config: Config, directory: RunDirectory, kind: type[BaseException] | None, *_: object) -> None:
+    """After Ctrl-C or SIGTERM: where the run is, and how it goes on."""
+    if kind is None or not issubclass(kind, asyncio.CancelledError):
+        return
+    save = Path(config.checkpoint.save or directory.path / CHECKPOINTS)
+    iteration = newest_iteration(save)
+    print(f"interrupted; run directory: {directory.path}", file=sys.stderr)
+    if iteration is None:
+        print("it has no checkpoint yet (--save-interval)", file=sys.stderr)
+    else:
+        command = f"fuligo train --config {directory.config_file} --run-dir {directory.path} --load {save}"
+        print(f"to go on after {iteration} rollouts: {command}", file=sys.stderr)
 
 
 def _other_weights(config: Config) -> list[Path]:

@@ -53,7 +53,7 @@ class RunDirectory:
         Args:
             path: new, empty, or the directory of an earlier run.
             config: of this run, everything resolved.
-            resume: the run goes on where another ended (`--load`); without it, recorded steps are never overwritten.
+            resume: recorded steps may be cut back, to where a checkpoint goes on; without it they are never overwritten.
 
         Raises:
             ConfigError: it cannot be written to, holds other files, holds a run that would be overwritten, or is in use.
@@ -138,7 +138,7 @@ def _check(path: Path, *, resume: bool) -> None:
         raise ConfigError(f"--run-dir {path} holds files that are no run's ({', '.join(names[:3])}); give a new or an empty directory")
     if names and not resume and (path / "metrics.jsonl").stat().st_size > 0:
         raise ConfigError(
-            f"--run-dir {path} holds a run that has recorded steps; give a new directory, or train on with that run's checkpoints: "
+            f"--run-dir {path} holds a run that has recorded steps; give a new directory, or, to train on, that run's checkpoints: "
             f"fuligo train --load {path / CHECKPOINTS}"
         )
 

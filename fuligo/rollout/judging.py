@@ -72,9 +72,29 @@ def refuse_mass_failure(step: int, num_failed: int, batch_size: int, groups: Ite
     if num_failed < max(batch_size, MIN_MASS_FAILURE):
         return
     samples = [sample for group in groups for sample in group.samples]
-    errors = Counter(_OF_ONE_REQUEST.sub("", sample.error or "") for sample in samples if sample.status is SampleStatus.FAILED)
+    errors = _errors(samples)
     errors[NO_ROOM] = sum(sample.status is SampleStatus.TRUNCATED and not sample.response_length for sample in samples)
-    most_common = "; ".join(f"{count} x {error}" for error, count in errors.most_common(3) if count)
     raise RolloutError(
-        f"rollout {step}: {num_failed} groups have too few usable samples; most frequent errors: {most_common or 'no reward was set'}"
+        f"rollout {step}: {num_failed} groups have too few usable samples; most frequent errors: "
+        f"{_most_frequent(errors) or 'no reward was set'}"
     )
+
+
+def failure_warning(step: int, groups: Iterable[SampleGroup]) -> str | None:
+    """What is said of a rollout some samples of which failed."""
+    samples = [sample for group in groups for sample in group.samples]
+    errors = _errors(samples)
+    if not errors:
+        return None
+    return (
+        f"rollout {step}: {errors.total()} of {len(samples)} samples failed and are not trained on; most frequent errors: "
+        f"{_most_frequent(errors)}"
+    )
+
+
+def _errors(samples: Iterable[Sample]) -> Counter[str]:
+    return Counter(_OF_ONE_REQUEST.sub("", sample.error or "") for sample in samples if sample.status is SampleStatus.FAILED)
+
+
+def _most_frequent(errors: Counter[str]) -> str:
+    return "; ".join(f"{count} x {error}" for error, count in errors.most_common(3) if count)

@@ -136,7 +136,7 @@ def _problem(samples: list[Sample]) -> str | None:
         return "the generate function returned an empty list"
     for sample in samples:
         if sample.status is SampleStatus.PENDING:
-            return "the generate function returned a sample that is still pending"
+            return "the generate function returned a sample that is still pending: it must set its status (SampleStatus.COMPLETED, say)"
         if (problem := malformation(sample)) is not None:
             return problem
     return None

@@ -236,9 +236,18 @@ def _custom_loss(inputs: LossInputs, settings: LossSettings) -> Objective:
         )
     loss = loss.reshape(())
     # Sums are added in their order, over micro-batches and ranks.
-    shares = {name: torch.as_tensor(metrics[name], device=loss.device, dtype=loss.dtype).reshape(()) for name in sorted(metrics)}
+    shares = {name: _metric(name, metrics[name]).to(loss) for name in sorted(metrics)}
     trained = _trained(inputs)
     return Objective(loss, MetricSums.of({**shares, "loss": loss}, {"entropy": trained.entropy}, trained.weights))
+
+
+def _metric(name: str, value: Tensor | float) -> Tensor:
+    try:
+        return torch.as_tensor(value).reshape(())
+    except (RuntimeError, TypeError, ValueError):
+        raise TrainerError(
+            f"--custom-loss-function-path: the metric {name!r} must be a number or a tensor of one; it is {value!r:.80}"
+        ) from None
 
 
 def _needed(logprobs: Tensor | None, flag: str, whose: str) -> Tensor:

@@ -12,7 +12,7 @@ from fuligo.checkpoint.durable import replace_text
 from fuligo.checkpoint.hf_to_dist import hf_to_dist
 from fuligo.checkpoint.location import TRACKER
 from fuligo.checkpoint.manifest import write_manifest
-from fuligo.cli.preflight import preflight_problems, preflight_warnings
+from fuligo.cli.preflight import preflight_problems
 from fuligo.config.parse import parse
 from fuligo.trainer.ranks.world import World
 from tests import tiny
@@ -140,18 +140,6 @@ def test_a_run_that_has_nothing_left_to_do_ends_before_anything_starts(model: Pa
     assert problems(model, "--load", tmp_path, "--num-rollout", 3) == []
     (problem,) = problems(model, "--load", tmp_path, "--num-rollout", 2)
     assert problem == f"{done} is complete: 2 of 2 rollouts are done; raise --num-rollout to go on"
-
-
-def test_a_load_without_checkpoints_is_warned_of_unless_the_run_makes_them_there(model: Path, tmp_path: Path):
-    def warnings(*more: object) -> list[str]:
-        return preflight_warnings(parse(["--hf-checkpoint", str(model), "--run-dir", str(tmp_path), *map(str, more)]).config)
-
-    assert warnings() == warnings("--load", tmp_path / "checkpoints") == []
-    assert warnings("--load", tmp_path / "own", "--save", tmp_path / "own") == []
-    begins_anew = f"--load {tmp_path / 'chekpoints'} holds no checkpoint: the run begins anew, and saves to {tmp_path / 'checkpoints'}"
-    assert warnings("--load", tmp_path / "chekpoints") == [begins_anew]
-    saved(model, tmp_path / "chekpoints", 1)
-    assert warnings("--load", tmp_path / "chekpoints") == []
 
 
 def test_rows_that_the_reward_cannot_judge_are_refused_unless_a_hook_judges(model: Path, tmp_path: Path):

@@ -46,6 +46,7 @@ def train(model: Path, started: list[Config], tmp_path: Path, monkeypatch: pytes
     sound = {
         "hf-checkpoint": str(model),
         "prompt-data": "prompts.jsonl",
+        "apply-chat-template": "true",
         "label-key": "label",
         "rm-type": "deepscaler",
         "num-rollout": "2",

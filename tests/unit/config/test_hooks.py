@@ -111,7 +111,7 @@ def test_hooks_are_found_by_module_and_by_file(module: str, flag: str, function:
         ("custom_rm_path", "os.no_such.reward", "there is no module os.no_such"),
         ("custom_rm_path", "nowhere.py:reward", "there is no file"),
         ("custom_rm_path", "reward", "must look like package.module.function or path/to/file.py:function"),
-        ("custom_rm_path", "{module}.py", "has no py"),
+        ("custom_rm_path", "{module}.py", "names a file and no function in it; write "),
         ("custom_generate_function_path", "{module}.generate_not_async", "must be `async def`"),
         ("rollout_function_path", "{module}.rollout_without_evaluation", "(args, rollout_id, data_source, evaluation=...)"),
         ("data_source_path", "{module}.HalfSource", "the class lacks add_samples, save, load, __len__"),
@@ -200,6 +200,7 @@ def test_reading_a_hook_finds_what_importing_it_finds(module: str, flag: str, fu
         ("no_such_module.reward", Severity.WARNING, "there is no no_such_module on this machine"),
         ("nowhere.py:reward", Severity.WARNING, "there is no nowhere.py on this machine"),
         ("reward", Severity.ERROR, "must look like package.module.function"),
+        ("mine/reward.py", Severity.ERROR, "names a file and no function in it"),
         ("broken.py:reward", Severity.ERROR, "broken.py:1 is not valid Python"),
     ],
 )

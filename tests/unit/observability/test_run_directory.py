@@ -87,7 +87,7 @@ def test_a_resume_before_the_first_checkpoint_starts_over(recorded: RunDirectory
 
 def test_recorded_steps_are_not_overwritten_unasked(recorded: RunDirectory) -> None:
     recorded.close()
-    with pytest.raises(ConfigError, match=r"holds a run that has recorded steps; give a new directory, or .* --load .*run/checkpoints"):
+    with pytest.raises(ConfigError, match=r"holds a run that has recorded steps; .*to train on, .* --load .*run/checkpoints"):
         create(recorded.path)
     assert len(recorded.records()) == 4
 

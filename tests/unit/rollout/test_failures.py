@@ -10,7 +10,7 @@ import pytest
 from fuligo.engines.generation import SamplingParams
 from fuligo.errors import EngineError, RolloutError
 from fuligo.rollout import group_tasks
-from fuligo.rollout.judging import refuse_mass_failure
+from fuligo.rollout.judging import failure_warning, refuse_mass_failure
 from fuligo.types import Sample, SampleGroup, SampleStatus
 from tests.unit.rollout.scripted import ScriptedEngine, ScriptedReward, by_row, samples_of, world
 
@@ -22,6 +22,9 @@ async def test_a_failed_sample_stays_in_its_group_with_the_reason():
     assert failed.status is SampleStatus.FAILED
     assert failed.error == "engine: request 1-1 refused"
     assert rollout.metrics["rollout/num_failed"] == 1
+    said = failure_warning(0, rollout.groups)
+    assert said == "rollout 0: 1 of 6 samples failed and are not trained on; most frequent errors: 1 x engine: request 1-1 refused"
+    assert failure_warning(0, rollout.groups[1:]) is None
 
 
 async def test_a_group_with_fewer_than_two_usable_samples_is_dropped():

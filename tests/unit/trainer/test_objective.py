@@ -265,6 +265,9 @@ def test_hooks_that_return_something_else_are_named():
     for result in (3.0, (3.0, {}), (logprobs_sum := torch.ones((), requires_grad=True)), (logprobs_sum, None)):
         with pytest.raises(TrainerError, match=r"--custom-loss-function-path must return \(loss, metrics\), a tensor and a dict"):
             objective(inputs, LossSettings(loss_type="custom_loss", custom_loss=lambda batch, logprobs, result=result: result))
+    for metric in (torch.zeros(2), "high"):
+        with pytest.raises(TrainerError, match=r"--custom-loss-function-path: the metric 'x' must be a number or a tensor of one; it is"):
+            objective(inputs, LossSettings(loss_type="custom_loss", custom_loss=lambda _, logprobs, x=metric: (logprobs.sum(), {"x": x})))
     with pytest.raises(TrainerError, match=r"--custom-tis-function-path returned None; a tensor with one for each"):
         objective(inputs, LossSettings(custom_weights=lambda batch, old: None))
     with pytest.raises(TrainerError, match=r"--custom-tis-function-path returned weights of the shape \(3,\)"):

@@ -1,0 +1,43 @@
+"""What `fuligo train` warns of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fuligo.cli.slips import slips
+from fuligo.config.parse import parse
+from tests import tiny
+from tests.unit.cli.test_preflight import saved
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def test_a_load_without_checkpoints_is_warned_of_unless_the_run_makes_them_there(model: Path, tmp_path: Path):
+    def warnings(*more: object) -> list[str]:
+        return slips(parse(["--hf-checkpoint", str(model), "--run-dir", str(tmp_path), *map(str, more)]).config)
+
+    assert warnings() == warnings("--load", tmp_path / "checkpoints") == []
+    assert warnings("--load", tmp_path / "own", "--save", tmp_path / "own") == []
+    begins_anew = f"--load {tmp_path / 'chekpoints'} holds no checkpoint: the run begins anew, and saves to {tmp_path / 'checkpoints'}"
+    assert warnings("--load", tmp_path / "chekpoints") == [begins_anew]
+    saved(model, tmp_path / "chekpoints", 1)
+    assert warnings("--load", tmp_path / "chekpoints") == []
+
+
+def test_prompts_without_the_chat_template_that_the_tokenizer_has_are_warned_of(tmp_path: Path):
+    def warnings(*more: str) -> list[str]:
+        return slips(parse(["--hf-checkpoint", str(tmp_path), "--prompt-data", "prompts.jsonl", *more]).config)
+
+    tokenizer = tmp_path / "tokenizer_config.json"
+    tokenizer.write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    (warning,) = warnings()
+    assert "without --apply-chat-template prompts go to the model as they stand" in warning
+    assert warnings("--apply-chat-template") == []
+    tokenizer.write_text("{}")
+    assert warnings() == [], "a base model without a template"

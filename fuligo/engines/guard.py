@@ -25,8 +25,9 @@ LOOK_S = 2.0
 PR_SET_CHILD_SUBREAPER = 36
 """Linux, prctl(2): orphans below this process become its children."""
 SHARED_MEMORY = Path("/dev/shm")
-SHARED_BY_A_FAMILY = ("sem.mp-", "sglang_loads_")
-"""Files there that no other processes know: the locks of multiprocessing, and what SGLang's processes tell each other of their load."""
+SHARED_BY_A_FAMILY = ("sem.mp-", "sglang_loads_", "sgl_shm_")
+"""Files there that no other processes know: the locks of multiprocessing, and what SGLang's processes tell each other: their load, and, of
+several ranks, requests (SGLang removes these of killed processes under CI alone: 0.5.15, `utils/stale_shm_cleanup.py`)."""
 
 
 def main(command: Sequence[str], grace_s: float) -> int:

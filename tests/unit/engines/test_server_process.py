@@ -106,15 +106,18 @@ async def test_workers_end_with_a_server_that_crashes_and_the_log_says_why(tmp_p
 
 SHARING = """
 import multiprocessing, os, signal, subprocess, sys, time
+from multiprocessing.shared_memory import SharedMemory
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 import torch, torch.multiprocessing
 torch.multiprocessing.set_sharing_strategy("file_system")
 tensor = torch.zeros(1000).share_memory_()
 lock = multiprocessing.get_context("spawn").Lock()
+queue = SharedMemory(f"sgl_shm_mq_{os.getpid()}_0", create=True, size=4096)
 print(os.getpid(), file=open(sys.argv[1], "w"), flush=True)
 time.sleep(600)
 """
-"""A process that shares a tensor and a lock and ends by force, with the processes that would remove their files."""
+"""A process that shares a tensor, a lock and a queue as SGLang's ranks have it, and ends by force, with the processes that would remove
+their files."""
 
 
 def tensors_of(pid: int) -> list[Path]:
@@ -132,14 +135,17 @@ def test_what_forced_processes_share_goes_with_them(tmp_path: Path) -> None:
     process = ServerProcess("engine 0", [sys.executable, "-c", SHARING, str(note)], log_file=tmp_path / "engine.txt", grace_s=1)
     [pid] = server_pids(note)
     locks = locks_of(pid)
+    queue = Path(f"/dev/shm/sgl_shm_mq_{pid}_0")
     assert tensors_of(pid)
     assert locks
+    assert queue.exists()
     other = Path(f"/dev/shm/torch_{pid}1_1_0")  # of a process that has nothing to do with it
     other.touch()
     try:
         asyncio.run(process.stop())
         assert not tensors_of(pid)
         assert not any(lock.exists() for lock in locks)
+        assert not queue.exists()
         assert other.exists()
     finally:
         other.unlink()

@@ -113,7 +113,7 @@ class MegatronRankWorker:
             found.append(gradients)
             metrics.append(step_metrics)
             if self.settings.optimizer_place.on_cpu and self.world.device.type == "cuda":
-                torch.cuda.empty_cache()  # what its transfers leave is of no use to the next pass: measured, 20 GiB of 80
+                torch.cuda.empty_cache()  # kept from step to step, it grew 20 GiB beyond what was held without (docs/benchmarks-gpu.md)
         self.progress.num_rollouts += 1
         gather_parameters(self.chunks)
         if self.critic is not None:

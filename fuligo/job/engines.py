@@ -21,10 +21,10 @@ from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.server import SGLangServer
 from fuligo.errors import EngineError, FuligoError
+from fuligo.job.colocated import ColocatedDevices, ColocatedPublisher
 from fuligo.job.fleet import fleet_settings, local_places, ranks_beside_engines
 from fuligo.job.trainer_settings import resolve_device, resolve_precision
 from fuligo.job.transport import choose_transport
-from fuligo.job.turns import SharingPublisher, Turns
 from fuligo.job.watch import while_watching
 from fuligo.models.routing import RoutingShape
 from fuligo.observability.run_directory import RunDirectory
@@ -74,13 +74,13 @@ class Engines:
 
     @asynccontextmanager
     async def watched(
-        self, publisher: WeightPublisher | SharingPublisher | Unpublished | None, turns: Turns | None = None
+        self, publisher: WeightPublisher | ColocatedPublisher | Unpublished | None, devices: ColocatedDevices | None = None
     ) -> AsyncIterator[None]:
         """While the block runs, engines are polled, and dead ones of the fleet are restarted; one that cannot be ends the block.
 
         Args:
             publisher: gives a restarted engine its weights; where nothing is published, those that it loads are right
-            turns: with a trainer on the engines' devices
+            devices: shared with the trainer; None if the engines have their own
 
         Raises:
             EngineError: an engine or the router is gone for good
@@ -88,13 +88,13 @@ class Engines:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(while_watching(self.monitor.watch()))
             if self.fleet is not None:
-                publishes = isinstance(publisher, WeightPublisher | SharingPublisher)
+                publishes = isinstance(publisher, WeightPublisher | ColocatedPublisher)
                 self.fleet.renew = publisher.renew if publishes else self.fleet.serve_as_loaded
-                self.fleet.devices = turns
+                self.fleet.devices = devices
                 await stack.enter_async_context(while_watching(self.fleet.watch()))
             for fleet in self.others.values():
                 fleet.renew = fleet.serve_as_loaded
-                fleet.devices = turns
+                fleet.devices = devices
                 await stack.enter_async_context(while_watching(fleet.watch()))
             yield
 
@@ -214,11 +214,11 @@ def _embedded_settings(config: Config, directory: RunDirectory) -> EmbeddedEngin
 
 
 def build_publisher(
-    config: Config, trainer: Trainer, engines: EngineGroup, *, version: int, cluster: RayCluster | None, turns: Turns | None
-) -> WeightPublisher | SharingPublisher:
+    config: Config, trainer: Trainer, engines: EngineGroup, *, version: int, cluster: RayCluster | None, devices: ColocatedDevices | None
+) -> WeightPublisher | ColocatedPublisher:
     """
     Args:
-        trainer: takes turns itself, where `turns` are given
+        trainer: a `ColocatedTrainer` if `devices` are given
 
     Raises:
         ConfigError: the transport does not reach the engines from where rank 0 runs
@@ -234,13 +234,13 @@ def build_publisher(
         trainer_ranks=ranks_beside_engines(config),
     )
     proof = _proof(config, trainer) if flags.check_weight_update_equal else None
-    publisher = WeightPublisher(trainer, engines, settings, version=version, proof=proof, devices=turns)
-    return publisher if turns is None else SharingPublisher(publisher, engines, turns)
+    publisher = WeightPublisher(trainer, engines, settings, version=version, proof=proof, devices=devices)
+    return publisher if devices is None else ColocatedPublisher(publisher, engines, devices)
 
 
-def build_turns(config: Config, trainer: Trainer, engines: Engines) -> Turns:
+def share_devices(config: Config, trainer: Trainer, engines: Engines) -> ColocatedDevices:
     others = [fleet.group for fleet in engines.others.values()]
-    return Turns(trainer, engines.group, keep_weights=config.weight_sync.update_weight_mode == "delta", others=others)
+    return ColocatedDevices(trainer, engines.group, keep_weights=config.weight_sync.update_weight_mode == "delta", others=others)
 
 
 def _proof(config: Config, trainer: Trainer) -> EqualityProof:

@@ -27,7 +27,8 @@ from fuligo.checkpoint.store import CheckpointStore
 from fuligo.cluster.launcher import chosen_launcher
 from fuligo.config import Config
 from fuligo.errors import CheckpointError
-from fuligo.job.engines import Engines, build_publisher, build_turns, launch_engines
+from fuligo.job.colocated import ColocatedDevices, ColocatedPublisher, ColocatedTrainer
+from fuligo.job.engines import Engines, build_publisher, launch_engines, share_devices
 from fuligo.job.fleet import shares_devices
 from fuligo.job.join import join_cluster
 from fuligo.job.periodic import Evaluate, SaveCheckpoint, SaveDebugRollout, Schedule
@@ -35,7 +36,6 @@ from fuligo.job.recorder import RunRecorder
 from fuligo.job.stream import Stream, StreamBuilder
 from fuligo.job.teacher import find_teacher
 from fuligo.job.trainer_settings import resolve_device, trainer_settings
-from fuligo.job.turns import SharingPublisher, SharingTrainer, Turns
 from fuligo.job.watch import failing_with, while_watching
 from fuligo.loop import Loop, Periodic, Publisher, sample_only
 from fuligo.observability.progress import open_progress
@@ -165,12 +165,12 @@ async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: A
         trainer_is_off.set()
         engines = await launching
         teacher = None if engines is None else await find_teacher(config, engines, stack)
-    turns = _turns(config, trainer, engines)
-    if trainer is not None and turns is not None:
-        trainer = SharingTrainer(trainer, turns)
-    publisher = _publisher(config, trainer, engines, turns, version=origin.policy_version, cluster=cluster)
+    devices = _devices(config, trainer, engines)
+    if trainer is not None and devices is not None:
+        trainer = ColocatedTrainer(trainer, devices)
+    publisher = _publisher(config, trainer, engines, devices, version=origin.policy_version, cluster=cluster)
     if engines is not None:
-        await stack.enter_async_context(engines.watched(publisher, turns))
+        await stack.enter_async_context(engines.watched(publisher, devices))
         if trainer is not None:
             with recorder.phase("sync", origin.step):
                 await publisher.sync()
@@ -238,19 +238,25 @@ async def _load_trainer(
     return trainer
 
 
-def _turns(config: Config, trainer: Trainer | None, engines: Engines | None) -> Turns | None:
+def _devices(config: Config, trainer: Trainer | None, engines: Engines | None) -> ColocatedDevices | None:
     """None where trainer and engines have devices of their own, or one of them is not there."""
     if trainer is None or engines is None or not shares_devices(config):
         return None
-    return build_turns(config, trainer, engines)
+    return share_devices(config, trainer, engines)
 
 
 def _publisher(
-    config: Config, trainer: Trainer | None, engines: Engines | None, turns: Turns | None, *, version: int, cluster: RayCluster | None
-) -> WeightPublisher | SharingPublisher | Unpublished:
+    config: Config,
+    trainer: Trainer | None,
+    engines: Engines | None,
+    devices: ColocatedDevices | None,
+    *,
+    version: int,
+    cluster: RayCluster | None,
+) -> WeightPublisher | ColocatedPublisher | Unpublished:
     if trainer is None or engines is None:
         return Unpublished(version)
-    return build_publisher(config, trainer, engines.group, version=version, cluster=cluster, turns=turns)
+    return build_publisher(config, trainer, engines.group, version=version, cluster=cluster, devices=devices)
 
 
 def _open_recorder(config: Config, directory: RunDirectory, origin: Origin, num_rollout: int, stack: AsyncExitStack) -> RunRecorder:

@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from fuligo.engines.client import EngineClient
 from fuligo.engines.group import WAIT_S, EngineGroup
+from fuligo.engines.shared_devices import SharedDevices
 from fuligo.errors import EngineError, WeightSyncError
 from fuligo.trainer.protocol import Trainer
 from fuligo.weights.manifest import EngineAddress, Transport, WeightManifest, WeightTarget
@@ -35,18 +35,6 @@ class PublishSettings:
     """disk: under which directory weights are written for the engines to read."""
     trainer_ranks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """tensor: of engines on the trainer's GPUs, by number, the ranks there; see `EngineAddress`."""
-
-
-class SharedDevices(Protocol):
-    """Trainer and engines take turns on them (--colocate)."""
-
-    async def to_engines(self) -> None:
-        """They have the weights, and get the memory for requests."""
-        ...
-
-    async def make_room(self) -> None:
-        """No engine is left: the trainer leaves the devices to those that start anew."""
-        ...
 
 
 class WeightPublisher:

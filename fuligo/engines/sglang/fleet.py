@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from fuligo.engines.client import EngineClient
 from fuligo.engines.deadlines import DEFAULT, ControlDeadlines
@@ -14,6 +13,7 @@ from fuligo.engines.group import EngineGroup
 from fuligo.engines.router import Router, RouterSettings, launch_router
 from fuligo.engines.sglang.engine import FleetEngine
 from fuligo.engines.sglang.server import Server, ServerSettings, SGLangServer
+from fuligo.engines.shared_devices import SharedDevices
 from fuligo.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -26,22 +26,6 @@ Renew = Callable[[EngineClient], Awaitable[bool]]
 """Give a restarted engine the current weights; False where that must wait for the next publish."""
 Start = Callable[[ServerSettings], Server]
 """Begins to start an engine; on this machine, or wherever it has its place."""
-
-
-class SharedDevices(Protocol):
-    """A trainer works on the engines' devices in turns with them (--colocate)."""
-
-    async def wait_for_room(self) -> None:
-        """Return when an engine may start: it sizes its cache by the memory that is free, and the trainer has none."""
-        ...
-
-    async def align(self, client: EngineClient, group: EngineGroup) -> None:
-        """A restarted engine gives back what the others of its group have given back.
-
-        Raises:
-            EngineError: it does not
-        """
-        ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,7 +61,7 @@ class Fleet:
         self.group = EngineGroup([engine.client for engine in self._engines], patient, membership=self, split=split)
         self.renew: Renew = _with_the_next_publish
         self.devices: SharedDevices | None = None
-        """None: the engines have theirs for themselves."""
+        """None if the engines have devices of their own."""
 
     @property
     def is_settled(self) -> bool:

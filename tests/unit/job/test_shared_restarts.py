@@ -16,7 +16,7 @@ from fuligo.engines.router import RouterSettings
 from fuligo.engines.sglang import fleet as fleet_module
 from fuligo.engines.sglang.fleet import Fleet
 from fuligo.engines.sglang.server import ServerSettings
-from fuligo.job.turns import SharingPublisher, SharingTrainer, Turns
+from fuligo.job.colocated import ColocatedDevices, ColocatedPublisher, ColocatedTrainer
 from fuligo.job.watch import while_watching
 from fuligo.trainer.protocol import Trainer
 from fuligo.types import StepResult, TrainBatch, TrainSample
@@ -97,12 +97,12 @@ class World:
     def __init__(self, fleet: Fleet, router: Router, trainer: TrainerOnDevices, directory: Path) -> None:
         self.fleet, self.router, self.own_trainer = fleet, router, trainer
         trainer.fleet = fleet
-        turns = Turns(cast(Trainer, trainer), fleet.group, keep_weights=False)
-        self.trainer = SharingTrainer(cast(Trainer, trainer), turns)
+        devices = ColocatedDevices(cast(Trainer, trainer), fleet.group, keep_weights=False)
+        self.trainer = ColocatedTrainer(cast(Trainer, trainer), devices)
         settings = PublishSettings("tensor", 16, False, directory, directory)
-        publisher = WeightPublisher(self.trainer, fleet.group, settings, devices=turns)
-        self.publisher = SharingPublisher(publisher, fleet.group, turns)
-        fleet.renew, fleet.devices = self.publisher.renew, turns
+        publisher = WeightPublisher(self.trainer, fleet.group, settings, devices=devices)
+        self.publisher = ColocatedPublisher(publisher, fleet.group, devices)
+        fleet.renew, fleet.devices = self.publisher.renew, devices
 
     async def step(self, *, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
         """Train and publish."""

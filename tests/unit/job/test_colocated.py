@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.job.turns import SharingPublisher, SharingTrainer, Turns
+from fuligo.job.colocated import ColocatedDevices, ColocatedPublisher, ColocatedTrainer
 from fuligo.weights.manifest import WeightManifest, WeightTarget
 
 TARGET = WeightTarget("tensor", 1, 1)
@@ -102,12 +102,12 @@ class Trainer:
 class Publisher:
     """What a `WeightPublisher` calls, in its order."""
 
-    def __init__(self, trainer: SharingTrainer, turns: Turns, prove: Callable[[], Awaitable[None]] | None = None) -> None:
-        self.trainer, self.turns, self.prove = trainer, turns, prove
+    def __init__(self, trainer: ColocatedTrainer, devices: ColocatedDevices, prove: Callable[[], Awaitable[None]] | None = None) -> None:
+        self.trainer, self.devices, self.prove = trainer, devices, prove
 
     async def publish(self) -> int:
         await self.trainer.send_weights(TARGET)
-        await self.turns.to_engines()
+        await self.devices.to_engines()
         if self.prove is not None:
             await self.prove()
         return 1
@@ -137,12 +137,12 @@ class Parts:
         self.device = Device()
         self.engines = Engines(self.device)
         self.other = OtherModel()
-        self.turns = Turns(Trainer(self.device), self.engines, keep_weights=keep_weights, others=[self.other])  # type: ignore[arg-type,list-item]
-        self.trainer = SharingTrainer(Trainer(self.device), self.turns)  # type: ignore[arg-type]
+        self.devices = ColocatedDevices(Trainer(self.device), self.engines, keep_weights=keep_weights, others=[self.other])  # type: ignore[arg-type,list-item]
+        self.trainer = ColocatedTrainer(Trainer(self.device), self.devices)  # type: ignore[arg-type]
         self.publisher = self.proven_by(None)
 
-    def proven_by(self, prove: Callable[[], Awaitable[None]] | None) -> SharingPublisher:
-        return SharingPublisher(Publisher(self.trainer, self.turns, prove), self.engines, self.turns)  # type: ignore[arg-type]
+    def proven_by(self, prove: Callable[[], Awaitable[None]] | None) -> ColocatedPublisher:
+        return ColocatedPublisher(Publisher(self.trainer, self.devices, prove), self.engines, self.devices)  # type: ignore[arg-type]
 
 
 async def test_a_step_moves_each_part_once() -> None:
@@ -184,7 +184,7 @@ async def test_a_proof_samples_and_scores_in_turns() -> None:
 async def test_where_a_publish_brings_changes_alone_the_engines_keep_their_weights() -> None:
     parts = Parts(keep_weights=True)
     await parts.trainer.train(None)  # type: ignore[arg-type]
-    await parts.turns.to_engines()
+    await parts.devices.to_engines()
     parts.engines.sample()
     assert "release weights" not in parts.device.calls
 
@@ -192,8 +192,8 @@ async def test_where_a_publish_brings_changes_alone_the_engines_keep_their_weigh
 async def test_engines_never_sample_from_weights_that_are_gone() -> None:
     parts = Parts()
     await parts.trainer.train(None)  # type: ignore[arg-type]
-    with pytest.raises(AssertionError, match="a publish came before"):
-        await parts.turns.to_engines()
+    with pytest.raises(AssertionError, match="cannot sample before a weight sync"):
+        await parts.devices.to_engines()
 
 
 class Restarted:
@@ -214,13 +214,13 @@ async def test_a_restarted_engine_holds_what_its_fellows_hold() -> None:
 
     async def calls(group: Group) -> list[str]:
         client = Restarted()
-        await parts.turns.align(client, group)  # type: ignore[arg-type]
+        await parts.devices.align(client, group)  # type: ignore[arg-type]
         return client.calls
 
     assert await calls(parts.engines) == await calls(parts.other) == []
-    await parts.turns.to_both()
+    await parts.devices.to_both()
     assert await calls(parts.engines) == ["pause", "release kv_cache"]
-    await parts.turns.to_trainer()
+    await parts.devices.to_trainer()
     await parts.trainer.train(None)  # type: ignore[arg-type]
     assert await calls(parts.engines) == ["pause", "release kv_cache", "release weights"]
     assert await calls(parts.other) == ["pause", "release all"]

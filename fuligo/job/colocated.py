@@ -1,0 +1,258 @@
+"""Trainer and engines on the same devices (--colocate): each releases its memory while the other works.
+
+The loop does not know: a trainer and a publisher that take turns stand in for the real ones.
+
+    phase             trainer                  engines
+    sampling          offloaded                weights and KV cache
+    score, train      loaded                   nothing
+    weight sync       loaded                   weights, to be overwritten
+    save, logprobs    loaded                   weights, which they keep
+
+An engine that died (--use-fault-tolerance) restarts while the trainer is offloaded; the trainer is loaded again when the engine is up.
+The engine receives weights at the next sync, or at once if no other engine serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fuligo.engines.client import EngineClient, MemoryTag
+from fuligo.engines.group import WAIT_S, EngineGroup
+from fuligo.trainer.protocol import Trainer
+from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
+from fuligo.weights.manifest import WeightManifest, WeightTarget
+from fuligo.weights.publisher import WeightPublisher
+
+
+class ColocatedDevices:
+    """State of the shared devices. Implements `engines.shared_devices.SharedDevices`.
+
+    Every method may be called in any state and does only what is left to do.
+
+    Args:
+        keep_weights: engines keep their weights while the trainer works, because the next sync sends only those that changed
+        others: engines of models that receive no weights; they keep a copy of theirs in host memory
+    """
+
+    def __init__(self, trainer: Trainer, engines: EngineGroup, *, keep_weights: bool, others: Sequence[EngineGroup] = ()) -> None:
+        self._trainer = trainer
+        self._engines = engines
+        self._groups = (engines, *others)
+        self._others = others
+        self._keep_weights = keep_weights
+        self._held: set[MemoryTag] = {"weights", "kv_cache"}
+        """Memory that the engines hold."""
+        self._trainer_is_loaded = False
+        self._engines_may_start = asyncio.Event()
+        self._engines_may_start.set()
+        self.work = asyncio.Lock()
+        """Held during one piece of the trainer's work, and during a weight sync; a restarted engine gets its weights in between."""
+
+    @property
+    def engines_sample(self) -> bool:
+        """Whether the engines hold all that sampling needs."""
+        return not self._trainer_is_loaded and "kv_cache" in self._held
+
+    async def to_trainer(self) -> None:
+        """Load the trainer; the engines release everything."""
+        await self._hold_starts()
+        await self._release("kv_cache")
+        if not self._keep_weights:
+            await self._release("weights")
+        await self._load_trainer()
+
+    async def to_both(self) -> None:
+        """Load the trainer beside the engines' weights."""
+        await self._hold_starts()
+        await self._release("kv_cache")
+        await self._resume("weights")
+        await self._load_trainer()
+
+    async def to_engines(self) -> None:
+        """Offload the trainer; the engines sample."""
+        assert "weights" in self._held, "cannot sample before a weight sync: the memory of the weights is uninitialised"
+        await self._offload_trainer()
+        if "kv_cache" not in self._held:
+            await self._resume("kv_cache")
+            for group in self._others:
+                await group.tell(lambda everyone: everyone.resume_memory())
+            for group in self._groups:
+                await group.tell(lambda everyone: everyone.resume())
+        self._engines_may_start.set()
+
+    async def make_room(self) -> None:
+        """Offload the trainer so that engines can start in its turn; return when those that are starting are up."""
+        await self._offload_trainer()
+        self._engines_may_start.set()
+        await self._wait_settled()
+
+    async def wait_for_room(self) -> None:
+        """Return when an engine may start."""
+        while not self._engines_may_start.is_set():  # the event may be cleared again before this waiter runs
+            await self._engines_may_start.wait()
+
+    async def align(self, client: EngineClient, group: EngineGroup) -> None:
+        """Release the memory of a restarted engine that the other engines of its group have released."""
+        if "kv_cache" in self._held:
+            return
+        await client.pause("abort")
+        if group is not self._engines:
+            await client.release_memory()
+            return
+        await client.release_memory("kv_cache")
+        if "weights" not in self._held:
+            await client.release_memory("weights")
+
+    @asynccontextmanager
+    async def trainer_loaded(self) -> AsyncIterator[None]:
+        """Load the trainer for the block, then restore the state from before. (An error in the block ends the run.)"""
+        was_loaded = self._trainer_is_loaded
+        if not was_loaded:
+            await self.to_both()
+        yield
+        if not was_loaded:
+            await self.to_engines()
+
+    async def _hold_starts(self) -> None:
+        """Let no engine start until the engines' next turn; wait for those that are starting, so that they get the same commands."""
+        self._engines_may_start.clear()
+        await self._wait_settled()
+
+    async def _wait_settled(self) -> None:
+        while not all(group.is_settled for group in self._groups):  # noqa: ASYNC110  # a group has no event to wait for
+            await asyncio.sleep(WAIT_S)
+
+    async def _load_trainer(self) -> None:
+        if not self._trainer_is_loaded:
+            await self._wait_settled()  # an engine that has just died still holds memory until its processes are gone
+            await self._trainer.onload()
+            self._trainer_is_loaded = True
+
+    async def _offload_trainer(self) -> None:
+        if self._trainer_is_loaded:
+            self._trainer_is_loaded = False
+            await self._trainer.offload()
+
+    async def _release(self, tag: MemoryTag) -> None:
+        if tag not in self._held:
+            return
+        if tag == "kv_cache":
+            for group in self._groups:
+                await group.tell(lambda everyone: everyone.pause("abort"))  # an engine with requests in flight releases nothing
+            for group in self._others:
+                await group.tell(lambda everyone: everyone.release_memory())
+        self._held.discard(tag)
+        await self._engines.tell(lambda everyone: everyone.release_memory(tag))
+
+    async def _resume(self, tag: MemoryTag) -> None:
+        if tag not in self._held:
+            await self._engines.tell(lambda everyone: everyone.resume_memory(tag))
+            self._held.add(tag)
+
+
+class ColocatedTrainer:
+    """Trainer that takes the devices before it works. Implements `trainer.protocol.Trainer`.
+
+    Args:
+        trainer: loaded once, and offloaded
+    """
+
+    def __init__(self, trainer: Trainer, devices: ColocatedDevices) -> None:
+        self._trainer = trainer
+        self._devices = devices
+
+    @property
+    def num_updates(self) -> int:
+        return self._trainer.num_updates
+
+    async def load(self) -> None:
+        raise AssertionError("the trainer was loaded before the engines started")
+
+    async def score(self, samples: list[TrainSample]) -> list[TrainSample]:
+        async with self._devices.work:
+            await self._devices.to_trainer()
+            return await self._trainer.score(samples)
+
+    async def logprobs(self, samples: list[TrainSample]) -> list[FloatArray]:
+        async with self._devices.trainer_loaded():
+            return await self._trainer.logprobs(samples)
+
+    async def train(self, batch: TrainBatch) -> StepResult:
+        async with self._devices.work:
+            await self._devices.to_trainer()
+            return await self._trainer.train(batch)
+
+    async def send_weights(self, target: WeightTarget) -> WeightManifest:
+        await self._devices.to_both()
+        return await self._trainer.send_weights(target)
+
+    async def save(self, directory: Path) -> None:
+        async with self._devices.work, self._devices.trainer_loaded():
+            await self._trainer.save(directory)
+
+    async def begin_save(self, directory: Path) -> None:
+        async with self._devices.work, self._devices.trainer_loaded():
+            await self._trainer.begin_save(directory)
+
+    async def end_save(self) -> None:
+        await self._trainer.end_save()
+
+    async def restore(self, directory: Path) -> None:
+        async with self._devices.work, self._devices.trainer_loaded():
+            await self._trainer.restore(directory)
+
+    async def offload(self) -> None:
+        await self._devices.to_engines()
+
+    async def onload(self) -> None:
+        await self._devices.to_trainer()
+
+    async def close(self) -> None:
+        await self._trainer.close()
+
+
+@dataclass(slots=True, frozen=True)
+class ColocatedPublisher:
+    """Publisher that holds the devices during a sync and leaves them to the engines."""
+
+    publisher: WeightPublisher
+    engines: EngineGroup
+    devices: ColocatedDevices
+
+    @property
+    def version(self) -> int:
+        return self.publisher.version
+
+    async def publish(self) -> int:
+        async with self.devices.work:
+            return await self.publisher.publish()
+
+    async def sync(self) -> None:
+        async with self.devices.work:
+            await self.publisher.sync()
+
+    async def renew(self, engine: EngineClient) -> bool:
+        """Send weights to a restarted engine if no other engine serves; otherwise it would end the requests of those that do.
+
+        Once begun, the sync runs to its end even if the caller is cancelled because the engine died again.
+        """
+        renewing = asyncio.create_task(self._renew(engine))
+        try:
+            return await asyncio.shield(renewing)
+        except asyncio.CancelledError:
+            renewing.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieves the error; the caller knows the cause
+            raise
+
+    async def _renew(self, engine: EngineClient) -> bool:
+        async with self.devices.work:
+            if self.engines.clients or not self.devices.engines_sample:
+                return engine in self.engines.clients
+            try:
+                await self.devices.to_both()  # waits for other engines that are starting; they receive the weights too
+                return await self.publisher.renew(engine)
+            finally:
+                await self.devices.to_engines()

@@ -20,7 +20,7 @@ def flag(default: Any, doc: str, *, unit: str | None = None, source: str | None 
         default: value when the flag is not given.
         doc: one line for `--help`.
         unit: `tokens`, `s`, `bytes`, `samples`, ...
-        source: where the flag's name and meaning come from, when not ours: `seed`, `megatron`, `sglang`.
+        source: where the flag's name and meaning come from, when not ours: `slime`, `megatron`, `sglang`.
         path: the value is a path (or a list of them): in a YAML file one that begins with `./` or `../` is relative to the file.
         constraints: pydantic's `gt`, `ge`, `lt`, `le`, `min_length`, ...
     """

@@ -22,7 +22,7 @@ from fuligo.config.hook_specs import ALIASES, HOOKS, HookSpec, path_problem, spl
 from fuligo.errors import HookError
 
 Hook = Callable[..., Any]
-MAX_TOLD_CHARS = 500
+MAX_EXCEPTION_CHARS = 500
 """Of the text of an exception; some hold whole responses."""
 
 
@@ -79,13 +79,13 @@ def hook_problem(flag_name: str, path: str) -> Iterator[str]:
         yield str(error)
 
 
-def told(error: BaseException, hook: Hook) -> str:
+def describe_exception(error: BaseException, hook: Hook) -> str:
     """What a hook raised, and the last line of its own file that it came through: `ValueError: no rubric (reward.py:12)`."""
     frames = traceback.extract_tb(error.__traceback__)
     code = getattr(inspect.unwrap(hook), "__code__", None)
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename] or frames
     place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {str(error)[:MAX_TOLD_CHARS]}{place}"
+    return f"{type(error).__name__}: {str(error)[:MAX_EXCEPTION_CHARS]}{place}"
 
 
 def _path(config: Config, flag_name: str) -> str | None:

@@ -27,7 +27,7 @@ Arguments of SGLang's server are given as `--sglang-NAME`, of its router as `--r
 without prefix under `sglang`, `router` and `megatron`. Names, types and choices are checked although the packages need not be installed;
 a flag of ours above wins over Megatron's of the same name. `fuligo train --help sglang` lists them all.
 """
-_ORIGINS = {"seed": "slime", "megatron": "Megatron", "sglang": "SGLang", None: ""}
+_ORIGINS = {"slime": "slime", "megatron": "Megatron", "sglang": "SGLang", None: ""}
 
 
 def reference() -> str:

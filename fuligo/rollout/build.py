@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
-from fuligo.config.hooks import Hook, hook_of, load_hook, told
+from fuligo.config.hooks import Hook, describe_exception, hook_of, load_hook
 from fuligo.config.hugging_face import read_model_config
 from fuligo.data.dataset import PromptDataset, PromptTooLongError
 from fuligo.data.settings import data_settings
@@ -211,7 +211,7 @@ def _source(config: Config, args: ArgsView, prompts: PromptStream | None) -> Gro
             source = hook(args)
         except Exception as error:
             raise HookError(
-                f"--data-source-path {config.data.data_source_path}: made with (args), it raised {told(error, hook)}"
+                f"--data-source-path {config.data.data_source_path}: made with (args), it raised {describe_exception(error, hook)}"
             ) from error
         return CustomSource(source, partial_rollout=buffers, mask_offpolicy=flags.mask_offpolicy_in_partial_rollout)
     assert prompts is not None, "without --data-source-path there are prompt files"

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from fuligo.config.hooks import told
+from fuligo.config.hooks import describe_exception
 from fuligo.engines.generation import SamplingParams
 from fuligo.errors import RolloutError
 from fuligo.rollout.custom_generate import complete, default_generate
@@ -90,7 +90,7 @@ class CustomRollout:
             with default_generate(self._generate, self._params):
                 result = await self._call(step, data_source)
         except Exception as error:
-            raise RolloutError(f"--rollout-function-path: in rollout {step} it raised {told(error, self._hook)}") from error
+            raise RolloutError(f"--rollout-function-path: in rollout {step} it raised {describe_exception(error, self._hook)}") from error
         groups = [_group(samples, version, data_source.rows, self._vocab_size) for samples in _checked(result)]
         groups.sort(key=lambda group: group.index)
         if self._teacher is not None:

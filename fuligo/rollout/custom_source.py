@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fuligo.config.hooks import told
+from fuligo.config.hooks import describe_exception
 from fuligo.errors import DataError, RolloutError
 from fuligo.rollout.protocol import Draw, RolloutState
 from fuligo.rollout.sampler import clear_response, malformation
@@ -91,7 +91,7 @@ class CustomSource:
         try:
             return method(argument)
         except Exception as error:
-            raise RolloutError(f"--data-source-path: {method.__name__} raised {told(error, method)}") from error
+            raise RolloutError(f"--data-source-path: {method.__name__} raised {describe_exception(error, method)}") from error
 
     def _group(self, samples: list[Sample], step: int) -> SampleGroup:
         """A copy of the hook's group; one that nothing was generated for yet gets the next numbers."""

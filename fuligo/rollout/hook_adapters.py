@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from fuligo.config.hooks import Hook, told
+from fuligo.config.hooks import Hook, describe_exception
 from fuligo.errors import HookError, RolloutError
 from fuligo.rollout.protocol import BufferFilter, GroupFilter
 from fuligo.rollout.sampler import malformation
@@ -77,4 +77,4 @@ def _refuse_async(hook: Hook, flag: str) -> None:
 
 
 def _failure(flag: str, place: str, error: Exception, hook: Hook) -> RolloutError:
-    return RolloutError(f"{flag}: on {place} it raised {told(error, hook)}")
+    return RolloutError(f"{flag}: on {place} it raised {describe_exception(error, hook)}")

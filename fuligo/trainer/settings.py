@@ -12,7 +12,7 @@ from fuligo.algorithms.policy_loss import Clip
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
 from fuligo.config.flags import flags
-from fuligo.config.hooks import Hook, hook_of, told
+from fuligo.config.hooks import Hook, describe_exception, hook_of
 from fuligo.errors import TrainerError
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.samples import SampleSettings
@@ -77,7 +77,7 @@ class BoundHook:
         try:
             return self._hook(self._args, *arguments)
         except Exception as error:
-            raise TrainerError(f"{flags()[self._flag_name].option} raised {told(error, self._hook)}") from error
+            raise TrainerError(f"{flags()[self._flag_name].option} raised {describe_exception(error, self._hook)}") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return bound_hook, (self._config, self._flag_name)

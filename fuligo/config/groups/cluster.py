@@ -24,20 +24,20 @@ class ClusterFlags(FlagGroup):
     launcher: Literal["auto", "local", "ray"] = flag(
         "auto", "who starts ranks and engines; auto is ray in a Ray job, with RAY_ADDRESS set, or for several nodes, else this process"
     )
-    actor_num_nodes: int = flag(1, "nodes of the trainer", source="seed", ge=1)
+    actor_num_nodes: int = flag(1, "nodes of the trainer", source="slime", ge=1)
     actor_num_gpus_per_node: int | None = flag(
         None,
         "trainer processes per node, one a GPU (default: 8 with megatron, 1 with torch or on a CPU)",
-        source="seed",
+        source="slime",
         ge=1,
     )
-    num_gpus_per_node: int = flag(8, "GPUs that a node has", source="seed", ge=1)
+    num_gpus_per_node: int = flag(8, "GPUs that a node has", source="slime", ge=1)
     rollout_num_gpus: int | None = flag(
-        None, "GPUs of all engines (with --colocate: the trainer's by default); 0: external engines only", source="seed", ge=0
+        None, "GPUs of all engines (with --colocate: the trainer's by default); 0: external engines only", source="slime", ge=0
     )
     rollout_num_gpus_per_engine: int | None = flag(
-        None, "GPUs of one engine (default 1); SGLang's tensor parallelism is this / its pipeline size", source="seed", ge=1
+        None, "GPUs of one engine (default 1); SGLang's tensor parallelism is this / its pipeline size", source="slime", ge=1
     )
-    colocate: bool = flag(False, "trainer and engines share GPUs and take turns: each is offloaded while the other works", source="seed")
-    hostfile: str | None = flag(None, "nodes of the cluster, one `address slots=8` a line, for fuligo launch", source="seed", path=True)
-    env: dict[str, EnvironmentValue] = flag({}, "environment variables of every process, as a JSON object", source="seed")
+    colocate: bool = flag(False, "trainer and engines share GPUs and take turns: each is offloaded while the other works", source="slime")
+    hostfile: str | None = flag(None, "nodes of the cluster, one `address slots=8` a line, for fuligo launch", source="slime", path=True)
+    env: dict[str, EnvironmentValue] = flag({}, "environment variables of every process, as a JSON object", source="slime")

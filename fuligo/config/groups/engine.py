@@ -12,17 +12,21 @@ from fuligo.config.topology import ModelServers
 class EngineFlags(FlagGroup):
     """The engines that sample."""
 
-    rollout_external_engine_addrs: list[str] = flag([], "host:port of engines that already run", source="seed")
+    rollout_external_engine_addrs: list[str] = flag([], "host:port of engines that already run", source="slime")
     sglang_config: list[ModelServers] | None = flag(
-        None, "engines in groups, for prefill and decode or for several models: a YAML file (in a config file also its list)", source="seed"
+        None,
+        "engines in groups, for prefill and decode or for several models: a YAML file (in a config file also its list)",
+        source="slime",
     )
-    use_fault_tolerance: bool = flag(False, "a dead engine is restarted with the current weights, its requests go elsewhere", source="seed")
-    rollout_health_check_interval: float = flag(30.0, "time between health checks of an engine", unit="s", source="seed", gt=0)
+    use_fault_tolerance: bool = flag(
+        False, "a dead engine is restarted with the current weights, its requests go elsewhere", source="slime"
+    )
+    rollout_health_check_interval: float = flag(30.0, "time between health checks of an engine", unit="s", source="slime", gt=0)
     rollout_health_check_timeout: float = flag(
         30.0,
         "deadline of a health check; above 120 s also of calls that are answered between two steps",
         unit="s",
-        source="seed",
+        source="slime",
         gt=0,
     )
     embedded_max_running_requests: int = flag(256, "requests decoded together", unit="requests", ge=1)

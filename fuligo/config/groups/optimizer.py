@@ -16,9 +16,9 @@ class OptimizerFlags(FlagGroup):
     lr_decay_style: Literal["constant", "linear", "cosine"] = flag("constant", "schedule after the warm-up", source="megatron")
     lr_decay_iters: int | None = flag(None, "optimizer steps until min-lr (default: the whole run)", unit="steps", source="megatron", ge=1)
     lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up", unit="steps", source="megatron", ge=0)
-    critic_lr: float | None = flag(None, "peak learning rate of the value model (default --lr)", source="seed", ge=0)
+    critic_lr: float | None = flag(None, "peak learning rate of the value model (default --lr)", source="slime", ge=0)
     critic_lr_warmup_iters: int = flag(
-        0, "optimizer steps of linear warm-up of the value model's learning rate", unit="steps", source="seed", ge=0
+        0, "optimizer steps of linear warm-up of the value model's learning rate", unit="steps", source="slime", ge=0
     )
     weight_decay: float = flag(0.01, "decoupled weight decay; norms and biases have none", source="megatron", ge=0)
     adam_beta1: float = flag(0.9, "Adam's beta 1", source="megatron", ge=0, lt=1)

@@ -23,7 +23,7 @@ class ParallelFlags(FlagGroup):
         None, "layers of the last stage; the middle ones share the rest equally", unit="layers", source="megatron", ge=1
     )
     context_parallel_size: int = flag(1, "GPUs that share each sequence (CP)", source="megatron", ge=1)
-    allgather_cp: bool = flag(False, "context parallelism by gathering keys and values (sparse attention needs it)", source="seed")
+    allgather_cp: bool = flag(False, "context parallelism by gathering keys and values (sparse attention needs it)", source="slime")
     expert_model_parallel_size: int = flag(1, "groups of GPUs that the experts are spread over (EP)", source="megatron", ge=1)
     expert_tensor_parallel_size: int | None = flag(
         None, "GPUs that share each expert's matrices (ETP; default --tensor-model-parallel-size)", source="megatron", ge=1

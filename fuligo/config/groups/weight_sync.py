@@ -11,11 +11,11 @@ class WeightSyncFlags(FlagGroup):
     """How the trainer's weights reach the engines."""
 
     update_weight_transport: Literal["auto", "tensor", "nccl", "gloo", "disk"] = flag(
-        "auto", "auto: tensor where GPUs or processes are shared, nccl between SGLang's GPUs, else disk", source="seed"
+        "auto", "auto: tensor where GPUs or processes are shared, nccl between SGLang's GPUs, else disk", source="slime"
     )
     update_weight_mode: Literal["full", "delta"] = flag(
-        "full", "publish all weights, or what changed since the last publish", source="seed"
+        "full", "publish all weights, or what changed since the last publish", source="slime"
     )
-    update_weight_buffer_size: int = flag(512 * 1024**2, "bytes of one bucket of weights", unit="bytes", source="seed", ge=1)
-    update_weights_interval: int = flag(1, "rollouts between publishes", unit="rollouts", source="seed", ge=1)
-    check_weight_update_equal: bool = flag(False, "after each publish, prove that the engine's weights are the trainer's", source="seed")
+    update_weight_buffer_size: int = flag(512 * 1024**2, "bytes of one bucket of weights", unit="bytes", source="slime", ge=1)
+    update_weights_interval: int = flag(1, "rollouts between publishes", unit="rollouts", source="slime", ge=1)
+    check_weight_update_equal: bool = flag(False, "after each publish, prove that the engine's weights are the trainer's", source="slime")

@@ -8,39 +8,41 @@ from fuligo.config import Config
 from fuligo.config.findings import Severity
 from fuligo.config.groups.eval import EVAL_NAME
 from fuligo.config.hook_specs import ALIASES, NONZERO_STD_FILTER
-from fuligo.config.rules.rule import Broken, drop, put, rule
+from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 
 
 @rule("CFG-KL-TWICE", "--kl-coef", "--kl-loss-coef")
-def one_kl_term(config: Config) -> Broken | None:
+def one_kl_term(config: Config) -> Violation | None:
     """KL in the rewards and in the loss is counted twice."""
     shaping, loss = config.algorithm.kl_coef, config.algorithm.kl_loss_coef
     if shaping == 0 or loss == 0:
         return None
-    return Broken(f"--kl-coef {shaping} and --kl-loss-coef {loss} would count the same KL twice", (drop("kl_coef"),))
+    return Violation(f"--kl-coef {shaping} and --kl-loss-coef {loss} would count the same KL twice", (unset_flag("kl_coef"),))
 
 
 @rule("CFG-OLD-POLICY", "--use-tis", "--use-rollout-logprobs")
-def one_old_policy(config: Config) -> Broken | None:
+def one_old_policy(config: Config) -> Violation | None:
     """The engine's log-probabilities cannot be corrected by themselves."""
     if not (config.algorithm.use_tis and config.algorithm.use_rollout_logprobs):
         return None
-    return Broken(
+    return Violation(
         "--use-tis corrects for the difference between engine and trainer, --use-rollout-logprobs takes the engine's side alone",
-        (drop("use_rollout_logprobs"),),
+        (unset_flag("use_rollout_logprobs"),),
     )
 
 
 @rule("CFG-TRAINED-PARAMS", "--only-train-params-name-list", "--freeze-params-name-list")
-def trained_parameters_are_named_once(config: Config) -> Broken | None:
+def trained_parameters_are_named_once(config: Config) -> Violation | None:
     """One list says what is trained."""
     if not (config.train.only_train_params_name_list and config.train.freeze_params_name_list):
         return None
-    return Broken("--only-train-params-name-list and --freeze-params-name-list exclude each other", (drop("freeze_params_name_list"),))
+    return Violation(
+        "--only-train-params-name-list and --freeze-params-name-list exclude each other", (unset_flag("freeze_params_name_list"),)
+    )
 
 
 @rule("CFG-PARAM-PATTERN", "--only-train-params-name-list", "--freeze-params-name-list")
-def parameter_patterns_compile(config: Config) -> Broken | None:
+def parameter_patterns_compile(config: Config) -> Violation | None:
     """Names of parameters are given by regular expressions."""
     for option, patterns in (
         ("--only-train-params-name-list", config.train.only_train_params_name_list),
@@ -50,48 +52,48 @@ def parameter_patterns_compile(config: Config) -> Broken | None:
             try:
                 re.compile(pattern)
             except re.error as error:
-                return Broken(f"{option}: {pattern!r} is not a regular expression ({error})", advice="correct it", flags=(option,))
+                return Violation(f"{option}: {pattern!r} is not a regular expression ({error})", advice="correct it", flags=(option,))
     return None
 
 
 @rule("CFG-EVAL-DATA", "--eval-prompt-data")
-def eval_data_are_named(config: Config) -> Broken | None:
+def eval_data_are_named(config: Config) -> Violation | None:
     """Metrics of several data sets are told apart by name."""
     given = config.eval.eval_prompt_data
     if len(given) > 1 and len(given) % 2:
         text = f"--eval-prompt-data takes NAME PATH pairs or a single PATH, got {len(given)} values: {' '.join(given)}"
-        return Broken(text, advice="give every path a name in front")
+        return Violation(text, advice="give every path a name in front")
     names = given[::2] if len(given) > 1 else []
     if odd := [name for name in names if not re.fullmatch(EVAL_NAME, name)]:
         text = f"--eval-prompt-data: {odd[0]!r} cannot name a data set: metrics are called eval/<name>/..."
-        return Broken(text, advice="NAME comes first, then PATH; a name has no slash and no space")
+        return Violation(text, advice="NAME comes first, then PATH; a name has no slash and no space")
     twice = sorted({name for name in names if names.count(name) > 1})
     if not twice:
         return None
-    return Broken(f"--eval-prompt-data names {', '.join(twice)} more than once", advice="give every data set a name of its own")
+    return Violation(f"--eval-prompt-data names {', '.join(twice)} more than once", advice="give every data set a name of its own")
 
 
 @rule("CFG-STOP-STRING", "--rollout-stop")
-def stop_strings_are_written(config: Config) -> Broken | None:
+def stop_strings_are_written(config: Config) -> Violation | None:
     """An empty string stands everywhere."""
     given = config.rollout.rollout_stop
     if "" not in given:
         return None
-    return Broken("--rollout-stop '' would end every response before it begins", (put("rollout_stop", [s for s in given if s]),))
+    return Violation("--rollout-stop '' would end every response before it begins", (set_flag("rollout_stop", [s for s in given if s]),))
 
 
 @rule("CFG-STOP-ESCAPE", "--rollout-stop", severity=Severity.WARNING)
-def stop_strings_are_as_meant(config: Config) -> Broken | None:
+def stop_strings_are_as_meant(config: Config) -> Violation | None:
     """A shell hands on a backslash and an n as they are."""
     escaped = [stop for stop in config.rollout.rollout_stop if re.fullmatch(r"(?:\\[nrt])+", stop)]
     if not escaped:
         return None
     text = f"--rollout-stop '{escaped[0]}' is a backslash and a letter, not a line break or a tab"
-    return Broken(text, advice=f"write $'{escaped[0]}' in a shell, or \"{escaped[0]}\" in a config file")
+    return Violation(text, advice=f"write $'{escaped[0]}' in a shell, or \"{escaped[0]}\" in a config file")
 
 
 @rule("CFG-STOP-TOKEN", "--rollout-stop-token-ids")
-def stop_tokens_are_tokens(config: Config) -> Broken | None:
+def stop_tokens_are_tokens(config: Config) -> Violation | None:
     """An id that no token has would end nothing."""
     given = config.rollout.rollout_stop_token_ids
     negative = [token for token in given if token < 0]
@@ -99,30 +101,30 @@ def stop_tokens_are_tokens(config: Config) -> Broken | None:
         return None
     shown = " ".join(map(str, negative))
     kept = [token for token in given if token >= 0]
-    change = put("rollout_stop_token_ids", kept) if kept else drop("rollout_stop_token_ids")
-    return Broken(f"--rollout-stop-token-ids {shown}: ids of tokens count from 0", (change,))
+    change = set_flag("rollout_stop_token_ids", kept) if kept else unset_flag("rollout_stop_token_ids")
+    return Violation(f"--rollout-stop-token-ids {shown}: ids of tokens count from 0", (change,))
 
 
 @rule("CFG-FILTER-OF-ONE", "--dynamic-sampling-filter-path", "--n-samples-per-prompt")
-def filter_has_samples_to_compare(config: Config) -> Broken | None:
+def filter_has_samples_to_compare(config: Config) -> Violation | None:
     """The reward of a single sample has no deviation, so every group would be dropped."""
     given = config.rollout.dynamic_sampling_filter_path
     if given is None or ALIASES.get(given, given) != NONZERO_STD_FILTER or config.rollout.n_samples_per_prompt > 1 or config.is_sft:
         return None
     text = f"--dynamic-sampling-filter-path {given} keeps groups whose rewards differ, of --n-samples-per-prompt 1 it keeps none"
-    return Broken(text, (drop("dynamic_sampling_filter_path"),), advice="or sample each prompt more than once")
+    return Violation(text, (unset_flag("dynamic_sampling_filter_path"),), advice="or sample each prompt more than once")
 
 
 @rule("CFG-DEBUG-SIDES", "--debug-rollout-only", "--debug-train-only")
-def one_side_is_debugged(config: Config) -> Broken | None:
+def one_side_is_debugged(config: Config) -> Violation | None:
     """Without either side nothing is left to run."""
     if not (config.debug.debug_rollout_only and config.debug.debug_train_only):
         return None
-    return Broken("--debug-rollout-only and --debug-train-only exclude each other", (drop("debug_rollout_only"),))
+    return Violation("--debug-rollout-only and --debug-train-only exclude each other", (unset_flag("debug_rollout_only"),))
 
 
 @rule("CFG-ROLLOUT-ID-PATH", "--save-debug-rollout-data", "--load-debug-rollout-data", "--save-hf")
-def every_rollout_has_its_file(config: Config) -> Broken | None:
+def every_rollout_has_its_file(config: Config) -> Violation | None:
     """One path for all rollouts would be overwritten by each."""
     if config.data.num_rollout == 1:
         return None
@@ -132,51 +134,55 @@ def every_rollout_has_its_file(config: Config) -> Broken | None:
         ("save_hf", config.checkpoint.save_hf),
     ):
         if path is not None and "{rollout_id}" not in path:
-            change = put(name, f"{path.rstrip('/')}/{{rollout_id}}")
+            change = set_flag(name, f"{path.rstrip('/')}/{{rollout_id}}")
             option = f"--{name.replace('_', '-')}"
-            return Broken(f"{option} {path} is one path for all rollouts: it must have {{rollout_id}} in it", (change,), flags=(option,))
+            return Violation(f"{option} {path} is one path for all rollouts: it must have {{rollout_id}} in it", (change,), flags=(option,))
     return None
 
 
 @rule("CFG-ENGINE-ADDRESS", "--rollout-external-engine-addrs")
-def engine_addresses_are_complete(config: Config) -> Broken | None:
+def engine_addresses_are_complete(config: Config) -> Violation | None:
     """A server is found by host and port."""
     for address in config.engine.rollout_external_engine_addrs:
         host, _, port = address.removeprefix("http://").rpartition(":")
         if not host or not port.isdecimal():
             text = f"--rollout-external-engine-addrs: {address!r} must be host:port, such as 127.0.0.1:30000"
-            return Broken(text, advice="complete it")
+            return Violation(text, advice="complete it")
     return None
 
 
 @rule("CFG-ASYNC-COLOCATE", "--async-mode", "--colocate")
-def sampling_ahead_has_its_own_gpus(config: Config) -> Broken | None:
+def sampling_ahead_has_its_own_gpus(config: Config) -> Violation | None:
     """Trainer and engines that share GPUs take turns; sampling ahead needs both at work."""
     mode = config.rollout.async_mode
     if mode == "sync" or not config.cluster.colocate:
         return None
     text = f"--async-mode {mode} samples while the trainer works, with --colocate only one of them can work at a time"
-    return Broken(text, (drop("async_mode"), *([drop("max_staleness")] if mode == "full" and not config.rollout.partial_rollout else [])))
+    return Violation(
+        text, (unset_flag("async_mode"), *([unset_flag("max_staleness")] if mode == "full" and not config.rollout.partial_rollout else []))
+    )
 
 
 @rule("CFG-ASYNC-WHOLE-ROLLOUTS", "--async-mode", "--rollout-function-path", "--loss-type")
-def continuous_sampling_is_ours(config: Config) -> Broken | None:
+def continuous_sampling_is_ours(config: Config) -> Violation | None:
     """Sampling that never stops begins and ends single groups; what makes whole rollouts cannot be asked for that."""
     rollout = config.rollout
     if rollout.async_mode != "full" or not (rollout.rollout_function_path or config.is_sft):
         return None
     other = "--loss-type sft_loss samples nothing" if config.is_sft else "--rollout-function-path makes whole rollouts"
-    fix = (put("async_mode", "one-step"), *([] if rollout.partial_rollout else [drop("max_staleness")]))
-    return Broken(f"--async-mode full keeps groups in flight all the time, {other}", fix)
+    fix = (set_flag("async_mode", "one-step"), *([] if rollout.partial_rollout else [unset_flag("max_staleness")]))
+    return Violation(f"--async-mode full keeps groups in flight all the time, {other}", fix)
 
 
 @rule("CFG-ENVIRONMENT-NAME", "--env", "--engine-env")
-def environment_names_are_names(config: Config) -> Broken | None:
+def environment_names_are_names(config: Config) -> Violation | None:
     """The name of an environment variable has letters, digits and underscores."""
     odd = [name for name in config.engine_environment if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
     if not odd:
         return None
-    return Broken(f"--env or --engine-env: {', '.join(map(repr, odd))} cannot be the name of an environment variable", advice="correct it")
+    return Violation(
+        f"--env or --engine-env: {', '.join(map(repr, odd))} cannot be the name of an environment variable", advice="correct it"
+    )
 
 
 RULES = (

@@ -9,7 +9,7 @@ from fuligo.config import Config
 from fuligo.config.findings import Finding, Rule, Severity
 from fuligo.config.flags import Flag, Kind, flags
 from fuligo.config.given import value_of
-from fuligo.config.rules.rule import drop
+from fuligo.config.rules.rule import unset_flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def _finding(effect: Effect, config: Config, names: list[str]) -> Finding:
         severity=Severity.ERROR,
         text=f"{' and '.join(shown)} {have} no effect {effect.otherwise}",
         flags=tuple(flags()[name].option for name in names),
-        fix=tuple(drop(name) for name in names),
+        fix=tuple(unset_flag(name) for name in names),
         advice=f"to use {them}, {effect.remedy}",
     )
 

@@ -13,7 +13,7 @@ from fuligo.config.flags import flags
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class Violation:
     """What a rule says of a config."""
 
     text: str
@@ -24,7 +24,9 @@ class Broken:
     """Options that the text is about, where they are not those of the rule."""
 
 
-def rule(rule_id: str, *options: str, severity: Severity = Severity.ERROR) -> Callable[[Callable[[Config], Broken | None]], Rule[Config]]:
+def rule(
+    rule_id: str, *options: str, severity: Severity = Severity.ERROR
+) -> Callable[[Callable[[Config], Violation | None]], Rule[Config]]:
     """Makes a `Rule` of a function.
 
     Args:
@@ -32,7 +34,7 @@ def rule(rule_id: str, *options: str, severity: Severity = Severity.ERROR) -> Ca
         options: the flags that it is about, as typed.
     """
 
-    def make(function: Callable[[Config], Broken | None]) -> Rule[Config]:
+    def make(function: Callable[[Config], Violation | None]) -> Rule[Config]:
         @functools.wraps(function)
         def check(config: Config) -> Iterator[Finding]:
             broken = function(config)
@@ -44,11 +46,11 @@ def rule(rule_id: str, *options: str, severity: Severity = Severity.ERROR) -> Ca
     return make
 
 
-def put(name: str, value: Any) -> Change:
+def set_flag(name: str, value: Any) -> Change:
     """The change of a flag of ours."""
     return Change((flags()[name].group, name), value)
 
 
-def drop(name: str) -> Change:
+def unset_flag(name: str) -> Change:
     """A flag of ours is left out: it has its default again."""
-    return put(name, None)
+    return set_flag(name, None)

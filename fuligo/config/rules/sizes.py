@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fuligo.config import Config
 from fuligo.config.flag import option_name
-from fuligo.config.rules.rule import Broken, drop, put, rule
+from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 
 
 def _samples(config: Config) -> str:
@@ -21,115 +21,119 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 
 @rule("CFG-GLOBAL-BATCH", "--global-batch-size", "--rollout-batch-size", "--n-samples-per-prompt")
-def global_batch_divides_rollout(config: Config) -> Broken | None:
+def global_batch_divides_rollout(config: Config) -> Violation | None:
     """Every sample of a rollout is trained once, in equal steps."""
     size, samples = config.train.global_batch_size, config.samples_per_rollout
     if size is None or config.train.num_steps_per_rollout is not None or samples % size == 0:
         return None
     broken = "is more than a rollout has" if size > samples else "does not divide a rollout"
-    return Broken(f"--global-batch-size {size} {broken} ({_samples(config)})", (put("global_batch_size", _largest_divisor(samples, size)),))
+    return Violation(
+        f"--global-batch-size {size} {broken} ({_samples(config)})", (set_flag("global_batch_size", _largest_divisor(samples, size)),)
+    )
 
 
 @rule("CFG-NUM-STEPS", "--num-steps-per-rollout", "--rollout-batch-size", "--n-samples-per-prompt")
-def steps_divide_rollout(config: Config) -> Broken | None:
+def steps_divide_rollout(config: Config) -> Violation | None:
     """The steps of a rollout have equally many samples."""
     steps, samples = config.train.num_steps_per_rollout, config.samples_per_rollout
     if steps is None or samples % steps == 0:
         return None
-    changes = [put("num_steps_per_rollout", _largest_divisor(samples, steps))]
+    changes = [set_flag("num_steps_per_rollout", _largest_divisor(samples, steps))]
     if config.train.global_batch_size is not None:
-        changes.append(drop("global_batch_size"))
-    return Broken(f"--num-steps-per-rollout {steps} does not divide a rollout ({_samples(config)}) into equal steps", tuple(changes))
+        changes.append(unset_flag("global_batch_size"))
+    return Violation(f"--num-steps-per-rollout {steps} does not divide a rollout ({_samples(config)}) into equal steps", tuple(changes))
 
 
 @rule("CFG-STEP-SIZES", "--global-batch-size", "--num-steps-per-rollout")
-def global_batch_agrees_with_steps(config: Config) -> Broken | None:
+def global_batch_agrees_with_steps(config: Config) -> Violation | None:
     """Size and number of the steps follow from each other."""
     size, steps, samples = config.train.global_batch_size, config.train.num_steps_per_rollout, config.samples_per_rollout
     if size is None or steps is None or size * steps == samples or samples % steps:
         return None
     text = f"--global-batch-size {size} x --num-steps-per-rollout {steps} = {size * steps}, but {_samples(config)}"
-    return Broken(text, (drop("global_batch_size"),))
+    return Violation(text, (unset_flag("global_batch_size"),))
 
 
 @rule("CFG-EMPTY-RANK", "--global-batch-size", "--rollout-batch-size", "--n-samples-per-prompt")
-def every_rank_has_a_sample(config: Config) -> Broken | None:
+def every_rank_has_a_sample(config: Config) -> Violation | None:
     """A data-parallel rank without a sample would wait for gradients that never come."""
     ranks, size = config.resolved_data_parallel_size, config.resolved_global_batch_size
     if size >= ranks or size == 0:
         return None
     samples, prompts, wave = config.samples_per_rollout, config.rollout.rollout_batch_size, config.rollout.over_sampling_batch_size
     text = f"an optimizer step has {size} samples for {ranks} data-parallel ranks, each needs at least one ({_samples(config)})"
-    one_step = () if config.train.num_steps_per_rollout is None else (drop("num_steps_per_rollout"),)
+    one_step = () if config.train.num_steps_per_rollout is None else (unset_flag("num_steps_per_rollout"),)
     enough = next((number for number in range(ranks, samples + 1) if samples % number == 0), None)
     if enough is not None:
-        return Broken(text, (*one_step, put("global_batch_size", enough)))
+        return Violation(text, (*one_step, set_flag("global_batch_size", enough)))
     more = -(-ranks * prompts // samples)
-    whole = () if config.train.global_batch_size is None else (drop("global_batch_size"),)
-    larger_wave = () if wave is None or wave >= more else (put("over_sampling_batch_size", more),)
-    return Broken(text, (*one_step, *whole, put("rollout_batch_size", more), *larger_wave), "or train on fewer GPUs")
+    whole = () if config.train.global_batch_size is None else (unset_flag("global_batch_size"),)
+    larger_wave = () if wave is None or wave >= more else (set_flag("over_sampling_batch_size", more),)
+    return Violation(text, (*one_step, *whole, set_flag("rollout_batch_size", more), *larger_wave), "or train on fewer GPUs")
 
 
 @rule("CFG-OVER-SAMPLING", "--over-sampling-batch-size", "--rollout-batch-size")
-def wave_fills_rollout(config: Config) -> Broken | None:
+def wave_fills_rollout(config: Config) -> Violation | None:
     """A wave that is smaller than a rollout can never fill it."""
     wave, prompts = config.rollout.over_sampling_batch_size, config.rollout.rollout_batch_size
     if wave is None or wave >= prompts:
         return None
     text = f"--over-sampling-batch-size {wave} is below --rollout-batch-size {prompts}, which a wave must fill"
-    return Broken(text, (put("over_sampling_batch_size", prompts),))
+    return Violation(text, (set_flag("over_sampling_batch_size", prompts),))
 
 
 @rule("CFG-CONTEXT", "--rollout-max-context-len", "--rollout-max-prompt-len")
-def context_has_room(config: Config) -> Broken | None:
+def context_has_room(config: Config) -> Violation | None:
     """A prompt that fills the context leaves nothing to generate."""
     context, prompt = config.rollout.rollout_max_context_len, config.data.rollout_max_prompt_len
     if context is None or prompt is None or prompt < context:
         return None
     text = f"--rollout-max-prompt-len {prompt} leaves no room to respond in --rollout-max-context-len {context}"
-    return Broken(text, (put("rollout_max_context_len", prompt + config.rollout.rollout_max_response_len),))
+    return Violation(text, (set_flag("rollout_max_context_len", prompt + config.rollout.rollout_max_response_len),))
 
 
 @rule("CFG-KV-CACHE", "--embedded-max-total-tokens", "--rollout-max-response-len")
-def cache_holds_a_response(config: Config) -> Broken | None:
+def cache_holds_a_response(config: Config) -> Violation | None:
     """One request must fit into the cache."""
     cache, response = config.engine.embedded_max_total_tokens, config.rollout.rollout_max_response_len
     if cache is None or cache > response:
         return None
     text = f"--embedded-max-total-tokens {cache} cannot hold one prompt and a response of --rollout-max-response-len {response}"
-    return Broken(text, (drop("embedded_max_total_tokens"),))
+    return Violation(text, (unset_flag("embedded_max_total_tokens"),))
 
 
 @rule("CFG-TOP-K", "--rollout-top-k", "--eval-top-k")
-def top_k_keeps_a_token(config: Config) -> Broken | None:
+def top_k_keeps_a_token(config: Config) -> Violation | None:
     """Something must be left to draw."""
     zero = [name for name, value in (("rollout_top_k", config.rollout.rollout_top_k), ("eval_top_k", config.eval.eval_top_k)) if value == 0]
     if not zero:
         return None
     options = tuple(f"--{name.replace('_', '-')}" for name in zero)
-    return Broken(f"{' and '.join(options)} 0 keeps no token; -1 is all", tuple(put(name, -1) for name in zero), flags=options)
+    return Violation(f"{' and '.join(options)} 0 keeps no token; -1 is all", tuple(set_flag(name, -1) for name in zero), flags=options)
 
 
 @rule("CFG-TIS-BOUNDS", "--tis-clip-low", "--tis-clip")
-def tis_bounds_are_ordered(config: Config) -> Broken | None:
+def tis_bounds_are_ordered(config: Config) -> Violation | None:
     """The lower bound is below the upper."""
     low, high = config.algorithm.tis_clip_low, config.algorithm.tis_clip
-    return Broken(f"--tis-clip-low {low} is above --tis-clip {high}", (drop("tis_clip_low"),)) if low > high else None
+    return Violation(f"--tis-clip-low {low} is above --tis-clip {high}", (unset_flag("tis_clip_low"),)) if low > high else None
 
 
 @rule("CFG-MIN-LR", "--min-lr", "--lr", "--critic-lr")
-def learning_rate_falls(config: Config) -> Broken | None:
+def learning_rate_falls(config: Config) -> Violation | None:
     """The end of the decay is not above its start."""
     low, peaks = config.optimizer.min_lr, {"lr": config.optimizer.lr, "critic_lr": config.optimizer.critic_lr}
     for name, peak in peaks.items():
         if peak is not None and low > peak:
             option = option_name(name)
-            return Broken(f"--min-lr {low}, the end of the decay, is above {option} {peak}", (drop("min_lr"),), flags=("--min-lr", option))
+            return Violation(
+                f"--min-lr {low}, the end of the decay, is above {option} {peak}", (unset_flag("min_lr"),), flags=("--min-lr", option)
+            )
     return None
 
 
 @rule("CFG-LR-DECAY", "--lr-decay-iters", "--lr-warmup-iters", "--critic-lr-warmup-iters")
-def decay_follows_warmup(config: Config) -> Broken | None:
+def decay_follows_warmup(config: Config) -> Violation | None:
     """The decay starts where the warm-up ends."""
     flags = config.optimizer
     decay, warmups = (
@@ -140,7 +144,7 @@ def decay_follows_warmup(config: Config) -> Broken | None:
         if decay is not None and decay <= warmup:
             option = option_name(name)
             text = f"--lr-decay-iters {decay}, counted from the first step, ends before {option} {warmup}"
-            return Broken(text, (drop("lr_decay_iters"),), flags=("--lr-decay-iters", option))
+            return Violation(text, (unset_flag("lr_decay_iters"),), flags=("--lr-decay-iters", option))
     return None
 
 

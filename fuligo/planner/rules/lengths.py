@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from fuligo.config import Config
 from fuligo.config.findings import Severity
-from fuligo.config.rules.rule import put
+from fuligo.config.rules.rule import set_flag
 from fuligo.errors import ConfigError
 from fuligo.planner.layout import make_layout
 from fuligo.planner.lengths import longest_prompt, longest_sample
@@ -51,7 +51,7 @@ def samples_fit_the_context(subject: Subject) -> Iterator[Broken]:
     if bounded is not None and bounded > context:
         yield Broken(
             f"--rollout-max-context-len {bounded} is more than the {context} tokens of the engines' context ({source})",
-            ((put("rollout_max_context_len", context),),),
+            ((set_flag("rollout_max_context_len", context),),),
             flags=("--rollout-max-context-len",),
         )
         return
@@ -64,7 +64,7 @@ def samples_fit_the_context(subject: Subject) -> Iterator[Broken]:
             room = context - (known or min(longest_prompt(config), context // 2))
             yield Broken(
                 f"{option} {length}{with_prompt} do not fit the {context} tokens of the engines' context ({source})",
-                ((put(name, room),),) if room > 0 else (),
+                ((set_flag(name, room),),) if room > 0 else (),
                 "shorten prompts or responses",
                 flags=(option,),
             )
@@ -92,7 +92,7 @@ def micro_batches_hold_the_longest_sample(subject: Subject) -> Iterator[Broken]:
     yield Broken(
         f"--max-tokens-per-gpu {tokens}{times} is less than the longest sample, {longest} tokens ({_of_what(config)}): it is not "
         f"truncated but a micro-batch of its own{_activations(subject)}",
-        ((put("max_tokens_per_gpu", -(-longest // cp)),),),
+        ((set_flag("max_tokens_per_gpu", -(-longest // cp)),),),
         "plan for that memory, raise --context-parallel-size, or shorten responses",
     )
 

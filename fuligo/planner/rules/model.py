@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fuligo.config.findings import Change, Severity
-from fuligo.config.rules.rule import put
+from fuligo.config.rules.rule import set_flag
 from fuligo.errors import ConfigError
 from fuligo.models.megatron_flags import disagreements
 from fuligo.planner.rules.parallel import is_megatron
@@ -28,7 +28,7 @@ def flags_agree_with_config_json(subject: Subject) -> Iterator[Broken]:
     except ConfigError as error:
         yield Broken(
             f"--train-backend megatron: {error}",
-            ((put("train_backend", "torch"),),),
+            ((set_flag("train_backend", "torch"),),),
             "train it with --train-backend torch",
             flags=("--train-backend",),
         )
@@ -40,7 +40,7 @@ def flags_agree_with_config_json(subject: Subject) -> Iterator[Broken]:
         right: Fix = (Change(("megatron", name), None if expected in (None, False) else expected),)
         yield Broken(
             f"{said}: by {found.source} it {other}",
-            (right, (Change(("megatron", name), None),), (put("override_model_config", True),)),
+            (right, (Change(("megatron", name), None),), (set_flag("override_model_config", True),)),
             flags=(option, "--override-model-config"),
             advice="--override-model-config makes the flags win, where they are meant",
         )
@@ -68,7 +68,7 @@ def stop_tokens_are_in_the_vocabulary(subject: Subject) -> Iterator[Broken]:
     problem = unknown_tokens(given, num_tokens)
     if problem is not None:
         kept = [token for token in given if token < num_tokens]
-        yield Broken(problem, ((put("rollout_stop_token_ids", kept or None),),))
+        yield Broken(problem, ((set_flag("rollout_stop_token_ids", kept or None),),))
 
 
 def unknown_tokens(given: Sequence[int], vocab_size: int) -> str | None:

@@ -11,7 +11,7 @@ from math import log, prod
 
 from fuligo.config import Config
 from fuligo.config.findings import Severity
-from fuligo.config.rules.rule import drop, put
+from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.models.architecture import GroupedAttention
 from fuligo.planner.rules.numbers import divisors, nearest_first
 from fuligo.planner.rules.rule import Broken, Fix, rule
@@ -47,11 +47,11 @@ def _other_tp(subject: Subject, sizes: list[int]) -> tuple[Fix, ...]:
     others = config.parallel.pipeline_model_parallel_size * config.parallel.context_parallel_size
     fixes: list[Fix] = []
     for size in sorted(nearest_first(now, sizes), key=lambda size: config.num_train_gpus % (size * others) != 0):
-        change = (put(_TP, size),)
+        change = (set_flag(_TP, size),)
         if size == 1 and config.parallel.sequence_parallel:
-            change = (*change, drop("sequence_parallel"))
+            change = (*change, unset_flag("sequence_parallel"))
         if size > 1 and subject.architecture.experts is not None and not config.parallel.sequence_parallel:
-            change = (*change, put("sequence_parallel", True))
+            change = (*change, set_flag("sequence_parallel", True))
         fixes.append(change)
     return tuple(fixes)
 
@@ -65,9 +65,9 @@ def _nearest_of_several(subject: Subject, sizes: dict[str, int], *, fixed: int =
             continue
         changed = {name: new for (name, old), new in zip(sizes.items(), chosen, strict=True) if new != old}
         distance = sum(abs(log(new / sizes[name])) + _FLAG_COSTS for name, new in changed.items())
-        fix = tuple(put(name, new) for name, new in changed.items())
+        fix = tuple(set_flag(name, new) for name, new in changed.items())
         if changed.get(_TP) == 1 and subject.config.parallel.sequence_parallel:
-            fix = (*fix, drop("sequence_parallel"))
+            fix = (*fix, unset_flag("sequence_parallel"))
         found.append((distance, fix))
     return tuple(fix for _, fix in sorted(found, key=lambda each: each[0])[:_MAX_FIXES])
 
@@ -164,7 +164,7 @@ def sequence_is_split_over_tp(subject: Subject) -> Iterator[Broken]:
     config = subject.config
     if is_megatron(config) and config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
         yield Broken(
-            "--sequence-parallel splits over the GPUs of --tensor-model-parallel-size, which is 1", ((drop("sequence_parallel"),),)
+            "--sequence-parallel splits over the GPUs of --tensor-model-parallel-size, which is 1", ((unset_flag("sequence_parallel"),),)
         )
 
 
@@ -174,7 +174,7 @@ def mixture_splits_its_sequence(subject: Subject) -> Iterator[Broken]:
     config, tp = subject.config, subject.config.parallel.tensor_model_parallel_size
     if is_megatron(config) and subject.architecture.experts is not None and tp > 1 and not config.parallel.sequence_parallel:
         text = f"--tensor-model-parallel-size {tp} with a mixture of experts needs --sequence-parallel"
-        yield Broken(text, ((put("sequence_parallel", True),),))
+        yield Broken(text, ((set_flag("sequence_parallel", True),),))
 
 
 @rule("PLAN-TP-NODES", "--tensor-model-parallel-size", "--num-gpus-per-node", severity=Severity.WARNING)
@@ -206,7 +206,7 @@ def ranks_have_equally_many_samples(subject: Subject) -> Iterator[Broken]:
     yield Broken(
         f"an optimizer step's {size} samples (--global-batch-size) over {ranks} data-parallel ranks: "
         f"{size % ranks} ranks have {size // ranks + 1}, the others {size // ranks}",
-        tuple((drop("num_steps_per_rollout"), put("global_batch_size", near)) for near in nearest_first(size, fitting)),
+        tuple((unset_flag("num_steps_per_rollout"), set_flag("global_batch_size", near)) for near in nearest_first(size, fitting)),
         f"choose a --rollout-batch-size such that the samples of a step are a multiple of {ranks}",
     )
 

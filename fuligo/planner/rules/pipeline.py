@@ -12,7 +12,7 @@ from itertools import product
 
 from fuligo.config import Config
 from fuligo.config.findings import Change
-from fuligo.config.rules.rule import drop, put
+from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.planner.rules.numbers import divisors, nearest_first
 from fuligo.planner.rules.parallel import is_megatron
 from fuligo.planner.rules.rule import Broken, Fix, rule
@@ -87,14 +87,14 @@ def _recuts(subject: Subject, cut: _Cut) -> tuple[Fix, ...]:
         starts = other.starts() if counts else []
         if not counts or min(counts) < 1 or not starts or (computing and not computing.issuperset(starts)):
             continue
-        changes = tuple(put(name, value) for name, value, old in ((_FIRST, first, cut.first), (_LAST, last, cut.last)) if value != old)
+        changes = tuple(set_flag(name, value) for name, value, old in ((_FIRST, first, cut.first), (_LAST, last, cut.last)) if value != old)
         distance = abs((first or even) - (cut.first or even)) + abs((last or even) - (cut.last or even))
         # Uneven stages make the others wait; a flag more is a smaller evil than that.
         found.append((max(counts) - even + distance / 4 + len(changes) / 8 + 2 * (max(counts) - min(counts)) / cut.pp, changes))
     best = [fix for _, fix in sorted(found, key=lambda each: each[0])[:6] if fix]
-    fewer = [(put("pipeline_model_parallel_size", pp),) for pp in nearest_first(cut.pp, divisors(cut.num_layers + cut.num_extra))]
-    plain = [(drop(_FIRST), drop(_LAST))] if (cut.first, cut.last) != (None, None) else []
-    interleaved = [(drop(_VPP),)] if cut.vpp > 1 else []
+    fewer = [(set_flag("pipeline_model_parallel_size", pp),) for pp in nearest_first(cut.pp, divisors(cut.num_layers + cut.num_extra))]
+    plain = [(unset_flag(_FIRST), unset_flag(_LAST))] if (cut.first, cut.last) != (None, None) else []
+    interleaved = [(unset_flag(_VPP),)] if cut.vpp > 1 else []
     return (*best, *interleaved, *plain, *fewer)
 
 
@@ -156,7 +156,7 @@ def interleaving_needs_stages(subject: Subject) -> Iterator[Broken]:
     if cut is not None and cut.vpp > 1 and cut.pp == 1:
         yield Broken(
             f"--virtual-pipeline-model-parallel-size {cut.vpp} interleaves stages, and --pipeline-model-parallel-size is 1",
-            ((drop(_VPP),),),
+            ((unset_flag(_VPP),),),
         )
 
 
@@ -172,7 +172,7 @@ def ranks_divide_into_virtual_stages(subject: Subject) -> Iterator[Broken]:
     yield Broken(
         f"--virtual-pipeline-model-parallel-size {cut.vpp} does not divide the {broken} layers of pipeline rank {counts.index(broken)}"
         f"{_given(subject.config)}",
-        (*((put(_VPP, size),) for size in nearest_first(cut.vpp, common)), (drop(_VPP),)),
+        (*((set_flag(_VPP, size),) for size in nearest_first(cut.vpp, common)), (unset_flag(_VPP),)),
     )
 
 

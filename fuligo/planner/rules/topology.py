@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from fuligo.config.findings import Change, Severity
 from fuligo.config.rules.cluster import SHARED_FRACTION
-from fuligo.config.rules.rule import drop, put
+from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.quantities import count
 from fuligo.planner.rules.numbers import divisors, nearest_first
@@ -41,7 +41,7 @@ def groups_add_up(subject: Subject) -> Iterator[Broken]:
     listed = " + ".join(str(spec.num_gpus) for spec in groups)
     yield Broken(
         f"--sglang-config: the groups' num_gpus {listed} = {total}, but the engines have {_num_gpus_given(subject)}",
-        (*_resized_groups(groups, there - total), (put("rollout_num_gpus", total),)),
+        (*_resized_groups(groups, there - total), (set_flag("rollout_num_gpus", total),)),
         f"choose groups that add up to {there}",
     )
 
@@ -65,7 +65,7 @@ def engines_are_whole(subject: Subject) -> Iterator[Broken]:
         sizes = nearest_first(spec.num_gpus_per_engine, divisors(spec.num_gpus) if spec.num_gpus else [])
         fixes = list(resizes(subject, spec, sizes))
         if spec.place is None and config.cluster.rollout_num_gpus is not None and spec.num_gpus > spec.num_gpus_per_engine:
-            fixes.append((put("rollout_num_gpus", spec.num_gpus // spec.num_gpus_per_engine * spec.num_gpus_per_engine),))
+            fixes.append((set_flag("rollout_num_gpus", spec.num_gpus // spec.num_gpus_per_engine * spec.num_gpus_per_engine),))
         broken = "is more than" if spec.num_gpus_per_engine > spec.num_gpus else "does not divide"
         yield Broken(
             f"{engine_size(subject, spec)} {broken} {there}",
@@ -179,8 +179,12 @@ def separate_gpus_take_turns(subject: Subject) -> Iterator[Broken]:
     if not separate or not engines or config.rollout.async_mode != "sync" or config.is_sft or config.debug.debug_rollout_only:
         return
     together = trainer + engines
-    shared = (put("colocate", True), drop("rollout_num_gpus"), put("actor_num_gpus_per_node", together // config.cluster.actor_num_nodes))
-    fixes: tuple[Fix, ...] = ((put("async_mode", "one-step"),),)
+    shared = (
+        set_flag("colocate", True),
+        unset_flag("rollout_num_gpus"),
+        set_flag("actor_num_gpus_per_node", together // config.cluster.actor_num_nodes),
+    )
+    fixes: tuple[Fix, ...] = ((set_flag("async_mode", "one-step"),),)
     if together % config.cluster.actor_num_nodes == 0 and together <= config.cluster.actor_num_nodes * config.cluster.num_gpus_per_node:
         fixes = ((*shared, Change(("sglang", "mem_fraction_static"), SHARED_FRACTION)), *fixes)
     yield Broken(

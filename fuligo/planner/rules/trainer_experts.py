@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from fuligo.config import Config
 from fuligo.config.findings import Change, Severity
-from fuligo.config.rules.rule import drop, put
+from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.planner.rules.numbers import divisors, nearest_first
 from fuligo.planner.rules.parallel import expert_tensor_parallel_size, is_megatron
 from fuligo.planner.rules.rule import Broken, rule
@@ -30,7 +30,7 @@ def experts_exist(subject: Subject) -> Iterator[Broken]:
     if given:
         yield Broken(
             f"{', '.join(given.values())}: the model ({subject.architecture.model_type}) has no experts",
-            (tuple(drop(name) for name in given),),
+            (tuple(unset_flag(name) for name in given),),
             flags=tuple(f"--{name.replace('_', '-')}" for name in given),
         )
 
@@ -56,7 +56,7 @@ def experts_divide(subject: Subject) -> Iterator[Broken]:
     if is_megatron(config) and experts is not None and experts.num_experts % ep:
         yield Broken(
             f"--expert-model-parallel-size {ep} does not divide the model's {experts.num_experts} experts",
-            tuple((put("expert_model_parallel_size", size),) for size in nearest_first(ep, divisors(experts.num_experts))),
+            tuple((set_flag("expert_model_parallel_size", size),) for size in nearest_first(ep, divisors(experts.num_experts))),
             f"choose a divisor of {experts.num_experts}",
         )
 
@@ -69,7 +69,7 @@ def expert_width_divides(subject: Subject) -> Iterator[Broken]:
     if is_megatron(config) and experts is not None and experts.intermediate_size % etp:
         yield Broken(
             f"--expert-tensor-parallel-size {etp} does not divide the {experts.intermediate_size} columns of an expert",
-            tuple((put("expert_tensor_parallel_size", size),) for size in nearest_first(etp, divisors(experts.intermediate_size))),
+            tuple((set_flag("expert_tensor_parallel_size", size),) for size in nearest_first(etp, divisors(experts.intermediate_size))),
             f"choose a divisor of {experts.intermediate_size}",
         )
 
@@ -82,7 +82,7 @@ def deepep_goes_with_flex(subject: Subject) -> Iterator[Broken]:
     if _has_experts(subject) and config.parallel.moe_enable_deepep and dispatcher != "flex":
         yield Broken(
             f"--moe-enable-deepep goes with --moe-token-dispatcher-type flex, here it is {dispatcher}",
-            ((put("moe_token_dispatcher_type", "flex"),), (drop("moe_enable_deepep"),)),
+            ((set_flag("moe_token_dispatcher_type", "flex"),), (unset_flag("moe_enable_deepep"),)),
         )
 
 
@@ -93,7 +93,7 @@ def one_flex_backend(subject: Subject) -> Iterator[Broken]:
     if _has_experts(subject) and config.parallel.moe_enable_deepep and config.megatron.value("moe_flex_dispatcher_backend") == "hybridep":
         yield Broken(
             "--moe-enable-deepep and --moe-flex-dispatcher-backend hybridep choose two backends of one dispatcher",
-            ((Change(("megatron", "moe_flex_dispatcher_backend"), None),), (drop("moe_enable_deepep"),)),
+            ((Change(("megatron", "moe_flex_dispatcher_backend"), None),), (unset_flag("moe_enable_deepep"),)),
         )
 
 
@@ -105,7 +105,7 @@ def flex_has_somewhere_to_send(subject: Subject) -> Iterator[Broken]:
     if _has_experts(subject) and config.parallel.moe_token_dispatcher_type == "flex" and group == 1:
         yield Broken(
             "--moe-token-dispatcher-type flex with --expert-model-parallel-size 1: all experts are on one GPU, there is nowhere to send to",
-            ((put("moe_token_dispatcher_type", "alltoall"), drop("moe_enable_deepep")),),
+            ((set_flag("moe_token_dispatcher_type", "alltoall"), unset_flag("moe_enable_deepep")),),
         )
 
 
@@ -121,7 +121,7 @@ def dispatcher_scales(subject: Subject) -> Iterator[Broken]:
     yield Broken(
         f"--moe-token-dispatcher-type allgather (the default) sends every token to all {ep} ranks of --expert-model-parallel-size, "
         f"of whose experts it uses {experts.num_experts_per_token}{lengths}",
-        ((put("moe_token_dispatcher_type", "alltoall"),),),
+        ((set_flag("moe_token_dispatcher_type", "alltoall"),),),
     )
 
 
@@ -133,7 +133,7 @@ def shared_experts_overlap_alltoall(subject: Subject) -> Iterator[Broken]:
     if _has_experts(subject) and config.megatron.get("moe_shared_expert_overlap") and dispatcher != "alltoall":
         yield Broken(
             f"--moe-shared-expert-overlap works with --moe-token-dispatcher-type alltoall, here it is {dispatcher}",
-            ((Change(("megatron", "moe_shared_expert_overlap"), None),), (put("moe_token_dispatcher_type", "alltoall"),)),
+            ((Change(("megatron", "moe_shared_expert_overlap"), None),), (set_flag("moe_token_dispatcher_type", "alltoall"),)),
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fuligo.config.findings import Change, Severity
-from fuligo.config.rules.rule import drop, put
+from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.errors import ConfigError
 from fuligo.models.architecture import LatentAttention
 from fuligo.planner.rules.parallel import is_megatron
@@ -37,7 +37,7 @@ def full_recomputation_is_described(subject: Subject) -> Iterator[Broken]:
     if missing:
         shown = " and ".join(f"--{name.replace('_', '-')}" for name in missing)
         standard = {"recompute_method": "uniform", "recompute_num_layers": 1}
-        yield Broken(f"--recompute-granularity full needs {shown}", (tuple(put(name, standard[name]) for name in missing),))
+        yield Broken(f"--recompute-granularity full needs {shown}", (tuple(set_flag(name, standard[name]) for name in missing),))
 
 
 @rule("PLAN-RECOMPUTE-LAYERS", "--recompute-num-layers")
@@ -53,7 +53,7 @@ def recomputed_layers_exist(subject: Subject) -> Iterator[Broken]:
     if number > most:
         yield Broken(
             f"--recompute-num-layers {number} is more than a pipeline stage has, {most} layers",
-            ((put("recompute_num_layers", 1 if config.parallel.recompute_method == "uniform" else most),),),
+            ((set_flag("recompute_num_layers", 1 if config.parallel.recompute_method == "uniform" else most),),),
         )
 
 
@@ -74,7 +74,7 @@ def recomputed_modules_exist(subject: Subject) -> Iterator[Broken]:
         wrong["moe_act"] = "moe_act needs --moe-grouped-gemm"
     if wrong:
         left = [name for name in given if name not in wrong]
-        fix = (put("recompute_modules", left) if left else drop("recompute_modules"),)
+        fix = (set_flag("recompute_modules", left) if left else unset_flag("recompute_modules"),)
         yield Broken(f"--recompute-modules {' '.join(given)}: {'; '.join(wrong.values())}", (fix,))
 
 
@@ -83,7 +83,7 @@ def cpu_adam_is_precision_aware(subject: Subject) -> Iterator[Broken]:
     """Megatron's optimizer on the CPU is built on the precision-aware one."""
     config = subject.config
     if is_megatron(config) and config.optimizer.optimizer_cpu_offload and not config.optimizer.use_precision_aware_optimizer:
-        yield Broken("--optimizer-cpu-offload needs --use-precision-aware-optimizer", ((put("use_precision_aware_optimizer", True),),))
+        yield Broken("--optimizer-cpu-offload needs --use-precision-aware-optimizer", ((set_flag("use_precision_aware_optimizer", True),),))
 
 
 @rule("PLAN-PRECISION-DISTRIBUTED", "--use-precision-aware-optimizer", "--use-distributed-optimizer")
@@ -92,7 +92,7 @@ def precision_aware_is_distributed(subject: Subject) -> Iterator[Broken]:
     config = subject.config
     if is_megatron(config) and config.optimizer.use_precision_aware_optimizer and not config.optimizer.use_distributed_optimizer:
         text = "--use-precision-aware-optimizer needs --use-distributed-optimizer, which is switched off"
-        yield Broken(text, ((drop("use_distributed_optimizer"),),))
+        yield Broken(text, ((unset_flag("use_distributed_optimizer"),),))
 
 
 @rule("PLAN-STATE-DTYPES", "--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
@@ -108,7 +108,7 @@ def state_types_are_the_optimizers(subject: Subject) -> Iterator[Broken]:
         shown = ", ".join(f"{options[name]} {value}" for name, value in given.items())
         yield Broken(
             f"{shown} without --use-precision-aware-optimizer: the state is fp32",
-            ((put("use_precision_aware_optimizer", True),), _off(*given)),
+            ((set_flag("use_precision_aware_optimizer", True),), _off(*given)),
             flags=tuple(options.values()),
         )
 
@@ -122,7 +122,7 @@ def cpu_adam_is_for_few_gpus(subject: Subject) -> Iterator[Broken]:
     config = subject.config
     if not is_megatron(config) or not config.optimizer.optimizer_cpu_offload or config.cluster.actor_num_nodes == 1:
         return
-    fix = (drop("optimizer_cpu_offload"), drop("overlap_cpu_optimizer_d2h_h2d"))
+    fix = (unset_flag("optimizer_cpu_offload"), unset_flag("overlap_cpu_optimizer_d2h_h2d"))
     try:
         without = replace(subject, config=config.changed(fix))
         bars = [bar for bar in memory_bars(without, make_layout(without)) if bar.pipeline_rank is not None]
@@ -154,7 +154,7 @@ def tensor_communication_overlaps_sequences(subject: Subject) -> Iterator[Broken
     """Tensor-parallel communication is hidden under matrix products only with sequence parallelism."""
     config = subject.config
     if is_megatron(config) and config.megatron.get("tp_comm_overlap") and not config.parallel.sequence_parallel:
-        yield Broken("--tp-comm-overlap needs --sequence-parallel", (_off("tp_comm_overlap"), (put("sequence_parallel", True),)))
+        yield Broken("--tp-comm-overlap needs --sequence-parallel", (_off("tp_comm_overlap"), (set_flag("sequence_parallel", True),)))
 
 
 @rule("PLAN-FP16", "--fp16")
@@ -183,7 +183,7 @@ def sparse_attention_gathers_its_context(subject: Subject) -> Iterator[Broken]:
     config, cp = subject.config, subject.config.parallel.context_parallel_size
     if is_megatron(config) and subject.architecture.sparse_index is not None and cp > 1 and not config.parallel.allgather_cp:
         text = f"--context-parallel-size {cp} with sparse attention (DSA) needs --allgather-cp"
-        yield Broken(text, ((put("allgather_cp", True),), (put("context_parallel_size", 1),)))
+        yield Broken(text, ((set_flag("allgather_cp", True),), (set_flag("context_parallel_size", 1),)))
 
 
 @rule("PLAN-MTP-LAYERS", "--mtp-num-layers")
@@ -193,9 +193,9 @@ def checkpoint_has_prediction_layers(subject: Subject) -> Iterator[Broken]:
     wanted = config.train.mtp_num_layers or 0
     if is_megatron(config) and wanted > there and subject.trainer_config_json is not None:
         fix = (
-            (put("mtp_num_layers", there),)
+            (set_flag("mtp_num_layers", there),)
             if there
-            else (drop("mtp_num_layers"), drop("enable_mtp_training"), drop("mtp_loss_scaling_factor"))
+            else (unset_flag("mtp_num_layers"), unset_flag("enable_mtp_training"), unset_flag("mtp_loss_scaling_factor"))
         )
         yield Broken(f"--mtp-num-layers {wanted}: the checkpoint has {there or 'no'} layers for multi-token prediction", (fix,))
 

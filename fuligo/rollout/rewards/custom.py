@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from fuligo.config.hooks import told
+from fuligo.config.hooks import describe_exception
 from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 from fuligo.types import Sample
 
@@ -70,7 +70,7 @@ class CustomReward:
                 raise
             raise RewardFailure(FailureReason.RAISED, f"{self.name} cancelled itself") from error
         except (Exception, SystemExit) as error:
-            raise RewardFailure(FailureReason.RAISED, f"{self.name} raised {told(error, self._function)}") from error
+            raise RewardFailure(FailureReason.RAISED, f"{self.name} raised {describe_exception(error, self._function)}") from error
 
 
 async def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> Any:

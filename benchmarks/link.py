@@ -1,4 +1,4 @@
-"""What NCCL moves from one GPU to the others of this machine: the bound of a publish by broadcast.
+"""What NCCL moves from one GPU to the others of this machine: the bound of a weight sync by broadcast.
 
     python benchmarks/link.py [--gpus 2] [--gib 1]
 

@@ -278,7 +278,7 @@ def peak_memory() -> list[int]:
 
 
 def measure_export(worker: Any) -> dict[str, Any]:
-    """Gather every tensor under its Hugging Face name on every rank, as a publish does."""
+    """Gather every tensor under its Hugging Face name on every rank, as a weight sync does."""
     num_bytes = 0
 
     def drain() -> None:

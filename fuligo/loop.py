@@ -27,13 +27,13 @@ class Rollouts(Protocol):
         ...
 
 
-class Publisher(Protocol):
-    """Brings the engines to the trainer's weights; see `weights.publisher.WeightPublisher`."""
+class WeightSyncing(Protocol):
+    """Brings the engines to the trainer's weights; see `weights.sync.WeightSync`."""
 
     @property
     def version(self) -> int: ...
 
-    async def publish(self) -> int: ...
+    async def sync(self) -> int: ...
 
 
 class Recorder(Protocol):
@@ -62,13 +62,13 @@ class Loop:
 
     rollouts: Rollouts
     trainer: Trainer
-    publisher: Publisher
+    weights: WeightSyncing
     recorder: Recorder
     periodic: list[Periodic]
     sample_settings: SampleSettings
     advantage_settings: AdvantageSettings
     update_interval: int = 1
-    """Rollouts between publishes."""
+    """Rollouts between weight syncs."""
     before_train_step: Callable[[int, TrainBatch], None] | None = None
     """Hook: sees (and may change) what a rollout's training is about to get."""
 
@@ -88,15 +88,15 @@ class Loop:
         with phase("train", step):
             result = await self.trainer.train(batch)
         with phase("sync", step):
-            version = await self.publish(step)
+            version = await self.sync_weights(step)
         self.recorder.record(rollout, batch, result, version)
         await run_due(self.periodic, rollout, version)
 
-    async def publish(self, step: int) -> int:
+    async def sync_weights(self, step: int) -> int:
         if (step + 1) % self.update_interval != 0:
-            return self.publisher.version
+            return self.weights.version
         await self.rollouts.settle()
-        return await self.publisher.publish()
+        return await self.weights.sync()
 
 
 async def sample_only(rollouts: Rollouts, recorder: Recorder, periodic: list[Periodic]) -> None:

@@ -69,7 +69,7 @@ def _megatron_arguments(config: Config) -> str | None:
 
 
 def _shared_gpus(config: Config) -> str | None:
-    """Engines that gave their weights back need a publish. One of a pair that starts anew needs weights while the other has requests."""
+    """Engines that released their weights need a weight sync; a restarted one of a pair needs weights while the other has requests."""
     if not config.cluster.colocate or config.resolved_rollout_backend != "sglang":
         return None
     policy = policy_model(config)

@@ -145,7 +145,7 @@ def _weights(config: Config) -> Iterator[str]:
     first = "--hf-checkpoint" if config.checkpoint.ref_load is None else "--ref-load"
     if first in sound and is_quantised(sound[first]):
         yield f"{first} {sound[first]} is quantised, training cannot start from it: give the weights that it was made from by --ref-load"
-    if "--hf-checkpoint" in sound and _publishes_to_sglang(config):
+    if "--hf-checkpoint" in sound and _syncs_to_sglang(config):
         try:
             EngineQuantisation.read(sound["--hf-checkpoint"])
         except ConfigError as error:
@@ -231,7 +231,7 @@ def _distributed(config: Config, option: str, directory: Path) -> Iterator[str]:
         yield f"{option} {directory} is no distributed checkpoint that fuligo wrote, or is incomplete: {error}"
 
 
-def _publishes_to_sglang(config: Config) -> bool:
+def _syncs_to_sglang(config: Config) -> bool:
     return config.needs_engine and config.resolved_rollout_backend == "sglang" and not config.debug.debug_rollout_only
 
 

@@ -1,6 +1,6 @@
 """Trainer and engines on the same devices (--colocate): each releases its memory while the other works.
 
-The loop does not know: a trainer and a publisher that take turns stand in for the real ones.
+The loop does not know: a trainer and a weight sync that take turns stand in for the real ones.
 
     phase             trainer                  engines
     sampling          offloaded                weights and KV cache
@@ -25,7 +25,7 @@ from fuligo.engines.group import WAIT_S, EngineGroup
 from fuligo.trainer.protocol import Trainer
 from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
 from fuligo.weights.manifest import WeightManifest, WeightTarget
-from fuligo.weights.publisher import WeightPublisher
+from fuligo.weights.sync import WeightSync
 
 
 class ColocatedDevices:
@@ -216,24 +216,24 @@ class ColocatedTrainer:
 
 
 @dataclass(slots=True, frozen=True)
-class ColocatedPublisher:
-    """Publisher that holds the devices during a sync and leaves them to the engines."""
+class ColocatedWeightSync:
+    """Weight sync that holds the devices during a sync and leaves them to the engines."""
 
-    publisher: WeightPublisher
+    weight_sync: WeightSync
     engines: EngineGroup
     devices: ColocatedDevices
 
     @property
     def version(self) -> int:
-        return self.publisher.version
+        return self.weight_sync.version
 
-    async def publish(self) -> int:
+    async def sync(self) -> int:
         async with self.devices.work:
-            return await self.publisher.publish()
+            return await self.weight_sync.sync()
 
-    async def sync(self) -> None:
+    async def resync(self) -> None:
         async with self.devices.work:
-            await self.publisher.sync()
+            await self.weight_sync.resync()
 
     async def renew(self, engine: EngineClient) -> bool:
         """Send weights to a restarted engine if no other engine serves; otherwise it would end the requests of those that do.
@@ -253,6 +253,6 @@ class ColocatedPublisher:
                 return engine in self.engines.clients
             try:
                 await self.devices.to_both()  # waits for other engines that are starting; they receive the weights too
-                return await self.publisher.renew(engine)
+                return await self.weight_sync.renew(engine)
             finally:
                 await self.devices.to_engines()

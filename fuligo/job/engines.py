@@ -1,4 +1,4 @@
-"""From the configuration to the engines of a run, and to the publisher that brings them weights."""
+"""Engines of a run and their weight sync, built from the configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.server import SGLangServer
 from fuligo.errors import EngineError, FuligoError
-from fuligo.job.colocated import ColocatedDevices, ColocatedPublisher
+from fuligo.job.colocated import ColocatedDevices, ColocatedWeightSync
 from fuligo.job.fleet import fleet_settings, local_places, ranks_beside_engines
 from fuligo.job.trainer_settings import resolve_device, resolve_precision
 from fuligo.job.transport import choose_transport
@@ -31,8 +31,8 @@ from fuligo.observability.run_directory import RunDirectory
 from fuligo.rollout.protocol import Rollout
 from fuligo.trainer.protocol import Trainer
 from fuligo.weights.proof import ChecksumProof, EqualityProof, LogprobProof
-from fuligo.weights.publisher import PublishSettings, Unpublished, WeightPublisher
 from fuligo.weights.scratch import scratch_root
+from fuligo.weights.sync import VersionCounter, WeightSync, WeightSyncSettings
 
 if TYPE_CHECKING:
     from fuligo.cluster.cluster import RayCluster
@@ -53,7 +53,7 @@ class Engines:
     fleet: Fleet | None = None
     """Who looks after SGLang engines that this run started."""
     others: Mapping[str, Fleet] = field(default_factory=dict)
-    """Of further models of `--sglang-config`, by name: nothing is published to them."""
+    """Of further models of `--sglang-config`, by name: their weights are never synced."""
     urls: Mapping[str, str] = field(default_factory=dict)
     """Of the routers, by name of the model."""
 
@@ -74,12 +74,12 @@ class Engines:
 
     @asynccontextmanager
     async def watched(
-        self, publisher: WeightPublisher | ColocatedPublisher | Unpublished | None, devices: ColocatedDevices | None = None
+        self, weights: WeightSync | ColocatedWeightSync | VersionCounter | None, devices: ColocatedDevices | None = None
     ) -> AsyncIterator[None]:
         """While the block runs, engines are polled, and dead ones of the fleet are restarted; one that cannot be ends the block.
 
         Args:
-            publisher: gives a restarted engine its weights; where nothing is published, those that it loads are right
+            weights: syncs restarted engines; without a trainer, engines keep the weights that they load
             devices: shared with the trainer; None if the engines have their own
 
         Raises:
@@ -88,8 +88,8 @@ class Engines:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(while_watching(self.monitor.watch()))
             if self.fleet is not None:
-                publishes = isinstance(publisher, WeightPublisher | ColocatedPublisher)
-                self.fleet.renew = publisher.renew if publishes else self.fleet.serve_as_loaded
+                syncs = isinstance(weights, WeightSync | ColocatedWeightSync)
+                self.fleet.renew = weights.renew if syncs else self.fleet.serve_as_loaded
                 self.fleet.devices = devices
                 await stack.enter_async_context(while_watching(self.fleet.watch()))
             for fleet in self.others.values():
@@ -213,9 +213,9 @@ def _embedded_settings(config: Config, directory: RunDirectory) -> EmbeddedEngin
     )
 
 
-def build_publisher(
+def build_weight_sync(
     config: Config, trainer: Trainer, engines: EngineGroup, *, version: int, cluster: RayCluster | None, devices: ColocatedDevices | None
-) -> WeightPublisher | ColocatedPublisher:
+) -> WeightSync | ColocatedWeightSync:
     """
     Args:
         trainer: a `ColocatedTrainer` if `devices` are given
@@ -225,7 +225,7 @@ def build_publisher(
     """
     assert config.model.hf_checkpoint is not None
     flags = config.weight_sync
-    settings = PublishSettings(
+    settings = WeightSyncSettings(
         transport=choose_transport(config, cluster),
         bucket_bytes=flags.update_weight_buffer_size,
         changes_only=flags.update_weight_mode == "delta",
@@ -234,8 +234,8 @@ def build_publisher(
         trainer_ranks=ranks_beside_engines(config),
     )
     proof = _proof(config, trainer) if flags.check_weight_update_equal else None
-    publisher = WeightPublisher(trainer, engines, settings, version=version, proof=proof, devices=devices)
-    return publisher if devices is None else ColocatedPublisher(publisher, engines, devices)
+    weights = WeightSync(trainer, engines, settings, version=version, proof=proof, devices=devices)
+    return weights if devices is None else ColocatedWeightSync(weights, engines, devices)
 
 
 def share_devices(config: Config, trainer: Trainer, engines: Engines) -> ColocatedDevices:

@@ -42,7 +42,7 @@ class RunRecorder:
         return self._directory.trace.phase(name, step)
 
     def start(self, step: int) -> None:
-        """The first step's clock runs from here; what went before (loading, the first publish) is in the trace alone."""
+        """The first step's clock runs from here; what went before (loading, the first weight sync) is in the trace alone."""
         self._directory.trace.take_durations(step)
         self._last_step_end_s = time.perf_counter()
 

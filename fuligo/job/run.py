@@ -27,8 +27,8 @@ from fuligo.checkpoint.store import CheckpointStore
 from fuligo.cluster.launcher import chosen_launcher
 from fuligo.config import Config
 from fuligo.errors import CheckpointError
-from fuligo.job.colocated import ColocatedDevices, ColocatedPublisher, ColocatedTrainer
-from fuligo.job.engines import Engines, build_publisher, launch_engines, share_devices
+from fuligo.job.colocated import ColocatedDevices, ColocatedTrainer, ColocatedWeightSync
+from fuligo.job.engines import Engines, build_weight_sync, launch_engines, share_devices
 from fuligo.job.fleet import shares_devices
 from fuligo.job.join import join_cluster
 from fuligo.job.periodic import Evaluate, SaveCheckpoint, SaveDebugRollout, Schedule
@@ -37,7 +37,7 @@ from fuligo.job.stream import Stream, StreamBuilder
 from fuligo.job.teacher import find_teacher
 from fuligo.job.trainer_settings import resolve_device, trainer_settings
 from fuligo.job.watch import failing_with, while_watching
-from fuligo.loop import Loop, Periodic, Publisher, sample_only
+from fuligo.loop import Loop, Periodic, WeightSyncing, sample_only
 from fuligo.observability.progress import open_progress
 from fuligo.observability.run_directory import CHECKPOINTS, RunDirectory
 from fuligo.observability.sinks import open_sinks
@@ -45,7 +45,7 @@ from fuligo.rollout.evaluate import Evaluation
 from fuligo.rollout.modes import PacedRollouts
 from fuligo.trainer.before_train import BeforeTrainStep
 from fuligo.trainer.settings import advantage_settings, bound_hook, sample_settings
-from fuligo.weights.publisher import Unpublished, WeightPublisher
+from fuligo.weights.sync import VersionCounter, WeightSync
 
 if TYPE_CHECKING:
     from fuligo.cluster.cluster import RayCluster
@@ -168,18 +168,18 @@ async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: A
     devices = _devices(config, trainer, engines)
     if trainer is not None and devices is not None:
         trainer = ColocatedTrainer(trainer, devices)
-    publisher = _publisher(config, trainer, engines, devices, version=origin.policy_version, cluster=cluster)
+    weights = _weight_sync(config, trainer, engines, devices, version=origin.policy_version, cluster=cluster)
     if engines is not None:
-        await stack.enter_async_context(engines.watched(publisher, devices))
+        await stack.enter_async_context(engines.watched(weights, devices))
         if trainer is not None:
             with recorder.phase("sync", origin.step):
-                await publisher.sync()
+                await weights.resync()
         config = config.served_at(engines.urls)
         builder = replace(builder, config=config)
     stream = builder.build(
         None if engines is None else engines.group,
         state=state,
-        policy_version=lambda: publisher.version,
+        policy_version=lambda: weights.version,
         stack=stack,
         teacher=teacher,
     )
@@ -200,7 +200,7 @@ async def _run(config: Config, origin: Origin, directory: RunDirectory, stack: A
     if trainer is None:
         await sample_only(rollouts, recorder, periodic)
     else:
-        await _loop(config, rollouts, trainer, publisher, recorder, periodic).run()
+        await _loop(config, rollouts, trainer, weights, recorder, periodic).run()
     return Outcome(directory.path, evaluate.history if evaluate is not None else [])
 
 
@@ -245,7 +245,7 @@ def _devices(config: Config, trainer: Trainer | None, engines: Engines | None) -
     return share_devices(config, trainer, engines)
 
 
-def _publisher(
+def _weight_sync(
     config: Config,
     trainer: Trainer | None,
     engines: Engines | None,
@@ -253,10 +253,10 @@ def _publisher(
     *,
     version: int,
     cluster: RayCluster | None,
-) -> WeightPublisher | ColocatedPublisher | Unpublished:
+) -> WeightSync | ColocatedWeightSync | VersionCounter:
     if trainer is None or engines is None:
-        return Unpublished(version)
-    return build_publisher(config, trainer, engines.group, version=version, cluster=cluster, devices=devices)
+        return VersionCounter(version)
+    return build_weight_sync(config, trainer, engines.group, version=version, cluster=cluster, devices=devices)
 
 
 def _open_recorder(config: Config, directory: RunDirectory, origin: Origin, num_rollout: int, stack: AsyncExitStack) -> RunRecorder:
@@ -296,13 +296,13 @@ def _periodic(
 
 
 def _loop(
-    config: Config, rollouts: PacedRollouts, trainer: Trainer, publisher: Publisher, recorder: RunRecorder, periodic: list[Periodic]
+    config: Config, rollouts: PacedRollouts, trainer: Trainer, weights: WeightSyncing, recorder: RunRecorder, periodic: list[Periodic]
 ) -> Loop:
     before = bound_hook(config, "before_train_step_path")
     return Loop(
         rollouts=rollouts,
         trainer=trainer,
-        publisher=publisher,
+        weights=weights,
         recorder=recorder,
         periodic=periodic,
         sample_settings=sample_settings(config),

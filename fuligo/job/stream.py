@@ -52,8 +52,8 @@ class Stream:
         mode, side = config.rollout.async_mode, self.side
         if side is None:  # what is given comes when asked for
             return PacedRollouts(timed, start=start, stop=num_rollout, mode="one-step" if mode == "one-step" else "sync")
-        publishing = (lambda: None) if side.continuous is None else side.continuous.publishing
-        return PacedRollouts(timed, start=start, stop=num_rollout, mode=mode, publishing=publishing, policy_version=side.policy_version)
+        before_sync = (lambda: None) if side.continuous is None else side.continuous.before_sync
+        return PacedRollouts(timed, start=start, stop=num_rollout, mode=mode, before_sync=before_sync, policy_version=side.policy_version)
 
 
 @dataclass(slots=True, frozen=True)

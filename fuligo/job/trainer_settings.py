@@ -28,7 +28,7 @@ DEFAULT_MAX_TOKENS = 8192
 Device = Literal["cpu", "cuda"]
 Precision = Literal["fp32", "bf16"]
 _SGLANG_DTYPES: Mapping[str, Precision] = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
-"""Of `--sglang-dtype` those that weights are published in."""
+"""Of `--sglang-dtype` those that weights are sent in."""
 
 
 def resolve_device(config: Config) -> Device:
@@ -99,7 +99,7 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
         device=device,
         shares_device=device == "cuda" and (config.cluster.colocate or config.resolved_rollout_backend == "embedded"),
         precision=resolve_precision(config.model.precision, device),
-        publish_dtype=_publish_dtype(config, device, engine_format),
+        sync_dtype=_sync_dtype(config, device, engine_format),
         engine_format=engine_format,
         num_ranks=config.num_train_gpus,
         seed=train.seed,
@@ -162,7 +162,7 @@ def _engine_format(config: Config) -> EngineFormat:
     return EngineFormat(left_out=prediction_prefixes(served.to_dict()))
 
 
-def _publish_dtype(config: Config, device: Device, engine_format: EngineFormat) -> Precision | None:
+def _sync_dtype(config: Config, device: Device, engine_format: EngineFormat) -> Precision | None:
     """What engines compute in, as far as flags say it. None: the type of `--hf-checkpoint`; they cast as they did when they started."""
     if engine_format.quantisation is not None:
         return None

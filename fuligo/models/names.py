@@ -49,7 +49,7 @@ class Weight:
     is_vocabulary: bool = False
     """Its rows are tokens; Megatron's tensor may have more of them, so that ranks can share it."""
     is_float32: bool = False
-    """Kept and published in float32 whatever the type of the weights."""
+    """Kept and sent in float32 whatever the type of the weights."""
 
     def at(self, megatron_prefix: str, checkpoint_prefix: str) -> Weight:
         """The same weight of a certain layer."""

@@ -29,7 +29,7 @@ _POLLS = "polls (one a second) that found a request in an engine"
 
 METRICS = (
     Metric("step", "", "rollout id, from 0"),
-    Metric("policy_version", "", "version of the weights after the step: one more for every publish"),
+    Metric("policy_version", "", "version of the weights after the step: one more for every weight sync"),
     Metric("time", "s", "seconds since the epoch at the end of the step"),
     Metric("rollout/reward_mean", "", "reward (of `--reward-key`)", _USABLE),
     Metric("rollout/reward_std", "", "standard deviation of the reward", f"all {_USABLE}, biased"),
@@ -177,7 +177,7 @@ METRICS = (
     Metric(
         "perf/engine_idle_fraction",
         "share",
-        "part of the time in which no request for training or evaluation was under way; one that a publish holds up is under way",
+        "part of the time in which no request for training or evaluation was under way; one that a weight sync holds up is under way",
         "seconds between the ends of two rollouts",
     ),
     Metric("perf/idle_fraction", "share", "part of the step in which the trainer neither scored nor trained", "`perf/step_s`"),

@@ -27,13 +27,13 @@ def phases(subject: Subject, layout: ClusterLayout) -> tuple[Phase, ...]:
         return sampling
     trainer = [phase for phase in (score_phase(subject, layout), train_phase(subject, layout), optimizer_phase(subject, layout)) if phase]
     moves = _moves(subject, layout)
-    publish = _publish(subject)
+    weight_sync = _weight_sync(subject)
     sampled_s = step_seconds(sampling)
     if not sampling or config.rollout.async_mode != "sync":
         start_of_sync = max(sum(phase.duration_s for phase in trainer), sampled_s)
-        sync = [replace(publish, start_s=start_of_sync)] if sampling else []
+        sync = [replace(weight_sync, start_s=start_of_sync)] if sampling else []
         return (*sampling, *_one_after_another(trainer, 0.0), *sync)
-    return (*sampling, *_one_after_another([*moves[:1], *trainer, publish, *moves[1:]], sampled_s))
+    return (*sampling, *_one_after_another([*moves[:1], *trainer, weight_sync, *moves[1:]], sampled_s))
 
 
 def step_seconds(phases: tuple[Phase, ...]) -> float:
@@ -88,11 +88,11 @@ def _moves(subject: Subject, layout: ClusterLayout) -> list[Phase]:
     return [Phase("onload", "trainer", 0.0, seconds, 0.0, note), Phase("offload", "trainer", 0.0, seconds, 0.0, note)]
 
 
-def _publish(subject: Subject) -> Phase:
+def _weight_sync(subject: Subject) -> Phase:
     """The new weights on their way to the engines."""
     architecture = subject.rollout_architecture
     parts = [part for layer in architecture.layers for part in layer.parts] + list(architecture.outer_parts)
     num_bytes = sum(part.num_parameters * (1 if architecture.is_quantised and part.quantisable else 2) for part in parts)
-    speed = min(speeds.PUBLISH_BYTES_PER_S, subject.gpu.link_bytes_per_s)
+    speed = min(speeds.SYNC_BYTES_PER_S, subject.gpu.link_bytes_per_s)
     note = f"{num_bytes / 1e9:.0f} GB, each GPU of an engine seeing all of it, at {speed / 1e9:.0f} GB/s"
     return Phase("sync", "trainer", 0.0, num_bytes / speed, 0.0, note)

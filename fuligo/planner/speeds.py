@@ -30,8 +30,8 @@ EMBEDDED_LAYER_S = 1.1e-3
 DRAFT_ACCEPTANCE = 0.85
 """Of each drafted token, given those before it: the lower figure for DeepSeek-V3's prediction layer (arXiv 2412.19437, section 5.4.3)."""
 
-PUBLISH_BYTES_PER_S = 12e9
-"""A publish through CUDA IPC on an H200: 1.2 GB in 0.10 s (docs/benchmarks-gpu.md). Every GPU of an engine sees every tensor whole once."""
+SYNC_BYTES_PER_S = 12e9
+"""Weight sync through CUDA IPC on an H200: 1.2 GB in 0.10 s (docs/benchmarks-gpu.md). Each GPU of an engine sees each tensor whole once."""
 HOST_ADAM_BYTES_PER_S = 300e9
 """Memory traffic of Adam on a node's CPUs: half of two sockets with eight channels of DDR5-4800 (614 GB/s)."""
 ADAM_TRAFFIC_BYTES = 28

@@ -20,7 +20,7 @@ class Admission:
     max_staleness: int
     """K, in versions."""
     update_interval: int
-    """Rollouts between publishes."""
+    """Rollouts between weight syncs."""
     num_rollout: int
     """Of the whole run: nothing is begun for later ones."""
 

@@ -22,7 +22,7 @@ from fuligo.types import SampleGroup, SampleStatus
 class ContinuousRunner:
     """Rollouts of `--async-mode full`; `rollout(step)` is called for one step after the other.
 
-    A publish interrupts what is being generated, and it goes on with the new weights. No group with a token that is more than
+    A weight sync interrupts what is being generated, and it goes on with the new weights. No group with a token that is more than
     `--max-staleness` versions older than the weights that train on it is handed out: so few are begun that this is rare
     (`admission`), and where it happens, the group is dropped and its prompt returns to the data order.
 
@@ -50,7 +50,7 @@ class ContinuousRunner:
         self._parts.source.restore(replace(state, buffer=[]))
         self._restored = list(state.buffer)
 
-    def publishing(self) -> None:
+    def before_sync(self) -> None:
         """The next version of the weights is about to be sent: groups that it makes too old do not go on."""
         self._coming_version = self._parts.policy_version() + 1
 

@@ -28,7 +28,7 @@ class PacedRollouts:
         produce: samples one rollout (`RolloutRunner.rollout`, or saved ones)
         start: first rollout, 0 or where a checkpoint resumes
         stop: number of rollouts of the whole run
-        publishing: told that weights are about to change
+        before_sync: told that weights are about to change
         policy_version: version of the weights, which train on what is handed out; the metrics say how old its tokens are for them
     """
 
@@ -39,14 +39,14 @@ class PacedRollouts:
         start: int,
         stop: int,
         mode: Literal["sync", "one-step", "full"] = "sync",
-        publishing: Callable[[], None] = lambda: None,
+        before_sync: Callable[[], None] = lambda: None,
         policy_version: Callable[[], int] | None = None,
     ) -> None:
         self._produce = produce
         self._next = start
         self._stop = stop
         self._one_ahead = mode == "one-step"
-        self._publishing = publishing
+        self._before_sync = before_sync
         self._policy_version = policy_version
         self._ahead: asyncio.Future[Rollout] | None = None
 
@@ -81,7 +81,7 @@ class PacedRollouts:
 
         An error of the rollout is raised when it is asked for.
         """
-        self._publishing()
+        self._before_sync()
         if self._ahead is not None:
             await asyncio.wait([self._ahead])
 

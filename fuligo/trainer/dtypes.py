@@ -10,6 +10,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """By the names that settings give them."""
 
 
-def published_dtype(settings: TrainerSettings, of_checkpoint: torch.dtype) -> torch.dtype:
+def sync_dtype(settings: TrainerSettings, of_checkpoint: torch.dtype) -> torch.dtype:
     """In which engines get the weights: as the settings say, or else as `hf_checkpoint` has them."""
-    return of_checkpoint if settings.publish_dtype is None else DTYPES[settings.publish_dtype]
+    return of_checkpoint if settings.sync_dtype is None else DTYPES[settings.sync_dtype]

@@ -1,4 +1,4 @@
-"""Matrices in FP8 (float8 e4m3), shared by conversion and publish: the same weights give the same bytes, on a CPU and on a GPU."""
+"""Matrices in FP8 (float8 e4m3), shared by conversion and weight sync: the same weights give the same bytes, on a CPU and on a GPU."""
 
 from __future__ import annotations
 

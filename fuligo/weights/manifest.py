@@ -1,4 +1,4 @@
-"""What a publish is made of: where weights go, and what was sent, so that the receiver can be checked against it."""
+"""What a weight sync is made of: where weights go, and what was sent, so that the receiver can be checked against it."""
 
 from __future__ import annotations
 

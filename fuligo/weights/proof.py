@@ -20,7 +20,7 @@ NUM_PROBES = 8
 
 
 class EqualityProof(Protocol):
-    """Asked after each publish, when the engines sample again."""
+    """Asked after each weight sync, when the engines sample again."""
 
     async def check(self, engines: EngineGroup, manifest: WeightManifest) -> None:
         """
@@ -46,7 +46,7 @@ class LogprobProof:
 
     SGLang fuses, splits and renames tensors, so that bytes cannot be compared. A tensor that went astray, on any rank, changes the
     log-probabilities of most tokens by far more than the precision does. Where prefill and decode are split, pairs of engines answer as
-    the router chooses them, and an engine that comes back is proven at the next publish.
+    the router chooses them, and an engine that comes back is proven at the next weight sync.
     """
 
     trainer: Trainer

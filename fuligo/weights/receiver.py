@@ -1,4 +1,4 @@
-"""The engine's end of a publish: new weights for a loaded model. Everything is checked before anything is copied."""
+"""The engine's end of a weight sync: new weights for a loaded model. Everything is checked before anything is copied."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fuligo.weights.payload import NamedTensors
 class WeightStore:
     """The model's parameters and saved buffers by the names of checkpoints, in which each expert has matrices of its own.
 
-    A publish may come in several buckets; the last one brings the new version. Tensors of prediction layers, which transformers' models
+    A weight sync may come in several buckets; the last one brings the new version. Tensors of prediction layers, which transformers' models
     lack, are passed over.
     """
 
@@ -24,7 +24,7 @@ class WeightStore:
         self.version = 0
         self._unused = prediction_prefixes(module.config.to_dict())
         self._missing: set[str] = set()
-        """What an unfinished publish has yet to send; empty when none is under way."""
+        """What an unfinished weight sync has yet to send; empty when none is under way."""
 
     @property
     def torn(self) -> bool:

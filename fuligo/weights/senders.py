@@ -1,4 +1,4 @@
-"""The trainer's end of a publish: a stream of named tensors goes into buckets, the buckets go to the engines.
+"""The trainer's end of a weight sync: a stream of named tensors goes into buckets, the buckets go to the engines.
 
 Runs on every rank of the trainer: rank 0 sends, and under --colocate every rank that shares its GPU with an engine.
 """

@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def task(run_dir: Path) -> list[object]:
-    """The quickstart's, with proven publishes to SGLang engines."""
+    """The quickstart's, with proven weight syncs to SGLang engines."""
     return [
         *("--config", ASSETS / "config.yaml", "--hf-checkpoint", ASSETS / "model", "--prompt-data", ASSETS / "train.jsonl"),
         *("--run-dir", run_dir, "--progress", "plain", "--device", "cpu", "--skip-eval-before-train"),

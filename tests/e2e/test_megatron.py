@@ -65,7 +65,7 @@ def save_glm4_moe_lite(directory: Path) -> None:
 def test_the_engine_has_the_weights_of_a_mixture(
     prompts: Path, tmp_path: Path, save: Callable[[Path], None], flags: dict[str, object]
 ) -> None:
-    """From ranks that share matrices and experts; the checksums of each publish are compared."""
+    """From ranks that share matrices and experts; the checksums of each weight sync are compared."""
     (model := tmp_path / "model").mkdir()
     save(model)
     tiny.tokenizer().save_pretrained(model)

@@ -181,8 +181,8 @@ def test_sampling_that_never_stops_learns_and_stays_within_its_bound(tmp_path: P
     assert max(record["rollout/staleness_max"] for record in records) == max(staleness)
 
 
-def test_what_a_publish_interrupts_goes_on_where_it_stood(job: Job, tmp_path: Path) -> None:
-    """The engine is slow, and so many publishes meet requests. Weights hardly change, so that log-probabilities of all versions agree."""
+def test_what_a_weight_sync_interrupts_goes_on_where_it_stood(job: Job, tmp_path: Path) -> None:
+    """The engine is slow, so that many weight syncs meet requests. Weights hardly change: log-probabilities of all versions agree."""
     run_dir = tmp_path / "run"
     slow = {"rollout_max_response_len": 120, "embedded_max_running_requests": 6, "lr": 1e-12}
     succeed(*job(**slow, async_mode="full", max_staleness=3, use_tis=True, num_rollout=5, run_dir=run_dir))

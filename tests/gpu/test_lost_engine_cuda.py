@@ -23,7 +23,7 @@ from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.server import ServerSettings, SGLangServer
 from fuligo.trainer.protocol import Trainer
-from fuligo.weights.publisher import PublishSettings, WeightPublisher
+from fuligo.weights.sync import WeightSync, WeightSyncSettings
 from tests import tiny
 from tests.e2e.processes import descendants
 from tests.sglang import oracle
@@ -76,15 +76,15 @@ async def fleet(settings: FleetSettings) -> AsyncIterator[Fleet]:
     await fleet.stop()
 
 
-async def test_the_publish_goes_on(fleet: Fleet, tmp_path: Path) -> None:
+async def test_the_sync_goes_on(fleet: Fleet, tmp_path: Path) -> None:
     model = oracle.load(tmp_path / "model").to(DEVICE, torch.bfloat16)
     trainer = KillingTrainer(renewed(model, seed=1))
-    publisher = WeightPublisher(
-        cast(Trainer, trainer), fleet.group, PublishSettings("nccl", BUCKET_BYTES, False, tmp_path / "model", tmp_path)
+    weight_sync = WeightSync(
+        cast(Trainer, trainer), fleet.group, WeightSyncSettings("nccl", BUCKET_BYTES, False, tmp_path / "model", tmp_path)
     )
-    fleet.renew = publisher.renew
+    fleet.renew = weight_sync.renew
     watch = asyncio.create_task(fleet.watch())
-    await publisher.sync()
+    await weight_sync.resync()
     await assert_engines_hold(fleet.group, model, 0)
 
     victim = fleet.servers[0]
@@ -92,7 +92,7 @@ async def test_the_publish_goes_on(fleet: Fleet, tmp_path: Path) -> None:
     trainer.victims = list(descendants(victim.process.pid))[:1]
     renewed(model, seed=2)
     trainer.num_updates += 1
-    assert await publisher.publish() == 1
+    assert await weight_sync.sync() == 1
     await assert_engines_hold(fleet.group, model, 1)
 
     while len(fleet.group.clients) < NUM_ENGINES:  # nothing tells but asking
@@ -100,7 +100,7 @@ async def test_the_publish_goes_on(fleet: Fleet, tmp_path: Path) -> None:
         await asyncio.sleep(0.1)
     renewed(model, seed=3)
     trainer.num_updates += 1
-    assert await publisher.publish() == 2
+    assert await weight_sync.sync() == 2
     await assert_engines_hold(fleet.group, model, 2)
     assert {worker.url for worker in await fleet.router.workers()} == set(fleet.group.urls)
     watch.cancel()

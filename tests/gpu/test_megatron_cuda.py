@@ -158,19 +158,19 @@ async def test_two_gpus_train_as_one(tmp_path: Path, family: str, layout: str) -
     assert_near(two_after, one_after, mean=max(0.03, 0.1 * float(changed)), largest=2 * largest)
 
 
-async def test_what_is_published_is_what_was_loaded(tmp_path: Path) -> None:
+async def test_what_is_sent_is_what_was_loaded(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "model", "qwen3")
-    (tmp_path / "published").mkdir()
+    (tmp_path / "sent").mkdir()
     async with trainer(checkpoint) as megatron:
-        target = WeightTarget("disk", version=1, bucket_bytes=2**20, directory=str(tmp_path / "published"))
+        target = WeightTarget("disk", version=1, bucket_bytes=2**20, directory=str(tmp_path / "sent"))
         await megatron.send_weights(target)
     loaded = load_file(checkpoint / "model.safetensors")
-    published: dict[str, torch.Tensor] = {}
-    for file in (tmp_path / "published").glob("*.safetensors"):
-        published |= load_file(file)
-    assert published.keys() == loaded.keys()
+    sent: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "sent").glob("*.safetensors"):
+        sent |= load_file(file)
+    assert sent.keys() == loaded.keys()
     for name, tensor in loaded.items():
-        torch.testing.assert_close(published[name], tensor.to(published[name].dtype), rtol=0.01, atol=1e-6)
+        torch.testing.assert_close(sent[name], tensor.to(sent[name].dtype), rtol=0.01, atol=1e-6)
 
 
 async def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def perturb(model: torch.nn.Module) -> None:
         tensor.add_(0.02 * torch.randn_like(tensor))
 
 
-def published(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+def as_sent(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Under the names that checkpoints have."""
     return list(checkpoint_weights(model.state_dict().items()))
 
@@ -150,7 +150,7 @@ def test_after_an_update_of_the_weights(answered: Answered, checkpoint: Path, tm
     newer = reference(checkpoint)
     perturb(newer)
     newer.save_pretrained(tmp_path)
-    load = (lambda: published(newer)) if source == "tensor" else (lambda: str(tmp_path))
+    load = (lambda: as_sent(newer)) if source == "tensor" else (lambda: str(tmp_path))
     answered.engine.update_weights(1, load, flush=True, abort_all=False).result(60)
     after = mixed_requests(answered, 9)
     answered.wait(after)
@@ -167,7 +167,7 @@ def test_requests_kept_in_place_over_an_update_never_see_old_keys(answered: Answ
     wait_begun(requests)
     answered.engine.pause("in_place").result(60)
     num_old = [len(request.output_ids) for request in requests]
-    answered.engine.update_weights(1, lambda: published(newer), flush=True, abort_all=False).result(60)
+    answered.engine.update_weights(1, lambda: as_sent(newer), flush=True, abort_all=False).result(60)
     answered.engine.resume().result(60)
     answered.wait(requests)
     for request, cut in zip(requests, num_old):

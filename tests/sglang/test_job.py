@@ -22,7 +22,7 @@ ASSETS = Path(str(files("fuligo.quickstart"))) / "assets"
 
 
 def command(run_dir: Path, **changes: object) -> list[str]:
-    """The quickstart's task with two engines behind a router and proven publishes."""
+    """The quickstart's task with two engines behind a router and proven weight syncs."""
     flags: dict[str, object] = {
         "config": ASSETS / "config.yaml",
         "hf_checkpoint": ASSETS / "model",

@@ -1,4 +1,4 @@
-"""An engine is killed, or its scheduler stops, while weights are sent to it: the publish reaches the other all the same, and the engine
+"""An engine is killed, or its scheduler stops, while weights are sent to it: the weight sync reaches the other all the same, and the engine
 comes back with them."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fuligo.trainer.protocol import Trainer
 from fuligo.trainer.ranks.ranked import RankedTrainer
 from fuligo.weights import senders
 from fuligo.weights.manifest import Transport, WeightTarget
-from fuligo.weights.publisher import PublishSettings, WeightPublisher
 from fuligo.weights.senders import WeightSender
+from fuligo.weights.sync import WeightSync, WeightSyncSettings
 from tests.e2e.processes import descendants
 from tests.sglang import oracle
 from tests.sglang.conftest import fleet_settings
@@ -80,13 +80,13 @@ async def fleet(checkpoint: Path, claims: PortClaims, tmp_path: Path, monkeypatc
         pytest.param("tensor", signal.SIGSTOP, marks=pytest.mark.slow),
     ],
 )
-async def test_the_publish_goes_on(fleet: Fleet, checkpoint: Path, tmp_path: Path, transport: Transport, number: signal.Signals) -> None:
+async def test_the_sync_goes_on(fleet: Fleet, checkpoint: Path, tmp_path: Path, transport: Transport, number: signal.Signals) -> None:
     """A scheduler that stops is noticed by the deadline of the bucket alone: the HTTP server lives."""
     trainer = KillingTrainer(oracle.perturbed(oracle.load(checkpoint), seed=1))
-    publisher = WeightPublisher(cast(Trainer, trainer), fleet.group, PublishSettings(transport, BUCKET_BYTES, False, checkpoint, tmp_path))
-    fleet.renew = publisher.renew
+    weight_sync = WeightSync(cast(Trainer, trainer), fleet.group, WeightSyncSettings(transport, BUCKET_BYTES, False, checkpoint, tmp_path))
+    fleet.renew = weight_sync.renew
     watch = asyncio.create_task(fleet.watch())
-    await publisher.sync()
+    await weight_sync.resync()
 
     victim = fleet.servers[0]
     assert isinstance(victim, SGLangServer)
@@ -98,7 +98,7 @@ async def test_the_publish_goes_on(fleet: Fleet, checkpoint: Path, tmp_path: Pat
     assert trainer.victims
     oracle.perturbed(trainer.model, seed=2)
     trainer.num_updates += 1
-    assert await publisher.publish() == 1
+    assert await weight_sync.sync() == 1
     assert fleet.group.urls[0] == fleet.servers[1].url, "the one that was left has not been restarted"
     await assert_engines_hold(fleet.group, trainer.model, 1)
 
@@ -108,7 +108,7 @@ async def test_the_publish_goes_on(fleet: Fleet, checkpoint: Path, tmp_path: Pat
     await assert_engines_hold(fleet.group, trainer.model, 1)
     assert {worker.url for worker in await fleet.router.workers()} == set(fleet.group.urls)
 
-    await publisher.publish()
+    await weight_sync.sync()
     await assert_engines_hold(fleet.group, trainer.model, 2)
     watch.cancel()
     await asyncio.to_thread(trainer.sender.close)

@@ -23,7 +23,7 @@ ASSETS = Path(str(files("fuligo.quickstart"))) / "assets"
     [(2, "local"), pytest.param(1, "local", marks=pytest.mark.slow), pytest.param(2, "ray", marks=pytest.mark.slow)],
 )
 def test_the_run_outlives_engines_that_share_its_devices(start: Start, num_engines: int, launcher: str, tmp_path: Path) -> None:
-    """Each publish is proven. The only engine comes back with the current weights at once: rollout and publish wait for it."""
+    """Each weight sync is proven. The only engine comes back with the current weights at once: rollout and weight sync wait for it."""
     run_dir, num_rollout = tmp_path / "run", 5
     task = [
         *("--config", ASSETS / "config.yaml", "--hf-checkpoint", ASSETS / "model", "--prompt-data", ASSETS / "train.jsonl"),

@@ -45,7 +45,7 @@ async def fleet(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> AsyncIt
     await fleet.stop()
 
 
-async def test_pairs_sample_what_the_model_says_through_aborts_and_publishes(fleet: Fleet, checkpoint: Path) -> None:
+async def test_pairs_sample_what_the_model_says_through_aborts_and_syncs(fleet: Fleet, checkpoint: Path) -> None:
     model = oracle.load(checkpoint)
     (router,) = fleet.group.answering
     assert oracle.largest_difference(model, await oracle.sample(router)) < oracle.TOLERANCE

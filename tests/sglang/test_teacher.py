@@ -42,7 +42,7 @@ async def test_given_tokens_are_scored_at_temperature_1(engines: EngineGroup, ch
 
 @pytest.mark.slow
 def test_a_run_has_its_teacher_beside_its_engine(start: Start, tmp_path: Path) -> None:
-    """A model of `--sglang-config` of its own, which no publish changes; trainer, engine and teacher take turns on the same devices."""
+    """A model of `--sglang-config` of its own, which no weight sync changes; trainer, engine and teacher take turns on the same devices."""
     teacher = tiny.save_checkpoint(tmp_path / "teacher", seed=3, layers=1, vocab_size=400)
     student = tiny.save_checkpoint(tmp_path / "student", seed=4, vocab_size=400)
     (tmp_path / "prompts.jsonl").write_text("".join(f'{{"input": "what is {n} + {n}"}}\n' for n in range(8)))

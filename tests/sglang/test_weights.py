@@ -27,7 +27,7 @@ def sender() -> Iterator[WeightSender]:
     sender.close()
 
 
-async def publish(
+async def sync(
     sender: WeightSender,
     engines: EngineGroup,
     model: PreTrainedModel,
@@ -37,7 +37,7 @@ async def publish(
     *,
     changes_only: bool = False,
 ) -> WeightManifest:
-    """As the publisher does it; the sender runs in a thread, as in the trainer."""
+    """As `WeightSync` does it; the sender runs in a thread, as in the trainer."""
     target = WeightTarget(
         transport,
         version,
@@ -69,7 +69,7 @@ async def test_each_transport(sender: WeightSender, engines: EngineGroup, checkp
         directory = tmp_path / str(version)
         copytree(checkpoint, directory, ignore=ignore_patterns("*.safetensors"))
         oracle.perturbed(model, seed=version)
-        manifest = await publish(sender, engines, model, transport, version, directory)
+        manifest = await sync(sender, engines, model, transport, version, directory)
         assert manifest.num_bytes == manifest.num_bytes_sent == sum(parameter.nbytes for parameter in model.parameters())
         await assert_engines_hold(engines, model, version)
 
@@ -77,17 +77,17 @@ async def test_each_transport(sender: WeightSender, engines: EngineGroup, checkp
 @pytest.mark.parametrize("transport", ["tensor", "gloo"])
 async def test_changes_alone(sender: WeightSender, engines: EngineGroup, checkpoint: Path, tmp_path: Path, transport: Transport) -> None:
     model = oracle.perturbed(oracle.load(checkpoint), seed=20)
-    first = await publish(sender, engines, model, transport, 20, tmp_path, changes_only=True)
+    first = await sync(sender, engines, model, transport, 20, tmp_path, changes_only=True)
     assert first.num_bytes_sent == first.num_bytes
 
     changed = model.get_parameter("model.layers.1.mlp.down_proj.weight")
     with torch.no_grad():
         changed.add_(0.05)
-    second = await publish(sender, engines, model, transport, 21, tmp_path, changes_only=True)
+    second = await sync(sender, engines, model, transport, 21, tmp_path, changes_only=True)
     assert second.num_bytes_sent == changed.nbytes
     await assert_engines_hold(engines, model, 21)
 
-    nothing = await publish(sender, engines, model, transport, 22, tmp_path, changes_only=True)
+    nothing = await sync(sender, engines, model, transport, 22, tmp_path, changes_only=True)
     assert 0 < nothing.num_bytes_sent < nothing.num_bytes  # one tensor carries the version
     await assert_engines_hold(engines, model, 22)
 

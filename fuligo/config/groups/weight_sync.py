@@ -14,8 +14,10 @@ class WeightSyncFlags(FlagGroup):
         "auto", "auto: tensor where GPUs or processes are shared, nccl between SGLang's GPUs, else disk", source="slime"
     )
     update_weight_mode: Literal["full", "delta"] = flag(
-        "full", "publish all weights, or what changed since the last publish", source="slime"
+        "full", "send all weights, or what changed since the last weight sync", source="slime"
     )
     update_weight_buffer_size: int = flag(512 * 1024**2, "bytes of one bucket of weights", unit="bytes", source="slime", ge=1)
-    update_weights_interval: int = flag(1, "rollouts between publishes", unit="rollouts", source="slime", ge=1)
-    check_weight_update_equal: bool = flag(False, "after each publish, prove that the engine's weights are the trainer's", source="slime")
+    update_weights_interval: int = flag(1, "rollouts between weight syncs", unit="rollouts", source="slime", ge=1)
+    check_weight_update_equal: bool = flag(
+        False, "after each weight sync, prove that the engine's weights are the trainer's", source="slime"
+    )

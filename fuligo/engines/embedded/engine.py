@@ -128,7 +128,7 @@ class EmbeddedEngine:
     @command
     def resume(self) -> None:
         if self.weights.torn:
-            raise EngineError("a publish of weights is unfinished: send its last bucket, or all weights anew, before generation goes on")
+            raise EngineError("a weight sync is unfinished: send its last bucket, or all weights anew, before generation goes on")
         self._paused = False
 
     @command

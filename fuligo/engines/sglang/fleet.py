@@ -23,7 +23,7 @@ WATCH_S = 0.5
 MAX_RESTARTS = 3
 """Of one engine or of the router in one run: what dies more often is broken, not unlucky."""
 Renew = Callable[[EngineClient], Awaitable[bool]]
-"""Give a restarted engine the current weights; False where that must wait for the next publish."""
+"""Give a restarted engine the current weights; False where that must wait for the next weight sync."""
 Start = Callable[[ServerSettings], Server]
 """Begins to start an engine; on this machine, or wherever it has its place."""
 
@@ -59,7 +59,7 @@ class Fleet:
         patient = EngineClient(router.url, retries=max(settings.request_retries, 40), timeout_s=settings.request_timeout_s)
         split = settings.router.prefill_decode
         self.group = EngineGroup([engine.client for engine in self._engines], patient, membership=self, split=split)
-        self.renew: Renew = _with_the_next_publish
+        self.renew: Renew = _with_next_sync
         self.devices: SharedDevices | None = None
         """None if the engines have devices of their own."""
 
@@ -179,7 +179,7 @@ class Fleet:
         return True
 
     async def serve_as_loaded(self, client: EngineClient) -> bool:
-        """The `Renew` of engines that are never published to: the weights that they start with are right."""
+        """The `Renew` of engines whose weights are never synced: the weights that they start with are right."""
         await self.group.admit([client])
         return True
 
@@ -247,7 +247,7 @@ class Fleet:
                     raise
                 logger.warning("%s did not come back, it is tried again: %s", engine.server.settings.name, error)
             else:
-                logger.info("%s is running again%s", engine.server.settings.name, "" if served else "; the next publish takes it along")
+                logger.info("%s is running again%s", engine.server.settings.name, "" if served else "; the next weight sync takes it along")
                 engine.restart = None
                 return
 
@@ -268,7 +268,7 @@ class Fleet:
         engine.is_moving = False
 
     async def _renew_now(self, engine: FleetEngine) -> None:
-        """It could wait for the next publish while another served.
+        """It could wait for the next weight sync while another served.
 
         Raises:
             EngineError: it was lost too often
@@ -332,7 +332,7 @@ async def _enlist(router: Router, server: ServerSettings) -> None:
     await router.add(server.url, worker_type=server.worker_type, bootstrap_port=bootstrap_port)
 
 
-async def _with_the_next_publish(_: EngineClient) -> bool:
+async def _with_next_sync(_: EngineClient) -> bool:
     return False
 
 

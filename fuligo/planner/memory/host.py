@@ -29,7 +29,7 @@ class EngineOnHost:
     record: int
     """Of experts, pinned."""
     weights: int
-    """Of a model that nobody publishes, while the trainer has the GPU."""
+    """Of a model that is never synced, while the trainer has the GPU."""
 
 
 def engine_on_host(config: Config, spec: EngineGroupSpec, memory: EngineMemory) -> EngineOnHost:
@@ -133,6 +133,6 @@ def _engine_items(engines: Sequence[EngineOnHost]) -> Iterator[MemoryItem]:
     yield MemoryItem("routing_record", sum(held), note)
     kept = [engine.weights for engine in engines if engine.weights]
     note = (
-        f"of models that nobody publishes, while the trainer has the GPUs: {count(len(kept), 'GPU')} x up to {amount(max(kept, default=0))}"
+        f"of models that are never synced, while the trainer has the GPUs: {count(len(kept), 'GPU')} x up to {amount(max(kept, default=0))}"
     )
     yield MemoryItem("engine_weights", sum(kept), note)

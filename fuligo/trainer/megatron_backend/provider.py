@@ -1,7 +1,7 @@
 """`--custom-model-provider-path`: `(pre_process, post_process, vp_stage=None) -> PolicyModel`, and what it may call.
 
 A provider changes what the model computes, not which weights it has: those are the checkpoint's, under the names and in the shapes of
-fuligo's own model, so that loading, saving and publishing stay what they are.
+fuligo's own model, so that loading, saving and weight sync stay what they are.
 """
 
 from __future__ import annotations

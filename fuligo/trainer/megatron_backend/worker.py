@@ -17,7 +17,7 @@ from fuligo.checkpoint.location import VALUE_MODEL, is_distributed
 from fuligo.checkpoint.megatron_dist import CheckpointWriter, MegatronState, load_weights, restore_state
 from fuligo.models.registry import architecture_of, names_of, read_config_json
 from fuligo.planner.flops import forward_flops
-from fuligo.trainer.dtypes import published_dtype
+from fuligo.trainer.dtypes import sync_dtype
 from fuligo.trainer.host_memory import HostMemory
 from fuligo.trainer.megatron_backend.critic import Critic
 from fuligo.trainer.megatron_backend.data_parallel import gather_parameters, zero_gradients
@@ -70,7 +70,7 @@ class MegatronRankWorker:
         self.chunks, self.progress = self._learner.chunks, self._learner.progress
         self.critic = None if settings.critic is None else Critic(settings.critic, settings, self.names, world)
         checkpoint_dtype = getattr(torch, config_json.get("dtype") or config_json.get("torch_dtype") or "float32")
-        self.export_dtype = published_dtype(settings, checkpoint_dtype)
+        self.export_dtype = sync_dtype(settings, checkpoint_dtype)
         self.balance_by = _cost(settings.hf_checkpoint) if settings.balance_data else None
         self._host_memory = HostMemory(world.device)
         self._writer = CheckpointWriter(world)

@@ -55,7 +55,7 @@ class TrainerSettings:
     """Of any backend."""
 
     hf_checkpoint: Path
-    """Tokenizer files and the data type that weights are published in."""
+    """Tokenizer files and the data type that weights are sent in."""
     initial_weights: Path
     """Hugging Face directory of the first weights, or distributed checkpoint (Megatron)."""
     optimizer: OptimizerSettings
@@ -86,7 +86,7 @@ class TrainerSettings:
     it back and asking for it again costs a tenth of a second a step."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Compute type; weights, gradients' sums and optimizer state are float32."""
-    publish_dtype: Literal["fp32", "bf16"] | None = None
+    sync_dtype: Literal["fp32", "bf16"] | None = None
     """What engines get the weights in: what they compute in; None: the data type of `hf_checkpoint`."""
     engine_format: EngineFormat = field(default_factory=EngineFormat)
     num_ranks: int = 1

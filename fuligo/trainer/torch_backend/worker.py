@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from fuligo.trainer.batch import pack_tokens
-from fuligo.trainer.dtypes import published_dtype
+from fuligo.trainer.dtypes import sync_dtype
 from fuligo.trainer.host_memory import HostMemory
 from fuligo.trainer.metric_sums import mean_of_steps
 from fuligo.trainer.packing import Cost, sequence_flops
@@ -63,7 +63,7 @@ class TorchRankWorker:
         self.teacher = None if settings.teacher_weights is None else self._load(settings.teacher_weights, trained=False)
         self.critic = None if settings.critic is None else self._load_critic(settings.critic)
         self._learner = Learner(self.policy.model, settings.optimizer, world)
-        self.export_dtype = published_dtype(settings, checkpoint_dtype(AutoConfig.from_pretrained(settings.hf_checkpoint)))
+        self.export_dtype = sync_dtype(settings, checkpoint_dtype(AutoConfig.from_pretrained(settings.hf_checkpoint)))
         self.balance_by = _cost(self.policy) if settings.balance_data else None
         self._writer: ComputeThread | None = None
         self._sender = WeightSender(settings.engine_format, TrainerRanks(world.rank, world.objects))

@@ -211,9 +211,9 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_and_a_publish(family: str, tmp_path: Path):
+def test_transformers_and_a_weight_sync(family: str, tmp_path: Path):
     """transformers loads the result: on a CPU its weights are values times scales. And from the tensors of transformers' model, in which
-    experts are one tensor, a publish makes the bytes that are in the files."""
+    experts are one tensor, a weight sync makes the bytes that are in the files."""
     model = save_family(tmp_path / "model", family)
     converted(model, tmp_path / "fp8")
     held, blocks = tensors_of(tmp_path / "fp8"), STRATEGIES["block"]
@@ -228,11 +228,11 @@ def test_transformers_and_a_publish(family: str, tmp_path: Path):
     engine = EngineQuantisation.read(tmp_path / "fp8")
     assert engine is not None and engine.quantisation == blocks
     trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    published = quantised_weights(named_weights(trainer, dtype=torch.bfloat16), engine)
-    assert differing(dict(published), held) == []
+    sent = quantised_weights(named_weights(trainer, dtype=torch.bfloat16), engine)
+    assert differing(dict(sent), held) == []
 
 
-def test_a_publish_by_disk_is_an_fp8_checkpoint(model: Path, tmp_path: Path):
+def test_a_sync_by_disk_is_an_fp8_checkpoint(model: Path, tmp_path: Path):
     """The whole way of a sender, which counts what it sends."""
     converted(model, tmp_path / "fp8")
     (sent := tmp_path / "sent").mkdir()

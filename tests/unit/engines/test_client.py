@@ -283,7 +283,7 @@ async def test_a_group_with_a_router_sends_requests_there(server: Misbehaving) -
 
 
 @pytest.mark.parametrize(
-    "abort", [lambda pairs: pairs.abort_all(), lambda pairs: pairs.everyone.pause("abort")], ids=["end of a rollout", "publish"]
+    "abort", [lambda pairs: pairs.abort_all(), lambda pairs: pairs.everyone.pause("abort")], ids=["end of a rollout", "weight sync"]
 )
 async def test_a_pair_that_is_aborted_answers_with_an_error_and_nothing_was_sampled(
     server: Misbehaving, abort: Callable[[EngineGroup], Awaitable[None]]

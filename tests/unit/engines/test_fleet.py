@@ -334,7 +334,7 @@ async def test_engines_that_are_restarted_are_not_to_blame(routers: list[Scripte
 async def test_an_engine_that_waits_for_weights_and_never_takes_them_ends_the_run(
     routers: list[ScriptedRouter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It could wait for the next publish as long as another served."""
+    """It could wait for the next weight sync as long as another served."""
     monkeypatch.setattr(fleet_module, "MAX_RESTARTS", 1)
     fleet = await fleet_of(["regular", "regular"], tmp_path / "log")
     waiting, other = fleet.group.clients

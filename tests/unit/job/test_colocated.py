@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.job.colocated import ColocatedDevices, ColocatedPublisher, ColocatedTrainer
+from fuligo.job.colocated import ColocatedDevices, ColocatedTrainer, ColocatedWeightSync
 from fuligo.weights.manifest import WeightManifest, WeightTarget
 
 TARGET = WeightTarget("tensor", 1, 1)
@@ -99,13 +99,13 @@ class Trainer:
         return MANIFEST
 
 
-class Publisher:
-    """What a `WeightPublisher` calls, in its order."""
+class RecordedSync:
+    """What a `WeightSync` calls, in its order."""
 
     def __init__(self, trainer: ColocatedTrainer, devices: ColocatedDevices, prove: Callable[[], Awaitable[None]] | None = None) -> None:
         self.trainer, self.devices, self.prove = trainer, devices, prove
 
-    async def publish(self) -> int:
+    async def sync(self) -> int:
         await self.trainer.send_weights(TARGET)
         await self.devices.to_engines()
         if self.prove is not None:
@@ -114,7 +114,7 @@ class Publisher:
 
 
 class OtherModel(Group):
-    """Engines of a model that nobody publishes to."""
+    """Engines of a model that is never synced."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -139,10 +139,10 @@ class Parts:
         self.other = OtherModel()
         self.devices = ColocatedDevices(Trainer(self.device), self.engines, keep_weights=keep_weights, others=[self.other])  # type: ignore[arg-type,list-item]
         self.trainer = ColocatedTrainer(Trainer(self.device), self.devices)  # type: ignore[arg-type]
-        self.publisher = self.proven_by(None)
+        self.weight_sync = self.proven_by(None)
 
-    def proven_by(self, prove: Callable[[], Awaitable[None]] | None) -> ColocatedPublisher:
-        return ColocatedPublisher(Publisher(self.trainer, self.devices, prove), self.engines, self.devices)  # type: ignore[arg-type]
+    def proven_by(self, prove: Callable[[], Awaitable[None]] | None) -> ColocatedWeightSync:
+        return ColocatedWeightSync(RecordedSync(self.trainer, self.devices, prove), self.engines, self.devices)  # type: ignore[arg-type]
 
 
 async def test_a_step_moves_each_part_once() -> None:
@@ -150,7 +150,7 @@ async def test_a_step_moves_each_part_once() -> None:
     parts.engines.sample()
     await parts.trainer.score([])
     await parts.trainer.train(None)  # type: ignore[arg-type]
-    await parts.publisher.publish()
+    await parts.weight_sync.sync()
     parts.engines.sample()
     assert parts.device.calls == [
         *("pause abort", "release kv_cache", "release weights", "onload"),
@@ -158,10 +158,10 @@ async def test_a_step_moves_each_part_once() -> None:
         *("take weights", "send"),
         *("offload", "take kv_cache", "resume"),
     ]
-    assert parts.other.calls == ["pause abort", "release all", "take all", "resume"], "away from its release to the end of the publish"
+    assert parts.other.calls == ["pause abort", "release all", "take all", "resume"], "away from its release to the end of the weight sync"
 
 
-async def test_a_checkpoint_after_the_publish_leaves_the_engines_their_weights() -> None:
+async def test_a_checkpoint_after_the_sync_leaves_the_engines_their_weights() -> None:
     parts = Parts()
     await parts.trainer.save(Path())
     parts.engines.sample()
@@ -177,11 +177,11 @@ async def test_a_proof_samples_and_scores_in_turns() -> None:
         parts.engines.sample()
 
     await parts.trainer.train(None)  # type: ignore[arg-type]
-    await parts.proven_by(prove).publish()
+    await parts.proven_by(prove).sync()
     parts.engines.sample()
 
 
-async def test_where_a_publish_brings_changes_alone_the_engines_keep_their_weights() -> None:
+async def test_where_a_sync_brings_changes_alone_the_engines_keep_their_weights() -> None:
     parts = Parts(keep_weights=True)
     await parts.trainer.train(None)  # type: ignore[arg-type]
     await parts.devices.to_engines()

@@ -16,15 +16,15 @@ from fuligo.engines.router import RouterSettings
 from fuligo.engines.sglang import fleet as fleet_module
 from fuligo.engines.sglang.fleet import Fleet
 from fuligo.engines.sglang.server import ServerSettings
-from fuligo.job.colocated import ColocatedDevices, ColocatedPublisher, ColocatedTrainer
+from fuligo.job.colocated import ColocatedDevices, ColocatedTrainer, ColocatedWeightSync
 from fuligo.job.watch import while_watching
 from fuligo.trainer.protocol import Trainer
 from fuligo.types import StepResult, TrainBatch, TrainSample
 from fuligo.weights.manifest import WeightManifest, WeightTarget
 from fuligo.weights.payload import SHARED_MEMORY
-from fuligo.weights.publisher import PublishSettings, WeightPublisher
+from fuligo.weights.sync import WeightSync, WeightSyncSettings
 from tests.unit.weights.dying_engine import DyingServer, Fault, Held, plan
-from tests.unit.weights.test_publisher import OneRank, Router, fleet_settings
+from tests.unit.weights.test_sync import OneRank, Router, fleet_settings
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs a POSIX shared memory file system")
 BATCH, RESULT = cast(TrainBatch, None), cast(StepResult, None)
@@ -92,23 +92,23 @@ class SlowServer(DyingServer):
 
 
 class World:
-    """After its first publish."""
+    """After its first weight sync."""
 
     def __init__(self, fleet: Fleet, router: Router, trainer: TrainerOnDevices, directory: Path) -> None:
         self.fleet, self.router, self.own_trainer = fleet, router, trainer
         trainer.fleet = fleet
         devices = ColocatedDevices(cast(Trainer, trainer), fleet.group, keep_weights=False)
         self.trainer = ColocatedTrainer(cast(Trainer, trainer), devices)
-        settings = PublishSettings("tensor", 16, False, directory, directory)
-        publisher = WeightPublisher(self.trainer, fleet.group, settings, devices=devices)
-        self.publisher = ColocatedPublisher(publisher, fleet.group, devices)
-        fleet.renew, fleet.devices = self.publisher.renew, devices
+        settings = WeightSyncSettings("tensor", 16, False, directory, directory)
+        weight_sync = WeightSync(self.trainer, fleet.group, settings, devices=devices)
+        self.weight_sync = ColocatedWeightSync(weight_sync, fleet.group, devices)
+        fleet.renew, fleet.devices = self.weight_sync.renew, devices
 
     async def step(self, *, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Train and publish."""
+        """Train and sync."""
         self.own_trainer.meanwhile = meanwhile
         await self.trainer.train(BATCH)
-        await self.publisher.publish()
+        await self.weight_sync.sync()
 
     async def kill(self, number: int) -> None:
         """Returns when it is known."""
@@ -144,7 +144,7 @@ class World:
         assert (set(self.fleet.group.urls), set(self.router.engines)) == (urls, urls)
         for url in urls:
             held = await Held.of(url)
-            assert (held.version, held.weights) == (self.publisher.version, self.own_trainer.expected)
+            assert (held.version, held.weights) == (self.weight_sync.version, self.own_trainer.expected)
             assert (held.paused, held.released) == (False, [])
         assert not self.own_trainer.is_on
 
@@ -172,7 +172,7 @@ def open_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
             world = World(fleet, router, trainer, tmp_path)
             try:
                 async with while_watching(fleet.watch()), asyncio.timeout(60):
-                    await world.publisher.sync()
+                    await world.weight_sync.resync()
                     yield world
             finally:
                 await fleet.stop()
@@ -181,7 +181,7 @@ def open_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
 
 
 async def test_one_that_dies_while_the_others_sample(open_world: Open) -> None:
-    """It starts at once; the trainer waits for it, and it gets its weights with the next publish: the others' requests are not touched."""
+    """It starts at once; the trainer waits for it, and the next weight sync brings its weights: the others' requests are not touched."""
     async with open_world(2) as world:
         await world.kill(0)
         await world.assert_serving(1)
@@ -239,7 +239,7 @@ async def test_the_trainers_work_waits_until_the_only_one_has_its_weights(open_w
 
 
 async def test_the_only_one_dies_while_the_trainer_works(open_world: Open) -> None:
-    """The trainer leaves the devices once more before the publish."""
+    """The trainer leaves the devices once more before the weight sync."""
     async with open_world(1) as world:
         await world.step(meanwhile=lambda: world.kill(0))
         await world.assert_serving(0)
@@ -269,7 +269,7 @@ async def test_one_that_waits_for_weights_gets_them_when_the_last_other_dies(ope
 
 
 async def test_the_last_other_dies_while_the_trainer_works(open_world: Open) -> None:
-    """The publish is near: nothing moves before it."""
+    """The weight sync is near: nothing moves before it."""
     async with open_world(2) as world:
         await world.kill(0)
         await world.until(lambda: bool(world.waiting))

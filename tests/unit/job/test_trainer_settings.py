@@ -42,7 +42,7 @@ def test_sglang_on_an_fp8_checkpoint_gets_its_format_and_the_trainer_starts_else
     settings = settings_of(fp8, bf16, "--rollout-backend", "sglang")
     assert settings.initial_weights == bf16
     assert settings.engine_format.quantisation == EngineQuantisation.read(fp8) is not None
-    assert settings.publish_dtype is None  # that of config.json, as the converter finds it
+    assert settings.sync_dtype is None  # that of config.json, as the converter finds it
 
 
 def test_sglang_on_a_bf16_checkpoint_gets_tensors_as_checkpoints_have_them(bf16: Path):
@@ -76,7 +76,7 @@ def test_what_the_embedded_engine_cannot_serve_is_refused_before_it_starts(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("device", "given", "published"),
+    ("device", "given", "expected"),
     [
         ("cpu", ["--sglang-dtype", "float32"], "fp32"),
         ("cuda", ["--sglang-dtype", "float32"], "fp32"),
@@ -86,13 +86,13 @@ def test_what_the_embedded_engine_cannot_serve_is_refused_before_it_starts(tmp_p
         ("cpu", ["--rollout-backend", "sglang"], "fp32"),  # it is started so there
     ],
 )
-def test_sglang_gets_weights_in_the_type_that_it_computes_in(bf16: Path, given: list[str], published: str | None, device: Device):
-    assert settings_of(bf16, bf16, *given, device=device).publish_dtype == published
+def test_sglang_gets_weights_in_the_type_that_it_computes_in(bf16: Path, given: list[str], expected: str | None, device: Device):
+    assert settings_of(bf16, bf16, *given, device=device).sync_dtype == expected
 
 
 def test_the_embedded_engine_gets_weights_in_the_type_that_it_computes_in(bf16: Path):
-    assert settings_of(bf16, bf16, device="cuda").publish_dtype == "bf16"
-    assert settings_of(bf16, bf16, "--embedded-dtype", "fp32", device="cuda").publish_dtype == "fp32"
+    assert settings_of(bf16, bf16, device="cuda").sync_dtype == "bf16"
+    assert settings_of(bf16, bf16, "--embedded-dtype", "fp32", device="cuda").sync_dtype == "fp32"
 
 
 @pytest.mark.parametrize(

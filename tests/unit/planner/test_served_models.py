@@ -129,7 +129,7 @@ def test_a_teacher_slower_than_the_rollout_begins_with_it(tmp_path: Path) -> Non
     assert slower.start_s == 0.0 and slower.duration_s > 2.0
 
 
-def test_in_asynchronous_modes_the_publish_waits_for_the_teacher(tmp_path: Path) -> None:
+def test_in_asynchronous_modes_the_sync_waits_for_the_teacher(tmp_path: Path) -> None:
     found = estimate(subject_with(*served(tmp_path, f"{SEPARATE} --async-mode one-step")))
     prefill, sync = phase(found, "prefill"), phase(found, "sync")
     assert phase(found, "score").start_s == 0.0
@@ -145,7 +145,7 @@ def test_the_policy_is_sampled_from_by_its_own_engines(tmp_path: Path) -> None:
 
 
 def test_a_colocated_teacher_waits_in_host_memory(tmp_path: Path) -> None:
-    """Nobody publishes it: SGLang copies its weights back from there."""
+    """It is never synced: SGLang copies its weights back from there."""
     runs = (COLOCATED, SEPARATE, f"{COLOCATED} --debug-rollout-only")
     shared, separate, alone = (sizes(estimate(subject_with(*served(tmp_path, flags))), "host") for flags in runs)
     assert shared["engine_weights"] == 2 * GLM4_9B_RANK

@@ -1,4 +1,4 @@
-"""The scripted world around a `ContinuousRunner`: a trainer that takes some ticks, a publish that interrupts the engine."""
+"""The scripted world around a `ContinuousRunner`: a trainer that takes some ticks, a weight sync that interrupts the engine."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class ContinuousWorld:
     runner: ContinuousRunner
     update_interval: int = 1
 
-    async def publish(self) -> None:
-        """As `WeightPublisher` does: what runs is aborted, what arrives meanwhile waits, then it goes on with the next version."""
-        self.runner.publishing()
+    async def sync(self) -> None:
+        """As `WeightSync` does: what runs is aborted, what arrives meanwhile waits, then it goes on with the next version."""
+        self.runner.before_sync()
         await self.engine.pause("abort")
         await self.engine.abort_all()
         await self.engine.until(lambda: self.engine.num_running == 0)
@@ -38,11 +38,11 @@ class ContinuousWorld:
         await self.engine.resume()
 
     async def step(self, step: int, ticks: int = 10) -> Rollout:
-        """One step of the loop: take a rollout, train on it for some ticks, publish when due."""
+        """One step of the loop: take a rollout, train on it for some ticks, sync when due."""
         rollout = await self.runner.rollout(step)
         await pass_ticks(ticks)
         if (step + 1) % self.update_interval == 0:
-            await self.publish()
+            await self.sync()
         return rollout
 
     async def steps(self, num_steps: int, *, start: int = 0, ticks: int = 10) -> list[Rollout]:

@@ -33,15 +33,15 @@ def test_nothing_is_begun_for_rollouts_after_the_last():
     step=st.integers(0, 20),
     first_version=st.integers(0, 3),
     handed_out=st.booleans(),
-    published=st.booleans(),
+    synced=st.booleans(),
 )
 def test_the_last_group_in_the_line_is_as_old_as_allowed_when_it_is_trained(
-    max_staleness: int, update_interval: int, step: int, first_version: int, handed_out: bool, published: bool
+    max_staleness: int, update_interval: int, step: int, first_version: int, handed_out: bool, synced: bool
 ):
     """Against a simulation of the versions by which the rollouts to come are trained."""
     asked = Asked(step, first_version + step // update_interval)
-    publishes = handed_out and published and (step + 1) % update_interval == 0
-    now = asked.version + publishes
+    syncs = handed_out and synced and (step + 1) % update_interval == 0
+    now = asked.version + syncs
     admission = Admission(1, max_staleness, update_interval, MANY)
     limit = admission.limit(next_step=step + handed_out, asked=asked, version=now)
 

@@ -60,7 +60,7 @@ def make(run: dict, state: RolloutState | None, version: int) -> World:
 
 
 async def play(run: dict, num_rollouts: int = 5) -> list[Rollout]:
-    """A run of some rollouts with a publish after each; it is killed after the rollouts in `kills` and resumed one before."""
+    """A run of some rollouts with a weight sync after each; it is killed after the rollouts in `kills` and resumed one before."""
     history: list[Rollout] = []
     kills = sorted(run["kills"])
     given = make(run, None, 0)

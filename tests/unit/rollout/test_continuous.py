@@ -1,4 +1,4 @@
-"""Sampling that never stops: what is handed out when, how old it may be, what a publish, a resume and a filter do to it."""
+"""Sampling that never stops: what is handed out when, how old it may be, what a weight sync, a resume and a filter do to it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TestAdmission:
             await given.runner.rollout(step)
             await pass_ticks(200)
             assert given.rows.position == 2 * (step + max_staleness + 1), "while rollout `step` is trained on"
-            await given.publish()
+            await given.sync()
 
     async def test_sampling_ends_with_the_last_rollout(self):
         given = continuous(max_staleness=5, num_rollout=3)
@@ -98,7 +98,7 @@ class TestAdmission:
         assert [rows_of(await given.runner.rollout(step)) for step in range(3)] == [[0, 1], [2, 3], [4, 5]]
 
 
-class TestPublish:
+class TestSync:
     async def test_what_it_interrupts_goes_on_at_once_with_the_new_weights(self):
         given = continuous(engine=ScriptedEngine(by_row({2: 60})), sampling_order="submission")
         await given.step(0, ticks=20)
@@ -115,7 +115,7 @@ class TestPublish:
     async def test_it_waits_for_nothing(self):
         """`settle` returns while requests run, and the rest of them is sampled by the new weights."""
         given = continuous(engine=ScriptedEngine(lambda row, index: 1000), rollout_max_response_len=1000)
-        rollouts = PacedRollouts(given.runner.rollout, start=0, stop=9, mode="full", publishing=given.runner.publishing)
+        rollouts = PacedRollouts(given.runner.rollout, start=0, stop=9, mode="full", before_sync=given.runner.before_sync)
         first = asyncio.ensure_future(anext(rollouts))
         await given.engine.until(lambda: given.engine.num_running > 0)
         await asyncio.wait_for(rollouts.settle(), 60)
@@ -127,7 +127,7 @@ class TestPublish:
         given = continuous(engine=ScriptedEngine(lambda row, index: 5))
         first = asyncio.ensure_future(given.runner.rollout(0))
         await given.engine.until(lambda: given.engine.num_running > 0)
-        await given.publish()
+        await given.sync()
         assert all(sample.response_length == 5 for sample in samples_of((await first).kept))
 
     async def test_what_waits_for_its_turn_keeps_its_place(self):
@@ -136,7 +136,7 @@ class TestPublish:
         first = asyncio.ensure_future(given.runner.rollout(0))
         await given.engine.until(lambda: given.engine.num_running == 1)
         await pass_ticks(4)
-        await given.publish()
+        await given.sync()
         await first
         assert [rid.split("-")[0] for rid, _ in given.engine.requests][:3] == ["0", "0", "1"]
 
@@ -156,7 +156,9 @@ class TestStaleness:
         assert stale.metrics["rollout/num_groups_stale"] == stale.metrics["rollout/dropped/stale"] == 1
         (group,) = [group for group in stale.groups if group.drop_reason == "stale"]
         assert not group.kept
-        assert all(0 < sample.response_length < 100 for sample in group.samples), "it did not go on after the publish that made it too old"
+        assert all(0 < sample.response_length < 100 for sample in group.samples), (
+            "it did not go on after the weight sync that made it too old"
+        )
         again = [group for group in rollouts[3].state.buffer if group.row == 0]
         assert len(again) == 1 and again[0].index > group.index, "a new group of the same prompt"
 
@@ -166,7 +168,7 @@ class TestStaleness:
         await pass_ticks(100)
         assert len(first.state.buffer) == 2
         for _ in range(2):
-            await given.publish()
+            await given.sync()
         second = await given.runner.rollout(1)
         assert rows_where(second.groups, "stale") == [2, 3]
         assert rows_of(second) == [2, 3], "their prompts are the next"
@@ -208,7 +210,7 @@ class TestState:
         given = continuous(engine=ScriptedEngine(by_row({4: 500}), version=0), max_staleness=2, rollout_max_response_len=500)
         await given.runner.rollout(0)
         await pass_ticks(100)
-        await given.publish()
+        await given.sync()
         rollout = await given.runner.rollout(1)
         assert rows_of(rollout) == [2, 3]
         queued, in_flight = rollout.state.buffer[1], rollout.state.buffer[0]
@@ -220,7 +222,7 @@ class TestState:
         given = continuous(engine=ScriptedEngine(by_row({4: 200}), version=0), max_staleness=2, rollout_max_response_len=500)
         await given.runner.rollout(0)
         await pass_ticks(100)
-        await given.publish()
+        await given.sync()
         state = (await given.runner.rollout(1)).state
         begun = {sample.index: sample.response_length for group in state.buffer if group.row == 4 for sample in group.samples}
 
@@ -238,7 +240,7 @@ class TestState:
         given = continuous(max_staleness=1)
         await given.runner.rollout(0)
         await pass_ticks(100)
-        await given.publish()
+        await given.sync()
         await given.runner.rollout(1)
         await pass_ticks(100)
         queued = saved(given.runner._state(1))
@@ -275,7 +277,7 @@ class TestState:
         await given.step(0, ticks=10)
         state = (await given.runner.rollout(1)).state
         before = [(sample.status, sample.response_ids.tolist(), sample.reward) for sample in samples_of(state.buffer)]
-        await given.publish()
+        await given.sync()
         await given.steps(3, start=2)
         assert [(sample.status, sample.response_ids.tolist(), sample.reward) for sample in samples_of(state.buffer)] == before
 
@@ -322,7 +324,7 @@ class TestTheEnd:
         given = continuous(group_filter=judge)
         await given.runner.rollout(0)
         await pass_ticks(100)
-        await given.publish()
+        await given.sync()
         with pytest.raises(EngineError, match="the judge is gone"):
             await given.runner.rollout(1)
 

@@ -1,4 +1,4 @@
-"""In which order rollouts, training and publishes happen."""
+"""In which order rollouts, training and weight syncs happen."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Recorded:
             for _ in range(ticks):
                 await asyncio.sleep(0)
             await rollouts.settle()
-            self.log.append(f"publish {rollout.step + 1}")
+            self.log.append(f"sync {rollout.step + 1}")
 
 
 async def test_sync_samples_each_rollout_when_it_is_asked_for():
     given = Recorded()
     await given.train(PacedRollouts(given, start=0, stop=2))
     assert given.log == [
-        "begin 0", "end 0", "train 0", "publish 1",
-        "begin 1", "end 1", "train 1", "publish 2",
+        "begin 0", "end 0", "train 0", "sync 1",
+        "begin 1", "end 1", "train 1", "sync 2",
     ]  # fmt: skip
 
 
@@ -49,9 +49,9 @@ async def test_one_step_samples_the_next_rollout_meanwhile_and_weights_change_be
     await given.train(PacedRollouts(given, start=0, stop=3, mode="one-step"), ticks)
     assert given.log == [
         "begin 0", "end 0",
-        "train 0", "begin 1", "end 1", "publish 1",
-        "train 1", "begin 2", "end 2", "publish 2",
-        "train 2", "publish 3",
+        "train 0", "begin 1", "end 1", "sync 1",
+        "train 1", "begin 2", "end 2", "sync 2",
+        "train 2", "sync 3",
     ]  # fmt: skip
 
 

@@ -184,15 +184,15 @@ async def test_reference_takes_the_policys_weights_at_its_interval(settings, che
     await trainer.close()
 
 
-async def test_weights_are_published_in_the_checkpoints_type_and_tied_ones_once(settings, tmp_path):
+async def test_weights_are_sent_in_the_checkpoints_type_and_tied_ones_once(settings, tmp_path):
     half = tiny.model_config("qwen3", tie_word_embeddings=True)
     half.dtype = torch.bfloat16
     half.save_pretrained(tmp_path)
     trainer = await loaded(replace(settings, hf_checkpoint=tmp_path))
-    published = dict(trainer.worker.named_weights())
-    assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
-    assert "model.embed_tokens.weight" in published
-    assert "lm_head.weight" not in published
+    sent = dict(trainer.worker.named_weights())
+    assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
+    assert "model.embed_tokens.weight" in sent
+    assert "lm_head.weight" not in sent
     await trainer.close()
 
 

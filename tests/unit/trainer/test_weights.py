@@ -1,4 +1,4 @@
-"""What the torch trainer publishes: parameters in the engines' data type, the correction of routers' scores in full."""
+"""What the torch trainer sends to engines: parameters in the engines' data type, the correction of routers' scores in full."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def test_parameters_are_cast_and_the_correction_of_scores_is_not() -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer)
-    published = dict(named_weights(model, dtype=torch.bfloat16))
-    corrections = {name for name in published if name.endswith("e_score_correction_bias")}
+    sent = dict(named_weights(model, dtype=torch.bfloat16))
+    corrections = {name for name in sent if name.endswith("e_score_correction_bias")}
     assert corrections
     for name, tensor in weight_tensors(model).items():
         expected = tensor if name in corrections else tensor.bfloat16()
-        assert torch.equal(published[name], expected), name
-        assert published[name].dtype == expected.dtype, name
+        assert torch.equal(sent[name], expected), name
+        assert sent[name].dtype == expected.dtype, name

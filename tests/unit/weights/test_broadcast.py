@@ -19,7 +19,7 @@ from fuligo.weights import broadcast
 from fuligo.weights.broadcast import BroadcastGroup
 from fuligo.weights.manifest import EngineAddress
 from tests.unit.weights.dying_engine import DyingServer, Held
-from tests.unit.weights.test_publisher import fleet_settings
+from tests.unit.weights.test_sync import fleet_settings
 
 
 class RefusingEngine:

@@ -59,7 +59,7 @@ def test_a_misfit_is_named_and_changes_nothing(store: WeightStore, newer: list[t
     assert (digest(store.module), store.version, store.torn) == (before, 0, False)
 
 
-def test_a_publish_that_broke_off_can_be_sent_anew(store: WeightStore, newer: list[tuple[str, torch.Tensor]]) -> None:
+def test_a_sync_that_broke_off_can_be_sent_anew(store: WeightStore, newer: list[tuple[str, torch.Tensor]]) -> None:
     store.load_tensors(newer[:5], None)
     store.load_tensors(newer, 1)
     assert (store.version, store.torn) == (1, False)

@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
-class PublishSettings:
+class WeightSyncSettings:
     """How weights travel."""
 
     transport: Transport
     bucket_bytes: int
     changes_only: bool
-    """Send only tensors that changed since the last publish."""
+    """Send only tensors that changed since the last sync."""
     model_files: Path
     """Hugging Face directory whose config and tokenizer go beside weights written to disk."""
     scratch: Path
@@ -37,11 +37,11 @@ class PublishSettings:
     """tensor: of engines on the trainer's GPUs, by number, the ranks there; see `EngineAddress`."""
 
 
-class WeightPublisher:
+class WeightSync:
     """Counts `policy_version` and moves weights: pause the engines, send, flush, check, go on.
 
     Args:
-        proof: asked after each publish whether the engines hold what was sent
+        proof: asked after each weight sync whether the engines hold what was sent
         devices: None where trainer and engines have their own
     """
 
@@ -49,7 +49,7 @@ class WeightPublisher:
         self,
         trainer: Trainer,
         engines: EngineGroup,
-        settings: PublishSettings,
+        settings: WeightSyncSettings,
         *,
         version: int = 0,
         proof: EqualityProof | None = None,
@@ -65,7 +65,7 @@ class WeightPublisher:
         """Of the trainer, when `version` was sent."""
         self.version = version
 
-    async def publish(self) -> int:
+    async def sync(self) -> int:
         """Send the weights as the next version, which is returned.
 
         Engines that are lost meanwhile do not end it (--use-fault-tolerance): the others get all weights anew.
@@ -77,15 +77,15 @@ class WeightPublisher:
         await self._push_to_all(self.version + 1)
         return self.version
 
-    async def sync(self) -> None:
-        """As `publish`, under the current version: at the start, and after a resume."""
+    async def resync(self) -> None:
+        """As `sync`, under the current version: at the start, and after a resume."""
         await self._push_to_all(self.version)
 
     async def renew(self, engine: EngineClient) -> bool:
         """Bring a restarted engine, and all that wait as it does, to the current version and into service.
 
         Returns:
-            False where the trainer's weights are no longer those of that version: the next publish takes the engine along.
+            False where the trainer's weights are no longer those of that version: the next weight sync takes the engine along.
 
         Raises:
             EngineError: it did not take them
@@ -145,7 +145,7 @@ class WeightPublisher:
         if self._proof is not None:
             await self._proof.check(engines, manifest)
         logger.info(
-            "published version %d: %d tensors, %d bytes, %d of them sent",
+            "synced version %d: %d tensors, %d bytes, %d of them sent",
             version,
             manifest.num_tensors,
             manifest.num_bytes,
@@ -187,15 +187,15 @@ async def _check_version(engines: EngineGroup, version: int) -> None:
             )
 
 
-class Unpublished:
-    """Stands where a `WeightPublisher` would where there is no engine: counts versions."""
+class VersionCounter:
+    """Stands where a `WeightSync` would where there is no engine: counts versions."""
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
 
-    async def publish(self) -> int:
+    async def sync(self) -> int:
         self.version += 1
         return self.version
 
-    async def sync(self) -> None:
+    async def resync(self) -> None:
         return

@@ -1,4 +1,4 @@
-"""A publish outlives engines that die or hang meanwhile (--use-fault-tolerance), by whatever way weights travel; other failures end it."""
+"""A weight sync outlives engines that die or hang meanwhile (--use-fault-tolerance), on every transport; other failures end it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from fuligo.trainer.ranks.ranked import RankedTrainer
 from fuligo.weights import broadcast, senders
 from fuligo.weights.manifest import Transport, WeightManifest, WeightTarget
 from fuligo.weights.payload import SHARED_MEMORY
-from fuligo.weights.publisher import PublishSettings, WeightPublisher
 from fuligo.weights.senders import WeightSender
+from fuligo.weights.sync import WeightSync, WeightSyncSettings
 from tests.unit.engines.test_fleet import ScriptedRouter
 from tests.unit.weights.dying_engine import DyingServer, Fault, Held, plan
 
@@ -89,14 +89,14 @@ class Router(ScriptedRouter):
 
 
 class World:
-    """Engines, their fleet, a trainer and the publisher between them."""
+    """Engines, their fleet, a trainer and the weight sync between them."""
 
     def __init__(self, fleet: Fleet, router: Router, transport: Transport, directory: Path, *, changes_only: bool) -> None:
         self.fleet, self.router = fleet, router
         self.trainer = OneRank()
-        settings = PublishSettings(transport, 16, changes_only, directory, directory)  # a bucket a tensor
-        self.publisher = WeightPublisher(cast(Trainer, self.trainer), fleet.group, settings)
-        fleet.renew = self.publisher.renew
+        settings = WeightSyncSettings(transport, 16, changes_only, directory, directory)  # a bucket a tensor
+        self.weight_sync = WeightSync(cast(Trainer, self.trainer), fleet.group, settings)
+        fleet.renew = self.weight_sync.renew
 
     async def held(self) -> list[Held]:
         """By every engine, once none is being restarted."""
@@ -187,7 +187,7 @@ async def test_an_engine_that_dies_comes_back_and_all_have_the_weights(open_worl
     call = 1 if transport == "disk" else 2
     async with open_world(transport, {0: Fault(CALL[transport], "dies", call)}) as world:
         world.trainer.set(a=1.0, b=2.0, c=3.0)
-        assert await world.publisher.publish() == 1
+        assert await world.weight_sync.sync() == 1
         await world.assert_all_serve(1)
         first, *others = await world.held()
         assert first.served_unpaused == [1]
@@ -196,7 +196,7 @@ async def test_an_engine_that_dies_comes_back_and_all_have_the_weights(open_worl
         assert (back.version, back.weights) == (1, world.trainer.expected), "requests reach it when it has them"
 
         world.trainer.set(b=4.0)
-        assert await world.publisher.publish() == 2
+        assert await world.weight_sync.sync() == 2
         await world.assert_all_serve(2)
 
 
@@ -204,7 +204,7 @@ async def test_death_while_engines_join(open_world: Open) -> None:
     """Those that wait for it to join wait no longer, nor does a rank that gathers."""
     async with open_world("gloo", {1: Fault("/init_weights_update_group", "dies")}) as world:
         world.trainer.set(a=1.0)
-        assert await world.publisher.publish() == 1
+        assert await world.weight_sync.sync() == 1
         await world.assert_all_serve(1)
         assert world.trainer.num_gathered >= 2
 
@@ -215,7 +215,7 @@ async def test_an_engine_that_hangs_in_the_broken_group_is_restarted_too(open_wo
     async with open_world("gloo", faults) as world:
         start = [client.start for client in world.fleet.group.clients]
         world.trainer.set(a=1.0, b=2.0)
-        assert await world.publisher.publish() == 1
+        assert await world.weight_sync.sync() == 1
         await world.assert_all_serve(1)
         assert (start, sorted(client.start for client in world.fleet.group.clients)) == ([0, 0, 0], [0, 1, 1])
 
@@ -232,17 +232,17 @@ async def test_an_engine_whose_scheduler_hangs_is_restarted(
     monkeypatch.setattr(broadcast, "TIMEOUT", timedelta(seconds=soon_s))
     async with open_world(transport, {0: Fault(path, "hangs")}, num_engines=1, call_timeout_s=soon_s) as world:
         world.trainer.set(a=1.0)
-        assert await world.publisher.publish() == 1
+        assert await world.weight_sync.sync() == 1
         await world.assert_all_serve(1)
         assert [client.start for client in world.fleet.group.clients] == [1]
 
 
 @pytest.mark.parametrize("transport", ["tensor", "gloo"])
-async def test_where_all_die_the_publish_waits_for_one_that_comes_back(open_world: Open, transport: Transport) -> None:
+async def test_where_all_die_the_sync_waits_for_one_that_comes_back(open_world: Open, transport: Transport) -> None:
     fault = Fault(CALL[transport], "dies")
     async with open_world(transport, {0: fault, 1: fault}, num_engines=2) as world:
         world.trainer.set(a=1.0)
-        assert await world.publisher.publish() == 1
+        assert await world.weight_sync.sync() == 1
         assert world.fleet.group.clients
         await world.assert_all_serve(1)
 
@@ -252,7 +252,7 @@ async def test_who_came_back_and_refuses_is_not_lost(open_world: Open, transport
     async with open_world(transport, {0: Fault(CALL[transport], "dies")}, num_engines=1) as world:
         plan(world.fleet.servers[0].settings, Fault(CALL[transport], "refuses"))
         with pytest.raises(EngineError, match="no room"):
-            await world.publisher.publish()
+            await world.weight_sync.sync()
 
 
 @pytest.mark.parametrize("transport", ["tensor", "gloo"])
@@ -260,43 +260,43 @@ async def test_a_restarted_engine_that_dies_again_on_the_way_to_its_weights(open
     async with open_world(transport, {0: Fault(CALL[transport], "dies", 2)}) as world:
         plan(world.fleet.servers[0].settings, Fault(CALL[transport], "dies", 1))
         world.trainer.set(a=1.0)
-        assert await world.publisher.publish() == 1
+        assert await world.weight_sync.sync() == 1
         await world.assert_all_serve(1)
 
 
 @pytest.mark.parametrize("transport", ["tensor", "gloo"])
 async def test_changes_alone_go_to_those_that_have_the_rest(open_world: Open, transport: Transport) -> None:
-    """After a publish that failed nobody knows what engines have."""
+    """After a weight sync that failed nobody knows what engines have."""
     async with open_world(transport, {0: Fault(CALL[transport], "dies", 4)}, changes_only=True) as world:
         world.trainer.set(a=1.0, b=2.0, c=3.0)
-        await world.publisher.publish()
+        await world.weight_sync.sync()
         world.trainer.set(b=4.0)
-        await world.publisher.publish()
+        await world.weight_sync.sync()
         await world.assert_all_serve(2)
         assert {manifest.num_bytes_sent for manifest in world.trainer.manifests} == {48}
         came_back_alone = len(world.trainer.manifests) == 3  # else in time for what was sent anew
         for version, num_bytes in ((3, 48 if came_back_alone else 16), (4, 16)):
             world.trainer.set(c=float(version))
-            await world.publisher.publish()
+            await world.weight_sync.sync()
             await world.assert_all_serve(version)
             assert world.trainer.manifests[-1].num_bytes_sent == num_bytes
 
 
 @pytest.mark.parametrize("transport", ["tensor", "gloo", "disk"])
 async def test_a_refusal_is_no_death(open_world: Open, transport: Transport) -> None:
-    """It ends the publish; the trainer has gathered all weights and could send them again."""
+    """It ends the weight sync; the trainer has gathered all weights and could send them again."""
     async with open_world(transport, {0: Fault(CALL[transport], "refuses")}) as world:
         with pytest.raises(EngineError, match="no room"):
-            await world.publisher.publish()
-        assert (world.publisher.version, world.trainer.num_gathered, len(world.fleet.group.clients)) == (0, 1, 3)
+            await world.weight_sync.sync()
+        assert (world.weight_sync.version, world.trainer.num_gathered, len(world.fleet.group.clients)) == (0, 1, 3)
         assert [held.served_unpaused for held in await world.held()] == [[], [], []], "none samples with a part of the weights"
-        assert await world.publisher.publish() == 1
+        assert await world.weight_sync.sync() == 1
         await world.assert_all_serve(1)
 
 
 @pytest.mark.parametrize("transport", ["tensor", "gloo"])
-async def test_without_fault_tolerance_a_death_ends_the_publish(open_world: Open, transport: Transport) -> None:
+async def test_without_fault_tolerance_a_death_ends_the_sync(open_world: Open, transport: Transport) -> None:
     async with open_world(transport, {0: Fault(CALL[transport], "dies")}, restart=False) as world:
         with pytest.raises(EngineError, match=world.fleet.servers[0].url):
-            await world.publisher.publish()
+            await world.weight_sync.sync()
         assert world.trainer.num_gathered == 1

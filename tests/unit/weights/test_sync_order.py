@@ -1,4 +1,4 @@
-"""What a publish does in which order: nobody samples from half-new weights, from a version that was not sent, or from weights gone by."""
+"""Order of a weight sync: no request samples from half-new weights, from a version that was not sent, or from outdated weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fuligo.engines.generation import ModelInfo
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import WeightSyncError
 from fuligo.weights.manifest import WeightManifest, WeightTarget
-from fuligo.weights.publisher import PublishSettings, WeightPublisher
+from fuligo.weights.sync import WeightSync, WeightSyncSettings
 
 
 class Engine(EngineClient):
@@ -74,8 +74,8 @@ class World:
         self.members = Members()
         self.group = EngineGroup([self.a, self.b], membership=self.members)
         self.trainer = OneTrainer(self.engines, self.told)
-        settings = PublishSettings("tensor", 1024, False, Path(), Path())
-        self.publisher = WeightPublisher(self.trainer, self.group, settings)  # pyright: ignore[reportArgumentType]
+        settings = WeightSyncSettings("tensor", 1024, False, Path(), Path())
+        self.weight_sync = WeightSync(self.trainer, self.group, settings)  # pyright: ignore[reportArgumentType]
 
     def restart(self) -> None:
         self.group.joining.append(self.restarted)
@@ -83,7 +83,7 @@ class World:
 
 async def test_all_pause_before_the_first_byte_and_go_on_after_the_last() -> None:
     world = World()
-    assert await world.publisher.publish() == 1
+    assert await world.weight_sync.sync() == 1
     assert sorted(world.told[:2]) == ["pause http://a", "pause http://b"]
     assert world.told[2:4] == ["begin 1", "end 1"]
     assert sorted(world.told[4:]) == ["resume http://a", "resume http://b"]
@@ -93,17 +93,17 @@ async def test_no_engine_goes_on_where_one_has_another_version() -> None:
     world = World()
     world.b.hears = False
     with pytest.raises(WeightSyncError, match="engine http://b reports weight version 0 after version 1 was sent"):
-        await world.publisher.publish()
+        await world.weight_sync.sync()
     assert not [told for told in world.told if told.startswith("resume")]
-    assert world.publisher.version == 0
+    assert world.weight_sync.version == 0
 
 
-async def test_a_publish_waits_for_a_restarted_engine_that_is_being_renewed() -> None:
+async def test_a_sync_waits_for_a_restarted_engine_that_is_being_renewed() -> None:
     world = World()
-    await world.publisher.publish()
+    await world.weight_sync.sync()
     world.restart()
     world.told.clear()
-    renewed, version = await asyncio.gather(world.publisher.renew(world.restarted), world.publisher.publish())
+    renewed, version = await asyncio.gather(world.weight_sync.renew(world.restarted), world.weight_sync.sync())
     assert (renewed, version) == (True, 2)
     assert world.told[:4] == ["pause http://restarted", "begin 1", "end 1", "resume http://restarted"]
     assert sorted(world.told[4:7]) == ["pause http://a", "pause http://b", "pause http://restarted"]
@@ -112,10 +112,10 @@ async def test_a_publish_waits_for_a_restarted_engine_that_is_being_renewed() ->
 
 async def test_a_restarted_engine_gets_the_weights_of_the_version_alone() -> None:
     world = World()
-    await world.publisher.publish()
+    await world.weight_sync.sync()
     world.restart()
     world.told.clear()
-    assert await world.publisher.renew(world.restarted)
+    assert await world.weight_sync.renew(world.restarted)
     assert world.told == ["pause http://restarted", "begin 1", "end 1", "resume http://restarted"]
     assert world.members.admitted == [world.restarted]
     assert (world.group.clients, world.group.joining) == ([world.a, world.b, world.restarted], [])
@@ -125,11 +125,11 @@ async def test_a_restarted_engine_gets_the_weights_of_the_version_alone() -> Non
 async def test_weights_that_were_trained_since_are_not_sent_as_the_version_before(while_they_are_sent: bool) -> None:
     world = World()
     world.trainer.trains_meanwhile = while_they_are_sent
-    await world.publisher.publish()
+    await world.weight_sync.sync()
     world.trainer.num_updates += not while_they_are_sent
     world.trainer.trains_meanwhile = False
     world.restart()
-    assert not await world.publisher.renew(world.restarted)
+    assert not await world.weight_sync.renew(world.restarted)
     assert (world.restarted.version, world.members.admitted) == (0, [])
-    assert await world.publisher.publish() == 2, "the next one takes it along"
+    assert await world.weight_sync.sync() == 2, "the next one takes it along"
     assert (world.restarted.version, world.members.admitted) == (2, [world.restarted])

@@ -1,34 +1,69 @@
-"""What each hook is called with."""
+"""Calls of the hooks, and the one check of a hook against its call."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class HookShape:
+    """Facts about a hook that decide whether it fits, taken from the object or from its source."""
+
+    is_class: bool
+    is_async: bool | None
+    """None if unknown."""
+    methods: Collection[str] | None
+    """Methods of a class; None if unknown."""
+    signature: inspect.Signature | None
+    """None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class HookSpec:
-    """How fuligo calls one kind of hook."""
+    """Call of one kind of hook."""
 
     parameters: tuple[str, ...]
     """Positional arguments, in order; a hook may name them as it likes."""
     keywords: tuple[str, ...] = ()
     """Arguments passed by name."""
-    must_be_async: bool = False
+    kind: Literal["plain", "async", "plain or async"] = "plain"
     methods: tuple[str, ...] = ()
-    """For a class: what its instances must have."""
+    """Methods that a class must have; empty for functions."""
 
     @property
     def call(self) -> str:
-        """`(args, sample)`, for error messages."""
+        """The call as it appears in error messages: `(args, sample)`."""
         return f"({', '.join([*self.parameters, *(f'{name}=...' for name in self.keywords)])})"
+
+    def mismatch(self, hook: HookShape) -> str | None:
+        """Return why a hook does not fit, or None if it fits as far as its shape is known."""
+        if self.methods and not hook.is_class:
+            return f"it must be a class with {', '.join(self.methods)}"
+        missing = [] if hook.methods is None else [method for method in self.methods if method not in hook.methods]
+        if missing:
+            return f"the class lacks {', '.join(missing)}"
+        if self.kind == "async" and hook.is_async is False:
+            return f"it must be `async def`, called as {self.call}"
+        if self.kind == "plain" and hook.is_async:
+            return f"it must be a plain function, not `async def`, called as {self.call}"
+        if hook.signature is None:
+            return None
+        try:
+            hook.signature.bind(*self.parameters, **dict.fromkeys(self.keywords))
+        except TypeError as error:
+            return f"it is called as {self.call}, its signature is {hook.signature}: {error}"
+        return None
 
 
 HOOKS: dict[str, HookSpec] = {
-    "custom_rm_path": HookSpec(("args", "sample")),
+    "custom_rm_path": HookSpec(("args", "sample"), kind="plain or async"),
     "dynamic_sampling_filter_path": HookSpec(("args", "samples")),
     "buffer_filter_path": HookSpec(("args", "rollout_id", "buffer", "num_samples")),
-    "custom_generate_function_path": HookSpec(("args", "sample", "sampling_params"), must_be_async=True),
-    "rollout_function_path": HookSpec(("args", "rollout_id", "data_source"), keywords=("evaluation",)),
+    "custom_generate_function_path": HookSpec(("args", "sample", "sampling_params"), kind="async"),
+    "rollout_function_path": HookSpec(("args", "rollout_id", "data_source"), keywords=("evaluation",), kind="plain or async"),
     "data_source_path": HookSpec(("args",), methods=("get_samples", "add_samples", "save", "load", "__len__")),
     "rollout_sample_filter_path": HookSpec(("args", "groups")),
     "custom_reward_post_process_path": HookSpec(("args", "samples")),
@@ -38,26 +73,28 @@ HOOKS: dict[str, HookSpec] = {
     "custom_model_provider_path": HookSpec(("pre_process", "post_process"), keywords=("vp_stage",)),
     "before_train_step_path": HookSpec(("args", "rollout_id", "batch")),
 }
-"""By flag."""
+"""Call of each hook, by the name of its flag."""
 
 NONZERO_STD_FILTER = "fuligo.rollout.filters.check_reward_nonzero_std"
+POP_FIRST_FILTER = "fuligo.rollout.filters.pop_first"
 ALIASES = {
+    "fuligo.rollout.buffer.pop_first": POP_FIRST_FILTER,
     "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": NONZERO_STD_FILTER,
-    "slime.rollout.buffer.pop_first": "fuligo.rollout.buffer.pop_first",
-    "slime.ray.rollout_data_source.pop_first": "fuligo.rollout.buffer.pop_first",
-    "slime.rollout.data_source.pop_first": "fuligo.rollout.buffer.pop_first",
+    "slime.rollout.buffer.pop_first": POP_FIRST_FILTER,
+    "slime.ray.rollout_data_source.pop_first": POP_FIRST_FILTER,
+    "slime.rollout.data_source.pop_first": POP_FIRST_FILTER,
 }
-"""Paths that launch scripts of slime name -> the same functions here."""
+"""Paths from slime's launch scripts and earlier versions of fuligo -> the same functions here."""
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """Module (or file) and function that a hook's path names."""
+    """Split a hook's path into module (or file) and function."""
     module, _, function = path.rpartition(":" if ":" in path else ".")
     return module, function
 
 
 def path_problem(path: str) -> str | None:
-    """What is wrong with how a hook's path is written."""
+    """Return what is wrong with the form of a hook's path, or None."""
     module, function = split_path(path)
     if path.endswith(".py"):
         return f"it names a file and no function in it; write {path}:FUNCTION"

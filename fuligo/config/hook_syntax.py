@@ -1,4 +1,4 @@
-"""Hooks read, not run: whether the function is there and fits, by the syntax tree of its file. For where nothing may be imported."""
+"""Static check of hooks by the syntax tree of their files, for commands that must not import user code."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from fuligo.config import Config
 from fuligo.config.findings import Finding, Severity
 from fuligo.config.flags import did_you_mean, flags, nearest
 from fuligo.config.given import value_of
-from fuligo.config.hook_specs import ALIASES, HOOKS, HookSpec, path_problem, split_path
+from fuligo.config.hook_specs import ALIASES, HOOKS, HookShape, HookSpec, path_problem, split_path
 
 MISSING, MISFIT = "CFG-HOOK-MISSING", "CFG-HOOK-MISFIT"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def hook_findings(config: Config) -> Iterator[Finding]:
-    """What is wrong with the hooks that the config names, as far as their source tells. Imports and runs nothing.
+    """Yield the problems of all hooks in the config that their source shows. Imports and runs nothing.
 
-    A module that is not on this machine may be on the cluster: a warning. What a module makes at run time cannot be seen: no finding.
+    A module that is missing on this machine may exist on the cluster, so it is a warning. Names that a module creates at run time are
+    not checked.
     """
     for name in HOOKS:
         path = value_of(config, name)
@@ -30,7 +31,7 @@ def hook_findings(config: Config) -> Iterator[Finding]:
 
 
 def hook_finding(flag_name: str, path: str) -> Iterator[Finding]:
-    """What is wrong with one hook: one finding, or none."""
+    """Yield the problem of one hook, if it has one."""
     option = flags()[flag_name].option
     target = ALIASES.get(path, path)
     problem = path_problem(target)
@@ -49,7 +50,7 @@ def hook_finding(flag_name: str, path: str) -> Iterator[Finding]:
 
 
 def _source(module: str) -> Path | None:
-    """The file of a module, found as Python would find it, without importing its packages."""
+    """Find the file of a module as Python would, without importing its packages."""
     if module.endswith(".py"):
         file = Path(module).expanduser()
         return file if file.is_file() else None
@@ -75,11 +76,12 @@ def _problem(file: Path, name: str, spec: HookSpec) -> str | None:
         if elsewhere or {name, "*"} & _other_names(tree):
             return None
         return f"{file} has no {name}{did_you_mean(nearest(name, found))}"
-    return _class_problem(node, spec) if isinstance(node, ast.ClassDef) else _function_problem(node, spec)
+    shape = _shape(node)
+    return None if shape is None else spec.mismatch(shape)
 
 
 def _other_names(tree: ast.Module) -> set[str]:
-    """Names that are imported or assigned: what they hold is not seen. `*` stands for any."""
+    """Return names that are imported or assigned, whose values the syntax does not show. `*` stands for any."""
     names = {
         target.id for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)
     }
@@ -90,31 +92,17 @@ def _other_names(tree: ast.Module) -> set[str]:
     return names
 
 
-def _class_problem(node: ast.ClassDef, spec: HookSpec) -> str | None:
-    if not spec.methods or node.bases or node.decorator_list:
-        return None  # an instance may be callable; a base may have the methods
-    there = {each.name for each in node.body if isinstance(each, Function)}
-    missing = [method for method in spec.methods if method not in there]
-    return f"the class lacks {', '.join(missing)}" if missing else None
-
-
-def _function_problem(node: Function, spec: HookSpec) -> str | None:
-    if node.decorator_list:
-        return None  # what a decorator makes of it is not seen
-    if spec.methods:
-        return f"it must be a class with {', '.join(spec.methods)}"
-    if spec.must_be_async and not isinstance(node, ast.AsyncFunctionDef):
-        return f"it must be `async def`, called as {spec.call}"
-    signature = _signature(node)
-    try:
-        signature.bind(*spec.parameters, **dict.fromkeys(spec.keywords))
-    except TypeError as error:
-        return f"it is called as {spec.call}, its signature is {signature}: {error}"
-    return None
+def _shape(node: Function | ast.ClassDef) -> HookShape | None:
+    """Return what the syntax says of a hook, or None if only running it would tell (decorators, base classes)."""
+    if node.decorator_list or (isinstance(node, ast.ClassDef) and node.bases):
+        return None
+    if isinstance(node, ast.ClassDef):
+        return HookShape(True, None, [each.name for each in node.body if isinstance(each, Function)], None)
+    return HookShape(False, isinstance(node, ast.AsyncFunctionDef), (), _signature(node))
 
 
 def _signature(node: Function) -> inspect.Signature:
-    """Of a function by its syntax: names, kinds, and which have a default."""
+    """Build the signature of a function from its syntax: names, kinds and which parameters have a default."""
     given, kind = node.args, inspect.Parameter
     positional = [(arg.arg, kind.POSITIONAL_ONLY) for arg in given.posonlyargs] + [
         (arg.arg, kind.POSITIONAL_OR_KEYWORD) for arg in given.args

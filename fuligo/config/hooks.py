@@ -1,4 +1,4 @@
-"""Hooks: functions of the user, named by `package.module.function` or `path/to/file.py:function`.
+"""Hooks: user functions, named by `package.module.function` or `path/to/file.py:function`.
 
 They are imported and checked at start-up, before any model loads.
 """
@@ -18,16 +18,17 @@ from typing import Any
 
 from fuligo.config import Config
 from fuligo.config.flags import did_you_mean, flags, nearest
-from fuligo.config.hook_specs import ALIASES, HOOKS, HookSpec, path_problem, split_path
+from fuligo.config.given import value_of
+from fuligo.config.hook_specs import ALIASES, HOOKS, HookShape, path_problem, split_path
 from fuligo.errors import HookError
 
 Hook = Callable[..., Any]
 MAX_EXCEPTION_CHARS = 500
-"""Of the text of an exception; some hold whole responses."""
+"""Limit for the text of an exception; some contain whole responses."""
 
 
 def load_hook(flag_name: str, path: str) -> Hook:
-    """The function (or class) at `path`, checked against what the flag's hook is called with.
+    """Import the function (or class) at `path` and check it against the call of the flag's hook.
 
     Args:
         flag_name: the flag's name with underscores, a key of `HOOKS`.
@@ -47,32 +48,32 @@ def load_hook(flag_name: str, path: str) -> Hook:
         raise _error(flag_name, path, f"{module_path} has no {name}{did_you_mean(nearest(name, vars(module)))}")
     if not callable(hook):
         raise _error(flag_name, path, f"{name} is a {type(hook).__name__}, not a function")
-    mismatch = _mismatch(hook, HOOKS[flag_name])
+    mismatch = HOOKS[flag_name].mismatch(_shape(hook))
     if mismatch is not None:
         raise _error(flag_name, path, mismatch)
     return hook
 
 
 def hook_of(config: Config, flag_name: str) -> Hook | None:
-    """The hook that the config names under this flag, or None where it names none.
+    """Load the hook that this flag names; None if the flag is not set.
 
     Raises:
         HookError: as `load_hook`.
     """
-    path = _path(config, flag_name)
-    return None if path is None else load_hook(flag_name, path)
+    path = value_of(config, flag_name)
+    return load_hook(flag_name, path) if isinstance(path, str) else None
 
 
 def hook_problems(config: Config) -> Iterator[str]:
-    """What is wrong with the hooks that the config names; importing them runs their modules."""
+    """Yield the problems of all hooks in the config. Imports their modules."""
     for flag_name in HOOKS:
-        path = _path(config, flag_name)
-        if path is not None:
+        path = value_of(config, flag_name)
+        if isinstance(path, str):
             yield from hook_problem(flag_name, path)
 
 
 def hook_problem(flag_name: str, path: str) -> Iterator[str]:
-    """What is wrong with one hook: one text, or none."""
+    """Yield the problem of one hook, if it has one."""
     try:
         load_hook(flag_name, path)
     except HookError as error:
@@ -80,16 +81,12 @@ def hook_problem(flag_name: str, path: str) -> Iterator[str]:
 
 
 def describe_exception(error: BaseException, hook: Hook) -> str:
-    """What a hook raised, and the last line of its own file that it came through: `ValueError: no rubric (reward.py:12)`."""
+    """Describe an exception of a hook with the last line of its own file in the traceback: `ValueError: no rubric (reward.py:12)`."""
     frames = traceback.extract_tb(error.__traceback__)
     code = getattr(inspect.unwrap(hook), "__code__", None)
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename] or frames
     place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {str(error)[:MAX_EXCEPTION_CHARS]}{place}"
-
-
-def _path(config: Config, flag_name: str) -> str | None:
-    return getattr(getattr(config, flags()[flag_name].group), flag_name)
 
 
 def _import(flag_name: str, path: str, module_path: str) -> ModuleType:
@@ -104,14 +101,14 @@ def _import(flag_name: str, path: str, module_path: str) -> ModuleType:
     except FileNotFoundError as error:
         raise _error(flag_name, path, f"{error}") from error
     except Exception as error:
-        # Whatever a module does while it is imported is the user's: the line where it failed helps, our own frames do not.
+        # The cause is in the user's module, so only the line where it failed is shown.
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{last.filename}:{last.lineno}"
         raise _error(flag_name, path, f"importing {module_path} raised {type(error).__name__}: {error} ({place})") from error
 
 
 def _import_module(name: str) -> ModuleType:
-    # The `fuligo` script, unlike `python -m fuligo`, does not search the working directory, where a user's own modules are.
+    # Unlike `python -m fuligo`, the `fuligo` script does not have the working directory on its path.
     working_directory = str(Path.cwd())
     if working_directory not in sys.path:
         sys.path.append(working_directory)
@@ -120,7 +117,7 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _import_file(file: Path) -> ModuleType:
-    """Loaded once per file, so that two hooks in it share their state."""
+    """Import a file once, so that its hooks share their state."""
     file = file.expanduser().resolve()
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
@@ -139,23 +136,14 @@ def _import_file(file: Path) -> ModuleType:
     return module
 
 
-def _mismatch(hook: Hook, spec: HookSpec) -> str | None:
-    if spec.methods and not inspect.isclass(hook):
-        return f"it must be a class with {', '.join(spec.methods)}"
-    missing = [method for method in spec.methods if not callable(getattr(hook, method, None))]
-    if missing:
-        return f"the class lacks {', '.join(missing)}"
-    if spec.must_be_async and not (inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(getattr(hook, "__call__", None))):  # noqa: B004
-        return f"it must be `async def`, called as {spec.call}"
+def _shape(hook: Hook) -> HookShape:
+    is_async = inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(getattr(hook, "__call__", None))  # noqa: B004
     try:
         signature = inspect.signature(hook)
     except ValueError:
-        return None  # a function written in C that tells nothing about its parameters
-    try:
-        signature.bind(*spec.parameters, **dict.fromkeys(spec.keywords))
-    except TypeError as error:
-        return f"it is called as {spec.call}, its signature is {signature}: {error}"
-    return None
+        signature = None  # functions written in C may not expose their parameters
+    methods = [name for name in dir(hook) if callable(getattr(hook, name, None))]
+    return HookShape(inspect.isclass(hook), is_async, methods, signature)
 
 
 def _error(flag_name: str, path: str, cause: str) -> HookError:

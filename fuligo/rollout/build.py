@@ -26,8 +26,8 @@ from fuligo.rollout.custom_rollout import CustomRollout
 from fuligo.rollout.custom_source import CustomSource
 from fuligo.rollout.eval_sets import EvalSetSpec, eval_set_specs
 from fuligo.rollout.evaluate import EvalSet, Evaluator
+from fuligo.rollout.filters import buffer_filter, group_filter, sample_filter
 from fuligo.rollout.generate import Engine, SingleTurn, sampling_params
-from fuligo.rollout.hook_adapters import buffer_filter, group_filter, sample_filter
 from fuligo.rollout.parts import RunnerParts
 from fuligo.rollout.protocol import GenerateFn, GroupFilter, GroupStream, PromptStream, RewardFn, Rollout, RolloutState
 from fuligo.rollout.rewards import CustomReward, RewardRunner

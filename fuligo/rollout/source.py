@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from fuligo.errors import HookError
-from fuligo.rollout.buffer import pop_first
+from fuligo.rollout.filters import pop_first
 from fuligo.rollout.protocol import BufferFilter, Draw, PromptStream, RolloutState
 from fuligo.types import Prompt, Sample, SampleGroup, SampleStatus
 

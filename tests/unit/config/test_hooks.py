@@ -113,6 +113,7 @@ def test_hooks_are_found_by_module_and_by_file(module: str, flag: str, function:
         ("custom_rm_path", "reward", "must look like package.module.function or path/to/file.py:function"),
         ("custom_rm_path", "{module}.py", "names a file and no function in it; write "),
         ("custom_generate_function_path", "{module}.generate_not_async", "must be `async def`"),
+        ("dynamic_sampling_filter_path", "{module}.reward", "must be a plain function"),
         ("rollout_function_path", "{module}.rollout_without_evaluation", "(args, rollout_id, data_source, evaluation=...)"),
         ("data_source_path", "{module}.HalfSource", "the class lacks add_samples, save, load, __len__"),
         ("data_source_path", "{module}.reward", "must be a class with get_samples"),
@@ -177,6 +178,7 @@ READ = [
         for function in ("plain_reward", "reward_with_more", "too_many", "rewrd", "rollout", "py", "partial_reward")
     ],
     *[("custom_generate_function_path", function) for function in ("generate_not_async", "generate_object", "rollout")],
+    *[("dynamic_sampling_filter_path", function) for function in ("reward", "plain_reward", "too_many")],
     *[("rollout_function_path", function) for function in ("rollout", "rollout_without_evaluation", "reward")],
     *[("data_source_path", function) for function in ("Source", "HalfSource", "reward", "Nothing")],
 ]

@@ -87,7 +87,7 @@ async def test_a_whole_rollout_of_the_user_s_own(hooks: str):
         await side.produce(0)
 
 
-@pytest.mark.parametrize("flags", [{"max_staleness": 1}, {"buffer_filter_path": "fuligo.rollout.buffer.pop_first"}])
+@pytest.mark.parametrize("flags", [{"max_staleness": 1}, {"buffer_filter_path": "fuligo.rollout.filters.pop_first"}])
 async def test_what_the_user_s_own_source_does_itself_is_refused_beside_it(hooks: str, flags: dict[str, Any]):
     with pytest.raises(ConfigError, match="has no effect with --data-source-path"):
         await build({"data_source_path": f"{hooks}:Source"}, partial_rollout=True, **flags)

@@ -38,10 +38,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from fuligo.config import Config
 from fuligo.config.parse import parse
+from fuligo.formats.hugging_face import read_config_json
 from fuligo.job.trainer_settings import trainer_settings
+from fuligo.layout.flops import forward_flops
 from fuligo.models.names import ModelNames
-from fuligo.models.registry import architecture_of, names_of, read_config_json
-from fuligo.planner.flops import forward_flops
+from fuligo.models.registry import architecture_of, names_of
 from fuligo.planner.make_plan import make_plan
 from fuligo.trainer.shares import StepShare
 from fuligo.trainer.torch_backend.tensor_files import write_tensors

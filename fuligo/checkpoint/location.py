@@ -6,21 +6,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from fuligo.checkpoint.manifest import MANIFEST, check_manifest
-from fuligo.checkpoint.model_files import MODEL_FILES
 from fuligo.checkpoint.state import RunState
 from fuligo.errors import CheckpointError
+from fuligo.formats.checkpoint_files import COUNTERS, RELEASE, TRACKER, UNFINISHED, VALUE_MODEL, is_distributed
+from fuligo.formats.file_manifest import MANIFEST, check_manifest
 
-TRACKER = "latest_checkpointed_iteration.txt"
-RELEASE = "release"
-"""Tracker and directory of weights alone, as conversion tools write them."""
-UNFINISHED = ".tmp_"
-"""What starts so is being written or removed; a crash leaves it, the next start clears it."""
 _REPLACED = ".replaced_"
-VALUE_MODEL = "critic"
-"""In a checkpoint: the directory of the value model's weights."""
-COUNTERS = "trainer.json"
-"""In a checkpoint of either trainer: how far it had come."""
 _ITERATION = re.compile(r"iter_(\d{7,})")
 
 
@@ -125,27 +116,9 @@ def saved_value_model(checkpoint: Path | None) -> Path | None:
     return directory if directory is not None and directory.is_dir() else None
 
 
-def no_value_model(checkpoint: Path) -> str:
-    """What to do where a value model is to be trained and the checkpoint has none."""
-    return (
-        f"{checkpoint}: has no value model, and --advantage-estimator ppo trains one. Give --critic-load DIR with the weights that it is "
-        "to begin with here (a Hugging Face directory of the policy's architecture), or resume with the checkpoint's estimator."
-    )
-
-
 def weights_of(checkpoint: Path) -> Path:
     """Of one checkpoint: the Megatron trainer's is a distributed one, the torch trainer's has a Hugging Face directory."""
     return checkpoint if is_distributed(checkpoint) else checkpoint / "hf"
-
-
-def is_distributed(directory: Path) -> bool:
-    """It is a distributed checkpoint itself, not a directory of them."""
-    return (directory / ".metadata").is_file()
-
-
-def model_directory(weights: Path) -> Path:
-    """Where config.json and the tokenizer of such weights are."""
-    return weights / MODEL_FILES if is_distributed(weights) else weights
 
 
 def newest_iteration(directory: Path) -> int | None:

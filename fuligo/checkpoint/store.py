@@ -14,10 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fuligo.checkpoint.durable import replace_text, sync, sync_tree
 from fuligo.checkpoint.location import (
-    TRACKER,
-    UNFINISHED,
     Checkpoint,
     find_iteration,
     iteration_name,
@@ -26,10 +23,12 @@ from fuligo.checkpoint.location import (
     replaced_iterations,
     replaced_name,
 )
-from fuligo.checkpoint.manifest import write_manifest
 from fuligo.checkpoint.state import RunState
 from fuligo.errors import CheckpointError, CheckpointWriteError, FuligoError
-from fuligo.machine.disk import room
+from fuligo.formats.checkpoint_files import TRACKER, UNFINISHED
+from fuligo.formats.disk import room
+from fuligo.formats.durable import replace_text, sync, sync_tree
+from fuligo.formats.file_manifest import write_manifest
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = _parser().parse_args(list(arguments))
 
-    from fuligo.checkpoint.compare import compare
+    from fuligo.convert.compare import compare
 
     num_equal, differing, largest = 0, 0, 0.0
     for result in compare(options.first, options.second, options.hf_checkpoint):

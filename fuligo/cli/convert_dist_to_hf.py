@@ -18,8 +18,9 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = _parser().parse_args(list(arguments))
 
-    from fuligo.checkpoint.dist_to_hf import dist_to_hf
-    from fuligo.checkpoint.location import is_distributed, weights_directory
+    from fuligo.checkpoint.location import weights_directory
+    from fuligo.convert.dist_to_hf import dist_to_hf
+    from fuligo.formats.checkpoint_files import is_distributed
 
     source = weights_directory(options.checkpoint)
     if not is_distributed(source):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fuligo.convert.hf_to_fp8 import describe, parser, plan_hf_to_fp8
+from fuligo.convert.fp8_plan import describe, parser, plan_hf_to_fp8
 from fuligo.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if not plan.shards:
         raise ConfigError(f"--model-dir {plan.source} has no *.safetensors files with weights; --plan ends after the plan")
-    from fuligo.checkpoint.fp8_conversion import convert
+    from fuligo.convert.fp8 import convert
 
     convert(plan, lambda line: print(line, flush=True))
     print(f"{plan.target} is complete and was compared with {plan.source}")

@@ -6,8 +6,8 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from fuligo.convert.hf_to_dist import DistPlan, describe, plan_hf_to_dist, torchrun_size
 from fuligo.errors import ConfigError, FuligoError
+from fuligo.planner.conversion import DistPlan, describe, plan_hf_to_dist, torchrun_size
 
 USAGE = """fuligo convert hf-to-dist [MODEL_ARGS] --hf-checkpoint DIR --save DIR
     torchrun --nproc-per-node N -m fuligo convert hf-to-dist [MODEL_ARGS] --hf-checkpoint DIR --save DIR
@@ -52,7 +52,7 @@ def _convert(plan: DistPlan) -> None:
 
     import torch.distributed as dist
 
-    from fuligo.checkpoint.hf_to_dist import hf_to_dist
+    from fuligo.convert.hf_to_dist import hf_to_dist
     from fuligo.trainer.ranks.ranks import host_store, torchrun_place
     from fuligo.trainer.ranks.world import World, join_world
 

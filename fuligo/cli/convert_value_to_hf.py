@@ -16,7 +16,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = _parser().parse_args(list(arguments))
 
-    from fuligo.checkpoint.value_to_hf import value_to_hf
+    from fuligo.convert.value_to_hf import value_to_hf
 
     source = value_to_hf(options.checkpoint, options.save, model=options.hf_checkpoint)
     print(f"{source} -> {options.save}")

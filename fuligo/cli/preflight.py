@@ -8,39 +8,37 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from fuligo.checkpoint.export import export_problem
 from fuligo.checkpoint.location import (
-    VALUE_MODEL,
     Checkpoint,
     WeightsOnly,
-    is_distributed,
-    model_directory,
-    no_value_model,
     nothing_left,
     resolve,
     value_weights_directory,
     weights_directory,
     weights_of,
 )
-from fuligo.cluster.launcher import chosen_launcher
 from fuligo.config import Config
 from fuligo.config.hooks import hook_problem, hook_problems
-from fuligo.config.hugging_face import (
+from fuligo.config.launcher import chosen_launcher
+from fuligo.config.topology import TEACHER, engine_groups
+from fuligo.config.vocabulary import vocabulary_difference
+from fuligo.convert.export import export_problem
+from fuligo.data import DataSettings, check_file, data_settings
+from fuligo.data.template import no_chat_template
+from fuligo.errors import CheckpointError, ConfigError, DataError
+from fuligo.formats.checkpoint_files import VALUE_MODEL, is_distributed, model_directory, no_value_model
+from fuligo.formats.hugging_face import (
     DamagedFileError,
     architecture_difference,
     checkpoint_problems,
     has_chat_template,
     is_quantised,
+    read_config_json,
     read_model_config,
 )
-from fuligo.config.topology import TEACHER, engine_groups
-from fuligo.config.vocabulary import vocabulary_difference
-from fuligo.data import DataSettings, check_file, data_settings
-from fuligo.data.template import no_chat_template
-from fuligo.errors import CheckpointError, ConfigError, DataError
+from fuligo.formats.quantisation import EngineQuantisation
 from fuligo.machine.facts import package_version, package_versions
-from fuligo.models.quantisation import EngineQuantisation
-from fuligo.models.registry import names_of, read_config_json
+from fuligo.models.registry import names_of
 from fuligo.planner.rules.model import unknown_tokens
 from fuligo.rollout.eval_sets import eval_set_specs
 from fuligo.rollout.rewards.rows import unjudged

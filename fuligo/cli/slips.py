@@ -8,8 +8,8 @@ from pathlib import Path
 
 from fuligo.checkpoint.location import resolve
 from fuligo.config import Config
-from fuligo.config.hugging_face import has_chat_template
 from fuligo.data import data_settings
+from fuligo.formats.hugging_face import has_chat_template
 from fuligo.observability.run_directory import CHECKPOINTS
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import ray
 from ray._private import services
 
-from fuligo.cluster.launcher import ADDRESS_VARIABLE
 from fuligo.cluster.node import head_command, head_is_open, start_node
+from fuligo.config.launcher import ADDRESS_VARIABLE
 from fuligo.engines.ports import PortClaims
 from fuligo.errors import ConfigError
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Literal
 
 from fuligo.cluster.hostfile import Host
-from fuligo.cluster.launcher import ADDRESS_VARIABLE, TOKEN_VARIABLE, new_token, token_environment
 from fuligo.cluster.node import GRACE_S, head_command, head_is_open, start_node, worker_command
+from fuligo.cluster.ray_environment import TOKEN_VARIABLE, new_token, token_environment
+from fuligo.config.launcher import ADDRESS_VARIABLE
 from fuligo.engines.host import own_address
 from fuligo.engines.server_process import last_lines
 from fuligo.errors import EngineError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fuligo.config import Config
 from fuligo.config.topology import engine_groups
 from fuligo.errors import ConfigError
-from fuligo.planner.slots import Slot, engine_gpus, engine_slots, trainer_slots
+from fuligo.layout.slots import Slot, engine_gpus, engine_slots, trainer_slots
 
 
 @dataclass(slots=True, frozen=True)

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fuligo.cluster.agent import NodeAgent
 from fuligo.cluster.connection import node_addresses
-from fuligo.cluster.launcher import GUARDS_LIVE
+from fuligo.cluster.ray_environment import GUARDS_LIVE
 from fuligo.errors import ConfigError
 
 RESERVE_TIMEOUT_S = 120.0

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fuligo.config.hugging_face import read_model_config
+from fuligo.formats.hugging_face import read_model_config
 
 _TOKENIZER = "tokenizer.json"
 _SHOWN = 3

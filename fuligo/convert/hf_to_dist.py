@@ -1,143 +1,139 @@
-"""A Hugging Face checkpoint to a distributed one: its arguments, and whether the parallel layout that they give fits.
-
-The layout changes nothing of what is written, and processes share the work evenly whatever it is: a distributed checkpoint is loaded under
-any other. Launch scripts give one, and one that is wrong for the model is found here.
-"""
+"""A Hugging Face checkpoint to a distributed one: every process writes its share of the weights, one tensor after another."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
 
-from fuligo.config import Config
-from fuligo.config.command_line import read_command_line
-from fuligo.config.findings import Change
-from fuligo.config.parse import parse
-from fuligo.errors import ConfigError
-from fuligo.models.architecture import Architecture
-from fuligo.models.find import find_trainer_config_json
-from fuligo.models.megatron_flags import disagreements
-from fuligo.planner.memory.parameters import frozen_parameters, trained_parameters
-from fuligo.planner.plan import Stage
-from fuligo.planner.quantities import amount, magnitude
-from fuligo.planner.stages import stages
-from fuligo.planner.subject import Subject, read_subject
-from fuligo.planner.trainer_shape import TrainerShape, trainer_shape
+import torch
+import torch.distributed as dist
 
-_USED = {
-    "hf_checkpoint", "model_config_file", "override_model_config", "save", "mtp_num_layers", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-    "expert_model_parallel_size", "expert_tensor_parallel_size", "allgather_cp", "sequence_parallel", "train_backend",
-}  # fmt: skip
-"""Flags of ours that a conversion heeds, or (`allgather_cp`, `sequence_parallel`: they change no weight) takes along with MODEL_ARGS."""
-_LAYOUT = {name for name in _USED if name.endswith(("_parallel_size", "_pipeline_num_layers"))}
-_BYTES_PER_PARAMETER = 2
-"""Weights are written in bf16."""
-_ANY_GPU = "h100-80"
-"""The shapes of a checkpoint do not depend on it."""
+from fuligo.errors import CheckpointError
+from fuligo.formats.checkpoint_files import RELEASE, TRACKER, UNFINISHED
+from fuligo.formats.durable import replace_text, sync, sync_tree
+from fuligo.formats.file_manifest import write_manifest
+from fuligo.formats.hf_tensors import DTYPES
+from fuligo.formats.hugging_face import DamagedFileError, StoredTensor, read_config_json, read_stored_tensors
+from fuligo.formats.model_files import MODEL_FILES, copy_model_files
+from fuligo.formats.shards import Unread, write_format, write_shards
+from fuligo.models.names import ModelNames, Weight
+from fuligo.models.registry import names_of
+from fuligo.trainer.megatron_backend.weights.forms import read_shard
+from fuligo.trainer.megatron_backend.weights.stored import StoredWeights
+from fuligo.trainer.ranks.world import World
+
+_SHOWN = 3
+"""Names of files in an error."""
 
 
-@dataclass(frozen=True, slots=True)
-class DistPlan:
-    """What a conversion would do."""
+def hf_to_dist(source: Path, target: Path, world: World) -> None:
+    """Write `release` and the tracker that names it into `target`, in the types that the weights have. A collective.
 
-    source: str
-    target: str
-    architecture: Architecture
-    shape: TrainerShape
-    stages: tuple[Stage, ...]
-    rank_parameters: tuple[int, ...]
-    """[PP] parameters that a trainer's rank of each stage would hold."""
-    is_chosen: bool
-    """No layout was given: it was chosen to fit."""
-    warnings: tuple[str, ...]
-
-
-def plan_hf_to_dist(arguments: Sequence[str], world_size: int) -> DistPlan:
-    """What the conversion with these arguments would do on `world_size` processes.
+    Prediction layers are included where the checkpoint has their weights. `release` appears when it is complete.
 
     Raises:
-        ConfigError: unknown or unused flags, MODEL_ARGS that disagree with config.json, or a layout that does not fit.
+        CheckpointError: the checkpoint is damaged, or the target cannot be written to; on every rank.
+        ConfigError: the names of the model's weights are not known.
     """
-    given = {assignment.flag.name: assignment for assignment in read_command_line(arguments).assignments}
-    parsed = parse([*arguments, "--train-backend", "megatron"])
-    problems = [
-        f"{assignment.origin} has no effect on a conversion; drop it"
-        for name, assignment in given.items()
-        if assignment.flag.group != "megatron" and name not in _USED
-    ]
-    required = (("--hf-checkpoint", parsed.config.model.hf_checkpoint), ("--save", parsed.config.checkpoint.save))
-    problems += [f"{option} must be given" for option, value in required if value is None]
-    if problems:
-        raise ConfigError(*problems)
-    config = parsed.config.changed([Change(("cluster", "actor_num_gpus_per_node"), world_size)])
-    _check_model_arguments(config)
-    is_chosen = not _LAYOUT & set(given)
-    subject = read_subject(config, _ANY_GPU)
-    if is_chosen:
-        subject = read_subject(config.changed(_chosen_layout(subject.architecture, world_size)), _ANY_GPU)
-    shape = _checked_shape(subject, world_size)
-    cut = stages(subject)
-    held = tuple((trained_parameters(subject, shape, [stage]) + frozen_parameters(subject, shape, [stage])).total for stage in cut)
-    source, target = config.model.hf_checkpoint, config.checkpoint.save
-    assert source is not None and target is not None
-    return DistPlan(source, target, subject.architecture, shape, cut, held, is_chosen, parsed.warnings)
+    names = names_of(read_config_json(source), str(source / "config.json"))
+    unfinished, final = target / f"{UNFINISHED}{RELEASE}", target / RELEASE
+    _check_target(target)
+    headers = _read_headers(source)
+    weights = list(names.weights(_num_prediction_layers(headers, names)))
+    with StoredWeights(source, names, _num_prediction_layers(headers, names)) as stored:
+        share = list(_share(stored, weights, headers, names, world))
+        _on_first(world, lambda: _begin(unfinished, source))
+        write_shards(unfinished, share, world.objects)
+    _on_first(world, lambda: _finish(unfinished, final))
 
 
-def describe(plan: DistPlan) -> Iterator[str]:
-    """The plan, line by line."""
-    shape, architecture = plan.shape, plan.architecture
-    chosen = " (chosen: no layout was given)" if plan.is_chosen else ""
-    num_bytes = _BYTES_PER_PARAMETER * architecture.num_parameters
-    yield from (f"warning: {warning}" for warning in plan.warnings)
-    yield f"{plan.source} -> {plan.target}"
-    yield f"{architecture.model_type}, {magnitude(architecture.num_parameters)} parameters in {architecture.num_layers} layers"
-    processes = "1 process" if shape.num_ranks == 1 else f"{shape.num_ranks} processes"
-    yield f"{processes}: TP {shape.tp}, PP {shape.pp}, DP {shape.dp}, EP {shape.ep}, ETP {shape.etp}{chosen}"
-    yield f"each writes about {amount(num_bytes // shape.num_ranks)}; the checkpoint is loaded under any layout"
+def _check_target(target: Path) -> None:
+    """It is to hold the conversion and nothing else: what an interrupted one left, or one whose weights were removed, is no hindrance."""
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file; give another place with --save")
+    if (target / RELEASE).exists():
+        raise CheckpointError(f"{target / RELEASE} is there already; remove it, or give another place with --save")
+    if (target / "config.json").exists():  # its tracker would hide its own weights
+        raise CheckpointError(f"{target} is a Hugging Face directory; give --save a directory of its own")
+    if (target / TRACKER).exists() and (target / TRACKER).read_text().strip() != RELEASE:
+        raise CheckpointError(f"{target} holds the checkpoints of a run, which would no longer resume from them; give another --save")
+    others = sorted({path.name for path in target.iterdir()} - {TRACKER, f"{UNFINISHED}{RELEASE}"}) if target.exists() else []
+    if others:
+        shown = ", ".join(others[:_SHOWN]) + (", ..." if len(others) > _SHOWN else "")
+        raise CheckpointError(f"{target} holds something else ({shown}); give --save a directory of its own")
 
 
-def torchrun_size() -> int:
-    """Processes that torchrun started, else 1; also where `WORLD_SIZE` is no number of processes."""
-    given = os.environ.get("WORLD_SIZE", "")
-    return int(given) if given.isdecimal() and int(given) else 1
+def _begin(unfinished: Path, source: Path) -> None:
+    shutil.rmtree(unfinished, ignore_errors=True)  # what a crash left
+    unfinished.mkdir(parents=True)
+    write_format(unfinished)
+    copy_model_files(source, unfinished / MODEL_FILES)
 
 
-def _check_model_arguments(config: Config) -> None:
-    found = find_trainer_config_json(config)
-    if found is None or config.model.override_model_config:
-        return
-    problems = [
-        f"{option} {given} disagrees with {found.source}, which says {expected}; correct it, or give --override-model-config"
-        for option, given, expected in disagreements(config, found.values, found.source)
-    ]
-    if problems:
-        raise ConfigError(*problems)
+def _finish(unfinished: Path, final: Path) -> None:
+    write_manifest(unfinished)
+    sync_tree(unfinished)
+    unfinished.rename(final)
+    sync(final.parent)
+    replace_text(final.parent / TRACKER, RELEASE)
 
 
-def _chosen_layout(architecture: Architecture, world_size: int) -> list[Change]:
-    """Every process is a stage; the last one takes the layers that are left over."""
-    if world_size > architecture.num_layers:
-        raise ConfigError(
-            f"{world_size} processes are more than the model's {architecture.num_layers} layers; start fewer, or give a layout with "
-            "--tensor-model-parallel-size and --expert-model-parallel-size"
-        )
-    share = architecture.num_layers // world_size
-    last = architecture.num_layers - share * (world_size - 1)
-    changes = [Change(("parallel", "pipeline_model_parallel_size"), world_size)]
-    return [*changes, Change(("parallel", "decoder_last_pipeline_num_layers"), last)] if last != share else changes
-
-
-def _checked_shape(subject: Subject, world_size: int) -> TrainerShape:
+def _read_headers(source: Path) -> dict[str, StoredTensor]:
     try:
-        shape = trainer_shape(subject.config)
-    except ConfigError as error:
-        text = str(error).replace(f"the trainer's {world_size} GPUs", f"the {world_size} processes of the conversion")
-        raise ConfigError(text) from None
-    heads, experts = subject.architecture.attention.num_heads, subject.architecture.experts
-    if heads % shape.tp:
-        raise ConfigError(f"--tensor-model-parallel-size {shape.tp} does not divide the model's {heads} attention heads")
-    if experts is not None and experts.num_experts % shape.ep:
-        raise ConfigError(f"--expert-model-parallel-size {shape.ep} does not divide the model's {experts.num_experts} experts")
-    return shape
+        return read_stored_tensors(source)
+    except DamagedFileError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _share(
+    stored: StoredWeights, weights: Sequence[Weight], headers: Mapping[str, StoredTensor], names: ModelNames, world: World
+) -> Iterator[Unread]:
+    """This rank's weights: each goes to the rank that has least to write so far."""
+    loads = [0] * world.size
+    for weight in weights:
+        rank = loads.index(min(loads))
+        loads[rank] += prod(weight.shape)
+        name = stored.parts(weight)[0].name
+        if headers[name].dtype not in DTYPES:
+            raise CheckpointError(
+                f"{name} is stored as {headers[name].dtype}, which training cannot start from; give the checkpoint in bf16"
+            )
+        if rank == world.rank:
+            yield Unread(weight.megatron, weight.shape, DTYPES[headers[name].dtype], _Reader(stored, weight, names))
+
+
+class _Reader:
+    """Reads a weight when it is called."""
+
+    def __init__(self, stored: StoredWeights, weight: Weight, names: ModelNames) -> None:
+        self._stored, self._weight, self._names = stored, weight, names
+
+    def __call__(self) -> torch.Tensor:
+        return read_shard(self._weight, self._stored.parts(self._weight), self._names.architecture, 0, 1)
+
+
+def _num_prediction_layers(headers: Mapping[str, StoredTensor], names: ModelNames) -> int:
+    """Those that the files hold, which may be fewer than config.json speaks of."""
+    total = len(names.architecture.mtp_layers)
+    missing = [weight for weight in names.weights() if weight.megatron.startswith("mtp.") and weight.checkpoint[0] not in headers]
+    return min((int(weight.megatron.split(".")[2]) for weight in missing if weight.all_experts is None), default=total)
+
+
+def _on_first(world: World, work: Callable[[], None]) -> None:
+    """Rank 0 does it, the others wait.
+
+    Raises:
+        CheckpointError: it could not; on every rank.
+    """
+    problem: list[str | None] = [None]
+    if world.rank == 0:
+        try:
+            work()
+        except (OSError, CheckpointError) as error:
+            problem = [str(error)]
+    if world.size > 1:
+        dist.broadcast_object_list(problem, src=0, group=world.objects)
+    if problem[0] is not None:
+        raise CheckpointError(problem[0])

@@ -29,8 +29,8 @@ from fuligo.engines.generation import (
 )
 from fuligo.engines.scoring import parse_scores, scoring_body
 from fuligo.errors import EngineError
+from fuligo.formats.checksum import WeightsDigest
 from fuligo.types import FloatArray, IntArray, RoutedExperts
-from fuligo.weights.checksum import WeightsDigest
 
 __all__ = ["EngineClient", "EngineLoad", "Generation", "ModelInfo", "PauseMode", "SamplingParams"]
 

@@ -15,8 +15,8 @@ from fuligo.engines.client import EngineClient, MemoryTag, PauseMode
 from fuligo.engines.deadlines import DEFAULT, ControlDeadlines
 from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams, Served
 from fuligo.errors import EngineError
+from fuligo.formats.checksum import WeightsDigest
 from fuligo.types import FloatArray, IntArray
-from fuligo.weights.checksum import WeightsDigest
 
 T = TypeVar("T")
 DIRECT_TIMEOUT_S = 600.0

@@ -18,7 +18,7 @@ from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.generate_body import parse_generate
 from fuligo.errors import EngineError, FuligoError
-from fuligo.weights.payload import decode_named_tensors
+from fuligo.formats.payload import decode_named_tensors
 
 Handler = Callable[[dict[str, Any]], Awaitable[Any]]
 

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from fuligo.engines.client import EngineClient, MemoryTag
 from fuligo.engines.group import WAIT_S, EngineGroup
+from fuligo.formats.weight_manifest import WeightManifest, WeightTarget
 from fuligo.trainer.protocol import Trainer
 from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
-from fuligo.weights.manifest import WeightManifest, WeightTarget
 from fuligo.weights.sync import WeightSync
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuligo.config import Config
-from fuligo.config.hugging_face import read_model_config
 from fuligo.config.topology import policy_model
 from fuligo.engines.deadlines import ControlDeadlines
 from fuligo.engines.generation import RoutingQuery, SamplingParams
@@ -21,6 +20,8 @@ from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.server import SGLangServer
 from fuligo.errors import EngineError, FuligoError
+from fuligo.formats.hugging_face import read_model_config
+from fuligo.formats.scratch import scratch_root
 from fuligo.job.colocated import ColocatedDevices, ColocatedWeightSync
 from fuligo.job.fleet import fleet_settings, local_places, ranks_beside_engines
 from fuligo.job.trainer_settings import resolve_device, resolve_precision
@@ -31,7 +32,6 @@ from fuligo.observability.run_directory import RunDirectory
 from fuligo.rollout.protocol import Rollout
 from fuligo.trainer.protocol import Trainer
 from fuligo.weights.proof import ChecksumProof, EqualityProof, LogprobProof
-from fuligo.weights.scratch import scratch_root
 from fuligo.weights.sync import VersionCounter, WeightSync, WeightSyncSettings
 
 if TYPE_CHECKING:

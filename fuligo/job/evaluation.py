@@ -7,10 +7,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from fuligo.checkpoint.location import Checkpoint, WeightsOnly, is_distributed, resolve, weights_of
-from fuligo.cluster.launcher import chosen_launcher
+from fuligo.checkpoint.location import Checkpoint, WeightsOnly, resolve, weights_of
 from fuligo.config import Config
+from fuligo.config.launcher import chosen_launcher
 from fuligo.engines.group import EngineGroup
+from fuligo.formats.checkpoint_files import is_distributed
 from fuligo.job.engines import launch_engines
 from fuligo.job.join import join_cluster
 from fuligo.observability.run_directory import RunDirectory
@@ -87,7 +88,7 @@ def _hugging_face(weights: Path, target: Path, stack: AsyncExitStack) -> Path:
     """What engines read: the weights themselves, or made of them at `target`, for as long as the stack is open."""
     if not is_distributed(weights):
         return weights
-    from fuligo.checkpoint.dist_to_hf import dist_to_hf
+    from fuligo.convert.dist_to_hf import dist_to_hf
 
     stack.callback(shutil.rmtree, target, ignore_errors=True)
     dist_to_hf(weights, target)

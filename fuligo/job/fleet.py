@@ -15,8 +15,8 @@ from fuligo.engines.sglang.place import EnginePlace, claim_ports
 from fuligo.engines.sglang.server import ServerSettings
 from fuligo.errors import ConfigError
 from fuligo.job.trainer_settings import resolve_device
+from fuligo.layout.slots import engine_gpus, engine_slots, trainer_slots
 from fuligo.observability.run_directory import RunDirectory
-from fuligo.planner.slots import engine_gpus, engine_slots, trainer_slots
 
 LOOPBACK = "127.0.0.1"
 

@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuligo.cluster.launcher import prepare_environment
 from fuligo.cluster.placement import place
+from fuligo.cluster.ray_environment import prepare_environment
 from fuligo.config import Config
 from fuligo.config.topology import engine_groups
 from fuligo.errors import ConfigError

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import fields
 
 from fuligo.config import Config
-from fuligo.models.registry import architecture_of, read_config_json
+from fuligo.formats.hugging_face import read_config_json
+from fuligo.layout.megatron import Layout
+from fuligo.layout.trainer_shape import trainer_shape
+from fuligo.models.registry import architecture_of
 from fuligo.models.routing import RoutingShape
 from fuligo.models.stated_flags import stated_flags
-from fuligo.planner.trainer_shape import trainer_shape
-from fuligo.trainer.megatron_backend.layout import Layout
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, PredictionLayers, Recomputation, SparseLayers
 from fuligo.trainer.ranks.settings import TrainerSettings
 

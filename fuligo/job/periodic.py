@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fuligo.checkpoint.export import export
 from fuligo.checkpoint.state import DriverRng, RunState
 from fuligo.checkpoint.store import CheckpointStore
+from fuligo.convert.export import export
 from fuligo.job.recorder import RunRecorder
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.rollout.evaluate import Evaluation, Evaluator

@@ -24,8 +24,8 @@ from fuligo.checkpoint.location import (
 )
 from fuligo.checkpoint.state import RunState
 from fuligo.checkpoint.store import CheckpointStore
-from fuligo.cluster.launcher import chosen_launcher
 from fuligo.config import Config
+from fuligo.config.launcher import chosen_launcher
 from fuligo.errors import CheckpointError
 from fuligo.job.colocated import ColocatedDevices, ColocatedTrainer, ColocatedWeightSync
 from fuligo.job.engines import Engines, build_weight_sync, launch_engines, share_devices

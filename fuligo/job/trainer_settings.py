@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Literal
 
 from fuligo.checkpoint.location import value_weights_directory, weights_directory
-from fuligo.cluster.launcher import chosen_launcher
 from fuligo.config import Config
+from fuligo.config.launcher import chosen_launcher
 from fuligo.config.topology import engine_groups
 from fuligo.engines.sglang.server import CPU_ARGUMENTS
 from fuligo.errors import ConfigError, FuligoError
-from fuligo.models.quantisation import EngineQuantisation
-from fuligo.models.registry import read_config_json
+from fuligo.formats.checkpoint_form import prediction_prefixes
+from fuligo.formats.hugging_face import read_config_json
+from fuligo.formats.quantisation import EngineQuantisation
+from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.settings import CriticSettings, OptimizerSettings, TrainedParameters, TrainerSettings
 from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.settings import loss_settings
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
-from fuligo.weights.checkpoint_form import prediction_prefixes
-from fuligo.weights.manifest import EngineFormat
 
 DEFAULT_MAX_TOKENS = 8192
 """Of a micro-batch where no flag says how to cut them; the loss does not depend on it."""

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from fuligo.config import Config
 from fuligo.config.topology import engine_groups, policy_model
 from fuligo.errors import ConfigError
+from fuligo.formats.weight_manifest import Transport
 from fuligo.job.fleet import ranks_beside_engines
 from fuligo.job.trainer_settings import resolve_device
-from fuligo.weights.manifest import Transport
 
 if TYPE_CHECKING:
     from fuligo.cluster.cluster import RayCluster

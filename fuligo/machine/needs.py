@@ -15,7 +15,7 @@ from fuligo.engines.sglang.server import PORTS_PER_ENGINE
 from fuligo.errors import EngineError
 from fuligo.machine.facts import Machine, package_versions
 from fuligo.machine.findings import Finding
-from fuligo.planner.quantities import amount
+from fuligo.quantities import amount
 
 Versions = Callable[[Sequence[str], str, Mapping[str, str]], Mapping[str, str | None]]
 NCCL_SHARED_MEMORY_BYTES = 1024**3

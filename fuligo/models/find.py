@@ -10,9 +10,10 @@ from typing import Any
 from fuligo.config import Config
 from fuligo.config.topology import engine_groups
 from fuligo.errors import ConfigError
+from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.architecture import Architecture
 from fuligo.models.from_flags import architecture_from_flags, overridden
-from fuligo.models.registry import architecture_of, read_config_json
+from fuligo.models.registry import architecture_of
 
 
 @dataclass(frozen=True, slots=True)

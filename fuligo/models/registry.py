@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fuligo.errors import ConfigError
+from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.deepseek_v3.architecture import architecture as deepseek_v3
@@ -84,26 +84,6 @@ def names_of(config_json: Mapping[str, Any], source: str = "config.json") -> Mod
     """
     config, architecture = ConfigJson.of(config_json, source), architecture_of(config_json, source)
     return ModelNames(architecture, NAMES[config.model_type](config, architecture))
-
-
-def read_config_json(path: Path) -> dict[str, Any]:
-    """The config.json at `path`, or of the directory `path`.
-
-    Raises:
-        ConfigError: it is missing, unreadable, or not a JSON object.
-    """
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{file} does not exist; give a model's config.json, or the directory that holds it") from None
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} is not a JSON object; it must describe a Hugging Face model")
-    return content
 
 
 def read_architecture(path: Path) -> Architecture:

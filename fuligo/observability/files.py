@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fuligo.machine.disk import writing
+from fuligo.formats.disk import writing
 
 
 def open_to_append(path: Path) -> int:

@@ -18,7 +18,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fuligo.machine.disk import writing
+from fuligo.formats.disk import writing
 from fuligo.types import Sample, SampleGroup, TokenScores, TrainSample
 
 ROWS_PER_GROUP = 64

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from fuligo.config import Config
 from fuligo.errors import ConfigError
-from fuligo.machine.disk import writing
+from fuligo.formats.disk import writing
 from fuligo.observability.jsonl import Record
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 
 from fuligo.errors import FuligoError
-from fuligo.machine.disk import writing
+from fuligo.formats.disk import writing
 from fuligo.observability.files import append, open_to_append
 from fuligo.types import Sample, Span
 

@@ -8,8 +8,8 @@ from fuligo.config.findings import Finding, Severity
 from fuligo.planner.gpus import GIB
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.plan import EngineCapacity, MemoryBar
-from fuligo.planner.quantities import gibibytes
 from fuligo.planner.subject import Subject
+from fuligo.quantities import gibibytes
 
 TRAINER, ENGINE, HOST = "PLAN-MEMORY-TRAINER", "PLAN-MEMORY-ENGINE", "PLAN-MEMORY-HOST"
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from fuligo.config.topology import EngineGroupSpec, engine_groups
 from fuligo.errors import ConfigError
+from fuligo.layout.slots import engine_slots, trainer_slots
+from fuligo.layout.trainer_shape import TrainerShape, trainer_shape
 from fuligo.planner.plan import ClusterLayout, EngineGroup, EngineRank, PlacedGpu, TrainerRank
-from fuligo.planner.slots import engine_slots, trainer_slots
 from fuligo.planner.stages import stages
 from fuligo.planner.subject import Subject
-from fuligo.planner.trainer_shape import TrainerShape, trainer_shape
 
 MAX_GPUS = 32768
 """Every GPU is placed and drawn: a plan of more takes minutes, and most likely a size was mistyped."""

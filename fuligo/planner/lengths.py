@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from fuligo.config import Config
+from fuligo.layout.trainer_shape import TrainerShape
 from fuligo.planner.subject import Subject
-from fuligo.planner.trainer_shape import TrainerShape
 
 DEFAULT_PACKED_TOKENS = 8192
 """Of a micro-batch without --use-dynamic-batch-size and --micro-batch-size (`trainer/settings.py`)."""

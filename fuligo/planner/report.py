@@ -14,8 +14,8 @@ from fuligo.config import Config
 from fuligo.config.changes import change_text
 from fuligo.config.findings import Finding, Severity
 from fuligo.planner.plan import ClusterLayout, EngineCapacity, MemoryBar, Plan
-from fuligo.planner.quantities import as_typed, count, gibibytes, magnitude, ranges, seconds
 from fuligo.planner.text_bars import Palette, span_bar, stacked_bar
+from fuligo.quantities import as_typed, count, gibibytes, magnitude, ranges, seconds
 
 _MAX_WIDTH = 120
 _MIN_BAR = 10

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fuligo.config.topology import EngineGroupSpec, policy_model
+from fuligo.layout.flops import forward_flops
 from fuligo.planner import speeds
-from fuligo.planner.flops import forward_flops
 from fuligo.planner.lengths import average_prompt, average_response
 from fuligo.planner.memory.bars import planned_engines
 from fuligo.planner.memory.embedded import embedded_items
 from fuligo.planner.memory.engine import EngineMemory, is_fp8
 from fuligo.planner.memory.scoring import serves_teacher
 from fuligo.planner.plan import ClusterLayout, Phase
-from fuligo.planner.quantities import magnitude
 from fuligo.planner.subject import Subject
 from fuligo.planner.training_time import rollout_forward_flops
+from fuligo.quantities import magnitude
 
 
 @dataclass(frozen=True, slots=True)

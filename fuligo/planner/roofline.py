@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fuligo.config.topology import engine_groups
+from fuligo.layout.trainer_shape import trainer_shape
 from fuligo.planner import speeds
 from fuligo.planner.lengths import AVERAGE_OF_LONGEST, average_prompt, average_response
 from fuligo.planner.memory.trainer import trainer_state
 from fuligo.planner.plan import ClusterLayout, Phase
 from fuligo.planner.rollout_time import rollout_phase, teacher_phase
 from fuligo.planner.subject import Subject
-from fuligo.planner.trainer_shape import trainer_shape
 from fuligo.planner.training_time import num_trained_models, optimizer_phase, score_phase, train_phase
 
 

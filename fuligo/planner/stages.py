@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fuligo.errors import ConfigError
+from fuligo.layout.trainer_shape import trainer_shape
 from fuligo.models.architecture import Architecture, Layer
 from fuligo.planner.plan import Stage
 from fuligo.planner.subject import Subject
-from fuligo.planner.trainer_shape import trainer_shape
 
 EMBEDDING_COUNTS = "account_for_embedding_in_pipeline_split"
 LOSS_COUNTS = "account_for_loss_in_pipeline_split"

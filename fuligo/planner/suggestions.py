@@ -9,15 +9,15 @@ from itertools import combinations
 from fuligo.config.changes import change_text
 from fuligo.config.findings import Change
 from fuligo.errors import ConfigError
+from fuligo.layout.trainer_shape import trainer_shape
 from fuligo.planner.estimate import Estimate, estimate, shortfall
 from fuligo.planner.fit import engines_fit
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.plan import Suggestion
-from fuligo.planner.quantities import gibibytes, seconds
 from fuligo.planner.rule_errors import rule_errors
 from fuligo.planner.rules.servers import put_argument, running
 from fuligo.planner.subject import Subject
-from fuligo.planner.trainer_shape import trainer_shape
+from fuligo.quantities import gibibytes, seconds
 
 NUM_SHOWN = 3
 SMALL_CHUNK_TOKENS = 1024

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fuligo.layout.flops import forward_flops
+from fuligo.layout.trainer_shape import TrainerShape, trainer_shape
 from fuligo.planner import speeds
-from fuligo.planner.flops import forward_flops
 from fuligo.planner.lengths import average_prompt, average_response, num_micro_batches
 from fuligo.planner.memory.trainer import gradient_bytes, offloaded_share, optimizer_parameters, trainer_state
 from fuligo.planner.plan import ClusterLayout, Phase
 from fuligo.planner.subject import Subject
-from fuligo.planner.trainer_shape import TrainerShape, trainer_shape
 
 
 def train_phase(subject: Subject, layout: ClusterLayout) -> Phase:

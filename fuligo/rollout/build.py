@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
 from fuligo.config.hooks import Hook, describe_exception, hook_of, load_hook
-from fuligo.config.hugging_face import read_model_config
 from fuligo.data.dataset import PromptDataset, PromptTooLongError
 from fuligo.data.settings import data_settings
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import ConfigError, DataError, HookError
+from fuligo.formats.hugging_face import read_model_config
 from fuligo.models.routing import RoutingShape
 from fuligo.rollout.activity import Activity, Observed
 from fuligo.rollout.admission import Admission

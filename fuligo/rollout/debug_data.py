@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fuligo.errors import DataError, RolloutError
-from fuligo.machine.disk import writing
+from fuligo.formats.disk import writing
 from fuligo.rollout.protocol import Rollout, RolloutState
 from fuligo.types import Sample, SampleGroup, SampleStatus, Span
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from fuligo.checkpoint.location import no_value_model
 from fuligo.errors import CheckpointError
+from fuligo.formats.checkpoint_files import no_value_model
 from fuligo.trainer.ranks.settings import CriticSettings
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import Progress

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from fuligo.formats.weight_manifest import WeightManifest, WeightTarget
 from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
-from fuligo.weights.manifest import WeightManifest, WeightTarget
 
 
 class Trainer(Protocol):

@@ -23,8 +23,8 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 from fuligo.engines.client import EngineClient
 from fuligo.engines.deadlines import BUCKET
 from fuligo.errors import EngineError
-from fuligo.weights.buckets import Bucket, as_bytes
-from fuligo.weights.manifest import EngineAddress
+from fuligo.formats.buckets import Bucket, as_bytes
+from fuligo.formats.weight_manifest import EngineAddress
 
 TIMEOUT = timedelta(seconds=BUCKET.seconds)
 """Of a group's beginning and of one broadcast, where no engine says that it failed."""

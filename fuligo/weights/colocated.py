@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from fuligo.engines.client import EngineClient
 from fuligo.errors import EngineError
-from fuligo.weights.buckets import Bucket
-from fuligo.weights.manifest import EngineAddress
-from fuligo.weights.payload import shared_payload
+from fuligo.formats.buckets import Bucket
+from fuligo.formats.payload import shared_payload
+from fuligo.formats.weight_manifest import EngineAddress
 
 T = TypeVar("T")
 

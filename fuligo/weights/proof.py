@@ -11,10 +11,10 @@ import numpy as np
 from fuligo.engines.client import EngineClient, SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import WeightSyncError
+from fuligo.formats.checksum import WeightsDigest
+from fuligo.formats.weight_manifest import WeightManifest
 from fuligo.trainer.protocol import Trainer
 from fuligo.types import SampleStatus, TrainSample
-from fuligo.weights.checksum import WeightsDigest
-from fuligo.weights.manifest import WeightManifest
 
 NUM_PROBES = 8
 

@@ -15,14 +15,14 @@ from traceback import clear_frames
 from fuligo.engines.client import EngineClient
 from fuligo.engines.host import own_address
 from fuligo.errors import EngineError
+from fuligo.formats.buckets import Bucket, Changes, Counted, NamedTensors, cut_into_buckets, send_each
+from fuligo.formats.checkpoint_form import checkpoint_weights
+from fuligo.formats.fp8 import quantised_weights
+from fuligo.formats.payload import shared_payload
+from fuligo.formats.scratch import filling
+from fuligo.formats.weight_manifest import AS_CHECKPOINT, EngineAddress, EngineFormat, Undelivered, WeightManifest, WeightTarget
 from fuligo.weights.broadcast import BroadcastGroup
-from fuligo.weights.buckets import Bucket, Changes, Counted, NamedTensors, cut_into_buckets, send_each
-from fuligo.weights.checkpoint_form import checkpoint_weights
 from fuligo.weights.colocated import TrainerRanks, own_engine
-from fuligo.weights.fp8 import quantised_weights
-from fuligo.weights.manifest import AS_CHECKPOINT, EngineAddress, EngineFormat, Undelivered, WeightManifest, WeightTarget
-from fuligo.weights.payload import shared_payload
-from fuligo.weights.scratch import filling
 
 
 class WeightSender:

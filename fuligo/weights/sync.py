@@ -13,10 +13,10 @@ from fuligo.engines.client import EngineClient
 from fuligo.engines.group import WAIT_S, EngineGroup
 from fuligo.engines.shared_devices import SharedDevices
 from fuligo.errors import EngineError, WeightSyncError
+from fuligo.formats.scratch import filling, scratch_directory
+from fuligo.formats.weight_manifest import EngineAddress, Transport, WeightManifest, WeightTarget
 from fuligo.trainer.protocol import Trainer
-from fuligo.weights.manifest import EngineAddress, Transport, WeightManifest, WeightTarget
 from fuligo.weights.proof import ChecksumProof, EqualityProof
-from fuligo.weights.scratch import filling, scratch_directory
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import ray
 from fuligo.cluster.rank import Answer
 from fuligo.cluster.supervision import RankHandle
 from fuligo.cluster.trainer import RayTrainer
-from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.settings import OptimizerSettings

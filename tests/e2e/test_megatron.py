@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.checkpoint.compare import compare
 from fuligo.checkpoint.location import newest_iteration
+from fuligo.convert.compare import compare
 from tests import tiny
 from tests.e2e.command import REPOSITORY, fail, fuligo, succeed, train_command
 from tests.e2e.conftest import Job

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fuligo.checkpoint.location import TRACKER
+from fuligo.formats.checkpoint_files import TRACKER
 from tests.e2e.command import REPOSITORY, succeed
 from tests.e2e.conftest import Job
 from tests.e2e.records import TOKENS, checkpoint, evaluations, metrics, sample_rows

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuligo.checkpoint.fp8_conversion import convert
-from fuligo.convert.hf_to_fp8 import plan_hf_to_fp8
-from fuligo.models.quantisation import Quantisation
-from fuligo.weights.fp8 import quantise
+from fuligo.convert.fp8 import convert
+from fuligo.convert.fp8_plan import plan_hf_to_fp8
+from fuligo.formats.fp8 import quantise
+from fuligo.formats.quantisation import Quantisation
 from tests.fp8 import save_family
 from tests.gpu.test_sglang_cuda import PYTHON, metrics, train
 

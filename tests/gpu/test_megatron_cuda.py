@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from fuligo.algorithms.assign import AdvantageSettings, assign_advantages
 from fuligo.config.parse import parse
+from fuligo.formats.weight_manifest import WeightTarget
 from fuligo.job.trainer_settings import trainer_settings
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.ranks.trainer import LocalTrainer
 from fuligo.types import FloatArray
-from fuligo.weights.manifest import WeightTarget
 from tests import tiny, train_batches
 
 pytest.importorskip("transformer_engine")

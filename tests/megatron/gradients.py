@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.ranks.settings import TrainerSettings

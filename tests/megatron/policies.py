@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fuligo.models.registry import architecture_of, read_config_json
+from fuligo.formats.hugging_face import read_config_json
+from fuligo.layout.megatron import Layout
+from fuligo.models.registry import architecture_of
 from fuligo.models.stated_flags import stated_flags
 from fuligo.trainer.batch import PackedTokens, pack_tokens
-from fuligo.trainer.megatron_backend.layout import Layout
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, SparseLayers
 from fuligo.trainer.ranks.settings import OptimizerSettings
 from fuligo.trainer.ranks.world import World

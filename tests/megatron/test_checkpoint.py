@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fuligo.checkpoint.hf_to_dist import hf_to_dist
-from fuligo.checkpoint.hf_view import HuggingFaceView
 from fuligo.checkpoint.location import weights_directory
+from fuligo.convert.hf_to_dist import hf_to_dist
+from fuligo.convert.hf_view import HuggingFaceView
 from fuligo.errors import CheckpointError
+from fuligo.formats.hugging_face import read_config_json
+from fuligo.layout.megatron import Layout
 from fuligo.models.names import ModelNames
-from fuligo.models.registry import names_of, read_config_json
-from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.models.registry import names_of
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace
 from fuligo.trainer.ranks.settings import TrainedParameters
 from fuligo.trainer.ranks.world import World
@@ -38,7 +39,7 @@ def train(
     world: World, settings: MegatronTrainerSettings, *, load: Path | None, save: Path | None, num_steps: int
 ) -> dict[str, Tensor] | None:
     """Optimizer steps from the settings' first weights or a checkpoint; the weights after them, on rank 0."""
-    from fuligo.checkpoint.megatron_dist import CheckpointWriter, restore_state
+    from fuligo.trainer.megatron_backend.state import CheckpointWriter, restore_state
     from fuligo.trainer.megatron_backend.weights.export import named_weights
 
     state = build_state(world, settings)
@@ -62,10 +63,10 @@ def step(state: Any, settings: MegatronTrainerSettings) -> None:
 
 
 def build_state(world: World, settings: MegatronTrainerSettings) -> Any:
-    from fuligo.checkpoint.megatron_dist import MegatronState
     from fuligo.trainer.megatron_backend.data_parallel import wrap
     from fuligo.trainer.megatron_backend.model import build_chunks
     from fuligo.trainer.megatron_backend.optimizer import build_optimizer, freeze_parameters
+    from fuligo.trainer.megatron_backend.state import MegatronState
     from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
     from fuligo.trainer.megatron_backend.world import join_megatron
 
@@ -177,7 +178,7 @@ def draw_after_restore(world: World, settings: MegatronTrainerSettings, *, load:
     """What each kind of random numbers gives next."""
     from megatron.core import tensor_parallel
 
-    from fuligo.checkpoint.megatron_dist import CheckpointWriter, restore_state
+    from fuligo.trainer.megatron_backend.state import CheckpointWriter, restore_state
 
     state = build_state(world, settings)
     if save is not None:
@@ -202,7 +203,7 @@ def test_random_numbers_go_on_under_the_same_layout_only(pool: RankPool, models,
 
 def train_beside_the_save(world: World, settings: MegatronTrainerSettings, *, save: Path) -> None:
     """One step, a save that is begun, another step before it ends."""
-    from fuligo.checkpoint.megatron_dist import CheckpointWriter
+    from fuligo.trainer.megatron_backend.state import CheckpointWriter
 
     state = build_state(world, settings)
     step(state, settings)
@@ -222,7 +223,7 @@ def test_what_is_saved_beside_training_is_what_was_there_when_it_began(pool: Ran
 
 def refused(world: World, settings: MegatronTrainerSettings, load: Path) -> tuple[str, bool]:
     """The error, and whether the weights are as they were."""
-    from fuligo.checkpoint.megatron_dist import restore_state
+    from fuligo.trainer.megatron_backend.state import restore_state
     from fuligo.trainer.megatron_backend.weights.local import local_weights
 
     state = build_state(world, settings)
@@ -263,8 +264,8 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(pool
 
 def first_weights(world: World, settings: MegatronTrainerSettings) -> dict[str, Tensor]:
     """Of a model that starts from a distributed checkpoint."""
-    from fuligo.checkpoint.megatron_dist import load_weights
     from fuligo.trainer.megatron_backend.model import build_chunks
+    from fuligo.trainer.megatron_backend.state import load_weights
     from fuligo.trainer.megatron_backend.weights.export import named_weights
     from fuligo.trainer.megatron_backend.world import join_megatron
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fuligo.checkpoint.dist_to_hf import dist_to_hf
-from fuligo.checkpoint.hf_to_dist import hf_to_dist
-from fuligo.checkpoint.location import TRACKER, resolve
+from fuligo.checkpoint.location import resolve
 from fuligo.cli.convert import main as convert
+from fuligo.convert.dist_to_hf import dist_to_hf
+from fuligo.convert.hf_to_dist import hf_to_dist
 from fuligo.errors import CheckpointError, ConfigError
+from fuligo.formats.checkpoint_files import TRACKER
 from fuligo.trainer.ranks.world import World
 from tests import tiny
 from tests.megatron.checkpoints import uneven_model

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from fuligo.layout.megatron import Layout
 from fuligo.models.registry import FAMILIES
-from fuligo.trainer.megatron_backend.layout import Layout
 from tests import train_batches
 from tests.megatron.checkpoints import save_uneven
 from tests.megatron.policies import megatron_logprobs, settings_of, transformers_logprobs

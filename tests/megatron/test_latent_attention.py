@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.settings import OptimizerPlace
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity

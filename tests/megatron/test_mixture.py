@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fuligo.errors import ConfigError, TrainerError
-from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.model_config import transformer_config
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, Recomputation
 from fuligo.trainer.objective import LossSettings

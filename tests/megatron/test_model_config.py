@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fuligo.errors import ConfigError
-from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.model_config import padded_vocab_size, rotary, transformer_config
 from fuligo.trainer.megatron_backend.settings import Recomputation
 from tests import tiny

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fuligo.layout.megatron import Layout
 from fuligo.trainer.batch import PackedTokens, pack_tokens
-from fuligo.trainer.megatron_backend.layout import Layout
 from fuligo.trainer.megatron_backend.packed import PackedRow, pack_row
 from tests import train_batches
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fuligo.errors import ConfigError
-from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.model_config import transformer_config
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, PredictionLayers, Recomputation
 from fuligo.trainer.objective import LossSettings

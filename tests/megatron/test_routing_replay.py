@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fuligo.errors import TrainerError
+from fuligo.layout.megatron import Layout
 from fuligo.models.routing import RoutingShape
 from fuligo.trainer.batch import pack_tokens
-from fuligo.trainer.megatron_backend.layout import Layout
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, Recomputation
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fuligo.errors import ConfigError
-from fuligo.models.registry import names_of, read_config_json
-from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.formats.hugging_face import read_config_json
+from fuligo.layout.megatron import Layout
+from fuligo.models.registry import names_of
 from fuligo.trainer.megatron_backend.model_config import transformer_config
 from fuligo.trainer.megatron_backend.packed import PackedRow, pack_row
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, PredictionLayers, Recomputation

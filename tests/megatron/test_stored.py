@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fuligo.errors import CheckpointError
-from fuligo.models.registry import names_of, read_config_json
+from fuligo.formats.hugging_face import read_config_json
+from fuligo.models.registry import names_of
 from fuligo.trainer.megatron_backend.weights.stored import StoredWeights
 from tests import tiny
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fuligo.errors import ConfigError, TrainerError
-from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity

@@ -18,7 +18,7 @@ from transformers import AutoModelForTokenClassification
 from fuligo.algorithms.assign import AdvantageSettings, assign_advantages
 from fuligo.cli.convert import main as convert
 from fuligo.errors import CheckpointError
-from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace
 from fuligo.trainer.ranks.settings import CriticSettings, TrainerSettings
 from fuligo.trainer.ranks.worker import build_worker

@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fuligo.models.registry import names_of, read_config_json
-from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.formats.checksum import WeightsChecksum
+from fuligo.formats.hugging_face import read_config_json
+from fuligo.layout.megatron import Layout
+from fuligo.models.registry import names_of
 from fuligo.trainer.megatron_backend.settings import PredictionLayers
 from fuligo.trainer.ranks.world import World
-from fuligo.weights.checksum import WeightsChecksum
 from tests import tiny
 from tests.megatron.policies import settings_of
 from tests.megatron.ranks import RankPool

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.ranks.world import World
 from tests import tiny

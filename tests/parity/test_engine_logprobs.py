@@ -17,7 +17,7 @@ from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.model import EngineModel
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import SamplingParams
-from fuligo.weights.checkpoint_form import checkpoint_weights
+from fuligo.formats.checkpoint_form import checkpoint_weights
 from tests import tiny
 
 TOLERANCE = 1e-4

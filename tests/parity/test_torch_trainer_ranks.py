@@ -19,6 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from fuligo.errors import EngineError, TrainerError
+from fuligo.formats.weight_manifest import EngineAddress, WeightTarget
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks import heartbeats
@@ -26,7 +27,6 @@ from fuligo.trainer.ranks.settings import CriticSettings, OptimizerSettings
 from fuligo.trainer.ranks.trainer import LocalTrainer
 from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
-from fuligo.weights.manifest import EngineAddress, WeightTarget
 from tests import tiny, train_batches
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9), (7, 6), (8, 2), (4, 30)]

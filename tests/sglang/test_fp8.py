@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.checkpoint.fp8_conversion import convert
-from fuligo.convert.hf_to_fp8 import plan_hf_to_fp8
+from fuligo.convert.fp8 import convert
+from fuligo.convert.fp8_plan import plan_hf_to_fp8
 from tests.fp8 import save_family
 from tests.sglang.engines import ENVIRONMENT, sglang_python
 

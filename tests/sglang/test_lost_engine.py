@@ -21,10 +21,10 @@ from fuligo.engines.deadlines import ControlDeadlines, Deadline
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
 from fuligo.engines.sglang.server import SGLangServer
+from fuligo.formats.weight_manifest import Transport, WeightTarget
 from fuligo.trainer.protocol import Trainer
 from fuligo.trainer.ranks.ranked import RankedTrainer
 from fuligo.weights import senders
-from fuligo.weights.manifest import Transport, WeightTarget
 from fuligo.weights.senders import WeightSender
 from fuligo.weights.sync import WeightSync, WeightSyncSettings
 from tests.e2e.processes import descendants

@@ -14,7 +14,7 @@ import pytest_asyncio
 from fuligo.engines.client import SamplingParams
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
-from fuligo.weights.manifest import EngineAddress, WeightTarget
+from fuligo.formats.weight_manifest import EngineAddress, WeightTarget
 from fuligo.weights.senders import WeightSender
 from tests.sglang import oracle
 from tests.sglang.conftest import fleet_settings

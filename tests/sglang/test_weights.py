@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fuligo.engines.group import EngineGroup
-from fuligo.weights.manifest import EngineAddress, Transport, WeightManifest, WeightTarget
+from fuligo.formats.weight_manifest import EngineAddress, Transport, WeightManifest, WeightTarget
 from fuligo.weights.senders import WeightSender
 from tests.sglang import oracle
 

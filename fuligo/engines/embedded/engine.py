@@ -18,8 +18,8 @@ from fuligo.engines.embedded.model import EngineModel
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.embedded.scheduler import Scheduler
 from fuligo.errors import EngineError
-from fuligo.weights.checksum import WeightsDigest, weights_checksum
-from fuligo.weights.receiver import NamedTensors, WeightStore
+from fuligo.formats.checksum import WeightsDigest, weights_checksum
+from fuligo.formats.receiver import NamedTensors, WeightStore
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")

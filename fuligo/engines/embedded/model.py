@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 from fuligo.engines.embedded.attention import ATTENTION_NAME, AttentionPlan
 from fuligo.engines.embedded.kv_cache import CacheShape
 from fuligo.errors import ConfigError, EngineError
+from fuligo.formats.checkpoint_form import prediction_prefixes
 from fuligo.models.alignment import align_weights
 from fuligo.models.attention import unpackable_layers
 from fuligo.models.directory import end_ids, load_config, load_tokenizer
 from fuligo.models.latent_norms import take_stated_epsilon
 from fuligo.models.rms_norm import speed_up_rms_norms
-from fuligo.weights.checkpoint_form import prediction_prefixes
 
 logger = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 
 from fuligo.config import Config
+from fuligo.layout.trainer_shape import TrainerShape
 from fuligo.models.architecture import Architecture, GroupedAttention, LatentAttention, Layer, PartKind
-from fuligo.planner.trainer_shape import TrainerShape
 
 BF16 = 2
 FP32 = 4

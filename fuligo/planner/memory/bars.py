@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fuligo.config.topology import EngineGroupSpec, engine_groups
+from fuligo.layout.trainer_shape import trainer_shape
 from fuligo.models.architecture import Architecture
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.memory.embedded import embedded_items, embedded_kv_tokens
@@ -14,7 +15,6 @@ from fuligo.planner.memory.torch_trainer import torch_trainer_items
 from fuligo.planner.memory.trainer import trainer_items, trainer_left_bytes, trainer_resident_bytes
 from fuligo.planner.plan import ClusterLayout, EngineCapacity, MemoryBar, MemoryItem
 from fuligo.planner.subject import Subject
-from fuligo.planner.trainer_shape import trainer_shape
 
 
 def memory_bars(subject: Subject, layout: ClusterLayout, host_memory_bytes: int | None = None) -> tuple[MemoryBar, ...]:

@@ -14,8 +14,8 @@ from fuligo.planner.memory.constants import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTES
 from fuligo.planner.memory.routing_record import RoutingRecord, routing_record
 from fuligo.planner.memory.scoring import Scoring
 from fuligo.planner.plan import MemoryItem
-from fuligo.planner.quantities import amount
 from fuligo.planner.server_settings import ServerSettings, decode_graph_bytes, prefill_graph_bytes, server_settings
+from fuligo.quantities import amount
 
 FP8_BLOCK = 128 * 128
 """Weights that share one fp32 scale in a block-quantised checkpoint."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fuligo.config import Config
 from fuligo.config.topology import EngineGroupSpec, policy_model
+from fuligo.layout.trainer_shape import trainer_shape
 from fuligo.planner.memory.activations import BF16
 from fuligo.planner.memory.engine import EngineMemory
 from fuligo.planner.memory.samples import num_rollouts_at_a_time, sample_bytes, shares_here
@@ -14,9 +15,8 @@ from fuligo.planner.memory.torch_trainer import torch_offloaded_items
 from fuligo.planner.memory.trainer import TrainerState, trainer_state
 from fuligo.planner.memory.value_model import value_subject
 from fuligo.planner.plan import ClusterLayout, MemoryItem, PlacedGpu, TrainerRank
-from fuligo.planner.quantities import amount, count, magnitude
 from fuligo.planner.subject import Subject
-from fuligo.planner.trainer_shape import trainer_shape
+from fuligo.quantities import amount, count, magnitude
 
 DRIVER_NODE = 0
 """Where `fuligo train` runs: Ray's head, which comes first."""

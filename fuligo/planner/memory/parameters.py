@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fuligo.layout.trainer_shape import TrainerShape
 from fuligo.models.architecture import Architecture, Layer, Part, PartKind, Split
 from fuligo.planner.plan import Stage
 from fuligo.planner.stages import stage_layers
 from fuligo.planner.subject import Subject
-from fuligo.planner.trainer_shape import TrainerShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fuligo.cluster.launcher import chosen_launcher
+from fuligo.config.launcher import chosen_launcher
 from fuligo.models.architecture import Architecture
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.plan import TrainerRank

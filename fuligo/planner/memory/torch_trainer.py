@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from fuligo.layout.trainer_shape import trainer_shape
 from fuligo.models.architecture import Architecture, GroupedAttention, Layer
 from fuligo.planner.lengths import micro_batch_tokens
 from fuligo.planner.memory.activations import BF16, FP32, normed_head_elements, num_output_norms
 from fuligo.planner.memory.constants import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTES, FRAGMENTATION, billions
 from fuligo.planner.memory.value_model import value_architecture
 from fuligo.planner.plan import MemoryItem
-from fuligo.planner.quantities import amount, count
 from fuligo.planner.subject import Subject
-from fuligo.planner.trainer_shape import trainer_shape
+from fuligo.quantities import amount, count
 
 
 def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fuligo.config import Config
+from fuligo.layout.trainer_shape import TrainerShape, trainer_shape
 from fuligo.models.architecture import Layer
 from fuligo.planner.lengths import micro_batch_tokens, num_micro_batches
 from fuligo.planner.memory.activations import BF16, FP32, LayerBytes, chunks_in_flight, layer_bytes, logits_bytes
@@ -23,10 +24,9 @@ from fuligo.planner.memory.constants import (
 from fuligo.planner.memory.parameters import LocalParameters, frozen_parameters, prediction_layers, trained_parameters
 from fuligo.planner.memory.value_model import value_subject
 from fuligo.planner.plan import ClusterLayout, MemoryItem, Stage
-from fuligo.planner.quantities import amount
 from fuligo.planner.stages import stage_layers
 from fuligo.planner.subject import Subject
-from fuligo.planner.trainer_shape import TrainerShape, trainer_shape
+from fuligo.quantities import amount
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 ADAM_BYTES_ON_HOST = 16

@@ -14,11 +14,11 @@ from fuligo.errors import ConfigError
 from fuligo.planner.layout import make_layout
 from fuligo.planner.lengths import longest_prompt, longest_sample
 from fuligo.planner.memory.bars import memory_bars
-from fuligo.planner.quantities import amount
 from fuligo.planner.rules.parallel import dense_sizes_divide, is_megatron
 from fuligo.planner.rules.rule import Broken, rule
 from fuligo.planner.rules.servers import put_argument, serving_policy, shown, where
 from fuligo.planner.subject import Subject
+from fuligo.quantities import amount
 
 _LONGER_ALLOWED = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 

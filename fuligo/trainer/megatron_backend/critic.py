@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from megatron.core import tensor_parallel
 
-from fuligo.checkpoint.location import is_distributed
-from fuligo.checkpoint.megatron_dist import MegatronState, load_weights
+from fuligo.formats.checkpoint_files import is_distributed
 from fuligo.models.names import ModelNames, value_names
 from fuligo.trainer.critic import BaseCritic
 from fuligo.trainer.dtypes import DTYPES
@@ -17,6 +16,7 @@ from fuligo.trainer.megatron_backend.data_parallel import gather_parameters, zer
 from fuligo.trainer.megatron_backend.learner import Learner
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, PredictionLayers
+from fuligo.trainer.megatron_backend.state import MegatronState, load_weights
 from fuligo.trainer.megatron_backend.values import compute_value_gradients, compute_values
 from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
 from fuligo.trainer.ranks.settings import CriticSettings, TrainedParameters

@@ -16,9 +16,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fuligo.layout.megatron import Layout
 from fuligo.trainer.batch import PackedTokens
 from fuligo.trainer.megatron_backend.core_attention import zigzag
-from fuligo.trainer.megatron_backend.layout import Layout
 
 Places = NDArray[np.int64]
 PADDING_ID = 0

@@ -12,8 +12,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from torch import Tensor, nn
 
-from fuligo.checkpoint.shards import Shard
 from fuligo.errors import CheckpointError
+from fuligo.formats.shards import Shard
 from fuligo.models.names import EMBEDDING, Form, ModelNames, Weight
 from fuligo.trainer.megatron_backend.weights.local import local_weights
 

@@ -15,7 +15,8 @@ from torch import nn
 
 from fuligo.config.hooks import load_hook
 from fuligo.errors import ConfigError
-from fuligo.models.registry import names_of, read_config_json
+from fuligo.formats.hugging_face import read_config_json
+from fuligo.models.registry import names_of
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.weights.groups import rank_groups
 from fuligo.trainer.megatron_backend.weights.local import local_weights

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from fuligo.layout.megatron import Layout
 from fuligo.models.architecture import Architecture
 from fuligo.models.routing import RoutingShape
-from fuligo.trainer.megatron_backend.layout import Layout
 from fuligo.trainer.packing import Capacity, Cost, Passage, pack
 from fuligo.trainer.ranks.settings import TrainerSettings
 

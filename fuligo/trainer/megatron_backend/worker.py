@@ -13,10 +13,11 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from fuligo.checkpoint.location import VALUE_MODEL, is_distributed
-from fuligo.checkpoint.megatron_dist import CheckpointWriter, MegatronState, load_weights, restore_state
-from fuligo.models.registry import architecture_of, names_of, read_config_json
-from fuligo.planner.flops import forward_flops
+from fuligo.formats.checkpoint_files import VALUE_MODEL, is_distributed
+from fuligo.formats.hugging_face import read_config_json
+from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
+from fuligo.layout.flops import forward_flops
+from fuligo.models.registry import architecture_of, names_of
 from fuligo.trainer.dtypes import sync_dtype
 from fuligo.trainer.host_memory import HostMemory
 from fuligo.trainer.megatron_backend.critic import Critic
@@ -28,6 +29,7 @@ from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
 from fuligo.trainer.megatron_backend.optimizer import freeze_parameters
 from fuligo.trainer.megatron_backend.routing_replay import RecordedPart, assemble
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from fuligo.trainer.megatron_backend.state import CheckpointWriter, MegatronState, load_weights, restore_state
 from fuligo.trainer.megatron_backend.weights.export import named_weights
 from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
 from fuligo.trainer.megatron_backend.world import join_megatron, leave_megatron
@@ -39,7 +41,6 @@ from fuligo.trainer.step import StepGradients, total
 from fuligo.trainer.timeline import Timeline
 from fuligo.types import FloatArray, StepResult, TokenScores
 from fuligo.weights.colocated import TrainerRanks
-from fuligo.weights.manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.weights.senders import WeightSender
 
 

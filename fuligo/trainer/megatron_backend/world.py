@@ -7,8 +7,8 @@ import math
 from megatron.core import parallel_state, tensor_parallel
 
 from fuligo.errors import ConfigError
+from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.cpu import run_on_cpu
-from fuligo.trainer.megatron_backend.layout import Layout
 from fuligo.trainer.ranks.world import World
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fuligo.errors import EngineError
+from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.trainer.packing import Cost
 from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.shares import SampleScores, score_shares, step_shares
 from fuligo.trainer.value_objective import value_metrics
 from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
-from fuligo.weights.manifest import Undelivered, WeightManifest, WeightTarget
 
 T = TypeVar("T")
 S = TypeVar("S")

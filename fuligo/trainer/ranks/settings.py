@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Self
 
+from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity, Cost, Passage, pack
 from fuligo.trainer.schedule import LearningRateSchedule
-from fuligo.weights.manifest import EngineFormat
 
 
 @dataclass(slots=True, frozen=True)

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
+from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.packing import Cost
 from fuligo.trainer.ranks.settings import TrainerSettings
@@ -14,7 +15,6 @@ from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.types import FloatArray, StepResult
-from fuligo.weights.manifest import Undelivered, WeightManifest, WeightTarget
 
 
 class RankWorker(Protocol):

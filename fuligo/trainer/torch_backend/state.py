@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from fuligo.checkpoint.location import COUNTERS, VALUE_MODEL
-from fuligo.checkpoint.model_files import other_files
 from fuligo.errors import CheckpointError
+from fuligo.formats.checkpoint_files import COUNTERS, VALUE_MODEL
+from fuligo.formats.model_files import other_files
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import Progress
 from fuligo.trainer.torch_backend.critic import Critic

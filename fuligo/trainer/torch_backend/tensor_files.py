@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fuligo.errors import CheckpointError
-from fuligo.weights.buckets import cut_into_buckets
+from fuligo.formats.buckets import cut_into_buckets
 
 SHARD_BYTES = 4 * 1024**3
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.trainer.batch import pack_tokens
 from fuligo.trainer.dtypes import sync_dtype
 from fuligo.trainer.host_memory import HostMemory
@@ -36,7 +37,6 @@ from fuligo.trainer.torch_backend.value_model import ValueModel, load_value_mode
 from fuligo.trainer.torch_backend.weights import checkpoint_dtype, copy_weights, named_weights
 from fuligo.types import FloatArray, StepResult, TokenScores
 from fuligo.weights.colocated import TrainerRanks
-from fuligo.weights.manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.weights.senders import WeightSender
 
 logger = logging.getLogger(__name__)

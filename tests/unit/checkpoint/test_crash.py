@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.checkpoint.location import TRACKER, resolve
+from fuligo.checkpoint.location import resolve
 from fuligo.checkpoint.store import CheckpointStore
+from fuligo.formats.checkpoint_files import TRACKER
 
 SAVE = """
 import asyncio, itertools, sys

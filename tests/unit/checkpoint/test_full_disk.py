@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuligo.checkpoint.shards import Shard, write_shards
 from fuligo.checkpoint.state import RunState
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.errors import CheckpointError, CheckpointWriteError
+from fuligo.formats.shards import Shard, write_shards
 from fuligo.trainer.ranks.settings import OptimizerSettings
 from fuligo.trainer.ranks.trainer import LocalTrainer
 from fuligo.trainer.schedule import LearningRateSchedule

@@ -4,18 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.checkpoint.location import (
-    TRACKER,
-    Checkpoint,
-    WeightsOnly,
-    model_directory,
-    resolve,
-    value_weights_directory,
-    weights_directory,
-)
-from fuligo.checkpoint.manifest import write_manifest
+from fuligo.checkpoint.location import Checkpoint, WeightsOnly, resolve, value_weights_directory, weights_directory
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.errors import CheckpointError
+from fuligo.formats.checkpoint_files import TRACKER, model_directory
+from fuligo.formats.file_manifest import write_manifest
 
 
 @pytest.fixture

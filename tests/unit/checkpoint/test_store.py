@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.checkpoint.location import TRACKER
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.errors import CheckpointError, CheckpointWriteError, TrainerError
+from fuligo.formats.checkpoint_files import TRACKER
 
 
 def names(directory: Path) -> list[str]:

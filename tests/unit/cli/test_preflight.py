@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.checkpoint.durable import replace_text
-from fuligo.checkpoint.hf_to_dist import hf_to_dist
-from fuligo.checkpoint.location import TRACKER
-from fuligo.checkpoint.manifest import write_manifest
 from fuligo.cli.preflight import preflight_problems
 from fuligo.config.parse import parse
+from fuligo.convert.hf_to_dist import hf_to_dist
+from fuligo.formats.checkpoint_files import TRACKER
+from fuligo.formats.durable import replace_text
+from fuligo.formats.file_manifest import write_manifest
 from fuligo.trainer.ranks.world import World
 from tests import tiny
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.cluster.launcher import chosen_launcher, prepare_environment
 from fuligo.cluster.placement import EnginePart, engine_parts, place
+from fuligo.cluster.ray_environment import prepare_environment
+from fuligo.config.launcher import chosen_launcher
 from fuligo.config.parse import parse
 from fuligo.errors import ConfigError
 from fuligo.planner.gpus import GPUS

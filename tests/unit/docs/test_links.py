@@ -11,7 +11,7 @@ from fuligo.cli import import_script, launch, view
 from fuligo.cli.plan import OWN_OPTIONS
 from fuligo.cli.serve import _parser
 from fuligo.config.flags import flags, passthrough_flags
-from fuligo.convert import hf_to_fp8
+from fuligo.convert import fp8_plan as hf_to_fp8
 from tests.unit.docs.pages import PAGES, REPOSITORY, page_name, without_code_blocks
 
 LINK = re.compile(r"\]\(([^)\s]+)\)|\b(?:src|href)=\"([^\"]+)\"")

@@ -17,8 +17,8 @@ from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.model import EngineModel
 from fuligo.engines.http_api import Api, wake
 from fuligo.engines.scoring import parse_scores, scoring_body
-from fuligo.weights.checksum import weights_checksum
-from fuligo.weights.payload import shared_payload
+from fuligo.formats.checksum import weights_checksum
+from fuligo.formats.payload import shared_payload
 from tests import tiny
 
 

@@ -24,8 +24,8 @@ from fuligo.engines.launch import EmbeddedEngineProcess, EmbeddedEngineSettings,
 from fuligo.engines.serve import ServeSettings
 from fuligo.engines.serve import _serve as serve_model
 from fuligo.errors import ConfigError, EngineError
-from fuligo.weights.checksum import weights_checksum
-from fuligo.weights.payload import shared_payload
+from fuligo.formats.checksum import weights_checksum
+from fuligo.formats.payload import shared_payload
 from tests import tiny
 
 START_TIMEOUT_S = 120

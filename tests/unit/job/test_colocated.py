@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fuligo.formats.weight_manifest import WeightManifest, WeightTarget
 from fuligo.job.colocated import ColocatedDevices, ColocatedTrainer, ColocatedWeightSync
-from fuligo.weights.manifest import WeightManifest, WeightTarget
 
 TARGET = WeightTarget("tensor", 1, 1)
 MANIFEST = WeightManifest(1, 1, 1, None)

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from fuligo.checkpoint.location import TRACKER
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.errors import CheckpointError, FuligoError
+from fuligo.formats.checkpoint_files import TRACKER
 from fuligo.job.periodic import SaveCheckpoint, Schedule
 from fuligo.job.recorder import RunRecorder
 from fuligo.rollout.protocol import Rollout, RolloutState

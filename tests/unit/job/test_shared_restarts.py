@@ -16,12 +16,12 @@ from fuligo.engines.router import RouterSettings
 from fuligo.engines.sglang import fleet as fleet_module
 from fuligo.engines.sglang.fleet import Fleet
 from fuligo.engines.sglang.server import ServerSettings
+from fuligo.formats.payload import SHARED_MEMORY
+from fuligo.formats.weight_manifest import WeightManifest, WeightTarget
 from fuligo.job.colocated import ColocatedDevices, ColocatedTrainer, ColocatedWeightSync
 from fuligo.job.watch import while_watching
 from fuligo.trainer.protocol import Trainer
 from fuligo.types import StepResult, TrainBatch, TrainSample
-from fuligo.weights.manifest import WeightManifest, WeightTarget
-from fuligo.weights.payload import SHARED_MEMORY
 from fuligo.weights.sync import WeightSync, WeightSyncSettings
 from tests.unit.weights.dying_engine import DyingServer, Fault, Held, plan
 from tests.unit.weights.test_sync import OneRank, Router, fleet_settings

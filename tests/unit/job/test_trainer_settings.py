@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.checkpoint.fp8_conversion import convert
 from fuligo.config.parse import parse
-from fuligo.convert.hf_to_fp8 import plan_hf_to_fp8
+from fuligo.convert.fp8 import convert
+from fuligo.convert.fp8_plan import plan_hf_to_fp8
 from fuligo.errors import ConfigError
+from fuligo.formats.quantisation import EngineQuantisation
+from fuligo.formats.weight_manifest import AS_CHECKPOINT
 from fuligo.job.trainer_settings import Device, trainer_settings
-from fuligo.models.quantisation import EngineQuantisation
 from fuligo.models.routing import RoutingShape
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
-from fuligo.weights.manifest import AS_CHECKPOINT
 from tests import tiny
 from tests.fp8 import save_family
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.architecture import Architecture, PartKind
-from fuligo.models.registry import FAMILIES, architecture_of, read_config_json
+from fuligo.models.registry import FAMILIES, architecture_of
 from tests.unit.models import reference
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

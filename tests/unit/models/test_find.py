@@ -10,9 +10,10 @@ import pytest
 
 from fuligo.config import Config
 from fuligo.errors import ConfigError
+from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.find import find_architectures, find_engine_config_json, find_trainer_config_json
 from fuligo.models.megatron_flags import megatron_flags
-from fuligo.models.registry import architecture_of, read_config_json
+from fuligo.models.registry import architecture_of
 
 QWEN3 = read_config_json(Path(__file__).parents[3] / "examples" / "qwen3-4b" / "model") | {"num_hidden_layers": 2}
 FP8 = {"quantization_config": {"quant_method": "fp8"}}

@@ -13,8 +13,9 @@ from fuligo.config import Config
 from fuligo.config.parse import parse
 from fuligo.config.passthrough import MegatronArguments
 from fuligo.errors import ConfigError
+from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.megatron_flags import architecture_from_flags, disagreements, megatron_flags
-from fuligo.models.registry import architecture_of, read_config_json
+from fuligo.models.registry import architecture_of
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = {

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.names import ModelNames, with_expert
-from fuligo.models.registry import names_of, read_config_json
+from fuligo.models.registry import names_of
 from tests.unit.models import reference
 from tests.unit.models.test_architecture import small_configs
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from fuligo.errors import ConfigError
+from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.megatron_flags import megatron_flags
-from fuligo.models.registry import FAMILIES, architecture_of, read_architecture, read_config_json
+from fuligo.models.registry import FAMILIES, architecture_of, read_architecture
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 QWEN3 = read_config_json(EXAMPLES / "qwen3-4b" / "model")

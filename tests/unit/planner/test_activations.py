@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fuligo.layout.trainer_shape import TrainerShape, trainer_shape
 from fuligo.models.architecture import Architecture, GroupedAttention
 from fuligo.planner.memory.activations import chunks_in_flight, layer_bytes, logits_bytes
-from fuligo.planner.trainer_shape import TrainerShape, trainer_shape
 from tests.unit.planner.subjects import facts, subject_of
 
 TOKENS = 64

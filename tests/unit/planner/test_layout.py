@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuligo.errors import ConfigError
+from fuligo.layout.trainer_shape import TrainerShape
 from fuligo.planner.estimate import estimate
 from fuligo.planner.layout import make_layout, trainer_ranks
 from fuligo.planner.plan import TrainerRank
 from fuligo.planner.stages import stages
-from fuligo.planner.trainer_shape import TrainerShape
 from tests.unit.planner.subjects import FLASH_16, GLM4_9B_COLOCATED, GLM4_9B_SEPARATE, GLM45_BF16, glm52, subject_of
 
 MEGATRON = json.loads((Path(__file__).parent / "megatron_ranks.json").read_text())

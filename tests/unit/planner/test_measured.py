@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from fuligo.config.parse import parse
+from fuligo.layout.trainer_shape import trainer_shape
 from fuligo.models.registry import architecture_of
 from fuligo.planner.gpus import GIB, gpu
 from fuligo.planner.layout import make_layout
 from fuligo.planner.memory import memory_bars
 from fuligo.planner.plan import MemoryBar, MemoryItem
 from fuligo.planner.subject import Subject
-from fuligo.planner.trainer_shape import trainer_shape
 from fuligo.planner.training_time import trainer_efficiency
 from tests.unit.planner.subjects import CPU_ADAM, EXAMPLES
 

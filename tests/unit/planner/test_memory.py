@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fuligo.layout.trainer_shape import trainer_shape
 from fuligo.planner.estimate import estimate
 from fuligo.planner.gpus import GIB
 from fuligo.planner.layout import make_layout
@@ -16,7 +17,6 @@ from fuligo.planner.memory.parameters import frozen_parameters, local_parameters
 from fuligo.planner.plan import MemoryBar
 from fuligo.planner.stages import stages
 from fuligo.planner.subject import Subject
-from fuligo.planner.trainer_shape import trainer_shape
 from tests.unit.planner.subjects import (
     CPU_ADAM,
     FLASH_8,

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from fuligo.layout.flops import forward_flops
+from fuligo.layout.trainer_shape import trainer_shape
 from fuligo.planner.estimate import Estimate, estimate
-from fuligo.planner.flops import forward_flops
 from fuligo.planner.lengths import average_prompt, average_response, longest_sample, micro_batch_tokens, num_micro_batches
 from fuligo.planner.plan import Phase
-from fuligo.planner.trainer_shape import trainer_shape
 from fuligo.planner.training_time import pipeline_bubble, recomputed_passes, rollout_forward_flops
 from tests.unit.planner.subjects import CPU_ADAM, FLASH_8, FLASH_16, GLM4_9B_COLOCATED, GLM4_9B_SEPARATE, PPO, facts, subject_of
 

@@ -15,10 +15,10 @@ from fuligo.config.files import load_yaml
 from fuligo.config.findings import Severity
 from fuligo.config.parse import parse
 from fuligo.config.topology_file import topology_from_text
-from fuligo.convert.hf_to_dist import plan_hf_to_dist
-from fuligo.convert.hf_to_fp8 import plan_hf_to_fp8
+from fuligo.convert.fp8_plan import plan_hf_to_fp8
 from fuligo.errors import ConfigError
-from fuligo.models.quantisation import Quantisation
+from fuligo.formats.quantisation import Quantisation
+from fuligo.planner.conversion import plan_hf_to_dist
 from fuligo.planner.make_plan import make_plan
 from tests.unit.recipes.seeds import GLM_4, GLM_45, GLM_47, GLM_52, REPOSITORY, Block, block, blocks, launched, needs_seeds, script_of
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from fuligo.errors import TrainerError
-from fuligo.models.registry import architecture_of, read_config_json
-from fuligo.planner.flops import forward_flops
-from fuligo.trainer.megatron_backend.layout import Layout
+from fuligo.formats.hugging_face import read_config_json
+from fuligo.layout.flops import forward_flops
+from fuligo.layout.megatron import Layout
+from fuligo.models.registry import architecture_of
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity, sequence_flops

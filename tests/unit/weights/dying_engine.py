@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from fuligo.engines.sglang.server import ServerSettings, answers
 from fuligo.errors import EngineError
-from fuligo.weights.payload import decode_named_tensors
+from fuligo.formats.payload import decode_named_tensors
 
 
 @dataclass(slots=True, frozen=True)

@@ -15,9 +15,9 @@ from aiohttp import web
 from fuligo.engines.client import EngineClient
 from fuligo.engines.ports import PortClaims
 from fuligo.errors import EngineError
+from fuligo.formats.weight_manifest import EngineAddress
 from fuligo.weights import broadcast
 from fuligo.weights.broadcast import BroadcastGroup
-from fuligo.weights.manifest import EngineAddress
 from tests.unit.weights.dying_engine import DyingServer, Held
 from tests.unit.weights.test_sync import fleet_settings
 

@@ -14,7 +14,7 @@ import torch
 from aiohttp import web
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from fuligo.weights.payload import SHARED_MEMORY, decode_named_tensors
+from fuligo.formats.payload import SHARED_MEMORY, decode_named_tensors
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs a POSIX shared memory file system")
 
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fuligo.weights.colocated import TrainerRanks
-from fuligo.weights.manifest import EngineAddress, Undelivered, WeightTarget
+from fuligo.formats.weight_manifest import EngineAddress, Undelivered, WeightTarget
 from fuligo.weights.senders import WeightSender
 
 rank, size, port, engines = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), eval(sys.argv[4])

@@ -10,8 +10,8 @@ import pytest
 
 from fuligo.engines.client import SamplingParams
 from fuligo.errors import WeightSyncError
+from fuligo.formats.weight_manifest import WeightManifest
 from fuligo.types import TrainSample
-from fuligo.weights.manifest import WeightManifest
 from fuligo.weights.proof import LogprobProof
 
 MANIFEST = WeightManifest(3, 1, 4, None, 4)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fuligo.weights.manifest import EngineAddress, EngineFormat, Undelivered, WeightManifest, WeightTarget
+from fuligo.formats.weight_manifest import EngineAddress, EngineFormat, Undelivered, WeightManifest, WeightTarget
 from fuligo.weights.senders import WeightSender
 
 ENGINE = EngineAddress("http://host:30000")

@@ -21,11 +21,11 @@ from fuligo.engines.sglang import fleet as fleet_module
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.server import ServerPorts, ServerSettings
 from fuligo.errors import EngineError
+from fuligo.formats.payload import SHARED_MEMORY
+from fuligo.formats.weight_manifest import Transport, WeightManifest, WeightTarget
 from fuligo.trainer.protocol import Trainer
 from fuligo.trainer.ranks.ranked import RankedTrainer
 from fuligo.weights import broadcast, senders
-from fuligo.weights.manifest import Transport, WeightManifest, WeightTarget
-from fuligo.weights.payload import SHARED_MEMORY
 from fuligo.weights.senders import WeightSender
 from fuligo.weights.sync import WeightSync, WeightSyncSettings
 from tests.unit.engines.test_fleet import ScriptedRouter

@@ -12,7 +12,7 @@ from fuligo.engines.client import EngineClient
 from fuligo.engines.generation import ModelInfo
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import WeightSyncError
-from fuligo.weights.manifest import WeightManifest, WeightTarget
+from fuligo.formats.weight_manifest import WeightManifest, WeightTarget
 from fuligo.weights.sync import WeightSync, WeightSyncSettings
 
 

@@ -13,9 +13,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fuligo.errors import CheckpointError
+from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.architecture import Architecture
 from fuligo.models.names import HEAD, Weight, value_names
-from fuligo.models.registry import names_of, read_config_json
+from fuligo.models.registry import names_of
 from fuligo.trainer.megatron_backend.weights.forms import Stored, read_pieces
 from fuligo.trainer.megatron_backend.weights.groups import RankGroups, rank_groups
 from fuligo.trainer.megatron_backend.weights.local import local_weights, misfits, unwrapped

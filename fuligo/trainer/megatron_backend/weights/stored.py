@@ -12,8 +12,8 @@ from typing import Any, Self
 from safetensors import safe_open
 from torch import Tensor
 
-from fuligo.config.hugging_face import DamagedFileError, StoredTensor, read_stored_tensors
 from fuligo.errors import CheckpointError
+from fuligo.formats.hugging_face import DamagedFileError, StoredTensor, read_stored_tensors
 from fuligo.models.names import Form, ModelNames, Weight
 
 NUM_LISTED = 5

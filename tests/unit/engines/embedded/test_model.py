@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from fuligo.engines.embedded.model import EngineModel
 from fuligo.errors import ConfigError, EngineError, FuligoError
-from fuligo.models.registry import architecture_of, read_config_json
+from fuligo.formats.hugging_face import read_config_json
+from fuligo.models.registry import architecture_of
 from fuligo.planner.memory.embedded import cached_elements_per_token
 from tests import tiny
 from tests.megatron.prediction_fixture import PredictingModel

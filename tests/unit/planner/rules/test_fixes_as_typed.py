@@ -19,7 +19,7 @@ from fuligo.config.flag import PREFIXES
 from fuligo.config.parse import parse
 from fuligo.config.validate import findings
 from fuligo.planner.check import broken_rules, check
-from fuligo.planner.quantities import as_typed
+from fuligo.quantities import as_typed
 from tests.unit.config.test_rules import BROKEN as BROKEN_FLAGS
 from tests.unit.config.test_rules import config_of
 from tests.unit.planner.rules.broken_runs import BROKEN, Run

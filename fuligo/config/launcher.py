@@ -1,0 +1,23 @@
+"""Whether a run's processes are placed by Ray. Imports no Ray."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Literal
+
+from fuligo.config import Config
+
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+"""Of a running cluster: set by the user, by `fuligo launch`, and by Ray itself within a job."""
+
+
+def chosen_launcher(config: Config, environment: Mapping[str, str] = os.environ) -> Literal["local", "ray"]:
+    """--launcher; auto is ray inside a Ray cluster and for several nodes, unless torchrun started the processes."""
+    asked = config.cluster.launcher
+    if asked != "auto":
+        return asked
+    if int(environment.get("WORLD_SIZE", "1")) > 1:
+        return "local"
+    several_nodes = (config.num_nodes > 1 and config.cluster.device != "cpu") or config.cluster.actor_num_nodes > 1
+    return "ray" if several_nodes or environment.get(ADDRESS_VARIABLE) else "local"

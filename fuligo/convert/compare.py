@@ -1,0 +1,116 @@
+"""Two checkpoints tensor by tensor: names, shapes, types, and every bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fuligo.checkpoint.location import saved_value_model, training_checkpoint, weights_directory, weights_of
+from fuligo.convert.hf_view import HuggingFaceView
+from fuligo.formats.checkpoint_files import VALUE_MODEL, is_distributed
+from fuligo.formats.dist_tensors import DistributedTensors
+from fuligo.formats.hf_tensors import HuggingFaceTensors
+
+CHUNK_ELEMENTS = 2**24
+"""Compared at a time in higher precision."""
+
+
+class Tensors(Protocol):
+    """Tensors by name, each read when it is asked for."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+
+@dataclass(slots=True, frozen=True)
+class Comparison:
+    """What became of one tensor."""
+
+    name: str
+    difference: str
+    """Empty: equal to the bit."""
+    largest: float = 0.0
+    """Largest absolute difference of an element; infinite where there is none to speak of."""
+
+
+def compare(first: Path, second: Path, model: Path | None = None) -> Iterator[Comparison]:
+    """One entry a tensor that either has.
+
+    Two distributed checkpoints are compared in everything that they hold, the optimizer's state included. Of one and a Hugging Face
+    directory the weights are compared, under the directory's names. Of two training checkpoints the value models are compared, too; one
+    that only one of them has is a difference.
+
+    Args:
+        model: directory with config.json, where a distributed checkpoint does not have it.
+
+    Raises:
+        CheckpointError: one is damaged, or no checkpoint.
+        ConfigError: one is a distributed checkpoint of a model whose names are not known.
+    """
+    checkpoints = training_checkpoint(first), training_checkpoint(second)
+    one, other = (
+        weights_directory(given) if checkpoint is None else weights_of(checkpoint)
+        for given, checkpoint in zip((first, second), checkpoints, strict=True)
+    )
+    yield from _all_compared(one, other, model, named=(first, second))
+    if None in checkpoints:
+        return
+    values, other_values = map(saved_value_model, checkpoints)
+    if values is not None and other_values is not None:
+        for found in _all_compared(values, other_values, model, named=(first, second)):
+            yield replace(found, name=f"{VALUE_MODEL}/{found.name}")
+    elif values is not None or other_values is not None:
+        yield Comparison(VALUE_MODEL, f"a value model is only in {second if values is None else first}", float("inf"))
+
+
+def _all_compared(here: Path, there: Path, model: Path | None, *, named: tuple[Path, Path]) -> Iterator[Comparison]:
+    """
+    Args:
+        named: what to call the two.
+    """
+    as_they_are = is_distributed(here) and is_distributed(there)
+    one, other = (_open(place, model, as_they_are=as_they_are) for place in (here, there))
+    first, second = named
+    for name in [*one.shapes, *(name for name in other.shapes if name not in one.shapes)]:
+        if name not in one.shapes or name not in other.shapes:
+            yield Comparison(name, f"only in {first if name in one.shapes else second}", float("inf"))
+        elif one.shapes[name] != other.shapes[name]:
+            yield Comparison(name, f"shape {list(one.shapes[name])} and {list(other.shapes[name])}", float("inf"))
+        else:
+            yield _compared(name, one.read(name), other.read(name))
+
+
+def _compared(name: str, one: Tensor, other: Tensor) -> Comparison:
+    same_type = one.dtype == other.dtype
+    if same_type and torch.equal(_bytes(one), _bytes(other)):
+        return Comparison(name, "")
+    types = "" if same_type else f"{_short(one.dtype)} and {_short(other.dtype)}, "
+    largest, count = 0.0, 0
+    for mine, theirs in zip(one.reshape(-1).split(CHUNK_ELEMENTS), other.reshape(-1).split(CHUNK_ELEMENTS), strict=True):
+        differences = (mine.double() - theirs.double()).abs()
+        unequal = ~((mine.double() == theirs.double()) | (mine.isnan() & theirs.isnan()))
+        count += int(unequal.sum())
+        largest = max(largest, float(differences.nan_to_num(nan=float("inf"))[unequal].max()) if unequal.any() else 0.0)
+    numbers = f"{count} of {one.numel()} numbers differ, by up to {largest:.3g}" if count else "equal numbers"
+    return Comparison(name, types + numbers, largest)
+
+
+def _open(directory: Path, model: Path | None, *, as_they_are: bool) -> Tensors:
+    if is_distributed(directory):
+        return DistributedTensors(directory) if as_they_are else HuggingFaceView(directory, model)
+    return HuggingFaceTensors(directory)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

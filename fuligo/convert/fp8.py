@@ -1,0 +1,187 @@
+"""Write an FP8 checkpoint, file by file.
+
+A file is complete or absent: it is written under another name, brought to disk, read back and compared, and renamed. What an earlier start
+left is compared in the same way and kept. config.json, which makes a checkpoint of the directory, comes last.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from fuligo.convert.fp8_plan import CONFIG, INDEX, UNFINISHED, Fp8Plan
+from fuligo.errors import CheckpointError
+from fuligo.formats.durable import replace_text, sync
+from fuligo.formats.fp8 import block_maxima, fp8_scales, fp8_values, scales_for
+from fuligo.formats.fp8_shards import Shard, TargetTensor
+from fuligo.quantities import amount
+
+_CHUNK_BYTES = 4 * 2**20
+"""Read at a time. A thread needs about ten times that, whatever the size of tensors and files."""
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+Report = Callable[[str], None]
+Piece = tuple[int, bytes | bytearray]
+"""Bytes, and where they belong in the new file."""
+
+
+def convert(plan: Fp8Plan, report: Report) -> None:
+    """Carry out a plan; what is there already, and equal, stays.
+
+    Args:
+        report: told of each file, in the order in which they are ready.
+
+    Raises:
+        CheckpointError: a file cannot be read or written, a weight is not finite, or what was written cannot be read back.
+    """
+    assert plan.shards
+    try:
+        plan.target.mkdir(parents=True, exist_ok=True)
+        for leftover in plan.target.rglob(f"{UNFINISHED}*"):
+            leftover.unlink()
+        _convert_shards(plan, report)
+        for name in plan.other_files:
+            _copy(plan.source / name, plan.target / name)
+        if plan.has_index:
+            replace_text(plan.target / INDEX, plan.index_json())
+        replace_text(plan.target / CONFIG, plan.config_json())
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or plan.target}: {error.strerror}; give the same command again to go on") from error
+
+
+def _convert_shards(plan: Fp8Plan, report: Report) -> None:
+    stop = threading.Event()
+    with _one_thread_each() as set_threads, ThreadPoolExecutor(plan.num_workers, "fp8", set_threads) as workers:
+        waiting = [workers.submit(_convert_shard, shard, plan.source, plan.target, stop) for shard in plan.shards]
+        try:
+            for number, done in enumerate(as_completed(waiting), 1):
+                report(f"{done.result()}  ({number} of {len(waiting)})")
+        except BaseException:
+            stop.set()
+            workers.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[Callable[[], None]]:
+    """Workers compute with one thread, for pieces are small. The number is the process's: afterwards it is what it was."""
+    num_threads = torch.get_num_threads()
+    try:
+        yield lambda: torch.set_num_threads(1)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _convert_shard(shard: Shard, source: Path, target: Path, stop: threading.Event) -> str:
+    """What was done, for people."""
+    final, unfinished = target / shard.file, target / f"{UNFINISHED}{shard.file}"
+    note = ""
+    if final.exists():
+        if _is_written(shard, source, final, stop):
+            return f"{shard.file}  was there, and is what it must be"
+        note = ", for what was there was not what it must be"
+    started = time.perf_counter()
+    num_bytes = 0
+    with unfinished.open("wb") as file:
+        for place, data in _pieces(shard, source, stop):
+            file.seek(place)
+            num_bytes += file.write(data)
+    sync(unfinished)
+    if not _is_written(shard, source, unfinished, stop):
+        raise CheckpointError(f"{unfinished} was read back and is not what was written: look at the disk, or at the memory")
+    unfinished.replace(final)
+    sync(target)
+    seconds = time.perf_counter() - started
+    read = sum(tensor.end - tensor.start for tensor in shard.tensors)
+    return f"{shard.file}  {amount(read)} -> {amount(num_bytes)}, {read / 1e6 / seconds:.0f} MB/s{note}"
+
+
+def _is_written(shard: Shard, source: Path, path: Path, stop: threading.Event) -> bool:
+    """Whether `path` holds, byte for byte, what the source gives."""
+    beginning, _ = shard.header()
+    if path.stat().st_size != len(beginning) + shard.num_bytes:
+        return False
+    with path.open("rb") as file:
+        for place, data in _pieces(shard, source, stop):
+            file.seek(place)
+            if file.read(len(data)) != data:
+                return False
+    return True
+
+
+def _pieces(shard: Shard, source: Path, stop: threading.Event) -> Iterator[Piece]:
+    """All bytes of a new file, in the order of the source's."""
+    beginning, places = shard.header()
+    yield 0, beginning
+    with (source / shard.file).open("rb") as file:
+        for tensor in shard.tensors:
+            content = _quantised(tensor, shard, places, file) if tensor.is_quantised else _copied(tensor, places[tensor.name], file)
+            for piece in content:
+                if stop.is_set():
+                    raise CheckpointError(f"{shard.file} was given up, for another file failed")
+                yield piece
+
+
+def _copied(tensor: TargetTensor, place: int, file: BinaryIO) -> Iterator[Piece]:
+    for start in range(tensor.start, tensor.end, _CHUNK_BYTES):
+        yield place + start - tensor.start, _read(file, start, min(_CHUNK_BYTES, tensor.end - start))
+
+
+def _quantised(tensor: TargetTensor, shard: Shard, places: dict[str, int], file: BinaryIO) -> Iterator[Piece]:
+    """Some rows at a time, whole blocks of them. A scale of a whole tensor is found in a first reading."""
+    quantisation = shard.quantisation
+    values_place, scales_place = places[tensor.name], places[quantisation.scale_name(tensor.name)]
+    try:
+        whole = None
+        if quantisation.strategy == "tensor":
+            whole = scales_for(torch.stack([block_maxima(rows, quantisation) for rows in _rows(tensor, shard, file)]).amax(dim=0))
+            yield scales_place, _bytes(whole)
+        for rows in _rows(tensor, shard, file):
+            scales = fp8_scales(rows, quantisation) if whole is None else whole
+            values = _bytes(fp8_values(rows, scales, quantisation))
+            yield values_place, values
+            values_place += len(values)
+            if whole is None:
+                yield scales_place, (written := _bytes(scales))
+                scales_place += len(written)
+    except ValueError as error:
+        raise CheckpointError(f"{tensor.name} in {file.name} cannot be quantised: {error}") from None
+
+
+def _rows(tensor: TargetTensor, shard: Shard, file: BinaryIO) -> Iterator[Tensor]:
+    height, width = tensor.shape
+    row_bytes = width * tensor.itemsize
+    block_rows = 1 if shard.quantisation.block_size is None else shard.quantisation.block_size[0]
+    num_rows = max(block_rows, _CHUNK_BYTES // row_bytes // block_rows * block_rows)
+    for first in range(0, height, num_rows):
+        count = min(num_rows, height - first)
+        data = _read(file, tensor.start + first * row_bytes, count * row_bytes)
+        yield torch.frombuffer(data, dtype=_DTYPES[tensor.source.dtype]).view(count, width)
+
+
+def _read(file: BinaryIO, start: int, num_bytes: int) -> bytearray:
+    data = bytearray(num_bytes)
+    file.seek(start)
+    if file.readinto(data) != num_bytes:  # type: ignore[attr-defined]
+        raise CheckpointError(f"{file.name} ended early: it was changed while it was being read")
+    return data
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f"{UNFINISHED}{target.name}")
+    shutil.copyfile(source, unfinished)
+    sync(unfinished)
+    unfinished.replace(target)

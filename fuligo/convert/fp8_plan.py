@@ -1,0 +1,212 @@
+"""A Hugging Face checkpoint to FP8: its arguments, what would be quantised, and whether the directories are fit for it.
+
+What stays as it is: norms, embeddings, the head, routers, the projection of MTP layers, the weights' projection of sparse indexers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from fuligo.errors import ConfigError
+from fuligo.formats.fp8_shards import Shard, plan_shards, shard_problems, unquantised_modules
+from fuligo.formats.hugging_face import DamagedFileError, is_weight_file, read_config_json, read_stored_tensors
+from fuligo.formats.quantisation import DEFAULT_BLOCK, STRATEGIES, Quantisation
+from fuligo.models.architecture import Architecture, Part
+from fuligo.models.registry import architecture_of
+from fuligo.quantities import amount, count, magnitude
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+UNFINISHED = ".tmp_"
+"""What starts so is being written; a crash leaves it."""
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Plan:
+    """What a conversion would do."""
+
+    source: Path
+    target: Path
+    quantisation: Quantisation
+    num_workers: int
+    """Files that are converted at a time."""
+    num_quantised: int
+    """Parameters."""
+    num_kept: int
+    source_bytes: int
+    target_bytes: int
+    shards: tuple[Shard, ...]
+    """Empty where the source has a config.json and no weights: such a plan is an estimate, and cannot be carried out."""
+    other_files: tuple[str, ...]
+    """Relative to the source: tokenizer, chat template, licence, ...; copied."""
+
+    @property
+    def has_index(self) -> bool:
+        return len(self.shards) > 1 or (self.source / INDEX).exists()
+
+    def config_json(self) -> str:
+        """Of the result."""
+        described = self.quantisation.quantization_config(unquantised_modules(self.shards))
+        return json.dumps({**read_config_json(self.source), "quantization_config": described}, indent=2) + "\n"
+
+    def index_json(self) -> str:
+        """Which file holds each tensor."""
+        weight_map = {entry.name: shard.file for shard in self.shards for entry in shard.entries}
+        total = sum(shard.num_bytes for shard in self.shards)
+        return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the conversion's options."""
+    made = argparse.ArgumentParser("fuligo convert fp8", description="Quantise a Hugging Face checkpoint to FP8.", allow_abbrev=False)
+    made.add_argument("--model-dir", type=Path, required=True, help="Hugging Face directory in bf16")
+    made.add_argument("--save-dir", type=Path, required=True, help="new or empty directory; a conversion that was cut off goes on there")
+    made.add_argument("--strategy", choices=STRATEGIES, default="block", help="what shares a scale (%(default)s)")
+    made.add_argument("--block-size", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help="of --strategy block (128 128)")
+    made.add_argument("--max-workers", type=int, default=1, help="files that are converted at a time (%(default)s)")
+    made.add_argument("--plan", action="store_true", help="say what would be done, and end")
+    return made
+
+
+def plan_hf_to_fp8(arguments: Sequence[str]) -> Fp8Plan:
+    """What the conversion with these arguments would do.
+
+    Raises:
+        ConfigError: options that do not go together; no checkpoint, a damaged one, one that is quantised already, or one whose shapes the
+            format does not take; a target that is something else, or too small.
+    """
+    options = parser().parse_args(arguments)
+    _raise(_option_problems(options))
+    source, target = options.model_dir, options.save_dir
+    values = read_config_json(source)
+    architecture = architecture_of(values, str(source / CONFIG))
+    if architecture.is_quantised:
+        raise ConfigError(f"--model-dir {source} is quantised already; give the bf16 checkpoint that it was made from")
+    rows, columns = options.block_size or DEFAULT_BLOCK
+    quantisation = Quantisation(options.strategy, (rows, columns) if options.strategy == "block" else None)
+    if any(source.glob("*.safetensors")):
+        plan = _plan_of_files(source, target, quantisation, options.max_workers)
+    else:
+        plan = _estimate(source, target, quantisation, options.max_workers, architecture)
+    _raise(_target_problems(plan))
+    return plan
+
+
+def describe(plan: Fp8Plan) -> Iterator[str]:
+    """The plan, line by line."""
+    strategy, block_size = plan.quantisation.strategy, plan.quantisation.block_size
+    block = "" if block_size is None else f" of {block_size[0]} x {block_size[1]}"
+    share = plan.num_quantised / (plan.num_quantised + plan.num_kept)
+    yield f"{plan.source} -> {plan.target}"
+    yield f"strategy {strategy}: {STRATEGIES[strategy]}{block}; {count(plan.num_workers, 'file')} at a time"
+    yield f"{magnitude(plan.num_quantised)} parameters ({share:.1%}) to FP8, {magnitude(plan.num_kept)} stay as they are"
+    yield f"{amount(plan.source_bytes)} -> {'' if plan.shards else 'about '}{amount(plan.target_bytes)}"
+
+
+def _plan_of_files(source: Path, target: Path, quantisation: Quantisation, num_workers: int) -> Fp8Plan:
+    try:
+        stored = read_stored_tensors(source)
+    except DamagedFileError as error:
+        raise ConfigError(f"--model-dir: {error}") from None
+    shards = plan_shards(stored, quantisation)
+    _raise(f"--model-dir {source}: {problem}" for problem in shard_problems(shards, quantisation))
+    tensors = [tensor for shard in shards for tensor in shard.tensors]
+    return Fp8Plan(
+        source,
+        target,
+        quantisation,
+        num_workers,
+        num_quantised=sum(prod(tensor.shape) for tensor in tensors if tensor.is_quantised),
+        num_kept=sum(prod(tensor.shape) for tensor in tensors if not tensor.is_quantised),
+        source_bytes=sum(tensor.end - tensor.start for tensor in stored.values()),
+        target_bytes=sum(shard.num_bytes for shard in shards),
+        shards=shards,
+        other_files=tuple(_other_files(source)),
+    )
+
+
+def _estimate(source: Path, target: Path, quantisation: Quantisation, num_workers: int, architecture: Architecture) -> Fp8Plan:
+    """From config.json alone: bf16, whole blocks; scales of channels and tensors are not counted."""
+    parts = list(_parts(architecture))
+    num_quantised = sum(part.num_parameters for part in parts if part.quantisable)
+    num_kept = sum(part.num_parameters for part in parts if not part.quantisable)
+    scales = num_quantised // prod(quantisation.block_size) if quantisation.block_size is not None else 0
+    return Fp8Plan(
+        source,
+        target,
+        quantisation,
+        num_workers,
+        num_quantised,
+        num_kept,
+        source_bytes=2 * (num_quantised + num_kept),
+        target_bytes=num_quantised + scales * _SCALE_BYTES + 2 * num_kept,
+        shards=(),
+        other_files=(),
+    )
+
+
+def _other_files(source: Path) -> Iterator[str]:
+    """Whatever belongs to the model beside its weights; hidden files are a downloader's."""
+    for path in sorted(source.rglob("*")):
+        relative = path.relative_to(source)
+        hidden = any(part.startswith(".") for part in relative.parts)
+        if path.is_file() and not hidden and not is_weight_file(path) and str(relative) != CONFIG:
+            yield str(relative)
+
+
+def _option_problems(options: argparse.Namespace) -> Iterator[str]:
+    if options.block_size is not None and options.strategy != "block":
+        yield f"--block-size has no effect with --strategy {options.strategy}; drop it, or choose --strategy block"
+    if options.block_size is not None and min(options.block_size) < 1:
+        yield f"--block-size {' '.join(map(str, options.block_size))}: both must be at least 1"
+    if options.max_workers < 1:
+        yield f"--max-workers {options.max_workers}: must be at least 1"
+    source, target = options.model_dir.resolve(), options.save_dir.resolve()
+    if source == target:
+        yield f"--save-dir {options.save_dir} is the model's own directory; choose another"
+    elif source in target.parents or target in source.parents:
+        yield f"--save-dir {options.save_dir} and --model-dir {options.model_dir} are one inside the other; choose a directory of its own"
+    if not (source / CONFIG).is_file():
+        yield f"--model-dir {options.model_dir}: there is no config.json; give a directory with a Hugging Face checkpoint"
+
+
+def _target_problems(plan: Fp8Plan) -> Iterator[str]:
+    """A target may hold what an earlier start of this conversion left there, and nothing else."""
+    target = plan.target
+    if target.exists() and not target.is_dir():
+        yield f"--save-dir {target} is a file; choose a directory"
+        return
+    ours = {*plan.other_files, *(shard.file for shard in plan.shards), CONFIG, INDEX}
+    files = [path for path in target.rglob("*") if path.is_file() and not path.name.startswith(UNFINISHED)] if target.exists() else []
+    others = sorted(name for path in files if (name := str(path.relative_to(target))) not in ours)
+    config = target / CONFIG
+    if others or (config.exists() and config.read_text() != plan.config_json()):
+        held = others[0] if others else "the config.json of another model or conversion"
+        yield f"--save-dir {target} holds {held}; choose a new or empty directory, or one in which this conversion was cut off"
+        return
+    if not plan.shards:
+        return
+    missing = plan.target_bytes - sum(path.stat().st_size for path in files)
+    existing = next(parent for parent in [target, *target.resolve().parents] if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < missing:
+        yield f"--save-dir {target}: {amount(missing)} are needed and {amount(free)} free; choose another disk"
+
+
+def _parts(architecture: Architecture) -> Iterator[Part]:
+    yield from architecture.outer_parts
+    for layer in (*architecture.layers, *architecture.mtp_layers):
+        yield from layer.parts
+
+
+def _raise(problems: Iterator[str]) -> None:
+    found = list(problems)
+    if found:
+        raise ConfigError(*found)

@@ -1,0 +1,96 @@
+"""The weights of a distributed checkpoint as the tensors of a Hugging Face checkpoint, made when they are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fuligo.errors import CheckpointError
+from fuligo.formats.dist_tensors import DistributedTensors
+from fuligo.formats.hf_tensors import DTYPES
+from fuligo.formats.hugging_face import read_config_json
+from fuligo.formats.model_files import MODEL_FILES, TENSORS
+from fuligo.models.names import EMBEDDING, HEAD, Weight, value_names
+from fuligo.models.registry import names_of
+from fuligo.trainer.megatron_backend.weights.forms import join_shards
+
+
+class HuggingFaceView:
+    """Names, types and order are those of the Hugging Face checkpoint that the model began with, where it is known; else as published.
+
+    Of a value model `lm_head.weight` has one row, as where the torch trainer saves one.
+    """
+
+    def __init__(self, directory: Path, model: Path | None = None) -> None:
+        """
+        Args:
+            directory: a distributed checkpoint.
+            model: a directory with config.json of the same model; None: the checkpoint has it.
+
+        Raises:
+            CheckpointError: it is damaged, or lacks weights of the model.
+            ConfigError: config.json is missing, or describes a model whose names are not known.
+        """
+        self.tensors = DistributedTensors(directory)
+        self.model = model or directory / MODEL_FILES
+        config = read_config_json(self.model)
+        policy_names = names_of(config, str(self.model / "config.json"))
+        self.is_value_model = self.tensors.shapes.get(HEAD) == (1, policy_names.architecture.hidden_size)
+        self._names = value_names(policy_names) if self.is_value_model else policy_names
+        self._stated = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
+        self._origin = _origin_types(directory / MODEL_FILES)
+        self._sources: dict[str, tuple[Weight, str]] = {}
+        """Name -> the weight that it is made of, and its name among the weight's parts."""
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._find()
+        self.dtypes = {name: self._dtype(name, weight) for name, (weight, _) in self._sources.items()}
+        self._last: tuple[str, dict[str, Tensor]] | None = None
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor, on the CPU.
+
+        Raises:
+            CheckpointError: its bytes are damaged.
+        """
+        weight, part = self._sources[name]
+        if self._last is None or self._last[0] != weight.megatron:
+            whole = self.tensors.read(weight.megatron)
+            self._last = weight.megatron, dict(join_shards(weight, [whole], self._names.architecture))
+        return self._last[1][part].to(self.dtypes[name])
+
+    def _find(self) -> None:
+        for weight in self._names.weights():
+            if weight.megatron not in self.tensors.shapes and weight.megatron.startswith("mtp."):
+                continue  # trained without the prediction layers
+            if self.tensors.shapes.get(weight.megatron) != weight.shape:
+                raise CheckpointError(
+                    f"{self.tensors.directory} is not of the model that {self.model / 'config.json'} describes: {weight.megatron} has the "
+                    f"shape {self.tensors.shapes.get(weight.megatron)} there, not {weight.shape}"
+                )
+            for name, shape in zip(weight.checkpoint, self._names.checkpoint_shapes(weight), strict=True):
+                self._sources[name], self.shapes[name] = (weight, name), shape
+        for name in self._origin:
+            if name not in self._sources and (original := self._copied(name)) is not None:
+                self._sources[name], self.shapes[name] = (original, original.checkpoint[0]), original.shape
+
+    def _copied(self, name: str) -> Weight | None:
+        """The weight that a tensor of the original checkpoint repeats: where embedding and head are one, or in prediction layers."""
+        is_tied_head = name == "lm_head.weight"
+        has_prediction = any(stored.startswith("mtp.") for stored in self.tensors.shapes)
+        if not self._names.is_superfluous(name, len(self._names.architecture.mtp_layers)) or not (is_tied_head or has_prediction):
+            return None
+        kind = next((kind for kind, end in ((HEAD, "head.weight"), (EMBEDDING, ".embed_tokens.weight")) if name.endswith(end)), None)
+        return None if kind is None else self._names.by_megatron_name[kind]
+
+    def _dtype(self, name: str, weight: Weight) -> torch.dtype:
+        if name in self._origin:
+            return self._origin[name]
+        return torch.float32 if weight.is_float32 else self._stated
+
+
+def _origin_types(model: Path) -> dict[str, torch.dtype]:
+    file = model / TENSORS
+    return {name: DTYPES[dtype] for name, dtype in json.loads(file.read_text()).items() if dtype in DTYPES} if file.exists() else {}

@@ -1,0 +1,90 @@
+"""The value model of a checkpoint as a Hugging Face directory that transformers loads: a token classifier with one label, the value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fuligo.checkpoint.location import saved_value_model, training_checkpoint, weights_directory, weights_of
+from fuligo.convert.dist_to_hf import FILE_BYTES, Weights, write_directory
+from fuligo.convert.hf_view import HuggingFaceView
+from fuligo.errors import CheckpointError, ConfigError
+from fuligo.formats.checkpoint_files import is_distributed
+from fuligo.formats.hf_tensors import HuggingFaceTensors
+from fuligo.formats.hugging_face import read_config_json
+
+_HEAD, _SCORE, _BIAS = "lm_head.weight", "score.weight", "score.bias"
+
+
+def value_to_hf(given: Path, target: Path, *, model: Path | None = None, file_bytes: int = FILE_BYTES) -> Path:
+    """Write what `AutoModelForTokenClassification` loads; its logit [.., T, 1] at a token is the value of the state after that token.
+
+    Args:
+        given: a training checkpoint of either trainer, a directory of them, of which the newest is taken, or a value model itself.
+        target: is not there yet, or empty.
+        model: directory whose config.json and tokenizer are taken; None: those beside the weights.
+        file_bytes: as of `dist_to_hf`.
+
+    Returns:
+        Where the value model was.
+
+    Raises:
+        CheckpointError: there is no value model, it is damaged, or the target cannot be written to.
+        ConfigError: transformers has no such class of the model's family.
+    """
+    checkpoint = training_checkpoint(given)
+    source = saved_value_model(checkpoint) or (weights_directory(given) if checkpoint is None else weights_of(checkpoint))
+    weights = HuggingFaceView(source, model) if is_distributed(source) else HuggingFaceTensors(source)
+    head = weights.shapes.get(_HEAD)
+    if head is None or head[0] != 1:
+        shape = "no output layer of its own" if head is None else f"an output layer of the shape {list(head)}"
+        raise CheckpointError(
+            f"{source} is no value model: it has {shape}, which would be one row; give a checkpoint of a run with --advantage-estimator ppo"
+        )
+    beside = weights.model if isinstance(weights, HuggingFaceView) else model or source
+    changed = {
+        "architectures": [_classifier(beside, source)],
+        "id2label": {"0": "value"},
+        "label2id": {"value": 0},
+        "classifier_dropout": 0.0,
+        "tie_word_embeddings": False,
+    }
+    write_directory(_Classifier(weights), beside, target, changed=changed, file_bytes=file_bytes)
+    return source
+
+
+def _classifier(model: Path, source: Path) -> str:
+    """The name of transformers' class."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+
+    model_type = read_config_json(model).get("model_type")
+    found = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(str(model_type))
+    if found is None:
+        raise ConfigError(
+            f"transformers {transformers.__version__} has no token classifier of the model_type {model_type}, and nothing could load the "
+            f"export; --critic-load takes {source} as it is"
+        )
+    return str(found)
+
+
+class _Classifier:
+    """A value model's tensors under the names of a token classifier, which has a bias."""
+
+    def __init__(self, weights: Weights) -> None:
+        """
+        Raises:
+            CheckpointError: some are quantised.
+        """
+        quantised = sorted(weights.shapes.keys() - weights.dtypes.keys())
+        if quantised:
+            raise CheckpointError(f"{quantised[0]} is quantised; give the value model that a trainer saved")
+        self._weights = weights
+        self._sources = {_SCORE if name == _HEAD else name: name for name in weights.shapes}
+        self.shapes = {name: weights.shapes[source] for name, source in self._sources.items()} | {_BIAS: (1,)}
+        self.dtypes = {name: weights.dtypes[source] for name, source in self._sources.items()} | {_BIAS: weights.dtypes[_HEAD]}
+
+    def read(self, name: str) -> Tensor:
+        return torch.zeros(1, dtype=self.dtypes[_BIAS]) if name == _BIAS else self._weights.read(self._sources[name])

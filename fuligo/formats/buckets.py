@@ -1,0 +1,135 @@
+"""A stream of named tensors as buckets: cut, counted, and gathered while the one before is still being sent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from fuligo.formats.checksum import WeightsChecksum, tensor_digest
+from fuligo.formats.weight_manifest import WeightManifest
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Bucket = list[tuple[str, torch.Tensor]]
+
+
+def cut_into_buckets(named_weights: NamedTensors, bucket_bytes: int) -> Iterator[Bucket]:
+    """Consecutive tensors of at most `bucket_bytes` together; a larger tensor is a bucket of its own.
+
+    Tensors that engines take in one call only stay together, however large they are.
+    """
+    bucket: Bucket = []
+    size = 0
+    for unit in _units(named_weights):
+        unit_size = sum(tensor.nbytes for _, tensor in unit)
+        if bucket and size + unit_size > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket += unit
+        size += unit_size
+    if bucket:
+        yield bucket
+
+
+_LATENT_ATTENTION = re.compile(r"(.*\.self_attn)\.(?:(?:q_a|q_b|kv_a|kv_b)_|indexer\.wk\.)")
+"""SGLang 0.5.15.post1 joins `q_a_proj` and `kv_a_proj_with_mqa` where one call brings both, and drops one that comes alone; so it does with
+the FP8 values and the scales of an indexer's `wk` (models/deepseek_common/deepseek_weight_loader.py)."""
+
+
+def _units(named_weights: NamedTensors) -> Iterator[Bucket]:
+    """Tensors one by one, but the projections of a layer's latent attention as one."""
+    unit: Bucket = []
+    unit_layer: str | None = None
+    for name, tensor in named_weights:
+        match = _LATENT_ATTENTION.match(name)
+        layer = match[1] if match else None
+        if unit and layer != unit_layer:
+            yield unit
+            unit = []
+        unit_layer = layer
+        if layer is None:
+            yield [(name, tensor)]
+        else:
+            unit.append((name, tensor))
+    if unit:
+        yield unit
+
+
+def send_each(buckets: Iterator[Bucket], send: Callable[[Bucket, bool], None]) -> None:
+    """Call `send(bucket, is_last)` for each in order, in a thread, while the next bucket is being gathered: two exist at a time.
+
+    The buckets are gathered in the calling thread, to the end also where sending fails: gathering is a collective of all ranks.
+    """
+    sending: Future[None] | None = None
+    error: BaseException | None = None
+    with ThreadPoolExecutor(1, "weights") as thread:
+        bucket = next(buckets, None)
+        while bucket is not None:
+            following = next(buckets, None)
+            if sending is not None and error is None:
+                error = sending.exception()
+            if error is None:
+                sending = thread.submit(send, bucket, following is None)
+            bucket = following
+    if error is None and sending is not None:
+        error = sending.exception()
+    if error is not None:
+        raise error
+
+
+class Changes:
+    """Which tensors differ from those of the send before. Keeps 16 bytes a tensor, not the tensors."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, bytes] = {}
+
+    def forget(self) -> None:
+        """The next send is a first one: other engines, or one that failed half way."""
+        self._digests.clear()
+
+    def only(self, named_weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those that differ, with those that engines take together with them; the last where none does, for a send carries the new
+        version and cannot be empty."""
+        unit: Bucket = []
+        changed = False
+        for unit in _units(named_weights):
+            digests = {name: tensor_digest(name, tensor) for name, tensor in unit}
+            if any(self._digests.get(name) != digest for name, digest in digests.items()):
+                self._digests |= digests
+                changed = True
+                yield from unit
+        if unit and not changed:
+            yield from unit
+
+
+class Counted:
+    """Counts what passes `observe` on the way to the buckets."""
+
+    def __init__(self, *, with_checksum: bool) -> None:
+        self._checksum = WeightsChecksum() if with_checksum else None
+        self._num_tensors = self._num_bytes = self._num_bytes_sent = 0
+
+    def observe(self, named_weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights of the model."""
+        for name, tensor in named_weights:
+            self._num_tensors += 1
+            self._num_bytes += tensor.nbytes
+            if self._checksum is not None:
+                self._checksum.update(name, tensor)
+            yield name, tensor
+
+    def observe_sent(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+        for bucket in buckets:
+            self._num_bytes_sent += sum(tensor.nbytes for _, tensor in bucket)
+            yield bucket
+
+    def manifest(self, version: int) -> WeightManifest:
+        digest = None if self._checksum is None else self._checksum.result().checksum
+        return WeightManifest(version, self._num_tensors, self._num_bytes, digest, self._num_bytes_sent)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[nbytes] uint8, on the tensor's device."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

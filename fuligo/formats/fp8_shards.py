@@ -1,0 +1,176 @@
+"""What each file of an FP8 checkpoint will hold, tensor by tensor, from the headers of the files that it is made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from operator import attrgetter
+
+from fuligo.formats.hugging_face import Shape, StoredTensor
+from fuligo.formats.quantisation import Quantisation, expert_parts, is_quantised_matrix
+
+FP8_DTYPE = "F8_E4M3"
+SCALE_DTYPE = "F32"
+_FLOATS = {"BF16": 2, "F16": 2, "F32": 4}
+"""Types that can be quantised, and their bytes."""
+_JOINED = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "q_a_proj": 1, "gate_proj": 1, "up_proj": 1, "gate_up_proj": 2}
+"""Modules that engines join with others, row upon row, and how many parts they have themselves: no block may span two parts."""
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTensor:
+    """A tensor of the new checkpoint, and the bytes that it is made of."""
+
+    name: str
+    shape: Shape
+    source: StoredTensor
+    start: int
+    """Of its bytes in the source's file."""
+    is_quantised: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + prod(self.shape) * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a value in the source."""
+        return (self.source.end - self.source.start) // max(1, prod(self.source.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is written under one name."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    num_bytes: int
+
+    @property
+    def width(self) -> int:
+        """Bytes of a value."""
+        return self.num_bytes // max(1, prod(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A file of the new checkpoint; it has the name of the one that it is made of."""
+
+    file: str
+    tensors: tuple[TargetTensor, ...]
+    """In the order of their bytes in the source."""
+    quantisation: Quantisation
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """By falling width, then by name, as safetensors lays them out: each begins at a multiple of its width."""
+        entries = [entry for tensor in self.tensors for entry in _entries(tensor, self.quantisation)]
+        return tuple(sorted(entries, key=lambda entry: (-entry.width, entry.name)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+    def header(self) -> tuple[bytes, dict[str, int]]:
+        """The file's beginning, and where each tensor's bytes begin in it."""
+        places: dict[str, int] = {}
+        written: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        position = 0
+        for entry in self.entries:
+            places[entry.name] = position
+            written[entry.name] = {
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "data_offsets": [position, position + entry.num_bytes],
+            }
+            position += entry.num_bytes
+        text = json.dumps(written, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        beginning = len(text).to_bytes(8, "little") + text
+        return beginning, {name: len(beginning) + place for name, place in places.items()}
+
+
+def plan_shards(stored: Mapping[str, StoredTensor], quantisation: Quantisation) -> tuple[Shard, ...]:
+    """One for each file of the source."""
+    by_file: dict[str, list[TargetTensor]] = {}
+    for name, tensor in stored.items():
+        by_file.setdefault(tensor.file, []).extend(_target_tensors(name, tensor))
+    return tuple(Shard(file, tuple(sorted(tensors, key=attrgetter("start"))), quantisation) for file, tensors in sorted(by_file.items()))
+
+
+def shard_problems(shards: tuple[Shard, ...], quantisation: Quantisation) -> Iterator[str]:
+    """Why engines could not load the result, one text each."""
+    tensors = [tensor for shard in shards for tensor in shard.tensors]
+    if any(tensor.source.dtype.startswith("F8") for tensor in tensors):
+        yield "tensors are stored in FP8: it is quantised already; give the bf16 checkpoint that it was made from"
+        return
+    matrices = [tensor for tensor in tensors if tensor.is_quantised]
+    if not matrices:
+        yield "no tensor is the matrix of an attention or MLP layer: there is nothing to quantise"
+    other_types = [f"{tensor.name} ({tensor.source.dtype})" for tensor in matrices if tensor.source.dtype not in _FLOATS]
+    if other_types:
+        yield f"{_listed(other_types)} is none of {', '.join(_FLOATS)} and cannot be quantised"
+    if quantisation.block_size is not None:
+        rows = quantisation.block_size[0]
+        spanned = [f"{tensor.name} {list(tensor.shape)}" for tensor in matrices if _part_rows(tensor) % rows]
+        if spanned:
+            yield (
+                f"blocks of {rows} rows do not fit {_listed(spanned)}: engines join this matrix with others, and no block may span two of "
+                "them. Choose --strategy channel, or a --block-size that divides its rows (DeepEP takes 128 128 alone)"
+            )
+    if quantisation.strategy == "tensor" and any(_module(tensor) == "q_a_proj" for tensor in matrices):
+        yield (
+            "--strategy tensor does not go with latent attention: SGLang joins q_a_proj and kv_a_proj_with_mqa and has one scale for both; "
+            "choose block or channel"
+        )
+
+
+def unquantised_modules(shards: tuple[Shard, ...]) -> list[str]:
+    """Those with a matrix that stays as it is."""
+    return [
+        tensor.name.removesuffix(".weight")
+        for shard in shards
+        for tensor in shard.tensors
+        if not tensor.is_quantised and len(tensor.shape) == 2 and tensor.name.endswith(".weight")
+    ]
+
+
+def _target_tensors(name: str, tensor: StoredTensor) -> Iterator[TargetTensor]:
+    parts = expert_parts(name, tensor.shape)
+    if not parts:
+        yield TargetTensor(name, tensor.shape, tensor, tensor.start, is_quantised_matrix(name, tensor.shape))
+        return
+    _, rows, columns = tensor.shape
+    row_bytes = (tensor.end - tensor.start) // prod(tensor.shape[:2])
+    for part in parts:
+        start = tensor.start + (part.expert * rows + part.first_row) * row_bytes
+        yield TargetTensor(part.name, (part.num_rows, columns), tensor, start, is_quantised=True)
+
+
+def _entries(tensor: TargetTensor, quantisation: Quantisation) -> Iterator[Entry]:
+    if not tensor.is_quantised:
+        yield Entry(tensor.name, tensor.source.dtype, tensor.shape, tensor.end - tensor.start)
+        return
+    scales = quantisation.scale_shape(tensor.shape)
+    yield Entry(tensor.name, FP8_DTYPE, tensor.shape, prod(tensor.shape))
+    yield Entry(quantisation.scale_name(tensor.name), SCALE_DTYPE, scales, 4 * prod(scales))
+
+
+def _module(tensor: TargetTensor) -> str:
+    return tensor.name.rsplit(".", 2)[-2]
+
+
+def _part_rows(tensor: TargetTensor) -> int:
+    """Of each part that an engine joins with others; 0 where it joins none."""
+    parts = _JOINED.get(_module(tensor))
+    return 0 if parts is None else tensor.shape[0] // parts
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,143 @@
+"""A Hugging Face checkpoint to a distributed one: its arguments, and whether the parallel layout that they give fits.
+
+The layout changes nothing of what is written, and processes share the work evenly whatever it is: a distributed checkpoint is loaded under
+any other. Launch scripts give one, and one that is wrong for the model is found here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fuligo.config import Config
+from fuligo.config.command_line import read_command_line
+from fuligo.config.findings import Change
+from fuligo.config.parse import parse
+from fuligo.errors import ConfigError
+from fuligo.layout.trainer_shape import TrainerShape, trainer_shape
+from fuligo.models.architecture import Architecture
+from fuligo.models.find import find_trainer_config_json
+from fuligo.models.megatron_flags import disagreements
+from fuligo.planner.memory.parameters import frozen_parameters, trained_parameters
+from fuligo.planner.plan import Stage
+from fuligo.planner.stages import stages
+from fuligo.planner.subject import Subject, read_subject
+from fuligo.quantities import amount, magnitude
+
+_USED = {
+    "hf_checkpoint", "model_config_file", "override_model_config", "save", "mtp_num_layers", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "allgather_cp", "sequence_parallel", "train_backend",
+}  # fmt: skip
+"""Flags of ours that a conversion heeds, or (`allgather_cp`, `sequence_parallel`: they change no weight) takes along with MODEL_ARGS."""
+_LAYOUT = {name for name in _USED if name.endswith(("_parallel_size", "_pipeline_num_layers"))}
+_BYTES_PER_PARAMETER = 2
+"""Weights are written in bf16."""
+_ANY_GPU = "h100-80"
+"""The shapes of a checkpoint do not depend on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DistPlan:
+    """What a conversion would do."""
+
+    source: str
+    target: str
+    architecture: Architecture
+    shape: TrainerShape
+    stages: tuple[Stage, ...]
+    rank_parameters: tuple[int, ...]
+    """[PP] parameters that a trainer's rank of each stage would hold."""
+    is_chosen: bool
+    """No layout was given: it was chosen to fit."""
+    warnings: tuple[str, ...]
+
+
+def plan_hf_to_dist(arguments: Sequence[str], world_size: int) -> DistPlan:
+    """What the conversion with these arguments would do on `world_size` processes.
+
+    Raises:
+        ConfigError: unknown or unused flags, MODEL_ARGS that disagree with config.json, or a layout that does not fit.
+    """
+    given = {assignment.flag.name: assignment for assignment in read_command_line(arguments).assignments}
+    parsed = parse([*arguments, "--train-backend", "megatron"])
+    problems = [
+        f"{assignment.origin} has no effect on a conversion; drop it"
+        for name, assignment in given.items()
+        if assignment.flag.group != "megatron" and name not in _USED
+    ]
+    required = (("--hf-checkpoint", parsed.config.model.hf_checkpoint), ("--save", parsed.config.checkpoint.save))
+    problems += [f"{option} must be given" for option, value in required if value is None]
+    if problems:
+        raise ConfigError(*problems)
+    config = parsed.config.changed([Change(("cluster", "actor_num_gpus_per_node"), world_size)])
+    _check_model_arguments(config)
+    is_chosen = not _LAYOUT & set(given)
+    subject = read_subject(config, _ANY_GPU)
+    if is_chosen:
+        subject = read_subject(config.changed(_chosen_layout(subject.architecture, world_size)), _ANY_GPU)
+    shape = _checked_shape(subject, world_size)
+    cut = stages(subject)
+    held = tuple((trained_parameters(subject, shape, [stage]) + frozen_parameters(subject, shape, [stage])).total for stage in cut)
+    source, target = config.model.hf_checkpoint, config.checkpoint.save
+    assert source is not None and target is not None
+    return DistPlan(source, target, subject.architecture, shape, cut, held, is_chosen, parsed.warnings)
+
+
+def describe(plan: DistPlan) -> Iterator[str]:
+    """The plan, line by line."""
+    shape, architecture = plan.shape, plan.architecture
+    chosen = " (chosen: no layout was given)" if plan.is_chosen else ""
+    num_bytes = _BYTES_PER_PARAMETER * architecture.num_parameters
+    yield from (f"warning: {warning}" for warning in plan.warnings)
+    yield f"{plan.source} -> {plan.target}"
+    yield f"{architecture.model_type}, {magnitude(architecture.num_parameters)} parameters in {architecture.num_layers} layers"
+    processes = "1 process" if shape.num_ranks == 1 else f"{shape.num_ranks} processes"
+    yield f"{processes}: TP {shape.tp}, PP {shape.pp}, DP {shape.dp}, EP {shape.ep}, ETP {shape.etp}{chosen}"
+    yield f"each writes about {amount(num_bytes // shape.num_ranks)}; the checkpoint is loaded under any layout"
+
+
+def torchrun_size() -> int:
+    """Processes that torchrun started, else 1; also where `WORLD_SIZE` is no number of processes."""
+    given = os.environ.get("WORLD_SIZE", "")
+    return int(given) if given.isdecimal() and int(given) else 1
+
+
+def _check_model_arguments(config: Config) -> None:
+    found = find_trainer_config_json(config)
+    if found is None or config.model.override_model_config:
+        return
+    problems = [
+        f"{option} {given} disagrees with {found.source}, which says {expected}; correct it, or give --override-model-config"
+        for option, given, expected in disagreements(config, found.values, found.source)
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _chosen_layout(architecture: Architecture, world_size: int) -> list[Change]:
+    """Every process is a stage; the last one takes the layers that are left over."""
+    if world_size > architecture.num_layers:
+        raise ConfigError(
+            f"{world_size} processes are more than the model's {architecture.num_layers} layers; start fewer, or give a layout with "
+            "--tensor-model-parallel-size and --expert-model-parallel-size"
+        )
+    share = architecture.num_layers // world_size
+    last = architecture.num_layers - share * (world_size - 1)
+    changes = [Change(("parallel", "pipeline_model_parallel_size"), world_size)]
+    return [*changes, Change(("parallel", "decoder_last_pipeline_num_layers"), last)] if last != share else changes
+
+
+def _checked_shape(subject: Subject, world_size: int) -> TrainerShape:
+    try:
+        shape = trainer_shape(subject.config)
+    except ConfigError as error:
+        text = str(error).replace(f"the trainer's {world_size} GPUs", f"the {world_size} processes of the conversion")
+        raise ConfigError(text) from None
+    heads, experts = subject.architecture.attention.num_heads, subject.architecture.experts
+    if heads % shape.tp:
+        raise ConfigError(f"--tensor-model-parallel-size {shape.tp} does not divide the model's {heads} attention heads")
+    if experts is not None and experts.num_experts % shape.ep:
+        raise ConfigError(f"--expert-model-parallel-size {shape.ep} does not divide the model's {experts.num_experts} experts")
+    return shape

@@ -1,0 +1,377 @@
+"""The Megatron trainer's part of a checkpoint: weights, optimizer, random numbers and counters, for any layout of ranks.
+
+*.distcp, .metadata       weights under Megatron's names of local layers, layers and experts counted over all ranks; `optimizer.state.*`
+                          of the trained ones; `reference.*` where training changes the reference
+common.pt, metadata.json  what makes it one of Megatron-Core's torch_dist checkpoints
+model/                    config.json and tokenizer of the model, and what tensors its Hugging Face checkpoint has
+rng/                      state of every rank's random numbers
+trainer.json              counters, and the layout
+critic/                   the same of a value model, where there is one
+
+Nothing is gathered. Of the ranks that hold the same part of a weight one writes it; a data-parallel rank's share of the optimizer's state,
+a range of each flattened weight, is written as the few rectangles that it is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fuligo.errors import CheckpointError
+from fuligo.formats.checkpoint_files import COUNTERS
+from fuligo.formats.dist_tensors import DistributedTensors
+from fuligo.formats.model_files import MODEL_FILES, copy_model_files
+from fuligo.formats.shards import Shard, write_format, write_shards
+from fuligo.layout.megatron import Layout
+from fuligo.models.names import HEAD, ModelNames
+from fuligo.trainer.megatron_backend.parts import STATES, LocalWeight, ParameterState, held_weights, parameter_states, set_step
+from fuligo.trainer.ranks.compute_thread import ComputeThread
+from fuligo.trainer.ranks.world import World
+from fuligo.trainer.step import Progress
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+_OPTIMIZER, _REFERENCE = "optimizer.state.", "reference."
+_TRACKER = "tracker."
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class MegatronState:
+    """The live objects that a checkpoint is written from and read into."""
+
+    chunks: Sequence[nn.Module]
+    """This rank's stages, bare or wrapped."""
+    names: ModelNames
+    optimizer: MegatronOptimizer
+    layout: Layout
+    progress: Progress
+    reference: Mapping[str, Tensor] | None = None
+    """This rank's weights of the reference model by the names that `local_weights` gives; only where training changes it."""
+
+
+class CheckpointWriter:
+    """Writes checkpoints, one at a time: while the caller waits, or while it goes on training."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._thread: ComputeThread | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    def save(self, states: Mapping[Path, MegatronState], *, model_files: Path) -> None:
+        """Write a checkpoint. A collective.
+
+        Args:
+            states: by directory, which is made; the caller sees to it that the checkpoint appears under its final name only when complete.
+            model_files: Hugging Face directory of the model.
+
+        Raises:
+            CheckpointError: a rank could not write; on every rank.
+        """
+        self._write_small_files(states, model_files)
+        for directory, state in states.items():
+            write_shards(directory, list(_shards(state)), self._world.objects)
+
+    def begin(self, states: Mapping[Path, MegatronState], *, model_files: Path) -> Future[None]:
+        """As `save`, but what is written is copied to the host's memory, and the writing goes on when this returns.
+
+        Returns:
+            Done when all ranks have written, on each; holds the CheckpointError if one could not.
+        """
+        if self._thread is None:
+            self._thread = ComputeThread("checkpoint writer")
+            # Their own, so that what they say does not get between the trainer's collectives.
+            self._group = dist.new_group(backend="gloo") if self._world.size > 1 else None  # pyright: ignore[reportAttributeAccessIssue]
+        self._write_small_files(states, model_files)
+        copies = {directory: [shard.on_cpu() for shard in _shards(state)] for directory, state in states.items()}
+
+        def write() -> None:
+            for directory, shards in copies.items():
+                write_shards(directory, shards, self._group)
+
+        return self._thread.submit(write)
+
+    def _write_small_files(self, states: Mapping[Path, MegatronState], model_files: Path) -> None:
+        def write() -> None:
+            for directory, state in states.items():
+                _write_small_files(directory, state, self._world, model_files)
+
+        _agreed(self._world, write)
+
+
+def restore_state(directory: Path, state: MegatronState, world: World) -> None:
+    """The inverse of `CheckpointWriter.save`, whatever the layout was. Nothing is changed before everything has been checked. A collective.
+
+    Where the layout was another, every rank keeps the random numbers that it has.
+
+    Raises:
+        CheckpointError: a file is missing or truncated, or the checkpoint belongs to another model; on every rank.
+    """
+    opened = _agreed(world, lambda: _Opened.of(directory, state, world))
+    opened.read_weights()
+    set_step(state.optimizer, opened.saved.progress.num_optimizer_steps)
+    if opened.saved.progress.num_optimizer_steps:
+        opened.read_optimizer(state.optimizer)
+    else:
+        state.optimizer.reload_model_params()
+    if state.reference is not None:
+        opened.read_reference(state.reference)
+    if opened.random is not None:
+        _set_random_state(opened.random, world)
+    elif world.rank == 0:
+        logger.info("%s was saved under another layout (%s): random numbers begin anew", directory, opened.saved.layout)
+    state.progress.num_optimizer_steps = opened.saved.progress.num_optimizer_steps
+    state.progress.num_rollouts = opened.saved.progress.num_rollouts
+
+
+def load_weights(directory: Path, chunks: Sequence[nn.Module], names: ModelNames, world: World) -> None:
+    """Overwrite this rank's weights, in place and in the types that they have, with those of a distributed checkpoint. A collective.
+
+    The head of a value model (`value_names`) stays as it is where the checkpoint is a policy's.
+
+    Raises:
+        CheckpointError: a file is missing or truncated, or the checkpoint belongs to another model; on every rank.
+    """
+
+    def opened() -> tuple[DistributedTensors, list[LocalWeight]]:
+        tensors, weights = DistributedTensors(directory), held_weights(chunks, names)
+        if names.by_megatron_name[HEAD].shape[0] == 1 and tensors.shapes.get(HEAD) != names.by_megatron_name[HEAD].shape:
+            weights = [held for held in weights if held.weight.megatron != HEAD]
+        _check_weights(tensors, weights, names)
+        return tensors, weights
+
+    _read_weights(*_agreed(world, opened))
+
+
+@dataclass(slots=True, frozen=True)
+class _Counters:
+    """`trainer.json`"""
+
+    progress: Progress
+    layout: Layout
+
+    def write(self, file: Path) -> None:
+        content = {"format": FORMAT, "backend": "megatron", **asdict(self.progress), "layout": asdict(self.layout)}
+        file.write_text(json.dumps(content, indent=2))
+
+    @classmethod
+    def read(cls, file: Path) -> _Counters:
+        """
+        Raises:
+            CheckpointError: it cannot be read, or another version or backend wrote it.
+        """
+        try:
+            content = json.loads(file.read_text())
+            if content["format"] != FORMAT or content.get("backend") != "megatron":
+                raise CheckpointError(f"{file}: this is no checkpoint that the Megatron trainer of this version of fuligo has written")
+            return cls(Progress(content["num_optimizer_steps"], content["num_rollouts"]), Layout(**content["layout"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}") from error
+
+
+@dataclass(slots=True, frozen=True)
+class _Opened:
+    """A checkpoint that has been compared with the state that it is to be read into."""
+
+    tensors: DistributedTensors
+    weights: list[LocalWeight]
+    saved: _Counters
+    random: dict[str, Tensor] | None
+
+    @classmethod
+    def of(cls, directory: Path, state: MegatronState, world: World) -> _Opened:
+        """
+        Raises:
+            CheckpointError: a file is missing or truncated, or the checkpoint belongs to another model.
+        """
+        saved = _Counters.read(directory / COUNTERS)
+        tensors, weights = DistributedTensors(directory), held_weights(state.chunks, state.names)
+        _check_weights(tensors, weights, state.names)
+        if state.reference is not None:
+            _check_shapes(tensors, {_REFERENCE + held.weight.megatron: held.weight.shape for held in weights})
+        if saved.progress.num_optimizer_steps:
+            _check_trained(tensors, weights)
+        return cls(tensors, weights, saved, _read_random_state(directory, world) if saved.layout == state.layout else None)
+
+    def read_weights(self) -> None:
+        _read_weights(self.tensors, self.weights)
+
+    def read_optimizer(self, optimizer: MegatronOptimizer) -> None:
+        for held, state in _trained(self.weights, optimizer):
+            values = state.tensors()
+            for shard in _state_shards(held, state, values):
+                self.tensors.read_into(shard)
+            state.overwrite(values)
+
+    def read_reference(self, reference: Mapping[str, Tensor]) -> None:
+        for shard in _reference_shards(self.weights, reference):
+            self.tensors.read_into(shard)
+
+
+def _shards(state: MegatronState) -> Iterator[Shard]:
+    """What this rank writes."""
+    weights = held_weights(state.chunks, state.names)
+    yield from _weight_shards(weights)
+    if state.reference is not None:
+        own = [held for number, held in enumerate(weights) if _is_own(held, number)]
+        yield from _reference_shards(own, state.reference)
+    if state.progress.num_optimizer_steps:
+        numbers = {id(held.tensor): number for number, held in enumerate(weights)}
+        for held, parameter in _trained(weights, state.optimizer):
+            if held.is_first_copy and (parameter.is_spread or _is_own(held, numbers[id(held.tensor)])):
+                yield from _state_shards(held, parameter, parameter.tensors())
+
+
+def _weight_shards(weights: Sequence[LocalWeight]) -> Iterator[Shard]:
+    for number, held in enumerate(weights):
+        if _is_own(held, number):
+            yield from (part.shard for part in held.parts)
+
+
+def _is_own(held: LocalWeight, number: int) -> bool:
+    """Data-parallel ranks hold the same weights and write them in turn."""
+    rank, size = held.data_parallel
+    return held.is_first_copy and number % size == rank
+
+
+def _reference_shards(weights: Sequence[LocalWeight], reference: Mapping[str, Tensor]) -> Iterator[Shard]:
+    for held in weights:
+        tensor = reference[held.name].view(-1)
+        yield from held.range_shards(_REFERENCE + held.weight.megatron, tensor, 0, tensor.numel())
+
+
+def _trained(weights: Sequence[LocalWeight], optimizer: MegatronOptimizer) -> Iterator[tuple[LocalWeight, ParameterState]]:
+    by_parameter = {id(held.tensor): held for held in weights}
+    for state in parameter_states(optimizer):
+        yield by_parameter[id(state.parameter)], state
+
+
+def _state_shards(held: LocalWeight, state: ParameterState, values: Mapping[str, Tensor]) -> Iterator[Shard]:
+    for name, value in values.items():
+        yield from held.range_shards(f"{_OPTIMIZER}{name}.{held.weight.megatron}", value, state.start, state.end)
+
+
+@torch.no_grad()
+def _read_weights(tensors: DistributedTensors, weights: Sequence[LocalWeight]) -> None:
+    for held in weights:
+        if held.weight.is_vocabulary:
+            held.tensor.zero_()  # rows that stand for no token
+        for part in held.parts:
+            tensors.read_into(part.shard)
+
+
+def _check_weights(tensors: DistributedTensors, weights: Sequence[LocalWeight], names: ModelNames) -> None:
+    _check_shapes(tensors, {held.weight.megatron: held.weight.shape for held in weights})
+    stored = {name for name in tensors.shapes if not name.startswith((_OPTIMIZER, _REFERENCE))}
+    unknown = sorted(stored - {weight.megatron for weight in names.weights()})
+    if unknown:
+        raise CheckpointError(
+            f"{tensors.directory} belongs to another architecture: {unknown[0]} is there, which the {names.architecture.model_type} model "
+            "of this run does not have; give the --hf-checkpoint that it was made with"
+        )
+
+
+def _check_trained(tensors: DistributedTensors, weights: Sequence[LocalWeight]) -> None:
+    for held in weights:
+        key = f"{_OPTIMIZER}{STATES[0]}.{held.weight.megatron}"
+        if held.tensor.requires_grad != (key in tensors.shapes):
+            then, now = ("frozen", "trained") if held.tensor.requires_grad else ("trained", "frozen")
+            raise CheckpointError(
+                f"{tensors.directory}: {held.weight.megatron} was {then} in the run that saved it and is {now} in this one; resume with "
+                "the same --only-train-params-name-list, --freeze-params-name-list and --enable-mtp-training"
+            )
+    trained = [held.weight for held in weights if held.tensor.requires_grad]
+    _check_shapes(tensors, {f"{_OPTIMIZER}{state}.{weight.megatron}": weight.shape for weight in trained for state in STATES})
+
+
+def _check_shapes(tensors: DistributedTensors, expected: Mapping[str, tuple[int, ...]]) -> None:
+    for name, shape in expected.items():
+        held = tensors.shapes.get(name)
+        if held != shape:
+            there = "is not there" if held is None else f"has the shape {list(held)} there"
+            raise CheckpointError(
+                f"{tensors.directory} belongs to another architecture: {name} {there}, and {list(shape)} in this run; "
+                "give the --hf-checkpoint that it was made with"
+            )
+
+
+def _write_small_files(directory: Path, state: MegatronState, world: World, model_files: Path) -> None:
+    (directory / "rng").mkdir(parents=True, exist_ok=True)
+    save_file(_random_state(world), _random_file(directory, world))
+    if world.rank == 0:
+        write_format(directory)
+        copy_model_files(model_files, directory / MODEL_FILES)
+        _Counters(state.progress, state.layout).write(directory / COUNTERS)
+
+
+def _random_file(directory: Path, world: World) -> Path:
+    return directory / "rng" / f"rank_{world.rank:05d}.safetensors"
+
+
+def _random_state(world: World) -> dict[str, Tensor]:
+    """Of torch, and of Megatron's parallel regions."""
+    state = {"torch": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(world.device)
+    return state | {_TRACKER + name: tensor.cpu() for name, tensor in _tracker().get_states().items()}
+
+
+def _read_random_state(directory: Path, world: World) -> dict[str, Tensor]:
+    file = _random_file(directory, world)
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: missing, truncated or corrupt: {error}") from error
+
+
+def _set_random_state(state: dict[str, Tensor], world: World) -> None:
+    regions = {name.removeprefix(_TRACKER): tensor for name, tensor in state.items() if name.startswith(_TRACKER)}
+    _tracker().set_states(regions)
+    torch.set_rng_state(state["torch"])
+    if world.device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], world.device)
+
+
+def _tracker() -> CudaRNGStatesTracker:
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    assert tracker is not None
+    return tracker
+
+
+def _agreed(world: World, work: Callable[[], T]) -> T:
+    """What `work` returns, if it raises nothing on any rank.
+
+    Raises:
+        CheckpointError: of the first rank on which it did; on every rank.
+    """
+    result: list[T] = []
+    problem: str | None = None
+    try:
+        result.append(work())
+    except CheckpointError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}"
+    problems: list[str | None] = [problem]
+    if world.size > 1:
+        problems = [None] * world.size
+        dist.all_gather_object(problems, problem, group=world.objects)
+    first = next((text for text in problems if text is not None), None)
+    if first is not None:
+        raise CheckpointError(first)
+    return result[0]

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import torch
+
+from fuligo.formats.checksum import WeightsChecksum, weights_checksum
+
+TENSORS = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16)), ("c", torch.empty(0))]
+
+
+def test_order_does_not_matter_and_one_at_a_time_is_the_same() -> None:
+    whole = weights_checksum(TENSORS)
+    assert whole == weights_checksum(reversed(TENSORS))
+    one_by_one = WeightsChecksum()
+    for name, tensor in TENSORS:
+        one_by_one.update(name, tensor)
+    assert one_by_one.result() == whole
+    assert (whole.num_tensors, whole.num_bytes) == (3, 6 * 4 + 4 * 2)
+
+
+def test_name_shape_type_and_bytes_all_count() -> None:
+    tensor = torch.arange(6.0)
+    variants = [
+        ("a", tensor),
+        ("b", tensor),
+        ("a", tensor.view(2, 3)),
+        ("a", tensor.view(torch.int32)),
+        ("a", tensor + torch.tensor([0, 0, 0, 0, 0, 1e-6])),
+        ("a", -tensor),
+    ]
+    assert len({weights_checksum([variant]).checksum for variant in variants}) == len(variants)
+
+
+def test_strides_do_not_count() -> None:
+    tensor = torch.arange(6.0).view(2, 3)
+    assert weights_checksum([("a", tensor.t())]) == weights_checksum([("a", tensor.t().contiguous())])

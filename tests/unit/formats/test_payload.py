@@ -1,0 +1,194 @@
+"""Tensors between processes through shared memory, and what is left of it when one of them dies."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuligo.errors import WeightSyncError
+from fuligo.formats.checksum import weights_checksum
+from fuligo.formats.payload import SHARED_MEMORY, decode_named_tensors, shared_payload
+from tests.e2e.processes import alive, descendants
+
+pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs a POSIX shared memory file system")
+
+RECEIVER = """
+import sys
+from fuligo.formats.checksum import weights_checksum
+from fuligo.formats.payload import decode_named_tensors
+for payload in sys.stdin:
+    tensors = decode_named_tensors(payload.strip())
+    digest = weights_checksum(tensors)
+    del tensors
+    print(digest.checksum, flush=True)
+"""
+SENDER = """
+import sys, torch
+from fuligo.formats.payload import shared_payload
+with shared_payload([("a", torch.ones(100_000))]) as payload:
+    print(payload, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def some_tensors() -> list[tuple[str, torch.Tensor]]:
+    return [
+        ("model.weight", torch.randn(300, 7)),
+        ("half", torch.randn(5).bfloat16()),
+        ("parameter", torch.nn.Parameter(torch.randn(2, 2))),
+        ("transposed", torch.randn(4, 6).t()),
+    ]
+
+
+def own_descriptors() -> dict[str, str]:
+    """What this process has open, by number."""
+    return {link.name: str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+
+
+@pytest.fixture(scope="module")
+def receiver() -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", RECEIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    yield process  # pyright: ignore[reportReturnType]
+    process.kill()
+    process.wait()
+
+
+def received(process: subprocess.Popen[str], payload: str) -> str:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(payload + "\n")
+    process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+def test_several_processes_get_the_same_bytes_and_nothing_stays_behind(receiver: subprocess.Popen[str]) -> None:
+    tensors = some_tensors()
+    files, open_before = set(SHARED_MEMORY.iterdir()), own_descriptors().keys()
+    with shared_payload(tensors) as payload:
+        assert own_descriptors().keys() > open_before
+        assert [received(receiver, payload) for _ in range(3)] == [weights_checksum(tensors).checksum] * 3
+    assert own_descriptors().keys() <= open_before
+    assert set(SHARED_MEMORY.iterdir()) <= files
+
+
+def test_no_process_of_torchs_outlives_the_sender(receiver: subprocess.Popen[str]) -> None:
+    """The receiver, an engine that somebody else runs, goes on."""
+    process = subprocess.Popen([sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert received(receiver, process.stdout.readline().strip()) == weights_checksum([("a", torch.ones(100_000))]).checksum
+    children = descendants(process.pid)
+    process.communicate("\n", timeout=60)
+    assert process.returncode == 0
+    assert not alive(children)
+    assert receiver.poll() is None
+
+
+def test_the_senders_tensors_stay_where_they_are() -> None:
+    tensor = torch.randn(10)
+    place = tensor.data_ptr()
+    with shared_payload([("a", tensor)]) as payload:
+        decoded = dict(decode_named_tensors(payload))["a"]
+        assert torch.equal(decoded, tensor)
+        assert decoded.data_ptr() != place == tensor.data_ptr()
+    assert not tensor.is_shared()
+
+
+def test_who_comes_late_is_refused() -> None:
+    with pytest.raises(ConnectionError), shared_payload([("a", torch.ones(1000)), ("b", torch.empty(0))]) as payload:
+        assert [tensor.shape for _, tensor in decode_named_tensors(payload)] == [(1000,), (0,)]
+        raise ConnectionError("the engine died")
+    with pytest.raises(WeightSyncError, match="is the sender on this machine"):
+        decode_named_tensors(payload)
+
+
+def test_who_opened_a_payload_before_it_failed_keeps_it() -> None:
+    tensors, opened = some_tensors(), []
+    with pytest.raises(ConnectionError), shared_payload(tensors) as payload:
+        opened += decode_named_tensors(payload)
+        raise ConnectionError("another engine died")
+    assert weights_checksum(opened) == weights_checksum(tensors)
+
+
+def test_what_a_receiver_changes_is_its_own() -> None:
+    with shared_payload([("a", torch.ones(3))]) as payload:
+        decode_named_tensors(payload)[0][1].zero_()
+        assert decode_named_tensors(payload)[0][1].tolist() == [1, 1, 1]
+
+
+def test_a_killed_sender_leaves_nothing() -> None:
+    files = set(SHARED_MEMORY.iterdir())
+    process = subprocess.Popen([sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    payload = process.stdout.readline()
+    assert decode_named_tensors(payload.strip())[0][1].sum() == 100_000
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert set(SHARED_MEMORY.iterdir()) <= files
+    with pytest.raises(WeightSyncError, match="is the sender on this machine"):
+        decode_named_tensors(payload.strip())
+
+
+IN_SMALL_MEMORY = """
+mount -t tmpfs -o size=1m tmpfs /dev/shm || exit 77
+"$@"
+ls /dev/shm
+"""
+"""Runs a command where nobody else sees it, and says what it left in shared memory."""
+LARGE_SENDER = """
+import torch
+from fuligo.errors import WeightSyncError
+from fuligo.formats.payload import shared_payload
+try:
+    with shared_payload([(name, torch.ones(100_000)) for name in "abc"]):
+        print("it fits")
+except WeightSyncError as error:
+    print(error)
+"""
+
+
+def test_full_shared_memory_is_named_and_given_back() -> None:
+    command = ["unshare", "--mount", "bash", "-c", IN_SMALL_MEMORY, "bash", sys.executable, "-c", LARGE_SENDER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"a file system cannot be mounted here: {done.stderr}")
+    said, *left = done.stdout.splitlines()
+    assert said.startswith("a bucket of weights does not get into shared memory: ") and "No space left on device" in said
+    assert "of 1 MiB are free on the file system /dev/shm). Give it more" in said
+    assert left == []
+
+
+class ReadsAnyFile:
+    def __reduce__(self) -> tuple[object, tuple[str, bool, int]]:
+        return torch.UntypedStorage.from_file, ("/etc/passwd", False, 8)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize(
+    ("payload", "cause"),
+    [
+        (base64.b64encode(pickle.dumps([("a", Evil())])).decode(), "system is not admitted"),
+        (base64.b64encode(pickle.dumps([("a", eval)])).decode(), "eval is not admitted"),
+        (base64.b64encode(pickle.dumps([("a", ReadsAnyFile())])).decode(), "/etc/passwd is not admitted"),
+        (base64.b64encode(pickle.dumps([("a", torch.Tensor.numpy)])).decode(), "not admitted"),
+        (base64.b64encode(pickle.dumps([("a", torch.load)])).decode(), "load is not admitted"),
+        (base64.b64encode(pickle.dumps(["a"])).decode(), "not a list of"),
+        (base64.b64encode(pickle.dumps({"a": 1})).decode(), "not a list of"),
+        (base64.b64encode(b"hello").decode(), "not a list of"),
+        ("not base64!", "not a list of"),
+        ("", "not a list of"),
+    ],
+)
+def test_a_payload_can_do_nothing_but_rebuild_tensors(payload: str, cause: str) -> None:
+    with pytest.raises(WeightSyncError, match=cause):
+        decode_named_tensors(payload)

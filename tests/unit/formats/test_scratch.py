@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuligo.errors import WeightSyncError
+from fuligo.formats.scratch import filling, scratch_directory
+from fuligo.formats.weight_manifest import WeightTarget
+from fuligo.weights.senders import WeightSender
+from tests.small_disk import SmallDisk
+
+USER = """
+import sys
+from pathlib import Path
+from fuligo.formats.scratch import scratch_directory
+
+with scratch_directory(Path(sys.argv[1])) as directory:
+    (directory / "model.safetensors").write_bytes(b"weights")
+    print(directory, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_it_is_gone_at_the_end_also_after_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), scratch_directory(tmp_path) as directory:
+        (directory / "model.safetensors").write_bytes(b"weights")
+        raise RuntimeError("the engine is gone")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_one_is_named_and_removed(small_disk: SmallDisk) -> None:
+    """Weights and the config beside them; the same when torch or safetensors writes."""
+    weights = [("large", torch.ones(2000, 1000))]
+    full = rf"No space left on device.* of 4 MiB are free on the file system {small_disk.path}\)\. Make room there, or give another --up"
+    with pytest.raises(WeightSyncError, match=full), scratch_directory(small_disk.path) as directory:
+        WeightSender().send(weights, WeightTarget("disk", 1, 10**8, directory=str(directory)))
+    assert list(small_disk.path.iterdir()) == []
+    with pytest.raises(WeightSyncError, match=full), scratch_directory(small_disk.path) as directory, filling(directory):
+        (directory / "config.json").write_bytes(bytes(5_000_000))
+    assert list(small_disk.path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_and_nothing_in_use_is(tmp_path: Path) -> None:
+    users = [
+        subprocess.Popen([sys.executable, "-c", USER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    killed, in_use = (Path(user.stdout.readline().strip()) for user in users if user.stdout is not None)
+    users[0].kill()
+    users[0].communicate()
+    assert killed.exists()
+
+    with scratch_directory(tmp_path) as own:
+        assert set(tmp_path.iterdir()) == {own, in_use}
+        assert (in_use / "model.safetensors").read_bytes() == b"weights"
+    users[1].communicate()
+    assert list(tmp_path.iterdir()) == []

@@ -144,7 +144,7 @@ class TestCutOff:
         converted(model, tmp_path / "whole")
         script = (
             "import os, signal, sys\n"
-            "from fuligo.checkpoint import fp8_conversion\n"
+            "from fuligo.convert import fp8 as fp8_conversion\n"
             "from fuligo.convert.fp8_plan import plan_hf_to_fp8\n"
             "fp8_conversion._CHUNK_BYTES = 2**14\n"
             "reports = []\n"

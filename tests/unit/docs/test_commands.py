@@ -15,7 +15,8 @@ from fuligo.config.files import load_yaml
 from fuligo.config.hooks import hook_problems
 from fuligo.config.parse import parse
 from fuligo.config.validate import validate
-from fuligo.convert import hf_to_dist, hf_to_fp8
+from fuligo.convert import fp8_plan
+from fuligo.planner import conversion
 from tests.unit.docs.pages import PAGES, REPOSITORY, code_blocks, commands, page_name
 
 
@@ -108,7 +109,7 @@ def test_fuligo_import_script(page: Path, arguments: list[str]):
     [*commands_of_all_pages("python", "tools/convert_hf_to_fp8.py"), *commands_of_all_pages("fuligo", "convert", "fp8")],
 )
 def test_conversion_to_fp8(page: Path, arguments: list[str]):
-    assert hf_to_fp8.parser().parse_args(arguments).model_dir
+    assert fp8_plan.parser().parse_args(arguments).model_dir
 
 
 @pytest.mark.parametrize(
@@ -121,13 +122,13 @@ def test_conversion_to_fp8(page: Path, arguments: list[str]):
 def test_conversion_to_a_distributed_checkpoint(page: Path, arguments: list[str]):
     """The model's shape is the reader's; a checkpoint here stands for theirs."""
     flags = [argument for argument in arguments if argument not in ("${MODEL_ARGS[@]}", "--plan")]
-    assert hf_to_dist.plan_hf_to_dist([*flags, "--model-config-file", str(REPOSITORY / "examples" / "glm4-9b" / "model")], 8).is_chosen
+    assert conversion.plan_hf_to_dist([*flags, "--model-config-file", str(REPOSITORY / "examples" / "glm4-9b" / "model")], 8).is_chosen
 
 
 @pytest.mark.parametrize(("page", "arguments"), commands_of_all_pages("fuligo", "convert", "hf-to-dist"))
 def test_fuligo_convert_hf_to_dist(page: Path, arguments: list[str]):
     model = REPOSITORY / "examples" / "glm4-9b" / "model"
-    assert hf_to_dist.plan_hf_to_dist([*arguments, "--model-config-file", str(model)], 1).is_chosen
+    assert conversion.plan_hf_to_dist([*arguments, "--model-config-file", str(model)], 1).is_chosen
 
 
 @pytest.mark.parametrize(

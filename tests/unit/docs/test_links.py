@@ -11,7 +11,7 @@ from fuligo.cli import import_script, launch, view
 from fuligo.cli.plan import OWN_OPTIONS
 from fuligo.cli.serve import _parser
 from fuligo.config.flags import flags, passthrough_flags
-from fuligo.convert import fp8_plan as hf_to_fp8
+from fuligo.convert import fp8_plan
 from tests.unit.docs.pages import PAGES, REPOSITORY, page_name, without_code_blocks
 
 LINK = re.compile(r"\]\(([^)\s]+)\)|\b(?:src|href)=\"([^\"]+)\"")
@@ -19,7 +19,7 @@ OUR_PATH = re.compile(r"`((?:fuligo|tests|docs|examples|benchmarks)/[\w./-]+)`")
 FLAG_IN_CODE = re.compile(r"`[^`\n]*`")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 NO_FLAGS_OF_A_CONFIG = {"--config", "--help"}
-_OTHERS = (import_script.parser(), launch.parser(), view.parser(), hf_to_fp8.parser())
+_OTHERS = (import_script.parser(), launch.parser(), view.parser(), fp8_plan.parser())
 OF_OTHER_COMMANDS = {option for made in _OTHERS for option in made._option_string_actions}
 GENERATED = REPOSITORY / "docs" / "flags.md"
 """From the flags themselves; its introduction shows their syntax on made-up ones."""

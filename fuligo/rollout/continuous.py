@@ -11,7 +11,7 @@ from fuligo.errors import RolloutError
 from fuligo.rollout.admission import Admission, Asked
 from fuligo.rollout.dynamic_sampling import too_many_dropped
 from fuligo.rollout.group_tasks import GroupTasks, frozen
-from fuligo.rollout.judging import STALE, TOO_FEW_USABLE, drop_reason, judged, refuse_mass_failure
+from fuligo.rollout.judging import STALE, FailureWatch, drop_reason, judged
 from fuligo.rollout.metrics import continuous_metrics, epoch_metric, sample_metrics
 from fuligo.rollout.parts import RunnerParts
 from fuligo.rollout.protocol import Rollout, RolloutState
@@ -39,6 +39,7 @@ class ContinuousRunner:
         self._asked: Asked | None = None
         self._next_step = 0
         self._restored: list[SampleGroup] = []
+        self._failures = FailureWatch(parts.flags.rollout_batch_size)
         self._queue: dict[int, SampleGroup] = {}
         """Accepted groups by index."""
         self._since = _Interval()
@@ -138,6 +139,7 @@ class ContinuousRunner:
             self._drop_stale([group])
             return
         reason = drop_reason(group, self._parts.flags.n_samples_per_prompt, self._parts.group_filter)
+        self._failures.add(self._next_step, group, reason)
         if reason is None:
             self._queue[group.index] = group
             return
@@ -157,9 +159,9 @@ class ContinuousRunner:
 
     def _refuse_to_go_on_for_ever(self) -> None:
         size, reasons = self._parts.flags.rollout_batch_size, self._since.reasons
-        refuse_mass_failure(self._next_step, reasons[TOO_FEW_USABLE], size, self._since.dropped)
         num_dropped = reasons.total() - reasons[STALE]
         if len(self._queue) < size and num_dropped >= self._parts.flags.max_sampling_waves * size:
+            self._failures.refuse_mass_failure(self._next_step)
             tried = f"{num_dropped + len(self._queue)} prompts (--max-sampling-waves {self._parts.flags.max_sampling_waves})"
             raise too_many_dropped(tried, len(self._queue), size, reasons)
 

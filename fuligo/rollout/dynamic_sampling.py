@@ -56,12 +56,17 @@ class DynamicSampling:
         """What is kept and in flight together cannot fill the rollout."""
         return self.num_submitted - len(self.dropped) < self.target
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether all waves that are allowed have begun."""
+        return self.num_waves == self.max_waves
+
     def begin_wave(self) -> None:
         """
         Raises:
             RolloutError: `max_waves` waves did not fill the rollout.
         """
-        if self.num_waves == self.max_waves:
+        if self.exhausted:
             tried = f"{self.num_waves} sampling waves ({self.num_submitted} prompts)"
             raise too_many_dropped(tried, len(self._kept), self.target, self.drop_counts())
         self.num_waves += 1

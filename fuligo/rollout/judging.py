@@ -1,17 +1,19 @@
-"""What becomes of a finished group, and when so much goes wrong that sampling must end."""
+"""Outcomes of finished groups: why one is dropped, and when so many fail that the run must end."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 
 from fuligo.errors import RolloutError
 from fuligo.rollout.protocol import GroupFilter
 from fuligo.types import Sample, SampleGroup, SampleStatus
 
-MIN_MASS_FAILURE = 8
-"""Groups; fewer failures in one rollout are never taken for a broken engine or reward."""
+MIN_EVIDENCE = 32
+"""Groups; failures among fewer are never taken for a broken engine or reward."""
+MASS_FAILURE_SHARE = 0.95
+"""Share of the last groups that must fail for the run to end. Samples that fail at random stay far below it."""
 
 # Why a group is not trained on, beside a filter's own reasons: `SampleGroup.drop_reason`.
 TOO_FEW_USABLE = "too_few_usable_samples"
@@ -58,26 +60,50 @@ def drop_reason(group: SampleGroup, num_samples: int, group_filter: GroupFilter 
     return group_filter(samples) if group_filter is not None else None
 
 
-def refuse_mass_failure(step: int, num_failed: int, batch_size: int, groups: Iterable[SampleGroup]) -> None:
-    """As many failed groups as the rollout needs (and more than a few): something is broken, and going on would use up the data.
+class FailureWatch:
+    """Outcomes of the groups that finished last; ends a run in which nearly all of them fail, which would only use up the data.
 
     Args:
-        num_failed: groups that were dropped as `TOO_FEW_USABLE`
-        batch_size: groups that the rollout needs
-        groups: where the errors stand
-
-    Raises:
-        RolloutError: with the most frequent errors.
+        batch_size: groups of a rollout. The watch looks at as many, and at no fewer than `MIN_EVIDENCE`.
     """
-    if num_failed < max(batch_size, MIN_MASS_FAILURE):
-        return
-    samples = [sample for group in groups for sample in group.samples]
-    errors = _errors(samples)
-    errors[NO_ROOM] = sum(sample.status is SampleStatus.TRUNCATED and not sample.response_length for sample in samples)
-    raise RolloutError(
-        f"rollout {step}: {num_failed} groups have too few usable samples; most frequent errors: "
-        f"{_most_frequent(errors) or 'no reward was set'}"
-    )
+
+    def __init__(self, batch_size: int) -> None:
+        self._num_needed = max(batch_size, MIN_EVIDENCE)
+        self._last: deque[Counter[str] | None] = deque(maxlen=self._num_needed)
+        """Errors of each group that failed, None for each that did not."""
+
+    def add(self, step: int, group: SampleGroup, reason: str | None) -> None:
+        """Record a finished group.
+
+        Args:
+            reason: its `drop_reason`; a group fails with `TOO_FEW_USABLE`, and not where a filter drops it
+
+        Raises:
+            RolloutError: nearly all of the last groups failed; names the most frequent errors.
+        """
+        self._last.append(_errors_of_failed(group) if reason == TOO_FEW_USABLE else None)
+        if len(self._last) == self._num_needed:
+            self.refuse_mass_failure(step)
+
+    def refuse_mass_failure(self, step: int) -> None:
+        """Look at the groups recorded so far, however few; where sampling is about to end for another reason, this is the better one.
+
+        Raises:
+            RolloutError: nearly all of them failed.
+        """
+        failed = [errors for errors in self._last if errors is not None]
+        if not failed or len(failed) < MASS_FAILURE_SHARE * len(self._last):
+            return
+        raise RolloutError(
+            f"rollout {step}: {len(failed)} of the last {len(self._last)} groups have too few usable samples; most frequent errors: "
+            f"{_most_frequent(sum(failed, Counter())) or 'no reward was set'}"
+        )
+
+
+def _errors_of_failed(group: SampleGroup) -> Counter[str]:
+    errors = _errors(group.samples)
+    errors[NO_ROOM] = sum(sample.status is SampleStatus.TRUNCATED and not sample.response_length for sample in group.samples)
+    return errors
 
 
 def failure_warning(step: int, groups: Iterable[SampleGroup]) -> str | None:

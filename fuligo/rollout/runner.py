@@ -11,7 +11,7 @@ from fuligo.errors import RolloutError
 from fuligo.rollout.aligned_start import aligned_start
 from fuligo.rollout.dynamic_sampling import DynamicSampling
 from fuligo.rollout.group_tasks import GroupTasks
-from fuligo.rollout.judging import ABORTED, SURPLUS, TOO_FEW_USABLE, drop_reason, refuse_mass_failure
+from fuligo.rollout.judging import ABORTED, SURPLUS, FailureWatch, drop_reason
 from fuligo.rollout.metrics import RolloutCounts, epoch_metric, sample_metrics, sampling_metrics
 from fuligo.rollout.parts import RunnerParts
 from fuligo.rollout.protocol import Draw, Rollout
@@ -29,6 +29,7 @@ class RolloutRunner:
 
     def __init__(self, parts: RunnerParts, *, aligned_waves: bool = False) -> None:
         self._parts = parts
+        self._failures = FailureWatch(parts.flags.rollout_batch_size)
         wave_requests = self._wave_size * parts.flags.n_samples_per_prompt
         self._aligned_waves = aligned_waves and wave_requests <= parts.flags.rollout_concurrency
         if aligned_waves and not self._aligned_waves:
@@ -46,7 +47,7 @@ class RolloutRunner:
         """Sample rollout `step`.
 
         Raises:
-            RolloutError: the waves are used up, or as many groups failed as are needed; what was unfinished is back in the source.
+            RolloutError: the waves are used up, or nearly all groups failed; what was unfinished is back in the source.
             EngineError: the engines do not answer to abort, pause or load.
         """
         started_s = time.monotonic()
@@ -75,12 +76,14 @@ class RolloutRunner:
         """Submit waves and judge what finishes until the rollout is complete."""
         while not run.sampling.complete:
             if run.sampling.needs_wave:
+                if run.sampling.exhausted:
+                    self._failures.refuse_mass_failure(run.step)
                 run.sampling.begin_wave()
                 await self._start_wave(run, tasks)
             group = await tasks.next_finished()
-            run.sampling.finish(group.index, drop_reason(group, self._parts.flags.n_samples_per_prompt, self._parts.group_filter))
-            num_failed = run.sampling.drop_counts()[TOO_FEW_USABLE]
-            refuse_mass_failure(run.step, num_failed, run.sampling.target, run.groups.values())
+            reason = drop_reason(group, self._parts.flags.n_samples_per_prompt, self._parts.group_filter)
+            run.sampling.finish(group.index, reason)
+            self._failures.add(run.step, group, reason)
 
     async def _start_wave(self, run: _Run, tasks: GroupTasks) -> None:
         draw = self._parts.source.draw(self._wave_size, run.step, run.version)

@@ -6,10 +6,9 @@ import asyncio
 from collections import Counter
 
 import numpy as np
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuligo.errors import RolloutError
 from fuligo.rollout.debug_data import decode_groups, encode_groups
 from fuligo.rollout.protocol import Rollout, RolloutState
 from fuligo.types import SampleStatus
@@ -82,11 +81,7 @@ async def play(run: dict, num_rollouts: int = 5) -> list[Rollout]:
 @settings(max_examples=40, deadline=None)
 @given(runs())
 def test_every_prompt_and_sample_is_accounted_for_exactly_once(run: dict):
-    try:
-        history = asyncio.run(play(run))
-    except RolloutError as error:
-        assume("too few usable samples" not in str(error))  # so many failures by chance end a run, as they should
-        raise
+    history = asyncio.run(play(run))
     size, n = run["flags"]["rollout_batch_size"], run["flags"]["n_samples_per_prompt"]
 
     assert all(len(rollout.kept) == size for rollout in history)

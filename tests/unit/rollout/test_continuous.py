@@ -312,7 +312,12 @@ class TestTheEnd:
 
     async def test_an_engine_that_fails_everything_ends_it_with_its_words(self):
         given = continuous(engine=ScriptedEngine(refuse=lambda index: True))
-        with pytest.raises(RolloutError, match=r"8 groups have too few usable samples; most frequent errors: .*refused"):
+        with pytest.raises(RolloutError, match=r"32 of the last 32 groups have too few usable samples; most frequent errors: .*refused"):
+            await given.runner.rollout(0)
+
+    async def test_few_waves_end_it_with_the_engine_s_words_too(self):
+        given = continuous(engine=ScriptedEngine(refuse=lambda index: True), max_sampling_waves=3)
+        with pytest.raises(RolloutError, match=r"6 of the last 6 groups have too few usable samples; most frequent errors: .*refused"):
             await given.runner.rollout(0)
 
     async def test_an_error_meanwhile_comes_when_the_next_rollout_is_asked_for(self):

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fuligo.rollout.protocol import Rollout, RolloutState
@@ -74,8 +74,30 @@ async def play(run: dict, num_rollouts: int = 8) -> list[tuple[Rollout, int]]:
     return history
 
 
+MANY_DROPPED_AND_SOME_FAILED = {
+    "seed": 59297,
+    "drop_share": 0.6,
+    "fail_share": 0.1,
+    "kills": [],
+    "train_ticks": 0,
+    "longest": 10,
+    "flags": {
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "max_staleness": 0,
+        "update_interval": 1,
+        "sampling_order": "first-finished",
+        "rollout_concurrency": 100,
+        "rollout_max_response_len": 100,
+        "num_rollout": 1000,
+    },
+}
+"""A rollout fills only after eight groups have failed, among many that are dropped and many that are good."""
+
+
 @settings(max_examples=60, deadline=None)
 @given(runs())
+@example(MANY_DROPPED_AND_SOME_FAILED)
 def test_every_prompt_ends_once_and_nothing_is_too_old(run: dict):
     history = asyncio.run(play(run))
     flags = run["flags"]

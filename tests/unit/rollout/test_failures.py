@@ -10,7 +10,7 @@ import pytest
 from fuligo.engines.generation import SamplingParams
 from fuligo.errors import EngineError, RolloutError
 from fuligo.rollout import group_tasks
-from fuligo.rollout.judging import failure_warning, refuse_mass_failure
+from fuligo.rollout.judging import MIN_EVIDENCE, FailureWatch, failure_warning
 from fuligo.types import Sample, SampleGroup, SampleStatus
 from tests.unit.rollout.scripted import ScriptedEngine, ScriptedReward, by_row, samples_of, world
 
@@ -40,17 +40,65 @@ async def test_one_sample_a_prompt_is_enough_where_one_was_asked_for():
     assert [group.row for group in (await given.runner.rollout(0)).kept] == [1, 2]
 
 
-async def test_an_engine_that_fails_everything_ends_the_rollout_with_its_words():
+def failed_group(index: int, error: str = "engine: refused") -> SampleGroup:
+    return SampleGroup(index, index, [Sample(index, index, "p", np.ones(9, np.int32), status=SampleStatus.FAILED, error=error)])
+
+
+async def test_an_engine_that_fails_everything_ends_the_rollout_with_its_error():
     given = world(engine=ScriptedEngine(refuse=lambda index: True))
-    with pytest.raises(RolloutError, match=r"rollout 0: 8 groups have too few usable samples; most frequent errors: .*refused"):
+    words = "rollout 0: 32 of the last 32 groups have too few usable samples; most frequent errors: 1 x engine: request 0-0 refused"
+    with pytest.raises(RolloutError, match=words):
         await given.runner.rollout(0)
 
 
-async def test_prompts_that_fill_the_context_end_the_rollout_with_the_flag():
+async def test_few_sampling_waves_end_a_failing_rollout_with_the_error_too():
+    given = world(engine=ScriptedEngine(refuse=lambda index: True), max_sampling_waves=3)
+    with pytest.raises(RolloutError, match=r"rollout 0: 5 of the last 5 groups .*refused"):
+        await given.runner.rollout(0)
+
+
+async def test_an_engine_that_breaks_in_the_middle_of_a_run_ends_it():
+    given = world(engine=ScriptedEngine(refuse=lambda index: index >= 100))
+    with pytest.raises(RolloutError, match=r"rollout 25: 31 of the last 32 groups"):
+        for step in range(100):
+            await given.runner.rollout(step)
+
+
+async def test_failures_among_many_dropped_groups_do_not_end_the_rollout():
+    given = world(engine=ScriptedEngine(refuse=lambda index: index % 10 == 0), group_filter=lambda samples: "dull")
+    with pytest.raises(RolloutError, match=r"100 sampling waves .* dropped: 159 by dull, 40 by too_few_usable_samples"):
+        await given.runner.rollout(0)
+
+
+@pytest.mark.parametrize(("num_failed", "ends"), [(31, True), (30, False)])
+def test_a_run_ends_once_nearly_all_of_the_last_groups_failed(num_failed: int, ends: bool):
+    watch = FailureWatch(batch_size=8)
+    reasons = [None] * 100 + ["dull"] * (MIN_EVIDENCE - num_failed) + ["too_few_usable_samples"] * num_failed
+    groups = [failed_group(index) for index in range(len(reasons))]
+    for group, reason in zip(groups[:-1], reasons[:-1], strict=True):
+        watch.add(5, group, reason)
+    if not ends:
+        watch.add(5, groups[-1], reasons[-1])
+        return
+    with pytest.raises(RolloutError, match=r"^rollout 5: 31 of the last 32 groups .* most frequent errors: 31 x engine: refused$"):
+        watch.add(5, groups[-1], reasons[-1])
+
+
+def test_a_large_batch_needs_as_many_failures():
+    watch = FailureWatch(batch_size=128)
+    for index in range(127):
+        watch.add(0, failed_group(index), "too_few_usable_samples")
+    with pytest.raises(RolloutError, match="128 of the last 128 groups"):
+        watch.add(0, failed_group(127), "too_few_usable_samples")
+
+
+def test_prompts_that_fill_the_context_end_the_rollout_with_the_flag():
+    watch = FailureWatch(batch_size=8)
     samples = [Sample(index, index, "p", np.ones(9, np.int32), status=SampleStatus.TRUNCATED, reward=0.0) for index in range(8)]
-    groups = [SampleGroup(sample.index, sample.index, [sample]) for sample in samples]
+    for sample in samples:
+        watch.add(0, SampleGroup(sample.index, sample.index, [sample]), "too_few_usable_samples")
     with pytest.raises(RolloutError, match="most frequent errors: 8 x the prompt fills --rollout-max-context-len"):
-        refuse_mass_failure(0, 8, 4, groups)
+        watch.refuse_mass_failure(0)
 
 
 async def test_a_request_that_hangs_fails_at_its_deadline():

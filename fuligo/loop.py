@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from fuligo.algorithms.assign import AdvantageSettings, assign_advantages
+from fuligo.algorithms.assign import assign_advantages
+from fuligo.algorithms.settings import AdvantageSettings
 from fuligo.rollout.protocol import Rollout
 from fuligo.trainer.protocol import Trainer
 from fuligo.trainer.samples import SampleSettings, train_samples

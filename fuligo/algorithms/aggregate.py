@@ -1,7 +1,7 @@
-"""How much each token weighs in the loss of its optimizer step.
+"""Weights of tokens in the loss of an optimizer step.
 
-The denominators belong to the whole step and are known before it is cut into micro-batches and ranks, so that the loss is a plain
-sum of weight * token loss: the same however the step is packed, split and ordered.
+The denominators belong to the whole step and are known before it is split into micro-batches and ranks. The loss is therefore a plain sum
+of weight * token loss, independent of packing, splitting and order.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from fuligo.types import FloatArray, TrainBatch, TrainSample
 
 @dataclass(slots=True, frozen=True)
 class StepDenominators:
-    """What the means of one optimizer step divide by."""
+    """Denominators of the means over one optimizer step."""
 
     num_rollouts: int
-    """All rollouts of the step, fully masked ones included, each counted once however many samples it was split into."""
+    """Trajectories of the step, fully masked ones included; one that was split into several samples counts once."""
     num_tokens: int
-    """All unmasked response tokens of the step."""
+    """Unmasked response tokens of the step."""
 
 
 def step_denominators(batch: TrainBatch, step: int) -> StepDenominators:
-    """The denominators of the step `batch.steps[step]`."""
+    """Return the denominators of the step `batch.steps[step]`."""
     num_tokens = sum(int(np.count_nonzero(batch.samples[i].loss_mask)) for i in batch.steps[step])
     return StepDenominators(num_rollouts=batch.num_rollouts_per_step[step], num_tokens=num_tokens)
 
 
 def token_weights(sample: TrainSample, denominators: StepDenominators, *, per_token: bool) -> FloatArray:
-    """The weight of each response token in the step's loss; 0 where it is masked.
+    """Return the weight of each response token in the step's loss; 0 where it is masked.
 
-    By default mask / (mask sum of the rollout * rollouts of the step): mean over a rollout's unmasked tokens, then over rollouts.
-    With `per_token` (`--calculate-per-token-loss`) mask / unmasked tokens of the step: one mean over all tokens.
+    By default mask / (mask sum of the trajectory * trajectories of the step): the mean over a trajectory's unmasked tokens, then over
+    trajectories. With `per_token` (`--calculate-per-token-loss`) mask / unmasked tokens of the step: one mean over all tokens.
 
     Returns:
         [R]

@@ -14,8 +14,9 @@ LOW_VAR_KL_LIMIT = 10.0
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KlType) -> Tensor:
-    """With d = logprobs - ref_logprobs, in nats: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, low_var_kl = clamp(k3, -10, 10).
+    """Estimate the KL of every token, in nats.
 
+    With d = logprobs - ref_logprobs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, low_var_kl = clamp(k3, -10, 10).
     k1 and k3 are unbiased as values. As a loss k1's expected on-policy gradient is zero, k2's is the gradient of the KL.
 
     Args:
@@ -32,13 +33,13 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KlType) -> Tensor:
         return d.square() / 2
     if kind == "k3":
         return torch.exp(-d) - 1 + d
-    # Where |d| > 20 the clamp below is in force anyway; without this one exp overflows and its gradient is 0 * inf.
+    # Where |d| > 20 the clamp below applies anyway; without this one exp overflows and its gradient is 0 * inf.
     d = d.clamp(-20.0, 20.0)
     return (torch.exp(-d) - 1 + d).clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT)
 
 
 def unbiased_kl(kl: Tensor, ratio: Tensor) -> Tensor:
-    """The estimate times pi / pi_old, both with gradient: unbiased, value and gradient, for tokens sampled from pi_old.
+    """Multiply the estimate by pi / pi_old, both with gradient, which makes value and gradient unbiased for tokens sampled from pi_old.
 
     DeepSeek-V3.2 (arXiv:2512.02556), section 3.1.
 

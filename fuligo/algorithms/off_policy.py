@@ -1,8 +1,7 @@
-"""What is done about samples of another policy: importance weights between the engine that sampled and the trainer that learns (Yao et
-al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"), and off-policy sequence masking. Axes: N response
-tokens of a packed micro-batch, S samples.
+"""Off-policy corrections: importance weights between engine and trainer (Yao et al. 2025, "Your efficient RL framework secretly brings you
+off-policy RL training") and off-policy sequence masking. Axes: N response tokens of a packed micro-batch, S samples.
 
-Neither carries a gradient; both concern the policy-gradient term alone, after clipping.
+Neither carries a gradient; both apply to the policy-gradient term alone, after clipping.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ CorrectionMode = Literal["truncate", "icepop", "sequence-mask"]
 
 @dataclass(slots=True, frozen=True)
 class Correction:
-    """What is done to importance weights outside [low, high]."""
+    """Treatment of importance weights outside [low, high]."""
 
     mode: CorrectionMode = "truncate"
     low: float = 0.0
@@ -29,19 +28,19 @@ class Correction:
 
 @dataclass(slots=True)
 class ImportanceWeights:
-    """Both detached."""
+    """Factors of the policy-gradient term, detached."""
 
     weights: Tensor
-    """[N] what the policy-gradient term is multiplied by."""
+    """[N]"""
     cut: Tensor
     """[N] bool; the weight is not the token's ratio but a bound, or 0."""
 
 
 def importance_weights(old_logprobs: Tensor, engine_logprobs: Tensor, correction: Correction, segments: Segments) -> ImportanceWeights:
-    """w = exp(old_logprobs - engine_logprobs) of every token, corrected outside the bounds.
+    """Compute w = exp(old_logprobs - engine_logprobs) of every token, corrected outside the bounds.
 
-    truncate: clamped to them (TIS). icepop: 0 for the token (IcePop, Ling team 2025). sequence-mask: 0 for all tokens of a sample
-    whose geometric mean of w over its unmasked tokens lies outside.
+    truncate: clamp to the bounds (TIS). icepop: 0 for the token (IcePop, Ling team 2025). sequence-mask: 0 for all tokens of a sample
+    whose geometric mean of w over its unmasked tokens is outside.
 
     Args:
         old_logprobs: [N] trainer, before the rollout's first optimizer step.
@@ -59,14 +58,14 @@ def importance_weights(old_logprobs: Tensor, engine_logprobs: Tensor, correction
     return ImportanceWeights(torch.where(cut, 0.0, ratio), cut=cut)
 
 
-def strayed(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, delta: float, segments: Segments) -> Tensor:
-    """Tokens with a negative advantage in samples that the policy has left behind: they are not learned from.
+def opsm_mask(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, delta: float, segments: Segments) -> Tensor:
+    """Return the tokens that off-policy sequence masking (OPSM) excludes: negative advantage, in a sample far from the policy.
 
-    A sample is left behind where mean_t(old_logprobs - logprobs) over its unmasked tokens, an estimate of KL(old || policy), is above
-    `delta`. Off-policy sequence masking, DeepSeek-V3.2 (arXiv:2512.02556), section 3.1.
+    A sample is far from the policy where mean_t(old_logprobs - logprobs) over its unmasked tokens, an estimate of KL(old || policy),
+    exceeds `delta`. DeepSeek-V3.2 (arXiv:2512.02556), section 3.1.
 
     Args:
-        logprobs: [N] of the policy as it is now.
+        logprobs: [N] of the current policy.
         old_logprobs: [N] of the policy that sampled.
         advantages: [N]
         delta: nats per token.

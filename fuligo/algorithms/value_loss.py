@@ -1,28 +1,33 @@
-"""Loss of the value model, per token. Axes: N response tokens of a packed micro-batch."""
+"""Loss and fit of the value model. Axes: N response tokens of a packed micro-batch, R response tokens of a sample."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
+
+from fuligo.types import MaskArray
 
 
 @dataclass(slots=True)
 class ValueTerms:
-    """What the loss gives for every token."""
+    """Value loss of every token."""
 
     loss: Tensor
     """[N] with gradient."""
     clipped: Tensor
-    """[N] bool; the bound is in force: no gradient."""
+    """[N] bool; the bound applies, so the token has no gradient."""
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> ValueTerms:
-    """PPO2's clipped squared error (OpenAI baselines, `baselines/ppo2/model.py`).
+    """Compute PPO2's clipped squared error (OpenAI baselines, `baselines/ppo2/model.py`).
 
     loss = 0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2): a value that has moved by more than `clip` towards its return
-    moves no further.
+    gets no gradient.
 
     Args:
         values: [N] with gradient.
@@ -32,3 +37,32 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     bounded = torch.clamp(values, old_values - clip, old_values + clip)
     errors, bounded_errors = (values - returns).square(), (bounded - returns).square()
     return ValueTerms(loss=0.5 * torch.maximum(errors, bounded_errors), clipped=bounded_errors > errors)
+
+
+@dataclass(slots=True, frozen=True)
+class ValueFit:
+    """Fit of a rollout's values to its returns, over all trained tokens."""
+
+    value_mean: float
+    return_mean: float
+    explained_variance: float
+    """1 - Var(returns - values) / Var(returns): 1 is a perfect fit, 0 as good as a constant; 0 where all returns are equal."""
+
+
+def value_fit(values: Iterable[ArrayLike], returns: Iterable[ArrayLike], masks: Iterable[MaskArray]) -> ValueFit:
+    """Measure how well values predicted returns.
+
+    Args:
+        values: [R] of each sample, before training on these returns.
+        returns: [R] of each sample.
+        masks: [R] of each sample.
+    """
+    chosen = [
+        (np.asarray(v, np.float64)[m != 0], np.asarray(r, np.float64)[m != 0]) for v, r, m in zip(values, returns, masks, strict=True)
+    ]
+    if not any(len(v) for v, _ in chosen):
+        return ValueFit(0.0, 0.0, 0.0)
+    value, target = (np.concatenate(arrays) for arrays in zip(*chosen, strict=True))
+    variance = target.var()
+    explained = 1 - (target - value).var() / variance if variance > 0 else 0.0
+    return ValueFit(float(value.mean()), float(target.mean()), float(explained))

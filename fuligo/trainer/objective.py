@@ -15,10 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fuligo.algorithms.estimators import Surrogate
+from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.algorithms.kl import KlType, kl_estimate, unbiased_kl
-from fuligo.algorithms.off_policy import Correction, ImportanceWeights, importance_weights, strayed
-from fuligo.algorithms.policy_loss import Clip, PolicyTerms, cispo_loss, gspo_loss, ppo_loss
+from fuligo.algorithms.off_policy import Correction, ImportanceWeights, importance_weights, opsm_mask
+from fuligo.algorithms.policy_loss import Clip
 from fuligo.algorithms.ratio import Segments, exp_ratio
 from fuligo.errors import TrainerError
 from fuligo.trainer.metric_sums import MetricSums
@@ -80,7 +80,8 @@ class LossSettings:
     """What is minimised."""
 
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = "policy_loss"
-    surrogate: Surrogate = "ppo"
+    estimator: str = "grpo"
+    """Key of `ESTIMATORS`; its policy loss is used."""
     clip: Clip = field(default_factory=Clip)
     entropy_coef: float = 0.0
     kl_loss: KlLoss | None = None
@@ -151,13 +152,13 @@ def _trained(inputs: LossInputs) -> LossInputs:
 def _policy_loss(inputs: LossInputs, settings: LossSettings) -> Objective:
     weights, logprobs = inputs.weights, inputs.logprobs
     old = _old_logprobs(inputs, settings)
-    terms = _surrogate(inputs, old, settings)
+    terms = ESTIMATORS[settings.estimator].policy_loss(logprobs, old, inputs.advantages, settings.clip, inputs.segments)
     pg, correction = terms.loss, _correction(inputs, settings)
     if correction is not None:
         pg = pg * correction.weights
     totals = {"entropy": inputs.entropy, "ratio_mean": terms.ratio, "clip_fraction": terms.clipped}
     if settings.opsm_delta is not None:
-        masked = strayed(logprobs, old, inputs.advantages, settings.opsm_delta, inputs.segments)
+        masked = opsm_mask(logprobs, old, inputs.advantages, settings.opsm_delta, inputs.segments)
         pg = torch.where(masked, 0.0, pg)
         totals["opsm_masked_fraction"] = masked
     pg_loss = (weights * pg).sum()
@@ -190,14 +191,6 @@ def _old_logprobs(inputs: LossInputs, settings: LossSettings) -> Tensor:
     if settings.old_from_engine:
         return _needed(inputs.engine_logprobs, "--use-rollout-logprobs", "engine")
     return inputs.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
-
-
-def _surrogate(inputs: LossInputs, old: Tensor, settings: LossSettings) -> PolicyTerms:
-    if settings.surrogate == "ppo":
-        return ppo_loss(inputs.logprobs, old, inputs.advantages, settings.clip)
-    if settings.surrogate == "cispo":
-        return cispo_loss(inputs.logprobs, old, inputs.advantages, settings.clip)
-    return gspo_loss(inputs.logprobs, old, inputs.advantages, settings.clip, inputs.segments)
 
 
 def _correction(inputs: LossInputs, settings: LossSettings) -> ImportanceWeights | None:

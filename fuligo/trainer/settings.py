@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fuligo.algorithms.assign import AdvantageSettings
-from fuligo.algorithms.distillation import Distillation
-from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.algorithms.off_policy import Correction
 from fuligo.algorithms.policy_loss import Clip
+from fuligo.algorithms.settings import AdvantageSettings, Distillation
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
 from fuligo.config.flags import flags
@@ -49,7 +47,7 @@ def loss_settings(config: Config) -> LossSettings:
     flags = config.algorithm
     return LossSettings(
         loss_type=flags.loss_type,
-        surrogate=ESTIMATORS[flags.advantage_estimator].surrogate,
+        estimator=flags.advantage_estimator,
         clip=Clip(flags.eps_clip, config.resolved_eps_clip_high, flags.eps_clip_c),
         entropy_coef=flags.entropy_coef,
         kl_loss=KlLoss(flags.kl_loss_coef, flags.kl_loss_type, flags.use_unbiased_kl) if flags.use_kl_loss else None,

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fuligo.algorithms.gae import value_fit
-from fuligo.algorithms.value_loss import value_loss
+from fuligo.algorithms.value_loss import value_fit, value_loss
 from fuligo.trainer.batch import MicroBatch
 from fuligo.trainer.metric_sums import MetricSums
 from fuligo.trainer.objective import Objective

@@ -14,7 +14,8 @@ from packaging.version import Version
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fuligo.algorithms.assign import AdvantageSettings, assign_advantages
+from fuligo.algorithms.assign import assign_advantages
+from fuligo.algorithms.settings import AdvantageSettings
 from fuligo.config.parse import parse
 from fuligo.formats.weight_manifest import WeightTarget
 from fuligo.job.trainer_settings import trainer_settings

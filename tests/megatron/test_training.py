@@ -51,7 +51,7 @@ LAYOUTS = {
 }
 LOSSES = {
     "entropy": LossSettings(entropy_coef=0.01),
-    "gspo per token": LossSettings(surrogate="gspo", per_token=True),
+    "gspo per token": LossSettings(estimator="gspo", per_token=True),
     "sequence masking": LossSettings(opsm_delta=0.01),
 }
 

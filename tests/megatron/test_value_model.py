@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
-from fuligo.algorithms.assign import AdvantageSettings, assign_advantages
+from fuligo.algorithms.assign import assign_advantages
+from fuligo.algorithms.settings import AdvantageSettings
 from fuligo.cli.convert import main as convert
 from fuligo.errors import CheckpointError
 from fuligo.layout.megatron import Layout

@@ -17,9 +17,10 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from fuligo.algorithms.aggregate import step_denominators, token_weights
-from fuligo.algorithms.assign import AdvantageSettings, assign_advantages
+from fuligo.algorithms.assign import assign_advantages
 from fuligo.algorithms.off_policy import Correction
 from fuligo.algorithms.policy_loss import Clip
+from fuligo.algorithms.settings import AdvantageSettings
 from fuligo.trainer.objective import KlLoss, LossSettings, objective
 from fuligo.types import TrainSample
 from tests import tiny
@@ -155,12 +156,12 @@ VARIANTS: dict[str, tuple[dict[str, Any], LossSettings]] = {
     "bnpo": ({"loss_type": "bnpo"}, LossSettings(clip=Clip(0.2, 0.2), per_token=True)),
     "gspo": (
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.08},
-        LossSettings(surrogate="gspo", clip=Clip(0.05, 0.08)),
+        LossSettings(estimator="gspo", clip=Clip(0.05, 0.08)),
     ),
     "cispo": (
         # TRL bounds the weight above only, by epsilon_high itself; ours, as the paper's, is 1 + high.
         {"loss_type": "cispo", "epsilon_high": 1.2},
-        LossSettings(surrogate="cispo", clip=Clip(low=1.0, high=0.2), per_token=True),
+        LossSettings(estimator="cispo", clip=Clip(low=1.0, high=0.2), per_token=True),
     ),
     "k3 loss": ({"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False}, LossSettings(kl_loss=KlLoss(0.1, "k3"))),
     "unbiased k3 loss": (

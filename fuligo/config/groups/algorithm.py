@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from fuligo.algorithms.estimators import EstimatorName
 from fuligo.config.group import FlagGroup, flag
 
 
@@ -11,9 +12,7 @@ class AlgorithmFlags(FlagGroup):
     """Advantages and loss."""
 
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag("policy_loss", "what is minimised", source="slime")
-    advantage_estimator: Literal["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"] = flag(
-        "grpo", "how rewards become advantages", source="slime"
-    )
+    advantage_estimator: EstimatorName = flag("grpo", "how rewards become advantages", source="slime")
     disable_grpo_std_normalization: bool = flag(False, "subtract the group's mean, do not divide by its deviation", source="slime")
     disable_rewards_normalization: bool = flag(False, "use rewards as they are", source="slime")
     normalize_advantages: bool = flag(False, "whiten advantages over all unmasked tokens of the rollout", source="slime")

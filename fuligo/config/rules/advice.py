@@ -49,7 +49,7 @@ def sequence_ratios_are_clipped(config: Config) -> Violation | None:
     ratios_differ = config.resolved_num_steps_per_rollout > 1 or config.algorithm.use_rollout_logprobs
     if (
         config.is_sft
-        or ESTIMATORS[config.algorithm.advantage_estimator].surrogate != "gspo"
+        or ESTIMATORS[config.algorithm.advantage_estimator].ratio_level != "sequence"
         or not ratios_differ
         or clip < _WIDE_FOR_A_MEAN
     ):
@@ -86,7 +86,7 @@ def groups_of_one_teach_nothing(config: Config) -> Violation | None:
     """A group's mean is the baseline of its samples."""
     algorithm = config.algorithm
     raw = config.is_sft or config.is_unjudged or algorithm.disable_rewards_normalization or algorithm.custom_advantage_function_path
-    if config.rollout.n_samples_per_prompt > 1 or raw or ESTIMATORS[algorithm.advantage_estimator].baseline == "none":
+    if config.rollout.n_samples_per_prompt > 1 or raw or not ESTIMATORS[algorithm.advantage_estimator].has_group_baseline:
         return None
     text = (
         f"--n-samples-per-prompt 1 with --advantage-estimator {algorithm.advantage_estimator}: a sample without others of its group "

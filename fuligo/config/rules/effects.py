@@ -131,9 +131,9 @@ EFFECTS = (
     Effect(
         "DUAL-CLIP",
         ("eps_clip_c",),
-        lambda config: _estimator(config).surrogate != "cispo",
+        lambda config: _estimator(config).has_dual_clip,
         "with this --advantage-estimator",
-        _with(lambda facts: facts.surrogate != "cispo"),
+        _with(lambda facts: facts.has_dual_clip),
     ),
     Effect(
         "TIS",

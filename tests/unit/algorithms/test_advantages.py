@@ -7,13 +7,22 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fuligo.algorithms.advantages import STD_EPSILON, baseline, discounted_returns, scale, token_rewards, whiten
+from fuligo.algorithms.estimators import ESTIMATORS
+from fuligo.algorithms.estimators.reinforce_plus_plus import discounted_returns
+from fuligo.algorithms.rewards import Rewards, mean_of_others, std, token_rewards, whiten
+from fuligo.algorithms.settings import STD_EPSILON, AdvantageSettings
+from tests.random_samples import train_sample
 
 rewards_of_a_group = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
 
 
+def group(rewards) -> Rewards:
+    return Rewards([train_sample(index, 0, reward=reward) for index, reward in enumerate(rewards)])
+
+
 def grpo(rewards):
-    return (np.array(rewards) - baseline(rewards, "group_mean")) / scale(rewards)
+    advantages = ESTIMATORS["grpo"].advantages(group(rewards), AdvantageSettings(samples_per_step=len(rewards)))
+    return np.array([of_sample[0] for of_sample in advantages])
 
 
 @given(rewards_of_a_group)
@@ -28,15 +37,17 @@ def test_grpo_does_not_see_shift_and_scale_of_rewards(rewards, shift, factor):
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=16), st.randoms())
-def test_every_kind_of_baseline_goes_with_its_sample(rewards, random):
+def test_every_estimator_with_a_group_baseline_is_independent_of_the_order_in_the_group(rewards, random):
     order = list(range(len(rewards)))
     random.shuffle(order)
-    for kind in ("group_mean", "others_mean", "none"):
-        np.testing.assert_allclose(baseline(np.array(rewards)[order], kind), baseline(rewards, kind)[order], atol=1e-12)
+    for estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline"):
+        settings = AdvantageSettings(samples_per_step=len(rewards), divide_by_std=False)
+        ordered, shuffled = (ESTIMATORS[estimator].advantages(group(each), settings) for each in (rewards, np.array(rewards)[order]))
+        np.testing.assert_allclose(shuffled, np.array(ordered)[order], atol=1e-12)
 
 
 def test_the_divisor_is_the_unbiased_deviation_plus_epsilon():
-    assert scale([0.0, 1.0]) == pytest.approx(np.sqrt(0.5) + STD_EPSILON)
+    assert std([0.0, 1.0]) == pytest.approx(np.sqrt(0.5) + STD_EPSILON)
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1 / 3])
@@ -47,20 +58,21 @@ def test_equal_rewards_give_no_advantage(reward, size):
 
 
 def test_a_group_of_one_is_its_own_baseline_and_is_not_divided():
-    assert baseline([3.0], "group_mean") == baseline([3.0], "others_mean") == [3.0]
-    assert scale([3.0]) == 1.0
+    one = group([3.0])
+    assert one.group_mean(one.values) == one.mean_of_others(one.values) == [3.0]
+    assert std([3.0]) == one.group_std(one.values, STD_EPSILON) == 1.0
 
 
 @given(rewards_of_a_group)
 def test_leave_one_out_is_the_mean_of_the_others(rewards):
     expected = [np.mean(rewards[:i] + rewards[i + 1 :]) for i in range(len(rewards))]
-    np.testing.assert_allclose(baseline(rewards, "others_mean"), expected, atol=1e-9)
+    np.testing.assert_allclose(mean_of_others(rewards), expected, atol=1e-9)
 
 
 @given(st.lists(st.floats(-5, 5), max_size=12), st.floats(0, 1))
 def test_returns_are_discounted_sums_of_what_follows(token_rewards, gamma):
     expected = [sum(gamma ** (u - t) * r for u, r in enumerate(token_rewards) if u >= t) for t in range(len(token_rewards))]
-    np.testing.assert_allclose(discounted_returns(token_rewards, gamma), expected, atol=1e-9)
+    np.testing.assert_allclose(discounted_returns(np.array(token_rewards, np.float64), gamma), expected, atol=1e-9)
 
 
 def test_the_reward_stands_at_the_last_trained_token_and_kl_at_trained_tokens_only():

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuligo.algorithms.gae import generalised_advantages, value_fit
+from fuligo.algorithms.estimators.ppo import generalised_advantages
+from fuligo.algorithms.value_loss import value_fit
 
 DISCOUNT = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuligo.algorithms.off_policy import Correction, importance_weights, strayed
+from fuligo.algorithms.off_policy import Correction, importance_weights, opsm_mask
 from fuligo.algorithms.ratio import Segments
 
 RATIOS = torch.tensor([0.25, 1.0, 4.0, 1.5, 1.2])
@@ -56,7 +56,7 @@ def test_samples_stray_by_their_mean_over_trained_tokens_and_bad_tokens_alone_ar
     segments = Segments(torch.tensor([1, 1, 0, 1, 1, 1]), torch.tensor([0, 0, 0, 1, 1, 2]), 3)
 
     def masked(advantages, delta):
-        result = strayed(logprobs, old, torch.tensor(advantages), delta, segments)
+        result = opsm_mask(logprobs, old, torch.tensor(advantages), delta, segments)
         assert not result.requires_grad
         return result.tolist()
 

@@ -9,16 +9,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuligo.algorithms.policy_loss import Clip, cispo_loss, gspo_loss, ppo_loss
+from fuligo.algorithms.estimators import ESTIMATORS
+from fuligo.algorithms.policy_loss import Clip
 from fuligo.algorithms.ratio import Segments
 
+ppo_loss, gspo_loss, cispo_loss = (ESTIMATORS[name].policy_loss for name in ("ppo", "gspo", "cispo"))
+ONE_TOKEN = Segments(torch.ones(1), torch.zeros(1, dtype=torch.int64), 1)
 ratios, signed = st.floats(0.05, 20), st.floats(-5, 5)
 
 
-def terms_and_gradient(loss, ratio, advantage, clip, *rest):
+def terms_and_gradient(loss, ratio, advantage, clip):
     """The surrogate of one token with the given pi / pi_old, and d loss / d logprob."""
     logprobs = torch.tensor([ratio], dtype=torch.float64).log().requires_grad_()
-    terms = loss(logprobs, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64), clip, *rest)
+    terms = loss(logprobs, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64), clip, ONE_TOKEN)
     (gradient,) = torch.autograd.grad(terms.loss.sum(), logprobs)
     return terms, gradient.item()
 
@@ -67,7 +70,7 @@ def test_dual_clip_leaves_no_gradient_where_it_is_in_force():
 
 def test_a_ratio_beyond_float_range_times_no_advantage_is_no_loss():
     logprobs = torch.tensor([0.0], requires_grad=True)
-    loss = ppo_loss(logprobs, torch.tensor([-1000.0]), torch.zeros(1), Clip()).loss
+    loss = ppo_loss(logprobs, torch.tensor([-1000.0]), torch.zeros(1), Clip(), ONE_TOKEN).loss
     loss.sum().backward()
     assert loss.item() == 0
     assert logprobs.grad is not None
@@ -125,8 +128,7 @@ def test_gspo_clips_all_tokens_of_a_sample_together():
 def test_on_policy_all_surrogates_have_the_gradient_of_the_policy_gradient(loss):
     logprobs, _, segments = two_samples()
     advantages = torch.randn(5, dtype=torch.float64)
-    rest = (segments,) if loss is gspo_loss else ()
-    terms = loss(logprobs, logprobs.detach(), advantages, Clip(), *rest)
+    terms = loss(logprobs, logprobs.detach(), advantages, Clip(), segments)
     (gradient,) = torch.autograd.grad(terms.loss.sum(), logprobs)
     torch.testing.assert_close(gradient, -advantages)
     assert terms.ratio.tolist() == [1] * 5

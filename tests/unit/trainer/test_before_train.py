@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fuligo.algorithms.assign import AdvantageSettings, assign_advantages
+from fuligo.algorithms.assign import assign_advantages
+from fuligo.algorithms.settings import AdvantageSettings
 from fuligo.errors import TrainerError
 from fuligo.trainer.before_train import BeforeTrainStep
 from fuligo.types import TrainBatch

@@ -25,7 +25,7 @@ from tests import shares, train_batches
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9), (7, 6), (8, 2), (3, 40), (4, 9)]
 LOSSES = {
     "grpo": LossSettings(entropy_coef=0.01, kl_loss=KlLoss(0.1, "low_var_kl"), correction=Correction("truncate", 0.0, 2.0)),
-    "gspo": LossSettings(surrogate="gspo"),
+    "gspo": LossSettings(estimator="gspo"),
     "per-token": LossSettings(per_token=True),
     "sft": LossSettings(loss_type="sft_loss"),
 }

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuligo.algorithms.aggregate import step_denominators, token_weights
-from fuligo.algorithms.assign import AdvantageSettings, assign_advantages
+from fuligo.algorithms.assign import assign_advantages
 from fuligo.algorithms.off_policy import Correction
 from fuligo.algorithms.policy_loss import Clip, ppo_loss
+from fuligo.algorithms.settings import AdvantageSettings
 from fuligo.errors import TrainerError
 from fuligo.trainer.objective import KlLoss, LossSettings, objective
 from tests.random_samples import loss_inputs, random_samples
@@ -23,11 +24,11 @@ VARIANTS = {
     "everything": LossSettings(
         clip=Clip(0.1, 0.3, 1.5), entropy_coef=0.01, kl_loss=KlLoss(0.1, "k3", unbiased=True), correction=Correction("truncate", 0.5, 2.0)
     ),
-    "gspo": LossSettings(surrogate="gspo", clip=Clip(0.05, 0.05), correction=Correction("sequence-mask", 0.9, 1.1)),
-    "cispo": LossSettings(surrogate="cispo", kl_loss=KlLoss(0.1, "low_var_kl"), correction=Correction("icepop", 0.8, 1.2)),
+    "gspo": LossSettings(estimator="gspo", clip=Clip(0.05, 0.05), correction=Correction("sequence-mask", 0.9, 1.1)),
+    "cispo": LossSettings(estimator="cispo", kl_loss=KlLoss(0.1, "low_var_kl"), correction=Correction("icepop", 0.8, 1.2)),
     "rollout logprobs": LossSettings(old_from_engine=True),
     "per token": LossSettings(per_token=True),
-    "off-policy sequence masking": LossSettings(surrogate="gspo", clip=Clip(9, 9), opsm_delta=0.01),
+    "off-policy sequence masking": LossSettings(estimator="gspo", clip=Clip(9, 9), opsm_delta=0.01),
     "sft": LossSettings(loss_type="sft_loss"),
 }
 

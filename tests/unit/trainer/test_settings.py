@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from fuligo.algorithms.assign import AdvantageSettings
 from fuligo.algorithms.off_policy import Correction
 from fuligo.algorithms.policy_loss import Clip
+from fuligo.algorithms.settings import AdvantageSettings
 from fuligo.config import Config
 from fuligo.errors import TrainerError
 from fuligo.trainer.objective import KlLoss, LossSettings
@@ -60,7 +60,7 @@ def test_every_flag_reaches_its_setting():
         samples_per_step=64, num_steps=4, estimator="gspo", divide_by_std=False, whiten=True, gamma=0.9, lambd=0.8, kl_coef=0.4
     )
     assert loss_settings(config) == LossSettings(
-        surrogate="gspo",
+        estimator="gspo",
         clip=Clip(0.1, 0.3, 3.0),
         entropy_coef=0.01,
         kl_loss=KlLoss(0.2, "k3", unbiased=True),

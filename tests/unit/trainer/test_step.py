@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fuligo.algorithms.assign import AdvantageSettings, assign_advantages
+from fuligo.algorithms.assign import assign_advantages
+from fuligo.algorithms.settings import AdvantageSettings
 from fuligo.errors import TrainerError
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.step import StepSamples, require_finite

@@ -1,0 +1,56 @@
+"""Base class of advantage estimators. Loads neither numpy nor torch, so that the checks of flags can use it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from fuligo.algorithms.policy_loss import Clip, PolicyTerms, ppo_loss
+from fuligo.algorithms.settings import AdvantageSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fuligo.algorithms.ratio import Segments
+    from fuligo.algorithms.rewards import Float64Array, Rewards
+
+
+class Estimator(ABC):
+    """Advantage estimator with its policy loss.
+
+    Subclasses stand in `fuligo.algorithms.estimators`, one per module, and import numpy and torch only for type checking or inside
+    functions. The class attributes tell the checks of flags what the estimator uses.
+    """
+
+    has_group_baseline: ClassVar[bool] = False
+    """Compares a response with the others of its group, so a group of one gives no advantage."""
+    divides_by_std: ClassVar[bool] = False
+    """Divides by the group's standard deviation, unless --disable-grpo-std-normalization."""
+    uses_kl_coef: ClassVar[bool] = False
+    """Subtracts the KL to the reference from the rewards (--kl-coef)."""
+    uses_gamma: ClassVar[bool] = False
+    """Discounts rewards from token to token (--gamma)."""
+    uses_values: ClassVar[bool] = False
+    """Needs a value model; `advantages` also sets `returns` of every sample."""
+    needs_whitening: ClassVar[bool] = False
+    """Requires --normalize-advantages."""
+    has_dual_clip: ClassVar[bool] = True
+    """Its policy loss honours `Clip.dual` (--eps-clip-c)."""
+    ratio_level: ClassVar[Literal["token", "sequence"]] = "token"
+    """The probability ratio that the policy loss clips."""
+
+    @abstractmethod
+    def advantages(self, rewards: Rewards, settings: AdvantageSettings) -> list[Float64Array]:
+        """Return [R] advantages of every sample, before whitening."""
+
+    def policy_loss(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: Clip, segments: Segments) -> PolicyTerms:
+        """Compute the loss of every token; PPO's clipped surrogate unless overridden.
+
+        Args:
+            logprobs: [N] with gradient.
+            old_logprobs: [N] of the policy in the ratio's denominator.
+            advantages: [N] without gradient.
+            clip: bounds of the ratio.
+            segments: the samples that the tokens belong to.
+        """
+        return ppo_loss(logprobs, old_logprobs, advantages, clip)

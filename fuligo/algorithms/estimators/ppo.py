@@ -1,0 +1,68 @@
+"""PPO with a value model: Schulman et al. 2017, arXiv:1707.06347; advantages: Schulman et al. 2016, arXiv:1506.02438, equation 16.
+
+delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lambda A_{t+1}. r_t is -kl_coef times the token's KL, plus the reward at the
+last trained token. The value model learns the returns A_t + V_t.
+Loss: PPO's clipped token ratio; the value model's is `fuligo.algorithms.value_loss`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fuligo.algorithms.estimator import Estimator
+from fuligo.algorithms.settings import AdvantageSettings
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from fuligo.algorithms.rewards import Float64Array, Rewards
+    from fuligo.types import MaskArray
+
+
+class Ppo(Estimator):
+    """Generalised advantage estimation over a value model."""
+
+    uses_kl_coef = True
+    uses_gamma = True
+    uses_values = True
+
+    def advantages(self, rewards: Rewards, settings: AdvantageSettings) -> list[Float64Array]:
+        import numpy as np
+
+        advantages: list[Float64Array] = []
+        for sample, token_rewards in zip(rewards.samples, rewards.token_rewards(settings.kl_coef)):
+            assert sample.values is not None, "score() computes them where there is a value model"
+            values = generalised_advantages(token_rewards, sample.values, sample.loss_mask, gamma=settings.gamma, lambd=settings.lambd)
+            sample.returns = np.where(sample.loss_mask != 0, values + sample.values, 0.0).astype(np.float32)
+            advantages.append(values)
+        return advantages
+
+
+def generalised_advantages(rewards: ArrayLike, values: ArrayLike, loss_mask: MaskArray, *, gamma: float, lambd: float) -> Float64Array:
+    """Compute generalised advantages over the trained tokens.
+
+    t + 1 is the next trained token: masked tokens (such as tool output) are not decisions, so nothing is discounted over them and their
+    values are not read. After the last trained token V = A = 0, also where the response was truncated.
+
+    Args:
+        rewards: [R]
+        values: [R] V_t, expected return from before token t.
+        loss_mask: [R]
+
+    Returns:
+        [R], 0 at masked tokens.
+    """
+    import numpy as np
+
+    trained = np.flatnonzero(loss_mask)
+    rewards, values = np.asarray(rewards, np.float64)[trained], np.asarray(values, np.float64)[trained]
+    deltas = rewards + gamma * np.append(values[1:], 0.0) - values
+    advantages = np.zeros(len(loss_mask))
+    following = 0.0
+    for t, delta in zip(trained[::-1], deltas[::-1]):
+        following = delta + gamma * lambd * following
+        advantages[t] = following
+    return advantages
+
+
+ESTIMATOR = Ppo()

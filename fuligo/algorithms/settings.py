@@ -1,0 +1,58 @@
+"""Settings of advantages. Loads neither numpy nor torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from fuligo.types import TrainSample
+
+STD_EPSILON = 1e-6
+"""Added to a standard deviation before dividing by it; same unit as the reward."""
+
+AdvantageFn = Callable[["list[TrainSample]"], "Sequence[ArrayLike]"]
+"""Custom estimator: samples -> [R] advantages of every sample."""
+
+
+@dataclass(slots=True, frozen=True)
+class Distillation:
+    """Settings of on-policy distillation."""
+
+    kl_coef: float = 1.0
+    """Weight of the reverse KL to the teacher."""
+    from_engine: bool = False
+    """Take the engine's log-probabilities as the student's (--use-rollout-logprobs)."""
+
+
+@dataclass(slots=True, frozen=True)
+class AdvantageSettings:
+    """Settings for turning rewards into advantages and a rollout into optimizer steps."""
+
+    samples_per_step: int
+    """Trajectories per optimizer step (--global-batch-size)."""
+    num_steps: int = 1
+    """Optimizer steps per rollout."""
+    estimator: str = "grpo"
+    """Key of `ESTIMATORS`."""
+    normalize_rewards: bool = True
+    """False: no baseline and no division by the standard deviation."""
+    divide_by_std: bool = True
+    """False: no division by the group's standard deviation."""
+    std_epsilon: float = STD_EPSILON
+    """Added to every standard deviation before dividing by it."""
+    whiten: bool = False
+    """Whiten the advantages over all unmasked tokens of the rollout (before distillation)."""
+    gamma: float = 1.0
+    """Discount per token, for estimators with `uses_gamma`."""
+    lambd: float = 1.0
+    """Lambda of generalised advantage estimation: 1 is Monte Carlo returns, 0 one-step temporal differences."""
+    kl_coef: float = 0.0
+    """Weight of the KL penalty on rewards (k1: old - reference log-probability), for estimators with `uses_kl_coef`."""
+    custom: AdvantageFn | None = None
+    """Replaces the estimator's advantages; whitening and distillation still apply. The value model's returns stay the estimator's."""
+    distillation: Distillation | None = None
+    """Subtract the reverse KL to a teacher from the final advantages."""

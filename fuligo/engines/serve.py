@@ -73,8 +73,9 @@ async def _serve(settings: ServeSettings, model: EngineModel, listener: socket.s
         on_ended=wake,
         on_failure=lambda: loop.call_soon_threadsafe(stop.set),
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a background job stays one that Ctrl-C does not end
+        loop.add_signal_handler(signal.SIGINT, stop.set)
     config = uvicorn.Config(
         Api(engine).app(),
         loop="none",

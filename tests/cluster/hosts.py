@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.e2e.processes import descendants, wait_until
+from tests.e2e.processes import command_line, descendants, wait_until
 
 NETWORK = "10.77.0"
 NAMES = ("alpha", "beta", "gamma")
@@ -86,9 +86,9 @@ class Host:
         for directory in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 same = (directory / "ns/pid").readlink() == Path(f"/proc/{self.init_pid}/ns/pid").readlink()
-                command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                if same and command and not command.startswith("sshd: ") and int(directory.name) != self.init_pid:
-                    found[int(directory.name)] = command
+                pid = int(directory.name)
+                if same and pid != self.init_pid and (command := command_line(pid)) and not command.startswith("sshd: "):
+                    found[pid] = command
         return found
 
     def kill(self, *parts: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from fuligo.cli.launch import SSH
 from tests.cluster.hosts import Host
 from tests.e2e.command import environment
-from tests.e2e.processes import descendants, wait_until
+from tests.e2e.processes import descendants, interrupt, wait_until
 from tests.e2e.records import metrics
 
 LaunchOnHosts = Callable[..., "LaunchedRun"]
@@ -30,9 +30,10 @@ class LaunchedRun:
         ssh = SSH.replace("ssh", f"ssh -F {ssh_config}", 1)
         command = [sys.executable, "-m", "fuligo", "launch", "--hostfile", hostfile, "--ssh", ssh, "--", *train]
         self._hosts = hosts
-        self.process = subprocess.Popen(
-            hosts[0].command(*command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
-        )
+        with interrupt():
+            self.process = subprocess.Popen(
+                hosts[0].command(*command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+            )
 
     def wait_for_steps(self, num_steps: int, run_dir: Path, timeout_s: float = 240.0) -> None:
         wait_until(lambda: len(metrics(run_dir)) >= num_steps or self.process.poll() is not None, f"{num_steps} steps", timeout_s)

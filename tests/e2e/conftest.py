@@ -16,6 +16,7 @@ import pytest
 
 from tests import tiny
 from tests.e2e.command import environment, train_command
+from tests.e2e.processes import interrupt
 
 NUM_PROMPTS = 40
 Job = Callable[..., list[str]]
@@ -44,18 +45,19 @@ def job(checkpoint: Path, prompts: Path) -> Job:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts the command in a terminal of its own, so to speak; whatever of it still runs when the test ends is killed."""
+    """Start the command as in a terminal of its own, or in the background; kill what is left of it when the test ends."""
     running: list[subprocess.Popen[str]] = []
 
-    def launch(*arguments: object, **extra_environment: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fuligo", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment(**extra_environment),
-            start_new_session=True,
-        )
+    def launch(*arguments: object, in_background: bool = False, **extra_environment: str) -> subprocess.Popen[str]:
+        with interrupt(ignored=in_background):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fuligo", *map(str, arguments)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment(**extra_environment),
+                start_new_session=True,
+            )
         running.append(process)
         return process
 

@@ -1,47 +1,85 @@
-"""Processes of a run, seen from outside, and waiting for them with a deadline."""
+"""Processes of a run, as other processes see them, and waiting with a deadline."""
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 POLL_S = 0.05
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 240.0) -> None:
+    """Wait until the condition holds; fail with `what` after the deadline."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
         time.sleep(POLL_S)
 
 
+@contextmanager
+def interrupt(*, ignored: bool = False) -> Iterator[None]:
+    """Start processes with SIGINT's default action, or ignoring it, whatever this process does.
+
+    Background jobs of a script and many CI runners ignore SIGINT, and what they start inherits that; a handler is not inherited.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def descendants(pid: int) -> dict[int, str]:
-    """Command lines of the processes that `pid` started, and of those that they started."""
-    children = {child: command for child, (parent, command) in _processes().items() if parent == pid}
-    return children | {grandchild: command for child in children for grandchild, command in descendants(child).items()}
+    """Return the command lines of the processes that `pid` started, and of those that they started."""
+    children = defaultdict(list)
+    for directory in Path("/proc").glob("[0-9]*"):
+        child = int(directory.name)
+        with suppress(OSError):
+            state, parent = _state(child)
+            if state != "Z":
+                children[parent].append(child)
+    found: dict[int, str] = {}
+    unseen = [pid]
+    while unseen:
+        for child in children[unseen.pop()]:
+            with suppress(OSError):
+                found[child] = command_line(child)
+            unseen.append(child)
+    return found
 
 
-def alive(pids: dict[int, str]) -> dict[int, str]:
-    """Those of `descendants` that still run."""
-    now = _processes()
-    return {pid: command for pid, command in pids.items() if now.get(pid, (0, ""))[1] == command}
+def alive(processes: dict[int, str]) -> dict[int, str]:
+    """Return those of `descendants` that are still running. Their numbers may have passed to other processes by now."""
+    return {pid: command for pid, command in processes.items() if _is_running(pid, command)}
+
+
+def command_line(pid: int) -> str:
+    """Return the command line of a process, separated by spaces. It may hold any bytes.
+
+    Raises:
+        OSError: the process has ended.
+    """
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
 
 
 def shared_memory(pids: list[int]) -> list[str]:
-    """Tensors in /dev/shm that these processes share."""
+    """Return the names of the tensors in /dev/shm that these processes share."""
     return [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(tuple(f"torch_{pid}_" for pid in pids))]
 
 
-def _processes() -> dict[int, tuple[int, str]]:
-    """Parent and command line by process id; a process that has ended and waits for its parent is none."""
-    found = {}
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            state, parent = (directory / "stat").read_text().rpartition(")")[2].split()[:2]
-            command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if state != "Z":
-            found[int(directory.name)] = int(parent), command
-    return found
+def _is_running(pid: int, command: str) -> bool:
+    """A process that has ended and waits for its parent is not running."""
+    try:
+        return _state(pid)[0] != "Z" and command_line(pid) == command
+    except OSError:
+        return False
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """Return the state and the parent of a process, whose name may hold any bytes."""
+    state, parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:2]
+    return state.decode(), int(parent)

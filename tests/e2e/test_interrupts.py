@@ -1,4 +1,4 @@
-"""However a run is ended from outside, nothing of it stays behind."""
+"""Runs that a signal ends: no process and no shared memory of theirs is left."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ INTERRUPTED = 130
 def test_engine_ranks_and_workers_end_with_the_run(
     number: signal.Signals, to_all: bool, while_loading: bool, exit_code: int, job: Job, start: Start, tmp_path: Path
 ) -> None:
-    """Two trainer ranks, and rewards that need a worker process; a terminal sends Ctrl-C to all of them."""
+    """Two trainer ranks, and rewards that need a worker process; a terminal sends Ctrl-C to all of them.
+
+    SIGTERM goes to a run in the background, which ignores Ctrl-C.
+    """
     run_dir = tmp_path / "run"
-    process = start(
-        *job(
-            rm_type="math",
-            rm_num_workers=1,
-            custom_generate_function_path="tests.e2e.rewards.algebra",
-            actor_num_gpus_per_node=2,
-            num_rollout=1000,
-            run_dir=run_dir,
-        )
+    command = job(
+        rm_type="math",
+        rm_num_workers=1,
+        custom_generate_function_path="tests.e2e.rewards.algebra",
+        actor_num_gpus_per_node=2,
+        num_rollout=1000,
+        run_dir=run_dir,
     )
+    process = start(*command, in_background=number == signal.SIGTERM)
     if while_loading:
         wait_until(lambda: len(descendants(process.pid)) >= 2, "engine and rank are starting")
     else:
@@ -49,14 +51,18 @@ def test_engine_ranks_and_workers_end_with_the_run(
     expected = ["fuligo serve", "trainer.ranks.rank"] + ([] if while_loading else ["symbolic_worker"])
     assert all(any(part in command for command in family.values()) for part in expected), family
 
+    if number == signal.SIGTERM and not while_loading:
+        os.killpg(process.pid, signal.SIGINT)
+        num_steps = len(metrics(run_dir))
+        wait_until(lambda: len(metrics(run_dir)) >= num_steps + 2 or process.poll() is not None, "the run goes on after Ctrl-C")
     if to_all:
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=240)
     assert process.returncode == exit_code, said
     assert number == signal.SIGKILL or "Traceback" not in said
     assert number == signal.SIGKILL or while_loading or f"interrupted; run directory: {run_dir}\nit has no checkpoint yet" in said
-    wait_until(lambda: not alive(family), f"all of {family} have ended", timeout_s=30)
-    wait_until(lambda: not shared_memory([process.pid, *family]), "shared memory is given back", timeout_s=30)
+    wait_until(lambda: not alive(family), f"all of {family} have ended", timeout_s=120)
+    wait_until(lambda: not shared_memory([process.pid, *family]), "shared memory is given back", timeout_s=120)
     assert [record["step"] for record in metrics(run_dir)] == list(range(len(metrics(run_dir)))), "records are whole"

@@ -16,6 +16,7 @@ from fuligo.engines.guard import LOOK_S
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
 from fuligo.errors import EngineError
+from tests.e2e.processes import descendants
 from tests.sglang.conftest import fleet_settings
 
 PROMPT = list(range(20, 60))
@@ -38,11 +39,6 @@ async def fleet(nothing_shared_stays: None, checkpoint: Path, claims: PortClaims
     await fleet.stop()
 
 
-def descendants(pid: int) -> list[int]:
-    children = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
-    return [*children, *(below for child in children for below in descendants(child))]
-
-
 def exists(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
@@ -63,7 +59,8 @@ async def test_engine_and_router_come_back(fleet: Fleet, number: signal.Signals)
     requests = [asyncio.create_task(fleet.group.generate(PROMPT, LONG, rid=f"{n}", timeout_s=120)) for n in range(16)]
     await asyncio.sleep(0.5)
     victim = fleet.servers[0]
-    for pid in descendants(victim.process.pid) if number == signal.SIGSTOP else descendants(victim.process.pid)[:1]:
+    below = list(descendants(victim.process.pid))
+    for pid in below if number == signal.SIGSTOP else below[:1]:
         os.kill(pid, number)
     generations = await asyncio.gather(*requests)
     assert [len(generation.output_ids) for generation in generations] == [LONG.max_new_tokens] * 16
@@ -83,7 +80,7 @@ async def test_engine_and_router_come_back(fleet: Fleet, number: signal.Signals)
     assert len((await fleet.group.clients[-1].generate(PROMPT, SHORT, rid="again")).output_ids) == 4
 
     # The router dies: requests wait for the next one, which knows the engines.
-    os.kill(descendants(fleet.router.process.pid)[0], signal.SIGKILL)
+    os.kill(next(iter(descendants(fleet.router.process.pid))), signal.SIGKILL)
     generations = await asyncio.gather(*(fleet.group.generate(PROMPT, SHORT, rid=f"after-{n}", timeout_s=120) for n in range(4)))
     assert all(len(generation.output_ids) == 4 for generation in generations)
     while {worker.url for worker in await fleet.router.workers()} != set(fleet.group.urls):
@@ -104,7 +101,7 @@ async def test_without_fault_tolerance_the_end_names_the_engine(
     fleet = await Fleet.launch(fleet_settings(checkpoint, claims, tmp_path, num_engines=1, restart=False))
     try:
         await asyncio.sleep(2 * LOOK_S)  # the guard has seen what its processes share
-        os.kill(descendants(fleet.servers[0].process.pid)[0], signal.SIGKILL)
+        os.kill(next(iter(descendants(fleet.servers[0].process.pid))), signal.SIGKILL)
         with pytest.raises(EngineError, match=r"engine 0 was killed, .*engine-0.txt"):
             await asyncio.wait_for(fleet.watch(), 60)
     finally:

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.command import environment
+from tests.e2e.processes import descendants
 from tests.sglang.engines import ENVIRONMENT, sglang_python
 
 ASSETS = Path(str(files("fuligo.quickstart"))) / "assets"
@@ -73,14 +74,8 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
 
 def servers_below(pid: int) -> list[int]:
     """SGLang servers that a run started, without their guards."""
-    children = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
-    own = [child for child in children if _is_server(child)]
-    return own + [server for child in children for server in servers_below(child)]
-
-
-def _is_server(pid: int) -> bool:
-    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    return b"sglang.launch_server" in words and b"fuligo.engines.guard" not in words
+    found = descendants(pid).items()
+    return [pid for pid, command in found if "sglang.launch_server" in command and "fuligo.engines.guard" not in command]
 
 
 def test_the_reward_rises_and_an_engine_that_dies_comes_back(start, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from fuligo.errors import ConfigError, EngineError
 from fuligo.formats.checksum import weights_checksum
 from fuligo.formats.payload import shared_payload
 from tests import tiny
+from tests.e2e.processes import interrupt
 
 START_TIMEOUT_S = 120
 
@@ -114,8 +115,11 @@ async def test_a_server_that_cannot_listen_says_so(checkpoint: Path, tmp_path: P
 
 
 async def test_sigterm_answers_who_waits_and_ends_cleanly(checkpoint: Path, tmp_path: Path) -> None:
-    engine = await launch_embedded(settings(checkpoint, tmp_path))
+    """In the background, where Ctrl-C does not."""
+    with interrupt(ignored=True):
+        engine = await launch_embedded(settings(checkpoint, tmp_path))
     client = EngineClient(engine.url, retries=0)
+    os.kill(engine.pid, signal.SIGINT)
     await client.pause("in_place")
     waiting = asyncio.create_task(client.generate([5], SamplingParams(500), rid="w"))
     await until(client, lambda load: load.num_waiting == 1)

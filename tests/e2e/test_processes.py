@@ -1,0 +1,53 @@
+"""Helpers that look at processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.processes import alive, descendants, interrupt
+
+
+def test_descendants_and_neighbours_may_have_names_of_any_bytes(tmp_path: Path) -> None:
+    program = os.fsencode(tmp_path) + b"/\xff\xfe"
+    os.symlink("/bin/sleep", program)  # noqa: PTH211
+    with subprocess.Popen([program, "600"]) as process:
+        found = descendants(os.getpid())
+        assert found[process.pid] == f"{tmp_path}/\ufffd\ufffd 600 "
+        assert process.pid in alive(found)
+        process.kill()
+    assert process.pid not in alive(found)
+
+
+def test_descendants_include_grandchildren() -> None:
+    script = "import subprocess; subprocess.run(['sh', '-c', 'echo started; sleep 600; true'])"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        found = descendants(process.pid)
+        assert any(command.startswith("sh -c ") for command in found.values())
+        for pid in (process.pid, *found):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("ignored_here", [False, True])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_process_starts_with_or_without_sigint(ignored_here: bool, ignored: bool) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if ignored_here else signal.getsignal(signal.SIGINT)
+    try:
+        with interrupt(ignored=ignored):
+            done = subprocess.run(
+                [sys.executable, "-c", "import signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+        assert done.stdout == f"{ignored}\n"
+        assert (signal.getsignal(signal.SIGINT) is signal.SIG_IGN) == (ignored_here or before is signal.SIG_IGN)
+    finally:
+        signal.signal(signal.SIGINT, before)

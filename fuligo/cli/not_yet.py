@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from fuligo.config import Config
 from fuligo.config.flag import option_name
 from fuligo.config.flags import flags
-from fuligo.config.given import value_of
 from fuligo.config.schemas import schema
 from fuligo.config.topology import engine_groups, policy_model
 from fuligo.errors import ConfigError
@@ -52,7 +51,7 @@ def _switch(name: str, *values: str) -> Callable[[Config], str | None]:
     """Asked for by a flag that is not at its default, or has one of these values."""
 
     def asked(config: Config) -> str | None:
-        flag, value = flags()[name], value_of(config, name)
+        flag, value = flags()[name], config.value_of(name)
         if value == flag.default or (values and value not in values):
             return None
         return flag.option if value is True else f"{flag.option} {value}"

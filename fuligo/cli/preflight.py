@@ -20,7 +20,8 @@ from fuligo.checkpoint.location import (
 from fuligo.config import Config
 from fuligo.config.hooks import hook_problem, hook_problems
 from fuligo.config.launcher import chosen_launcher
-from fuligo.config.topology import TEACHER, engine_groups
+from fuligo.config.server_groups import TEACHER
+from fuligo.config.topology import engine_groups
 from fuligo.config.vocabulary import vocabulary_difference
 from fuligo.convert.export import export_problem
 from fuligo.data import DataSettings, check_file, data_settings

@@ -1,4 +1,4 @@
-"""The configuration of a run: typed, strict, checked before anything starts."""
+"""Configuration of a run: typed, strict, checked before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hooks get as `args`: all flags under their flat names, read-only."""
+"""Read-only view of all flags under their flat names: the `args` of hooks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Any, NoReturn
 
 from fuligo.config import Config
 from fuligo.config.flag import PREFIXES
-from fuligo.config.flags import Flag, did_you_mean, flags, nearest, passthrough_flags, passthrough_groups
+from fuligo.config.flags import Flag, did_you_mean, flags, nearest, passthrough_flags
+from fuligo.config.schemas import BACKENDS
 
 
 class ArgsView:
-    """`args.rollout_batch_size` is `config.rollout.rollout_batch_size`, `args.sglang_dp_size` is `config.sglang.value("dp_size")`.
+    """All flags as attributes: `args.rollout_batch_size` is `config.rollout.rollout_batch_size`.
 
-    An argument that is passed on and was not given has its default. `args.sglang_model_urls["judge"]` is the base URL of the router of
-    the model `judge` of `--sglang-config`. Can be pickled.
+    Pass-through arguments have their prefix and, if not given, the default of their schema: `args.sglang_dp_size` is
+    `config.sglang.value("dp_size")`. `args.sglang_model_urls["judge"]` is the base URL of the router that serves the model `judge` of
+    `--sglang-config`. Instances can be pickled.
     """
 
     __slots__ = ("_config",)
@@ -42,7 +44,7 @@ class ArgsView:
         raise AttributeError(f"args is read-only: {name} cannot be deleted")
 
     def __dir__(self) -> list[str]:
-        given = [passthrough_flags(group)[name].flat_name for group in passthrough_groups() for name in getattr(self._config, group)]
+        given = [passthrough_flags(group)[name].flat_name for group in BACKENDS for name in getattr(self._config, group)]
         return [*flags(), *given]
 
     def __reduce__(self) -> tuple[type[ArgsView], tuple[Config]]:
@@ -53,7 +55,7 @@ class ArgsView:
 
 
 def _argument(flat_name: str) -> Flag | None:
-    for group in passthrough_groups():
+    for group in BACKENDS:
         name = flat_name.removeprefix(PREFIXES.get(group, ""))
         flag = passthrough_flags(group).get(name)
         if flag is not None and flag.flat_name == flat_name:

@@ -1,4 +1,4 @@
-"""Values that somebody gave to flags, and the Config that they make."""
+"""Assignments of values to flags, and the Config built from them."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from fuligo.config.values import invalid_reason
 from fuligo.errors import ConfigError
 
 ADDED = ("env",)
-"""Flags where a later value adds to an earlier one: one variable on the command line must not drop the environment block of a file."""
+"""Flags whose later value adds to an earlier one: a variable on the command line must not drop the environment block of a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One flag with the value that it is to have."""
+    """One flag with its new value."""
 
     flag: Flag
     value: Any
-    """As given: text from a command line, a YAML value from a file. Checked by `build_config`."""
+    """Text from a command line or a YAML value from a file; `build_config` checks it."""
     origin: str
-    """Where it was given, for error messages: `--lr`, or `run.yaml line 7, optimizer.lr`."""
+    """Place for error messages: `--lr`, or `run.yaml line 7, optimizer.lr`."""
 
 
 @dataclass(slots=True)
 class Given:
-    """What a command line or a file says."""
+    """Content of a command line or a file."""
 
     assignments: list[Assignment] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """What is wrong with it, one text each."""
+    """Errors, one text each."""
     warnings: list[str] = field(default_factory=list)
 
 
 def build_config(assignments: Iterable[Assignment], problems: Iterable[str] = ()) -> Config:
-    """The Config with these values and the defaults of all other flags; of two assignments of one flag the last counts (see `ADDED`).
+    """Build the Config with these values and the defaults of all other flags; the last assignment of a flag wins (but see `ADDED`).
 
     Args:
-        problems: what was already found wrong where the assignments come from.
+        problems: errors found while reading the assignments.
 
     Raises:
-        ConfigError: the problems, and values of the wrong type or outside their range, all of them at once.
+        ConfigError: the problems, and values of the wrong type or out of range; names all of them.
     """
     last: dict[tuple[str, str], Assignment] = {}
     for assignment in assignments:
@@ -75,12 +75,12 @@ def _added(before: Assignment, after: Assignment) -> Assignment:
 
 
 def invalid_value(flag: Flag, value: Any, origin: str) -> str:
-    """The error text for a value that breaks the flag's rule."""
+    """Return the error text for a value that breaks the flag's rule."""
     return f"{origin}: {invalid_reason(flag, value)}"
 
 
 def anchored(flag: Flag, value: Any, base: Path) -> Any:
-    """Paths that begin with `./` or `../`, from `base`; all other values as they are.
+    """Resolve paths that begin with `./` or `../` from `base`; return all other values unchanged.
 
     The result begins with neither, so that it means the same wherever the config is written and read again.
     """
@@ -92,7 +92,7 @@ def anchored(flag: Flag, value: Any, base: Path) -> Any:
 
 
 def anchored_path(value: Any, base: Path) -> Any:
-    """The same for one path; what is no text is left to whoever checks types."""
+    """Resolve one path; values that are not text are left to the type check."""
     if not isinstance(value, str) or not value.startswith(("./", "../")):
         return value
     joined = os.path.normpath(base / value)

@@ -1,4 +1,4 @@
-"""Changes of single values: applied to a config, and said as a user would type them."""
+"""Changes of single values: applied to a config, and written as a user would type them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fuligo.config.flag import PREFIXES, option_name
 from fuligo.errors import ConfigError
 
 
-def apply(config: Config, changes: Sequence[Change]) -> Config:
-    """The config with these values, in order; None gives a flag its default again, and takes a passed-through one away.
+def apply_changes(config: Config, changes: Sequence[Change]) -> Config:
+    """Return the config with these values, applied in order; None restores a flag's default and removes a passed-through argument.
 
     Raises:
-        ConfigError: a value is of the wrong type or outside its range, or there is no such place; one text each.
+        ConfigError: a value has the wrong type or is out of range, or the config has no such entry; one text each.
     """
     values = config.model_dump()
-    missing = [f"{change_text(change, config)}: there is no such place in the config" for change in changes if not _put(values, change)]
+    missing = [f"{change_text(change, config)}: the config has no such entry" for change in changes if not _assign(values, change)]
     if missing:
         raise ConfigError(*missing)
     try:
@@ -33,7 +33,9 @@ def apply(config: Config, changes: Sequence[Change]) -> Config:
 
 
 def change_text(change: Change, config: Config | None = None) -> str:
-    """What a user types for it: `--sglang-dp-size 6`, `drop --rollout-num-gpus`, `sglang_config: model default, group 2: num_gpus 192`.
+    """Return what a user types for a change.
+
+    Examples: `--sglang-dp-size 6`, `drop --rollout-num-gpus`, `sglang_config: model default, group 2: num_gpus 192`.
 
     Args:
         config: the config to change, for the names of its models; without it they are numbered from 1.
@@ -54,8 +56,8 @@ def change_text(change: Change, config: Config | None = None) -> str:
     return f"{option} {_plain(change.value)}"
 
 
-def _put(values: Any, change: Change) -> bool:
-    """Change `values` in place; False where there is no such place."""
+def _assign(values: Any, change: Change) -> bool:
+    """Change `values` in place; return False if they have no such entry."""
     *parents, last = change.path
     try:
         for step in parents:
@@ -77,7 +79,7 @@ def _put(values: Any, change: Change) -> bool:
 
 
 def _place(inner: Sequence[str | int], config: Config | None) -> str:
-    """`model default, group 2: overrides.deepep_mode` of the path `0, server_groups, 1, overrides, deepep_mode`."""
+    """Return `model default, group 2: overrides.deepep_mode` for the path `0, server_groups, 1, overrides, deepep_mode`."""
     number, rest = int(inner[0]), inner[1:]
     models = config.engine.sglang_config if config is not None else None
     place = f"model {models[number].name}" if models and number < len(models) else f"model {number + 1}"

@@ -1,8 +1,8 @@
-"""A command line as assignments.
+"""Reader of command lines.
 
-`--name value`, `--name=value`, a bare `--name` or `--no-name` for true and false, several values for a list, a JSON object where one is
-asked for. A value may begin with one dash (`--rollout-top-k -1`); one that begins with two is written after `=`.
-`none` unsets a flag that may be unset, an empty text unsets an optional text, `--name=[...]` is a list as JSON.
+Syntax: `--name value` or `--name=value`; a bare `--name` or `--no-name` for true and false; several values for a list; JSON where the
+flag takes an object. A value may begin with one dash (`--rollout-top-k -1`); write one that begins with two after `=`.
+`none` unsets an optional flag, an empty text unsets an optional text, and `--name=[...]` is a list as JSON.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any
 
 from fuligo.config.assignments import ADDED, Assignment, Given, anchored, invalid_value
 from fuligo.config.flag import PREFIXES, Flag, Kind
-from fuligo.config.flags import flags, option_name, passthrough_groups, suggest_options
-from fuligo.config.moved import MOVED
-from fuligo.config.passthrough import deprecation, refusal
-from fuligo.config.reserved import RESERVED
-from fuligo.config.schemas import schema
+from fuligo.config.flags import flags, option_name, refusal, suggest_options
+from fuligo.config.passthrough import deprecation
+from fuligo.config.reserved import MOVED, RESERVED
+from fuligo.config.schemas import BACKENDS, schema
 from fuligo.config.topology_file import read_topology
 
 CONFIG_OPTION = "--config"
@@ -28,7 +27,7 @@ _BOOLEANS = {"true": True, "false": False}
 
 @dataclass(slots=True)
 class CommandLine(Given):
-    """What the arguments say."""
+    """Assignments, problems and warnings of a command line."""
 
     config_file: str | None = None
 
@@ -38,7 +37,7 @@ class _Occurrence:
     option: str
     values: list[str]
     attached: bool
-    """Written as `--name=value`."""
+    """True if written as `--name=value`."""
 
     def __str__(self) -> str:
         return f"{self.option}={self.values[0]}" if self.attached else " ".join([self.option, *self.values])
@@ -46,20 +45,20 @@ class _Occurrence:
 
 @dataclass(frozen=True, slots=True)
 class _Meaning:
-    """The flag that an option stands for."""
+    """Flag that an option stands for."""
 
     flag: Flag
     value: Any = None
-    """The value that the bare option gives, where it stands for one: False for `--no-name`."""
+    """Value of the bare option, if it stands for one: False for `--no-name`."""
     warning: str | None = None
 
 
 class _Problem(Exception):
-    """One wrong argument; never leaves this module."""
+    """Wrong argument; caught in this module."""
 
 
 def read_command_line(arguments: Sequence[str]) -> CommandLine:
-    """Never raises: what is wrong is in `problems`, one text each."""
+    """Read the arguments. Never raises: errors are in `problems`, one text each."""
     result = CommandLine()
     first_seen: dict[str, _Occurrence] = {}
     for occurrence in _occurrences(arguments, result.problems):
@@ -88,7 +87,7 @@ def _occurrences(arguments: Sequence[str], problems: list[str]) -> list[_Occurre
             option, equals, value = token.partition("=")
             found.append(_Occurrence(option.replace("_", "-"), [value] if equals else [], attached=bool(equals)))
         elif not found or found[-1].attached:
-            problems.append(f"{token!r} belongs to no flag{_belonging(token)}")
+            problems.append(f"{token!r} follows no flag{_belonging(token)}")
         else:
             found[-1].values.append(token)
     return found
@@ -101,7 +100,7 @@ def _belonging(token: str) -> str:
 
 
 def _meaning(option: str) -> _Meaning:
-    """A typed flag of ours, else an argument passed on, else one of both negated."""
+    """Find the flag: a typed one, else a pass-through argument, else the negation of either."""
     name = option.removeprefix("--").replace("-", "_")
     if name in flags():
         return _Meaning(flags()[name])
@@ -122,11 +121,11 @@ def _meaning(option: str) -> _Meaning:
 
 
 def _instead(name: str) -> str:
-    """What to give instead of an unknown flag, as far as that can be guessed."""
+    """Suggest what to give instead of an unknown flag; empty without a guess."""
     if name in MOVED:
         return f"; {MOVED[name]}"
     suggestion = suggest_options(name)
-    reserved = [(group, schema(group).canonical(name)) for group in passthrough_groups()]
+    reserved = [(group, schema(group).canonical(name)) for group in BACKENDS]
     texts = [
         f"; {schema(group).backend}'s {argument}: {RESERVED[group][argument]}"
         for group, argument in reserved
@@ -136,7 +135,7 @@ def _instead(name: str) -> str:
 
 
 def _negated(name: str) -> Flag | None:
-    """The switch that `no_name` turns off; for a passed-through one `no_` may stand before or after the prefix."""
+    """Find the switch that `no_name` turns off; `no_` may stand before or after a pass-through prefix."""
     for prefix in ("", *PREFIXES.values()):
         if name.startswith(f"{prefix}no_"):
             try:
@@ -166,10 +165,10 @@ def _value(meaning: _Meaning, occurrence: _Occurrence, result: CommandLine) -> A
 
 
 def _unsets(flag: Flag, text: str) -> bool:
-    """A value that takes back what a file says."""
+    """Return True if the value unsets what the file says."""
     if flag.kind is Kind.TEXT:
         return flag.optional and text == ""
-    return text == "none" and "none" not in flag.choices and (flag.optional or flag.group in passthrough_groups())
+    return text == "none" and "none" not in flag.choices and (flag.optional or flag.group in BACKENDS)
 
 
 def _topology(flag: Flag, file: Path, result: CommandLine) -> Any:

@@ -1,8 +1,8 @@
-"""Values that follow from flags: each rule of inheritance and arithmetic stands here once."""
+"""Configuration of a run, with the values that follow from its flags."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
@@ -10,8 +10,8 @@ from typing import Literal
 from pydantic import PrivateAttr
 
 from fuligo.algorithms.estimators import ESTIMATORS
-from fuligo.config.backends import MEGATRON_FLAGS, SGLANG_FLAGS
-from fuligo.config.findings import Change
+from fuligo.config.flag import PREFIXES, option_name
+from fuligo.config.flags import MEGATRON_FLAGS, SGLANG_FLAGS, flags
 from fuligo.config.group import FlagGroup
 from fuligo.config.groups import (
     AlgorithmFlags,
@@ -30,12 +30,13 @@ from fuligo.config.groups import (
     TrainFlags,
     WeightSyncFlags,
 )
-from fuligo.config.passthrough import MegatronArguments, RouterArguments, SglangArguments
-from fuligo.config.topology import TEACHER
+from fuligo.config.megatron_arguments import MegatronArguments
+from fuligo.config.passthrough import RouterArguments, SglangArguments
+from fuligo.config.server_groups import TEACHER
 
 
 class Config(FlagGroup):
-    """Everything a run depends on, by concern. Read `config.rollout.rollout_batch_size`; never pass a namespace.
+    """All settings of a run, grouped by concern: `config.rollout.rollout_batch_size`.
 
     The properties assume a config that `validate` accepts.
     """
@@ -62,24 +63,36 @@ class Config(FlagGroup):
 
     @property
     def model_urls(self) -> Mapping[str, str]:
-        """Where each model of `--sglang-config` is served, by name: the base URL of its router. Empty before engines run."""
+        """Name of a model of `--sglang-config` -> base URL of its router. Empty before the engines run."""
         return self._model_urls
 
     def served_at(self, urls: Mapping[str, str]) -> Config:
-        """The same, for hooks to find the models."""
+        """Return a copy with these base URLs, for hooks to find the models."""
         config = self.model_copy()
         config._model_urls = dict(urls)
         return config
 
+    def value_of(self, name: str) -> object:
+        """Return the value of a typed flag."""
+        return getattr(getattr(self, flags()[name].group), name)
+
+    def given_options(self, names: Iterable[str], passed_on: Iterable[str] = ()) -> list[str]:
+        """Return the options of the flags among `names` that differ from their default, and of all arguments of the groups `passed_on`.
+
+        A config knows values, not who gave them: a flag counts as given where its value is not its default.
+        """
+        typed = [flags()[name].option for name in names if self.value_of(name) != flags()[name].default]
+        return [*typed, *(option_name(PREFIXES.get(group, "") + name) for group in passed_on for name in getattr(self, group))]
+
     @property
     def samples_per_rollout(self) -> int:
-        """Samples of one rollout: prompts x responses; in SFT every prompt has one given response."""
+        """Samples of one rollout: prompts x responses per prompt. In SFT each prompt has one given response."""
         responses = 1 if self.is_sft else self.rollout.n_samples_per_prompt
         return self.rollout.rollout_batch_size * responses
 
     @property
     def resolved_num_steps_per_rollout(self) -> int:
-        """Optimizer steps of one rollout: as given, else as many global batches as a rollout holds, else 1."""
+        """Optimizer steps per rollout: as given, else the number of global batches in a rollout, else 1."""
         if self.train.num_steps_per_rollout is not None:
             return self.train.num_steps_per_rollout
         if self.train.global_batch_size is not None:
@@ -98,25 +111,25 @@ class Config(FlagGroup):
 
     @property
     def resolved_eps_clip_high(self) -> float:
-        """Upper clip distance of the ratio."""
+        """Upper clip distance of the ratio; the lower one by default."""
         high = self.algorithm.eps_clip_high
         return self.algorithm.eps_clip if high is None else high
 
     @property
     def is_sft(self) -> bool:
-        """Supervised fine-tuning: responses are given, nothing is sampled or judged."""
+        """True for supervised fine-tuning: the data holds the responses, nothing is sampled or scored."""
         return self.algorithm.loss_type == "sft_loss"
 
     @property
     def needs_reference(self) -> bool:
-        """The reference model is loaded."""
+        """True if the run loads a reference model."""
         return self.algorithm.use_kl_loss or self.algorithm.kl_coef != 0
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """The trainer's log-probabilities are computed for the whole rollout before its first optimizer step.
+        """True if the trainer computes log-probabilities of the whole rollout before its first optimizer step.
 
-        With one step a rollout they are the step's own. A KL that shapes rewards or advantages is needed before any step.
+        With one step per rollout they equal those of the step itself. A KL term in rewards or advantages needs them before any step.
         """
         if self.is_sft:
             return False
@@ -125,12 +138,12 @@ class Config(FlagGroup):
 
     @property
     def has_served_teacher(self) -> bool:
-        """`--sglang-config` has a model for it."""
+        """True if `--sglang-config` serves a model named teacher."""
         return any(servers.name == TEACHER for servers in self.engine.sglang_config or ())
 
     @property
     def teacher_from(self) -> Literal["trainer", "engine"] | None:
-        """Who computes the teacher's log-probabilities: as given, else who has a teacher. None: nobody, or nobody could."""
+        """Side that computes the teacher's log-probabilities: as given, else the side that has a teacher. None without a teacher."""
         flags = self.algorithm
         if not flags.use_opd or self.is_sft:
             return None
@@ -142,61 +155,60 @@ class Config(FlagGroup):
 
     @property
     def is_unjudged(self) -> bool:
-        """Only a teacher is learned from: nothing gives a reward."""
+        """True if the policy learns from a teacher alone, without rewards."""
         by_hook = self.rollout.custom_generate_function_path or self.rollout.rollout_function_path
         judged = self.reward.rm_type or self.reward.custom_rm_path or self.data.metadata_key or by_hook
         return self.algorithm.use_opd and not judged and not self.is_sft
 
     @property
     def trains_values(self) -> bool:
-        """There is a value model beside the policy."""
+        """True if the run trains a value model beside the policy."""
         return ESTIMATORS[self.algorithm.advantage_estimator].uses_values and not self.is_sft
 
     @property
     def replays_engine_routing(self) -> bool:
-        """Engines say which experts each token went to, and the trainer sends it to the same."""
+        """True if the trainer routes every token to the experts that the engine chose."""
         return self.algorithm.use_rollout_routing_replay and not self.is_sft
 
     @property
     def replays_routing(self) -> bool:
-        """The trainer sends tokens to experts that were chosen before: by engines, or by the pass that gave the old log-probabilities."""
+        """True if the trainer replays expert choices: those of the engine, or of the pass that computed the old log-probabilities."""
         return self.replays_engine_routing or (self.algorithm.use_routing_replay and not self.is_sft)
 
     @property
     def needs_engine(self) -> bool:
-        """Something is sampled: rollouts, or evaluations during SFT."""
+        """True if the run samples: rollouts, or evaluations during SFT."""
         return not self.debug.debug_train_only and (not self.is_sft or self.has_eval)
 
     @property
     def initial_weights_path(self) -> str | None:
-        """Hugging Face directory of the first weights and of the reference, or distributed checkpoint, or directory of such."""
+        """Path of the initial weights and of the reference: a Hugging Face directory, a distributed checkpoint, or a directory of such."""
         return self.checkpoint.ref_load or self.model.hf_checkpoint
 
     @property
     def resolved_train_backend(self) -> Literal["torch", "megatron"]:
-        """The trainer: as given; `auto` is megatron where a flag of Megatron's has a value that is not its default."""
+        """Trainer: as given; `auto` is megatron if a flag of the Megatron trainer differs from its default, else torch."""
         given = self.cluster.train_backend
-        return given if given != "auto" else "megatron" if self._has(MEGATRON_FLAGS, "megatron") else "torch"
+        return given if given != "auto" else "megatron" if self.given_options(MEGATRON_FLAGS, ["megatron"]) else "torch"
 
     @property
     def engine_environment(self) -> dict[str, str]:
-        """Variables of the engines' and the router's processes beside the driver's."""
+        """Environment variables of engine and router processes, added to the driver's."""
         return {**self.cluster.env, **self.engine.engine_env}
 
     @property
     def resolved_rollout_backend(self) -> Literal["embedded", "sglang"]:
-        """The engines: as given; `auto` is sglang with Megatron, where a flag of SGLang's has a value that is not its default, and where
-        engines run already.
-        """
+        """Engine: as given; `auto` is sglang with Megatron, with external engines, or if a flag of SGLang differs from its default."""
         given = self.cluster.rollout_backend
         if given != "auto":
             return given
-        elsewhere = bool(self.engine.rollout_external_engine_addrs)
-        return "sglang" if elsewhere or self.resolved_train_backend == "megatron" or self._has(SGLANG_FLAGS, "sglang") else "embedded"
+        external = bool(self.engine.rollout_external_engine_addrs)
+        sglang = external or self.resolved_train_backend == "megatron" or self.given_options(SGLANG_FLAGS, ["sglang"])
+        return "sglang" if sglang else "embedded"
 
     @property
     def resolved_actor_num_gpus_per_node(self) -> int:
-        """The trainer's GPUs on each of its nodes; on a CPU, its processes."""
+        """Trainer GPUs per node; on a CPU, trainer processes."""
         if self.cluster.actor_num_gpus_per_node is not None:
             return self.cluster.actor_num_gpus_per_node
         one = self.resolved_train_backend == "torch" or self.cluster.device == "cpu"
@@ -204,12 +216,12 @@ class Config(FlagGroup):
 
     @property
     def num_train_gpus(self) -> int:
-        """GPUs of the trainer, one a rank; on a CPU, its processes."""
+        """Trainer GPUs, one per rank; on a CPU, trainer processes."""
         return self.cluster.actor_num_nodes * self.resolved_actor_num_gpus_per_node
 
     @property
     def resolved_rollout_num_gpus(self) -> int:
-        """GPUs of all engines, shared ones included; 1 for the embedded engine, 0 where all engines run elsewhere or none is needed."""
+        """GPUs of all engines, shared ones included; 1 for the embedded engine, 0 if all engines are external or none is needed."""
         if not self.needs_engine:
             return 0
         if self.cluster.rollout_num_gpus is not None:
@@ -222,12 +234,12 @@ class Config(FlagGroup):
 
     @property
     def resolved_rollout_num_gpus_per_engine(self) -> int:
-        """GPUs of one engine (those of `--sglang-config` may have their own number)."""
+        """GPUs per engine (groups of `--sglang-config` may set their own number)."""
         return self.cluster.rollout_num_gpus_per_engine or 1
 
     @property
     def num_rollout_only_gpus(self) -> int:
-        """GPUs of engines that the trainer does not use. The embedded engine shares the trainer's first."""
+        """Engine GPUs that the trainer does not use. The embedded engine shares the trainer's first GPU."""
         if self.resolved_rollout_backend == "embedded":
             return 0
         shared = self.num_train_gpus if self.cluster.colocate else 0
@@ -235,17 +247,17 @@ class Config(FlagGroup):
 
     @property
     def total_num_gpus(self) -> int:
-        """GPUs that the run takes."""
+        """GPUs of the run."""
         return self.num_train_gpus + self.num_rollout_only_gpus
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that the run takes."""
+        """Nodes of the run."""
         return max(self.cluster.actor_num_nodes, -(-self.total_num_gpus // self.cluster.num_gpus_per_node))
 
     @property
     def resolved_data_parallel_size(self) -> int:
-        """Replicas of the trainer's model (DP), at least 1: its GPUs / (TP x PP x CP)."""
+        """Data-parallel size of the trainer, at least 1: GPUs / (TP x PP x CP)."""
         if self.resolved_train_backend == "torch":
             return self.num_train_gpus
         sizes = self.parallel
@@ -254,7 +266,7 @@ class Config(FlagGroup):
 
     @property
     def max_sample_tokens(self) -> int | None:
-        """The longest sample that may be trained, in tokens: prompt + response, or a whole conversation; None where nothing limits it."""
+        """Longest trainable sample in tokens (prompt + response, or a whole conversation); None without a limit."""
         limits = []
         if self.rollout.rollout_max_context_len is not None:
             limits.append(self.rollout.rollout_max_context_len)
@@ -262,30 +274,14 @@ class Config(FlagGroup):
             limits.append(self.data.rollout_max_prompt_len + (0 if self.is_sft else self.rollout.rollout_max_response_len))
         return min(limits, default=None)
 
-    def changed(self, changes: Sequence[Change]) -> Config:
-        """This config with other values.
-
-        Raises:
-            ConfigError: a value is of the wrong type or outside its range, or there is no such place.
-        """
-        from fuligo.config.changes import apply
-
-        return apply(self, changes)
-
-    def _has(self, names: Sequence[str], *pass_through: str) -> bool:
-        """One of these flags has a value that is not its default, or one of these groups an argument."""
-        from fuligo.config.given import given_options
-
-        return bool(given_options(self, names, pass_through))
-
     @property
     def has_eval(self) -> bool:
-        """Data to evaluate on were given."""
+        """True if evaluation data is given."""
         return bool(self.eval.eval_prompt_data) or self.eval.eval_config is not None
 
     @property
     def eval_data_sets(self) -> dict[str, str]:
-        """Name -> file, of `--eval-prompt-data` (not of `--eval-config`)."""
+        """Data-set name -> file of `--eval-prompt-data` (not of `--eval-config`)."""
         given = self.eval.eval_prompt_data
         if len(given) == 1:
             return {"aime": given[0]}
@@ -293,39 +289,39 @@ class Config(FlagGroup):
 
     @property
     def resolved_eval_max_response_len(self) -> int:
-        """Longest response of an evaluation, in tokens."""
+        """Longest evaluation response, in tokens."""
         return self.eval.eval_max_response_len or self.rollout.rollout_max_response_len
 
     @property
     def resolved_eval_temperature(self) -> float:
-        """Sampling temperature of an evaluation; 0 is greedy."""
+        """Evaluation temperature; 0 is greedy."""
         given = self.eval.eval_temperature
         return self.rollout.rollout_temperature if given is None else given
 
     @property
     def resolved_eval_top_p(self) -> float:
-        """Nucleus sampling of an evaluation."""
+        """Evaluation top-p."""
         return self.eval.eval_top_p or self.rollout.rollout_top_p
 
     @property
     def resolved_eval_top_k(self) -> int:
-        """Top-k sampling of an evaluation; -1 is all."""
+        """Evaluation top-k; -1 keeps all tokens."""
         return self.rollout.rollout_top_k if self.eval.eval_top_k is None else self.eval.eval_top_k
 
     @property
     def resolved_eval_reward_key(self) -> str | None:
-        """Which value an evaluation reports where a reward is a dict."""
+        """Key of the reward that an evaluation reports, if rewards are dicts."""
         return self.reward.eval_reward_key or self.reward.reward_key
 
     def resolved_num_rollout(self, num_prompts: int) -> int:
-        """Rollouts of the run: as given, else those that `--num-epoch` passes over `num_prompts` prompts fill."""
+        """Return the number of rollouts: as given, else as many as `--num-epoch` passes over `num_prompts` prompts fill."""
         if self.data.num_rollout is not None:
             return self.data.num_rollout
         assert self.data.num_epoch is not None
         return max(1, self.data.num_epoch * num_prompts // self.rollout.rollout_batch_size)
 
     def run_directory(self, started: datetime) -> Path:
-        """Where the run writes: `--run-dir`, else `runs/<name>`, named after its start where it has no name."""
+        """Return the run directory: `--run-dir`, else `runs/<name>`; the start time is the default name."""
         if self.observability.run_dir is not None:
             return Path(self.observability.run_dir)
         return Path("runs") / (self.observability.name or started.strftime("%Y-%m-%d-%H%M%S"))

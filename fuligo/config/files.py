@@ -1,4 +1,4 @@
-"""Config files: YAML with the flags' names under their groups. Written in full, read strictly, with line numbers."""
+"""Reader and writer of config files: YAML with flag names under their groups, read strictly and with line numbers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from yaml.constructor import SafeConstructor
 from fuligo.config import Config
 from fuligo.config.assignments import Assignment, Given, anchored, anchored_path, build_config, invalid_value
 from fuligo.config.flag import Flag, Kind, did_you_mean, nearest
-from fuligo.config.flags import flags, groups, passthrough_flags, passthrough_groups, sections
-from fuligo.config.passthrough import deprecation, problem_with_name, resolved_value
-from fuligo.config.schemas import schema
+from fuligo.config.flags import flags, name_problem, passthrough_flags, sections
+from fuligo.config.groups import GROUPS
+from fuligo.config.passthrough import deprecation, resolved_value
+from fuligo.config.schemas import BACKENDS, schema
 from fuligo.config.topology_file import LOADER, read_topology, topology_of
 
-_HEADER = "# Every flag of this run with the value in force. To run it again: fuligo train --config {name} --run-dir NEW\n"
+_HEADER = "# Every flag of this run with its final value. Run it again with: fuligo train --config {name} --run-dir NEW\n"
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML writes Unicode's line separators in a way that it reads back as spaces; quoted twice they are escaped."""
+    """YAML dumper that escapes Unicode line separators, which PyYAML would read back as spaces."""
 
 
 def _text_node(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -34,7 +35,7 @@ _Dumper.add_representer(str, _text_node)
 
 
 def save_yaml(config: Config, path: Path) -> None:
-    """Write the whole config, defaults included; `load_yaml` gives an equal one. The file appears at once or not at all."""
+    """Write the whole config atomically, defaults included; `load_yaml` returns an equal one."""
     text = yaml.dump(_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(_HEADER.format(name=path.name) + text, encoding="utf-8")
@@ -42,34 +43,34 @@ def save_yaml(config: Config, path: Path) -> None:
 
 
 def load_yaml(path: Path) -> Config:
-    """The config of a file; what it does not name has its default.
+    """Load the config of a file; flags that it does not name keep their defaults.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or holds unknown, misplaced or invalid keys, all of them at once.
+        ConfigError: the file cannot be read, is not YAML, or holds unknown, misplaced or invalid keys; names all of them.
     """
     given = read_yaml(path)
     return build_config(given.assignments, given.problems)
 
 
 def read_yaml(path: Path) -> Given:
-    """What a file says; never raises."""
+    """Read the assignments of a file. Never raises: errors are in `problems`."""
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), LOADER)
     except (OSError, UnicodeDecodeError) as error:
-        return Given(problems=[f"--config {path}: cannot be read ({getattr(error, 'strerror', None) or error})"])
+        return Given(problems=[f"cannot read --config {path} ({getattr(error, 'strerror', None) or error})"])
     except (yaml.YAMLError, RecursionError) as error:
-        return Given(problems=[f"--config {path}: not valid YAML: {' '.join(str(error).split())}"])
+        return Given(problems=[f"--config {path} is not valid YAML: {' '.join(str(error).split())}"])
     if root is None:
         return Given()
     if not isinstance(root, yaml.MappingNode):
-        return Given(problems=[f"--config {path}: must hold groups of flags, such as `rollout: {{rollout_batch_size: 32}}`"])
+        return Given(problems=[f"--config {path} must hold groups of flags, such as `rollout: {{rollout_batch_size: 32}}`"])
     reader = _Reader(path)
     reader.read(root)
     return reader.given
 
 
 class _Reader:
-    """Walks the nodes of one file; knows the line of everything."""
+    """Reader of one file, which tracks the line of every node."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -82,7 +83,7 @@ class _Reader:
             if group not in sections():
                 self.problems.append(f"{place}: {_unknown_group(group)}")
             elif isinstance(node, yaml.MappingNode):
-                read = self._passed_on if group in passthrough_groups() else self._typed
+                read = self._passed_on if group in BACKENDS else self._typed
                 self.given.assignments += read(group, node)
             elif self.construct(node) is not None:
                 self.problems.append(f"{place}: {group} must hold flags, such as `{group}: {{{_first_flag(group)}: ...}}`")
@@ -105,7 +106,7 @@ class _Reader:
         if constructed is None:
             return
         (value,) = constructed
-        if _bool_where_none_belongs(flag, value):
+        if _has_misplaced_bool(flag, value):
             self.problems.append(invalid_value(flag, value, origin))
         else:
             yield Assignment(flag, anchored(flag, value, self.path.parent), origin)
@@ -135,7 +136,7 @@ class _Reader:
         seen: dict[str, str] = {}
         for name, value_node, place in self._entries(node):
             origin = f"{place}, {group}.{name}"
-            problem = problem_with_name(backend, name)
+            problem = name_problem(backend, name)
             constructed = self._constructed(value_node, origin) if problem is None else None
             if constructed is None:
                 self.problems += [f"{origin}: {problem}"] if problem else []
@@ -143,7 +144,7 @@ class _Reader:
             alias = backend.aliases.get(name)
             flag = backend.flags[alias.name if alias else name]
             if flag.name in seen:
-                self.problems.append(f"{origin}: the same is already given as {seen[flag.name]}")
+                self.problems.append(f"{origin}: already given as {seen[flag.name]}")
                 continue
             seen[flag.name] = name
             warning = deprecation(backend, name, str)
@@ -156,7 +157,7 @@ class _Reader:
                 self.problems.append(f"{origin}: {error}")
 
     def _constructed(self, node: yaml.Node, origin: str) -> tuple[Any] | None:
-        """The value of a node; None, and a problem, where it has none."""
+        """Return the value of a node in a tuple; None after recording a problem."""
         try:
             return (self.construct(node),)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -164,7 +165,7 @@ class _Reader:
             return None
 
     def _entries(self, node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, str]]:
-        """Key, value node and place of each entry; a key given twice is a problem (YAML has no order to decide by)."""
+        """Yield key, value node and place of each entry; report a repeated key (YAML defines no order to decide by)."""
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
@@ -177,15 +178,15 @@ class _Reader:
 
 
 def _plain(config: Config) -> dict[str, Any]:
-    """What YAML can hold; paths mean the same when they are read from another directory."""
+    """Return plain YAML values, with paths that mean the same when read from another directory."""
     plain = config.model_dump(mode="json")
     for flag in flags().values():
         plain[flag.group][flag.name] = anchored(flag, plain[flag.group][flag.name], Path())
     return plain
 
 
-def _bool_where_none_belongs(flag: Flag, value: Any) -> bool:
-    """YAML's `yes` is true, and pydantic takes true for 1 and 1 for true: neither is meant."""
+def _has_misplaced_bool(flag: Flag, value: Any) -> bool:
+    """Return True for a boolean where the flag takes none, or the reverse; pydantic would accept YAML's `yes` as 1."""
     if flag.kind is Kind.BOOL:
         return not isinstance(value, bool)
     values = value if flag.kind.is_list and isinstance(value, list) else [value]
@@ -193,7 +194,7 @@ def _bool_where_none_belongs(flag: Flag, value: Any) -> bool:
 
 
 def _first_flag(group: str) -> str:
-    return next(iter(groups()[group].model_fields if group in groups() else passthrough_flags(group)))
+    return next(iter(GROUPS[group].model_fields if group in GROUPS else passthrough_flags(group)))
 
 
 def _unknown_group(group: str) -> str:

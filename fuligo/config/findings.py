@@ -1,4 +1,4 @@
-"""What a rule found in a config, and the change that mends it."""
+"""Findings of rules, and the changes of a config that resolve them."""
 
 from __future__ import annotations
 
@@ -8,49 +8,49 @@ from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
 S = TypeVar("S")
-"""What a rule looks at."""
+"""Type of a rule's subject."""
 
 
 class Severity(StrEnum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     ERROR = "error"
-    """The run would fail or be wrong: nothing is started."""
+    """The run would fail or give wrong results; it does not start."""
     WARNING = "warning"
-    """Allowed, and probably not meant."""
+    """The setting is allowed but probably not intended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One value of a Config that is to become another."""
+    """New value for one entry of a Config."""
 
     path: tuple[str | int, ...]
-    """Into the Config: `("parallel", "tensor_model_parallel_size")`, `("sglang", "dp_size")`,
+    """Path into the Config: `("parallel", "tensor_model_parallel_size")`, `("sglang", "dp_size")`,
     `("engine", "sglang_config", 0, "server_groups", 1, "num_gpus")`."""
     value: Any
-    """None unsets."""
+    """New value; None unsets the entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A broken rule, with the numbers of this run."""
+    """Violated rule, with the numbers of this run."""
 
     id: str
-    """Stable name of the rule: `PLAN-DSA-STAGE-START`."""
+    """Stable name of the rule, such as `PLAN-DSA-STAGE-START`."""
     severity: Severity
     text: str
-    """The flags and values, the rule, in one or two sentences; names at least one flag."""
+    """Flags, values and rule in one or two sentences; names at least one flag."""
     flags: tuple[str, ...]
-    """The options that the text is about, as typed: `--tensor-model-parallel-size`."""
+    """Options that the text is about, as typed: `--tensor-model-parallel-size`."""
     fix: tuple[Change, ...] = ()
-    """Changes which together mend it; shown only where the changed config is free of this finding and of new ones."""
+    """Changes that resolve the finding together; shown only if the changed config has neither this finding nor a new one."""
     advice: str = ""
-    """What to do, in words, where no change of flags mends it."""
+    """Remedy in words, where no change of flags resolves the finding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[S]):
-    """A named check of one subject: pure, touches nothing outside."""
+    """Named, pure check of one subject."""
 
     id: str
     check: Callable[[S], Iterator[Finding]]

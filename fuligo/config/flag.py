@@ -1,4 +1,4 @@
-"""One flag as data: its name, its group, and what values it takes."""
+"""Description of one flag: its name, its group, and the values it takes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from enum import StrEnum
 from typing import Any
 
 PREFIXES = {"sglang": "sglang_", "router": "router_"}
-"""Groups whose flags carry a prefix on the command line; in a file they stand without it."""
+"""Group -> prefix of its flags on the command line; a file holds them without it."""
 
 
 class Kind(StrEnum):
-    """What a flag's value is."""
+    """Type of a flag's value, in words."""
 
     BOOL = "true or false"
     INT = "an integer"
@@ -26,7 +26,7 @@ class Kind(StrEnum):
     FLOAT_LIST = "a list of numbers"
     JSON = "a JSON object"
     JSON_LIST = "a JSON list"
-    LAYERS = "an integer, or one a layer such as [0]*3+[1]*45"
+    LAYERS = "an integer, or one per layer such as [0]*3+[1]*45"
     TOPOLOGY = "a YAML file of engine groups"
 
     @property
@@ -40,53 +40,53 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A field of a group of ours, or an argument of a backend's schema."""
+    """Field of a typed group, or argument of a backend's schema."""
 
     name: str
-    """The field's name: the key in a config file."""
+    """Name of the field: the key in a config file."""
     group: str
-    """The group's name: the section of a config file."""
+    """Name of the group: the section of a config file."""
     kind: Kind
     choices: tuple[str, ...]
     optional: bool
-    """None is a value."""
+    """True if None is a value."""
     bounds: str
     """`>= 1`, or empty."""
     default: Any
     doc: str
     unit: str | None
     is_path: bool = False
-    """A path, or a list of them."""
+    """True for a path or a list of paths."""
 
     @property
     def flat_name(self) -> str:
-        """The name that is unique across groups: `sglang_dp_size`."""
+        """Name that is unique across groups: `sglang_dp_size`."""
         return PREFIXES.get(self.group, "") + self.name
 
     @property
     def option(self) -> str:
-        """The flag on the command line."""
+        """Flag as typed on the command line."""
         return option_name(self.flat_name)
 
     @property
     def rule(self) -> str:
-        """What a value must be, in words: `an integer >= 1`, `one of auto, cpu, cuda`."""
+        """Rule for values, in words: `an integer >= 1`, `one of auto, cpu, cuda`."""
         many = "a list of " if self.kind.is_list else ""
         allowed = f"{many}one of {', '.join(self.choices)}" if self.choices else f"{self.kind} {self.bounds}".strip()
         return f"{allowed} or none" if self.optional and self.kind is not Kind.TEXT else allowed
 
 
 def option_name(name: str) -> str:
-    """`rollout_batch_size` -> `--rollout-batch-size`."""
+    """Return `--rollout-batch-size` for `rollout_batch_size`."""
     return "--" + name.replace("_", "-")
 
 
 def nearest(name: str, candidates: Iterable[str]) -> list[str]:
-    """Up to three candidates that look like `name`, the likeliest first."""
+    """Return up to three candidates similar to `name`, the closest first."""
     return difflib.get_close_matches(name, list(candidates), n=3, cutoff=0.6)
 
 
 def did_you_mean(names: Iterable[str]) -> str:
-    """`; did you mean a or b?`, or nothing."""
+    """Return `; did you mean a or b?`, or an empty text without names."""
     shown = " or ".join(names)
     return f"; did you mean {shown}?" if shown else ""

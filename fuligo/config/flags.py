@@ -1,6 +1,7 @@
-"""The flags as data: what the command line, the config file, `--help` and docs/flags.md share.
+"""Flags as data, shared by the command line, the config file, `--help` and docs/flags.md.
 
-Typed flags are read off the groups. The groups `sglang`, `router` and `megatron` pass arguments on; their flags come from schemas.
+Typed flags are read from the fields of the groups. The groups `sglang`, `router` and `megatron` pass arguments on; their flags come
+from the schemas.
 """
 
 from __future__ import annotations
@@ -11,53 +12,62 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from fuligo.config import Config
 from fuligo.config.flag import Flag, Kind, did_you_mean, nearest, option_name
-from fuligo.config.group import FlagGroup
-from fuligo.config.passthrough import PassThrough
+from fuligo.config.groups import GROUPS, ParallelFlags
 from fuligo.config.reserved import RESERVED
-from fuligo.config.schemas import schema
-from fuligo.config.topology import ModelServers
+from fuligo.config.schemas import BACKENDS, Schema, schema
+from fuligo.config.server_groups import ModelServers
 
 __all__ = [
     "Flag",
     "Kind",
     "did_you_mean",
     "flags",
-    "groups",
+    "name_problem",
     "nearest",
     "option_name",
     "passthrough_flags",
-    "passthrough_groups",
+    "refusal",
     "sections",
     "suggest_options",
 ]
 
+MEGATRON_FLAGS = (
+    *ParallelFlags.model_fields,
+    "use_distributed_optimizer",
+    "optimizer_cpu_offload",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "use_precision_aware_optimizer",
+    "mtp_num_layers",
+    "enable_mtp_training",
+    "mtp_loss_scaling_factor",
+    "mtp_joint_training",
+    "use_routing_replay",
+    "use_rollout_routing_replay",
+    "override_model_config",
+    "custom_model_provider_path",
+)
+"""Flags that only the Megatron trainer reads; the whole group `megatron` belongs to it as well."""
+TORCH_FLAGS = ("gradient_checkpointing",)
+"""Flags that only the torch trainer reads."""
+SGLANG_FLAGS = ("rollout_num_gpus", "rollout_num_gpus_per_engine", "sglang_config")
+"""Flags that only SGLang engines read; the groups `sglang` and `router` belong to them as well."""
+EMBEDDED_FLAGS = ("embedded_max_running_requests", "embedded_max_total_tokens", "embedded_dtype", "embedded_num_threads")
+"""Flags that only the embedded engine reads."""
+
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
-@functools.cache
-def groups() -> dict[str, type[FlagGroup]]:
-    """The groups of typed flags by name, in the order in which a reader meets them."""
-    return {name: field.annotation for name, field in Config.model_fields.items() if _is_a(field, FlagGroup)}  # pyright: ignore[reportReturnType]
-
-
-@functools.cache
-def passthrough_groups() -> dict[str, type[PassThrough]]:
-    """The groups that pass arguments on: `sglang`, `router`, `megatron`."""
-    return {name: field.annotation for name, field in Config.model_fields.items() if _is_a(field, PassThrough)}  # pyright: ignore[reportReturnType]
-
-
 def sections() -> list[str]:
-    """All groups: the sections of a config file."""
-    return [*groups(), *passthrough_groups()]
+    """Return the names of all groups: the sections of a config file."""
+    return [*GROUPS, *BACKENDS]
 
 
 @functools.cache
 def flags() -> dict[str, Flag]:
-    """All typed flags by name. Names are unique across groups, so that the command line needs no prefix."""
+    """Return all typed flags by name. Names are unique across groups, so that the command line needs no prefix."""
     found: dict[str, Flag] = {}
-    for group, model in groups().items():
+    for group, model in GROUPS.items():
         for name, field in model.model_fields.items():
             assert name not in found, f"{name} is in {found[name].group} and in {group}"
             found[name] = _describe(name, group, field)
@@ -66,30 +76,49 @@ def flags() -> dict[str, Flag]:
 
 @functools.cache
 def passthrough_flags(group: str) -> dict[str, Flag]:
-    """The flags that may be given in a group that passes them on, by name without prefix."""
+    """Return the flags that a pass-through group accepts, by name without prefix."""
     typed = flags()
     given = schema(group).flags.items()
     return {name: flag for name, flag in given if name not in RESERVED[group] and flag.flat_name not in typed}
 
 
+def name_problem(backend: Schema, name: str) -> str | None:
+    """Return why an argument of this name cannot be given, or None: it is refused, or no such argument exists."""
+    refused = refusal(backend, name)
+    if refused is not None or backend.canonical(name) in backend.flags:
+        return refused
+    key = name.replace("-", "_")
+    elsewhere = [flags()[key].group] if key in flags() else []
+    elsewhere += [other for other in BACKENDS if other != backend.group and key in passthrough_flags(other)]
+    return backend.unknown(name, [f"{key} (group {other})" for other in elsewhere])
+
+
+def refusal(backend: Schema, name: str) -> str | None:
+    """Return what to give instead of a known name that is refused, or None."""
+    canonical = backend.canonical(name)
+    if backend.group == "megatron" and canonical in flags():
+        return f"belongs in the group {flags()[canonical].group}, not in megatron"
+    return backend.refusal(name)
+
+
 def suggest_options(typed: str) -> str:
-    """`; did you mean --lr (optimizer)?` for a misspelt flag, one of another backend, or one without its prefix; or nothing."""
+    """Return `; did you mean --lr (optimizer)?` for a misspelt flag, one of another backend, or one without its prefix; or nothing."""
     name = typed.strip("-").replace("-", "_")
     return did_you_mean(f"{flag.option} ({flag.group})" for flag in _similar(name))
 
 
 def _similar(name: str) -> list[Flag]:
     bare = name
-    for group in passthrough_groups():
+    for group in BACKENDS:
         bare = bare.removeprefix(f"{group}_")
     exact = [flags()[bare]] if bare in flags() else []
-    for group in passthrough_groups():
+    for group in BACKENDS:
         canonical = schema(group).canonical(bare)
         if canonical in passthrough_flags(group):
             exact.append(passthrough_flags(group)[canonical])
     if exact:
         return exact
-    prefixed = [group for group in passthrough_groups() if name.startswith(f"{group}_")]
+    prefixed = [group for group in BACKENDS if name.startswith(f"{group}_")]
     if prefixed:
         prefix = f"{prefixed[0]}_"
         known = passthrough_flags(prefixed[0]) | {
@@ -98,12 +127,8 @@ def _similar(name: str) -> list[Flag]:
         found = [known[near] for near in nearest(bare, known)]
         if found:
             return found
-    known = {flag.flat_name: flag for group in passthrough_groups() for flag in passthrough_flags(group).values()} | flags()
+    known = {flag.flat_name: flag for group in BACKENDS for flag in passthrough_flags(group).values()} | flags()
     return [known[near] for near in nearest(name, known)]
-
-
-def _is_a(field: FieldInfo, kind: type) -> bool:
-    return isinstance(field.annotation, type) and issubclass(field.annotation, kind)
 
 
 def _describe(name: str, group: str, field: FieldInfo) -> Flag:

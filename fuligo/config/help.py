@@ -1,4 +1,4 @@
-"""`--help`: the flags by group, or one group, or one flag. Plain text, so that it can be paged and searched."""
+"""Text of `--help`: all flags by group, one group, or one flag. Plain text, so that it can be paged and searched."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import textwrap
 from collections.abc import Sequence
 
 from fuligo.config.flag import PREFIXES, option_name
-from fuligo.config.flags import Flag, Kind, did_you_mean, flags, groups, nearest, passthrough_flags, passthrough_groups
-from fuligo.config.passthrough import problem_with_name
+from fuligo.config.flags import Flag, Kind, did_you_mean, flags, name_problem, nearest, passthrough_flags
+from fuligo.config.groups import GROUPS
 from fuligo.config.schemas import BACKENDS, Schema, schema
 from fuligo.errors import ConfigError
 
 _COLUMN = 44
-"""Where the descriptions begin."""
+"""Column in which descriptions begin."""
 _PLACEHOLDERS = {
     Kind.BOOL: "true|false",
     Kind.INT: "N",
@@ -32,16 +32,16 @@ _PLACEHOLDERS = {
 _USAGE = """\
 fuligo train [--config FILE] [--flag VALUE ...]
 
-Every flag can also stand in a YAML file, with underscores, under its group: `rollout: {rollout_batch_size: 32}`.
-Flags override the file. Help on one group or flag: fuligo train --help GROUP_OR_FLAG
+A YAML file holds the same flags with underscores, under their group: `rollout: {rollout_batch_size: 32}`.
+Flags on the command line override the file. Help on one group or flag: fuligo train --help GROUP_OR_FLAG
 
-Arguments of SGLang are given as --sglang-NAME, of its router as --router-NAME, of Megatron as --NAME; in a file they stand without
+Pass arguments to SGLang with --sglang-NAME, to its router with --router-NAME, and to Megatron with --NAME; in a file, write them without
 prefix under `sglang`, `router` and `megatron`. `--help sglang` lists them.
 """
 
 
 def asked_for_help(arguments: Sequence[str]) -> str | None:
-    """The topic after `--help` (empty: everything), or None where no help is asked for."""
+    """Return the topic after `--help` (empty: everything), or None if the arguments do not ask for help."""
     for option in ("--help", "-h"):
         if option in arguments:
             following = arguments[arguments.index(option) + 1 :]
@@ -50,53 +50,52 @@ def asked_for_help(arguments: Sequence[str]) -> str | None:
 
 
 def help_text(topic: str = "") -> str:
-    """
+    """Return the help text on a topic.
+
     Args:
         topic: a group, a flag with underscores, or empty for everything.
 
     Raises:
-        ConfigError: there is no such group or flag.
+        ConfigError: no group or flag has this name.
     """
     if not topic:
-        return "\n".join([_USAGE, *(_group_text(group) for group in groups())])
-    if topic in groups():
+        return "\n".join([_USAGE, *(_group_text(group) for group in GROUPS)])
+    if topic in GROUPS:
         return _group_text(topic)
-    if topic in passthrough_groups():
+    if topic in BACKENDS:
         return _passthrough_text(topic)
     if topic in flags():
         flag = flags()[topic]
         return f"{_flag_text(flag)}\n  in a file: `{flag.group}: {{{flag.name}: ...}}`\n"
-    for group in passthrough_groups():
+    for group in BACKENDS:
         text = _argument_text(schema(group), topic)
         if text is not None:
             return text
-    near = nearest(
-        topic, [*groups(), *flags(), *(flag.flat_name for group in passthrough_groups() for flag in passthrough_flags(group).values())]
-    )
-    shown = ", ".join([*groups(), *passthrough_groups()])
-    raise ConfigError(f"no group or flag is called {topic}{did_you_mean(near)}; the groups are {shown}")
+    near = nearest(topic, [*GROUPS, *flags(), *(flag.flat_name for group in BACKENDS for flag in passthrough_flags(group).values())])
+    shown = ", ".join([*GROUPS, *BACKENDS])
+    raise ConfigError(f"no group or flag is named {topic}{did_you_mean(near)}; the groups are {shown}")
 
 
 def _group_text(group: str) -> str:
-    doc = (groups()[group].__doc__ or "").strip().splitlines()[0]
+    doc = (GROUPS[group].__doc__ or "").strip().splitlines()[0]
     return "\n".join([f"{group}: {doc}", *(_flag_text(flag) for flag in flags().values() if flag.group == group)]) + "\n"
 
 
 def _passthrough_text(group: str) -> str:
     backend = schema(group)
-    heading = f"{group}: Arguments passed on to {BACKENDS[group]} (checked against {backend.package} {backend.version})."
+    heading = f"{group}: arguments passed on to {BACKENDS[group]} (checked against {backend.package} {backend.version})."
     return "\n".join([heading, *(_flag_text(flag) for flag in passthrough_flags(group).values())]) + "\n"
 
 
 def _argument_text(backend: Schema, topic: str) -> str | None:
-    """Help on one argument that is passed on, under any of its names; None where the backend has none of that name."""
+    """Return help on a pass-through argument under any of its names, or None if the backend has no such argument."""
     prefix = PREFIXES.get(backend.group, "")
     if not topic.startswith(prefix):
         return None
     given = topic.removeprefix(prefix)
     alias = backend.aliases.get(given)
     flag = backend.flags.get(alias.name if alias else given)
-    problem = problem_with_name(backend, given)
+    problem = name_problem(backend, given)
     if flag is None:
         return f"{option_name(topic)}: {problem}\n" if given in backend.hints else None
     if problem is not None:
@@ -119,20 +118,20 @@ def _flag_text(flag: Flag) -> str:
 
 
 def placeholder(flag: Flag) -> str:
-    """What stands for the value in a usage line: `N`, `X`, `TEXT`, `{auto,cpu,cuda}`."""
+    """Return the placeholder of the value in a usage line: `N`, `X`, `TEXT`, `{auto,cpu,cuda}`."""
     if flag.choices:
         return "{" + ",".join(flag.choices) + "}"
     return _PLACEHOLDERS[flag.kind]
 
 
 def details(flag: Flag) -> str:
-    """Unit, bounds and default: `tokens, >= 1, default 1024`; no default where it is nothing or off."""
+    """Return unit, bounds and default: `tokens, >= 1, default 1024`; leaves out a default that is none, empty or false."""
     default = "" if flag.default is None or flag.default is False or flag.default in ("", [], {}) else f"default {shown_default(flag)}"
     return ", ".join(part for part in (flag.unit or "", flag.bounds, default) if part)
 
 
 def shown_default(flag: Flag) -> str:
-    """`none` where nothing is the default, else the value."""
+    """Return the default as text; `none` for None and empty values."""
     if flag.default is None or flag.default in ([], {}):
         return "none"
     return str(flag.default).lower() if flag.kind is Kind.BOOL else str(flag.default)

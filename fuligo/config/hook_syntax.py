@@ -11,7 +11,6 @@ from pathlib import Path
 from fuligo.config import Config
 from fuligo.config.findings import Finding, Severity
 from fuligo.config.flags import did_you_mean, flags, nearest
-from fuligo.config.given import value_of
 from fuligo.config.hook_specs import ALIASES, HOOKS, HookShape, HookSpec, path_problem, split_path
 
 MISSING, MISFIT = "CFG-HOOK-MISSING", "CFG-HOOK-MISFIT"
@@ -25,7 +24,7 @@ def hook_findings(config: Config) -> Iterator[Finding]:
     not checked.
     """
     for name in HOOKS:
-        path = value_of(config, name)
+        path = config.value_of(name)
         if isinstance(path, str):
             yield from hook_finding(name, path)
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from fuligo.config import Config
 from fuligo.config.flags import did_you_mean, flags, nearest
-from fuligo.config.given import value_of
 from fuligo.config.hook_specs import ALIASES, HOOKS, HookShape, path_problem, split_path
 from fuligo.errors import HookError
 
@@ -60,14 +59,14 @@ def hook_of(config: Config, flag_name: str) -> Hook | None:
     Raises:
         HookError: as `load_hook`.
     """
-    path = value_of(config, flag_name)
+    path = config.value_of(flag_name)
     return load_hook(flag_name, path) if isinstance(path, str) else None
 
 
 def hook_problems(config: Config) -> Iterator[str]:
     """Yield the problems of all hooks in the config. Imports their modules."""
     for flag_name in HOOKS:
-        path = value_of(config, flag_name)
+        path = config.value_of(flag_name)
         if isinstance(path, str):
             yield from hook_problem(flag_name, path)
 

@@ -1,19 +1,19 @@
-"""Megatron's one-number-a-layer patterns: `[0]*3+[1]*89`. Read with Python's grammar, never evaluated."""
+"""Per-layer patterns of Megatron, such as `[0]*3+[1]*89`, parsed with Python's grammar and never evaluated."""
 
 from __future__ import annotations
 
 import ast
 
 _MAX_LAYERS = 10_000
-"""More is a typo, and must not fill the memory."""
+"""Upper bound that keeps a typo from exhausting memory."""
 _MAX_TEXT = 100_000
 
 
 def read_layers(text: str) -> list[int]:
-    """`[0]*3+[1]*2` -> `[0, 0, 0, 1, 1]`. Lists of integers, `+`, `*` and parentheses; nothing else.
+    """Parse a pattern: `[0]*3+[1]*2` -> `[0, 0, 0, 1, 1]`. It may hold lists of integers, `+`, `*` and parentheses.
 
     Raises:
-        ValueError: the text is something else, or makes more than 10,000 layers.
+        ValueError: the text is not such a pattern, or describes more than 10,000 layers.
     """
     if len(text) > _MAX_TEXT:
         raise ValueError("too long")
@@ -27,7 +27,7 @@ def read_layers(text: str) -> list[int]:
 
 
 def layers_text(layers: list[int]) -> str:
-    """A short pattern that `read_layers` reads as these layers: `[0]*3+[1]*2`."""
+    """Return a short pattern that `read_layers` parses to these layers: `[0]*3+[1]*2`."""
     runs: list[tuple[int, int]] = []
     for layer in layers:
         if runs and runs[-1][0] == layer:
@@ -56,4 +56,4 @@ def _value(node: ast.expr) -> int | list[int]:
                 items, times = times, items
             if isinstance(items, list) and isinstance(times, int) and len(items) * times <= _MAX_LAYERS:
                 return items * times
-    raise ValueError(f"{ast.unparse(node)!r} is no list of integers")
+    raise ValueError(f"{ast.unparse(node)!r} is not a list of integers")

@@ -1,4 +1,4 @@
-"""From arguments to a Config: defaults, then the `--config` file, then the flags."""
+"""Parser of the arguments of `fuligo train`: defaults, then the `--config` file, then the flags."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fuligo.config.files import read_yaml
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A config whose single values are valid; `config.validate` says whether they fit together."""
+    """Config whose single values are valid; `fuligo.config.validate` checks that they fit together."""
 
     config: Config
     warnings: tuple[str, ...]
 
 
 def parse(arguments: Sequence[str]) -> Parsed:
-    """Read the arguments of `fuligo train` (see `command_line` for the syntax).
+    """Parse the arguments of `fuligo train` (see `command_line` for the syntax).
 
     Raises:
-        ConfigError: unknown flags or keys, values of the wrong type or range; every one of them, with the fix.
+        ConfigError: unknown flags or keys, or values of the wrong type or range; names all of them, each with its fix.
     """
     line = read_command_line(arguments)
     file = read_yaml(Path(line.config_file)) if line.config_file is not None else Given()

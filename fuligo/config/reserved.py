@@ -1,9 +1,9 @@
-"""Arguments of the backends that fuligo sets itself: giving them is refused, with the flag of ours that decides them."""
+"""Names that fuligo refuses, each with what to give instead."""
 
 from __future__ import annotations
 
 _EACH_ENGINE = "fuligo chooses it for every engine"
-_CLIENT = "fuligo talks to its engines by plain HTTP"
+_CLIENT = "fuligo talks to its engines over plain HTTP"
 
 RESERVED: dict[str, dict[str, str]] = {
     "sglang": {
@@ -36,4 +36,30 @@ RESERVED: dict[str, dict[str, str]] = {
     },
     "megatron": {},
 }
-"""Group -> argument -> what decides it."""
+"""Group -> argument that fuligo sets itself -> the flag or rule that decides it."""
+
+MOVED = {
+    "lr_warmup_fraction": "give --lr-warmup-iters",
+    "use_slime_router": "leave it out: fuligo always runs sglang-router in front of the engines",
+    "sglang_router_ip": "leave it out: fuligo starts the router (engines that run elsewhere: --rollout-external-engine-addrs)",
+    "sglang_router_port": "leave it out: fuligo starts the router (engines that run elsewhere: --rollout-external-engine-addrs)",
+    "sglang_server_concurrency": "limit an engine with --sglang-max-running-requests",
+    "megatron_to_hf_mode": "leave it out: fuligo converts weight names with its own tables",
+    "model_name": "leave it out: fuligo reads the model type from config.json",
+    "loss_mask_type": "leave it out: the mask of assistant tokens comes from the chat template",
+    "disable_compute_advantages_and_returns": "leave it out: --loss-type sft_loss computes no advantages",
+    "wandb_key": "set WANDB_API_KEY in the environment",
+    "model": "give --hf-checkpoint, a directory",
+    "model_name_or_path": "give --hf-checkpoint, a directory",
+    "dataset_name": "give --prompt-data, a jsonl or parquet file",
+    "output_dir": "give --run-dir",
+    "learning_rate": "give --lr",
+    "num_train_epochs": "give --num-epoch",
+    "max_steps": "give --num-rollout",
+    "num_generations": "give --n-samples-per-prompt",
+    "max_prompt_length": "give --rollout-max-prompt-len",
+    "max_completion_length": "give --rollout-max-response-len",
+    "max_new_tokens": "give --rollout-max-response-len",
+    "beta": "give --use-kl-loss --kl-loss-coef",
+}
+"""Flat name of a flag of slime's scripts or of TRL that fuligo does not have -> what to give instead."""

@@ -1,4 +1,4 @@
-"""The YAML of `--sglang-config`, read with the line of everything: `sglang: [{name: default, server_groups: [...]}]`."""
+"""Reader of `--sglang-config` files, with line numbers: `sglang: [{name: default, server_groups: [...]}]`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from yaml.constructor import SafeConstructor
 from fuligo.config.assignments import anchored_path
 from fuligo.config.flag import did_you_mean, nearest
 from fuligo.config.passthrough import SglangArguments, deprecation
-from fuligo.config.topology import ModelServers, ServerGroup
+from fuligo.config.server_groups import ModelServers, ServerGroup
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml where PyYAML was built with it: the same result, faster."""
+"""libyaml's loader if PyYAML was built with it: the same result, faster."""
 _SECTION = "sglang"
 _MODELS = TypeAdapter(list[ModelServers])
 _KEYS = [*ModelServers.model_fields, *ServerGroup.model_fields]
@@ -26,7 +26,7 @@ _KEYS = [*ModelServers.model_fields, *ServerGroup.model_fields]
 
 @dataclass(slots=True)
 class Topology:
-    """The models and their groups of engines, or what is wrong with them."""
+    """Models and their engine groups, or the errors in them."""
 
     models: list[ModelServers] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -34,32 +34,32 @@ class Topology:
 
 
 def read_topology(file: Path) -> Topology:
-    """What a `--sglang-config` file holds; never raises."""
+    """Read a `--sglang-config` file. Never raises: errors are in `problems`."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        return Topology(problems=[f"--sglang-config {file}: cannot be read ({getattr(error, 'strerror', None) or error})"])
+        return Topology(problems=[f"cannot read --sglang-config {file} ({getattr(error, 'strerror', None) or error})"])
     return topology_from_text(text, file)
 
 
 def topology_from_text(text: str, file: Path) -> Topology:
-    """What the text of such a file holds; never raises.
+    """Read the text of a `--sglang-config` file. Never raises: errors are in `problems`.
 
     Args:
-        file: for messages, and for model paths relative to it; it need not exist.
+        file: path for messages and for model paths relative to it; it need not exist.
     """
     try:
         root = yaml.compose(text, LOADER)
     except (yaml.YAMLError, RecursionError) as error:
-        return Topology(problems=[f"--sglang-config {file}: not valid YAML: {' '.join(str(error).split())}"])
+        return Topology(problems=[f"--sglang-config {file} is not valid YAML: {' '.join(str(error).split())}"])
     entries = {str(key.value): value for key, value in root.value} if isinstance(root, yaml.MappingNode) else {}
     if list(entries) != [_SECTION]:
-        return Topology(problems=[f"--sglang-config {file}: must hold `sglang:` with a list of models and nothing else"])
+        return Topology(problems=[f"--sglang-config {file} must hold `sglang:` with a list of models and nothing else"])
     return topology_of(entries[_SECTION], file)
 
 
 def topology_of(node: yaml.Node, file: Path) -> Topology:
-    """The list of models in a node of a file; never raises."""
+    """Read the list of models in a node of a file. Never raises: errors are in `problems`."""
     try:
         return _checked(node, file)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -78,7 +78,7 @@ def _checked(node: yaml.Node, file: Path) -> Topology:
 
 
 def _anchored_models(plain: Any, base: Path) -> Any:
-    """Model paths that begin with `./` or `../` are relative to the file."""
+    """Resolve model paths that begin with `./` or `../` from the directory of the file."""
     if not isinstance(plain, list):
         return plain
     return [
@@ -102,16 +102,16 @@ def _problem(details: ErrorDetails, node: yaml.Node, file: Path) -> str:
         case "literal_error":
             choices = str(details.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
             return (
-                f"{place}: {value!r} is not valid, it must be one of {', '.join(choices)}{did_you_mean(nearest(str(value), choices)[:1])}"
+                f"{place}: {value!r} is not valid; it must be one of {', '.join(choices)}{did_you_mean(nearest(str(value), choices)[:1])}"
             )
     return f"{place}: {value!r} is not valid: {details['msg'][:1].lower()}{details['msg'][1:]}"
 
 
 def _suggestion(key: str, location: Sequence[int | str]) -> str:
-    """A key of the other level, an argument of SGLang that belongs into overrides, or a key that looks like it."""
+    """Suggest a key of the other level, `overrides` for an argument of SGLang, or a similar key."""
     schema = SglangArguments.schema()
     if key in schema.flags or key in schema.aliases:
-        return "; arguments of SGLang go into `overrides` of a server group"
+        return "; put arguments of SGLang into `overrides` of a server group"
     if key in _KEYS:
         return "; it belongs to a server group" if key in ServerGroup.model_fields else "; it belongs to the model, not to a server group"
     known = ServerGroup.model_fields if "server_groups" in location[:-1] else ModelServers.model_fields
@@ -119,7 +119,7 @@ def _suggestion(key: str, location: Sequence[int | str]) -> str:
 
 
 def _shown(location: Sequence[int | str]) -> str:
-    """`model 1, group 2, overrides.dp_size`."""
+    """Return a location as text: `model 1, group 2, overrides.dp_size`."""
     model, *rest = location or (0,)
     shown = [f"model {int(model) + 1}"]
     if len(rest) >= 2 and rest[0] == "server_groups" and isinstance(rest[1], int):
@@ -129,7 +129,7 @@ def _shown(location: Sequence[int | str]) -> str:
 
 
 def _line(node: yaml.Node, location: Sequence[int | str]) -> int:
-    """The line of the deepest node on the way to `location`, counted from 1."""
+    """Return the line of the deepest existing node on the way to `location`, counted from 1."""
     line = node.start_mark.line
     for step in location:
         if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):

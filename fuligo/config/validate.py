@@ -1,4 +1,4 @@
-"""Whether the flags of a config fit together. Pure: touches no file (see `fuligo.cli.preflight` for those)."""
+"""Check that the flags of a config fit together. Reads no file (see `fuligo.cli.preflight` for those)."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ RULES: tuple[Rule[Config], ...] = (
     *effects.RULES,
     *advice.RULES,
 )
-"""Every rule that needs no facts of the model or the GPUs. The docstring of a rule's `check` says why it is one."""
+"""All rules that need no facts about the model or the GPUs. The docstring of a rule's `check` gives its reason."""
 
 
 def validate(config: Config) -> list[str]:
     """Check all rules.
 
     Returns:
-        Warnings: what is allowed and probably not meant.
+        The warnings, one line each.
 
     Raises:
-        ConfigError: every rule that is broken, one line each.
+        ConfigError: the errors, one line each.
     """
     return require_no_errors(findings(config), config)
 
 
 def require_no_errors(found: Iterable[Finding], config: Config) -> list[str]:
-    """
+    """Raise the errors among the findings.
+
     Returns:
         The warnings, one line each.
 
@@ -52,15 +53,15 @@ def require_no_errors(found: Iterable[Finding], config: Config) -> list[str]:
 
 
 def findings(config: Config) -> tuple[Finding, ...]:
-    """What the rules find, errors first."""
+    """Return the findings of all rules, errors first."""
     found = [finding for rule in RULES for finding in rule.check(config)]
     return tuple(sorted(found, key=lambda finding: finding.severity is not Severity.ERROR))
 
 
 def described(finding: Finding, config: Config) -> str:
-    """A finding in one line: what is wrong, and the way out."""
-    ways_out = [" and ".join(_demand(change, config) for change in finding.fix), finding.advice]
-    return ": ".join(filter(None, [finding.text, "; ".join(filter(None, ways_out))]))
+    """Return a finding as one line: the problem, then the remedies."""
+    remedies = [" and ".join(_demand(change, config) for change in finding.fix), finding.advice]
+    return "; ".join(filter(None, [finding.text, *remedies]))
 
 
 def _demand(change: Change, config: Config) -> str:

@@ -1,4 +1,4 @@
-"""Values of pass-through flags: from text or YAML to the type that the schema asks for."""
+"""Conversion of pass-through values from text or YAML to the type of the schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SUFFIXES = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi":
 
 
 class _InvalidItem(Exception):
-    """The wrong one of a list; never leaves this module."""
+    """Wrong item of a list; caught in this module."""
 
     def __init__(self, item: Any) -> None:
         super().__init__(item)
@@ -25,10 +25,10 @@ class _InvalidItem(Exception):
 
 
 def checked_value(flag: Flag, given: Any) -> Any:
-    """`given` as the type of the flag.
+    """Convert `given` to the type of the flag.
 
     Raises:
-        ValueError: what is wrong with it, such as `'x' is not valid, it must be an integer >= 1`.
+        ValueError: the value is not valid; the text names the rule, as in `'x' is not valid; it must be an integer >= 1`.
     """
     try:
         return _READERS[flag.kind](flag, given)
@@ -39,11 +39,11 @@ def checked_value(flag: Flag, given: Any) -> Any:
 
 
 def invalid_reason(flag: Flag, given: Any) -> str:
-    """Why a value is refused: the value, the rule, the default, and what may have been meant."""
+    """Return why a value is refused: the value, the rule, the default, and a suggestion."""
     choices = [choice for choice in nearest(given, flag.choices)[:1] if isinstance(choice, str)] if isinstance(given, str) else []
     quote = "; put it in quotes" if flag.kind is Kind.TEXT else ""
     default = "" if flag.default in (None, "", [], {}) else f" (default: {flag.default})"
-    return f"{given!r} is not valid, it must be {flag.rule}{default}{did_you_mean(choices)}{quote}"
+    return f"{given!r} is not valid; it must be {flag.rule}{default}{did_you_mean(choices)}{quote}"
 
 
 def _boolean(flag: Flag, given: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Whether two models mean the same by a token id, as far as their files say."""
+"""Comparison of the vocabularies of two models by their files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fuligo.formats.hugging_face import read_model_config
 
 _TOKENIZER = "tokenizer.json"
 _SHOWN = 3
-"""Tokens that differ."""
+"""Differing tokens shown in a message."""
 
 
 def vocabulary_difference(teacher: Path, student: Path) -> str | None:
-    """Why a teacher cannot score what a student samples; None where nothing speaks against it.
+    """Return why a teacher cannot score the student's samples, or None.
 
-    With equal tokenizers the teacher's matrices may be padded to more tokens than the student's: nothing is sampled of the rest. Files
-    that are not there, as of a model with code of its own, leave only the sizes.
+    With equal tokenizers the teacher's matrices may be padded beyond the student's, because the padding is never sampled. If a
+    tokenizer.json is missing, as for a model with its own tokenizer code, only the sizes are compared.
 
     Raises:
         DamagedFileError: a config.json is missing or unreadable.
@@ -26,14 +26,15 @@ def vocabulary_difference(teacher: Path, student: Path) -> str | None:
     same = _differing(teacher / _TOKENIZER, student / _TOKENIZER)
     if same:
         shown = ", ".join(same[:_SHOWN])
-        return f"{teacher} and {student} have different tokenizers: {shown} ({len(same)} ids differ); a teacher must have the student's"
+        found = f"{teacher} and {student} have different tokenizers: {shown} ({len(same)} ids differ)"
+        return f"{found}; use a teacher with the student's tokenizer"
     if size is None or needed is None or size == needed or (same is not None and size > needed):
         return None
-    return f"{teacher} has a vocabulary of {size} tokens and {student} one of {needed}; a teacher must have the student's"
+    return f"{teacher} has a vocabulary of {size} tokens and {student} one of {needed}; use a teacher with the student's vocabulary"
 
 
 def _differing(first: Path, second: Path) -> list[str] | None:
-    """Ids with their tokens, where the two files differ; None where one is not there."""
+    """Return the ids whose tokens differ, with both tokens; None if a file is missing."""
     if not (first.is_file() and second.is_file()):
         return None
     texts = first.read_bytes(), second.read_bytes()
@@ -48,7 +49,7 @@ def _differing(first: Path, second: Path) -> list[str] | None:
 
 
 def _tokens(tokenizer: dict[str, Any]) -> dict[int, str]:
-    """By id. A unigram model has a list of (token, score)."""
+    """Return the tokens by id. A unigram model has a list of (token, score)."""
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
     known = {i: entry[0] for i, entry in enumerate(vocabulary)} if isinstance(vocabulary, list) else {i: t for t, i in vocabulary.items()}
     return known | {token["id"]: token["content"] for token in tokenizer.get("added_tokens") or []}

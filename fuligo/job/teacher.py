@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import numpy as np
 
 from fuligo.config import Config
-from fuligo.config.topology import TEACHER
+from fuligo.config.server_groups import TEACHER
 from fuligo.engines.client import EngineClient
 from fuligo.errors import EngineError
 from fuligo.job.engines import PROBE_IDS, Engines

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from fuligo.config.changes import apply_changes
 from fuligo.config.findings import Finding, Severity
 from fuligo.config.validate import findings as config_findings
 from fuligo.errors import ConfigError
@@ -84,7 +85,7 @@ def _with_tried_fix(each: _Found, subject: Subject, known: Counter[str]) -> Find
 def _num_mended(fix: Fix, rule_id: str, subject: Subject, known: Counter[str]) -> int:
     """Findings that the changed config is free of; 0 where this one is still there, or another is new."""
     try:
-        changed = replace(subject, config=subject.config.changed(fix))
+        changed = replace(subject, config=apply_changes(subject.config, fix))
     except ConfigError:
         return 0
     left = Counter(each.finding.id for each in _broken(changed))

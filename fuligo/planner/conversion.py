@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fuligo.config import Config
+from fuligo.config.changes import apply_changes
 from fuligo.config.command_line import read_command_line
 from fuligo.config.findings import Change
 from fuligo.config.parse import parse
@@ -71,12 +72,12 @@ def plan_hf_to_dist(arguments: Sequence[str], world_size: int) -> DistPlan:
     problems += [f"{option} must be given" for option, value in required if value is None]
     if problems:
         raise ConfigError(*problems)
-    config = parsed.config.changed([Change(("cluster", "actor_num_gpus_per_node"), world_size)])
+    config = apply_changes(parsed.config, [Change(("cluster", "actor_num_gpus_per_node"), world_size)])
     _check_model_arguments(config)
     is_chosen = not _LAYOUT & set(given)
     subject = read_subject(config, _ANY_GPU)
     if is_chosen:
-        subject = read_subject(config.changed(_chosen_layout(subject.architecture, world_size)), _ANY_GPU)
+        subject = read_subject(apply_changes(config, _chosen_layout(subject.architecture, world_size)), _ANY_GPU)
     shape = _checked_shape(subject, world_size)
     cut = stages(subject)
     held = tuple((trained_parameters(subject, shape, [stage]) + frozen_parameters(subject, shape, [stage])).total for stage in cut)

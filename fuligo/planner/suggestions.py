@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from fuligo.config.changes import change_text
+from fuligo.config.changes import apply_changes, change_text
 from fuligo.config.findings import Change
 from fuligo.errors import ConfigError
 from fuligo.layout.trainer_shape import trainer_shape
@@ -74,7 +74,7 @@ class _Trial:
 def _tried(subject: Subject, changes: Changes, host_memory_bytes: int | None) -> _Trial | None:
     """None where the changes leave no config or no layout."""
     try:
-        changed = replace(subject, config=subject.config.changed(changes))
+        changed = replace(subject, config=apply_changes(subject.config, changes))
         return _Trial(changes, changed, shortfall(changed, host_memory_bytes))
     except ConfigError:
         return None

@@ -1,7 +1,8 @@
-"""The groups of flags, one concern a file. Read a file to know a topic; `Config` joins them."""
+"""Groups of typed flags, one file per concern. `Config` joins them."""
 
 from __future__ import annotations
 
+from fuligo.config.group import FlagGroup
 from fuligo.config.groups.algorithm import AlgorithmFlags
 from fuligo.config.groups.checkpoint import CheckpointFlags
 from fuligo.config.groups.cluster import ClusterFlags
@@ -18,20 +19,21 @@ from fuligo.config.groups.rollout import RolloutFlags
 from fuligo.config.groups.train import TrainFlags
 from fuligo.config.groups.weight_sync import WeightSyncFlags
 
-__all__ = [
-    "AlgorithmFlags",
-    "CheckpointFlags",
-    "ClusterFlags",
-    "DataFlags",
-    "DebugFlags",
-    "EngineFlags",
-    "EvalFlags",
-    "ModelFlags",
-    "ObservabilityFlags",
-    "OptimizerFlags",
-    "ParallelFlags",
-    "RewardFlags",
-    "RolloutFlags",
-    "TrainFlags",
-    "WeightSyncFlags",
-]
+GROUPS: dict[str, type[FlagGroup]] = {
+    "cluster": ClusterFlags,
+    "model": ModelFlags,
+    "checkpoint": CheckpointFlags,
+    "data": DataFlags,
+    "rollout": RolloutFlags,
+    "reward": RewardFlags,
+    "eval": EvalFlags,
+    "algorithm": AlgorithmFlags,
+    "train": TrainFlags,
+    "parallel": ParallelFlags,
+    "optimizer": OptimizerFlags,
+    "engine": EngineFlags,
+    "weight_sync": WeightSyncFlags,
+    "observability": ObservabilityFlags,
+    "debug": DebugFlags,
+}
+"""Section of a config file -> its flags, in the order of `--help`."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from fuligo.config.group import FlagGroup, flag
 from fuligo.config.groups.cluster import EnvironmentValue
-from fuligo.config.topology import ModelServers
+from fuligo.config.server_groups import ModelServers
 
 
 class EngineFlags(FlagGroup):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fuligo.config import Config
-from fuligo.config.backends import EMBEDDED_FLAGS, MEGATRON_FLAGS, SGLANG_FLAGS, TORCH_FLAGS
 from fuligo.config.findings import Change
-from fuligo.config.given import given_options
+from fuligo.config.flags import EMBEDDED_FLAGS, MEGATRON_FLAGS, SGLANG_FLAGS, TORCH_FLAGS
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 from fuligo.config.topology import engine_groups
 
@@ -31,9 +30,9 @@ def _foreign(backend: str, switch: str, owner: str, options: Iterable[str], furt
 def trainer_has_its_own_flags(config: Config) -> Violation | None:
     """A flag of the other trainer would be silently ignored."""
     if config.resolved_train_backend == "torch":
-        foreign = given_options(config, MEGATRON_FLAGS, ("megatron",))
+        foreign = config.given_options(MEGATRON_FLAGS, ("megatron",))
         return _foreign("torch", "train_backend", "the Megatron trainer", foreign)
-    foreign = given_options(config, TORCH_FLAGS)
+    foreign = config.given_options(TORCH_FLAGS)
     if not foreign:
         return None
     full = (set_flag("recompute_granularity", "full"), set_flag("recompute_method", "uniform"), set_flag("recompute_num_layers", 1))
@@ -46,7 +45,7 @@ def trainer_has_its_own_flags(config: Config) -> Violation | None:
 def engines_have_their_own_flags(config: Config) -> Violation | None:
     """A flag of the other engine would be silently ignored."""
     if config.resolved_rollout_backend == "embedded":
-        owned_by_sglang = given_options(config, SGLANG_FLAGS, ("sglang", "router"))
+        owned_by_sglang = config.given_options(SGLANG_FLAGS, ("sglang", "router"))
         if config.cluster.rollout_backend == "embedded":
             shared = () if config.cluster.rollout_num_gpus is not None else (set_flag("colocate", True),)
             return _foreign("embedded", "rollout_backend", "SGLang engines", owned_by_sglang, shared)
@@ -54,7 +53,7 @@ def engines_have_their_own_flags(config: Config) -> Violation | None:
             return None
         text = f"{', '.join(owned_by_sglang)}: no router runs without SGLang engines, and nothing asks for those"
         return Violation(text, (set_flag("rollout_backend", "sglang"), set_flag("colocate", True)), flags=tuple(owned_by_sglang))
-    embedded = given_options(config, EMBEDDED_FLAGS)
+    embedded = config.given_options(EMBEDDED_FLAGS)
     if not embedded:
         return None
     text = f"{', '.join(embedded)}: settings of the embedded engine, the run has SGLang engines"

@@ -7,7 +7,8 @@ import re
 from fuligo.config import Config
 from fuligo.config.hook_specs import ALIASES, NONZERO_STD_FILTER
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
-from fuligo.config.topology import TEACHER, engine_groups
+from fuligo.config.server_groups import TEACHER
+from fuligo.config.topology import engine_groups
 
 _SERVED = f"the model {TEACHER} of --sglang-config"
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from fuligo.config import Config
 from fuligo.config.findings import Finding, Rule, Severity
 from fuligo.config.flags import Flag, Kind, flags
-from fuligo.config.given import value_of
 from fuligo.config.rules.rule import unset_flag
 
 
@@ -40,7 +39,7 @@ def _rule(effect: Effect, earlier: Sequence[Effect]) -> Rule[Config]:
         if effect.condition(config):
             return
         # The default is the neutral value of each of these flags: coefficients 0, switches off, paths not given.
-        changed = [name for name in effect.names if value_of(config, name) != flags()[name].default]
+        changed = [name for name in effect.names if config.value_of(name) != flags()[name].default]
         names = [name for name in changed if not _is_named(name, earlier, config)]
         if names:
             yield _finding(effect, config, names)
@@ -55,7 +54,7 @@ def _is_named(name: str, effects: Sequence[Effect], config: Config) -> bool:
 
 
 def _finding(effect: Effect, config: Config, names: list[str]) -> Finding:
-    shown = [_shown(flags()[name], value_of(config, name)) for name in names]
+    shown = [_shown(flags()[name], config.value_of(name)) for name in names]
     have, them = ("has", "it") if len(names) == 1 else ("have", "them")
     return Finding(
         id=effect.id,

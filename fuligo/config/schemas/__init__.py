@@ -1,36 +1,38 @@
-"""What the arguments of SGLang, of its router and of Megatron-Core are, so that checking them needs none of these packages.
+"""Schemas of the arguments of SGLang, sglang-router and Megatron-Core, so that checking them needs none of these packages.
 
-`scripts/generate_schemas.py` writes the JSON files beside this one from the installed packages; docs/passthrough.md tells how.
+`scripts/generate_schemas.py` writes the JSON files beside this one from the installed packages; see docs/passthrough.md.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fuligo.config.flag import Flag, Kind
+from fuligo.config.flag import Flag, Kind, did_you_mean, nearest
+from fuligo.config.reserved import RESERVED
 
 BACKENDS = {"sglang": "SGLang", "router": "sglang-router", "megatron": "Megatron-Core"}
-"""Group of pass-through flags -> whose arguments they are."""
+"""Group of pass-through flags -> product that takes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """Another way to give an argument."""
+    """Another name of an argument."""
 
     name: str
-    """The argument that it stands for."""
+    """Argument that it stands for."""
     value: Any = None
-    """What the alias means by itself, where it is a switch for one value; else None."""
+    """Value that the alias sets, where it is a switch for one value; else None."""
     is_deprecated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The arguments of one version of one package."""
+    """Arguments of one version of one package."""
 
     group: str
     package: str
@@ -38,25 +40,42 @@ class Schema:
     flags: dict[str, Flag]
     aliases: dict[str, Alias]
     hints: dict[str, str]
-    """Names that are no arguments (any more), and what to give instead."""
+    """Names that are not arguments (any more) -> what to give instead."""
     options: dict[str, str]
-    """Arguments whose command line option is not `--` and the name with dashes."""
+    """Argument -> command-line option, where that is not `--` and the name with dashes."""
     has_negation: frozenset[str]
     """Switches with a `--no-` form in the package's own parser."""
 
     @property
     def backend(self) -> str:
-        """`SGLang`."""
+        """Name of the product, such as `SGLang`."""
         return BACKENDS[self.group]
 
     def canonical(self, name: str) -> str:
-        """The argument that a name stands for: itself where it is no alias."""
+        """Return the argument that a name stands for: itself unless it is an alias."""
         return self.aliases[name].name if name in self.aliases else name
+
+    def refusal(self, name: str) -> str | None:
+        """Return what to give instead of an argument that fuligo sets itself or that no longer exists, or None."""
+        if self.canonical(name) in RESERVED[self.group]:
+            return f"cannot be given; {RESERVED[self.group][self.canonical(name)]}"
+        if name in self.hints:
+            return f"{self.backend} {self.version} has no such argument: {self.hints[name]}"
+        return None
+
+    def unknown(self, name: str, elsewhere: Sequence[str] = ()) -> str:
+        """Return the error text for an unknown argument.
+
+        Args:
+            elsewhere: suggestions that are better than similar names of this backend.
+        """
+        near = elsewhere or nearest(name, [*self.flags, *self.aliases])
+        return f"unknown argument of {self.backend} {self.version}{did_you_mean(near)}"
 
 
 @functools.cache
 def schema(group: str) -> Schema:
-    """The schema of `sglang`, `router` or `megatron`; read once."""
+    """Return the schema of `sglang`, `router` or `megatron`; each file is read once."""
     content = json.loads((Path(__file__).parent / f"{group}.json").read_text(encoding="utf-8"))
     return Schema(
         group=group,

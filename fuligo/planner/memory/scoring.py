@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fuligo.config import Config
-from fuligo.config.topology import TEACHER, EngineGroupSpec
+from fuligo.config.server_groups import TEACHER
+from fuligo.config.topology import EngineGroupSpec
 
 BY_CHUNK, CHUNK_TOKENS = "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK", "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE"
 """Variables of the engines' environment: fewer tokens at a time than a prefill chunk has, and how many."""

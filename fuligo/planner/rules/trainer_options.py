@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from fuligo.config.changes import apply_changes
 from fuligo.config.findings import Change, Severity
 from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.errors import ConfigError
@@ -124,7 +125,7 @@ def cpu_adam_is_for_few_gpus(subject: Subject) -> Iterator[Broken]:
         return
     fix = (unset_flag("optimizer_cpu_offload"), unset_flag("overlap_cpu_optimizer_d2h_h2d"))
     try:
-        without = replace(subject, config=config.changed(fix))
+        without = replace(subject, config=apply_changes(config, fix))
         bars = [bar for bar in memory_bars(without, make_layout(without)) if bar.pipeline_rank is not None]
     except ConfigError:
         return

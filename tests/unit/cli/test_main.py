@@ -104,7 +104,7 @@ def test_the_ways_to_start_training_are_the_same(program: list[str]) -> None:
         [sys.executable, *program, "--lr", "fast"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 2
-    assert done.stdout == "" and done.stderr == "error: --lr: 'fast' is not valid, it must be a number >= 0 (default: 1e-06)\n"
+    assert done.stdout == "" and done.stderr == "error: --lr: 'fast' is not valid; it must be a number >= 0 (default: 1e-06)\n"
 
 
 def test_doctor_reports_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

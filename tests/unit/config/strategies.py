@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from fuligo.config import Config
 from fuligo.config.assignments import Assignment, build_config
 from fuligo.config.flag import Flag, Kind
-from fuligo.config.flags import flags, passthrough_flags, passthrough_groups
+from fuligo.config.flags import flags, passthrough_flags
 from fuligo.config.passthrough import SglangArguments
-from fuligo.config.topology import ModelServers, ServerGroup
+from fuligo.config.schemas import BACKENDS
+from fuligo.config.server_groups import ModelServers, ServerGroup
 
 TEXTS = st.text(alphabet=st.characters(codec="utf-8"), min_size=1, max_size=20)
 JSON_VALUES = st.recursive(
@@ -101,7 +102,7 @@ def model_servers(draw: st.DrawFn) -> ModelServers:
 
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
-    known = [*flags().values(), *(flag for group in passthrough_groups() for flag in passthrough_flags(group).values())]
+    known = [*flags().values(), *(flag for group in BACKENDS for flag in passthrough_flags(group).values())]
     by_name = {flag.flat_name: flag for flag in known}
     names = draw(st.sets(st.sampled_from(sorted(by_name)), max_size=25))
     return build_config(Assignment(by_name[name], draw(values(by_name[name])), name) for name in sorted(names))

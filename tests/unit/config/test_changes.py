@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from fuligo.config import Config
-from fuligo.config.changes import change_text
+from fuligo.config.changes import apply_changes, change_text
 from fuligo.config.findings import Change
 from fuligo.config.flags import flags
-from fuligo.config.given import given_options
 from fuligo.config.parse import parse
 from fuligo.errors import ConfigError
 from tests.unit.config.conftest import config_with
@@ -42,7 +41,7 @@ Path = tuple[str | int, ...]
     ],
 )
 def test_a_change_is_said_as_it_is_typed(path: Path, value: Any, text: str) -> None:
-    config = Config().changed([Change(("engine", "sglang_config"), GROUPS)])
+    config = apply_changes(Config(), [Change(("engine", "sglang_config"), GROUPS)])
     assert change_text(Change(path, value), config) == text
 
 
@@ -68,17 +67,18 @@ def test_models_are_numbered_where_their_names_are_not_known() -> None:
 )
 def test_what_is_typed_is_what_changes(change: Change) -> None:
     typed = shlex.split(change_text(change))
-    assert parse(typed).config == Config().changed([change])
+    assert parse(typed).config == apply_changes(Config(), [change])
 
 
 def test_changes_reach_into_engine_groups_and_leave_the_original_alone() -> None:
     before = config_with(sglang_config=GROUPS)
-    after = before.changed(
+    after = apply_changes(
+        before,
         [
             Change(("engine", "sglang_config", 0, "server_groups", 1, "num_gpus"), 192),
             Change(("engine", "sglang_config", 0, "server_groups", 1, "overrides", "dp_size"), 4),
             Change(("cluster", "env", "A"), "1"),
-        ]
+        ],
     )
     assert after.engine.sglang_config is not None and before.engine.sglang_config is not None
     decode = after.engine.sglang_config[0].server_groups[1]
@@ -87,9 +87,9 @@ def test_changes_reach_into_engine_groups_and_leave_the_original_alone() -> None
 
 
 def test_none_gives_the_default_again_and_takes_a_passed_on_argument_away() -> None:
-    config = config_with(lr=1e-5, rollout_num_gpus=4).changed([Change(("sglang", "dp_size"), 2)])
+    config = apply_changes(config_with(lr=1e-5, rollout_num_gpus=4), [Change(("sglang", "dp_size"), 2)])
     changes = [Change(path, None) for path in (("optimizer", "lr"), ("cluster", "rollout_num_gpus"), ("sglang", "dp_size"))]
-    assert config.changed(changes) == config_with()
+    assert apply_changes(config, changes) == config_with()
 
 
 @pytest.mark.parametrize(
@@ -98,17 +98,17 @@ def test_none_gives_the_default_again_and_takes_a_passed_on_argument_away() -> N
         (("train", "max_tokens_per_gpu"), 0, "train.max_tokens_per_gpu: 0 is not valid"),
         (("sglang", "dp_sise"), 2, "did you mean dp_size"),
         (("sglang", "dp_size"), "many", "dp_size"),
-        (("nowhere", "lr"), 1, "no such place"),
-        (("engine", "sglang_config", 3, "num_gpus_per_engine"), 8, "no such place"),
+        (("nowhere", "lr"), 1, "no such entry"),
+        (("engine", "sglang_config", 3, "num_gpus_per_engine"), 8, "no such entry"),
     ],
 )
 def test_a_change_that_cannot_be_is_an_error(path: Path, value: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        config_with(sglang_config=GROUPS).changed([Change(path, value)])
+        apply_changes(config_with(sglang_config=GROUPS), [Change(path, value)])
 
 
 def test_given_options_are_those_that_differ_from_their_default() -> None:
-    config = config_with(tensor_model_parallel_size=1, sequence_parallel=True).changed([Change(("sglang", "dp_size"), 1)])
-    assert given_options(config, ["tensor_model_parallel_size", "sequence_parallel"]) == ["--sequence-parallel"]
-    assert given_options(config, [], ["sglang", "router"]) == ["--sglang-dp-size"]
-    assert given_options(Config(), list(flags()), ["sglang", "router", "megatron"]) == []
+    config = apply_changes(config_with(tensor_model_parallel_size=1, sequence_parallel=True), [Change(("sglang", "dp_size"), 1)])
+    assert config.given_options(["tensor_model_parallel_size", "sequence_parallel"]) == ["--sequence-parallel"]
+    assert config.given_options([], ["sglang", "router"]) == ["--sglang-dp-size"]
+    assert Config().given_options(list(flags()), ["sglang", "router", "megatron"]) == []

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuligo.config.changes import apply_changes
 from fuligo.config.findings import Change, Severity
 from fuligo.config.validate import findings
 from tests.unit.config.conftest import MakeConfig, config_with
@@ -145,9 +146,9 @@ def test_backends_follow_from_the_flags(values: dict[str, Any], trainer: str, en
 
 
 def test_backends_follow_from_what_is_passed_on(make_config: MakeConfig) -> None:
-    sglang = make_config().changed([Change(("sglang", "mem_fraction_static"), 0.5)])
+    sglang = apply_changes(make_config(), [Change(("sglang", "mem_fraction_static"), 0.5)])
     assert (sglang.resolved_train_backend, sglang.resolved_rollout_backend) == ("torch", "sglang")
-    megatron = make_config().changed([Change(("megatron", "num_layers"), 4)])
+    megatron = apply_changes(make_config(), [Change(("megatron", "num_layers"), 4)])
     assert (megatron.resolved_train_backend, megatron.resolved_rollout_backend) == ("megatron", "sglang")
 
 

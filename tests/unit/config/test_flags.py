@@ -10,8 +10,10 @@ import pytest
 
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
+from fuligo.config.changes import apply_changes
 from fuligo.config.findings import Change
-from fuligo.config.flags import Kind, flags, groups
+from fuligo.config.flags import Kind, flags, sections
+from fuligo.config.groups import GROUPS
 from fuligo.config.help import help_text
 from fuligo.config.reference import reference
 from fuligo.errors import ConfigError
@@ -22,15 +24,19 @@ HEAVY = ("torch", "transformers", "numpy", "pyarrow", "rich")
 
 
 def test_every_flag_is_documented_and_in_one_group() -> None:
-    assert sum(len(model.model_fields) for model in groups().values()) == len(flags())
+    assert sum(len(model.model_fields) for model in GROUPS.values()) == len(flags())
     for flag in flags().values():
         assert flag.doc and not flag.doc.endswith(".")
         assert flag.name != "config" and not flag.name.startswith("no_")
     assert flags()["rollout_stop_token_ids"].kind is Kind.INT_LIST
 
 
+def test_the_config_has_every_section_in_order() -> None:
+    assert list(Config.model_fields) == sections()
+
+
 def test_each_group_has_a_file_of_its_name() -> None:
-    for name, model in groups().items():
+    for name, model in GROUPS.items():
         assert model.__module__ == f"fuligo.config.groups.{name}"
         assert importlib.import_module(model.__module__).__doc__
 
@@ -42,7 +48,7 @@ def test_configs_cannot_change(make_config: MakeConfig) -> None:
 
 def test_help_has_every_flag_under_its_group() -> None:
     text = help_text()
-    assert [line.split(":")[0] for line in text.splitlines() if line.split(":")[0] in groups()] == list(groups())
+    assert [line.split(":")[0] for line in text.splitlines() if line.split(":")[0] in GROUPS] == list(GROUPS)
     for flag in flags().values():
         assert f"  {flag.option}" in help_text(flag.group)
         assert flag.option in text
@@ -51,7 +57,7 @@ def test_help_has_every_flag_under_its_group() -> None:
 def test_help_on_one_group_or_flag() -> None:
     assert help_text("rollout").startswith("rollout: How responses are sampled.")
     assert "--lr X" in help_text("lr") and "`optimizer: {lr: ...}`" in help_text("lr")
-    with pytest.raises(ConfigError, match=r"no group or flag is called rolout; did you mean rollout"):
+    with pytest.raises(ConfigError, match=r"no group or flag is named rolout; did you mean rollout"):
         help_text("rolout")
 
 
@@ -72,12 +78,12 @@ def test_args_view_has_every_flag_flat(make_config: MakeConfig) -> None:
     args = ArgsView(config)
     assert args.rollout_batch_size == 64
     assert {name: getattr(args, name) for name in dir(args)} == {
-        name: value for group in groups() for name, value in getattr(config, group).model_dump().items()
+        name: value for group in GROUPS for name, value in getattr(config, group).model_dump().items()
     }
 
 
 def test_args_view_has_what_is_passed_on_under_its_flat_name(make_config: MakeConfig) -> None:
-    config = make_config().changed([Change(("sglang", "dp_size"), 4), Change(("megatron", "swiglu"), True)])
+    config = apply_changes(make_config(), [Change(("sglang", "dp_size"), 4), Change(("megatron", "swiglu"), True)])
     args = pickle.loads(pickle.dumps(ArgsView(config)))
     assert (args.sglang_dp_size, args.swiglu) == (4, True)
     assert args.sglang_enable_dp_attention is False, "its default"

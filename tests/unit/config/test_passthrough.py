@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 
 from fuligo.config import Config
 from fuligo.config.files import load_yaml, save_yaml
-from fuligo.config.flags import flags, passthrough_flags, passthrough_groups
+from fuligo.config.flags import flags, passthrough_flags
 from fuligo.config.help import help_text
+from fuligo.config.megatron_arguments import MegatronArguments
 from fuligo.config.parse import parse
-from fuligo.config.passthrough import MegatronArguments, RouterArguments, SglangArguments
+from fuligo.config.passthrough import RouterArguments, SglangArguments
 from fuligo.config.reserved import RESERVED
 from fuligo.config.schemas import schema
 from fuligo.errors import ConfigError
 from tests.unit.config.strategies import arguments
+
+KINDS = {"sglang": SglangArguments, "router": RouterArguments, "megatron": MegatronArguments}
 
 
 def problems_of(words: list[str]) -> tuple[str, ...]:
@@ -134,12 +137,12 @@ def test_unknown_flags_say_whose_flag_was_meant(words: str, texts: list[str]) ->
 @pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in RESERVED.items() for name in names])
 def test_what_fuligo_sets_is_refused_with_what_decides_it(group: str, name: str) -> None:
     flag = schema(group).flags.get(name)
-    assert flag is not None, f"{name} is no argument of {group}: take it off the list"
+    assert flag is not None, f"{name} is not an argument of {group}: remove it from the list"
     if flag.flat_name not in flags():  # `--sglang-config` is ours
         (problem,) = problems_of([flag.option, "1"])
         assert problem == f"{flag.option}: cannot be given; {RESERVED[group][name]}"
     with pytest.raises(ValueError, match="cannot be given"):
-        passthrough_groups()[group]({name: 1})
+        KINDS[group]({name: 1})
 
 
 @pytest.mark.parametrize(
@@ -159,7 +162,7 @@ def test_old_names_are_taken_and_warned_about(words: str, expected: dict[str, An
     parsed = parse(words.split())
     assert dict(parsed.config.sglang.items()) == expected
     (text,) = parsed.warnings
-    assert text == f"{words.split(maxsplit=1)[0]} is SGLang's old name of {warning}, which is taken"
+    assert text == f"{words.split(maxsplit=1)[0]} is deprecated in SGLang; using {warning}"
 
 
 def test_a_switch_for_one_value_takes_none() -> None:
@@ -203,7 +206,7 @@ def test_flags_override_the_file_and_none_takes_back(tmp_path: Path) -> None:
         ("sglang: {tp_size: 8}\n", ["sglang.tp_size: cannot be given; --rollout-num-gpus-per-engine sets it"]),
         ("sglang: {tensor_parallel_size: 8}\n", ["cannot be given; --rollout-num-gpus-per-engine sets it"]),
         ("sglang: {cuda_graph_bs_decode: 8}\n", ["a list of integers"]),
-        ("sglang: {nsa_decode_backend: fa3, dsa_decode_backend: fa3}\n", ["the same is already given as nsa_decode_backend"]),
+        ("sglang: {nsa_decode_backend: fa3, dsa_decode_backend: fa3}\n", ["already given as nsa_decode_backend"]),
         ("sglang: {served_model_name: 7}\n", ["put it in quotes"]),
         ("megatron: {tensor_model_parallel_size: 2}\n", ["belongs in the group parallel, not in megatron"]),
         ("megatron: {moe_layer_freq: [0, x]}\n", ["megatron.moe_layer_freq"]),
@@ -226,7 +229,7 @@ def test_an_old_name_in_a_file_is_taken_and_warned_about(tmp_path: Path) -> None
     file.write_text("sglang:\n  nsa_decode_backend: fa3\n")
     parsed = parse(["--config", str(file)])
     assert parsed.config.sglang.get("dsa_decode_backend") == "fa3"
-    assert parsed.warnings == (f"{file} line 2: nsa_decode_backend is SGLang's old name of dsa_decode_backend, which is taken",)
+    assert parsed.warnings == (f"{file} line 2: nsa_decode_backend is deprecated in SGLang; using dsa_decode_backend",)
 
 
 def test_a_config_file_holds_what_was_given(tmp_path: Path) -> None:
@@ -285,7 +288,7 @@ def test_the_package_gets_its_own_command_line() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_arguments_survive_their_plain_form_and_a_process(data: st.DataObject) -> None:
-    for group, kind in passthrough_groups().items():
+    for group, kind in KINDS.items():
         made = kind(data.draw(arguments(group)))
         assert kind(made.plain()) == made
         assert pickle.loads(pickle.dumps(made)) == made

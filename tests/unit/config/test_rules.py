@@ -9,6 +9,7 @@ import pytest
 
 from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.config import Config
+from fuligo.config.changes import apply_changes
 from fuligo.config.findings import Change, Severity
 from fuligo.config.flags import flags
 from fuligo.config.hook_specs import NONZERO_STD_FILTER
@@ -92,7 +93,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({"label_key": None}, "--label-key"),
         ({"label_key": None, "rm_type": "boxed_math"}, "--label-key"),
         ({"label_key": None, "rm_type": "gpqa"}, "or a column of metadata with `correct_letter` by --metadata-key"),
-        ({"rm_type": "ifbench"}, "--rm-type ifbench judges by what the metadata say: give their column by --metadata-key"),
+        ({"rm_type": "ifbench"}, "--rm-type ifbench judges by what the metadata say; give their column by --metadata-key"),
     ],
     "CFG-REWARD-URL": [
         ({"rm_type": "remote_rm"}, "--rm-url"),
@@ -143,7 +144,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-STOP-TOKEN": [
         (
             {"rollout_stop_token_ids": [7, -1, -2]},
-            "--rollout-stop-token-ids -1 -2: ids of tokens count from 0: use --rollout-stop-token-ids",
+            "--rollout-stop-token-ids -1 -2: ids of tokens count from 0; use --rollout-stop-token-ids",
         ),
         ({"rollout_stop_token_ids": [-1]}, "drop --rollout-stop-token-ids"),
     ],
@@ -239,7 +240,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ),
     ],
     "CFG-GLOBAL-BATCH": [
-        ({"global_batch_size": 100}, "(--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256 samples): use --global-batch-size 64"),
+        ({"global_batch_size": 100}, "(--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256 samples); use --global-batch-size 64"),
         ({"global_batch_size": 512}, "--global-batch-size 256"),
     ],
     "CFG-NUM-STEPS": [
@@ -249,7 +250,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-STEP-SIZES": [({"global_batch_size": 64, "num_steps_per_rollout": 2}, "= 128, but")],
     "CFG-EMPTY-RANK": [
         ({"global_batch_size": 2, "actor_num_gpus_per_node": 4}, "2 samples for 4 data-parallel ranks"),
-        ({"rollout_batch_size": 1, "actor_num_nodes": 2, "actor_num_gpus_per_node": 8}, ": use --rollout-batch-size 2; or train on fewer"),
+        ({"rollout_batch_size": 1, "actor_num_nodes": 2, "actor_num_gpus_per_node": 8}, "; use --rollout-batch-size 2; or train on fewer"),
         (
             {
                 "rollout_batch_size": 1,
@@ -410,7 +411,7 @@ def config_of(values: Values) -> Config:
     """The valid config with these flags changed; `sglang_...`, `router_...` and `megatron_...` are arguments to pass through."""
     typed = {name: value for name, value in values.items() if name in flags()}
     passed = [Change(tuple(name.split("_", 1)), value) for name, value in values.items() if name not in typed]
-    return config_with(**typed).changed(passed)
+    return apply_changes(config_with(**typed), passed)
 
 
 def test_the_valid_config_breaks_no_rule_and_warns_of_nothing(make_config: MakeConfig) -> None:
@@ -437,7 +438,7 @@ def test_a_fix_mends_what_it_is_for_and_breaks_nothing(rule: str, values: Values
     config = config_of(values)
     (finding,) = findings(config)
     if finding.fix:
-        assert findings(config.changed(finding.fix)) == ()
+        assert findings(apply_changes(config, finding.fix)) == ()
 
 
 @pytest.mark.parametrize(("name", "value", "values"), [(name, *case) for name, cases in NO_EFFECT.items() for case in cases])
@@ -451,7 +452,7 @@ def test_a_flag_without_effect_is_an_error_unless_its_value_is_neutral(name: str
     (found,) = idle(config)
     assert idle(config_of({**values, name: flags()[name].default})) == []
     (finding,) = [finding for finding in findings(config) if finding.id == found]
-    assert found not in [left.id for left in findings(config.changed(finding.fix))]
+    assert found not in [left.id for left in findings(apply_changes(config, finding.fix))]
 
 
 def test_several_flags_without_effect_are_one_finding_for_each_cause() -> None:

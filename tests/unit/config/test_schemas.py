@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from fuligo.config.flag import Flag, Kind
-from fuligo.config.flags import flags, passthrough_flags, passthrough_groups, sections
-from fuligo.config.moved import MOVED
+from fuligo.config.flags import flags, passthrough_flags, sections
 from fuligo.config.parse import parse
+from fuligo.config.passthrough import RouterArguments, SglangArguments
+from fuligo.config.reserved import MOVED
 from fuligo.config.schemas import BACKENDS, Schema, schema
 from fuligo.config.values import checked_value
 
@@ -88,7 +89,7 @@ def test_the_package_reads_our_command_line_as_the_same_values(group: str) -> No
         pytest.skip(f"{PACKAGES[group]} is not installed here (make install-sglang; docs/passthrough.md)")
     own_types = {"lora_paths", "selector", "prefill_selector", "decode_selector"}  # the package makes objects of these texts
     given = {name: example(flag) for name, flag in passthrough_flags(group).items() if name not in own_types}
-    kind = passthrough_groups()[group]
+    kind = {"sglang": SglangArguments, "router": RouterArguments}[group]
     words = [(name, kind({name: value}).command_line()) for name, value in given.items()]
     command = [PYTHON, "-c", PARSERS[group] + PARSE_EACH]
     done = subprocess.run(command, input=json.dumps(words), capture_output=True, text=True, timeout=300, check=False, env=ENVIRONMENT)
@@ -118,7 +119,7 @@ def test_aliases_lead_to_arguments_and_hints_to_what_is_none(backend: Schema) ->
 
 
 def test_names_are_plain_and_unique() -> None:
-    assert sections()[-3:] == list(passthrough_groups()) == list(BACKENDS)
+    assert sections()[-3:] == list(BACKENDS)
     names = [flag.flat_name for group in BACKENDS for flag in passthrough_flags(group).values()]
     assert len(set(names)) == len(names)
     assert not set(names) & set(flags())

@@ -59,7 +59,7 @@ def test_the_file_is_read_into_the_config(file: Path, tmp_path: Path) -> None:
     assert decode.overrides == SglangArguments(
         {"deepep_mode": "low_latency", "moe_runner_backend": "deep_gemm", "cuda_graph_max_bs_decode": 12}
     )
-    assert parsed.warnings == (f"{file} line 11: cuda_graph_max_bs is SGLang's old name of cuda_graph_max_bs_decode, which is taken",)
+    assert parsed.warnings == (f"{file} line 11: cuda_graph_max_bs is deprecated in SGLang; using cuda_graph_max_bs_decode",)
 
     file.unlink()
     save_yaml(parsed.config, tmp_path / "config.yaml")
@@ -142,12 +142,12 @@ sglang:
         ),
         (
             "sglang:\n- server_groups:\n  - num_gpus: 8\n    overrides: {dp_size: x}\n",
-            ["line 4", "'x' is not valid, it must be an integer"],
+            ["line 4", "'x' is not valid; it must be an integer"],
         ),
         ("sglang:\n- server_groups:\n  - {num_gpus: 8, overrides: {tp_size: 8}}\n", ["line 3", "num_gpus_per_engine"]),
         ("sglang:\n- server_groups:\n  - {num_gpus: 8, overrides: {ep: 8, ep_size: 4}}\n", ["given twice: ep_size and ep_size"]),
         ("sglang:\n- server_groups:\n  - {num_gpus: 8, overrides: [1]}\n", ["line 3", "must hold arguments of SGLang"]),
-        ("sglang:\n- server_groups:\n  - {num_gpus: 8, deepep_mode: auto}\n", ["unknown key deepep_mode", "go into `overrides`"]),
+        ("sglang:\n- server_groups:\n  - {num_gpus: 8, deepep_mode: auto}\n", ["unknown key deepep_mode", "into `overrides`"]),
         ("sglang:\n- server_groups:\n  - {num_gpus: 8, worker_typ: decode}\n", ["unknown key worker_typ", "did you mean worker_type?"]),
         ("sglang:\n- server_groups:\n  - {num_gpus: 8, update_weights: true}\n", ["unknown key update_weights", "belongs to the model"]),
         ("sglang:\n- num_gpus: 8\n  server_groups: [{num_gpus: 8}]\n", ["line 2", "it belongs to a server group"]),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fuligo.config import Config
+from fuligo.config.changes import apply_changes
 from fuligo.config.findings import Change
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import FleetSettings
@@ -85,7 +86,7 @@ def test_on_shared_gpus_memory_is_given_back_and_models_that_nobody_sends_keep_a
 
 def test_engines_of_the_policy_record_where_tokens_go(fleets) -> None:
     models = [JUDGE, {"name": "actor", "server_groups": [{"num_gpus": 1}]}]
-    replayed = config_of(models, rollout_num_gpus=2).changed([Change(("algorithm", "use_rollout_routing_replay"), True)])
+    replayed = apply_changes(config_of(models, rollout_num_gpus=2), [Change(("algorithm", "use_rollout_routing_replay"), True)])
     for config, expected in ((replayed, [False, True]), (config_of(models, rollout_num_gpus=2), [False, False])):
         settings = fleets(config)
         recording = ["--enable-return-routed-experts" in settings[model].servers[0].command() for model in ("judge", "actor")]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from fuligo.config.changes import change_text
+from fuligo.config.changes import apply_changes, change_text
 from fuligo.config.findings import Change, Finding, Severity
 from fuligo.config.parse import parse
 from fuligo.planner.check import broken_rules, check
@@ -60,7 +60,7 @@ def test_separate_halves_of_a_node_are_said_to_be_separate() -> None:
     assert finding.id == "PLAN-SPLIT-GPUS" and finding.severity is Severity.WARNING
     assert "the trainer takes 4 GPUs and the engines 4 others" in finding.text and "8 in all and none shared" in finding.text
     shared = parse(["--config", str(EXAMPLES / DENSE)]).config
-    mended = read_subject(parse(["--config", str(EXAMPLES / SEPARATE)]).config, "h100-80").config.changed(finding.fix)
+    mended = apply_changes(read_subject(parse(["--config", str(EXAMPLES / SEPARATE)]).config, "h100-80").config, finding.fix)
     assert mended.cluster == shared.cluster
 
 
@@ -69,7 +69,7 @@ def test_an_even_cut_of_78_layers_over_8_stages_is_refused_and_the_fix_is_no_slo
     subject = Run(SPARSE, changes=even).subject()
     (finding,) = check(subject)
     assert finding.id == "PLAN-PP-LAYERS"
-    mended = stages(replace(subject, config=subject.config.changed(finding.fix)))
+    mended = stages(replace(subject, config=apply_changes(subject.config, finding.fix)))
     assert all(stage.first_layer in stage.index_layers for stage in mended)
     published = stages(Run(SPARSE).subject())
     assert [stage.first_layer + 1 for stage in published] == [1, 15, 23, 31, 39, 47, 55, 63]
@@ -107,7 +107,7 @@ def test_a_fix_that_would_break_another_rule_is_not_shown() -> None:
 
 def test_what_no_change_of_flags_mends_has_advice() -> None:
     subject = Run(DENSE).subject()
-    (finding,) = check(replace(subject, config=subject.config.changed((Change(("model", "hf_checkpoint"), None),))))
+    (finding,) = check(replace(subject, config=apply_changes(subject.config, (Change(("model", "hf_checkpoint"), None),))))
     assert finding.id == "CFG-MODEL-MISSING" and finding.fix == () and finding.advice
 
 
@@ -159,7 +159,7 @@ def test_of_many_mistakes_each_fix_mends_its_own_and_makes_no_new_one() -> None:
                 assert finding.advice
                 continue
             num_fixes += 1
-            after = Counter(left.id for left in broken_rules(replace(subject, config=subject.config.changed(finding.fix))))
+            after = Counter(left.id for left in broken_rules(replace(subject, config=apply_changes(subject.config, finding.fix))))
             assert after[finding.id] < before[finding.id]
             assert not after - before
     assert num_fixes > 40

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuligo.config import Config
+from fuligo.config.changes import apply_changes
 from fuligo.config.findings import Change, Finding, Severity
 from fuligo.config.parse import parse
 from fuligo.errors import ConfigError
@@ -145,7 +146,7 @@ CONFIGS = {path: parse(["--config", str(path)]).config for path in RECIPES}
 )
 def test_whatever_the_sizes_there_is_a_plan_or_a_clear_error(path: Path, places: list, sizes: list[int], gpu_name: str) -> None:
     try:
-        changed: Config = CONFIGS[path].changed([Change(place, size) for place, size in zip(places, sizes)])
+        changed: Config = apply_changes(CONFIGS[path], [Change(place, size) for place, size in zip(places, sizes)])
         plan = make_plan(changed, gpu_name, "sizes")
     except ConfigError:
         return

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fuligo.config.passthrough import SglangArguments
-from fuligo.config.topology import EngineGroupSpec, WorkerType
+from fuligo.config.server_groups import WorkerType
+from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.gpus import MIB, gpu
 from fuligo.planner.server_settings import server_settings
 from tests.unit.planner.subjects import facts

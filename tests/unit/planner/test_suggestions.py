@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from fuligo.config.changes import apply_changes
 from fuligo.planner.estimate import estimate
 from fuligo.planner.rule_errors import rule_errors
 from fuligo.planner.subject import Subject
@@ -29,7 +30,7 @@ def test_every_suggestion_fits_and_breaks_no_rule(case: str) -> None:
     found = remedies(subject)
     assert 1 <= len(found) <= 3
     for remedy in found:
-        changed = replace(subject, config=subject.config.changed(remedy.changes))
+        changed = replace(subject, config=apply_changes(subject.config, remedy.changes))
         assert estimate(changed).fits
         assert not rule_errors(changed) - rule_errors(subject)
         assert len(remedy.suggestion.flags) == len(remedy.changes)

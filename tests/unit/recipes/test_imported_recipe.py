@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fuligo.config.changes import apply_changes
 from fuligo.config.files import load_yaml
 from fuligo.config.findings import Change
 from fuligo.importer import import_script
@@ -140,7 +141,7 @@ def test_the_script_of_256_gpus_is_the_recipe(tmp_path: Path):
     (tmp_path / "run.yaml").write_text(imported_config(script).yaml())
     recipe = load_yaml(RECIPE)
     facts = Change(("model", "model_config_file"), recipe.model.model_config_file)
-    imported = load_yaml(tmp_path / "run.yaml").changed([facts])
+    imported = apply_changes(load_yaml(tmp_path / "run.yaml"), [facts])
 
     assert make_plan(imported, "h100-80", "imported").findings == ()
     names = (

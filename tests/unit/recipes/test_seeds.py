@@ -82,7 +82,7 @@ def test_an_unmatched_quote_is_named(tmp_path: Path):
 def given_values(config: Config, arguments: tuple[str, ...]) -> dict[tuple[str, str], object]:
     """Of the typed groups and those that are passed on, but the shape of the model, which recipes read from config.json."""
     found = {(a.flag.group, a.flag.name) for a in read_command_line(arguments).assignments if a.flag.group != "megatron"}
-    return {(group, name): value_of(config, group, name) for group, name in found}
+    return {(group, name): config.value_of(group, name) for group, name in found}
 
 
 def value_of(config: Config, group: str, name: str) -> object:

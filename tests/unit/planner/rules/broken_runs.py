@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fuligo.config.changes import apply_changes
 from fuligo.config.findings import Change
 from fuligo.config.parse import parse
 from fuligo.models.architecture import Architecture
@@ -54,7 +55,7 @@ class Run:
         # Which dispatcher a recipe with experts has is not what is tested here.
         dispatcher = "--moe-token-dispatcher-type alltoall " if "glm4.7" in self.recipe else ""
         config = parse(["--config", str(EXAMPLES / self.recipe), *shlex.split(dispatcher + self.flags)]).config
-        subject = read_subject(config.changed(self.changes) if self.changes else config, self.gpu)
+        subject = read_subject(apply_changes(config, self.changes) if self.changes else config, self.gpu)
         if self.quantisation is not None:
             assert subject.engine_config_json is not None
             values = {**subject.engine_config_json.values, "quantization_config": self.quantisation}

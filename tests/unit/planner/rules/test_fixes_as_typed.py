@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from fuligo.config import Config
-from fuligo.config.changes import change_text
+from fuligo.config.changes import apply_changes, change_text
 from fuligo.config.findings import Finding
 from fuligo.config.flag import PREFIXES
 from fuligo.config.parse import parse
@@ -78,7 +78,7 @@ def test_a_fix_of_the_planner_mends_the_run(rule: str, run: Run, tmp_path: Path)
     subject = run.subject()
     for finding in check(subject):
         mended = mended_as_typed(subject.config, finding, tmp_path / "run.yaml")
-        assert mended == subject.config.changed(finding.fix)
+        assert mended == apply_changes(subject.config, finding.fix)
         left = {each.text for each in broken_rules(replace(subject, config=mended)) if each.id == rule}
         assert finding.text not in left or not finding.fix
 
@@ -87,4 +87,4 @@ def test_a_fix_of_the_planner_mends_the_run(rule: str, run: Run, tmp_path: Path)
 def test_a_fix_of_the_flags_is_what_is_typed(values: dict[str, Any], tmp_path: Path) -> None:
     config = config_of(values)
     for finding in findings(config):
-        assert mended_as_typed(config, finding, tmp_path / "run.yaml") == config.changed(finding.fix)
+        assert mended_as_typed(config, finding, tmp_path / "run.yaml") == apply_changes(config, finding.fix)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fuligo.config.changes import change_text
+from fuligo.config.changes import apply_changes, change_text
 from fuligo.planner.check import check
 from fuligo.planner.rules import RULES
 from fuligo.planner.rules.reference import reference
@@ -37,7 +37,7 @@ def test_a_broken_rule_is_found_alone_and_its_fix_mends_it(rule: str, run: Run) 
     if rule not in _ADVICE_ONLY:
         mended = subject.config
         for finding in found:
-            mended = mended.changed(finding.fix)
+            mended = apply_changes(mended, finding.fix)
         assert check(replace(subject, config=mended)) == ()
 
 

@@ -11,8 +11,8 @@ from fuligo.config.findings import Change
 from fuligo.importer import import_script
 from fuligo.importer.config_file import imported_config
 from fuligo.planner.make_plan import make_plan
-from tests.unit.recipes.seeds import REPOSITORY
 
+REPOSITORY = Path(__file__).parents[3]
 RECIPE = REPOSITORY / "examples" / "glm5.2-744b" / "config.yaml"
 SCRIPT = r"""#!/bin/bash
 # for rerun the task

@@ -12,8 +12,8 @@ import pytest
 from fuligo.config.files import load_yaml
 from fuligo.config.parse import parse
 from fuligo.planner.make_plan import make_plan
-from tests.unit.recipes.seeds import REPOSITORY
 
+REPOSITORY = Path(__file__).parents[3]
 EXAMPLES = REPOSITORY / "examples"
 CLUSTER_RECIPES = {
     "glm4-9b/separate.yaml": 8,

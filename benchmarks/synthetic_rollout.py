@@ -12,9 +12,8 @@ from fuligo.config.groups import RolloutFlags
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.rollout.generate import SingleTurn
-from fuligo.rollout.parts import RunnerParts
 from fuligo.rollout.protocol import Rollout
-from fuligo.rollout.runner import RolloutRunner
+from fuligo.rollout.runner import RolloutRunner, RunnerParts
 from fuligo.rollout.sampler import Sampler
 from fuligo.rollout.source import GroupSource
 from fuligo.types import IntArray, Prompt, SampleGroup

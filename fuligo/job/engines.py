@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,6 @@ from fuligo.job.transport import choose_transport
 from fuligo.job.watch import while_watching
 from fuligo.models.routing import RoutingShape
 from fuligo.observability.run_directory import RunDirectory
-from fuligo.rollout.protocol import Rollout
 from fuligo.trainer.protocol import Trainer
 from fuligo.weights.proof import ChecksumProof, EqualityProof, LogprobProof
 from fuligo.weights.sync import VersionCounter, WeightSync, WeightSyncSettings
@@ -97,16 +96,6 @@ class Engines:
                 fleet.devices = devices
                 await stack.enter_async_context(while_watching(fleet.watch()))
             yield
-
-    def measured(self, produce: Callable[[int], Awaitable[Rollout]]) -> Callable[[int], Awaitable[Rollout]]:
-        """A rollout's metrics say how the engines did meanwhile."""
-
-        async def produce_measured(step: int) -> Rollout:
-            rollout = await produce(step)
-            rollout.metrics.update(self.monitor.take())
-            return rollout
-
-        return produce_measured
 
 
 async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncExitStack, cluster: RayCluster | None) -> Engines | None:

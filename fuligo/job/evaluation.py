@@ -1,4 +1,4 @@
-"""One evaluation: engines that serve a checkpoint, the data sets, their metrics. Nothing is trained."""
+"""Evaluation of a checkpoint, without training (`fuligo eval`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 from fuligo.checkpoint.location import Checkpoint, WeightsOnly, resolve, weights_of
 from fuligo.config import Config
-from fuligo.config.launcher import chosen_launcher
 from fuligo.engines.group import EngineGroup
 from fuligo.formats.checkpoint_files import is_distributed
 from fuligo.job.engines import launch_engines
@@ -22,19 +21,19 @@ from fuligo.rollout.rewards import reward_runner
 
 @dataclass(slots=True, frozen=True)
 class EvaluatedWeights:
-    """What is evaluated."""
+    """Weights to evaluate."""
 
     directory: Path
-    """A Hugging Face directory, or a distributed checkpoint."""
+    """Hugging Face directory or distributed checkpoint."""
     num_rollouts: int
-    """Complete ones behind the checkpoint; 0 for weights that are no run's."""
+    """Rollouts that the checkpoint was trained on; 0 for weights that are not a run's."""
 
     @classmethod
     def find(cls, config: Config) -> EvaluatedWeights:
-        """Of `--load` the newest checkpoint or that of `--ckpt-step`; without it the model of `--hf-checkpoint`.
+        """Find the newest checkpoint of `--load`, or that of `--ckpt-step`; without `--load`, the model of `--hf-checkpoint`.
 
         Raises:
-            CheckpointError: it is damaged
+            CheckpointError: the checkpoint is damaged
         """
         load = config.checkpoint.load
         match resolve(Path(load) if load is not None else None, config.checkpoint.ckpt_step):
@@ -49,7 +48,7 @@ class EvaluatedWeights:
 
 @dataclass(slots=True, frozen=True)
 class Evaluated:
-    """What an evaluation gave."""
+    """Result of an evaluation."""
 
     run_dir: Path
     weights: EvaluatedWeights
@@ -57,26 +56,24 @@ class Evaluated:
 
 
 async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
-    """
+    """Serve the weights and evaluate every data set.
+
     Args:
-        run_dir: new or empty; gets the metrics and every sample, as a run's evaluations are recorded
+        run_dir: new or empty; receives the metrics and every sample, in the form of a run's evaluations
 
     Raises:
-        FuligoError: what went wrong, with the fix in its text
+        FuligoError: the evaluation failed
     """
     weights = EvaluatedWeights.find(config)
     async with AsyncExitStack() as stack:
         directory = RunDirectory.create(run_dir, config, resume=False)
         stack.callback(directory.close)
-        model = _hugging_face(weights.directory, directory.path / "hf", stack)
-        config = config.model_copy(update={"model": config.model.model_copy(update={"hf_checkpoint": str(model)})})
-        cluster = None
-        if chosen_launcher(config) == "ray":
-            config, cluster = await join_cluster(config, [], directory, stack)
-        engines = await launch_engines(config, directory, stack, cluster)
-        assert engines is not None, "there is something to evaluate"
+        model = {"hf_checkpoint": str(_hugging_face(weights.directory, directory.path / "hf", stack))}
+        joined = await join_cluster(config.model_copy(update={"model": config.model.model_copy(update=model)}), [], directory, stack)
+        engines = await launch_engines(joined.config, directory, stack, joined.cluster)
+        assert engines is not None, "validated: there is something to evaluate"
         await stack.enter_async_context(engines.watched(None))
-        evaluator = _evaluator(config.served_at(engines.urls), engines.group, stack)
+        evaluator = _evaluator(joined.config.served_at(engines.urls), engines.group, stack)
         with directory.trace.phase("eval", weights.num_rollouts):
             evaluation = await evaluator.evaluate()
         record = dict(evaluation.metrics)
@@ -85,7 +82,7 @@ async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
 
 
 def _hugging_face(weights: Path, target: Path, stack: AsyncExitStack) -> Path:
-    """What engines read: the weights themselves, or made of them at `target`, for as long as the stack is open."""
+    """Return a directory that engines can read: the weights, or a temporary Hugging Face copy of them at `target`."""
     if not is_distributed(weights):
         return weights
     from fuligo.convert.dist_to_hf import dist_to_hf
@@ -96,7 +93,8 @@ def _hugging_face(weights: Path, target: Path, stack: AsyncExitStack) -> Path:
 
 
 def _evaluator(config: Config, engines: EngineGroup, stack: AsyncExitStack) -> Evaluator:
-    """
+    """Build the evaluator.
+
     Raises:
         ConfigError, DataError, HookError: a data set or its settings are wrong
     """
@@ -108,6 +106,6 @@ def _evaluator(config: Config, engines: EngineGroup, stack: AsyncExitStack) -> E
     stack.push_async_callback(reward.close)
     generate = build_generate(config, engines=engines, tokenizer=tokenizer, policy_version=lambda: 0)
     evaluator = build_evaluator(config, engines=engines, tokenizer=tokenizer, generate=generate, reward=reward)
-    assert evaluator is not None, "there is something to evaluate"
+    assert evaluator is not None, "validated: there is something to evaluate"
     stack.push_async_callback(evaluator.close)
     return evaluator

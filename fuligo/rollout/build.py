@@ -1,13 +1,13 @@
-"""Makes the rollout side of a run from its configuration: the one place here that knows which flag and which hook goes where."""
+"""Rollout side of a run, built from its configuration; the only module here that knows flags and hooks."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
@@ -18,9 +18,7 @@ from fuligo.engines.group import EngineGroup
 from fuligo.errors import ConfigError, DataError, HookError
 from fuligo.formats.hugging_face import read_model_config
 from fuligo.models.routing import RoutingShape
-from fuligo.rollout.activity import Activity, Observed
-from fuligo.rollout.admission import Admission
-from fuligo.rollout.continuous import ContinuousRunner
+from fuligo.rollout.continuous import Admission, ContinuousRunner
 from fuligo.rollout.custom_generate import CustomGenerate
 from fuligo.rollout.custom_rollout import CustomRollout
 from fuligo.rollout.custom_source import CustomSource
@@ -28,42 +26,35 @@ from fuligo.rollout.eval_sets import EvalSetSpec, eval_set_specs
 from fuligo.rollout.evaluate import EvalSet, Evaluator
 from fuligo.rollout.filters import buffer_filter, group_filter, sample_filter
 from fuligo.rollout.generate import Engine, SingleTurn, sampling_params
-from fuligo.rollout.parts import RunnerParts
-from fuligo.rollout.protocol import GenerateFn, GroupFilter, GroupStream, PromptStream, RewardFn, Rollout, RolloutState
+from fuligo.rollout.producer import Activity, CountedEngine
+from fuligo.rollout.protocol import GenerateFn, GroupStream, PromptStream, RewardFn, RolloutMethod
 from fuligo.rollout.rewards import CustomReward, RewardRunner
-from fuligo.rollout.runner import RolloutRunner
+from fuligo.rollout.runner import RolloutRunner, RunnerParts
 from fuligo.rollout.sampler import Sampler
 from fuligo.rollout.source import POP_FIRST, GroupSource
-from fuligo.rollout.teacher import ServedTeacher, TaughtReward
-from fuligo.types import Prompt, SampleGroup
+from fuligo.rollout.teacher import RewardWithTeacher, ServedTeacher
+from fuligo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
-class RolloutSide:
-    """What samples rollouts, and where it draws from."""
+class Sampling:
+    """Sampling of the rollouts of a run."""
 
-    produce: Callable[[int], Awaitable[Rollout]]
+    method: RolloutMethod
     source: GroupStream
     generate: GenerateFn
     """For evaluation."""
     activity: Activity
-    """Of the engines."""
-    policy_version: Callable[[], int]
-    """Of the weights in the engines."""
-    continuous: ContinuousRunner | None = None
-    """Where sampling never stops (`--async-mode full`)."""
-
-    def restore(self, state: RolloutState) -> None:
-        """Go on where a checkpoint left."""
-        (self.continuous or self.source).restore(state)
+    """Activity of the engines."""
 
 
-def build_rollouts(
+def build_sampling(
     config: Config,
     *,
     prompts: PromptStream | None,
@@ -73,87 +64,65 @@ def build_rollouts(
     policy_version: Callable[[], int],
     num_rollout: int,
     teacher: ServedTeacher | None = None,
-) -> RolloutSide:
-    """
+) -> Sampling:
+    """Build the parts that sample rollouts.
+
     Args:
         prompts: the training data; None with `--data-source-path`
-        teacher: scores what was sampled for training
         policy_version: version of the weights in the engines
-        num_rollout: of the whole run
+        num_rollout: rollouts of the whole run
+        teacher: scores the sampled responses
 
     Raises:
-        ConfigError: flags that do not go together.
-        HookError: a hook cannot be imported or does not fit.
+        ConfigError: flags contradict each other
+        HookError: a hook cannot be imported or does not fit
     """
     args = ArgsView(config)
     source = _source(config, args, prompts)
     activity = Activity()
-    single_turn = _single_turn(config, Observed(engines, activity), tokenizer)
+    single_turn = _single_turn(config, CountedEngine(engines, activity), tokenizer)
     generate = _generate(config, args, single_turn, policy_version)
-    evaluated = _generate(config, args, single_turn.without_routing(), policy_version)
+    eval_generate = _generate(config, args, single_turn.without_routing(), policy_version)
     hook = hook_of(config, "rollout_function_path")
     if hook is not None:
-        custom = _custom_rollout(config, args, hook, source, generate, policy_version, teacher)
-        return RolloutSide(custom.rollout, source, evaluated, activity, policy_version)
+        custom = CustomRollout(
+            hook,
+            args,
+            source=source,
+            generate=generate,
+            params=sampling_params(config.rollout),
+            policy_version=policy_version,
+            reward_key=config.reward.reward_key,
+            vocab_size=vocab_size(config),
+            teacher=teacher,
+        )
+        return Sampling(custom, source, eval_generate, activity)
     parts = RunnerParts(
         source=source,
-        sampler=_sampler(config, generate),
-        reward=reward if teacher is None else TaughtReward(reward, teacher),
+        sampler=Sampler(
+            generate,
+            seed=config.data.rollout_seed,
+            stream="train",
+            turns=asyncio.Semaphore(config.rollout.rollout_concurrency),
+            timeout_s=config.rollout.rollout_timeout_s,
+        ),
+        reward=reward if teacher is None else RewardWithTeacher(reward, teacher),
         engines=engines,
         params=sampling_params(config.rollout),
         flags=config.rollout,
         reward_key=config.reward.reward_key,
-        group_filter=_group_filter(config, args),
-        sample_filter=_sample_filter(config, args),
+        group_filter=_adapted(config, args, "dynamic_sampling_filter_path", group_filter),
+        sample_filter=_adapted(config, args, "rollout_sample_filter_path", sample_filter),
         policy_version=policy_version,
     )
     if config.rollout.async_mode == "full":
-        continuous = ContinuousRunner(parts, admission=_admission(config, num_rollout))
-        return RolloutSide(continuous.rollout, source, evaluated, activity, policy_version, continuous)
-    runner = RolloutRunner(parts, aligned_waves=_reproducible(config))
-    return RolloutSide(runner.rollout, source, evaluated, activity, policy_version)
+        return Sampling(ContinuousRunner(parts, admission=_admission(config, num_rollout)), source, eval_generate, activity)
+    return Sampling(RolloutRunner(parts, aligned_waves=_reproducible(config)), source, eval_generate, activity)
 
 
-def _custom_rollout(
-    config: Config,
-    args: ArgsView,
-    hook: Hook,
-    source: GroupStream,
-    generate: GenerateFn,
-    policy_version: Callable[[], int],
-    teacher: ServedTeacher | None,
-) -> CustomRollout:
-    return CustomRollout(
-        hook,
-        args,
-        source=source,
-        generate=generate,
-        params=sampling_params(config.rollout),
-        policy_version=policy_version,
-        reward_key=config.reward.reward_key,
-        vocab_size=vocab_size(config),
-        teacher=teacher,
-    )
-
-
-def _group_filter(config: Config, args: ArgsView) -> GroupFilter | None:
-    hook = hook_of(config, "dynamic_sampling_filter_path")
-    return None if hook is None else group_filter(hook, args)
-
-
-def _sample_filter(config: Config, args: ArgsView) -> Callable[[list[SampleGroup]], None] | None:
-    hook = hook_of(config, "rollout_sample_filter_path")
-    return None if hook is None else sample_filter(hook, args)
-
-
-def _sampler(config: Config, generate: GenerateFn) -> Sampler:
-    return Sampler(
-        generate,
-        seed=config.data.rollout_seed,
-        stream="train",
-        turns=asyncio.Semaphore(config.rollout.rollout_concurrency),
-        timeout_s=config.rollout.rollout_timeout_s,
-    )
+def _adapted(config: Config, args: ArgsView, flag_name: str, adapt: Callable[[Hook, ArgsView], T]) -> T | None:
+    hook = hook_of(config, flag_name)
+    return None if hook is None else adapt(hook, args)
 
 
 def _admission(config: Config, num_rollout: int) -> Admission:
@@ -165,14 +134,14 @@ def _admission(config: Config, num_rollout: int) -> Admission:
 def build_evaluator(
     config: Config, *, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase, generate: GenerateFn, reward: RewardFn
 ) -> Evaluator | None:
-    """None where there is nothing to evaluate.
+    """Build the evaluator; None without evaluation data.
 
     Args:
-        generate: `RolloutSide.generate`
+        generate: `Sampling.generate`
         reward: the training reward, for data sets without one of their own
 
     Raises:
-        ConfigError, DataError, HookError: a data set or its settings are wrong.
+        ConfigError, DataError, HookError: a data set or its settings are wrong
     """
     specs = eval_set_specs(config)
     if not specs:
@@ -194,7 +163,7 @@ def build_evaluator(
 def build_generate(
     config: Config, *, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase, policy_version: Callable[[], int]
 ) -> GenerateFn:
-    """The GenerateFn of a run that only evaluates; `build_rollouts` makes its own."""
+    """Build the GenerateFn of a run that only evaluates; `build_sampling` makes its own."""
     return _generate(config, ArgsView(config), _single_turn(config, engines, tokenizer).without_routing(), policy_version)
 
 
@@ -206,21 +175,20 @@ def _source(config: Config, args: ArgsView, prompts: PromptStream | None) -> Gro
         max_age_in_buffer = None if flags.async_mode == "full" else flags.max_staleness
         for value, option in ((flags.buffer_filter_path, "--buffer-filter-path"), (max_age_in_buffer, "--max-staleness")):
             if value is not None:
-                raise ConfigError(f"{option} has no effect with --data-source-path: the buffer is the data source's own; drop one of them")
+                raise ConfigError(f"{option} has no effect with --data-source-path, which keeps its own buffer; remove one of them")
         try:
             source = hook(args)
         except Exception as error:
             raise HookError(
-                f"--data-source-path {config.data.data_source_path}: made with (args), it raised {describe_exception(error, hook)}"
+                f"--data-source-path {config.data.data_source_path}: the class raised on (args): {describe_exception(error, hook)}"
             ) from error
         return CustomSource(source, partial_rollout=buffers, mask_offpolicy=flags.mask_offpolicy_in_partial_rollout)
-    assert prompts is not None, "without --data-source-path there are prompt files"
-    chooser = hook_of(config, "buffer_filter_path")
+    assert prompts is not None, "validated: without --data-source-path there are prompt files"
     return GroupSource(
         prompts,
         flags.n_samples_per_prompt,
         partial_rollout=buffers,
-        buffer_filter=POP_FIRST if chooser is None else buffer_filter(chooser, args),
+        buffer_filter=_adapted(config, args, "buffer_filter_path", buffer_filter) or POP_FIRST,
         mask_offpolicy=flags.mask_offpolicy_in_partial_rollout,
         max_staleness=flags.max_staleness,
     )
@@ -243,13 +211,13 @@ def _generate(config: Config, args: ArgsView, single_turn: SingleTurn, policy_ve
 
 
 def vocab_size(config: Config) -> int | None:
-    """Of the model, where its config.json says so."""
+    """Return the vocabulary size of the model; None if its config.json does not state it."""
     model = config.model.hf_checkpoint
     return None if model is None else read_model_config(Path(model)).get("vocab_size")
 
 
 def _reproducible(config: Config) -> bool:
-    """Waves can start aligned: the engine is embedded and ours, nothing else uses it meanwhile, and each sample sends one request."""
+    """Return whether waves can start aligned: the engine is embedded, used by nothing else, and gets one request per sample."""
     return (
         config.rollout.async_mode == "sync"
         and config.resolved_rollout_backend == "embedded"
@@ -286,7 +254,7 @@ def _prompts(config: Config, spec: EvalSetSpec, tokenizer: PreTrainedTokenizerBa
                 raise
             num_skipped += 1
     if num_skipped:
-        logger.warning("evaluation %s: %d of %d rows are too long or malformed and left out", spec.name, num_skipped, len(dataset))
+        logger.warning("evaluation %s: skipped %d of %d rows, which are too long or malformed", spec.name, num_skipped, len(dataset))
     return prompts
 
 

@@ -1,4 +1,4 @@
-"""Sampling that never stops: groups are begun, judged and queued while the trainer works, and handed out as soon as a rollout is full."""
+"""Sampling without pause: groups are sampled, judged and queued while the trainer works, and handed out as soon as a rollout is full."""
 
 from __future__ import annotations
 
@@ -8,27 +8,66 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from fuligo.errors import RolloutError
-from fuligo.rollout.admission import Admission, Asked
 from fuligo.rollout.dynamic_sampling import too_many_dropped
 from fuligo.rollout.group_tasks import GroupTasks, frozen
 from fuligo.rollout.judging import STALE, FailureWatch, drop_reason, judged
 from fuligo.rollout.metrics import continuous_metrics, epoch_metric, sample_metrics
-from fuligo.rollout.parts import RunnerParts
 from fuligo.rollout.protocol import Rollout, RolloutState
+from fuligo.rollout.runner import RunnerParts
 from fuligo.rollout.source import continuation, first_version
 from fuligo.types import SampleGroup, SampleStatus
 
 
-class ContinuousRunner:
-    """Rollouts of `--async-mode full`; `rollout(step)` is called for one step after the other.
+@dataclass(slots=True, frozen=True)
+class Request:
+    """Request of the trainer for rollout `step` while the engines had weights of `version`, which train on that rollout."""
 
-    A weight sync interrupts what is being generated, and it goes on with the new weights. No group with a token that is more than
-    `--max-staleness` versions older than the weights that train on it is handed out: so few are begun that this is rare
-    (`admission`), and where it happens, the group is dropped and its prompt returns to the data order.
+    step: int
+    version: int
+
+
+@dataclass(slots=True, frozen=True)
+class Admission:
+    """Limit on the groups that may have begun, so that none is too old when it is trained.
+
+    Groups are trained in the order in which they began, `batch_size` per rollout, and the version of the weights rises after every
+    `update_interval` rollouts. A group that begins at version v may therefore stand only so far back in the queue that its rollout is
+    trained by version v + K. With an update after every rollout this is the rule of AReaL (arXiv 2505.24298, staleness-aware
+    training): number of groups begun <= (version + K + 1) * batch size.
+    """
+
+    batch_size: int
+    """Groups of a rollout."""
+    max_staleness: int
+    """K, in versions."""
+    update_interval: int
+    """Rollouts between weight syncs."""
+    num_rollout: int
+    """Rollouts of the whole run; nothing begins for later ones."""
+
+    def limit(self, *, next_step: int, request: Request, version: int) -> int:
+        """Return how many groups may be in flight or wait to be trained.
+
+        Args:
+            next_step: the first rollout that is not handed out
+            request: the last request of the trainer
+            version: of the weights in the engines
+        """
+        last_epoch = version + self.max_staleness - request.version + request.step // self.update_interval
+        num_steps = min(self.update_interval * (last_epoch + 1), self.num_rollout) - next_step
+        return self.batch_size * max(0, num_steps)
+
+
+class ContinuousRunner:
+    """Makes the rollouts of `--async-mode full`. Implements `RolloutMethod`.
+
+    A weight sync interrupts generation, which continues with the new weights. No group is handed out with a token that is more than
+    `--max-staleness` versions older than the weights that train on it. `Admission` makes such groups rare; one that is too old
+    is dropped and its prompt is drawn again.
 
     Args:
         parts: the buffer of its source stays empty
-        admission: how many groups may be under way
+        admission: limits the groups in flight and queued
     """
 
     def __init__(self, parts: RunnerParts, *, admission: Admission) -> None:
@@ -36,33 +75,33 @@ class ContinuousRunner:
         self._admission = admission
         self._tasks = GroupTasks(parts.sampler, parts.reward, parts.engines, parts.params, goes_on=lambda group: not self._is_stale(group))
         self._coming_version = 0
-        self._asked: Asked | None = None
+        self._request: Request | None = None
         self._next_step = 0
         self._restored: list[SampleGroup] = []
         self._failures = FailureWatch(parts.flags.rollout_batch_size)
         self._queue: dict[int, SampleGroup] = {}
-        """Accepted groups by index."""
+        """Kept groups by index, which wait to be handed out."""
         self._since = _Interval()
         self._changed = asyncio.Event()
         self._sampling: asyncio.Task[None] | None = None
 
     def restore(self, state: RolloutState) -> None:
-        """Go on with what was queued and in flight when the state was taken; before the first rollout."""
+        """Continue the groups that were queued and in flight when the state was taken; call it before the first rollout."""
         self._parts.source.restore(replace(state, buffer=[]))
         self._restored = list(state.buffer)
 
     def before_sync(self) -> None:
-        """The next version of the weights is about to be sent: groups that it makes too old do not go on."""
+        """Note that the next version of the weights is about to be sent: groups that it makes too old stop."""
         self._coming_version = self._parts.policy_version() + 1
 
     async def rollout(self, step: int) -> Rollout:
-        """The groups of rollout `step`, as soon as there are enough; those that began first where there are more.
+        """Wait for enough groups and return those that began first.
 
         Raises:
-            RolloutError: nearly everything is dropped, or fails.
-            HookError: of the data source or a filter. Both may have happened while an earlier rollout was trained on.
+            RolloutError: nearly every group is dropped or fails
+            HookError: the data source or a filter failed; like the above, possibly while an earlier rollout was trained on
         """
-        self._next_step, self._asked = step, Asked(step, self._parts.policy_version())
+        self._next_step, self._request = step, Request(step, self._parts.policy_version())
         stale = [self._queue[index] for index in sorted(self._queue) if self._is_stale(self._queue[index])]
         for group in stale:
             del self._queue[group.index]
@@ -79,7 +118,7 @@ class ContinuousRunner:
         return self._hand_out(step, filling)
 
     async def close(self) -> None:
-        """End all sampling; when this returns nothing of it runs any more."""
+        """Cancel all sampling and wait until it has ended."""
         if self._sampling is not None:
             self._sampling.cancel()
             await asyncio.gather(self._sampling, return_exceptions=True)
@@ -99,7 +138,7 @@ class ContinuousRunner:
                 self._finish(await self._tasks.next_finished())
 
     def _resume(self) -> None:
-        """What a checkpoint held: judged groups are queued, the others go on."""
+        """Queue the judged groups of the checkpoint and continue the others."""
         restored = [continuation(group, self._next_step, mask_offpolicy=False) for group in self._restored]
         self._restored = []
         for group in restored:
@@ -112,19 +151,19 @@ class ContinuousRunner:
                 self._tasks.start(group)
 
     def _admit(self) -> None:
-        """Begin as many groups as staleness allows.
+        """Start as many groups as staleness allows.
 
         Raises:
-            RolloutError: the data source has no prompts left.
+            RolloutError: the data source has no prompts left
         """
-        assert self._asked is not None, "sampling begins when the first rollout is asked for"
-        num_under_way = len(self._queue) + self._tasks.num_running
+        assert self._request is not None, "sampling starts with the first request"
+        num_pending = len(self._queue) + self._tasks.num_running
         version = self._parts.policy_version()
-        limit = self._admission.limit(next_step=self._next_step, asked=self._asked, version=version)
-        if num_under_way >= limit:
+        limit = self._admission.limit(next_step=self._next_step, request=self._request, version=version)
+        if num_pending >= limit:
             return
-        drawn = self._parts.source.draw(limit - num_under_way, self._next_step, version).groups
-        if not drawn and num_under_way < self._parts.flags.rollout_batch_size:
+        drawn = self._parts.source.draw(limit - num_pending, self._next_step, version).groups
+        if not drawn and num_pending < self._parts.flags.rollout_batch_size:
             raise RolloutError(f"rollout {self._next_step}: the data source has no prompts left")
         for group in drawn:
             self._tasks.start(group)
@@ -133,9 +172,9 @@ class ContinuousRunner:
         """Queue a group, or drop it.
 
         Raises:
-            RolloutError: too much was dropped since the last rollout.
+            RolloutError: too many groups were dropped since the last rollout
         """
-        if self._is_stale(group) or not group.finished:  # only what grew too old does not go on
+        if self._is_stale(group) or not group.finished:  # only groups that became too old stop unfinished
             self._drop_stale([group])
             return
         reason = drop_reason(group, self._parts.flags.n_samples_per_prompt, self._parts.group_filter)
@@ -144,7 +183,7 @@ class ContinuousRunner:
             self._queue[group.index] = group
             return
         self._drop(group, reason)
-        self._refuse_to_go_on_for_ever()
+        self._check_drops()
 
     def _drop(self, group: SampleGroup, reason: str) -> None:
         group.kept, group.drop_reason = False, reason
@@ -152,12 +191,13 @@ class ContinuousRunner:
         self._since.reasons[reason] += 1
 
     def _drop_stale(self, groups: list[SampleGroup]) -> None:
-        """Their prompts are the next to be drawn."""
+        """Drop groups whose prompts are drawn again next."""
         for group in groups:
             self._drop(group, STALE)
         self._parts.source.put_back(groups)
 
-    def _refuse_to_go_on_for_ever(self) -> None:
+    def _check_drops(self) -> None:
+        """Raise RolloutError if too many groups fail or are dropped to ever fill a rollout."""
         size, reasons = self._parts.flags.rollout_batch_size, self._since.reasons
         num_dropped = reasons.total() - reasons[STALE]
         if len(self._queue) < size and num_dropped >= self._parts.flags.max_sampling_waves * size:
@@ -166,14 +206,14 @@ class ContinuousRunner:
             raise too_many_dropped(tried, len(self._queue), size, reasons)
 
     def _is_stale(self, group: SampleGroup) -> bool:
-        """It would be trained by weights that are too new for its first token."""
+        """Return whether the weights that would train the group are too new for its oldest token."""
         version = max(self._parts.policy_version(), self._coming_version)
         return first_version(group, version) < version - self._admission.max_staleness
 
     def _filling(self) -> list[SampleGroup]:
-        """Queued groups that fill the rollout as things stand, those that began first.
+        """Return the queued groups that fill the rollout so far, in the order in which they began.
 
-        With `--sampling-order submission`, none before all that began earlier are judged.
+        With `--sampling-order submission`, a group counts only after all groups that began earlier are judged.
         """
         indices = sorted(self._queue)
         if self._parts.flags.sampling_order == "submission":
@@ -182,7 +222,7 @@ class ContinuousRunner:
         return [self._queue[index] for index in indices[: self._parts.flags.rollout_batch_size]]
 
     def _hand_out(self, step: int, kept: list[SampleGroup]) -> Rollout:
-        """Take a rollout out of the queue, with all that was dropped since the last one."""
+        """Remove a rollout from the queue and add the groups dropped since the last one."""
         for group in kept:
             del self._queue[group.index]
         num_tokens_left = sum(_num_tokens(group) for group in [*self._queue.values(), *self._tasks.standing()])
@@ -192,8 +232,8 @@ class ContinuousRunner:
         num_tokens = sum(map(_num_tokens, groups)) + num_tokens_left - since.num_tokens_before
         if self._parts.sample_filter is not None:
             self._parts.sample_filter(kept)
-        assert self._asked is not None
-        metrics = sample_metrics(groups, reward_key=self._parts.reward_key, policy_version=self._asked.version)
+        assert self._request is not None
+        metrics = sample_metrics(groups, reward_key=self._parts.reward_key, policy_version=self._request.version)
         metrics |= continuous_metrics(
             groups,
             reasons=since.reasons,
@@ -207,21 +247,21 @@ class ContinuousRunner:
         return Rollout(step, groups, state, metrics | epoch_metric(state))
 
     def _state(self, step: int) -> RolloutState:
-        """With what is queued and in flight, as it stands now."""
+        """Return the state after rollout `step`, including the groups that are queued and in flight now."""
         queued = [SampleGroup(group.index, group.row, list(map(frozen, group.samples))) for group in self._queue.values()]
-        under_way = sorted([*queued, *self._tasks.standing()], key=lambda group: group.index)
-        return replace(self._parts.source.state(step), buffer=under_way)
+        pending = sorted([*queued, *self._tasks.standing()], key=lambda group: group.index)
+        return replace(self._parts.source.state(step), buffer=pending)
 
 
 @dataclass(slots=True)
 class _Interval:
-    """From one hand-out to the next."""
+    """Interval between two rollouts."""
 
     dropped: list[SampleGroup] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
-    """How many were dropped for each."""
+    """Number of dropped groups by reason."""
     num_tokens_before: int = 0
-    """Response tokens of what was queued and in flight when it began."""
+    """Response tokens of the groups that were queued and in flight when the interval began."""
     began_s: float = field(default_factory=time.monotonic)
 
 
@@ -230,6 +270,6 @@ def _num_tokens(group: SampleGroup) -> int:
 
 
 def _is_judged(group: SampleGroup) -> bool:
-    """It was rewarded before the checkpoint."""
+    """Return whether the group was rewarded before the checkpoint."""
     failed = [sample for sample in group.samples if sample.status is SampleStatus.FAILED]
     return len(judged(group.samples)) + len(failed) == len(group.samples)

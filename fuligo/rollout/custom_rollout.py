@@ -1,4 +1,4 @@
-"""`--rollout-function-path`: `(args, rollout_id, data_source, evaluation=False)`, async or not, replaces the whole rollout."""
+"""Rollouts of `--rollout-function-path`: `(args, rollout_id, data_source, evaluation=False)`, plain or async."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fuligo.engines.generation import SamplingParams
 from fuligo.errors import RolloutError
 from fuligo.rollout.custom_generate import complete, default_generate
 from fuligo.rollout.metrics import epoch_metric, sample_metrics
-from fuligo.rollout.protocol import GenerateFn, GroupStream, Rollout
+from fuligo.rollout.protocol import GenerateFn, GroupStream, Rollout, RolloutState
 from fuligo.rollout.sampler import failed, malformation
 from fuligo.rollout.teacher import ServedTeacher
 from fuligo.types import Sample, SampleGroup, SampleStatus
 
 
 class DataSource:
-    """What the function draws from: groups of fresh or unfinished samples."""
+    """`data_source` of the function: groups of fresh or unfinished samples."""
 
     def __init__(self, source: GroupStream, step: int, policy_version: int) -> None:
         self._source = source
@@ -29,31 +29,31 @@ class DataSource:
         """Row of the data set by group index."""
 
     def get_samples(self, num_groups: int) -> list[list[Sample]]:
-        """The next `num_groups` prompts, `--n-samples-per-prompt` samples each."""
+        """Return the next `num_groups` groups of `--n-samples-per-prompt` samples each."""
         groups = self._source.draw(num_groups, self._step, self._policy_version).groups
         self.rows.update((group.index, group.row) for group in groups)
         return [group.samples for group in groups]
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
-        """Groups that the rollout does not return: they are drawn again, with their tokens under `--partial-rollout`."""
+        """Take back groups that the rollout does not return; they are drawn again, with their tokens under `--partial-rollout`."""
         self._source.put_back([SampleGroup(samples[0].group_index, self.rows[samples[0].group_index], samples) for samples in groups])
 
 
 class CustomRollout:
-    """Rollouts that the user's function makes: a list of groups, each a list of finished samples with rewards.
+    """Rollouts of the user's function, which returns groups of finished samples with rewards. Implements `RolloutMethod`.
 
-    Inside it `custom_generate.continue_sample` lets the engine generate.
+    The function may call `custom_generate.continue_sample` to generate.
 
     Args:
         hook: the function
         args: read-only view of the flags
-        source: what `data_source` draws from
-        generate: what `continue_sample` does
-        params: the run's sampling parameters
+        source: source of the groups that `data_source` returns
+        generate: used by `continue_sample`
+        params: sampling parameters of the run
         policy_version: version of the weights in the engines
-        reward_key: which value of a dict reward the metrics report
-        vocab_size: of the model; None where it is not known
-        teacher: scores what the function returned
+        reward_key: value of a dict reward that the metrics report
+        vocab_size: vocabulary size of the model; None if unknown
+        teacher: scores the returned samples
     """
 
     def __init__(
@@ -79,18 +79,26 @@ class CustomRollout:
         self._vocab_size = vocab_size
         self._teacher = teacher
 
+    def restore(self, state: RolloutState) -> None:
+        self._source.restore(state)
+
     async def rollout(self, step: int) -> Rollout:
-        """
+        """Call the function and check what it returns.
+
         Raises:
-            RolloutError: the function raised, or returned something else than groups of samples.
+            RolloutError: the function raised, or did not return groups of samples
         """
         version = self._policy_version()
         data_source = DataSource(self._source, step, version)
         try:
             with default_generate(self._generate, self._params):
-                result = await self._call(step, data_source)
+                if inspect.iscoroutinefunction(self._hook):
+                    result = await self._hook(self._args, step, data_source, evaluation=False)
+                else:
+                    result = await asyncio.to_thread(self._hook, self._args, step, data_source, evaluation=False)
         except Exception as error:
-            raise RolloutError(f"--rollout-function-path: in rollout {step} it raised {describe_exception(error, self._hook)}") from error
+            cause = describe_exception(error, self._hook)
+            raise RolloutError(f"--rollout-function-path: the function raised in rollout {step}: {cause}") from error
         groups = [_group(samples, version, data_source.rows, self._vocab_size) for samples in _checked(result)]
         groups.sort(key=lambda group: group.index)
         if self._teacher is not None:
@@ -98,11 +106,6 @@ class CustomRollout:
         metrics = sample_metrics(groups, reward_key=self._reward_key, policy_version=version)
         state = self._source.state(step)
         return Rollout(step, groups, state, metrics | epoch_metric(state))
-
-    async def _call(self, step: int, data_source: DataSource) -> Any:
-        if inspect.iscoroutinefunction(self._hook):
-            return await self._hook(self._args, step, data_source, evaluation=False)
-        return await asyncio.to_thread(self._hook, self._args, step, data_source, evaluation=False)
 
 
 def _checked(result: Any) -> list[list[Sample]]:
@@ -113,7 +116,7 @@ def _checked(result: Any) -> list[list[Sample]]:
 
 
 def _group(samples: list[Sample], version: int, rows: dict[int, int], vocab_size: int | None) -> SampleGroup:
-    """Samples that cannot be learnt from are marked failed."""
+    """Complete the samples of a group and mark those failed that cannot be trained on."""
     for sample in samples:
         try:
             complete(sample, version, vocab_size=vocab_size)
@@ -121,7 +124,7 @@ def _group(samples: list[Sample], version: int, rows: dict[int, int], vocab_size
         except ValueError as error:
             problem = str(error)
         if problem is None and sample.status in (SampleStatus.PENDING, SampleStatus.ABORTED):
-            problem = f"the rollout function returned it {sample.status}"
+            problem = f"the rollout function returned it as {sample.status}"
         if problem is None and sample.reward is None and sample.status is not SampleStatus.FAILED:
             problem = "the rollout function returned it without a reward"
         if problem is not None:

@@ -1,4 +1,4 @@
-"""When rollouts are sampled: each when it is asked for, one ahead of the training, or all the time."""
+"""Pace of the rollouts: each when the loop asks for it, one ahead of the training, or without pause."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from fuligo.rollout.protocol import Rollout
 
 
 class PacedRollouts:
-    """Rollouts `start` to `stop - 1` in order.
+    """Async iterator over the rollouts `start` to `stop - 1`.
 
     sync: rollout k is sampled when the loop asks for it, with the weights of that moment.
-    one-step: rollout k + 1 is begun before rollout k is handed out, so that sampling and training overlap; its tokens are of weights
-    one training step older than in sync mode. Whoever changes weights awaits `settle()` first. `Rollout.state` of k was taken before
-    k + 1 began: a resume from it samples k + 1 again, and nothing of it is lost or trained on twice.
+    one-step: rollout k + 1 begins before rollout k is handed out, so that sampling and training overlap; its tokens are one training
+    step older than in sync mode. Await `settle()` before the weights change. `Rollout.state` of k is taken before k + 1 begins: a
+    resume samples k + 1 again, and nothing is lost or trained on twice.
+    full: `produce` takes rollouts out of sampling that never stops (`continuous.ContinuousRunner`). Weights may change at any time:
+    `settle()` announces the change and does not wait.
 
-    full: `produce` takes rollouts out of a sampling that goes on by itself (`continuous.ContinuousRunner`). Weights may change at any
-    time: `settle()` announces it and does not wait.
-
-    Leave it as an async context manager, or `close()` it: a rollout that was begun ahead is cancelled.
+    Leave it as an async context manager, or `close()` it, to cancel a rollout that began ahead.
 
     Args:
-        produce: samples one rollout (`RolloutRunner.rollout`, or saved ones)
-        start: first rollout, 0 or where a checkpoint resumes
+        produce: produces the rollout of a step
+        start: first rollout; 0, or the step of the checkpoint
         stop: number of rollouts of the whole run
-        before_sync: told that weights are about to change
-        policy_version: version of the weights, which train on what is handed out; the metrics say how old its tokens are for them
+        before_sync: called when the weights are about to change
+        policy_version: version of the weights that train on what is handed out, for the staleness metrics; None if nothing is sampled
     """
 
     def __init__(
@@ -54,9 +53,10 @@ class PacedRollouts:
         return self
 
     async def __anext__(self) -> Rollout:
-        """
+        """Return the next rollout.
+
         Raises:
-            FuligoError: whatever sampling this rollout raised, also where that happened ahead of time.
+            FuligoError: this rollout failed, possibly ahead of time
         """
         if self._next == self._stop:
             raise StopAsyncIteration
@@ -77,16 +77,16 @@ class PacedRollouts:
         await self.close()
 
     async def settle(self) -> None:
-        """Return when weights may change: when no rollout is being sampled, or at once where sampling never stops.
+        """Return when the weights may change: when no rollout is being sampled, or at once in full mode.
 
-        An error of the rollout is raised when it is asked for.
+        If the rollout ahead fails, its error is raised when the loop asks for it.
         """
         self._before_sync()
         if self._ahead is not None:
             await asyncio.wait([self._ahead])
 
     async def close(self) -> None:
-        """Cancel the rollout that is ahead; when this returns it is gone."""
+        """Cancel the rollout that is ahead and wait until it has ended."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.cancel()

@@ -1,4 +1,4 @@
-"""The seams of the rollout side."""
+"""Contracts inside the rollout side, and the data that they exchange."""
 
 from __future__ import annotations
 
@@ -11,24 +11,40 @@ from fuligo.engines.generation import EngineLoad, SamplingParams
 from fuligo.types import Prompt, Sample, SampleGroup
 
 
+class RolloutMethod(Protocol):
+    """One way to make rollouts: in waves, without pause, by a user's function, from conversations or from saved rollouts."""
+
+    async def rollout(self, step: int) -> Rollout:
+        """Make the rollout of `step`; called for one step after the other.
+
+        Raises:
+            FuligoError: no rollout can be made; one bad sample is data, not an error
+        """
+        ...
+
+    def restore(self, state: RolloutState) -> None:
+        """Continue from the state of a checkpoint; called before the first rollout."""
+        ...
+
+
 class GenerateFn(Protocol):
     """Turns a pending sample into a finished (or aborted, or failed) one. Rollout code knows engines only through this.
 
-    Several samples may come of one (a conversation cut into pieces): they keep its `index`. Samples are changed in place; what
-    was generated before an abort is continued, never thrown away.
+    It may return several samples (a conversation cut into pieces), which keep the `index`. Samples are changed in place. Tokens
+    generated before an abort are kept and continued.
     """
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> Sample | list[Sample]: ...
 
 
 class RewardFn(Protocol):
-    """Sets `reward` on every finished sample of a group; a reward that fails marks its sample failed, it never raises."""
+    """Sets `reward` on every finished sample of a group. Never raises: if a reward fails, it marks the sample failed."""
 
     async def __call__(self, group: SampleGroup) -> None: ...
 
 
 class EngineControl(Protocol):
-    """What a rollout asks of the engines as a whole; `engines.group.EngineGroup` is one."""
+    """Commands of a rollout to all engines; `engines.group.EngineGroup` implements it."""
 
     async def abort_all(self) -> None: ...
 
@@ -40,14 +56,14 @@ class EngineControl(Protocol):
 
 
 class PromptStream(Protocol):
-    """Prompts in an order that can be saved; `data` has the one that reads files."""
+    """Prompts in an order that can be saved; `data.source.PromptSource` reads them from a file."""
 
     def take(self, num_prompts: int, /) -> list[Prompt]:
-        """The next prompts, those given back first; it begins a new epoch when one ends."""
+        """Return the next prompts, those given back first; start a new epoch when one ends."""
         ...
 
     def give_back(self, prompts: list[Prompt], /) -> None:
-        """Prompts that were taken and not used; they are the next to be taken."""
+        """Return prompts that were taken and not used; they are taken next."""
         ...
 
     def state(self) -> dict[str, int | list[int]]: ...
@@ -56,59 +72,59 @@ class PromptStream(Protocol):
 
 
 class GroupStream(Protocol):
-    """Groups to sample, and a place for those that a rollout leaves unfinished."""
+    """Groups to sample, and the buffer of groups that a rollout leaves unfinished."""
 
     def draw(self, num_groups: int, step: int, policy_version: int) -> Draw:
-        """Groups for rollout `step`, unfinished ones of earlier rollouts first."""
+        """Draw groups for rollout `step`, unfinished ones of earlier rollouts first."""
         ...
 
     def put_back(self, groups: list[SampleGroup]) -> None:
-        """Unfinished groups of a rollout that has enough, ordered by index."""
+        """Return the unfinished groups of a full rollout, ordered by index."""
         ...
 
     def state(self, step: int) -> RolloutState:
-        """Where drawing stands after rollout `step`."""
+        """Return the position in the data after rollout `step`."""
         ...
 
     def restore(self, state: RolloutState) -> None: ...
 
 
 GroupFilter = Callable[[list[Sample]], str | None]
-"""Judges a group's usable samples; the reason to drop them, or None to keep them."""
+"""Judges the usable samples of a group; returns the reason to drop the group, or None to keep it."""
 
 BufferFilter = Callable[[int, list[list[Sample]], int], list[list[Sample]]]
-"""`(rollout_id, buffer, num_groups)`: takes at most `num_groups` groups out of the buffer."""
+"""`(rollout_id, buffer, num_groups)`: removes at most `num_groups` groups from the buffer and returns them."""
 
 
 @dataclass(slots=True)
 class Draw:
-    """Groups of one wave. They are the rollout's own: what it does to them changes no buffer and no state."""
+    """Groups of one wave. The rollout owns them: changing them changes no buffer and no state."""
 
     groups: list[SampleGroup]
     num_stale: int = 0
-    """Buffered groups that were too old to continue; their prompts start anew, now or later."""
+    """Buffered groups that were too old to continue; their prompts are drawn again."""
 
 
 @dataclass(slots=True)
 class RolloutState:
-    """Where sampling stands after a rollout; a checkpoint of that rollout saves it, a resume starts from it."""
+    """Position of the sampling after a rollout, saved in its checkpoint."""
 
     source: dict[str, int | list[int]]
-    """Position in the data: epoch, offset, rows that wait to be drawn again."""
+    """Position in the data: epoch, offset, rows to be drawn again."""
     next_sample_index: int = 0
     next_group_index: int = 0
     buffer: list[SampleGroup] = field(default_factory=list)
-    """Unfinished groups of a partial rollout."""
+    """Unfinished groups of a partial rollout; in full-async mode, all groups that are queued or in flight."""
 
 
 @dataclass(slots=True)
 class Rollout:
-    """What one rollout gave."""
+    """Batch of one step."""
 
     step: int
     """Rollout id, 0-based."""
     groups: list[SampleGroup]
-    """Kept and not kept ones, ordered by index."""
+    """Kept and dropped groups, ordered by index."""
     state: RolloutState
     metrics: dict[str, float]
     """`rollout/*`"""

@@ -1,30 +1,60 @@
-"""One rollout: waves of prompts are sampled, rewarded and judged at the same time until enough groups are kept."""
+"""Rollouts made one at a time: waves of prompts are sampled, rewarded and judged concurrently until enough groups are kept."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
+from fuligo.config.groups import RolloutFlags
+from fuligo.engines.generation import SamplingParams
 from fuligo.errors import RolloutError
 from fuligo.rollout.aligned_start import aligned_start
 from fuligo.rollout.dynamic_sampling import DynamicSampling
+from fuligo.rollout.filters import SampleFilter
 from fuligo.rollout.group_tasks import GroupTasks
 from fuligo.rollout.judging import ABORTED, SURPLUS, FailureWatch, drop_reason
 from fuligo.rollout.metrics import RolloutCounts, epoch_metric, sample_metrics, sampling_metrics
-from fuligo.rollout.parts import RunnerParts
-from fuligo.rollout.protocol import Draw, Rollout
+from fuligo.rollout.protocol import Draw, EngineControl, GroupFilter, GroupStream, RewardFn, Rollout, RolloutState
+from fuligo.rollout.sampler import Sampler
 from fuligo.types import SampleGroup
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RunnerParts:
+    """Parts of a `RolloutRunner` or `ContinuousRunner`."""
+
+    source: GroupStream
+    """Source of groups, which takes unfinished ones back."""
+    sampler: Sampler
+    """Generates one sample."""
+    reward: RewardFn
+    """Judges the samples of a finished group."""
+    engines: EngineControl
+    """For abort and the aligned start."""
+    params: SamplingParams
+    """Sampling parameters of every sample."""
+    flags: RolloutFlags
+    """Sizes and modes."""
+    reward_key: str | None = None
+    """Value of a dict reward that the metrics report."""
+    group_filter: GroupFilter | None = None
+    """Keeps or drops a finished group (dynamic sampling)."""
+    sample_filter: SampleFilter | None = None
+    """Sees all groups that are handed out and changes their samples in place."""
+    policy_version: Callable[[], int] = lambda: 0
+    """Version of the weights in the engines."""
+
+
 class RolloutRunner:
-    """Makes rollouts of what a `GroupStream` offers.
+    """Makes rollouts of the groups of a `GroupStream`, one at a time. Implements `RolloutMethod`.
 
     Args:
-        aligned_waves: hold the engine until a wave has arrived, so that equal seeds give equal tokens bit for bit
+        aligned_waves: pause the engine until a whole wave has arrived, so that equal seeds give bitwise equal tokens
     """
 
     def __init__(self, parts: RunnerParts, *, aligned_waves: bool = False) -> None:
@@ -34,7 +64,7 @@ class RolloutRunner:
         self._aligned_waves = aligned_waves and wave_requests <= parts.flags.rollout_concurrency
         if aligned_waves and not self._aligned_waves:
             logger.warning(
-                "a wave has %d requests and --rollout-concurrency is %d: runs are not reproducible bit for bit",
+                "a wave has %d requests and --rollout-concurrency is %d: runs are not bitwise reproducible",
                 wave_requests,
                 parts.flags.rollout_concurrency,
             )
@@ -43,12 +73,15 @@ class RolloutRunner:
     def _wave_size(self) -> int:
         return self._parts.flags.over_sampling_batch_size or self._parts.flags.rollout_batch_size
 
+    def restore(self, state: RolloutState) -> None:
+        self._parts.source.restore(state)
+
     async def rollout(self, step: int) -> Rollout:
         """Sample rollout `step`.
 
         Raises:
-            RolloutError: the waves are used up, or nearly all groups failed; what was unfinished is back in the source.
-            EngineError: the engines do not answer to abort, pause or load.
+            RolloutError: all waves are used up, or nearly all groups failed; unfinished groups are back in the source
+            EngineError: the engines do not answer to abort, pause or load
         """
         started_s = time.monotonic()
         sampling = DynamicSampling(
@@ -73,7 +106,7 @@ class RolloutRunner:
         return self._conclude(run)
 
     async def _fill(self, run: _Run, tasks: GroupTasks) -> None:
-        """Submit waves and judge what finishes until the rollout is complete."""
+        """Submit waves and judge finished groups until the rollout is complete."""
         while not run.sampling.complete:
             if run.sampling.needs_wave:
                 if run.sampling.exhausted:
@@ -96,7 +129,7 @@ class RolloutRunner:
                 tasks.start(group)
 
     def _conclude(self, run: _Run) -> Rollout:
-        """Say of every group what became of it; kept ones pass the sample filter."""
+        """Mark every group kept or dropped, and apply the sample filter to those kept."""
         chosen = set(run.sampling.chosen())
         aborted = {group.index for group in run.aborted}
         for index, group in run.groups.items():
@@ -114,13 +147,13 @@ class RolloutRunner:
 
 @dataclass(slots=True)
 class _Run:
-    """One rollout under way."""
+    """Rollout in progress."""
 
     step: int
     version: int
     sampling: DynamicSampling
     groups: dict[int, SampleGroup] = field(default_factory=dict)
-    """All that were drawn, by index."""
+    """All drawn groups, by index."""
     aborted: list[SampleGroup] = field(default_factory=list)
     counts: RolloutCounts = field(default_factory=RolloutCounts)
 

@@ -1,4 +1,4 @@
-"""The teacher's log-probabilities of finished samples, where an engine serves it (--use-opd): got while the reward judges."""
+"""Log-probabilities of a teacher that an engine serves (--use-opd), requested while the reward judges."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fuligo.types import FloatArray, IntArray, Sample, SampleGroup, SampleStatus
 
 
 class Scorer(Protocol):
-    """Serves the teacher; `engines.group.EngineGroup` does."""
+    """Engine that serves the teacher; `engines.group.EngineGroup` implements it."""
 
     async def score(self, input_ids: IntArray, num_given: int, *, rid: str, timeout_s: float | None = None) -> FloatArray: ...
 
 
 class ServedTeacher:
-    """Fills in `teacher_logprobs`. What goes wrong with one sample, after the retries, is that sample's failure.
+    """Sets `teacher_logprobs` of finished samples. An error that outlasts the retries makes its sample failed.
 
     Args:
-        scorer: where to ask
-        timeout_s: deadline of one sample, its retries together
+        scorer: serves the teacher
+        timeout_s: deadline of one sample, retries included
     """
 
     def __init__(self, scorer: Scorer, *, timeout_s: float) -> None:
@@ -32,7 +32,7 @@ class ServedTeacher:
         self._num_requests = itertools.count()
 
     async def __call__(self, group: SampleGroup) -> None:
-        """Samples that are not finished, have failed, have no token, or know the teacher's log-probabilities stay as they are."""
+        """Score the samples of a group, except those that are unfinished, failed, empty or scored already."""
         await asyncio.gather(*(self._score(sample) for sample in group.samples if _is_unscored(sample)))
 
     async def _score(self, sample: Sample) -> None:
@@ -45,20 +45,20 @@ class ServedTeacher:
         sample.spans.append(Span("teacher", start_s, time.time()))
 
 
-class TaughtReward:
-    """A `RewardFn` that has the teacher score meanwhile."""
+class RewardWithTeacher:
+    """`RewardFn` that lets the teacher score concurrently."""
 
     def __init__(self, reward: RewardFn, teacher: ServedTeacher) -> None:
         self._reward = reward
         self._teacher = teacher
 
     async def __call__(self, group: SampleGroup) -> None:
-        teaching = asyncio.create_task(self._teacher(group))
+        scoring = asyncio.create_task(self._teacher(group))
         try:
             await self._reward(group)
-            await teaching
+            await scoring
         finally:
-            teaching.cancel()  # of a group that is not rewarded nobody asks
+            scoring.cancel()  # a group whose reward is cancelled needs no scores
 
 
 def _is_unscored(sample: Sample) -> bool:

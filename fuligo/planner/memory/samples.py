@@ -100,6 +100,6 @@ def routing_bytes(architecture: Architecture) -> int:
 def num_rollouts_at_a_time(subject: Subject) -> int:
     """Rollouts that the driver holds at once: the one that is trained on, and those that are sampled meanwhile."""
     config = subject.config
-    if config.rollout.async_mode == "full":  # `rollout/admission.py`
+    if config.rollout.async_mode == "full":  # `rollout/continuous.py`
         return 1 + ((config.rollout.max_staleness or 0) + 1) * config.weight_sync.update_weights_interval
     return 2 if config.rollout.async_mode == "one-step" else 1

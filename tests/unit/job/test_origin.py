@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fuligo.config.parse import parse
-from fuligo.job.run import Origin
+from fuligo.job.origin import Origin
 
 
 def may_cut_back(origin: Origin, tmp_path: Path, *flags: object) -> bool:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fuligo.config.groups import RolloutFlags
-from fuligo.rollout.admission import Admission
-from fuligo.rollout.continuous import ContinuousRunner
+from fuligo.rollout.continuous import Admission, ContinuousRunner
 from fuligo.rollout.debug_data import decode_groups, encode_groups
 from fuligo.rollout.generate import SingleTurn, sampling_params
-from fuligo.rollout.parts import RunnerParts
 from fuligo.rollout.protocol import GenerateFn, GroupFilter, Rollout, RolloutState
+from fuligo.rollout.runner import RunnerParts
 from fuligo.rollout.sampler import Sampler
 from fuligo.rollout.source import GroupSource
 from fuligo.types import SampleGroup

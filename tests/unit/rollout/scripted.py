@@ -16,9 +16,8 @@ from fuligo.config.groups import RolloutFlags
 from fuligo.engines.generation import EngineLoad, Generation, RoutingQuery, SamplingParams
 from fuligo.errors import EngineError
 from fuligo.rollout.generate import SingleTurn, sampling_params
-from fuligo.rollout.parts import RunnerParts
 from fuligo.rollout.protocol import GenerateFn, GroupFilter, GroupStream, RolloutState
-from fuligo.rollout.runner import RolloutRunner
+from fuligo.rollout.runner import RolloutRunner, RunnerParts
 from fuligo.rollout.sampler import Sampler
 from fuligo.rollout.source import GroupSource
 from fuligo.types import IntArray, Prompt, Sample, SampleGroup

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuligo.rollout.admission import Admission, Asked
+from fuligo.rollout.continuous import Admission, Request
 
 MANY = 1000
 
@@ -16,15 +16,15 @@ MANY = 1000
 def test_with_an_update_after_every_rollout_it_is_the_rule_of_areal(max_staleness: int, version: int):
     """Begun in all <= (version + K + 1) * batch size; what was handed out already is `next_step` rollouts of them."""
     admission = Admission(batch_size=4, max_staleness=max_staleness, update_interval=1, num_rollout=MANY)
-    waiting = admission.limit(next_step=version, asked=Asked(version, version), version=version)
-    training = admission.limit(next_step=version + 1, asked=Asked(version, version), version=version)
+    waiting = admission.limit(next_step=version, request=Request(version, version), version=version)
+    training = admission.limit(next_step=version + 1, request=Request(version, version), version=version)
     assert 4 * version + waiting == 4 * (version + 1) + training == (version + max_staleness + 1) * 4
 
 
 def test_nothing_is_begun_for_rollouts_after_the_last():
     admission = Admission(batch_size=4, max_staleness=9, update_interval=1, num_rollout=5)
-    assert admission.limit(next_step=3, asked=Asked(3, 3), version=3) == 2 * 4
-    assert admission.limit(next_step=5, asked=Asked(4, 4), version=5) == 0
+    assert admission.limit(next_step=3, request=Request(3, 3), version=3) == 2 * 4
+    assert admission.limit(next_step=5, request=Request(4, 4), version=5) == 0
 
 
 @given(
@@ -39,11 +39,11 @@ def test_the_last_group_in_the_line_is_as_old_as_allowed_when_it_is_trained(
     max_staleness: int, update_interval: int, step: int, first_version: int, handed_out: bool, synced: bool
 ):
     """Against a simulation of the versions by which the rollouts to come are trained."""
-    asked = Asked(step, first_version + step // update_interval)
+    asked = Request(step, first_version + step // update_interval)
     syncs = handed_out and synced and (step + 1) % update_interval == 0
     now = asked.version + syncs
     admission = Admission(1, max_staleness, update_interval, MANY)
-    limit = admission.limit(next_step=step + handed_out, asked=asked, version=now)
+    limit = admission.limit(next_step=step + handed_out, request=asked, version=now)
 
     trained_by, version = {}, asked.version
     for later in range(step, step + 60):

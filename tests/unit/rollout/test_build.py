@@ -1,4 +1,4 @@
-"""From flags and hooks to the parts of the rollout side; nothing is sent to an engine."""
+"""From flags and hooks to the parts of the rollout sampling; nothing is sent to an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fuligo.config import Config
 from fuligo.config.groups import DataFlags, RewardFlags, RolloutFlags
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import ConfigError, HookError, RolloutError
-from fuligo.rollout.build import RolloutSide, build_rollouts
+from fuligo.rollout.build import Sampling, build_sampling
 from fuligo.rollout.custom_generate import CustomGenerate
 from fuligo.rollout.custom_source import CustomSource
 from fuligo.rollout.generate import SingleTurn
@@ -51,9 +51,9 @@ def hooks(tmp_path: Path) -> str:
     return str(file)
 
 
-async def build(data: dict[str, Any] | None = None, **flags: Any) -> RolloutSide:
+async def build(data: dict[str, Any] | None = None, **flags: Any) -> Sampling:
     config = Config(rollout=RolloutFlags(**flags), data=DataFlags(**(data or {})), reward=RewardFlags(rm_type="random"))
-    return build_rollouts(
+    return build_sampling(
         config,
         prompts=Rows(),
         engines=EngineGroup.connect(["http://nowhere"]),
@@ -65,30 +65,30 @@ async def build(data: dict[str, Any] | None = None, **flags: Any) -> RolloutSide
 
 
 async def test_without_hooks_prompts_are_answered_in_one_turn():
-    side = await build()
-    assert isinstance(side.source, GroupSource)
-    assert isinstance(side.generate, SingleTurn)
+    sampling = await build()
+    assert isinstance(sampling.source, GroupSource)
+    assert isinstance(sampling.generate, SingleTurn)
 
 
 async def test_a_data_source_that_cannot_be_made_is_named(hooks: str):
-    with pytest.raises(HookError, match=r":Offline: made with \(args\), it raised FileNotFoundError: .* \(my_hooks\.py:18\)"):
+    with pytest.raises(HookError, match=r":Offline: the class raised on \(args\): FileNotFoundError: .* \(my_hooks\.py:18\)"):
         await build({"data_source_path": f"{hooks}:Offline"})
 
 
 async def test_hooks_take_their_places(hooks: str):
-    side = await build({"data_source_path": f"{hooks}:Source"}, custom_generate_function_path=f"{hooks}:generate")
-    assert isinstance(side.source, CustomSource)
-    assert isinstance(side.generate, CustomGenerate)
+    sampling = await build({"data_source_path": f"{hooks}:Source"}, custom_generate_function_path=f"{hooks}:generate")
+    assert isinstance(sampling.source, CustomSource)
+    assert isinstance(sampling.generate, CustomGenerate)
 
 
 async def test_a_whole_rollout_of_the_user_s_own(hooks: str):
-    side = await build(rollout_function_path=f"{hooks}:rollout")
+    sampling = await build(rollout_function_path=f"{hooks}:rollout")
     with pytest.raises(RolloutError, match="--rollout-function-path must return"):
-        await side.produce(0)
+        await sampling.method.rollout(0)
 
 
 @pytest.mark.parametrize("flags", [{"max_staleness": 1}, {"buffer_filter_path": "fuligo.rollout.filters.pop_first"}])
-async def test_what_the_user_s_own_source_does_itself_is_refused_beside_it(hooks: str, flags: dict[str, Any]):
+async def test_what_the_user_s_own_source_does_itself_is_refused_besampling_it(hooks: str, flags: dict[str, Any]):
     with pytest.raises(ConfigError, match="has no effect with --data-source-path"):
         await build({"data_source_path": f"{hooks}:Source"}, partial_rollout=True, **flags)
 

@@ -78,7 +78,7 @@ async def test_samples_that_cannot_be_learnt_from_are_failed_with_the_reason():
     rollout = await rollouts.rollout(0)
     lacks, fine, pending, unjudged = samples_of(rollout.groups)
     assert "without engine_logprobs" in (lacks.error or "")
-    assert "returned it pending" in (pending.error or "")
+    assert "returned it as pending" in (pending.error or "")
     assert "returned it without a reward" in (unjudged.error or "")
     assert fine.versions.tolist() == [3, 3]
     assert fine.engine_logprobs.dtype == np.float32
@@ -98,6 +98,7 @@ async def test_a_function_that_raises_is_named():
 
     _, rollouts = custom(raises)
     with pytest.raises(
-        RolloutError, match=r"--rollout-function-path: in rollout 4 it raised LookupError: nothing here \(test_custom_rollout\.py:\d+\)"
+        RolloutError,
+        match=r"the function raised in rollout 4: LookupError: nothing here \(test_custom_rollout\.py:\d+\)",
     ):
         await rollouts.rollout(4)

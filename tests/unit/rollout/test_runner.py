@@ -170,7 +170,7 @@ async def test_an_aligned_wave_does_not_wait_for_samples_that_need_no_request():
 async def test_a_wave_beyond_the_concurrency_limit_is_not_aligned_and_that_is_said(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         given = world(rollout_batch_size=3, rollout_concurrency=5, aligned_waves=True)
-    assert "not reproducible bit for bit" in caplog.text
+    assert "not bitwise reproducible" in caplog.text
     await given.runner.rollout(0)
     assert "pause" not in given.engine.log
 

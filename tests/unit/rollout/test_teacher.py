@@ -11,7 +11,7 @@ import pytest
 from fuligo.errors import EngineError, HookError
 from fuligo.rollout.judging import usable
 from fuligo.rollout.sampler import malformation
-from fuligo.rollout.teacher import ServedTeacher, TaughtReward
+from fuligo.rollout.teacher import RewardWithTeacher, ServedTeacher
 from fuligo.types import FloatArray, IntArray, Sample, SampleGroup, SampleStatus
 
 
@@ -43,7 +43,7 @@ async def taught(group: SampleGroup, scorer: Scorer) -> None:
         for sample in group.samples:
             sample.reward = 1.0
 
-    await TaughtReward(reward, ServedTeacher(scorer, timeout_s=5.0))(group)
+    await RewardWithTeacher(reward, ServedTeacher(scorer, timeout_s=5.0))(group)
 
 
 async def test_every_response_token_is_scored() -> None:
@@ -73,7 +73,7 @@ async def test_a_reward_that_fails_ends_the_scoring() -> None:
         raise HookError("no such label")
 
     with pytest.raises(HookError):
-        await TaughtReward(fails, ServedTeacher(Endless(), timeout_s=5.0))(SampleGroup(0, 0, [sample(1)]))
+        await RewardWithTeacher(fails, ServedTeacher(Endless(), timeout_s=5.0))(SampleGroup(0, 0, [sample(1)]))
     async with asyncio.timeout(10):
         await ended.wait()
 
@@ -109,7 +109,7 @@ async def test_reward_and_teacher_are_asked_at_the_same_time() -> None:
     scorer.score = waits(lambda: np.zeros(3, np.float32))  # pyright: ignore[reportAttributeAccessIssue]
     group = SampleGroup(0, 0, [sample(1)])
     async with asyncio.timeout(30):
-        await TaughtReward(waits(lambda: None), ServedTeacher(scorer, timeout_s=5.0))(group)  # pyright: ignore[reportArgumentType]
+        await RewardWithTeacher(waits(lambda: None), ServedTeacher(scorer, timeout_s=5.0))(group)  # pyright: ignore[reportArgumentType]
     assert group.samples[0].teacher_logprobs is not None
 
 

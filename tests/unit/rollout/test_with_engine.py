@@ -19,7 +19,7 @@ from fuligo.data.settings import data_settings
 from fuligo.data.source import PromptSource
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.launch import EmbeddedEngineSettings, launch_embedded
-from fuligo.rollout.build import RolloutSide, build_evaluator, build_rollouts
+from fuligo.rollout.build import Sampling, build_evaluator, build_sampling
 from fuligo.rollout.protocol import Rollout, RolloutState
 from fuligo.rollout.rewards import reward_runner
 from fuligo.types import Sample, SampleStatus
@@ -64,11 +64,11 @@ def with_rollout(config: Config, **flags: object) -> Config:
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=flags)})
 
 
-def build(config: Config, engines: EngineGroup) -> RolloutSide:
+def build(config: Config, engines: EngineGroup) -> Sampling:
     tokenizer = AutoTokenizer.from_pretrained(config.model.hf_checkpoint)
     assert config.data.prompt_data is not None
     prompts = PromptSource(PromptDataset.open(config.data.prompt_data, data_settings(config), tokenizer))
-    return build_rollouts(
+    return build_sampling(
         config,
         prompts=prompts,
         engines=engines,
@@ -91,13 +91,13 @@ def contents(rollouts: list[Rollout]) -> list[tuple]:
 
 async def test_equal_seeds_give_equal_rollouts_bit_for_bit_also_across_a_resume(config: Config, engines: EngineGroup):
     whole = build(config, engines)
-    first = [await whole.produce(step) for step in range(3)]
+    first = [await whole.method.rollout(step) for step in range(3)]
     killed = build(config, engines)
-    again = [await killed.produce(0)]
+    again = [await killed.method.rollout(0)]
     state = again[0].state
     resumed = build(config, engines)
-    resumed.source.restore(RolloutState(state.source, state.next_sample_index, state.next_group_index, state.buffer))
-    again += [await resumed.produce(step) for step in (1, 2)]
+    resumed.method.restore(RolloutState(state.source, state.next_sample_index, state.next_group_index, state.buffer))
+    again += [await resumed.method.rollout(step) for step in (1, 2)]
     assert contents(again) == contents(first)
     timing = "rollout/tokens_per_s"
     assert [{**rollout.metrics, timing: 0} for rollout in again] == [{**rollout.metrics, timing: 0} for rollout in first]
@@ -109,8 +109,8 @@ async def test_continued_samples_carry_the_log_probabilities_of_a_plain_forward_
     partial = with_rollout(
         config, partial_rollout=True, rollout_batch_size=2, over_sampling_batch_size=6, rollout_max_response_len=120, rollout_concurrency=12
     )
-    side = build(partial, engines)
-    rollouts = [await side.produce(step) for step in range(2)]
+    sampling = build(partial, engines)
+    rollouts = [await sampling.method.rollout(step) for step in range(2)]
     assert sum(rollout.metrics["rollout/num_resumed"] for rollout in rollouts) > 0, "something was interrupted and continued"
     model = AutoModelForCausalLM.from_pretrained(checkpoint).float().eval()
     for sample in samples_of([group for rollout in rollouts for group in rollout.kept]):
@@ -122,11 +122,11 @@ async def test_continued_samples_carry_the_log_probabilities_of_a_plain_forward_
 
 
 async def test_evaluations_are_equal_and_leave_training_alone(config: Config, engines: EngineGroup):
-    side = build(config, engines)
+    sampling = build(config, engines)
     tokenizer = AutoTokenizer.from_pretrained(config.model.hf_checkpoint)
-    evaluator = build_evaluator(config, engines=engines, tokenizer=tokenizer, generate=side.generate, reward=reward_runner(config))
+    evaluator = build_evaluator(config, engines=engines, tokenizer=tokenizer, generate=sampling.generate, reward=reward_runner(config))
     assert evaluator is not None
     first, second = await evaluator.evaluate(), await evaluator.evaluate()
     assert first.metrics == second.metrics
     assert {"eval/held_out/mean@2", "eval/held_out/pass@2"} <= first.metrics.keys()
-    assert side.source.state(0) == build(config, engines).source.state(0)
+    assert sampling.source.state(0) == build(config, engines).source.state(0)

@@ -9,7 +9,7 @@ import pytest
 
 from fuligo.config.parse import parse
 from fuligo.errors import DataError
-from fuligo.job.stream import StreamBuilder
+from fuligo.job.rollouts import RunData
 from fuligo.rollout.protocol import RolloutState
 from tests import tiny
 
@@ -22,10 +22,10 @@ def test_data_that_a_checkpoint_does_not_belong_to_are_refused_when_they_are_ope
     flags = ["--hf-checkpoint", model, "--prompt-data", prompts, "--label-key", "label", "--num-rollout", 1, "--loss-type", loss]
     config = parse([str(flag) for flag in flags]).config
 
-    builder = StreamBuilder.open(config)
-    assert builder.source is not None
-    state = builder.source.state()
-    StreamBuilder.open(config, RolloutState(state, 0, 0, []))
+    data = RunData.open(config)
+    assert data.source is not None
+    state = data.source.state()
+    RunData.open(config, RolloutState(state, 0, 0, []))
     for other in ({**state, "num_rows": 4}, {}):
         with pytest.raises(DataError, match=f"has 3 rows, that of the checkpoint had {other.get('num_rows', 'none')}"):
-            StreamBuilder.open(config, RolloutState(other, 0, 0, []))
+            RunData.open(config, RolloutState(other, 0, 0, []))

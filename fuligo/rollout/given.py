@@ -1,31 +1,33 @@
-"""Rollouts of supervised fine-tuning: nothing is sampled, the data's own answers are the responses."""
+"""Rollouts that are not sampled: conversations of supervised fine-tuning, and rollouts of an earlier run."""
 
 from __future__ import annotations
 
+import asyncio
+
 from fuligo.data.conversation import ConversationSource
+from fuligo.rollout.debug_data import load_rollout
 from fuligo.rollout.protocol import Rollout, RolloutState
 from fuligo.types import SampleGroup
 
 
 class SupervisedRollouts:
-    """Rollout after rollout of given conversations, in the data's order; stands where a `RolloutRunner` would."""
+    """Rollouts of conversations in the order of the data, whose answers are the responses. Implements `RolloutMethod`.
+
+    Args:
+        batch_size: conversations of one rollout
+    """
 
     def __init__(self, source: ConversationSource, *, batch_size: int) -> None:
-        """
-        Args:
-            batch_size: conversations of one rollout.
-        """
         self._source = source
         self._batch_size = batch_size
         self._next_index = 0
 
     def restore(self, state: RolloutState) -> None:
-        """Go on where a checkpoint left the data."""
         self._source.restore(state.source)
         self._next_index = state.next_sample_index
 
     async def rollout(self, step: int) -> Rollout:
-        """The next conversations, each a group of one sample."""
+        """Return the next conversations, each a group of one sample."""
         conversations = self._source.take(self._batch_size)
         samples = [conversation.as_sample(self._next_index + offset) for offset, conversation in enumerate(conversations)]
         self._next_index += len(samples)
@@ -41,3 +43,22 @@ class SupervisedRollouts:
         }
         state = RolloutState(self._source.state(), next_sample_index=self._next_index, next_group_index=self._next_index)
         return Rollout(step, groups, state, metrics)
+
+
+class SavedRollouts:
+    """Rollouts that an earlier run saved (--load-debug-rollout-data). Implements `RolloutMethod`.
+
+    Args:
+        template: path of the files, with `{rollout_id}`
+        vocab_size: vocabulary size of the model that trains on them; None if unknown
+    """
+
+    def __init__(self, template: str, *, vocab_size: int | None) -> None:
+        self._template = template
+        self._vocab_size = vocab_size
+
+    def restore(self, state: RolloutState) -> None:
+        """Do nothing: the files are found by step."""
+
+    async def rollout(self, step: int) -> Rollout:
+        return await asyncio.to_thread(load_rollout, self._template, step, vocab_size=self._vocab_size)

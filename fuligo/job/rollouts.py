@@ -1,0 +1,151 @@
+"""Rollouts of a run, built from the configuration: sampled, taken from supervised data, or loaded from an earlier run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fuligo.config import Config
+from fuligo.data.conversation import ConversationDataset, ConversationSource
+from fuligo.data.dataset import PromptDataset
+from fuligo.data.settings import data_settings
+from fuligo.data.source import PromptSource
+from fuligo.engines.group import EngineGroup
+from fuligo.engines.metrics import EngineMonitor
+from fuligo.rollout.build import build_evaluator, build_generate, build_sampling, vocab_size
+from fuligo.rollout.continuous import ContinuousRunner
+from fuligo.rollout.evaluate import Evaluator
+from fuligo.rollout.given import SavedRollouts, SupervisedRollouts
+from fuligo.rollout.modes import PacedRollouts
+from fuligo.rollout.producer import Activity, PhaseTimer, RolloutProducer
+from fuligo.rollout.protocol import GenerateFn, RewardFn, RolloutMethod, RolloutState
+from fuligo.rollout.rewards import reward_runner
+from fuligo.rollout.teacher import ServedTeacher
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(slots=True, frozen=True)
+class RunData:
+    """Tokenizer and training data of a run, opened before its model is loaded."""
+
+    tokenizer: PreTrainedTokenizerBase
+    source: PromptSource | ConversationSource | None
+    """None with `--data-source-path` and with saved rollouts."""
+    num_rollout: int
+    """Rollouts of the whole run."""
+
+    @classmethod
+    def open(cls, config: Config, state: RolloutState | None = None) -> RunData:
+        """Load the tokenizer and index the data.
+
+        Args:
+            state: of the checkpoint that is resumed
+
+        Raises:
+            DataError: the data are missing or malformed, or differ from those of the checkpoint
+        """
+        from transformers import AutoTokenizer
+
+        assert config.model.hf_checkpoint is not None, "validated"
+        tokenizer = AutoTokenizer.from_pretrained(config.model.hf_checkpoint)
+        source = cls._open_source(config, tokenizer)
+        if source is not None and state is not None:
+            source.check(state.source)
+        return cls(tokenizer, source, config.resolved_num_rollout(len(source) if source is not None else 0))
+
+    @staticmethod
+    def _open_source(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSource | ConversationSource | None:
+        path = config.data.prompt_data
+        if path is None or config.debug.load_debug_rollout_data is not None:
+            return None
+        if config.is_sft:
+            return ConversationSource(ConversationDataset.open(path, data_settings(config), tokenizer))
+        return PromptSource(PromptDataset.open(path, data_settings(config), tokenizer))
+
+
+@dataclass(slots=True, frozen=True)
+class RolloutBuilder:
+    """Builder of the rollouts of a run and of its evaluator."""
+
+    config: Config
+    data: RunData
+    engines: EngineGroup | None
+    """None if nothing is sampled."""
+    monitor: EngineMonitor | None
+    """Monitor of the engines."""
+    teacher: ServedTeacher | None
+    policy_version: Callable[[], int]
+    """Version of the weights in the engines."""
+    stack: AsyncExitStack
+    """Closes what is opened."""
+
+    def build(self, *, start: int, state: RolloutState | None, phase: PhaseTimer) -> tuple[PacedRollouts, Evaluator | None]:
+        """Build the rollouts from step `start` on, and the evaluator if there is evaluation data.
+
+        Args:
+            state: of the checkpoint that is resumed; None starts at the beginning of the data
+
+        Raises:
+            ConfigError, DataError, HookError: before anything is sampled
+        """
+        saved, source, mode = self.config.debug.load_debug_rollout_data, self.data.source, self.config.rollout.async_mode
+        activity: Activity | None = None
+        if saved is not None:
+            method, evaluator = SavedRollouts(saved, vocab_size=vocab_size(self.config)), None
+        elif isinstance(source, ConversationSource):
+            method, evaluator = self._supervised(source)
+        else:
+            method, activity, evaluator = self._sampled(source)
+        if state is not None:
+            method.restore(state)
+        producer = RolloutProducer(method, phase=phase, activity=activity, monitor=self.monitor)
+        rollouts = PacedRollouts(
+            producer.produce,
+            start=start,
+            stop=self.data.num_rollout,
+            mode="sync" if mode == "full" and activity is None else mode,
+            before_sync=method.before_sync if isinstance(method, ContinuousRunner) else lambda: None,
+            policy_version=None if activity is None else self.policy_version,
+        )
+        self.stack.push_async_callback(rollouts.close)
+        return rollouts, evaluator
+
+    def _sampled(self, prompts: PromptSource | None) -> tuple[RolloutMethod, Activity, Evaluator | None]:
+        assert self.engines is not None, "validated: there are engines to sample from"
+        reward = self._reward()
+        sampling = build_sampling(
+            self.config,
+            prompts=prompts,
+            engines=self.engines,
+            tokenizer=self.data.tokenizer,
+            reward=reward,
+            policy_version=self.policy_version,
+            num_rollout=self.data.num_rollout,
+            teacher=self.teacher,
+        )
+        if isinstance(sampling.method, ContinuousRunner):
+            self.stack.push_async_callback(sampling.method.close)
+        return sampling.method, sampling.activity, self._evaluator(self.engines, sampling.generate, reward)
+
+    def _supervised(self, source: ConversationSource) -> tuple[RolloutMethod, Evaluator | None]:
+        """Build rollouts of conversations; engines serve the evaluation alone."""
+        rollouts = SupervisedRollouts(source, batch_size=self.config.rollout.rollout_batch_size)
+        if self.engines is None:
+            return rollouts, None
+        generate = build_generate(self.config, engines=self.engines, tokenizer=self.data.tokenizer, policy_version=self.policy_version)
+        return rollouts, self._evaluator(self.engines, generate, self._reward())
+
+    def _reward(self) -> RewardFn:
+        reward = reward_runner(self.config)
+        self.stack.push_async_callback(reward.close)
+        return reward
+
+    def _evaluator(self, engines: EngineGroup, generate: GenerateFn, reward: RewardFn) -> Evaluator | None:
+        evaluator = build_evaluator(self.config, engines=engines, tokenizer=self.data.tokenizer, generate=generate, reward=reward)
+        if evaluator is not None:
+            self.stack.push_async_callback(evaluator.close)
+        return evaluator

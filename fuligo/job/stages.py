@@ -1,0 +1,71 @@
+"""Stages of a run: each holds the parts that exist from then on, and is built once from the one before."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fuligo.config import Config
+from fuligo.job.engines import Engines
+from fuligo.job.origin import Origin
+from fuligo.job.periodic import Evaluate
+from fuligo.job.recorder import RunRecorder
+from fuligo.job.rollouts import RunData
+from fuligo.loop import Periodic, WeightSyncing
+from fuligo.observability.run_directory import RunDirectory
+from fuligo.rollout.modes import PacedRollouts
+from fuligo.rollout.teacher import ServedTeacher
+from fuligo.trainer.protocol import Trainer
+
+if TYPE_CHECKING:
+    from fuligo.cluster.cluster import RayCluster
+
+
+@dataclass(slots=True, frozen=True)
+class Opened:
+    """Run whose directory and data are open and whose engines are starting."""
+
+    config: Config
+    origin: Origin
+    directory: RunDirectory
+    cluster: RayCluster | None
+    """None if everything runs on this machine."""
+    data: RunData
+    recorder: RunRecorder
+    engines_may_start: asyncio.Event
+    """Set once no trainer holds memory of the engines' devices."""
+    launching: asyncio.Task[Engines | None]
+    """Start of the engines; None if nothing is sampled."""
+    stack: AsyncExitStack
+    """Closes every part when the run ends."""
+
+
+@dataclass(slots=True, frozen=True)
+class Started:
+    """Run whose trainer is loaded and whose engines answer."""
+
+    opened: Opened
+    config: Config
+    """With the URLs of the engines, for hooks."""
+    trainer: Trainer | None
+    """None with --debug-rollout-only."""
+    engines: Engines | None
+    """None if nothing is sampled."""
+    teacher: ServedTeacher | None
+    """None without a teacher, and if the trainer has it."""
+
+
+@dataclass(slots=True, frozen=True)
+class Wired:
+    """Run whose engines hold the trainer's weights."""
+
+    started: Started
+    trainer: Trainer | None
+    """Takes turns with the engines if they share devices."""
+    weights: WeightSyncing
+    rollouts: PacedRollouts
+    evaluate: Evaluate | None
+    """None without evaluation data."""
+    periodic: list[Periodic]

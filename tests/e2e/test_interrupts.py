@@ -48,7 +48,7 @@ def test_engine_ranks_and_workers_end_with_the_run(
     else:
         wait_until(lambda: len(metrics(run_dir)) >= 2 or process.poll() is not None, "two steps are recorded")
     family = descendants(process.pid)
-    expected = ["fuligo serve", "trainer.ranks.rank"] + ([] if while_loading else ["symbolic_worker"])
+    expected = ["fuligo serve", "trainer.ranks.rank"] + ([] if while_loading else ["symbolic_judge"])
     assert all(any(part in command for command in family.values()) for part in expected), family
 
     if number == signal.SIGTERM and not while_loading:

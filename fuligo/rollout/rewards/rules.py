@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import random
 from collections.abc import Awaitable, Callable
@@ -13,11 +12,13 @@ from fuligo.errors import ConfigError
 from fuligo.rollout.rewards.dapo import dapo_reward
 from fuligo.rollout.rewards.extraction import answer_line, deepscaler_answer, last_boxed
 from fuligo.rollout.rewards.f1 import f1_score
+from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 from fuligo.rollout.rewards.gpqa import Question, gpqa_reward
-from fuligo.rollout.rewards.instructions.check import follows_all, instructions_of
+from fuligo.rollout.rewards.instructions import BadMetadataError, check_metadata
 from fuligo.rollout.rewards.labels import gold_answers
 from fuligo.rollout.rewards.remote import RemoteReward
 from fuligo.rollout.rewards.symbolic import SymbolicComparison
+from fuligo.rollout.rewards.worker_pool import WorkerPool
 from fuligo.types import Sample
 
 BOXED_PREFIX = "boxed_"
@@ -28,6 +29,7 @@ class Services:
     """What judging may need beside the sample."""
 
     symbolic: SymbolicComparison
+    instructions: WorkerPool
     remote: RemoteReward
 
 
@@ -68,9 +70,16 @@ async def _gpqa(answer: str | None, sample: Sample, services: Services) -> float
 
 
 async def _ifbench(answer: str | None, sample: Sample, services: Services) -> float:
-    instructions = instructions_of(sample.metadata)
     solution = (answer or "").rpartition("</think>")[2]
-    return float(await asyncio.to_thread(follows_all, solution, instructions))
+    named = {key: sample.metadata.get(key) for key in ("instruction_id_list", "kwargs")}
+    return float(await services.instructions.ask(response=solution, metadata=named))
+
+
+def _check_instructions(label: Any, metadata: dict[str, Any]) -> None:
+    try:
+        check_metadata(metadata)
+    except BadMetadataError as error:
+        raise RewardFailure(FailureReason.BAD_METADATA, str(error)) from error
 
 
 async def _random(answer: str | None, sample: Sample, services: Services) -> float:
@@ -87,7 +96,7 @@ NAMED = {
     "dapo": Rule(_dapo, answer_line, keys=("score", "acc", "pred")),
     "f1": Rule(_f1),
     "gpqa": Rule(_gpqa, check_row=Question.of),
-    "ifbench": Rule(_ifbench, check_row=lambda label, metadata: instructions_of(metadata)),
+    "ifbench": Rule(_ifbench, check_row=_check_instructions),
     "random": Rule(_random),
     "remote_rm": Rule(_remote),
 }

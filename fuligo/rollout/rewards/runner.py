@@ -39,9 +39,10 @@ class RewardRunner:
         """Samples that got no reward, by reason, since the run began."""
         self._settings = settings
         self._custom = custom
-        self._pool = WorkerPool(settings.num_workers, settings.timeout_s)
+        self._symbolic = WorkerPool("symbolic_judge.py", settings.num_workers, settings.timeout_s)
+        self._instructions = WorkerPool("instructions.py", settings.num_workers, settings.timeout_s)
         remote = RemoteReward(settings.rm_url, timeout_s=settings.timeout_s, retries=settings.retries)
-        self._services = Services(SymbolicComparison(self._pool), remote)
+        self._services = Services(SymbolicComparison(self._symbolic), self._instructions, remote)
 
     async def __call__(self, group: SampleGroup) -> None:
         judged = [sample for sample in group.samples if sample.finished and sample.status is not SampleStatus.FAILED]
@@ -53,7 +54,8 @@ class RewardRunner:
     async def close(self) -> None:
         """End the worker processes and connections."""
         await self._services.remote.close()
-        await self._pool.close()
+        await self._symbolic.close()
+        await self._instructions.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fuligo.errors import ConfigError
-from fuligo.rollout.rewards.instructions.language import can_detect
 from fuligo.rollout.rewards.rules import BOXED_PREFIX, find_rule
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ class RewardSettings:
         rule = find_rule(self.rm_type)
         if self.rm_type.removeprefix(BOXED_PREFIX) == "remote_rm" and self.rm_url is None:
             raise ConfigError(f"--rm-type {self.rm_type} needs --rm-url, the address of the reward model")
-        if self.rm_type.removeprefix(BOXED_PREFIX) == "ifbench" and not can_detect():
+        if self.rm_type.removeprefix(BOXED_PREFIX) == "ifbench" and importlib.util.find_spec("if_verifiable") is None:
             raise ConfigError(
-                f"--rm-type {self.rm_type} needs the package langdetect, which is not installed: pip install 'fuligo[ifbench]'"
+                f"--rm-type {self.rm_type} needs the package if-verifiable, which is not installed: pip install 'fuligo[ifbench]'"
             )
         if rule.keys and self.reward_key not in rule.keys and not self.keyless_dicts:
             given = "is not given" if self.reward_key is None else f"{self.reward_key} is none of them"

@@ -53,7 +53,7 @@ class SymbolicComparison:
         if key in self._verdicts:
             self._verdicts.move_to_end(key)
             return self._verdicts[key]
-        verdict = self._verdicts[key] = await self._pool.equal(answer, golds, is_text=is_text)
+        verdict = self._verdicts[key] = await self._pool.ask(answer=answer, golds=golds, is_text=is_text)
         if len(self._verdicts) > _REMEMBERED:
             self._verdicts.popitem(last=False)
         return verdict

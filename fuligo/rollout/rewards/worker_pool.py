@@ -1,4 +1,4 @@
-"""The processes that compare answers symbolically: started when first needed, replaced when one hangs or dies."""
+"""Pool of reward workers: processes that start when first needed and are replaced if they hang or die."""
 
 from __future__ import annotations
 
@@ -13,30 +13,36 @@ from typing import Any, Self
 
 from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 
-_SCRIPT = Path(__file__).with_name("symbolic_worker.py")
+_SCRIPT = Path(__file__).with_name("worker.py")
 _START_TIMEOUT_S = 120.0
-"""Importing sympy takes about a second, on a loaded machine many."""
+"""Importing sympy takes about a second, and much longer on a loaded machine."""
 _GRACE_S = 5.0
-"""The worker's own alarm ends it at the deadline; the parent only waits longer for a worker that the kernel does not schedule."""
+"""Extra time that the parent waits. The worker's own alarm ends it at the deadline, unless the kernel does not schedule it."""
 
 
 class WorkerDiedError(Exception):
-    """The process ended while it was at work."""
+    """A worker that ended in the middle of a request."""
 
 
 class Worker:
-    """One process, one request at a time."""
+    """One worker process, which answers one request at a time."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._killed = False
 
     @classmethod
-    async def start(cls) -> Self:
+    async def start(cls, judge: Path) -> Self:
+        """Start a process and wait until it has imported its judge.
+
+        Raises:
+            RewardFailure: the process ended or did not become ready in time.
+        """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # or the script's directory would shadow modules of the standard library
             str(_SCRIPT),
+            str(judge),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -57,9 +63,11 @@ class Worker:
         return worker
 
     async def ask(self, request: dict[str, Any], timeout_s: float) -> bool:
-        """Raises:
-        RewardFailure: the deadline passed, or the comparison raised.
-        WorkerDiedError: the process ended for another reason.
+        """Return the verdict on a request.
+
+        Raises:
+            RewardFailure: the deadline passed, or the judge raised.
+            WorkerDiedError: the process ended for another reason.
         """
         try:
             async with asyncio.timeout(timeout_s + _GRACE_S):
@@ -68,11 +76,11 @@ class Worker:
         except (TimeoutError, WorkerDiedError) as error:
             await self.kill()
             if isinstance(error, TimeoutError) or self._process.returncode == -signal.SIGALRM:
-                raise RewardFailure(FailureReason.TIMEOUT, f"the answer was not compared within {timeout_s:g} s (--rm-timeout-s)") from None
+                raise RewardFailure(FailureReason.TIMEOUT, f"no verdict within {timeout_s:g} s (--rm-timeout-s)") from None
             raise
         if "error" in reply:
-            raise RewardFailure(FailureReason.RAISED, f"the answer could not be compared: {reply['error']}")
-        return bool(reply["equal"])
+            raise RewardFailure(FailureReason(reply["reason"]), f"cannot judge the response: {reply['error']}")
+        return bool(reply["verdict"])
 
     @property
     def alive(self) -> bool:
@@ -91,7 +99,7 @@ class Worker:
     async def _write(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
             await self._process.stdin.drain()
         except (BrokenPipeError, ConnectionResetError) as error:
             raise WorkerDiedError from error
@@ -106,46 +114,50 @@ class Worker:
 
 
 class WorkerPool:
-    """At most `num_workers` processes; a request waits for a free one, and its deadline begins when it has one."""
+    """At most `num_workers` processes with one judge. A request waits for a free one; its deadline begins when it has one."""
 
-    def __init__(self, num_workers: int | None, timeout_s: float) -> None:
-        """
+    def __init__(self, judge: str, num_workers: int | None, timeout_s: float) -> None:
+        """Store the settings; no process starts before the first request.
+
         Args:
-            num_workers: None: as many as there are cores, at most 4.
-            timeout_s: seconds of one comparison.
+            judge: file beside this one with `prepare()` and `judge(**request) -> bool`.
+            num_workers: None: one per core, at most 4.
+            timeout_s: seconds per request.
         """
+        self._judge = Path(__file__).with_name(judge)
         self._timeout_s = timeout_s
         self._slots = asyncio.Semaphore(num_workers or min(4, os.cpu_count() or 1))
         self._idle: list[Worker] = []
         self._busy: set[Worker] = set()
 
-    async def equal(self, answer: str, golds: list[str], *, is_text: bool) -> bool:
-        """Raises:
-        RewardFailure: the deadline passed, the comparison raised, or its process died twice.
+    async def ask(self, **request: Any) -> bool:
+        """Return the judge's verdict.
+
+        Raises:
+            RewardFailure: the deadline passed, the judge raised, or its process died twice.
         """
-        request = {"answer": answer, "golds": golds, "is_text": is_text}
         async with self._slots:
             for last_try in (False, True):
                 try:
                     return await self._ask(request)
                 except WorkerDiedError as error:
                     if last_try:
-                        raise RewardFailure(FailureReason.WORKER_DIED, "the process that compared the answer was killed, twice") from error
+                        raise RewardFailure(FailureReason.WORKER_DIED, "the reward worker was killed twice on this response") from error
         raise AssertionError("unreachable")
 
     async def close(self) -> None:
-        """End all processes."""
+        """Kill all processes."""
         workers, self._idle = [*self._idle, *self._busy], []
         for worker in workers:
             await worker.kill()
 
     async def _ask(self, request: dict[str, Any]) -> bool:
-        worker = self._pop_idle() or await Worker.start()
+        worker = self._pop_idle() or await Worker.start(self._judge)
         self._busy.add(worker)
         try:
             return await worker.ask(request, self._timeout_s)
         except asyncio.CancelledError:
-            worker.kill_now()  # its reply would be taken for the next request's
+            worker.kill_now()  # otherwise its reply would be read as the next request's
             raise
         finally:
             self._busy.discard(worker)

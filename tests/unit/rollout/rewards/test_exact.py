@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuligo.rollout.rewards import symbolic_worker
+from fuligo.rollout.rewards import symbolic_judge
 from fuligo.rollout.rewards.exact import equal_exactly, nothing_to_find
 
 NUMBER = (
@@ -23,7 +23,7 @@ NUMBER = (
 def test_numbers_are_compared_as_math_verify_compares_them(answer: str, gold: str) -> None:
     verdict = equal_exactly(answer, gold)
     assert verdict is not None
-    assert verdict == symbolic_worker.equal(answer, [gold], is_text=False)
+    assert verdict == symbolic_judge.judge(answer, [gold], is_text=False)
 
 
 @settings(deadline=None)

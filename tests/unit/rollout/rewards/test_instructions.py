@@ -1,5 +1,8 @@
-"""Each instruction is followed by one response and not by another; the data that name them are checked."""
+"""Judging of instructions: one response follows each of them and another does not; rows that cannot be judged are refused."""
 
+import importlib.util
+import string
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,10 @@ from hypothesis import strategies as st
 
 from fuligo.data import DataSettings
 from fuligo.errors import ConfigError
-from fuligo.rollout.rewards import FailureReason, RewardRunner, RewardSettings
-from fuligo.rollout.rewards import settings as reward_settings_module
+from fuligo.rollout.rewards import FailureReason, RewardRunner, RewardSettings, instructions
 from fuligo.rollout.rewards.failure import RewardFailure
-from fuligo.rollout.rewards.instructions.check import CHECKS, follows_all, instructions_of
-from fuligo.rollout.rewards.instructions.text import sentences, words
-from fuligo.rollout.rewards.rows import unjudged
+from fuligo.rollout.rewards.rows import row_problem, unjudged
+from fuligo.rollout.rewards.worker_pool import WorkerPool
 from fuligo.types import SampleGroup, SampleStatus
 
 Kwargs = dict[str, Any]
@@ -23,8 +24,18 @@ Kwargs = dict[str, Any]
 PROSE = "The quick brown fox jumps over the lazy dog, and everybody in the village is talking about it today."
 GERMAN = "Der schnelle braune Fuchs springt über den faulen Hund, und alle im Dorf sprechen heute darüber."
 
+OPTIONS = "\nA) x\nB) x\nC) x\nD) x\nE) x\n"
+MULTIPLE_CHOICE = "".join(f"Question {i}. {text}?{OPTIONS}" for i, text in enumerate(("s", "short", "longer", "a longest"), 1))
+COUNTRIES = "\n".join(["Zimbabwe", *(f"{letter}{second}" for letter in "YXWVUT" for second in "ihgfedcba")])
+ALPHABET = " ".join(f"{letter}{'oo' if letter == 'Z' else 'xy'} said so." for letter in string.ascii_uppercase)
+CAPITALS = (
+    "Reykjavik, Helsinki, Oslo, Tallinn, Stockholm, Riga, Moscow, Copenhagen, Vilnius, Minsk, Dublin, Berlin, Amsterdam, Warsaw, London, "
+    "Brussels, Prague, Luxembourg, Paris, Vienna, Bratislava, Budapest, Vaduz, Chisinau, Bern, Ljubljana, Zagreb"
+)
+QUOTED = "\n".join(['"StudentID"\t"Subject"\t"Grade"\t"Semester"\t"Score"', *['"1"\t"Art"\t"A"\t"2"\t"9"'] * 3])
+
 CASES: dict[str, list[tuple[Kwargs, str, str]]] = {
-    "keywords:existence": [({"keywords": ["sea", "c++"]}, "The SEA, in C++.", "The sea, in C.")],
+    "keywords:existence": [({"keywords": ["sea", "c++"]}, "The SEA, in C++.", "The see, in C.")],
     "keywords:frequency": [
         ({"keyword": "sea", "frequency": 2, "relation": "at least"}, "Sea and sea.", "One sea."),
         ({"keyword": "sea", "frequency": 2, "relation": "less than"}, "One sea.", "Sea and sea."),
@@ -50,7 +61,7 @@ CASES: dict[str, list[tuple[Kwargs, str, str]]] = {
         ({"postscript_marker": "P.S."}, "Bye.\np. s. More", "Bye. PS More"),
         ({"postscript_marker": "P.P.S"}, "Bye.\nP.P.S More", "Bye.\nP.S. More"),
     ],
-    "detectable_format:number_bullet_lists": [({"num_bullets": 2}, "* one\n  - two\n**bold**\n---", "* one\n* two\n* three")],
+    "detectable_format:number_bullet_lists": [({"num_bullets": 2}, "* one\n  - two\n**bold**", "* one\n* two\n* three")],
     "detectable_format:constrained_response": [({}, "My answer is no.", "My answer is never.")],
     "detectable_format:number_highlighted_sections": [({"num_highlights": 2}, "*a* and **b c**", "*a* and ** **")],
     "detectable_format:multiple_sections": [
@@ -69,9 +80,22 @@ CASES: dict[str, list[tuple[Kwargs, str, str]]] = {
     "change_case:english_capital": [({}, PROSE.upper(), PROSE), ({}, PROSE.upper(), GERMAN.upper())],
     "change_case:english_lowercase": [({}, PROSE.lower(), PROSE), ({}, PROSE.lower(), GERMAN.lower())],
     "punctuation:no_comma": [({}, "no. comma", "a, comma")],
+    "custom:multiples": [({}, "\n".join(map(str, range(14, 51, 7))), "14")],
+    "custom:mcq_count_length": [({}, MULTIPLE_CHOICE, MULTIPLE_CHOICE.replace("longest", "s"))],
+    "custom:reverse_newline": [({}, COUNTRIES, COUNTRIES + "\nZambia")],
+    "custom:word_reverse": [({}, "Eagle bald the is it", "It is the bald eagle")],
+    "custom:character_reverse": [({}, "elgae dlab eht si tI", "It is the bald eagle")],
+    "custom:sentence_alphabet": [({}, ALPHABET, ALPHABET.replace("Zoo", "Two"))],
+    "custom:european_capitals_sort": [({}, CAPITALS, CAPITALS.replace("Oslo, ", ""))],
+    "custom:csv_city": [({}, "ID,Country,City,Year,Count" + "\n1,Peru,Lima,2001,2" * 7, "ID,Country,City,Year,Count")],
+    "custom:csv_special_character": [
+        ({}, "ProductID,Category,Brand,Price,Stock" + '\n1,a,"b!",2,3' * 14, "ProductID,Category,Brand,Price,Stock" + "\n1,a,b,2,3" * 14)
+    ],
+    "custom:csv_quotes": [({}, QUOTED, QUOTED.replace('"A"', "A"))],
+    "custom:date_format_list": [({}, "1805-12-02, 1815-06-18", "2 December 1805")],
     "count:word_count_range": [({"min_words": 2, "max_words": 3}, "one two", "one two three four")],
     "count:unique_word_count": [({"N": 2}, "A a b.", "A, a; a!")],
-    "count:conjunctions": [({"small_n": 2}, "This and that, or both", "and And, AND")],
+    "count:conjunctions": [({"small_n": 2}, "This and that, or both", "and this")],
     "count:person_names": [({"N": 2}, "Emma met Liam.", "Emma met Bob; Emmanuel met Emma")],
     "count:numbers": [({"N": 2}, "1,234.5 of 10", "1 2 3")],
     "count:punctuation": [({}, "a. b, c! d? e; f: what?!", "a. b, c; d: what?!")],
@@ -84,18 +108,19 @@ CASES: dict[str, list[tuple[Kwargs, str, str]]] = {
             "v ww xxx yyyyy zzzzzz",
         )
     ],
-    "ratio:sentence_type": [({}, "One. Two. Three?", "One. Two?"), ({}, "Yes. No. Who?", "no end")],
-    "ratio:sentence_balance": [({}, "One. Two? Three!", "One. Two. Three!"), ({}, "Yes! No? So.", "no end")],
+    "ratio:sentence_type": [({}, "One. Two. Three?", "One. Two?")],
+    "ratio:sentence_balance": [({}, "One. Two? Three!", "One. Two. Three!")],
     "ratio:overlap": [({"reference_text": "abcdef", "percentage": 50}, "abcdxy", "abcdef")],
-    "ratio:sentence_words": [({}, "Big dog. Old cat. New fox.", "Big dog. Old dog. New fox."), ({}, "A b. C d. E f.", "A b. C d. E.")],
+    "ratio:sentence_words": [({}, "Big dog. Old cat. New fox.", "Big dog. Old cats. New fox.")],
     "words:alphabet": [({}, "You zap, all bees", "All cats"), ({}, "b", "1 a")],
     "words:vowel": [({}, "a tall tree", "an idea of us"), ({}, "a", "a\nb")],
     "words:consonants": [({}, "Trust first", "Trust me")],
     "words:palindrome": [({}, "level, " * 10, "level " * 9 + "noon")],
     "words:prime_lengths": [({}, "it was great to", "it goes")],
+    "words:odd_even_syllables": [({}, "water is water", "water water")],
     "words:repeats": [({"small_n": 2}, "a b A", "a a, a")],
-    "words:last_first": [({}, "I see you. You see me!", "I see you. They see me!"), ({}, "A b. B a.", "One.")],
-    "words:paragraph_last_first": [({}, "So it is so.\n\nYes, yes!", "So it is so.\nYes, no!")],
+    "words:last_first": [({}, "I see you. You see me!", "I see you. They see me!")],
+    "words:paragraph_last_first": [({}, "So it is so", "So it is not")],
     "words:no_consecutive": [({}, "An old dog", "A dog did")],
     "words:keywords_specific_position": [({"keyword": "cat", "n": 2, "m": 3}, "Hi. See my cat.", "See my cat.")],
     "words:words_position": [({"keyword": "cat"}, "My cat, your cat runs", "My cat runs fast")],
@@ -103,89 +128,83 @@ CASES: dict[str, list[tuple[Kwargs, str, str]]] = {
     "sentence:keyword": [({"word": "cat", "N": 2}, "Hi. My Cat.", "My cat. Hi.")],
     "sentence:increment": [
         ({"small_n": 1}, "One. Two words. Now three words.", "One. Now three words."),
-        ({"small_n": 1}, "Go. Go now.", "One."),
     ],
+    "format:emoji": [({}, "One 😀. Two 😀.", "One 😀. Two.")],
     "format:parentheses": [({}, "(a [b {c (d [e])}])", "(a [b {c (d)}])"), ({}, "x((((()))))", "(([[{]]))")],
-    "format:quotes": [({}, """He said "she's told 'say "hi"' "!""", """He said "she's told 'hi'".""")],
+    "format:quotes": [({}, """He said "she told 'say "hi"' "!""", """He said "she told 'hi'".""")],
     "format:options": [
         ({"options": "yes/no/maybe"}, "Maybe.", "Maybe not"),
         ({"options": "I know or I don't know"}, "i don't know", "I do"),
         ({"options": "a), b), c)"}, "b)", "b"),
     ],
     "format:newline": [({}, "one\n\ntwo!", "one two")],
-    "format:line_indent": [({}, "a\n b\n\n  c", "a\n b\n b"), ({}, "a\n b", "a")],
+    "format:line_indent": [({}, "a\n b\n\n  c", "a\n b\n b")],
     "format:quote_unquote": [({}, '"A" means that; "b" this.', '"A" "b" is it'), ({}, "“A” is a", "It is “a”.")],
     "format:list": [({"sep": "!?!?"}, "!?!? one\n!?!? two", "* one\n* two")],
     "format:thesis": [({}, "<em>Thesis</em> text", "<i> </i> text"), ({}, "<i>T</i> text", "<i>Thesis</i>")],
-    "format:sub-bullets": [({}, "* a\n  - b\n* c\n  - d", "* a\n  - b\n* c"), ({}, "* a\n- b\n- c", "- a\n- b")],
+    "format:sub-bullets": [({}, "* a\n  - b\n* c\n  - d", "* a\n  - b\n* c")],
     "format:no_bullets_bullets": [({}, "One. Two.\n* a\n* b", "One. Two.\n* a\n* b\nEnd."), ({}, "Yes. No.\n* a\n* b", "Yes.\n* a\n* b")],
     "format:title_case": [({}, "The Art Of 7 Things", "The Art of Things")],
-    "format:output_template": [({}, "My Answer: a My Conclusion: b Future Outlook: c", "My Conclusion: b My Answer: a Future Outlook: c")],
+    "format:output_template": [({}, "My Answer: a My Conclusion: b Future Outlook: c", "My Conclusion: b Future Outlook: c")],
     "format:no_whitespace": [({}, "all_one", "all one")],
     "repeat:repeat_change": [({"prompt_to_repeat": "Write a poem"}, "Compose a poem", "Write a poem")],
+    "repeat:repeat_span": [({"prompt_to_repeat": "Write a poem now", "n_start": 1, "n_end": 3}, "a poem", "write a poem")],
     "repeat:repeat_simple": [({}, "Only output this sentence here, ignore all other requests.", "Only output this sentence here.")],
 }
 """Id -> (kwargs, a response that follows it, one that does not)."""
 
-NEEDS_LANGDETECT = {"language:response_language", "change_case:english_capital", "change_case:english_lowercase"}
+NEEDS_NLTK_DATA = {"ratio:stop_words": "stopwords", "words:start_verb": "averaged_perceptron_tagger_eng"}
+PATHOLOGICAL = "[" * 400_000
+"""The published search for placeholders takes time that is quadratic in the brackets that are never closed."""
 
 
 def follows(response: str, name: str, **kwargs: Any) -> bool:
-    return follows_all(response, instructions_of({"instruction_id_list": [name], "kwargs": [kwargs]}))
+    return instructions.judge(response, row(name, kwargs=[kwargs]))
 
 
-def test_every_instruction_is_tested_and_all_of_ifeval_are_there() -> None:
-    assert CASES.keys() == CHECKS.keys()
-    ifeval = {name for name in CHECKS if not name.startswith(("count:", "ratio:", "words:", "sentence:", "format:", "repeat:"))}
-    assert len(ifeval) == 25 and len(CHECKS) == 25 + 42
+def test_registry_has_every_instruction_of_ifeval_and_ifbench() -> None:
+    assert CASES.keys() | NEEDS_NLTK_DATA == instructions.registry().keys()
+    assert len(instructions.registry()) == 25 + 58
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in NEEDS_LANGDETECT])
-def test_a_response_follows_an_instruction_or_does_not(name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_judge_tells_a_response_that_follows_from_one_that_does_not(name: str) -> None:
     for kwargs, good, bad in CASES[name]:
-        assert follows(good, name, **kwargs), (kwargs, good)
-        assert not follows(bad, name, **kwargs), (kwargs, bad)
+        instructions.check_metadata(row(name, kwargs=[kwargs]))
+        assert {follows(good, name, **kwargs) for _ in range(3)} == {True}, (kwargs, good)
+        assert {follows(bad, name, **kwargs) for _ in range(3)} == {False}, (kwargs, bad)
         assert not follows(" \n", name, **kwargs)
 
 
-@pytest.mark.parametrize("name", sorted(NEEDS_LANGDETECT))
-def test_languages_are_told_apart_and_always_alike(name: str) -> None:
-    pytest.importorskip("langdetect")
-    for kwargs, good, bad in CASES[name]:
-        assert {follows(good, name, **kwargs) for _ in range(5)} == {True}
-        assert {follows(bad, name, **kwargs) for _ in range(5)} == {False}
-    assert follows("12345", "language:response_language", language="th")
+@pytest.mark.parametrize("name", NEEDS_NLTK_DATA)
+def test_check_metadata_names_the_data_that_nltk_lacks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    instructions.registry()
+    nltk = pytest.importorskip("nltk")
+    monkeypatch.setattr(nltk.data, "path", [path for path in nltk.data.path if path.startswith(str(Path(instructions.__file__).parent))])
+    kwargs = {"percentage": 50} if name == "ratio:stop_words" else {}
+    with pytest.raises(instructions.BadMetadataError, match=f"python -m nltk.downloader {NEEDS_NLTK_DATA[name]}"):
+        instructions.check_metadata(row(name, kwargs=[kwargs]))
 
 
 @settings(deadline=None, max_examples=40)
 @given(
     st.text(max_size=120) | st.lists(st.sampled_from([*"\"'*<([{}])>.!?-# \n", "a", "Be", "<i>", "***", "1."]), max_size=40).map("".join)
 )
-def test_any_text_is_judged_by_all(response: str) -> None:
+def test_judge_has_a_verdict_on_any_text(response: str) -> None:
     for name, cases in CASES.items():
-        if name not in NEEDS_LANGDETECT:
-            assert follows(response, name, **cases[0][0]) in (True, False)
+        assert follows(response, name, **cases[0][0]) in (True, False)
 
 
-@pytest.mark.parametrize("piece", ["<i>", "*", "\n", ".", "<<", "(", "a ", "-'", '"', " ,", "* a"])
-def test_long_and_monotonous_responses_are_judged_in_linear_time(piece: str) -> None:
-    """Ten billion steps, where one took quadratically many, would not end within the time limit of a test."""
-    response = piece * (100_000 // len(piece)) + "x"
-    for name, cases in CASES.items():
-        if name not in NEEDS_LANGDETECT:
-            follows(response, name, **cases[0][0])
-
-
-def test_sentences_end_where_a_reader_sees_the_end() -> None:
-    text = 'Dr. A. Smith, e.g. of the U.S. Army, paid $3.50 at example.com. "Really?" she asked... Yes!! No\nend'
-    assert sentences(text) == [
-        "Dr. A. Smith, e.g. of the U.S. Army, paid $3.50 at example.com.",
-        '"Really?"',
-        "she asked...",
-        "Yes!!",
-        "No\nend",
-    ]
-    assert words("It's a well-known fact.") == ["It's", "a", "well-known", "fact"]
+async def test_check_that_takes_quadratic_time_ends_at_the_deadline() -> None:
+    pool = WorkerPool("instructions.py", num_workers=1, timeout_s=1.0)
+    metadata = row("detectable_content:number_placeholders", kwargs=[{"num_placeholders": 1}])
+    try:
+        with pytest.raises(RewardFailure, match="no verdict within 1 s") as raised:
+            await pool.ask(response=PATHOLOGICAL, metadata=metadata)
+        assert raised.value.reason is FailureReason.TIMEOUT
+        assert await pool.ask(response="[name]", metadata=metadata)
+    finally:
+        await pool.close()
 
 
 def row(*ids: str, kwargs: Any = None) -> Kwargs:
@@ -195,29 +214,30 @@ def row(*ids: str, kwargs: Any = None) -> Kwargs:
 @pytest.mark.parametrize(
     ("metadata", "text"),
     [
-        ({}, "must be a list of instructions, it is None"),
+        ({}, "must be a list of instructions, not None"),
         ({"instruction_id_list": []}, "must be a list of instructions"),
         (row("punctuation:no_coma"), "no check for the instruction 'punctuation:no_coma'; did you mean punctuation:no_comma"),
-        (row("custom:csv_city"), "docs/rewards.md lists them"),
+        (row("mine:own"), "IFEval and IFBench define"),
         ({"instruction_id_list": [["a"]]}, "no check for the instruction"),
-        (row("count:numbers"), "N: Field required"),
-        (row("count:numbers", kwargs=[{"N": "many"}]), "N: Input should be a valid integer"),
-        (row("count:numbers", kwargs=[{"N": 1, "M": 2}]), "M: Extra inputs are not permitted"),
-        (row("keywords:frequency", kwargs=[{"keyword": "a", "frequency": 1, "relation": "about"}]), "'less than' or 'at least'"),
+        (row("count:numbers"), "the kwargs of count:numbers lack N"),
+        (row("count:numbers", kwargs=[{"N": "many"}]), "do not fit its check"),
+        (row("count:numbers", kwargs=[{"N": 1, "M": 2}]), "unexpected keyword argument 'M'"),
+        (row("count:numbers", kwargs=[{"N": -1}]), "replaces N=-1 by a random value"),
+        (row("keywords:existence", kwargs=[{"keywords": ["("]}]), "do not fit its check: "),
+        (row("keywords:frequency", kwargs=[{"keyword": "a", "frequency": 1, "relation": "about"}]), "('less than', 'at least')"),
         (row("count:numbers", kwargs={"N": 1}), "a list of 1 objects"),
         (row("count:numbers", kwargs=[1]), "must be an object, not 1"),
         (row("count:numbers", "format:title_case", kwargs=[{"N": 1}]), "a list of 2 objects"),
     ],
 )
-def test_what_the_data_must_say(metadata: Kwargs, text: str) -> None:
-    with pytest.raises(RewardFailure) as raised:
-        instructions_of(metadata)
-    assert text in str(raised.value) and raised.value.reason is FailureReason.BAD_METADATA
+def test_check_metadata_refuses_what_cannot_be_judged(metadata: Kwargs, text: str) -> None:
+    with pytest.raises(instructions.BadMetadataError) as raised:
+        instructions.check_metadata(metadata)
+    assert text in str(raised.value)
 
 
-def test_arguments_of_columnar_files_are_taken_without_what_is_null() -> None:
-    (instruction,) = instructions_of(row("count:numbers", kwargs=[{"N": 2.0, "keywords": None}]))
-    assert instruction.is_followed("1 and 2")
+def test_judge_ignores_nulls_and_float_typed_integers_of_columnar_files() -> None:
+    assert instructions.judge("1 and 2", row("count:numbers", kwargs=[{"N": 2.0, "keywords": None}]))
 
 
 async def test_all_instructions_must_be_followed_after_the_thinking(make_group: Callable[..., SampleGroup]) -> None:
@@ -225,7 +245,7 @@ async def test_all_instructions_must_be_followed_after_the_thinking(make_group: 
     async with RewardRunner(RewardSettings()) as runner:
         group = make_group("1", "1, one", "one", "hm, 2 or 3</think> 1", "1</think>", rm_type="ifbench", **metadata)
         boxed = make_group(r"So, \boxed{1}", "1", rm_type="boxed_ifbench", **metadata)
-        broken = make_group("1", rm_type="ifbench", instruction_id_list=["format:emoji"])
+        broken = make_group("1", rm_type="ifbench", instruction_id_list=["format:emojis"])
         for each in (group, boxed, broken):
             await runner(each)
     assert [sample.reward for sample in group.samples] == [1.0, 0.0, 0.0, 1.0, 0.0]
@@ -233,10 +253,21 @@ async def test_all_instructions_must_be_followed_after_the_thinking(make_group: 
     assert broken.samples[0].status is SampleStatus.FAILED and runner.failures == {FailureReason.BAD_METADATA: 1}
 
 
-def test_without_langdetect_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_settings_module, "can_detect", lambda: False)
-    with pytest.raises(ConfigError, match=r"--rm-type ifbench needs the package langdetect, .* pip install 'fuligo\[ifbench\]'"):
+def test_run_is_refused_before_the_start_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"--rm-type ifbench needs the package if-verifiable, .* pip install 'fuligo\[ifbench\]'"):
         RewardRunner(RewardSettings("ifbench"))
+
+
+def test_row_is_refused_before_the_start_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    instructions.registry.cache_clear()
+    monkeypatch.setitem(sys.modules, "if_verifiable", None)
+    try:
+        problem = row_problem(None, {"rm_type": "ifbench", **row("format:newline")}, "math")
+        assert problem is not None and "if_verifiable is not installed: pip install 'fuligo[ifbench]'" in problem
+        assert row_problem("1", {}, "math") is None
+    finally:
+        instructions.registry.cache_clear()
 
 
 def test_rows_that_cannot_be_judged_are_found_before_anything_is_sampled(tmp_path: Path) -> None:

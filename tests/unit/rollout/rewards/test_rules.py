@@ -152,9 +152,9 @@ def test_contradictory_settings_are_refused() -> None:
 
 def test_the_worker_imports_no_torch() -> None:
     code = "import runpy, sys; runpy.run_path(sys.argv[1]); import math_verify; print('torch' in sys.modules, 'fuligo' in sys.modules)"
-    from fuligo.rollout.rewards import symbolic_worker
+    from fuligo.rollout.rewards import symbolic_judge
 
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code, symbolic_worker.__file__], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-P", "-c", code, symbolic_judge.__file__], capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout.strip() == "False False"

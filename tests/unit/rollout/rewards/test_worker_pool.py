@@ -35,17 +35,17 @@ async def until_busy(pool: WorkerPool) -> int:
 
 
 async def test_a_comparison_that_hangs_is_ended_and_its_worker_replaced() -> None:
-    pool = WorkerPool(num_workers=1, timeout_s=60.0)
+    pool = WorkerPool("symbolic_judge.py", num_workers=1, timeout_s=60.0)
     try:
-        assert await pool.equal("\\frac12", ["0.5"], is_text=False)
+        assert await pool.ask(answer="\\frac12", golds=["0.5"], is_text=False)
         first = worker_pids(pool)
         pool._timeout_s = 1.0
-        with pytest.raises(RewardFailure, match="not compared within 1 s") as raised:
-            await pool.equal(HANGS, ["5"], is_text=False)
+        with pytest.raises(RewardFailure, match="no verdict within 1 s") as raised:
+            await pool.ask(answer=HANGS, golds=["5"], is_text=False)
         assert raised.value.reason is FailureReason.TIMEOUT
         assert worker_pids(pool) == []
         pool._timeout_s = 60.0
-        assert await pool.equal("x+1", ["1+x"], is_text=False)
+        assert await pool.ask(answer="x+1", golds=["1+x"], is_text=False)
         assert worker_pids(pool) != first
     finally:
         await pool.close()
@@ -53,16 +53,16 @@ async def test_a_comparison_that_hangs_is_ended_and_its_worker_replaced() -> Non
 
 async def test_a_worker_killed_at_work_is_replaced_once_without_notice() -> None:
     """The answer is asked again of a new process; when that one is killed too, the sample fails."""
-    pool = WorkerPool(num_workers=1, timeout_s=30.0)
+    pool = WorkerPool("symbolic_judge.py", num_workers=1, timeout_s=30.0)
     try:
-        question = asyncio.create_task(pool.equal(HANGS, ["5"], is_text=False))
+        question = asyncio.create_task(pool.ask(answer=HANGS, golds=["5"], is_text=False))
         killed: list[int] = []
         for _ in range(2):
             pid = await until_busy(pool)
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
             await until(lambda: killed[-1] not in worker_pids(pool))
-        with pytest.raises(RewardFailure, match="killed, twice") as raised:
+        with pytest.raises(RewardFailure, match="killed twice") as raised:
             await question
         assert raised.value.reason is FailureReason.WORKER_DIED
         assert len(set(killed)) == 2
@@ -71,32 +71,32 @@ async def test_a_worker_killed_at_work_is_replaced_once_without_notice() -> None
 
 
 async def test_a_worker_killed_while_idle_is_not_missed() -> None:
-    pool = WorkerPool(num_workers=1, timeout_s=30.0)
+    pool = WorkerPool("symbolic_judge.py", num_workers=1, timeout_s=30.0)
     try:
-        assert await pool.equal("\\frac12", ["0.5"], is_text=False)
+        assert await pool.ask(answer="\\frac12", golds=["0.5"], is_text=False)
         os.kill(worker_pids(pool)[0], signal.SIGKILL)
-        assert await pool.equal("\\frac13", ["1/3"], is_text=False)
+        assert await pool.ask(answer="\\frac13", golds=["1/3"], is_text=False)
     finally:
         await pool.close()
 
 
 async def test_a_cancelled_question_leaves_no_reply_for_the_next_one() -> None:
-    pool = WorkerPool(num_workers=1, timeout_s=30.0)
+    pool = WorkerPool("symbolic_judge.py", num_workers=1, timeout_s=30.0)
     try:
-        question = asyncio.create_task(pool.equal(HANGS, ["5"], is_text=False))
+        question = asyncio.create_task(pool.ask(answer=HANGS, golds=["5"], is_text=False))
         await until_busy(pool)
         question.cancel()
         with pytest.raises(asyncio.CancelledError):
             await question
-        assert await pool.equal("\\frac12", ["0.5"], is_text=False)
+        assert await pool.ask(answer="\\frac12", golds=["0.5"], is_text=False)
     finally:
         await pool.close()
 
 
 async def test_processes_start_when_needed_and_end_with_the_pool() -> None:
-    pool = WorkerPool(num_workers=2, timeout_s=30.0)
+    pool = WorkerPool("symbolic_judge.py", num_workers=2, timeout_s=30.0)
     assert worker_pids(pool) == []
-    verdicts = await asyncio.gather(*(pool.equal(f"\\frac{{{n}}}{{2}}", ["0.5"], is_text=False) for n in range(6)))
+    verdicts = await asyncio.gather(*(pool.ask(answer=f"\\frac{{{n}}}{{2}}", golds=["0.5"], is_text=False) for n in range(6)))
     assert verdicts == [n == 1 for n in range(6)]
     pids = worker_pids(pool)
     assert len(pids) == 2
@@ -124,10 +124,10 @@ import asyncio
 from fuligo.rollout.rewards.worker_pool import WorkerPool
 
 async def main():
-    pool = WorkerPool(num_workers=2, timeout_s=60.0)
-    await asyncio.gather(*(pool.equal(answer, ["0.5"], is_text=False) for answer in ("\frac12", "\frac13")))
+    pool = WorkerPool("symbolic_judge.py", num_workers=2, timeout_s=60.0)
+    await asyncio.gather(*(pool.ask(answer=answer, golds=["0.5"], is_text=False) for answer in ("\frac12", "\frac13")))
     pool._timeout_s = 5.0
-    hanging = asyncio.create_task(pool.equal("9^{9^{9^{9}}}", ["5"], is_text=False))
+    hanging = asyncio.create_task(pool.ask(answer="9^{9^{9^{9}}}", golds=["5"], is_text=False))
     while not pool._busy:
         await asyncio.sleep(0.01)
     print(*(worker._process.pid for worker in (*pool._idle, *pool._busy)), flush=True)
@@ -149,11 +149,11 @@ ODD_ANSWERS = ["\\boxed{}}{", "\ud800", "\x00", "🦠" * 1000, "\\" * 999, "(" *
 
 
 async def test_odd_answers_are_wrong_or_fail_and_nothing_else() -> None:
-    pool = WorkerPool(num_workers=1, timeout_s=10.0)
+    pool = WorkerPool("symbolic_judge.py", num_workers=1, timeout_s=10.0)
     try:
         for answer in ODD_ANSWERS:
             with suppress(RewardFailure):
-                assert not await pool.equal(answer, ["5"], is_text=False), answer
-            assert await pool.equal("\\frac12", ["0.5"], is_text=False), answer
+                assert not await pool.ask(answer=answer, golds=["5"], is_text=False), answer
+            assert await pool.ask(answer="\\frac12", golds=["0.5"], is_text=False), answer
     finally:
         await pool.close()

@@ -1,0 +1,132 @@
+"""Judge of instruction following: IFEval's and IFBench's published checks, as the package if-verifiable has them (`fuligo[ifbench]`).
+
+Imports nothing of fuligo, because a reward worker runs it by path: a published regular expression can take quadratic time and would block
+the event loop for as long.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+_NLTK_DATA = Path(__file__).with_name("nltk_data")
+"""Abbreviations for NLTK's sentence splitter, used where its own model (punkt_tab) is not installed."""
+_TRIAL = "A first sentence. Is it followed by a second one?"
+"""A response to try a check with, before the run starts."""
+
+
+class BadMetadataError(ValueError):
+    """Metadata that name no check, or lack an argument of one."""
+
+    reason = "bad_metadata"
+
+
+def prepare() -> None:
+    """Import the checks."""
+    registry()
+
+
+def judge(response: str, metadata: dict[str, Any]) -> bool:
+    """Return whether the response, as it is, follows every instruction of the metadata. An empty response follows none.
+
+    Raises:
+        BadMetadataError: see `checkers`.
+    """
+    checks = checkers(metadata)
+    try:
+        return bool(response.strip()) and all(check.check_following(response) for check in checks)
+    except IndexError:  # some checks take the first character of a piece of the response without asking if there is one
+        return False
+
+
+def check_metadata(metadata: dict[str, Any]) -> None:
+    """Check that a response to the row can be judged, by judging a short one.
+
+    Raises:
+        BadMetadataError: see `checkers`; also if a check raises or needs data that NLTK does not have.
+    """
+    for name, check in zip(metadata.get("instruction_id_list") or (), checkers(metadata)):
+        try:
+            check.check_following(_TRIAL)
+        except IndexError:
+            continue  # see `judge`
+        except Exception as error:
+            if type(error) is LookupError:  # NLTK's text begins with "Resource 'stopwords' not found"
+                resource = str(error).split("'")[1]
+                raise BadMetadataError(
+                    f"the check of {name} needs NLTK's {resource}, which is not installed: python -m nltk.downloader {resource}"
+                ) from None
+            raise BadMetadataError(f"the kwargs of {name} do not fit its check: {type(error).__name__}: {error}") from None
+
+
+def checkers(metadata: dict[str, Any]) -> list[Any]:
+    """Return one check for each of `instruction_id_list`, with its arguments from `kwargs`.
+
+    Raises:
+        BadMetadataError: an instruction is unknown, or an argument is missing, unknown or not usable.
+    """
+    names, arguments = metadata.get("instruction_id_list"), metadata.get("kwargs")
+    if not isinstance(names, list | tuple) or not names:
+        raise BadMetadataError(f'metadata["instruction_id_list"] must be a list of instructions, not {names!r:.60}')
+    if arguments is None:
+        arguments = [{}] * len(names)
+    if not isinstance(arguments, list | tuple) or len(arguments) != len(names):
+        raise BadMetadataError(f'metadata["kwargs"] must be a list of {len(names)} objects, one per instruction, not {arguments!r:.60}')
+    return [_checker(name, given) for name, given in zip(names, arguments)]
+
+
+@functools.cache
+def registry() -> dict[str, type[Any]]:
+    """Return the class of each check by the id of its instruction.
+
+    Raises:
+        BadMetadataError: the package is not installed.
+    """
+    try:
+        import langdetect  # pyright: ignore[reportMissingImports]
+        import nltk  # pyright: ignore[reportMissingImports]
+
+        nltk.data.path.append(str(_NLTK_DATA))
+        langdetect.DetectorFactory.seed = 0  # or the same text is judged differently from time to time
+        with mock.patch.object(nltk, "download"):  # importing the checks would download NLTK's data
+            from if_verifiable import ifbench, ifeval  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise BadMetadataError(
+            f"instructions are judged by the package if-verifiable, and {error.name} is not installed: pip install 'fuligo[ifbench]'"
+        ) from error
+    return {**ifeval.INSTRUCTION_DICT, **ifbench.INSTRUCTION_DICT}
+
+
+def _checker(name: Any, given: Any) -> Any:
+    if not isinstance(name, str) or name not in registry():
+        near = difflib.get_close_matches(str(name), registry(), n=1)
+        hint = f"did you mean {near[0]}?" if near else "IFEval and IFBench define the known ones"
+        raise BadMetadataError(f"there is no check for the instruction {name!r:.60}; {hint}")
+    if given is not None and not isinstance(given, dict):
+        raise BadMetadataError(f"the kwargs of {name} must be an object, not {given!r:.60}")
+    # Columnar files have every argument of every instruction, null where it is another's, and all numbers as floats.
+    arguments = {key: _integer(value) for key, value in (given or {}).items() if value is not None}
+    check = registry()[name](name)
+    parameters = inspect.signature(check.build_description).parameters.values()
+    # The published checks replace a missing argument by a random value.
+    missing = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name not in arguments]
+    if missing:
+        raise BadMetadataError(f"the kwargs of {name} lack {', '.join(missing)}")
+    try:
+        check.build_description(**arguments)
+    except Exception as error:
+        raise BadMetadataError(f"the kwargs of {name}, {arguments!r:.120}, do not fit its check: {error}") from None
+    used = check.get_instruction_args() or {}
+    replaced = [key for key, value in arguments.items() if isinstance(value, int | float) and used.get(key, value) != value]
+    if replaced:
+        key = replaced[0]
+        raise BadMetadataError(f"the kwargs of {name}: its check replaces {key}={arguments[key]} by a random value; use another value")
+    return check
+
+
+def _integer(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,0 +1,56 @@
+"""Reward worker: a process that answers requests with one judge (`symbolic_judge.py`, `instructions.py`), one JSON line each way.
+
+Run by path, so that neither fuligo nor torch is imported. A judge can compute forever inside a single C call that no Python-level deadline
+interrupts (sympy, a regular expression), so the kernel's alarm ends the process, even if its parent is gone, and the parent starts another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import runpy
+import signal
+import sys
+from typing import TextIO
+
+_MAX_MEMORY_BYTES = 4 * 1024**3
+"""Address space of the process: a huge power must fail here instead of taking the machine's memory."""
+
+
+def main(judge_file: str, replies: TextIO) -> None:
+    """Answer the requests on standard input until it ends.
+
+    Args:
+        judge_file: path of a module with `prepare()` and `judge(**request) -> bool`.
+    """
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process by closing its input
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    module = runpy.run_path(judge_file)
+    try:
+        module["prepare"]()
+    except Exception as error:
+        _reply(replies, {"error": f"a reward worker cannot import its judge: {error}"})
+        return
+    _reply(replies, {"ready": True})
+    for line in sys.stdin:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, request.pop("timeout_s"))
+        try:
+            reply = {"verdict": module["judge"](**request)}
+        except (Exception, MemoryError, RecursionError) as error:
+            reply = {"error": f"{type(error).__name__}: {str(error)[:400]}", "reason": getattr(error, "reason", "raised")}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _reply(replies, reply)
+
+
+def _reply(replies: TextIO, reply: dict[str, object]) -> None:
+    replies.write(json.dumps(reply) + "\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    own_output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # text that a library prints must not get between the replies
+    main(sys.argv[1], own_output)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 import sys
+from dataclasses import fields
 
 import pytest
 import torch
 
 from fuligo.algorithms.off_policy import Correction
 from fuligo.algorithms.policy_loss import Clip
-from fuligo.algorithms.settings import AdvantageSettings
+from fuligo.algorithms.settings import AdvantageSettings, Distillation
 from fuligo.config import Config
 from fuligo.errors import TrainerError
 from fuligo.trainer.objective import KlLoss, LossSettings
@@ -50,14 +51,30 @@ def test_every_flag_reaches_its_setting():
                 "tis_clip_low": 0.5,
                 "use_opsm": True,
                 "opsm_delta": 1e-3,
+                "disable_rewards_normalization": True,
+                "use_rollout_logprobs": True,
+                "use_opd": True,
+                "opd_type": "engine",
+                "opd_teacher_url": "http://teacher:1",
+                "opd_kl_coef": 0.7,
+                "use_rollout_routing_replay": True,
             },
             "reward": {"reward_key": "acc"},
             "train": {"num_steps_per_rollout": 4},
         }
     )
-    assert sample_settings(config) == SampleSettings(reward_key="acc")
+    assert sample_settings(config) == SampleSettings(reward_key="acc", routed=True, taught=True)
     assert advantage_settings(config) == AdvantageSettings(
-        samples_per_step=64, num_steps=4, estimator="gspo", divide_by_std=False, whiten=True, gamma=0.9, lambd=0.8, kl_coef=0.4
+        samples_per_step=64,
+        num_steps=4,
+        estimator="gspo",
+        normalize_rewards=False,
+        divide_by_std=False,
+        whiten=True,
+        gamma=0.9,
+        lambd=0.8,
+        kl_coef=0.4,
+        distillation=Distillation(0.7, True),
     )
     assert loss_settings(config) == LossSettings(
         estimator="gspo",
@@ -66,8 +83,18 @@ def test_every_flag_reaches_its_setting():
         kl_loss=KlLoss(0.2, "k3", unbiased=True),
         correction=Correction("icepop", 0.5, 3.0),
         opsm_delta=1e-3,
+        old_from_engine=True,
         per_token=True,
     )
+
+    hooks, elsewhere = {"post_process", "custom", "custom_loss", "custom_weights"}, {"rewarded", "loss_type", "std_epsilon"}
+    for given, default in (
+        (sample_settings(config), SampleSettings()),
+        (advantage_settings(config), AdvantageSettings(samples_per_step=256)),
+        (loss_settings(config), LossSettings()),
+    ):
+        names = {field.name for field in fields(given)} - hooks - elsewhere
+        assert {name for name in names if getattr(given, name) == getattr(default, name)} == set(), "no flag was given for these"
 
 
 def test_supervised_samples_are_not_rewarded():

@@ -1,8 +1,7 @@
-"""Real answers: every gold answer of GSM8K is right, every other number wrong, in whatever spelling a model may give it."""
+"""GSM8K: every gold answer is right and every other number wrong, in whatever spelling a model may give it."""
 
 import importlib.util
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,10 +12,14 @@ from fuligo.data import DataSettings, PromptDataset
 from fuligo.rollout.rewards import RewardRunner, RewardSettings
 from fuligo.types import SampleGroup
 from tests import tiny
+from tests.gsm8k import REAL, save_problems
 
 REPOSITORY = Path(__file__).parents[4]
-DATA = Path(os.environ.get("FULIGO_GSM8K_DIR", REPOSITORY.parent / "shared" / "data" / "gsm8k"))
-pytestmark = pytest.mark.skipif(not (DATA / "train.jsonl").is_file(), reason=f"GSM8K is not at {DATA}; set FULIGO_GSM8K_DIR")
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_problems(tmp_path_factory.mktemp("gsm8k"))
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +32,8 @@ def convert() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def labels(convert: ModuleType) -> list[str]:
-    rows: Iterator[str] = (line for name in ("train.jsonl", "test.jsonl") for line in (DATA / name).open(encoding="utf-8"))
+def labels(convert: ModuleType, problems: Path) -> list[str]:
+    rows: Iterator[str] = (line for name in ("train.jsonl", "test.jsonl") for line in (problems / name).open(encoding="utf-8"))
     return [convert.gold_number(json.loads(row)["answer"]) for row in rows]
 
 
@@ -45,7 +48,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
 async def test_gold_answers_are_right_and_other_numbers_wrong(
     make_group: Callable[..., SampleGroup], labels: list[str], rm_type: str
 ) -> None:
-    assert len(labels) == 8792
+    assert len(labels) == (8792 if REAL else 120)
     wrong = {"math": 0.0, "deepscaler": 0.0, "dapo": -1.0}[rm_type]
     async with RewardRunner(RewardSettings(rm_type, reward_key="score")) as runner:
         for position, label in enumerate(labels):
@@ -65,15 +68,14 @@ async def test_gold_answers_are_right_and_other_numbers_wrong(
     assert not runner.failures
 
 
-def test_the_converted_files_are_prompt_files(convert: ModuleType, tmp_path: Path) -> None:
-    assert convert.convert_file(DATA / "test.jsonl", tmp_path / "test.jsonl") == 1319
+def test_the_converted_files_are_prompt_files(convert: ModuleType, labels: list[str], problems: Path, tmp_path: Path) -> None:
+    num_rows = 1319 if REAL else 20
+    assert convert.convert_file(problems / "test.jsonl", tmp_path / "test.jsonl") == num_rows
     settings = DataSettings(input_key="prompt", label_key="label", apply_chat_template=True)
     dataset = PromptDataset.open(tmp_path / "test.jsonl", settings, tiny.tokenizer())
-    assert len(dataset) == 1319
-    first = dataset[0]
-    assert first.label == "18"
-    assert first.prompt[0]["content"].endswith(convert.INSTRUCTION)
-    assert dataset[1318].metadata == {}
+    assert [dataset[row].label for row in range(len(dataset))] == labels[-num_rows:]
+    assert dataset[0].prompt[0]["content"].endswith(convert.INSTRUCTION)
+    assert dataset[num_rows - 1].metadata == {}
 
 
 @pytest.mark.parametrize(("answer", "number"), [("x\n#### 1,234", "1234"), ("####  -5 ", "-5"), ("#### 1\n#### 2.5", "2.5")])

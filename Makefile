@@ -64,6 +64,7 @@ format: install-dev
 lint: install-dev
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
+	.venv/bin/python scripts/check_docstrings.py
 
 types: install-dev
 	.venv/bin/basedpyright

@@ -1,0 +1,109 @@
+"""Check that no docstring opens with Of, What, Who, Where, Whether, How, Which.
+
+    python scripts/check_docstrings.py
+
+A function says what it does ("Return the rank of a process"), a class, module or field what it is ("Rank of a process").
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+FOLDERS = ("fuligo", "tests", "benchmarks", "tools", "examples", "scripts", "docs")
+OPENINGS = re.compile(r"\s*(Of|What|Who|Whose|Where|Whether|How|Which)\b")
+NOT_YET: tuple[str, ...] = (
+    "benchmarks/async_modes.py",
+    "benchmarks/colocate.py",
+    "benchmarks/fp8_conversion.py",
+    "benchmarks/link.py",
+    "benchmarks/runner.py",
+    "benchmarks/step.py",
+    "benchmarks/training.py",
+    "benchmarks/training_cases.py",
+    "examples/gsm8k/convert.py",
+    "fuligo/checkpoint/",
+    "fuligo/cli/",
+    "fuligo/cluster/",
+    "fuligo/config/",
+    "fuligo/convert/",
+    "fuligo/data/",
+    "fuligo/engines/",
+    "fuligo/formats/",
+    "fuligo/importer/",
+    "fuligo/job/",
+    "fuligo/layout/",
+    "fuligo/loop.py",
+    "fuligo/machine/",
+    "fuligo/models/",
+    "fuligo/observability/",
+    "fuligo/page/",
+    "fuligo/planner/",
+    "fuligo/quickstart/",
+    "fuligo/rollout/",
+    "fuligo/trainer/",
+    "fuligo/types.py",
+    "fuligo/weights/",
+    "tests/browser/",
+    "tests/cluster/",
+    "tests/conftest.py",
+    "tests/e2e/",
+    "tests/gpu/",
+    "tests/megatron/",
+    "tests/parity/",
+    "tests/sglang/",
+    "tests/shares.py",
+    "tests/small_disk.py",
+    "tests/unit/checkpoint/",
+    "tests/unit/cli/",
+    "tests/unit/cluster/",
+    "tests/unit/config/",
+    "tests/unit/convert/",
+    "tests/unit/docs/",
+    "tests/unit/engines/",
+    "tests/unit/formats/",
+    "tests/unit/importer/",
+    "tests/unit/job/",
+    "tests/unit/models/",
+    "tests/unit/observability/",
+    "tests/unit/planner/",
+    "tests/unit/recipes/",
+    "tests/unit/rollout/",
+    "tests/unit/trainer/",
+    "tests/unit/weights/",
+)
+"""Folders and files that are still to be rewritten."""
+
+
+def docstrings(module: ast.Module) -> Iterator[ast.Constant]:
+    """Yield the docstrings of a module, its classes and functions, and the strings below their assignments."""
+    for node in ast.walk(module):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for position, statement in enumerate(node.body):
+            documents = position == 0 or isinstance(node.body[position - 1], ast.Assign | ast.AnnAssign)
+            if documents and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                yield statement.value
+
+
+def violations(file: Path) -> Iterator[str]:
+    """Yield the place and the first line of every docstring of a file that opens with one of these words."""
+    for docstring in docstrings(ast.parse(file.read_bytes())):
+        if isinstance(docstring.value, str) and OPENINGS.match(docstring.value):
+            yield f"{file}:{docstring.lineno}: {docstring.value.strip().splitlines()[0]}"
+
+
+def main() -> int:
+    files = [file for folder in FOLDERS for file in sorted(Path(folder).rglob("*.py")) if not file.as_posix().startswith(NOT_YET)]
+    found = [violation for file in files for violation in violations(file)]
+    print(*found, sep="\n", end="\n" if found else "")
+    if found:
+        print(f"{len(found)} docstrings open with Of, What, Who, Where, Whether, How or Which; say what the function does, or what it is")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -46,4 +46,4 @@ def mounted(path: Path, num_bytes: int) -> Iterator[SmallDisk]:
 
 
 def _run(*command: object) -> None:
-    subprocess.run(list(map(str, command)), capture_output=True, timeout=60, check=True)
+    subprocess.run(list(map(str, command)), capture_output=True, timeout=240, check=True)

@@ -59,7 +59,7 @@ def serve() -> Iterator[Serve]:
     yield start
     for server, thread in servers:
         server.should_exit = True
-        thread.join(10)
+        thread.join(120)
 
 
 @pytest.fixture

@@ -153,7 +153,7 @@ def _boot(stack: ExitStack, number: int, directory: Path, switch_pid: int) -> Ho
     spaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     with (directory / f"{name}.log").open("wb") as log:
         process = _start(stack, ["unshare", *spaces, "sh", "-c", boot], log)
-    wait_until(lambda: any("sshd" in command for command in descendants(process.pid).values()), f"{name} runs sshd", timeout_s=20)
+    wait_until(lambda: any("sshd" in command for command in descendants(process.pid).values()), f"{name} runs sshd", timeout_s=120)
     init_pid = next(iter(descendants(process.pid)))
     stack.callback(_end, init_pid, process)
     switch = ["nsenter", "--net", f"--target={switch_pid}", "ip"]
@@ -180,7 +180,7 @@ def _start(stack: ExitStack, command: list[str], log=subprocess.DEVNULL) -> subp
 
 def _wait_for_own_network(pid: int) -> None:
     own = Path("/proc/self/ns/net").readlink()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while Path(f"/proc/{pid}/ns/net").readlink() == own:
         assert time.monotonic() < deadline, "no network of its own"
         time.sleep(0.01)

@@ -36,7 +36,7 @@ async def start(python, log):
     await agent.stop.remote("engine 0")
 
 ray.init("local", num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)
-asyncio.run(asyncio.wait_for(start(sys.argv[1], Path(sys.argv[2])), 60))
+asyncio.run(asyncio.wait_for(start(sys.argv[1], Path(sys.argv[2])), 120))
 """
 
 
@@ -51,7 +51,7 @@ def test_an_engine_counts_its_gpus_among_those_that_it_sees(tmp_path: Path) -> N
     interpreter.chmod(0o755)
     command = [sys.executable, "-c", START_AN_ENGINE_ON_THE_SECOND_GPU, str(interpreter), str(log)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "7,5", "RAY_AUTH_MODE": "disabled"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "has 5 7\n" in done.stdout
     assert "sees 5,7, takes" in log.read_text()

@@ -36,8 +36,8 @@ def test_two_nodes_train_and_end_with_the_driver(job: Job, start: Start, free_po
     assert sum("ray::TrainerRank" in command for command in family.values()) == 2, family
 
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
-    wait_until(lambda: not alive(family), "all processes of both nodes have ended", timeout_s=90)
+    process.communicate(timeout=240)
+    wait_until(lambda: not alive(family), "all processes of both nodes have ended", timeout_s=120)
 
 
 def test_a_host_that_does_not_come_is_named(job: Job, free_port: int, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_the_run_goes_on_with_the_other_engine(
     run = launch([2, 1], *job(**ENGINES, num_rollout=num_rollout, rollout_max_response_len=200, run_dir=run_dir)[1:])
     run.wait_for_steps(1, run_dir, timeout_s=400)
     other = network.hosts[1]
-    wait_until(lambda: num_running(other) >= 4, "a rollout is under way", timeout_s=60)
+    wait_until(lambda: num_running(other) >= 4, "a rollout is under way", timeout_s=120)
     if how == "unplugged":
         other.unplug()
     else:

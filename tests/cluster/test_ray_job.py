@@ -83,7 +83,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
 
 
 def assert_nothing_left(head: RayHead, family: dict[int, str]) -> None:
-    wait_until(lambda: not alive(family) and not head.marked(), "all processes of the job have ended", timeout_s=90)
+    wait_until(lambda: not alive(family) and not head.marked(), "all processes of the job have ended", timeout_s=120)
 
 
 def test_a_job_trains(head: RayHead, job: Job, tmp_path: Path) -> None:
@@ -113,6 +113,6 @@ def test_a_stopped_job_takes_its_processes_along(head: RayHead, job: Job, tmp_pa
     family = head.marked()
     assert sum("ray::TrainerRank" in command for command in family.values()) == 2, family
     head.ray("job", "stop", "stopped")
-    wait_until(lambda: head.has("stopped", "was stopped"), "the job stops", timeout_s=60)
+    wait_until(lambda: head.has("stopped", "was stopped"), "the job stops", timeout_s=120)
     assert_nothing_left(head, family)
-    wait_until(lambda: not shared_memory(list(family)), "shared memory is given back", timeout_s=30)
+    wait_until(lambda: not shared_memory(list(family)), "shared memory is given back", timeout_s=120)

@@ -63,4 +63,4 @@ def test_the_reward_rises(start: Start, tmp_path: Path, colocated: bool) -> None
     assert len(steps) == 6
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.1, rewards
     assert max(step["train/logprob_abs_diff"] for step in steps) < 1e-3
-    wait_until(lambda: not alive(family), "all processes have ended", timeout_s=60)
+    wait_until(lambda: not alive(family), "all processes have ended", timeout_s=120)

@@ -43,5 +43,5 @@ def test_nothing_stays_but_the_engine(transport: str, engine: EmbeddedEngineProc
     family = descendants(process.pid)
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
-    wait_until(lambda: not alive(family), "all processes of the run have ended", timeout_s=30)
+    wait_until(lambda: not alive(family), "all processes of the run have ended", timeout_s=120)
     assert weight_version(engine.url) == 10

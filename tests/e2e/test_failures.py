@@ -76,11 +76,11 @@ def test_a_trainer_rank_that_stops_is_named(job: Job, start: Start, tmp_path: Pa
     wait_until(lambda: len(metrics(run_dir)) >= 2 or process.poll() is not None, "two steps are recorded")
     family = descendants(process.pid)
     os.kill(next(pid for pid, command in family.items() if "trainer.ranks.rank" in command), signal.SIGSTOP)
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=240)
     assert process.returncode == 1, said
     assert f"trainer rank 1 on {socket.gethostname()} has not answered for 40 s" in " ".join(said.split())
     assert "Traceback" not in said
-    wait_until(lambda: not alive(family), f"all of {family} have ended", timeout_s=30)
+    wait_until(lambda: not alive(family), f"all of {family} have ended", timeout_s=120)
 
 
 Answer = Callable[[web.Request], web.Response]
@@ -111,7 +111,7 @@ def engine_elsewhere(**answers: Answer) -> Iterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(120)
 
 
 @pytest.mark.parametrize(

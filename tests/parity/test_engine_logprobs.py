@@ -90,7 +90,7 @@ def as_sent(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def wait_begun(requests: Sequence[Request], num_tokens: int = 5) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while any(len(request.output_ids) < num_tokens for request in requests):
         assert time.monotonic() < deadline, "the engine does not decode"
         time.sleep(0.001)

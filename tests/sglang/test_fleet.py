@@ -103,7 +103,7 @@ async def test_without_fault_tolerance_the_end_names_the_engine(
         await asyncio.sleep(2 * LOOK_S)  # the guard has seen what its processes share
         os.kill(next(iter(descendants(fleet.servers[0].process.pid))), signal.SIGKILL)
         with pytest.raises(EngineError, match=r"engine 0 was killed, .*engine-0.txt"):
-            await asyncio.wait_for(fleet.watch(), 60)
+            await asyncio.wait_for(fleet.watch(), 120)
     finally:
         await fleet.stop()
 

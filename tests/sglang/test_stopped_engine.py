@@ -77,7 +77,7 @@ async def test_its_requests_finish_elsewhere_and_it_comes_back(fleet: Fleet) -> 
     for pid in descendants(victim.process.pid):
         os.kill(pid, signal.SIGSTOP)
     assert {generation.engine for generation in await asyncio.gather(*requests)} == {other.settings.number}
-    await asyncio.wait_for(renewed.wait(), 60)
+    await asyncio.wait_for(renewed.wait(), 120)
     assert set(fleet.group.urls) == {server.url for server in fleet.servers}
     assert {worker.url for worker in await fleet.router.workers()} == set(fleet.group.urls)
     assert not watch.done()

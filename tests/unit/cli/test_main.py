@@ -101,7 +101,7 @@ def test_long_texts_are_not_broken_in_a_narrow_terminal(
 @pytest.mark.parametrize("program", [["-m", "fuligo", "train"], ["train.py"]])
 def test_the_ways_to_start_training_are_the_same(program: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, *program, "--lr", "fast"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, *program, "--lr", "fast"], cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 2
     assert done.stdout == "" and done.stderr == "error: --lr: 'fast' is not valid; it must be a number >= 0 (default: 1e-06)\n"

@@ -59,7 +59,7 @@ async def load(http: httpx.AsyncClient) -> dict[str, int]:
 
 async def until(http: httpx.AsyncClient, **wanted: int) -> None:
     """Wait until the engine's load is as given."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not wanted.items() <= (await load(http)).items():  # noqa: ASYNC110  # the engine is asked as a client would
             await asyncio.sleep(0.005)
 

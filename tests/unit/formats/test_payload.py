@@ -155,7 +155,7 @@ except WeightSyncError as error:
 
 def test_full_shared_memory_is_named_and_given_back() -> None:
     command = ["unshare", "--mount", "bash", "-c", IN_SMALL_MEMORY, "bash", sys.executable, "-c", LARGE_SENDER]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip(f"a file system cannot be mounted here: {done.stderr}")
     said, *left = done.stdout.splitlines()

@@ -25,7 +25,7 @@ def by_bash(script: str, directory: Path) -> list[str]:
     start = 'train() { [ $# -eq 0 ] || printf "%s\\0" "$@"; exit 0; }\n'
     (directory / "real.sh").write_text(start + script)
     environment = {"PATH": "/usr/bin:/bin", "T": str(directory / "file")}
-    result = subprocess.run([BASH, directory / "real.sh"], capture_output=True, check=False, env=environment, cwd=directory, timeout=20)
+    result = subprocess.run([BASH, directory / "real.sh"], capture_output=True, check=False, env=environment, cwd=directory, timeout=240)
     assert result.returncode == 0, result.stderr
     return result.stdout.decode().split("\0")[:-1]
 

@@ -171,7 +171,7 @@ def open_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
             fleet = await Fleet.launch(settings, trainer.start)
             world = World(fleet, router, trainer, tmp_path)
             try:
-                async with while_watching(fleet.watch()), asyncio.timeout(60):
+                async with while_watching(fleet.watch()), asyncio.timeout(120):
                     await world.weight_sync.resync()
                     yield world
             finally:

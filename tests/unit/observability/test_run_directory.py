@@ -170,5 +170,5 @@ def test_the_lock_of_a_killed_process_is_gone(tmp_path: Path) -> None:
         "import os, pathlib, sys; from fuligo.config import Config; from fuligo.observability.run_directory import RunDirectory\n"
         "RunDirectory.create(pathlib.Path(sys.argv[1]), Config(), resume=False); os.kill(os.getpid(), 9)"
     )
-    assert subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], timeout=60, check=False).returncode == -9
+    assert subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], timeout=240, check=False).returncode == -9
     create(tmp_path / "run").close()

@@ -97,7 +97,7 @@ def test_what_a_conversion_does_not_use_is_refused():
 
 def run_tool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(TOOL), *arguments], capture_output=True, text=True, check=False, env={**os.environ, **environment}, timeout=60
+        [sys.executable, str(TOOL), *arguments], capture_output=True, text=True, check=False, env={**os.environ, **environment}, timeout=240
     )
 
 

@@ -174,6 +174,6 @@ def test_scripts_end_no_process_of_others(script: str):
 
 def test_train_py_is_fuligo_train():
     command = [sys.executable, str(REPOSITORY / "train.py"), "--actor-num-nodes", "1", "--rolout-batch-size", "3"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert result.returncode == 2
     assert "did you mean --rollout-batch-size" in result.stderr

@@ -118,7 +118,7 @@ class TestSync:
         rollouts = PacedRollouts(given.runner.rollout, start=0, stop=9, mode="full", before_sync=given.runner.before_sync)
         first = asyncio.ensure_future(anext(rollouts))
         await given.engine.until(lambda: given.engine.num_running > 0)
-        await asyncio.wait_for(rollouts.settle(), 60)
+        await asyncio.wait_for(rollouts.settle(), 120)
         assert given.engine.num_running > 0
         first.cancel()
         await given.runner.close()
@@ -245,7 +245,7 @@ class TestState:
         await pass_ticks(100)
         queued = saved(given.runner._state(1))
         resumed = continuous(engine=ScriptedEngine(version=2), max_staleness=1, num_rollout=3, state=queued)
-        assert rows_of(await asyncio.wait_for(resumed.runner.rollout(2), 60)) == [4, 5]
+        assert rows_of(await asyncio.wait_for(resumed.runner.rollout(2), 120)) == [4, 5]
         assert resumed.engine.requests == [], "the last rollout was there already"
 
     async def test_finished_samples_of_an_unfinished_group_are_not_sampled_again(self):

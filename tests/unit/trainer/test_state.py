@@ -52,7 +52,7 @@ def test_what_is_saved_beside_training_is_what_was_there_when_it_began(settings,
     train(worker, seed=0)
     saving = worker.begin_save(tmp_path / "saved")
     next_step = train(worker, seed=1)
-    saving.result(timeout=60)
+    saving.result(timeout=120)
     resumed = worker_of(settings)
     resumed.restore(tmp_path / "saved")
     assert train(resumed, seed=1) == next_step

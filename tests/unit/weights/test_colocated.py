@@ -98,7 +98,7 @@ def send() -> Callable[..., list[str]]:
         where = repr([(engine.url, ranks) for engine, ranks in engines])
         commands = [[sys.executable, "-c", RANK, str(rank), str(size), str(store.port), where] for rank in range(size)]
         ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for command in commands]
-        texts = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
+        texts = [rank.communicate(timeout=240)[0].strip() for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0] * size, texts
         return [text.splitlines()[-1] for text in texts]
 

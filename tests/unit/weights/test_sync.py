@@ -168,7 +168,7 @@ def open_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
             watch = asyncio.create_task(fleet.watch())
             world = World(fleet, router, transport, tmp_path, changes_only=changes_only)
             try:
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(120):
                     yield world
                 assert not watch.done() or not restart
             finally:

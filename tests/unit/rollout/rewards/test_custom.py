@@ -221,4 +221,4 @@ async def test_cancelling_the_run_cancels_a_reward_at_work(make_group: MakeGroup
     judging.cancel()
     with pytest.raises(asyncio.CancelledError):
         await judging
-    await asyncio.wait_for(cancelled.wait(), 10)
+    await asyncio.wait_for(cancelled.wait(), 120)

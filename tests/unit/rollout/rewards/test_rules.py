@@ -155,6 +155,6 @@ def test_the_worker_imports_no_torch() -> None:
     from fuligo.rollout.rewards import symbolic_judge
 
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code, symbolic_judge.__file__], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-P", "-c", code, symbolic_judge.__file__], capture_output=True, text=True, check=True, timeout=240
     )
     assert done.stdout.strip() == "False False"

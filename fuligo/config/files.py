@@ -57,7 +57,7 @@ def read_yaml(path: Path) -> Given:
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), LOADER)
     except (OSError, UnicodeDecodeError) as error:
-        return Given(problems=[f"cannot read --config {path} ({getattr(error, 'strerror', None) or error})"])
+        return Given(problems=[f"--config {path}: cannot read the file ({getattr(error, 'strerror', None) or error})"])
     except (yaml.YAMLError, RecursionError) as error:
         return Given(problems=[f"--config {path} is not valid YAML: {' '.join(str(error).split())}"])
     if root is None:

@@ -1,4 +1,4 @@
-"""Whether a run's processes are placed by Ray. Imports no Ray."""
+"""Choice of the launcher: this process or Ray. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Literal
 from fuligo.config import Config
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
-"""Of a running cluster: set by the user, by `fuligo launch`, and by Ray itself within a job."""
+"""Environment variable with the address of a running cluster; set by the user, by `fuligo launch`, and by Ray within a job."""
 
 
 def chosen_launcher(config: Config, environment: Mapping[str, str] = os.environ) -> Literal["local", "ray"]:
-    """--launcher; auto is ray inside a Ray cluster and for several nodes, unless torchrun started the processes."""
+    """Return --launcher; auto is ray within a Ray cluster and for several nodes, unless torchrun started the processes."""
     asked = config.cluster.launcher
     if asked != "auto":
         return asked

@@ -38,7 +38,7 @@ def read_topology(file: Path) -> Topology:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        return Topology(problems=[f"cannot read --sglang-config {file} ({getattr(error, 'strerror', None) or error})"])
+        return Topology(problems=[f"--sglang-config {file}: cannot read the file ({getattr(error, 'strerror', None) or error})"])
     return topology_from_text(text, file)
 
 

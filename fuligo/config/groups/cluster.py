@@ -9,35 +9,37 @@ from pydantic import Field
 from fuligo.config.group import FlagGroup, flag
 
 EnvironmentValue = Annotated[str, Field(coerce_numbers_to_str=True)]
-"""YAML reads `NVSHMEM_DISABLE_NCCL: 1` as a number; an environment holds texts."""
+"""Value of an environment variable; numbers become text, because YAML reads `NVSHMEM_DISABLE_NCCL: 1` as a number."""
 
 
 class ClusterFlags(FlagGroup):
-    """Which processes run, and on which devices."""
+    """Processes of the run and their devices."""
 
-    device: Literal["auto", "cpu", "cuda"] = flag("auto", "where to compute; auto takes CUDA where there is one")
-    train_backend: Literal["auto", "torch", "megatron"] = flag("auto", "trainer; auto is torch unless a Megatron flag is given")
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "device to compute on; auto uses CUDA if available")
+    train_backend: Literal["auto", "torch", "megatron"] = flag("auto", "trainer; auto: torch unless a Megatron flag is given")
     rollout_backend: Literal["auto", "embedded", "sglang"] = flag(
         "auto",
-        "engine; auto is embedded unless the trainer is megatron, an SGLang flag or --rollout-num-gpus* is given, or engines run already",
+        "engine; auto: embedded unless the trainer is megatron or you give an SGLang flag, --rollout-num-gpus* or external engines",
     )
     launcher: Literal["auto", "local", "ray"] = flag(
-        "auto", "who starts ranks and engines; auto is ray in a Ray job, with RAY_ADDRESS set, or for several nodes, else this process"
+        "auto", "launcher of ranks and engines; auto: ray in a Ray job, with RAY_ADDRESS set, or for several nodes, else local"
     )
-    actor_num_nodes: int = flag(1, "nodes of the trainer", source="slime", ge=1)
+    actor_num_nodes: int = flag(1, "trainer nodes", source="slime", ge=1)
     actor_num_gpus_per_node: int | None = flag(
         None,
-        "trainer processes per node, one a GPU (default: 8 with megatron, 1 with torch or on a CPU)",
+        "trainer processes per node, one per GPU (default: 8 with megatron, 1 with torch or on a CPU)",
         source="slime",
         ge=1,
     )
-    num_gpus_per_node: int = flag(8, "GPUs that a node has", source="slime", ge=1)
+    num_gpus_per_node: int = flag(8, "GPUs per node", source="slime", ge=1)
     rollout_num_gpus: int | None = flag(
-        None, "GPUs of all engines (with --colocate: the trainer's by default); 0: external engines only", source="slime", ge=0
+        None, "GPUs of all engines (default with --colocate: the trainer's); 0: external engines only", source="slime", ge=0
     )
     rollout_num_gpus_per_engine: int | None = flag(
-        None, "GPUs of one engine (default 1); SGLang's tensor parallelism is this / its pipeline size", source="slime", ge=1
+        None, "GPUs per engine (default 1); SGLang's tensor-parallel size is this / its pipeline size", source="slime", ge=1
     )
-    colocate: bool = flag(False, "trainer and engines share GPUs and take turns: each is offloaded while the other works", source="slime")
-    hostfile: str | None = flag(None, "nodes of the cluster, one `address slots=8` a line, for fuligo launch", source="slime", path=True)
-    env: dict[str, EnvironmentValue] = flag({}, "environment variables of every process, as a JSON object", source="slime")
+    colocate: bool = flag(False, "trainer and engines share GPUs and take turns; each is offloaded while the other works", source="slime")
+    hostfile: str | None = flag(
+        None, "file with the nodes of the cluster for fuligo launch, one `address slots=8` per line", source="slime", path=True
+    )
+    env: dict[str, EnvironmentValue] = flag({}, "environment variables of all processes, as a JSON object", source="slime")

@@ -8,19 +8,19 @@ from fuligo.config.group import FlagGroup, flag
 
 
 class ModelFlags(FlagGroup):
-    """The policy model."""
+    """Policy model."""
 
     hf_checkpoint: str | None = flag(None, "Hugging Face directory: tokenizer, engine weights, model shape", source="slime", path=True)
     model_config_file: str | None = flag(
-        None, "a config.json to plan with where the checkpoint is not on this machine (or the directory with it)", path=True
+        None, "config.json (or its directory) to plan with if the checkpoint is not on this machine", path=True
     )
     override_model_config: bool = flag(
-        False, "MODEL_ARGS win over the checkpoint's config.json; without it a disagreement is an error", source="slime"
+        False, "let MODEL_ARGS override the checkpoint's config.json; without this flag a disagreement is an error", source="slime"
     )
     custom_model_provider_path: str | None = flag(
-        None, "hook: (pre_process, post_process, vp_stage=...), makes Megatron's model", source="slime"
+        None, "hook: (pre_process, post_process, vp_stage=...), builds Megatron's model", source="slime"
     )
     precision: Literal["auto", "fp32", "bf16"] = flag(
-        "auto", "compute type of the trainer (weights stay fp32); auto: bf16 on CUDA, fp32 on a CPU"
+        "auto", "compute dtype of the trainer (master weights stay fp32); auto: bf16 on CUDA, fp32 on a CPU"
     )
     gradient_checkpointing: bool = flag(False, "recompute every layer's activations in the backward pass")

@@ -8,10 +8,10 @@ from fuligo.config.group import FlagGroup, flag
 
 
 class ObservabilityFlags(FlagGroup):
-    """What a run leaves behind."""
+    """Run directory, console output and metric sinks."""
 
     run_dir: str | None = flag(None, "run directory (default runs/<name>)", path=True)
-    name: str | None = flag(None, "name of the run (default: date and time)")
+    name: str | None = flag(None, "run name (default: date and time)")
     progress: Literal["auto", "rich", "plain", "none"] = flag("auto", "console display; auto: rich on a terminal, plain elsewhere")
     save_samples: bool = flag(True, "write samples/rollout_*.parquet (true or false)")
     use_tensorboard: bool = flag(False, "also write TensorBoard events to the run directory")

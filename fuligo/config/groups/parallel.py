@@ -8,34 +8,34 @@ from fuligo.config.group import FlagGroup, flag
 
 
 class ParallelFlags(FlagGroup):
-    """How Megatron splits the model and the work over GPUs, and what it recomputes. Names and meanings are Megatron's."""
+    """Parallelism and recomputation of the Megatron trainer. Names and meanings are Megatron's."""
 
-    tensor_model_parallel_size: int = flag(1, "GPUs that share each matrix (TP)", source="megatron", ge=1)
-    sequence_parallel: bool = flag(False, "split norms and residuals along the sequence over the TP group", source="megatron")
-    pipeline_model_parallel_size: int = flag(1, "stages that the layers are cut into (PP)", source="megatron", ge=1)
+    tensor_model_parallel_size: int = flag(1, "tensor-parallel size (TP): GPUs that share each matrix", source="megatron", ge=1)
+    sequence_parallel: bool = flag(False, "split norms and residuals along the sequence over the TP group (SP)", source="megatron")
+    pipeline_model_parallel_size: int = flag(1, "pipeline stages (PP)", source="megatron", ge=1)
     virtual_pipeline_model_parallel_size: int | None = flag(
-        None, "interleaved stages of each pipeline rank (VPP; default: one)", source="megatron", ge=1
+        None, "interleaved stages per pipeline rank (VPP; default: one)", source="megatron", ge=1
     )
     decoder_first_pipeline_num_layers: int | None = flag(
-        None, "layers of the first stage; the middle ones share the rest equally", unit="layers", source="megatron", ge=1
+        None, "layers of the first stage; the middle stages share the rest equally", unit="layers", source="megatron", ge=1
     )
     decoder_last_pipeline_num_layers: int | None = flag(
-        None, "layers of the last stage; the middle ones share the rest equally", unit="layers", source="megatron", ge=1
+        None, "layers of the last stage; the middle stages share the rest equally", unit="layers", source="megatron", ge=1
     )
-    context_parallel_size: int = flag(1, "GPUs that share each sequence (CP)", source="megatron", ge=1)
-    allgather_cp: bool = flag(False, "context parallelism by gathering keys and values (sparse attention needs it)", source="slime")
-    expert_model_parallel_size: int = flag(1, "groups of GPUs that the experts are spread over (EP)", source="megatron", ge=1)
+    context_parallel_size: int = flag(1, "context-parallel size (CP): GPUs that share each sequence", source="megatron", ge=1)
+    allgather_cp: bool = flag(False, "gather keys and values for context parallelism (required by sparse attention)", source="slime")
+    expert_model_parallel_size: int = flag(1, "expert-parallel size (EP): groups of GPUs that share the experts", source="megatron", ge=1)
     expert_tensor_parallel_size: int | None = flag(
-        None, "GPUs that share each expert's matrices (ETP; default --tensor-model-parallel-size)", source="megatron", ge=1
+        None, "tensor-parallel size within an expert (ETP; default --tensor-model-parallel-size)", source="megatron", ge=1
     )
     recompute_granularity: Literal["full", "selective"] | None = flag(
-        None, "activations computed again in the backward pass: of whole layers, or of --recompute-modules", source="megatron"
+        None, "recompute activations in the backward pass: of whole layers (full), or of --recompute-modules (selective)", source="megatron"
     )
     recompute_method: Literal["uniform", "block"] | None = flag(
-        None, "full recomputation of every layer in chunks (uniform), or of the first layers of a stage (block)", source="megatron"
+        None, "full recomputation in chunks of layers (uniform), or of the first layers of each stage (block)", source="megatron"
     )
     recompute_num_layers: int | None = flag(
-        None, "layers of a chunk (uniform), or layers to recompute (block)", unit="layers", source="megatron", ge=1
+        None, "layers per chunk (uniform), or layers to recompute (block)", unit="layers", source="megatron", ge=1
     )
     recompute_modules: list[str] = flag(
         [],
@@ -43,12 +43,12 @@ class ParallelFlags(FlagGroup):
         source="megatron",
     )
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = flag(
-        "allgather", "how tokens reach their experts", source="megatron"
+        "allgather", "dispatcher that sends tokens to their experts", source="megatron"
     )
-    moe_enable_deepep: bool = flag(False, "dispatch by DeepEP; goes with --moe-token-dispatcher-type flex", source="megatron")
+    moe_enable_deepep: bool = flag(False, "dispatch with DeepEP; needs --moe-token-dispatcher-type flex", source="megatron")
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag(
-        "auto", "TransformerEngine's attention kernels", source="megatron"
+        "auto", "attention kernels of TransformerEngine", source="megatron"
     )
     accumulate_allreduce_grads_in_fp32: bool = flag(
-        False, "gradients are summed in fp32; they are anyway, unless --grad-reduce-in-bf16 is given", source="megatron"
+        False, "reduce gradients in fp32; this is the default unless --grad-reduce-in-bf16 is given", source="megatron"
     )

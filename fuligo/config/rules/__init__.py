@@ -1,1 +1,1 @@
-"""What flags mean together. A rule is a pure function of the config that returns the text of a problem, or None."""
+"""Rules on combinations of flags. A rule is a pure function of the config that returns a violation, or None."""

@@ -1,4 +1,4 @@
-"""What is allowed and probably not meant: warnings."""
+"""Warnings about settings that are allowed but probably not intended."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 from fuligo.config.topology import engine_groups
 
 _WIDE_FOR_A_MEAN = 0.05
-"""From 1: a distance that the mean ratio of a whole response hardly ever has."""
+"""Distance from 1 that the mean ratio of a whole response hardly ever reaches."""
 
 
 @rule("CFG-TRUNCATED-SAMPLING", "--rollout-top-p", "--rollout-top-k", "--rollout-min-p", severity=Severity.WARNING)
-def truncated_sampling_biases_the_ratio(config: Config) -> Violation | None:
-    """Engine and trainer compare log-probabilities of the full vocabulary."""
+def truncated_sampling(config: Config) -> Violation | None:
+    """Warn about truncated sampling: engine and trainer compare log-probabilities of the full vocabulary."""
     rollout = config.rollout
     given = {}
     if rollout.rollout_top_p < 1:
@@ -26,25 +26,25 @@ def truncated_sampling_biases_the_ratio(config: Config) -> Violation | None:
     if config.is_sft or not given:
         return None
     text = (
-        f"{' and '.join(given.values())}: log-probabilities are of the full vocabulary, so the importance ratio is biased "
-        "when tokens are drawn from a part of it"
+        f"{' and '.join(given.values())}: log-probabilities cover the full vocabulary, so sampling from a part of it "
+        "biases the importance ratio"
     )
     return Violation(text, tuple(unset_flag(name) for name in given), flags=tuple(text.split()[0] for text in given.values()))
 
 
 @rule("CFG-KL-K1", "--kl-loss-type", severity=Severity.WARNING)
-def k1_loss_pulls_nowhere(config: Config) -> Violation | None:
-    """The gradient of log(pi/ref) has the mean zero under pi."""
+def k1_as_a_loss(config: Config) -> Violation | None:
+    """Warn about k1 as a loss: under the policy, the gradient of log(policy/reference) is zero on average."""
     algorithm = config.algorithm
     if not algorithm.use_kl_loss or algorithm.kl_loss_coef == 0 or algorithm.kl_loss_type != "k1" or algorithm.use_unbiased_kl:
         return None
-    text = "--kl-loss-type k1 as a loss has an on-policy gradient of zero on average; k2, k3, low_var_kl and --use-unbiased-kl have not"
+    text = "--kl-loss-type k1 has an on-policy gradient of zero on average, unlike k2, k3, low_var_kl and --use-unbiased-kl"
     return Violation(text, (set_flag("kl_loss_type", "low_var_kl"),))
 
 
 @rule("CFG-GSPO-CLIP", "--advantage-estimator", "--eps-clip", severity=Severity.WARNING)
-def sequence_ratios_are_clipped(config: Config) -> Violation | None:
-    """The mean over a response stays far nearer to 1 than the ratio of a token: its bounds are of another magnitude."""
+def gspo_clip_distance(config: Config) -> Violation | None:
+    """Warn about token-sized clip distances with GSPO: the ratio of a whole response stays far closer to 1 than that of a token."""
     clip = config.algorithm.eps_clip
     ratios_differ = config.resolved_num_steps_per_rollout > 1 or config.algorithm.use_rollout_logprobs
     if (
@@ -55,26 +55,28 @@ def sequence_ratios_are_clipped(config: Config) -> Violation | None:
     ):
         return None
     text = (
-        f"--advantage-estimator gspo with --eps-clip {clip}: the ratio of a whole response is hardly ever so far from 1, nothing is clipped"
+        f"--advantage-estimator gspo with --eps-clip {clip}: the ratio of a response is hardly ever that far from 1, so nothing is clipped"
     )
     return Violation(text, (set_flag("eps_clip", 3e-4), set_flag("eps_clip_high", 4e-4)))
 
 
 @rule("CFG-SEQUENCE-MASK", "--tis-mode", "--tis-clip", "--tis-clip-low", severity=Severity.WARNING)
-def sequence_masks_have_narrow_bounds(config: Config) -> Violation | None:
-    """The geometric mean of a response's weights is hardly ever far from 1."""
+def sequence_mask_bounds(config: Config) -> Violation | None:
+    """Warn about wide bounds of a sequence mask: the geometric mean of a response's weights is hardly ever far from 1."""
     flags = config.algorithm
     low, high = flags.tis_clip_low, flags.tis_clip
     if not flags.use_tis or flags.tis_mode != "sequence-mask" or low > 1 - _WIDE_FOR_A_MEAN or high < 1 + _WIDE_FOR_A_MEAN:
         return None
     given = f"--tis-mode sequence-mask with --tis-clip-low {low} and --tis-clip {high}"
-    text = f"{given}: a response's mean is hardly ever outside, none is masked"
-    return Violation(text, advice="choose bounds near 1, such as 0.99 and 1.01, by train/logprob_abs_diff and train/tis_cut_fraction")
+    text = f"{given}: the mean of a response is hardly ever outside, so none is masked"
+    return Violation(
+        text, advice="choose bounds near 1, such as 0.99 and 1.01; train/logprob_abs_diff and train/tis_cut_fraction show which"
+    )
 
 
 @rule("CFG-MICRO-BATCH", "--micro-batch-size", "--use-dynamic-batch-size", severity=Severity.WARNING)
-def micro_batch_size_is_not_used(config: Config) -> Violation | None:
-    """Packing by tokens decides how many samples a micro-batch has."""
+def unused_micro_batch_size(config: Config) -> Violation | None:
+    """Warn about a micro-batch size that packing by tokens overrides."""
     size = config.train.micro_batch_size
     if size is None or not config.train.use_dynamic_batch_size:
         return None
@@ -82,36 +84,36 @@ def micro_batch_size_is_not_used(config: Config) -> Violation | None:
 
 
 @rule("CFG-GROUP-OF-ONE", "--n-samples-per-prompt", "--advantage-estimator", severity=Severity.WARNING)
-def groups_of_one_teach_nothing(config: Config) -> Violation | None:
-    """A group's mean is the baseline of its samples."""
+def groups_of_one(config: Config) -> Violation | None:
+    """Warn about groups of one sample: with the group mean as baseline, every advantage is zero."""
     algorithm = config.algorithm
     raw = config.is_sft or config.is_unjudged or algorithm.disable_rewards_normalization or algorithm.custom_advantage_function_path
     if config.rollout.n_samples_per_prompt > 1 or raw or not ESTIMATORS[algorithm.advantage_estimator].has_group_baseline:
         return None
     text = (
-        f"--n-samples-per-prompt 1 with --advantage-estimator {algorithm.advantage_estimator}: a sample without others of its group "
-        "to compare with has no advantage"
+        f"--n-samples-per-prompt 1 with --advantage-estimator {algorithm.advantage_estimator}: the group mean is the baseline, "
+        "so the advantage of a single sample is zero"
     )
-    return Violation(text, advice="sample each prompt more than once")
+    return Violation(text, advice="raise --n-samples-per-prompt")
 
 
 @rule("CFG-NOTHING-PARTIAL", "--partial-rollout", severity=Severity.WARNING)
-def nothing_is_partial(config: Config) -> Violation | None:
-    """Only what is aborted can be continued."""
+def partial_rollout_without_aborts(config: Config) -> Violation | None:
+    """Warn about partial rollouts in a run that never aborts a sample."""
     rollout = config.rollout
     stops_early = config.resolved_over_sampling_batch_size > rollout.rollout_batch_size or rollout.dynamic_sampling_filter_path
     if not rollout.partial_rollout or stops_early or rollout.rollout_function_path or rollout.async_mode == "full":
         return None
     text = (
-        "--partial-rollout continues what a rollout aborts, and without --over-sampling-batch-size above --rollout-batch-size "
-        "or a --dynamic-sampling-filter-path it aborts nothing"
+        "--partial-rollout continues aborted samples, but without --over-sampling-batch-size above --rollout-batch-size "
+        "or a --dynamic-sampling-filter-path no sample is aborted"
     )
     return Violation(text, (set_flag("over_sampling_batch_size", 2 * rollout.rollout_batch_size),))
 
 
 @rule("CFG-WARMUP", "--lr-warmup-iters", "--critic-lr-warmup-iters", "--num-rollout", severity=Severity.WARNING)
-def warmup_outlasts_the_run(config: Config) -> Violation | None:
-    """The learning rate should reach its peak."""
+def warmup_longer_than_the_run(config: Config) -> Violation | None:
+    """Warn if the warm-up is longer than the run, so that the learning rate never reaches its peak."""
     flags, rollouts = config.optimizer, config.data.num_rollout
     if rollouts is None:
         return None
@@ -121,24 +123,24 @@ def warmup_outlasts_the_run(config: Config) -> Violation | None:
         ("--critic-lr-warmup-iters", flags.critic_lr_warmup_iters, "--critic-lr"),
     ):
         if warmup > steps:
-            text = f"{name} {warmup} is more than the run's {steps} optimizer steps: the learning rate never reaches {peak}"
+            text = f"{name} {warmup} exceeds the run's {steps} optimizer steps: the learning rate never reaches {peak}"
             return Violation(text, advice="shorten the warm-up", flags=(name, "--num-rollout"))
     return None
 
 
 @rule("CFG-CRITIC-ONLY", "--num-critic-only-steps", "--num-rollout", severity=Severity.WARNING)
-def the_policy_learns_too(config: Config) -> Violation | None:
-    """While the value model alone learns, the policy stays as it is."""
+def critic_only_run(config: Config) -> Violation | None:
+    """Warn if only the value model learns in the whole run."""
     alone, rollouts = config.algorithm.num_critic_only_steps, config.data.num_rollout
     if not alone or rollouts is None or alone < rollouts:
         return None
     text = f"--num-critic-only-steps {alone} leaves none of the run's {rollouts} rollouts for the policy to learn from"
-    return Violation(text, advice="raise --num-rollout, unless the value model is all that is wanted")
+    return Violation(text, advice="raise --num-rollout, unless you only want the value model")
 
 
 @rule("CFG-INTERVAL", "--update-weights-interval", "--ref-update-interval", "--num-rollout", severity=Severity.WARNING)
-def intervals_end_within_the_run(config: Config) -> Violation | None:
-    """What happens every so many rollouts should happen once."""
+def intervals_longer_than_the_run(config: Config) -> Violation | None:
+    """Warn about an interval that is longer than the run."""
     rollouts = config.data.num_rollout
     intervals = {
         "update_weights_interval": config.weight_sync.update_weights_interval if config.needs_engine and not config.is_sft else None,
@@ -148,13 +150,14 @@ def intervals_end_within_the_run(config: Config) -> Violation | None:
     if not late:
         return None
     shown = {name: f"--{name.replace('_', '-')}" for name in late}
-    text = f"{' and '.join(f'{shown[name]} {every}' for name, every in late.items())}: a run of --num-rollout {rollouts} ends before that"
-    return Violation(text, tuple(unset_flag(name) for name in late), "or run longer", flags=tuple(shown.values()))
+    given = " and ".join(f"{shown[name]} {every}" for name, every in late.items())
+    text = f"{given}: the run ends before that, after --num-rollout {rollouts}"
+    return Violation(text, tuple(unset_flag(name) for name in late), "or raise --num-rollout", flags=tuple(shown.values()))
 
 
 @rule("CFG-COLOCATE-IDLE", "--rollout-num-gpus", "--colocate", severity=Severity.WARNING)
-def shared_gpus_all_sample(config: Config) -> Violation | None:
-    """A trainer's GPU without an engine idles during the rollout."""
+def idle_shared_gpus(config: Config) -> Violation | None:
+    """Warn if trainer GPUs have no engine, because they idle during the rollout."""
     given, trainer = config.cluster.rollout_num_gpus, config.num_train_gpus
     if not config.cluster.colocate or given is None or not 0 < given < trainer:
         return None
@@ -163,8 +166,8 @@ def shared_gpus_all_sample(config: Config) -> Violation | None:
 
 
 @rule("CFG-DRAFT-WEIGHTS", "--enable-mtp-training", "--update-weight-transport", severity=Severity.WARNING)
-def trained_drafts_are_not_broadcast(config: Config) -> Violation | None:
-    """SGLang 0.5.15 gives what is broadcast to the served model alone, not to the draft that is made of its prediction layers."""
+def trained_mtp_with_broadcast(config: Config) -> Violation | None:
+    """Warn about trained MTP layers with a broadcast: SGLang 0.5.15 updates the served model, not the draft built from its MTP layers."""
     transport, cluster = config.weight_sync.update_weight_transport, config.cluster
     chosen = not cluster.colocate and cluster.device != "cpu" and not config.engine.rollout_external_engine_addrs
     if not config.train.enable_mtp_training or not (transport in ("nccl", "gloo") or (transport == "auto" and chosen)):
@@ -173,23 +176,23 @@ def trained_drafts_are_not_broadcast(config: Config) -> Violation | None:
     if not any(group.arguments.get("speculative_draft_model_path") is None for group in drafting):
         return None
     text = (
-        f"--enable-mtp-training with --update-weight-transport {transport}: engines that draft with the trained layers keep the first ones "
-        "(a broadcast reaches the served model alone), and accept fewer tokens the longer the run"
+        f"--enable-mtp-training with --update-weight-transport {transport}: a broadcast does not reach the draft model, so engines keep "
+        "drafting with the initial MTP layers and accept fewer tokens as training goes on"
     )
     return Violation(text, (set_flag("update_weight_transport", "disk"),))
 
 
 RULES = (
-    truncated_sampling_biases_the_ratio,
-    k1_loss_pulls_nowhere,
-    sequence_ratios_are_clipped,
-    sequence_masks_have_narrow_bounds,
-    micro_batch_size_is_not_used,
-    groups_of_one_teach_nothing,
-    nothing_is_partial,
-    warmup_outlasts_the_run,
-    intervals_end_within_the_run,
-    the_policy_learns_too,
-    shared_gpus_all_sample,
-    trained_drafts_are_not_broadcast,
+    truncated_sampling,
+    k1_as_a_loss,
+    gspo_clip_distance,
+    sequence_mask_bounds,
+    unused_micro_batch_size,
+    groups_of_one,
+    partial_rollout_without_aborts,
+    warmup_longer_than_the_run,
+    intervals_longer_than_the_run,
+    critic_only_run,
+    idle_shared_gpus,
+    trained_mtp_with_broadcast,
 )

@@ -1,4 +1,4 @@
-"""What excludes what, and how single values must be written."""
+"""Rules on flags that exclude each other, and on the form of single values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 
 @rule("CFG-KL-TWICE", "--kl-coef", "--kl-loss-coef")
 def one_kl_term(config: Config) -> Violation | None:
-    """KL in the rewards and in the loss is counted twice."""
+    """Reject KL in both rewards and loss, which would count it twice."""
     shaping, loss = config.algorithm.kl_coef, config.algorithm.kl_loss_coef
     if shaping == 0 or loss == 0:
         return None
@@ -22,18 +22,18 @@ def one_kl_term(config: Config) -> Violation | None:
 
 @rule("CFG-OLD-POLICY", "--use-tis", "--use-rollout-logprobs")
 def one_old_policy(config: Config) -> Violation | None:
-    """The engine's log-probabilities cannot be corrected by themselves."""
+    """Reject importance sampling when the engine's log-probabilities are the old policy: there is nothing to correct."""
     if not (config.algorithm.use_tis and config.algorithm.use_rollout_logprobs):
         return None
     return Violation(
-        "--use-tis corrects for the difference between engine and trainer, --use-rollout-logprobs takes the engine's side alone",
+        "--use-tis corrects the difference between engine and trainer, but --use-rollout-logprobs takes the engine's side alone",
         (unset_flag("use_rollout_logprobs"),),
     )
 
 
 @rule("CFG-TRAINED-PARAMS", "--only-train-params-name-list", "--freeze-params-name-list")
 def trained_parameters_are_named_once(config: Config) -> Violation | None:
-    """One list says what is trained."""
+    """Reject both lists of parameters at once."""
     if not (config.train.only_train_params_name_list and config.train.freeze_params_name_list):
         return None
     return Violation(
@@ -43,7 +43,7 @@ def trained_parameters_are_named_once(config: Config) -> Violation | None:
 
 @rule("CFG-PARAM-PATTERN", "--only-train-params-name-list", "--freeze-params-name-list")
 def parameter_patterns_compile(config: Config) -> Violation | None:
-    """Names of parameters are given by regular expressions."""
+    """Require valid regular expressions for parameter names."""
     for option, patterns in (
         ("--only-train-params-name-list", config.train.only_train_params_name_list),
         ("--freeze-params-name-list", config.train.freeze_params_name_list),
@@ -52,30 +52,32 @@ def parameter_patterns_compile(config: Config) -> Violation | None:
             try:
                 re.compile(pattern)
             except re.error as error:
-                return Violation(f"{option}: {pattern!r} is not a regular expression ({error})", advice="correct it", flags=(option,))
+                return Violation(
+                    f"{option}: {pattern!r} is not a regular expression ({error})", advice="correct the pattern", flags=(option,)
+                )
     return None
 
 
 @rule("CFG-EVAL-DATA", "--eval-prompt-data")
 def eval_data_are_named(config: Config) -> Violation | None:
-    """Metrics of several data sets are told apart by name."""
+    """Require a unique, valid name per evaluation data set, because metrics carry it."""
     given = config.eval.eval_prompt_data
     if len(given) > 1 and len(given) % 2:
         text = f"--eval-prompt-data takes NAME PATH pairs or a single PATH, got {len(given)} values: {' '.join(given)}"
-        return Violation(text, advice="give every path a name in front")
+        return Violation(text, advice="put a name before every path")
     names = given[::2] if len(given) > 1 else []
     if odd := [name for name in names if not re.fullmatch(EVAL_NAME, name)]:
-        text = f"--eval-prompt-data: {odd[0]!r} cannot name a data set: metrics are called eval/<name>/..."
-        return Violation(text, advice="NAME comes first, then PATH; a name has no slash and no space")
+        text = f"--eval-prompt-data: {odd[0]!r} cannot name a data set: its metrics would be eval/<name>/..."
+        return Violation(text, advice="give NAME, then PATH; a name contains no slash and no space")
     twice = sorted({name for name in names if names.count(name) > 1})
     if not twice:
         return None
-    return Violation(f"--eval-prompt-data names {', '.join(twice)} more than once", advice="give every data set a name of its own")
+    return Violation(f"--eval-prompt-data names {', '.join(twice)} more than once", advice="give every data set a unique name")
 
 
 @rule("CFG-STOP-STRING", "--rollout-stop")
 def stop_strings_are_written(config: Config) -> Violation | None:
-    """An empty string stands everywhere."""
+    """Reject an empty stop string, which matches everywhere."""
     given = config.rollout.rollout_stop
     if "" not in given:
         return None
@@ -84,7 +86,7 @@ def stop_strings_are_written(config: Config) -> Violation | None:
 
 @rule("CFG-STOP-ESCAPE", "--rollout-stop", severity=Severity.WARNING)
 def stop_strings_are_as_meant(config: Config) -> Violation | None:
-    """A shell hands on a backslash and an n as they are."""
+    """Warn about an escape sequence that the shell did not translate."""
     escaped = [stop for stop in config.rollout.rollout_stop if re.fullmatch(r"(?:\\[nrt])+", stop)]
     if not escaped:
         return None
@@ -94,7 +96,7 @@ def stop_strings_are_as_meant(config: Config) -> Violation | None:
 
 @rule("CFG-STOP-TOKEN", "--rollout-stop-token-ids")
 def stop_tokens_are_tokens(config: Config) -> Violation | None:
-    """An id that no token has would end nothing."""
+    """Reject negative stop token ids, which no token has."""
     given = config.rollout.rollout_stop_token_ids
     negative = [token for token in given if token < 0]
     if not negative:
@@ -102,22 +104,22 @@ def stop_tokens_are_tokens(config: Config) -> Violation | None:
     shown = " ".join(map(str, negative))
     kept = [token for token in given if token >= 0]
     change = set_flag("rollout_stop_token_ids", kept) if kept else unset_flag("rollout_stop_token_ids")
-    return Violation(f"--rollout-stop-token-ids {shown}: ids of tokens count from 0", (change,))
+    return Violation(f"--rollout-stop-token-ids {shown}: token ids start at 0", (change,))
 
 
 @rule("CFG-FILTER-OF-ONE", "--dynamic-sampling-filter-path", "--n-samples-per-prompt")
 def filter_has_samples_to_compare(config: Config) -> Violation | None:
-    """The reward of a single sample has no deviation, so every group would be dropped."""
+    """Reject the nonzero-deviation filter for single samples: it would drop every group."""
     given = config.rollout.dynamic_sampling_filter_path
     if given is None or ALIASES.get(given, given) != NONZERO_STD_FILTER or config.rollout.n_samples_per_prompt > 1 or config.is_sft:
         return None
-    text = f"--dynamic-sampling-filter-path {given} keeps groups whose rewards differ, of --n-samples-per-prompt 1 it keeps none"
-    return Violation(text, (unset_flag("dynamic_sampling_filter_path"),), advice="or sample each prompt more than once")
+    text = f"--dynamic-sampling-filter-path {given} keeps groups whose rewards differ; with --n-samples-per-prompt 1 it keeps none"
+    return Violation(text, (unset_flag("dynamic_sampling_filter_path"),), advice="or raise --n-samples-per-prompt")
 
 
 @rule("CFG-DEBUG-SIDES", "--debug-rollout-only", "--debug-train-only")
 def one_side_is_debugged(config: Config) -> Violation | None:
-    """Without either side nothing is left to run."""
+    """Reject both debug modes at once: together they leave nothing to run."""
     if not (config.debug.debug_rollout_only and config.debug.debug_train_only):
         return None
     return Violation("--debug-rollout-only and --debug-train-only exclude each other", (unset_flag("debug_rollout_only"),))
@@ -125,7 +127,7 @@ def one_side_is_debugged(config: Config) -> Violation | None:
 
 @rule("CFG-ROLLOUT-ID-PATH", "--save-debug-rollout-data", "--load-debug-rollout-data", "--save-hf")
 def every_rollout_has_its_file(config: Config) -> Violation | None:
-    """One path for all rollouts would be overwritten by each."""
+    """Require {rollout_id} in a path that is written or read once per rollout."""
     if config.data.num_rollout == 1:
         return None
     for name, path in (
@@ -136,28 +138,28 @@ def every_rollout_has_its_file(config: Config) -> Violation | None:
         if path is not None and "{rollout_id}" not in path:
             change = set_flag(name, f"{path.rstrip('/')}/{{rollout_id}}")
             option = f"--{name.replace('_', '-')}"
-            return Violation(f"{option} {path} is one path for all rollouts: it must have {{rollout_id}} in it", (change,), flags=(option,))
+            return Violation(f"{option} {path} is one path for all rollouts; it must contain {{rollout_id}}", (change,), flags=(option,))
     return None
 
 
 @rule("CFG-ENGINE-ADDRESS", "--rollout-external-engine-addrs")
 def engine_addresses_are_complete(config: Config) -> Violation | None:
-    """A server is found by host and port."""
+    """Require host and port in engine addresses."""
     for address in config.engine.rollout_external_engine_addrs:
         host, _, port = address.removeprefix("http://").rpartition(":")
         if not host or not port.isdecimal():
             text = f"--rollout-external-engine-addrs: {address!r} must be host:port, such as 127.0.0.1:30000"
-            return Violation(text, advice="complete it")
+            return Violation(text, advice="complete the address")
     return None
 
 
 @rule("CFG-ASYNC-COLOCATE", "--async-mode", "--colocate")
 def sampling_ahead_has_its_own_gpus(config: Config) -> Violation | None:
-    """Trainer and engines that share GPUs take turns; sampling ahead needs both at work."""
+    """Reject asynchronous sampling on shared GPUs, where trainer and engines take turns."""
     mode = config.rollout.async_mode
     if mode == "sync" or not config.cluster.colocate:
         return None
-    text = f"--async-mode {mode} samples while the trainer works, with --colocate only one of them can work at a time"
+    text = f"--async-mode {mode} samples while the trainer works, but with --colocate only one of them works at a time"
     return Violation(
         text, (unset_flag("async_mode"), *([unset_flag("max_staleness")] if mode == "full" and not config.rollout.partial_rollout else []))
     )
@@ -165,23 +167,23 @@ def sampling_ahead_has_its_own_gpus(config: Config) -> Violation | None:
 
 @rule("CFG-ASYNC-WHOLE-ROLLOUTS", "--async-mode", "--rollout-function-path", "--loss-type")
 def continuous_sampling_is_ours(config: Config) -> Violation | None:
-    """Sampling that never stops begins and ends single groups; what makes whole rollouts cannot be asked for that."""
+    """Reject continuous sampling with sources of whole rollouts: it starts and ends single groups."""
     rollout = config.rollout
     if rollout.async_mode != "full" or not (rollout.rollout_function_path or config.is_sft):
         return None
     other = "--loss-type sft_loss samples nothing" if config.is_sft else "--rollout-function-path makes whole rollouts"
     fix = (set_flag("async_mode", "one-step"), *([] if rollout.partial_rollout else [unset_flag("max_staleness")]))
-    return Violation(f"--async-mode full keeps groups in flight all the time, {other}", fix)
+    return Violation(f"--async-mode full keeps groups in flight all the time, but {other}", fix)
 
 
 @rule("CFG-ENVIRONMENT-NAME", "--env", "--engine-env")
 def environment_names_are_names(config: Config) -> Violation | None:
-    """The name of an environment variable has letters, digits and underscores."""
+    """Require letters, digits and underscores in names of environment variables."""
     odd = [name for name in config.engine_environment if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
     if not odd:
         return None
     return Violation(
-        f"--env or --engine-env: {', '.join(map(repr, odd))} cannot be the name of an environment variable", advice="correct it"
+        f"--env or --engine-env: {', '.join(map(repr, odd))} is not a valid name of an environment variable", advice="correct it"
     )
 
 

@@ -1,4 +1,4 @@
-"""What goes together with a teacher (--use-opd)."""
+"""Rules on distillation from a teacher (--use-opd)."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _SERVED = f"the model {TEACHER} of --sglang-config"
 
 @rule("CFG-OPD-TEACHER", "--use-opd", "--opd-type", "--opd-teacher-load", "--opd-teacher-url")
 def teacher_is_given(config: Config) -> Violation | None:
-    """Somebody must be learned from, by who computes the log-probabilities."""
+    """Require a teacher on the side that computes its log-probabilities."""
     flags, source = config.algorithm, config.teacher_from
     if not flags.use_opd or config.is_sft:
         return None
     load, url, served = flags.opd_teacher_load, flags.opd_teacher_url, config.has_served_teacher
     if source == "trainer" and load is None:
-        text = f"--opd-type {flags.opd_type} scores with the teacher's weights, and --opd-teacher-load is not given"
+        text = f"--opd-type {flags.opd_type} needs the teacher's weights, but --opd-teacher-load is not given"
         fix = (set_flag("opd_type", "engine"),) if url is not None or served else ()
         return Violation(text, fix, advice="give --opd-teacher-load", flags=("--opd-type", "--opd-teacher-load"))
     if source == "engine" and url is None and not served and not config.debug.debug_train_only:
-        text = f"--opd-type {flags.opd_type} asks an engine, and neither --opd-teacher-url nor {_SERVED} is one"
+        text = f"--opd-type {flags.opd_type} needs an engine, but neither --opd-teacher-url nor {_SERVED} is given"
         fix = (set_flag("opd_type", "trainer"),) if load is not None else ()
         return Violation(text, fix, advice="give one of them", flags=("--opd-type", "--opd-teacher-url"))
     if source is None:
         return Violation(
-            "--use-opd learns from a teacher, and none is given",
-            advice=f"give its weights by --opd-teacher-load, or who serves it by --opd-teacher-url or {_SERVED}",
+            "--use-opd needs a teacher, but none is given",
+            advice=f"give its weights with --opd-teacher-load, or its server with --opd-teacher-url or {_SERVED}",
             flags=("--use-opd",),
         )
     return None
@@ -39,7 +39,7 @@ def teacher_is_given(config: Config) -> Violation | None:
 
 @rule("CFG-OPD-TWO-TEACHERS", "--opd-type", "--opd-teacher-load", "--opd-teacher-url")
 def teacher_is_given_once(config: Config) -> Violation | None:
-    """There is one teacher."""
+    """Reject a second teacher."""
     flags, source = config.algorithm, config.teacher_from
     load, url, served = flags.opd_teacher_load, flags.opd_teacher_url, config.has_served_teacher
     if source == "trainer" and load is not None and url is not None:
@@ -51,59 +51,59 @@ def teacher_is_given_once(config: Config) -> Violation | None:
         return Violation(f"--opd-teacher-url {url} and {_SERVED} are two teachers", (unset_flag("opd_teacher_url"),))
     if load is not None and served and flags.opd_type is None and source is not None:
         return Violation(
-            f"--opd-teacher-load {load} and {_SERVED} are two teachers", (set_flag("opd_type", "trainer"),), "say which by --opd-type"
+            f"--opd-teacher-load {load} and {_SERVED} are two teachers", (set_flag("opd_type", "trainer"),), "choose one with --opd-type"
         )
     return None
 
 
 @rule("CFG-OPD-URL", "--opd-teacher-url")
 def teacher_has_an_address(config: Config) -> Violation | None:
-    """Who serves a teacher is found by host and port."""
+    """Require scheme, host and port in the teacher's URL."""
     url = config.algorithm.opd_teacher_url
     if config.teacher_from != "engine" or url is None or re.fullmatch(r"https?://[^/\s]+/?", url):
         return None
     base = re.match(r"https?://[^/\s]+", url)
-    text = f"--opd-teacher-url {url!r} is no address of a server: its paths are appended"
+    text = f"--opd-teacher-url {url!r} is not a server address; fuligo appends the paths"
     return Violation(text, (set_flag("opd_teacher_url", base[0]),) if base else (), "give http://host:port")
 
 
 @rule("CFG-OPD-TEMPERATURE", "--rollout-temperature", "--opd-type")
 def engines_score_at_temperature_1(config: Config) -> Violation | None:
-    """SGLang's log-probabilities of a prompt are those of temperature 1; the student's are those of what was sampled from."""
+    """Require temperature 1 with a served teacher: SGLang scores prompts at temperature 1, the student at the sampling temperature."""
     temperature = config.rollout.rollout_temperature
     if config.teacher_from != "engine" or temperature == 1 or config.debug.debug_train_only:
         return None
     return Violation(
         f"--rollout-temperature {temperature:g} with a teacher on an engine, which scores at temperature 1: the two cannot be compared",
         (set_flag("rollout_temperature", 1.0),),
-        "a teacher of the trainer's (--opd-teacher-load) scores at the student's temperature",
+        "or let the trainer score (--opd-teacher-load), which uses the student's temperature",
         flags=("--rollout-temperature",),
     )
 
 
 @rule("CFG-OPD-SERVED", "--sglang-config", "--use-opd")
 def served_teacher_is_a_model_of_its_own(config: Config) -> Violation | None:
-    """A teacher that follows the trainer is the student, and engines that prefill or decode alone tell nothing of a prompt."""
+    """Require fixed weights and regular engines for a served teacher: prefill and decode engines cannot score a prompt."""
     if config.teacher_from != "engine":
         return None
     groups = [group for group in engine_groups(config) if group.model == TEACHER]
     if any(group.update_weights for group in groups):
-        text = f"--use-opd: {_SERVED} gets the student's weights: it would be learned from itself"
-        return Violation(text, advice="give it a model_path of its own, and update_weights: false")
+        text = f"--use-opd: {_SERVED} receives the student's weights, so the student would learn from itself"
+        return Violation(text, advice="set its model_path, and update_weights: false")
     if any(group.worker_type in ("prefill", "decode") for group in groups):
         return Violation(
-            f"--use-opd: {_SERVED} has prefill and decode engines, one part of which knows a prompt", advice="make them regular"
+            f"--use-opd: {_SERVED} has prefill and decode engines, which cannot score a prompt", advice="use worker_type regular"
         )
     return None
 
 
 @rule("CFG-OPD-NO-REWARD", "--dynamic-sampling-filter-path", "--use-opd")
 def filters_have_rewards(config: Config) -> Violation | None:
-    """Without a reward all samples of a group have the same."""
+    """Reject a reward filter without rewards: all samples of a group would have the same."""
     given = config.rollout.dynamic_sampling_filter_path
     if not config.is_unjudged or given is None or ALIASES.get(given, given) != NONZERO_STD_FILTER:
         return None
-    text = f"--dynamic-sampling-filter-path {given} keeps groups whose rewards differ, and --use-opd without a reward has none"
+    text = f"--dynamic-sampling-filter-path {given} keeps groups whose rewards differ, but --use-opd without a reward has none"
     return Violation(
         text, (unset_flag("dynamic_sampling_filter_path"),), "or give a reward (--rm-type)", flags=("--dynamic-sampling-filter-path",)
     )

@@ -1,4 +1,4 @@
-"""A flag that has an effect only under a condition, and the rule that names it where it has none."""
+"""Flags that take effect only under a condition, and the rule that reports them otherwise."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from fuligo.config.rules.rule import unset_flag
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """`names` have an effect only where `condition` holds."""
+    """Flags `names`, which take effect only if `condition` holds."""
 
     suffix: str
-    """Of the rule's id: `CFG-NO-EFFECT-...`."""
+    """End of the rule's id: `CFG-NO-EFFECT-...`."""
     names: tuple[str, ...]
     condition: Callable[[Config], bool]
     otherwise: str
-    """When they have none: `without --use-tis`."""
+    """Circumstances without an effect: `without --use-tis`."""
     remedy: str
-    """What gives them an effect: `add --use-tis`."""
+    """Remedy that gives them an effect: `add --use-tis`."""
 
     @property
     def id(self) -> str:
+        """Stable name of the rule."""
         return f"CFG-NO-EFFECT-{self.suffix}"
 
 
 def rules_of(effects: Sequence[Effect]) -> tuple[Rule[Config], ...]:
-    """One for each. A flag that is idle for two reasons is reported for the first."""
+    """Return one rule per effect. A flag that is idle for two reasons is reported for the first."""
     return tuple(_rule(effect, effects[:number]) for number, effect in enumerate(effects))
 
 
@@ -40,16 +41,16 @@ def _rule(effect: Effect, earlier: Sequence[Effect]) -> Rule[Config]:
             return
         # The default is the neutral value of each of these flags: coefficients 0, switches off, paths not given.
         changed = [name for name in effect.names if config.value_of(name) != flags()[name].default]
-        names = [name for name in changed if not _is_named(name, earlier, config)]
+        names = [name for name in changed if not _is_reported(name, earlier, config)]
         if names:
             yield _finding(effect, config, names)
 
-    check.__doc__ = f"{', '.join(flags()[name].option for name in effect.names)}: ignored {effect.otherwise}."
+    check.__doc__ = f"{', '.join(flags()[name].option for name in effect.names)}: no effect {effect.otherwise}."
     return Rule(effect.id, check)
 
 
-def _is_named(name: str, effects: Sequence[Effect], config: Config) -> bool:
-    """One of these says already that it has no effect."""
+def _is_reported(name: str, effects: Sequence[Effect], config: Config) -> bool:
+    """Return True if one of these effects already reports the flag."""
     return any(name in effect.names and not effect.condition(config) for effect in effects)
 
 

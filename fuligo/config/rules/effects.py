@@ -1,4 +1,4 @@
-"""Flags that have an effect only under a condition. Where it does not hold, a value other than the neutral one is an error."""
+"""Table of flags that take effect only under a condition; otherwise a value other than the default is an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _estimator(config: Config) -> Estimator:
 
 
 def _custom_advantages(config: Config) -> bool:
-    """What a hook reads of the flags is its affair."""
+    """Return True if a hook computes advantages; it may read any flag."""
     return config.algorithm.custom_advantage_function_path is not None
 
 
@@ -28,7 +28,7 @@ def _may_call_remote_reward(config: Config) -> bool:
 
 
 def _may_be_a_dict(config: Config) -> bool:
-    """A reward of the training or, where it inherits the key, of an evaluation."""
+    """Return True if a training reward, or an evaluation reward that inherits the key, may be a dict."""
     name, rollout = config.reward.rm_type, config.rollout
     hooks = (config.reward.custom_rm_path, rollout.custom_generate_function_path, rollout.rollout_function_path)
     return any(hooks) or config.data.metadata_key is not None or config.eval.eval_config is not None or name not in NUMBERS
@@ -147,8 +147,8 @@ EFFECTS = (
         "OPSM-ONE-STEP",
         ("use_opsm",),
         lambda config: config.algorithm.use_rollout_logprobs or config.resolved_num_steps_per_rollout > 1,
-        "with one optimizer step a rollout, whose own policy is the old one: no response is far from it",
-        "measure the distance from the engine (--use-rollout-logprobs), or take several steps (--num-steps-per-rollout)",
+        "with one optimizer step per rollout, where old and current policy are the same",
+        "take the engine's log-probabilities as the old policy's (--use-rollout-logprobs), or take several steps (--num-steps-per-rollout)",
     ),
     Effect(
         "CUSTOM-LOSS",
@@ -189,21 +189,21 @@ EFFECTS = (
         "CONTINUOUS",
         ("over_sampling_batch_size", "buffer_filter_path", "mask_offpolicy_in_partial_rollout"),
         lambda config: config.rollout.async_mode != "full",
-        "with --async-mode full, which aborts no surplus and continues everything at once",
-        "sample by --async-mode sync or one-step",
+        "with --async-mode full, which never aborts surplus samples",
+        "use --async-mode sync or one-step",
     ),
     Effect(
         "BUFFER",
         ("buffer_filter_path", "max_staleness"),
         lambda config: config.data.data_source_path is None or config.rollout.async_mode == "full",
-        "with --data-source-path, whose buffer is its own",
+        "with --data-source-path, which has its own buffer",
         "remove --data-source-path",
     ),
     Effect(
         "CUSTOM-REWARD",
         ("rm_type",),
         lambda config: config.reward.custom_rm_path is None,
-        "with --custom-rm-path, which judges every sample",
+        "with --custom-rm-path, which scores every sample",
         "remove --custom-rm-path",
     ),
     Effect("REMOTE-REWARD", ("rm_url", "rm_retries"), _may_call_remote_reward, "without --rm-type remote_rm", "add --rm-type remote_rm"),
@@ -218,8 +218,8 @@ EFFECTS = (
         "REWARD-KEY",
         ("reward_key", "eval_reward_key"),
         _may_be_a_dict,
-        "with a --rm-type that gives a number",
-        "choose a reward that gives a dict",
+        "with a --rm-type whose reward is a number",
+        "choose a reward that returns a dict",
     ),
     Effect(
         "GROUP-REWARD",
@@ -241,7 +241,7 @@ EFFECTS = (
             "eval_reward_key",
         ),
         lambda config: config.has_eval,
-        "without data to evaluate on",
+        "without evaluation data",
         "add --eval-prompt-data or --eval-config",
     ),
     Effect(
@@ -270,8 +270,8 @@ EFFECTS = (
         "EXTERNAL",
         ("embedded_max_running_requests", "embedded_max_total_tokens", "embedded_dtype", "embedded_num_threads"),
         lambda config: not config.engine.rollout_external_engine_addrs,
-        "on engines that already run",
-        "start those engines with the same setting",
+        "on external engines",
+        "start the external engines with the same setting",
     ),
     Effect(
         "WANDB",
@@ -326,7 +326,7 @@ EFFECTS = (
         "PADDING",
         ("data_pad_size_multiplier",),
         lambda config: config.resolved_train_backend == "megatron",
-        "with the torch trainer, which pads nothing",
+        "with the torch trainer, which does not pad",
         "choose --train-backend megatron",
     ),
     Effect(
@@ -340,7 +340,7 @@ EFFECTS = (
         "COLOCATE",
         ("colocate",),
         lambda config: config.resolved_rollout_backend == "sglang" or not config.needs_engine,
-        "with the embedded engine, which shares the trainer's first device anyway",
+        "with the embedded engine, which always shares the trainer's first device",
         "choose --rollout-backend sglang",
     ),
     Effect(

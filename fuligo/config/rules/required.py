@@ -1,4 +1,4 @@
-"""What must be given."""
+"""Rules on required flags."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ REWARD_NEEDS: dict[str, tuple[Literal["label_key", "metadata_key"], ...]] = {
     "random": (),
     "remote_rm": (),
 }
-"""The built-in rewards, and the columns of which each needs one."""
+"""Built-in reward -> columns of which it needs one."""
 _BOXED = "boxed_"
 NUMBERS = frozenset(prefix + name for name in REWARD_NEEDS if name not in ("dapo", "remote_rm") for prefix in ("", _BOXED))
-"""The built-in rewards that are a number, never a dict."""
+"""Built-in rewards that return a number, never a dict."""
 _TOKENS = 8192
-"""Of a micro-batch, where nothing limits the length of a sample."""
+"""Suggested tokens of a micro-batch if nothing limits the length of a sample."""
 
 
 @rule("CFG-MODEL-MISSING", "--hf-checkpoint")
 def model_is_given(config: Config) -> Violation | None:
-    """Tokenizer, model shape and the engines' weights come from the checkpoint."""
+    """Require a checkpoint: tokenizer, model shape and engine weights come from it."""
     if config.model.hf_checkpoint:
         return None
     return Violation("--hf-checkpoint is missing", advice="give the Hugging Face directory of the model to train")
@@ -38,7 +38,7 @@ def model_is_given(config: Config) -> Violation | None:
 
 @rule("CFG-DATA-MISSING", "--prompt-data")
 def prompts_are_given(config: Config) -> Violation | None:
-    """Something must be asked."""
+    """Require prompts."""
     elsewhere = config.data.data_source_path or config.rollout.rollout_function_path or config.debug.debug_train_only
     if config.data.prompt_data or elsewhere:
         return None
@@ -47,20 +47,22 @@ def prompts_are_given(config: Config) -> Violation | None:
 
 @rule("CFG-RUN-LENGTH", "--num-rollout", "--num-epoch")
 def length_is_given_once(config: Config) -> Violation | None:
-    """One flag says how long a run is."""
+    """Require exactly one flag for the length of the run."""
     rollouts, epochs = config.data.num_rollout, config.data.num_epoch
     if rollouts is not None and epochs is not None:
-        return Violation(f"--num-rollout {rollouts} and --num-epoch {epochs} both say how long to run", (set_flag("num_epoch", None),))
+        return Violation(
+            f"--num-rollout {rollouts} and --num-epoch {epochs} both set the length of the run", (set_flag("num_epoch", None),)
+        )
     if rollouts is None and epochs is None:
-        return Violation("neither --num-rollout nor --num-epoch says how long to run", advice="give one of them")
+        return Violation("neither --num-rollout nor --num-epoch sets the length of the run", advice="give one of them")
     if epochs is not None and not (config.data.prompt_data or config.data.data_source_path):
         return Violation(f"--num-epoch {epochs} counts passes over --prompt-data, which is not given", advice="give --num-rollout instead")
     return None
 
 
 @rule("CFG-REWARD-MISSING", "--rm-type", "--custom-rm-path")
-def something_judges(config: Config) -> Violation | None:
-    """Without rewards nothing is learned."""
+def reward_is_given(config: Config) -> Violation | None:
+    """Require a reward unless a teacher or given responses replace it."""
     reward, rollout = config.reward, config.rollout
     judged = reward.rm_type or reward.custom_rm_path or config.data.metadata_key
     judged_by_hook = rollout.custom_generate_function_path or rollout.rollout_function_path
@@ -68,13 +70,13 @@ def something_judges(config: Config) -> Violation | None:
     needs_none = not config.eval.eval_prompt_data if config.algorithm.use_opd else config.is_sft and not config.has_eval
     if judged or judged_by_hook or config.debug.debug_train_only or needs_none:
         return None
-    text = "neither --rm-type nor --custom-rm-path judges the responses"
+    text = "the run has no reward: neither --rm-type nor --custom-rm-path is given"
     return Violation(text, advice="give one of them, or --metadata-key with an rm_type in each row")
 
 
 @rule("CFG-REWARD-UNKNOWN", "--rm-type")
 def reward_is_known(config: Config) -> Violation | None:
-    """A misspelt reward would fail with the first sample."""
+    """Reject unknown built-in rewards, which would fail at the first sample."""
     name = config.reward.rm_type
     if name is None or name.removeprefix(_BOXED) in REWARD_NEEDS:
         return None
@@ -82,34 +84,34 @@ def reward_is_known(config: Config) -> Violation | None:
     near = nearest(name, [*REWARD_NEEDS, *boxed])
     hint = "" if near else f"; known: {', '.join(REWARD_NEEDS)}, each also with the prefix {_BOXED}"
     text = f"--rm-type {name} is not a built-in reward{hint}"
-    return Violation(text, (set_flag("rm_type", near[0]),) if near else (), advice="your own function goes to --custom-rm-path")
+    return Violation(text, (set_flag("rm_type", near[0]),) if near else (), advice="pass your own function with --custom-rm-path")
 
 
 def lacking_column(rm_type: str, *, label_key: str | None, metadata_key: str | None) -> tuple[str, str] | None:
-    """What a built-in reward lacks to judge by, and the way out; None where it has it."""
+    """Return the column that a built-in reward lacks, and the remedy; None if it has what it needs."""
     columns = REWARD_NEEDS.get(rm_type.removeprefix(_BOXED), ())
     given = {"label_key": label_key, "metadata_key": metadata_key}
     if not columns or any(given[column] for column in columns):
         return None
     if columns == ("metadata_key",):
-        return f"--rm-type {rm_type} judges by what the metadata say", "give their column by --metadata-key"
-    more = " (or a column of metadata with `correct_letter` by --metadata-key)" if "metadata_key" in columns else ""
-    return f"--rm-type {rm_type} compares with a label", f"give its column by --label-key{more}"
+        return f"--rm-type {rm_type} reads the metadata of a prompt", "give their column with --metadata-key"
+    more = " (or a metadata column with `correct_letter` with --metadata-key)" if "metadata_key" in columns else ""
+    return f"--rm-type {rm_type} compares responses with a label", f"give its column with --label-key{more}"
 
 
 @rule("CFG-REWARD-LABEL", "--rm-type", "--label-key", "--metadata-key")
 def label_is_given(config: Config) -> Violation | None:
-    """A reward that compares needs something to compare with."""
+    """Require the column that a built-in reward compares with."""
     name, data = config.reward.rm_type, config.data
     if name is None or config.reward.custom_rm_path or not data.prompt_data:
-        return None  # without a file a hook draws the samples, with labels of its own
+        return None  # without a file, a hook provides the samples and their labels
     lacking = lacking_column(name, label_key=data.label_key, metadata_key=data.metadata_key)
     return None if lacking is None else Violation(lacking[0], advice=lacking[1])
 
 
 @rule("CFG-REWARD-URL", "--rm-type", "--rm-url")
 def remote_reward_has_address(config: Config) -> Violation | None:
-    """A remote reward model has an address."""
+    """Require a valid URL for a remote reward model."""
     name = config.reward.rm_type
     if name is None or name.removeprefix(_BOXED) != "remote_rm":
         return None
@@ -117,21 +119,21 @@ def remote_reward_has_address(config: Config) -> Violation | None:
     if not url:
         return Violation(f"--rm-type {name} needs the address of the reward model", advice="give --rm-url")
     if not re.match(r"https?://[^/\s]", url):
-        return Violation(f"--rm-url {url!r} is no address", advice="give http://host:port/path")
+        return Violation(f"--rm-url {url!r} is not a valid URL", advice="give http://host:port/path")
     return None
 
 
 @rule("CFG-CUSTOM-LOSS", "--loss-type", "--custom-loss-function-path")
 def custom_loss_has_function(config: Config) -> Violation | None:
-    """A custom loss is a function of the user's."""
+    """Require a function for a custom loss."""
     if config.algorithm.loss_type != "custom_loss" or config.algorithm.custom_loss_function_path:
         return None
-    return Violation("--loss-type custom_loss needs the function", advice="give --custom-loss-function-path")
+    return Violation("--loss-type custom_loss needs a function", advice="give --custom-loss-function-path")
 
 
 @rule("CFG-WHITENING", "--advantage-estimator", "--normalize-advantages")
 def advantages_are_whitened(config: Config) -> Violation | None:
-    """The REINFORCE++ estimators are only defined with advantages whitened over the batch."""
+    """Require whitened advantages for the REINFORCE++ estimators, which are defined with them."""
     name = config.algorithm.advantage_estimator
     by_hook = config.algorithm.custom_advantage_function_path
     if config.is_sft or by_hook or config.algorithm.normalize_advantages or not ESTIMATORS[name].needs_whitening:
@@ -141,7 +143,7 @@ def advantages_are_whitened(config: Config) -> Violation | None:
 
 @rule("CFG-MAX-TOKENS", "--use-dynamic-batch-size", "--max-tokens-per-gpu")
 def micro_batches_have_a_limit(config: Config) -> Violation | None:
-    """Packing by tokens needs the number of tokens."""
+    """Require a token limit for packing by tokens."""
     if not config.train.use_dynamic_batch_size or config.train.max_tokens_per_gpu:
         return None
     tokens = -(-(config.max_sample_tokens or _TOKENS) // config.parallel.context_parallel_size)
@@ -150,33 +152,33 @@ def micro_batches_have_a_limit(config: Config) -> Violation | None:
 
 @rule("CFG-DEBUG-DATA", "--debug-train-only", "--load-debug-rollout-data")
 def debug_training_has_data(config: Config) -> Violation | None:
-    """Training without engines takes rollouts that were saved."""
+    """Require saved rollouts for training without engines."""
     if not config.debug.debug_train_only or config.debug.load_debug_rollout_data:
         return None
-    return Violation("--debug-train-only trains on saved rollouts", advice="give them by --load-debug-rollout-data")
+    return Violation("--debug-train-only needs saved rollouts", advice="give --load-debug-rollout-data")
 
 
 @rule("CFG-ASYNC-STALENESS", "--async-mode", "--max-staleness")
 def continuous_rollout_has_a_bound(config: Config) -> Violation | None:
-    """Sampling that never waits for the trainer falls behind without a bound."""
+    """Require a staleness bound for continuous sampling."""
     if config.rollout.async_mode != "full" or config.rollout.max_staleness is not None:
         return None
-    return Violation("--async-mode full samples while weights change: --max-staleness must bound how old", (set_flag("max_staleness", 1),))
+    return Violation("--async-mode full samples while weights change; it needs a bound, --max-staleness", (set_flag("max_staleness", 1),))
 
 
 @rule("CFG-MTP-LAYERS", "--enable-mtp-training", "--mtp-num-layers")
 def mtp_training_has_layers(config: Config) -> Violation | None:
-    """Layers that are not loaded cannot be trained."""
+    """Require loaded MTP layers to train them."""
     if not config.train.enable_mtp_training or config.train.mtp_num_layers:
         return None
-    return Violation("--enable-mtp-training trains the MTP layers, of which --mtp-num-layers loads none", (set_flag("mtp_num_layers", 1),))
+    return Violation("--enable-mtp-training needs MTP layers, but --mtp-num-layers loads none", (set_flag("mtp_num_layers", 1),))
 
 
 RULES = (
     model_is_given,
     prompts_are_given,
     length_is_given_once,
-    something_judges,
+    reward_is_given,
     reward_is_known,
     label_is_given,
     remote_reward_has_address,

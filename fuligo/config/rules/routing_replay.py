@@ -1,4 +1,4 @@
-"""What goes together with routing replay."""
+"""Rules on routing replay."""
 
 from __future__ import annotations
 
@@ -11,58 +11,58 @@ from fuligo.config.topology import EngineGroupSpec, engine_groups, policy_model
 
 
 def _records(config: Config) -> bool:
-    """The trainer's own choice is what is replayed."""
+    """Return True if the trainer replays its own routing."""
     return config.replays_routing and not config.replays_engine_routing
 
 
 @rule("CFG-REPLAY-OLD-POLICY", "--use-routing-replay", "--use-rollout-logprobs")
-def engines_do_not_score_with_the_trainers_routing(config: Config) -> Violation | None:
-    """Where the old log-probabilities are the engine's, so is the routing that gave them."""
+def engine_logprobs_with_trainer_routing(config: Config) -> Violation | None:
+    """Reject the trainer's routing with the engine's log-probabilities, which came from the engine's routing."""
     if not (_records(config) and config.algorithm.use_rollout_logprobs):
         return None
     return Violation(
-        "--use-routing-replay keeps to the experts of the pass that gave the old log-probabilities, and with --use-rollout-logprobs that "
+        "--use-routing-replay repeats the routing of the pass that computed the old log-probabilities; with --use-rollout-logprobs that "
         "was the engine's",
         (set_flag("use_rollout_routing_replay", True), unset_flag("use_routing_replay")),
     )
 
 
 @rule("CFG-REPLAY-ONE-STEP", "--use-routing-replay", severity=Severity.WARNING)
-def one_step_replays_itself(config: Config) -> Violation | None:
-    """With one optimizer step a rollout the step's own pass gives the old log-probabilities."""
+def replay_with_one_step(config: Config) -> Violation | None:
+    """Warn about replay with one optimizer step per rollout: the step itself computes the old log-probabilities."""
     if not _records(config) or config.needs_old_logprobs or config.algorithm.use_rollout_logprobs:
         return None
     return Violation(
-        "--use-routing-replay with one optimizer step a rollout changes nothing: the step's own pass gives the old log-probabilities",
+        "--use-routing-replay with one optimizer step per rollout changes nothing: the step itself computes the old log-probabilities",
         (unset_flag("use_routing_replay"),),
         "or take several steps (--num-steps-per-rollout)",
     )
 
 
 @rule("CFG-REPLAY-FUSED", "--use-routing-replay", "--use-rollout-routing-replay", "--moe-router-fusion")
-def a_fused_choice_cannot_be_replayed(config: Config) -> Violation | None:
-    """TransformerEngine's fused kernel chooses and weighs the experts in one go."""
+def fused_router(config: Config) -> Violation | None:
+    """Reject TransformerEngine's fused router, which cannot take given choices."""
     if not config.replays_routing or not config.megatron.get("moe_router_fusion"):
         return None
-    text = "--moe-router-fusion chooses and weighs experts in one kernel, which cannot be told the choice for routing replay"
+    text = "--moe-router-fusion chooses and weighs experts in one kernel, which cannot replay a given choice"
     return Violation(text, (Change(("megatron", "moe_router_fusion"), None),), flags=("--moe-router-fusion",))
 
 
 @rule("CFG-REPLAY-ENGINE", "--use-rollout-routing-replay", "--rollout-backend")
-def the_engine_says_where_tokens_went(config: Config) -> Violation | None:
-    """SGLang records the experts of every token, the embedded engine does not."""
+def engine_records_routing(config: Config) -> Violation | None:
+    """Require SGLang engines for engine routing: the embedded engine does not record experts."""
     served_elsewhere = bool(config.engine.rollout_external_engine_addrs)
     if not config.replays_engine_routing or not config.needs_engine or served_elsewhere or config.resolved_rollout_backend == "sglang":
         return None
     return Violation(
-        "--use-rollout-routing-replay needs SGLang engines, which record the experts of every token; --rollout-backend is embedded",
-        advice="give --rollout-backend sglang, or --use-routing-replay for the trainer's own choice",
+        "--use-rollout-routing-replay needs SGLang engines, which record the experts of every token, but --rollout-backend is embedded",
+        advice="give --rollout-backend sglang, or --use-routing-replay for the trainer's own routing",
     )
 
 
 @rule("CFG-REPLAY-RECORD", "--use-rollout-routing-replay")
-def the_record_of_engines_is_whole(config: Config) -> Violation | None:
-    """SGLang 0.5.15 keeps the record beside the KV cache, in the process that computes a token, and does not move it with the cache."""
+def complete_routing_record(config: Config) -> Violation | None:
+    """Reject engine settings that lose routing records: SGLang 0.5.15 keeps them in the process that computes a token."""
     if not config.replays_engine_routing or not config.needs_engine:
         return None
     groups = engine_groups(config)
@@ -70,8 +70,8 @@ def the_record_of_engines_is_whole(config: Config) -> Violation | None:
     if not holes:
         return None
     return Violation(
-        f"--use-rollout-routing-replay with {' and '.join(holes)}: SGLang's record of experts would not be whole",
-        advice="leave that out, or use --use-routing-replay",
+        f"--use-rollout-routing-replay with {' and '.join(holes)}: SGLang's record of experts would be incomplete",
+        advice="remove these settings, or use --use-routing-replay",
     )
 
 
@@ -89,9 +89,9 @@ def _holes(group: EngineGroupSpec) -> Iterator[str]:
 
 
 RULES = (
-    engines_do_not_score_with_the_trainers_routing,
-    one_step_replays_itself,
-    a_fused_choice_cannot_be_replayed,
-    the_engine_says_where_tokens_went,
-    the_record_of_engines_is_whole,
+    engine_logprobs_with_trainer_routing,
+    replay_with_one_step,
+    fused_router,
+    engine_records_routing,
+    complete_routing_record,
 )

@@ -1,4 +1,4 @@
-"""How a rule of flags is written: a pure function of the config that returns what is wrong, or None."""
+"""Decorator and helpers for rules: pure functions of the config that return a violation, or None."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from fuligo.config.flags import flags
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """What a rule says of a config."""
+    """Violation of a rule by a config."""
 
     text: str
-    """The flags with their values, and the rule; the way out stands in `fix` or `advice`."""
+    """Flags with their values, and the rule; the remedy is in `fix` or `advice`."""
     fix: tuple[Change, ...] = ()
     advice: str = ""
     flags: tuple[str, ...] = ()
-    """Options that the text is about, where they are not those of the rule."""
+    """Options that the text is about, if they differ from those of the rule."""
 
 
 def rule(
     rule_id: str, *options: str, severity: Severity = Severity.ERROR
 ) -> Callable[[Callable[[Config], Violation | None]], Rule[Config]]:
-    """Makes a `Rule` of a function.
+    """Turn a function into a `Rule`.
 
     Args:
         rule_id: stable name, `CFG-...`.
-        options: the flags that it is about, as typed.
+        options: flags that the rule is about, as typed.
     """
 
     def make(function: Callable[[Config], Violation | None]) -> Rule[Config]:
         @functools.wraps(function)
         def check(config: Config) -> Iterator[Finding]:
-            broken = function(config)
-            if broken is not None:
-                yield Finding(rule_id, severity, broken.text, broken.flags or options, broken.fix, broken.advice)
+            violation = function(config)
+            if violation is not None:
+                yield Finding(rule_id, severity, violation.text, violation.flags or options, violation.fix, violation.advice)
 
         return Rule(rule_id, check)
 
@@ -47,10 +47,10 @@ def rule(
 
 
 def set_flag(name: str, value: Any) -> Change:
-    """The change of a flag of ours."""
+    """Return the change that sets a typed flag."""
     return Change((flags()[name].group, name), value)
 
 
 def unset_flag(name: str) -> Change:
-    """A flag of ours is left out: it has its default again."""
+    """Return the change that restores the default of a typed flag."""
     return set_flag(name, None)

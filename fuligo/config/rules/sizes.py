@@ -1,4 +1,4 @@
-"""Numbers that must agree."""
+"""Rules on numbers that must agree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 
 
 def _samples(config: Config) -> str:
-    """`--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256 samples`."""
+    """Return `--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256 samples`."""
     prompts = config.rollout.rollout_batch_size
     if config.is_sft:
         return f"--rollout-batch-size {prompts} = {prompts} samples"
@@ -22,19 +22,19 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 @rule("CFG-GLOBAL-BATCH", "--global-batch-size", "--rollout-batch-size", "--n-samples-per-prompt")
 def global_batch_divides_rollout(config: Config) -> Violation | None:
-    """Every sample of a rollout is trained once, in equal steps."""
+    """Require a global batch that divides a rollout, so that every sample is trained once in equal steps."""
     size, samples = config.train.global_batch_size, config.samples_per_rollout
     if size is None or config.train.num_steps_per_rollout is not None or samples % size == 0:
         return None
-    broken = "is more than a rollout has" if size > samples else "does not divide a rollout"
+    problem = "exceeds a rollout" if size > samples else "does not divide a rollout"
     return Violation(
-        f"--global-batch-size {size} {broken} ({_samples(config)})", (set_flag("global_batch_size", _largest_divisor(samples, size)),)
+        f"--global-batch-size {size} {problem} ({_samples(config)})", (set_flag("global_batch_size", _largest_divisor(samples, size)),)
     )
 
 
 @rule("CFG-NUM-STEPS", "--num-steps-per-rollout", "--rollout-batch-size", "--n-samples-per-prompt")
 def steps_divide_rollout(config: Config) -> Violation | None:
-    """The steps of a rollout have equally many samples."""
+    """Require steps of equal size."""
     steps, samples = config.train.num_steps_per_rollout, config.samples_per_rollout
     if steps is None or samples % steps == 0:
         return None
@@ -46,7 +46,7 @@ def steps_divide_rollout(config: Config) -> Violation | None:
 
 @rule("CFG-STEP-SIZES", "--global-batch-size", "--num-steps-per-rollout")
 def global_batch_agrees_with_steps(config: Config) -> Violation | None:
-    """Size and number of the steps follow from each other."""
+    """Require that the size and the number of steps agree."""
     size, steps, samples = config.train.global_batch_size, config.train.num_steps_per_rollout, config.samples_per_rollout
     if size is None or steps is None or size * steps == samples or samples % steps:
         return None
@@ -56,12 +56,12 @@ def global_batch_agrees_with_steps(config: Config) -> Violation | None:
 
 @rule("CFG-EMPTY-RANK", "--global-batch-size", "--rollout-batch-size", "--n-samples-per-prompt")
 def every_rank_has_a_sample(config: Config) -> Violation | None:
-    """A data-parallel rank without a sample would wait for gradients that never come."""
+    """Require a sample per data-parallel rank and step; a rank without one would block the others."""
     ranks, size = config.resolved_data_parallel_size, config.resolved_global_batch_size
     if size >= ranks or size == 0:
         return None
     samples, prompts, wave = config.samples_per_rollout, config.rollout.rollout_batch_size, config.rollout.over_sampling_batch_size
-    text = f"an optimizer step has {size} samples for {ranks} data-parallel ranks, each needs at least one ({_samples(config)})"
+    text = f"an optimizer step has {size} samples, but each of the {ranks} data-parallel ranks needs one ({_samples(config)})"
     one_step = () if config.train.num_steps_per_rollout is None else (unset_flag("num_steps_per_rollout"),)
     enough = next((number for number in range(ranks, samples + 1) if samples % number == 0), None)
     if enough is not None:
@@ -74,27 +74,27 @@ def every_rank_has_a_sample(config: Config) -> Violation | None:
 
 @rule("CFG-OVER-SAMPLING", "--over-sampling-batch-size", "--rollout-batch-size")
 def wave_fills_rollout(config: Config) -> Violation | None:
-    """A wave that is smaller than a rollout can never fill it."""
+    """Require a sampling wave that can fill a rollout."""
     wave, prompts = config.rollout.over_sampling_batch_size, config.rollout.rollout_batch_size
     if wave is None or wave >= prompts:
         return None
-    text = f"--over-sampling-batch-size {wave} is below --rollout-batch-size {prompts}, which a wave must fill"
+    text = f"--over-sampling-batch-size {wave} is smaller than --rollout-batch-size {prompts}, which a wave must fill"
     return Violation(text, (set_flag("over_sampling_batch_size", prompts),))
 
 
 @rule("CFG-CONTEXT", "--rollout-max-context-len", "--rollout-max-prompt-len")
 def context_has_room(config: Config) -> Violation | None:
-    """A prompt that fills the context leaves nothing to generate."""
+    """Require room for a response in the context."""
     context, prompt = config.rollout.rollout_max_context_len, config.data.rollout_max_prompt_len
     if context is None or prompt is None or prompt < context:
         return None
-    text = f"--rollout-max-prompt-len {prompt} leaves no room to respond in --rollout-max-context-len {context}"
+    text = f"--rollout-max-prompt-len {prompt} leaves no room for a response in --rollout-max-context-len {context}"
     return Violation(text, (set_flag("rollout_max_context_len", prompt + config.rollout.rollout_max_response_len),))
 
 
 @rule("CFG-KV-CACHE", "--embedded-max-total-tokens", "--rollout-max-response-len")
 def cache_holds_a_response(config: Config) -> Violation | None:
-    """One request must fit into the cache."""
+    """Require a KV cache that holds one request."""
     cache, response = config.engine.embedded_max_total_tokens, config.rollout.rollout_max_response_len
     if cache is None or cache > response:
         return None
@@ -104,24 +104,24 @@ def cache_holds_a_response(config: Config) -> Violation | None:
 
 @rule("CFG-TOP-K", "--rollout-top-k", "--eval-top-k")
 def top_k_keeps_a_token(config: Config) -> Violation | None:
-    """Something must be left to draw."""
+    """Reject top-k 0, which keeps no token."""
     zero = [name for name, value in (("rollout_top_k", config.rollout.rollout_top_k), ("eval_top_k", config.eval.eval_top_k)) if value == 0]
     if not zero:
         return None
     options = tuple(f"--{name.replace('_', '-')}" for name in zero)
-    return Violation(f"{' and '.join(options)} 0 keeps no token; -1 is all", tuple(set_flag(name, -1) for name in zero), flags=options)
+    return Violation(f"{' and '.join(options)} 0 keeps no token; -1 keeps all", tuple(set_flag(name, -1) for name in zero), flags=options)
 
 
 @rule("CFG-TIS-BOUNDS", "--tis-clip-low", "--tis-clip")
 def tis_bounds_are_ordered(config: Config) -> Violation | None:
-    """The lower bound is below the upper."""
+    """Require a lower bound below the upper one."""
     low, high = config.algorithm.tis_clip_low, config.algorithm.tis_clip
     return Violation(f"--tis-clip-low {low} is above --tis-clip {high}", (unset_flag("tis_clip_low"),)) if low > high else None
 
 
 @rule("CFG-MIN-LR", "--min-lr", "--lr", "--critic-lr")
 def learning_rate_falls(config: Config) -> Violation | None:
-    """The end of the decay is not above its start."""
+    """Require an end of the decay that is not above its start."""
     low, peaks = config.optimizer.min_lr, {"lr": config.optimizer.lr, "critic_lr": config.optimizer.critic_lr}
     for name, peak in peaks.items():
         if peak is not None and low > peak:
@@ -134,7 +134,7 @@ def learning_rate_falls(config: Config) -> Violation | None:
 
 @rule("CFG-LR-DECAY", "--lr-decay-iters", "--lr-warmup-iters", "--critic-lr-warmup-iters")
 def decay_follows_warmup(config: Config) -> Violation | None:
-    """The decay starts where the warm-up ends."""
+    """Require a decay that ends after the warm-up."""
     flags = config.optimizer
     decay, warmups = (
         flags.lr_decay_iters,
@@ -143,7 +143,7 @@ def decay_follows_warmup(config: Config) -> Violation | None:
     for name, warmup in warmups.items():
         if decay is not None and decay <= warmup:
             option = option_name(name)
-            text = f"--lr-decay-iters {decay}, counted from the first step, ends before {option} {warmup}"
+            text = f"--lr-decay-iters {decay}, counted from the first step, does not end after {option} {warmup}"
             return Violation(text, (unset_flag("lr_decay_iters"),), flags=("--lr-decay-iters", option))
     return None
 

@@ -55,7 +55,7 @@ def test_help_has_every_flag_under_its_group() -> None:
 
 
 def test_help_on_one_group_or_flag() -> None:
-    assert help_text("rollout").startswith("rollout: How responses are sampled.")
+    assert help_text("rollout").startswith("rollout: Sampling of responses.")
     assert "--lr X" in help_text("lr") and "`optimizer: {lr: ...}`" in help_text("lr")
     with pytest.raises(ConfigError, match=r"no group or flag is named rolout; did you mean rollout"):
         help_text("rolout")

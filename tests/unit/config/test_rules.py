@@ -45,13 +45,13 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     ],
     "CFG-REWARD-MISSING": [
         ({"rm_type": None}, "--custom-rm-path"),
-        ({"rm_type": None, "use_opd": True, "opd_teacher_load": "t", "eval_prompt_data": ["a.jsonl"]}, "judges the responses"),
+        ({"rm_type": None, "use_opd": True, "opd_teacher_load": "t", "eval_prompt_data": ["a.jsonl"]}, "the run has no reward"),
     ],
     "CFG-OPD-TEACHER": [
-        ({"use_opd": True}, "--use-opd learns from a teacher, and none is given"),
-        ({"use_opd": True, "opd_type": "megatron"}, "--opd-type megatron scores with the teacher's weights"),
+        ({"use_opd": True}, "--use-opd needs a teacher, but none is given"),
+        ({"use_opd": True, "opd_type": "megatron"}, "--opd-type megatron needs the teacher's weights"),
         ({"use_opd": True, "opd_type": "megatron", "opd_teacher_url": "http://t:1"}, "use --opd-type engine"),
-        ({"use_opd": True, "opd_type": "sglang"}, "--opd-type sglang asks an engine"),
+        ({"use_opd": True, "opd_type": "sglang"}, "--opd-type sglang needs an engine"),
         ({"use_opd": True, "opd_type": "sglang", "opd_teacher_load": "t"}, "use --opd-type trainer"),
     ],
     "CFG-OPD-TWO-TEACHERS": [
@@ -62,11 +62,11 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     ],
     "CFG-OPD-URL": [
         ({"use_opd": True, "opd_teacher_url": "http://t:1/generate"}, "use --opd-teacher-url http://t:1"),
-        ({"use_opd": True, "opd_teacher_url": "t:1"}, "--opd-teacher-url 't:1' is no address"),
+        ({"use_opd": True, "opd_teacher_url": "t:1"}, "--opd-teacher-url 't:1' is not a server address"),
     ],
     "CFG-OPD-TEMPERATURE": [({**WITH_TEACHER, "rollout_temperature": 0.8}, "--rollout-temperature 0.8 with a teacher on an engine")],
     "CFG-OPD-SERVED": [
-        ({**WITH_TEACHER, "sglang_config": [{**SERVED_TEACHER, "update_weights": True}]}, "it would be learned from itself"),
+        ({**WITH_TEACHER, "sglang_config": [{**SERVED_TEACHER, "update_weights": True}]}, "would learn from itself"),
         (
             {
                 **WITH_TEACHER,
@@ -81,7 +81,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-OPD-NO-REWARD": [
         (
             {"use_opd": True, "opd_teacher_load": "t", "rm_type": None, "dynamic_sampling_filter_path": NONZERO_STD_FILTER},
-            "keeps groups whose rewards differ, and --use-opd without a reward has none",
+            "keeps groups whose rewards differ, but --use-opd without a reward has none",
         )
     ],
     "CFG-REWARD-UNKNOWN": [
@@ -92,8 +92,8 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-REWARD-LABEL": [
         ({"label_key": None}, "--label-key"),
         ({"label_key": None, "rm_type": "boxed_math"}, "--label-key"),
-        ({"label_key": None, "rm_type": "gpqa"}, "or a column of metadata with `correct_letter` by --metadata-key"),
-        ({"rm_type": "ifbench"}, "--rm-type ifbench judges by what the metadata say; give their column by --metadata-key"),
+        ({"label_key": None, "rm_type": "gpqa"}, "or a metadata column with `correct_letter` with --metadata-key"),
+        ({"rm_type": "ifbench"}, "--rm-type ifbench reads the metadata of a prompt; give their column with --metadata-key"),
     ],
     "CFG-REWARD-URL": [
         ({"rm_type": "remote_rm"}, "--rm-url"),
@@ -117,7 +117,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
             "with --use-rollout-logprobs that was the engine's",
         )
     ],
-    "CFG-REPLAY-ONE-STEP": [({**SGLANG, "use_routing_replay": True}, "one optimizer step a rollout changes nothing")],
+    "CFG-REPLAY-ONE-STEP": [({**SGLANG, "use_routing_replay": True}, "one optimizer step per rollout changes nothing")],
     "CFG-REPLAY-FUSED": [
         ({**SGLANG, "use_rollout_routing_replay": True, "megatron_moe_router_fusion": True}, "--moe-router-fusion chooses and weighs")
     ],
@@ -144,7 +144,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-STOP-TOKEN": [
         (
             {"rollout_stop_token_ids": [7, -1, -2]},
-            "--rollout-stop-token-ids -1 -2: ids of tokens count from 0; use --rollout-stop-token-ids",
+            "--rollout-stop-token-ids -1 -2: token ids start at 0; use --rollout-stop-token-ids",
         ),
         ({"rollout_stop_token_ids": [-1]}, "drop --rollout-stop-token-ids"),
     ],
@@ -165,7 +165,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({"rollout_external_engine_addrs": ["host:30000", "host"]}, "'host' must be host:port"),
         ({"rollout_external_engine_addrs": ["host:port"]}, "'host:port' must be host:port"),
     ],
-    "CFG-ASYNC-STALENESS": [({"async_mode": "full"}, "--max-staleness must bound")],
+    "CFG-ASYNC-STALENESS": [({"async_mode": "full"}, "it needs a bound, --max-staleness")],
     "CFG-ASYNC-COLOCATE": [
         ({**SHARED, "async_mode": "one-step"}, "--async-mode one-step samples while the trainer works"),
         ({**SHARED, "async_mode": "full", "max_staleness": 2}, "--async-mode full samples while the trainer works"),
@@ -179,15 +179,15 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-TRAIN-BACKEND": [
         (
             {**SGLANG, "train_backend": "torch", "tensor_model_parallel_size": 2, "sequence_parallel": True},
-            "--tensor-model-parallel-size and --sequence-parallel are flags of the Megatron trainer, the run has --train-backend torch",
+            "--tensor-model-parallel-size and --sequence-parallel are flags of the Megatron trainer, but the run has --train-backend torch",
         ),
-        ({**SGLANG, "train_backend": "megatron", "gradient_checkpointing": True}, "it is --recompute-granularity full"),
+        ({**SGLANG, "train_backend": "megatron", "gradient_checkpointing": True}, "Megatron has --recompute-granularity full"),
         ({**SGLANG, "train_backend": "torch", "megatron_swiglu": True}, "--swiglu is a flag of the Megatron trainer"),
     ],
     "CFG-ROLLOUT-BACKEND": [
         ({**SGLANG, "rollout_backend": "embedded"}, "--rollout-num-gpus is a flag of SGLang engines"),
         ({"rollout_backend": "embedded", "sglang_mem_fraction_static": 0.5}, "--sglang-mem-fraction-static is a flag of SGLang engines"),
-        ({"router_policy": "random"}, "--router-policy: no router runs without SGLang engines"),
+        ({"router_policy": "random"}, "--router-policy: the router needs SGLang engines"),
         ({**SGLANG, "embedded_dtype": "bf16"}, "--embedded-dtype"),
     ],
     "CFG-ROLLOUT-GPUS": [
@@ -202,10 +202,12 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-EXTERNAL-TOPOLOGY": [
         (
             {"rollout_external_engine_addrs": ["host:30000"], "sglang_config": [{"server_groups": [{"num_gpus": 4}]}]},
-            "--sglang-config says which engines to start",
+            "--sglang-config describes engines to start",
         )
     ],
-    "CFG-NODE-GPUS": [({**SGLANG, "num_gpus_per_node": 2}, "--actor-num-gpus-per-node 4 is more than a node has, --num-gpus-per-node 2")],
+    "CFG-NODE-GPUS": [
+        ({**SGLANG, "num_gpus_per_node": 2}, "--actor-num-gpus-per-node 4 exceeds the GPUs of a node (--num-gpus-per-node 2)")
+    ],
     "CFG-TRANSPORT": [
         ({"update_weight_transport": "nccl"}, "the embedded engine takes tensor or disk"),
         ({**SHARED, "update_weight_transport": "nccl"}, "with --colocate they share one"),
@@ -215,7 +217,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-DRAFT-WEIGHTS": [
         (
             {**SGLANG, "mtp_num_layers": 1, "enable_mtp_training": True, "sglang_speculative_algorithm": "EAGLE"},
-            "keep the first ones",
+            "with the initial MTP layers",
         )
     ],
     "CFG-DP-ATTENTION": [
@@ -228,15 +230,15 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-SERVED-MODELS": [
         (
             {**SGLANG, "sglang_config": [{"name": "a", "server_groups": [{"num_gpus": 2}]}] * 2},
-            "two models are called a",
+            "two models are named a",
         ),
         (
             {**SGLANG, "sglang_config": [{"name": name, "server_groups": [{"num_gpus": 2}]} for name in "ab"]},
-            "a and b would follow the trainer",
+            "a and b would receive the trainer's weights",
         ),
         (
             {**SGLANG, "sglang_config": [{"model_path": "judge", "server_groups": [{"num_gpus": 4}]}]},
-            "no model follows the trainer",
+            "no model receives the trainer's weights",
         ),
     ],
     "CFG-GLOBAL-BATCH": [
@@ -249,7 +251,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     ],
     "CFG-STEP-SIZES": [({"global_batch_size": 64, "num_steps_per_rollout": 2}, "= 128, but")],
     "CFG-EMPTY-RANK": [
-        ({"global_batch_size": 2, "actor_num_gpus_per_node": 4}, "2 samples for 4 data-parallel ranks"),
+        ({"global_batch_size": 2, "actor_num_gpus_per_node": 4}, "2 samples, but each of the 4 data-parallel ranks"),
         ({"rollout_batch_size": 1, "actor_num_nodes": 2, "actor_num_gpus_per_node": 8}, "; use --rollout-batch-size 2; or train on fewer"),
         (
             {
@@ -263,7 +265,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ),
     ],
     "CFG-OVER-SAMPLING": [({"over_sampling_batch_size": 16}, "--over-sampling-batch-size 32")],
-    "CFG-CONTEXT": [({"rollout_max_context_len": 100, "rollout_max_prompt_len": 100}, "no room to respond")],
+    "CFG-CONTEXT": [({"rollout_max_context_len": 100, "rollout_max_prompt_len": 100}, "no room for a response")],
     "CFG-KV-CACHE": [({"embedded_max_total_tokens": 1024}, "cannot hold one prompt and a response")],
     "CFG-TOP-K": [({"rollout_top_k": 0}, "--rollout-top-k 0 keeps no token")],
     "CFG-TIS-BOUNDS": [({"use_tis": True, "tis_clip_low": 3.0}, "--tis-clip-low 3.0 is above --tis-clip 2.0")],
@@ -272,37 +274,40 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({**PPO, "lr_decay_style": "linear", "lr": 1e-3, "critic_lr": 1e-5, "min_lr": 1e-4}, "is above --critic-lr 1e-05"),
     ],
     "CFG-LR-DECAY": [
-        ({"lr_decay_style": "linear", "lr_decay_iters": 5, "lr_warmup_iters": 5}, "ends before --lr-warmup-iters 5"),
-        ({**PPO, "lr_decay_style": "linear", "lr_decay_iters": 5, "critic_lr_warmup_iters": 5}, "ends before --critic-lr-warmup-iters 5"),
+        ({"lr_decay_style": "linear", "lr_decay_iters": 5, "lr_warmup_iters": 5}, "does not end after --lr-warmup-iters 5"),
+        (
+            {**PPO, "lr_decay_style": "linear", "lr_decay_iters": 5, "critic_lr_warmup_iters": 5},
+            "does not end after --critic-lr-warmup-iters 5",
+        ),
     ],
     "CFG-TRUNCATED-SAMPLING": [({"rollout_top_p": 0.9, "rollout_top_k": 20}, "--rollout-top-p 0.9 and --rollout-top-k 20")],
     "CFG-KL-K1": [({"use_kl_loss": True, "kl_loss_coef": 0.1}, "--kl-loss-type k1")],
     "CFG-GSPO-CLIP": [
         (
             {"advantage_estimator": "gspo", "num_steps_per_rollout": 4},
-            "--advantage-estimator gspo with --eps-clip 0.2: the ratio of a whole",
+            "--advantage-estimator gspo with --eps-clip 0.2: the ratio of a response",
         ),
         ({"advantage_estimator": "gspo", "use_rollout_logprobs": True}, "use --eps-clip 0.0003 and use --eps-clip-high 0.0004"),
     ],
     "CFG-SEQUENCE-MASK": [
         (
             {"use_tis": True, "tis_mode": "sequence-mask"},
-            "with --tis-clip-low 0.0 and --tis-clip 2.0: a response's mean is hardly ever outside",
+            "with --tis-clip-low 0.0 and --tis-clip 2.0: the mean of a response is hardly ever outside",
         )
     ],
     "CFG-MICRO-BATCH": [
         ({"micro_batch_size": 4, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 4096}, "--micro-batch-size 4 is not used")
     ],
-    "CFG-GROUP-OF-ONE": [({"n_samples_per_prompt": 1}, "no advantage")],
-    "CFG-NOTHING-PARTIAL": [({"partial_rollout": True}, "it aborts nothing")],
+    "CFG-GROUP-OF-ONE": [({"n_samples_per_prompt": 1}, "the advantage of a single sample is zero")],
+    "CFG-NOTHING-PARTIAL": [({"partial_rollout": True}, "no sample is aborted")],
     "CFG-WARMUP": [
-        ({"lr_warmup_iters": 11}, "more than the run's 10 optimizer steps"),
-        ({**PPO, "critic_lr_warmup_iters": 11}, "--critic-lr-warmup-iters 11 is more than the run's 10 optimizer steps"),
+        ({"lr_warmup_iters": 11}, "exceeds the run's 10 optimizer steps"),
+        ({**PPO, "critic_lr_warmup_iters": 11}, "--critic-lr-warmup-iters 11 exceeds the run's 10 optimizer steps"),
     ],
     "CFG-CRITIC-ONLY": [({**PPO, "num_critic_only_steps": 10}, "leaves none of the run's 10 rollouts")],
     "CFG-INTERVAL": [
-        ({"update_weights_interval": 11}, "--update-weights-interval 11: a run of --num-rollout 10 ends before that"),
-        ({"use_kl_loss": True, "ref_update_interval": 20}, "--ref-update-interval 20: a run of --num-rollout 10"),
+        ({"update_weights_interval": 11}, "--update-weights-interval 11: the run ends before that, after --num-rollout 10"),
+        ({"use_kl_loss": True, "ref_update_interval": 20}, "--ref-update-interval 20: the run ends before that"),
     ],
     "CFG-COLOCATE-IDLE": [({**SHARED, "rollout_num_gpus": 2}, "2 of the trainer's 4 GPUs idle")],
 }

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fuligo.config.flags import Kind, flags
@@ -160,6 +160,8 @@ def test_no_arguments_crash_the_parser(arguments: list[str]) -> None:
     st.sampled_from([flag for flag in flags().values() if flag.kind is not Kind.JSON]),
     st.text(alphabet=st.characters(codec="utf-8"), max_size=8),
 )
+@example(flags()["sglang_config"], "\x00")
+@example(flags()["sglang_config"], "")
 def test_any_value_of_any_flag_is_taken_or_refused_by_name(flag, text: str) -> None:
     try:
         parse([f"{flag.option}={text}"])

@@ -82,7 +82,9 @@ def test_a_reward_that_compares_needs_a_label(tmp_path: Path):
     yaml = "eval: {datasets: [{name: a, path: p, rm_type: math}, {name: b, path: p, rm_type: math, label_key: answer}]}"
     with pytest.raises(ConfigError) as caught:
         eval_set_specs(config(tmp_path, yaml))
-    assert caught.value.problems == ("evaluation data set a: --rm-type math compares with a label; give its column by --label-key",)
+    assert caught.value.problems == (
+        "evaluation data set a: --rm-type math compares responses with a label; give its column with --label-key",
+    )
 
 
 def test_an_evaluation_may_be_greedy_where_training_is_not(tmp_path: Path):

@@ -1,6 +1,7 @@
-"""Off-policy corrections: importance weights between engine and trainer (Yao et al. 2025, "Your efficient RL framework secretly brings you
-off-policy RL training") and off-policy sequence masking. Axes: N response tokens of a packed micro-batch, S samples.
+"""Off-policy corrections: importance weights between engine and trainer, and off-policy sequence masking.
 
+Importance weights: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
+Axes: N response tokens of a packed micro-batch, S samples.
 Neither carries a gradient; both apply to the policy-gradient term alone, after clipping.
 """
 

@@ -56,19 +56,19 @@ class Rewards:
         ]
 
     def group_mean(self, values: Float64Array) -> Float64Array:
-        """Return the mean of each sample's group. [N] -> [N]"""
+        """Return the mean of each sample's group: [N] -> [N]."""
         return self._by_group(values, lambda group: np.full_like(group, group.mean()))
 
     def mean_of_others(self, values: Float64Array) -> Float64Array:
-        """Return the mean of each sample's group without its own trajectory; in a group of one its own. [N] -> [N]"""
+        """Return the mean of each sample's group without its own trajectory; in a group of one its own: [N] -> [N]."""
         return self._by_group(values, mean_of_others)
 
     def group_std(self, values: Float64Array, epsilon: float) -> Float64Array:
-        """Return the unbiased standard deviation of each sample's group + epsilon; 1 in a group of one. [N] -> [N]"""
+        """Return the unbiased standard deviation of each sample's group + epsilon; 1 in a group of one: [N] -> [N]."""
         return self._by_group(values, lambda group: np.full_like(group, std(group, epsilon=epsilon)))
 
     def per_token(self, values: Float64Array) -> list[Float64Array]:
-        """Repeat each sample's value for all its response tokens. [N] -> [R] for each sample"""
+        """Repeat each sample's value for all its response tokens: [N] -> [R] for each sample."""
         return [np.full(sample.response_length, value) for sample, value in zip(self.samples, values)]
 
     def _by_group(self, values: Float64Array, function: Callable[[Float64Array], Float64Array]) -> Float64Array:
@@ -80,14 +80,14 @@ class Rewards:
         return result[self._trajectory_of]
 
     def _sum_by_trajectory(self, values: Float64Array) -> Float64Array:
-        """[N] -> [M]"""
+        """Sum values by trajectory: [N] -> [M]."""
         sums = np.zeros(len(self._groups))
         np.add.at(sums, self._trajectory_of, values)
         return sums
 
 
 def mean_of_others(rewards: ArrayLike) -> Float64Array:
-    """Return the leave-one-out mean of each reward of a group; in a group of one its own. [G] -> [G]"""
+    """Return the leave-one-out mean of each reward of a group; in a group of one its own: [G] -> [G]."""
     rewards = np.asarray(rewards, np.float64)
     return (rewards.sum() - rewards) / (len(rewards) - 1) if len(rewards) > 1 else rewards
 

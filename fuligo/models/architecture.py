@@ -1,6 +1,6 @@
-"""What a model consists of, as numbers: parameters by kind, layer by layer, and how each kind is split over ranks. Pure Python.
+"""Architecture of a model in numbers: parameters by layer and kind, and the split of each kind over ranks. Imports neither numpy nor torch.
 
-A family's folder turns its `config.json` into an `Architecture`; the planner, the Megatron trainer and the exporter read it.
+A family's module turns `config.json` into an `Architecture`; the planner, the Megatron trainer and the converters read it.
 """
 
 from __future__ import annotations
@@ -10,36 +10,36 @@ from enum import StrEnum
 
 
 class Split(StrEnum):
-    """How the ranks of a trainer or engine share a part."""
+    """Split of a part over the ranks of a trainer or engine."""
 
     TENSOR = "tensor"
     """Each tensor-parallel rank holds its share (attention and dense matrices; the vocabulary of embedding and head)."""
     EXPERT = "expert"
     """Each expert-parallel rank holds whole experts; expert-tensor-parallel ranks share each of them."""
     REPLICATED = "replicated"
-    """Every rank of the stage holds all (norms, routers, the latent down-projections of MLA)."""
+    """Every rank of the stage holds the whole part (norms, routers, the latent down-projections of MLA)."""
 
 
 class PartKind(StrEnum):
-    """What a part does."""
+    """Function of a part."""
 
     EMBEDDING = "embedding"
     HEAD = "head"
     NORM = "norm"
     ATTENTION = "attention"
     INDEXER = "indexer"
-    """Of sparse attention (DSA): chooses the tokens to attend to."""
+    """Chooses the tokens to attend to in sparse attention (DSA)."""
     DENSE_MLP = "dense_mlp"
     ROUTER = "router"
     SHARED_EXPERT = "shared_expert"
     ROUTED_EXPERTS = "routed_experts"
     MTP_PROJECTION = "mtp_projection"
-    """`eh_proj`: joins the embedding of the next token and the hidden state of a multi-token-prediction layer."""
+    """`eh_proj` of an MTP (multi-token prediction) layer: joins the embedding of the next token and the hidden state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Parameters of one kind that are split alike."""
+    """Parameters of one kind and one split."""
 
     kind: PartKind
     num_parameters: int
@@ -47,7 +47,7 @@ class Part:
     quantisable: bool
     """Stored in FP8 in a block-quantised checkpoint (norms, embeddings, heads, routers, `eh_proj` are not)."""
     is_matmul: bool = True
-    """Each parameter costs two floating-point operations a token forward (norms and the embedding's lookup do not)."""
+    """Each parameter costs two FLOPs per token in the forward pass (norms and the embedding lookup do not)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class GroupedAttention:
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Elements of keys and values that the cache of one layer holds for one token."""
+        """Elements per token in the KV cache of one layer."""
         return 2 * self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the cache holds one compressed vector a token."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); the cache holds one compressed vector per token."""
 
     num_heads: int
     q_lora_rank: int | None
@@ -77,45 +77,45 @@ class LatentAttention:
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Elements that the cache of one layer holds for one token; not split over tensor-parallel ranks."""
+        """Elements per token in the cache of one layer; replicated on tensor-parallel ranks."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class SparseIndex:
-    """The indexer of DeepSeek sparse attention (DeepSeek-V3.2): top-k tokens a query, shared by the layers that do not compute."""
+    """Indexer of DeepSeek sparse attention (DeepSeek-V3.2): top-k tokens per query, reused by the layers without one."""
 
     num_heads: int
     head_dim: int
     top_k: int
     rotary_interleaved: bool = False
-    """Neighbouring elements of a head are rotated as pairs; else an element of the first half with one of the second."""
+    """True: rotary pairs are neighbouring elements of a head; False: one of the first half with one of the second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The routed experts of a mixture-of-experts layer."""
+    """Sizes of the experts of a mixture-of-experts layer."""
 
     num_experts: int
     num_experts_per_token: int
     num_shared_experts: int
     intermediate_size: int
-    """Of one routed expert."""
+    """Width of one routed expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One transformer layer, or one multi-token-prediction layer."""
+    """Transformer layer or MTP layer."""
 
     number: int
-    """Counted from 0; prediction layers follow the others, as in the checkpoint."""
+    """From 0; MTP layers follow the others, as in the checkpoint."""
     parts: tuple[Part, ...]
     is_moe: bool
     computes_index: bool = False
-    """Sparse attention: computes its own token choice (the others reuse that of the nearest such layer below)."""
+    """Computes its own token choice in sparse attention (the others reuse that of the nearest such layer below)."""
     num_buffer_elements: int = 0
-    """Stored with the layer and not trained by gradients: the correction bias of the router's scores, one a routed expert (float32).
-    Not part of `num_parameters`, as in transformers."""
+    """Elements stored but not trained by gradients: the correction bias of the router, one per routed expert (float32). Not part of
+    `num_parameters`, as in transformers."""
 
     @property
     def num_parameters(self) -> int:
@@ -124,14 +124,14 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A causal language model."""
+    """Shapes of a causal language model."""
 
     model_type: str
     """As in config.json."""
     hidden_size: int
     vocab_size: int
     intermediate_size: int
-    """Of a dense MLP."""
+    """Width of a dense MLP."""
     max_position_embeddings: int
     tied_embeddings: bool
     attention: GroupedAttention | LatentAttention
@@ -139,13 +139,13 @@ class Architecture:
     sparse_index: SparseIndex | None
     layers: tuple[Layer, ...]
     mtp_layers: tuple[Layer, ...]
-    """Shipped with the checkpoint; not part of `num_parameters`."""
+    """MTP layers of the checkpoint; not part of `num_parameters`."""
     embedding: Part
     head: Part | None
-    """None where the embedding is the head too."""
+    """None where it is tied to the embedding."""
     final_norm: Part
     is_quantised: bool
-    """config.json has a quantization_config: the checkpoint stores FP8."""
+    """The checkpoint stores FP8 (config.json has a quantization_config)."""
 
     @property
     def num_layers(self) -> int:
@@ -153,28 +153,28 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters of the model without its multi-token-prediction layers."""
+        """All parameters of the model without its MTP layers."""
         return sum(layer.num_parameters for layer in self.layers) + sum(part.num_parameters for part in self.outer_parts)
 
     @property
     def num_mtp_parameters(self) -> int:
-        """Parameters of the multi-token-prediction layers (their embedding and head are the model's)."""
+        """Parameters of the MTP layers (which share the model's embedding and head)."""
         return sum(layer.num_parameters for layer in self.mtp_layers)
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that take part in one token's forward pass: of the routed experts only the chosen; embedding and head counted."""
+        """Parameters used in one token's forward pass: only the chosen routed experts; embedding and head included."""
         return sum(self.active(part) for layer in self.layers for part in layer.parts) + sum(
             part.num_parameters for part in self.outer_parts
         )
 
     @property
     def outer_parts(self) -> tuple[Part, ...]:
-        """Embedding, final norm and, where it has weights of its own, the head."""
+        """Embedding, final norm and, unless tied, the head."""
         return tuple(part for part in (self.embedding, self.final_norm, self.head) if part is not None)
 
     def active(self, part: Part) -> int:
-        """Parameters of `part` that one token uses."""
+        """Return the parameters of `part` that one token uses."""
         if part.kind is not PartKind.ROUTED_EXPERTS:
             return part.num_parameters
         assert self.experts is not None

@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences: a row of tokens without padding, in which no sequence sees another."""
+"""Causal attention over packed sequences (no padding, no attention across sequences)."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PACKABLE = {"full_attention", "sliding_attention"}
-"""Of transformers' `layer_types`."""
+"""`layer_types` of transformers that this module computes."""
 
 
 def unpackable_layers(config: Any) -> list[str]:
-    """The types of layers in a config of transformers' whose attention is another one than here; sorted."""
+    """Return the sorted `layer_types` of a transformers config that this module cannot compute."""
     return sorted(set(getattr(config, "layer_types", None) or ()) - PACKABLE)
 
 
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Sequence[int], *, scale: float, window: int | None = None
 ) -> Tensor:
-    """Causal softmax attention within each sequence, with grouped query heads (query head h reads key head h * Hkv // H).
+    """Compute causal softmax attention within each sequence, with grouped query heads (query head h reads key head h * Hkv // H).
 
-    On CUDA in half precision one varlen flash kernel does all sequences. Elsewhere neighbouring sequences of equal length are
-    one batched SDPA call on views, so callers that sort by length pay for few calls and never for padding.
+    On CUDA in half precision one varlen flash kernel handles all sequences. Elsewhere neighbouring sequences of equal length share one
+    batched SDPA call on views, so sorting by length gives few calls and no padding.
 
     Args:
         query: [T, H, D]
         key: [T, Hkv, D], with H a multiple of Hkv.
         value: [T, Hkv, Dv]
-        cu_seqlens: [S + 1] where sequences start, rising from 0 to T.
+        cu_seqlens: [S + 1] starts of the sequences, rising from 0 to T.
         scale: factor of the scores, usually D ** -0.5.
-        window: a token sees itself and the window - 1 tokens before it; None: all before it.
+        window: tokens that a token attends to, itself included; None: all before it.
 
     Returns:
         [T, H, Dv]
@@ -51,16 +51,16 @@ def packed_attention(
 
 @functools.lru_cache(maxsize=64)
 def _equal_length_runs(cu_seqlens: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(number of sequences, their length) of every run of neighbours with equal lengths."""
+    """Return (number of sequences, length) of every run of neighbours with equal lengths."""
     lengths = [end - start for start, end in pairwise(cu_seqlens)]
     return [(len(list(run)), length) for length, run in groupby(lengths) if length > 0]
 
 
 def _batched(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int], *, scale: float, window: int | None) -> Tensor:
-    """`shape`: (number of sequences, their length)."""
+    """Attend within sequences of equal length; `shape` is (number of sequences, length)."""
     q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (query, key, value))
     gqa = query.size(1) != key.size(1)
-    if gqa and query.is_cuda:  # the kernels for float32 know no grouped heads: without this, SDPA would keep all scores in memory
+    if gqa and query.is_cuda:  # the float32 kernels have no grouped heads; without this SDPA would materialise all scores
         repeats = query.size(1) // key.size(1)
         k, v, gqa = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), False
     if window is not None and window < shape[1]:
@@ -73,7 +73,7 @@ def _batched(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int], 
 
 @functools.lru_cache(maxsize=8)
 def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """[length, length] True where the row's token sees the column's."""
+    """Return the [length, length] mask, True where the row's token attends to the column's."""
     visible = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return visible.triu(1 - window)
 
@@ -84,7 +84,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: tuple[int, ..
     starts, longest = _device_cu_seqlens(cu_seqlens, query.device)
     options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
     if query.size(1) != key.size(1):
-        if _varlen_knows_gqa():
+        if _varlen_has_gqa():
             options["enable_gqa"] = True
         else:
             repeats = query.size(1) // key.size(1)
@@ -93,8 +93,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: tuple[int, ..
 
 
 @functools.cache
-def _varlen_knows_gqa() -> bool:
-    """torch 2.11 has no grouped heads there, later ones do."""
+def _varlen_has_gqa() -> bool:
+    """Return whether varlen_attn takes grouped heads (after torch 2.11)."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -102,7 +102,7 @@ def _varlen_knows_gqa() -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _device_cu_seqlens(cu_seqlens: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
-    """([S + 1] int32 on the device, longest sequence); kept because every layer of a pass asks for the same."""
-    with torch.inference_mode(False):  # an inference tensor would be kept for passes with gradient, too
+    """Return ([S + 1] int32 on the device, longest sequence); cached for all layers of a pass."""
+    with torch.inference_mode(False):  # the cache also serves passes with gradient
         starts = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
     return starts, max(end - start for start, end in pairwise(cu_seqlens))

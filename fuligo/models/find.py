@@ -1,4 +1,4 @@
-"""Where the shapes of a run's model come from: its checkpoint, a config.json given for it, or MODEL_ARGS. Pure Python."""
+"""Lookup of a run's model shapes: in its checkpoint, in a given config.json, or in MODEL_ARGS. Imports neither numpy nor torch."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fuligo.models.registry import architecture_of
 
 @dataclass(frozen=True, slots=True)
 class FoundConfigJson:
-    """A config.json and where it was found."""
+    """Content and path of a config.json."""
 
     values: Mapping[str, Any]
     source: str
 
 
 def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
-    """The trainer's model and the engines' model: of one shape unless `--ref-load` is another Hugging Face directory.
+    """Return the trainer's model and the engines' model; their shapes are equal unless `--ref-load` is another Hugging Face directory.
 
-    The trainer's is never quantised; with `--override-model-config` the MODEL_ARGS win over its config.json.
+    The trainer's is never quantised; with `--override-model-config` the MODEL_ARGS override its config.json.
 
     Raises:
-        ConfigError: nothing says what the model is; or what says it cannot be read.
+        ConfigError: no source describes the model, or its source is invalid.
     """
     trained, served = find_trainer_config_json(config), find_engine_config_json(config)
     if trained is None or served is None:
@@ -44,19 +44,19 @@ def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
 
 
 def find_teacher_architecture(config: Config) -> Architecture | None:
-    """Of the teacher that the trainer loads (--opd-teacher-load); None without one, and where its config.json is not on this machine.
+    """Return the shapes of the trainer's teacher (--opd-teacher-load), or None without one or if its config.json is not on this machine.
 
     Raises:
-        ConfigError: it is there and cannot be read.
+        ConfigError: its config.json is invalid.
     """
     found = _of_directory(config.algorithm.opd_teacher_load) if config.teacher_from == "trainer" else None
     return None if found is None else architecture_of(found.values, found.source)
 
 
 def find_served_architectures(config: Config) -> dict[str, Architecture]:
-    """Of the models of `--sglang-config` with a path of their own, by that path.
+    """Return the shapes of the models of `--sglang-config` that have a path of their own, by that path.
 
-    Without those that have no config.json on this machine, or one that says nothing here: SGLang serves more families than are trained.
+    Models without a config.json on this machine, or of an unknown family, are left out: SGLang serves more families than fuligo trains.
     """
     paths = {group.model_path for group in engine_groups(config) if group.model_path is not None}
     found: dict[str, Architecture] = {}
@@ -71,23 +71,23 @@ def find_served_architectures(config: Config) -> dict[str, Architecture]:
 
 
 def find_trainer_config_json(config: Config) -> FoundConfigJson | None:
-    """The config.json of what is trained: of `--ref-load` where that is a Hugging Face directory, else that of the engines.
+    """Return the trained model's config.json: in `--ref-load` if that is a Hugging Face directory, else the engines'.
 
-    None where there is neither on this machine, nor a `--model-config-file`.
+    None if neither is on this machine and no `--model-config-file` is given.
 
     Raises:
-        ConfigError: it is there and cannot be read.
+        ConfigError: it is invalid.
     """
     return _of_directory(config.checkpoint.ref_load) or _of_engines(config)
 
 
 def find_engine_config_json(config: Config) -> FoundConfigJson | None:
-    """The config.json of what the engines load: in `--hf-checkpoint` where that is on this machine, else `--model-config-file`.
+    """Return the config.json that the engines load: in `--hf-checkpoint` if that is on this machine, else `--model-config-file`.
 
-    Failing both, that of the trainer; else None.
+    Falls back to the trainer's, then to None.
 
     Raises:
-        ConfigError: it is there and cannot be read.
+        ConfigError: it is invalid.
     """
     return _of_engines(config) or _of_directory(config.checkpoint.ref_load)
 
@@ -97,13 +97,13 @@ def _of_engines(config: Config) -> FoundConfigJson | None:
 
 
 def _of_directory(path: str | None) -> FoundConfigJson | None:
-    """None where the directory, or a config.json in it, is not on this machine."""
+    """Return the directory's config.json, or None if it is not on this machine."""
     file = Path(path) / "config.json" if path else None
     return FoundConfigJson(read_config_json(file), str(file)) if file and file.is_file() else None
 
 
 def _of_file(path: str | None) -> FoundConfigJson | None:
-    """The file itself, or that of a directory; it must be there."""
+    """Return the config.json at `path`, a file or a directory; raises ConfigError if it does not exist."""
     return FoundConfigJson(read_config_json(Path(path)), path) if path else None
 
 

@@ -1,8 +1,8 @@
-"""MODEL_ARGS read as a config.json: where there is none, and where they are to win over it. Pure Python."""
+"""Reading of MODEL_ARGS as a config.json: where there is none, and where they override it. Imports neither numpy nor torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fuligo.config import Config
@@ -11,18 +11,58 @@ from fuligo.config.passthrough import PassThrough
 from fuligo.errors import ConfigError
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.flag_names import EXPERT_KEYS, GROUPED_ATTENTION_KEYS, LATENT_ATTENTION_KEYS, SHAPE_KEYS, SPARSE_INDEX_KEYS, spec_family
 from fuligo.models.registry import architecture_of
+
+SHAPE_KEYS: Mapping[str, str] = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+}
+"""Megatron flag -> key of config.json, in every family."""
+
+GROUPED_ATTENTION_KEYS: Mapping[str, str] = {
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+}
+
+LATENT_ATTENTION_KEYS: Mapping[str, str] = {
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+
+SPARSE_INDEX_KEYS: Mapping[str, str] = {
+    "dsa_indexer_n_heads": "index_n_heads",
+    "dsa_indexer_head_dim": "index_head_dim",
+    "dsa_indexer_topk": "index_topk",
+}
+
+EXPERT_KEYS: Mapping[str, str] = {
+    "num_experts": "n_routed_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+}
+"""In Qwen3's mixture of experts the first key is `num_experts`."""
+
+_SPECS: Mapping[str, str] = {
+    "slime_plugins.models.glm4.get_glm_spec": "glm4",
+    "slime_plugins.models.glm5.glm5.get_glm5_spec": "glm_moe_dsa",
+}
 
 _LATENT = {"deepseek_v3", "glm4_moe_lite", "glm_moe_dsa"}
 """Families with latent attention."""
 
 
 def architecture_from_flags(config: Config) -> Architecture | None:
-    """The shapes that the MODEL_ARGS describe by themselves, or None where none is given.
+    """Return the shapes that the MODEL_ARGS describe, or None if none is given.
 
     Raises:
-        ConfigError: some are missing; or what they lack has no flag.
+        ConfigError: some flags are missing, or the family needs values that no flag states.
     """
     given = config.megatron
     if not any(name in given for name in SHAPE_KEYS):
@@ -31,25 +71,25 @@ def architecture_from_flags(config: Config) -> Architecture | None:
     missing = [option_name(name) for name in _required(family) if name not in given]
     if missing:
         raise ConfigError(
-            f"MODEL_ARGS describe a {family} model without {', '.join(missing)}; "
-            "give them, or --model-config-file with the model's config.json"
+            f"cannot read a {family} model from MODEL_ARGS: {', '.join(missing)} missing; "
+            "add them, or give --model-config-file with the model's config.json"
         )
     if family == "glm_moe_dsa":
         raise ConfigError(
-            "no flag of MODEL_ARGS says which layers compute their token choice (sparse attention); "
+            "cannot read a glm_moe_dsa model from MODEL_ARGS: no flag says which layers compute their token choice (sparse attention); "
             "give --model-config-file with the model's config.json"
         )
     return architecture_of({"model_type": family, **_as_config_json(given, family)}, "MODEL_ARGS")
 
 
 def overridden(config_json: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """A config.json with the MODEL_ARGS that are given in place of its own values."""
+    """Return the keys of a config.json with the given MODEL_ARGS in place of its own values."""
     values = dict(ConfigJson.of(config_json).values)
     return values | _as_config_json(config.megatron, str(values.get("model_type")))
 
 
 def _family(given: PassThrough) -> str:
-    """The family whose layers the flags make; where several differ in nothing but their name, the first that had them."""
+    """Return the family whose layers the flags describe; the oldest where several families have equal layers."""
     spec = given.get("spec")
     if spec is not None:
         family = spec_family(spec)
@@ -70,14 +110,14 @@ def _family(given: PassThrough) -> str:
 
 
 def _required(family: str) -> tuple[str, ...]:
-    """Flags without which such a model has no shape."""
+    """Return the flags that a family's shapes need."""
     has_experts = family in {"deepseek_v3", "glm4_moe", "glm_moe_dsa", "qwen3_moe"}
     latent = tuple(LATENT_ATTENTION_KEYS) if family in _LATENT else ()
     return (*SHAPE_KEYS, *latent, *((*EXPERT_KEYS, "moe_layer_freq") if has_experts else ()))
 
 
 def _as_config_json(given: PassThrough, family: str) -> dict[str, Any]:
-    """The given flags as keys of a family's config.json."""
+    """Return the given flags as keys of a family's config.json."""
     keys = {**SHAPE_KEYS, **SPARSE_INDEX_KEYS, **EXPERT_KEYS}
     keys |= LATENT_ATTENTION_KEYS if family in _LATENT else GROUPED_ATTENTION_KEYS
     keys |= {"norm_epsilon": "rms_norm_eps", "rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor"}
@@ -86,7 +126,7 @@ def _as_config_json(given: PassThrough, family: str) -> dict[str, Any]:
         keys["num_experts"] = "num_experts"
     values = {key: given.get(flag) for flag, key in keys.items() if flag in given}
     if "num_layers" in given:
-        # A whole set of MODEL_ARGS: what it leaves out is off.
+        # A complete set of MODEL_ARGS: omitted flags are off.
         values.setdefault("num_key_value_heads", given.get("num_attention_heads"))
         values["tie_word_embeddings"] = not given.get("untie_embeddings_and_output_weights")
         values["attention_bias"] = family not in _LATENT and bool(given.get("add_qkv_bias"))
@@ -100,7 +140,7 @@ def _experts(given: PassThrough, family: str) -> dict[str, Any]:
         if shared_size % size:
             raise ConfigError(
                 f"--moe-shared-expert-intermediate-size {shared_size} is not a multiple of --moe-ffn-hidden-size {size}: "
-                f"a {family} model has whole shared experts"
+                f"each shared expert of a {family} model has the size of a routed one"
             )
         values["n_shared_experts"] = shared_size // size
     frequency, num_layers = given.get("moe_layer_freq"), given.get("num_layers")
@@ -108,10 +148,18 @@ def _experts(given: PassThrough, family: str) -> dict[str, Any]:
         return values
     pattern = frequency if isinstance(frequency, list) else [int(number % frequency == 0) for number in range(num_layers)]
     if len(pattern) != num_layers:
-        raise ConfigError(f"--moe-layer-freq has {len(pattern)} layers, --num-layers is {num_layers}")
+        raise ConfigError(f"--moe-layer-freq has {len(pattern)} entries, but --num-layers is {num_layers}; give one entry per layer")
     dense = [number for number, has_experts in enumerate(pattern) if not has_experts]
     if family == "qwen3_moe":
         return values | {"mlp_only_layers": dense, "decoder_sparse_step": 1}
     if dense != list(range(len(dense))):
-        raise ConfigError(f"--moe-layer-freq has a dense layer after one with experts; a {family} model starts with its dense layers")
+        raise ConfigError(f"--moe-layer-freq has a dense layer after one with experts; a {family} model has all its dense layers first")
     return values | {"first_k_dense_replace": len(dense), "mlp_layer_types": ["dense" if not each else "sparse" for each in pattern]}
+
+
+def spec_family(spec: Sequence[str]) -> str | None:
+    """Return the model_type of a `--spec` as public slime scripts give it (module and function, or one dotted path), or None if unknown.
+
+    fuligo builds in the layers of all families and needs no `--spec`.
+    """
+    return _SPECS.get(".".join(spec).replace(":", "."))

@@ -1,4 +1,4 @@
-"""The MODEL_ARGS of a model: made from its config.json, compared with it, and read where there is no config.json. Pure Python."""
+"""MODEL_ARGS of a model: written from its config.json and compared with it. Imports neither numpy nor torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from fuligo.config.megatron_arguments import MegatronArguments
 from fuligo.errors import ConfigError
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.flag_names import EXPERT_KEYS, GROUPED_ATTENTION_KEYS, LATENT_ATTENTION_KEYS, SHAPE_KEYS, spec_family
-from fuligo.models.from_flags import architecture_from_flags
+from fuligo.models.from_flags import EXPERT_KEYS, GROUPED_ATTENTION_KEYS, LATENT_ATTENTION_KEYS, SHAPE_KEYS, spec_family
 from fuligo.models.registry import architecture_of
 from fuligo.models.stated_flags import Flags, stated_flags
-
-__all__ = ["architecture_from_flags", "disagreements", "megatron_flags"]
 
 _IF_NOT_STATED: Mapping[str, object] = {
     "moe_router_num_groups": 1,
@@ -27,10 +24,10 @@ _IF_NOT_STATED: Mapping[str, object] = {
     "rotary_scaling_factor": 1.0,
     "rope_type": "rope",
 }
-"""What a flag must say that config.json does not state; a switch must be off then, any other flag has no place."""
+"""Required values of flags that config.json does not state; other switches must be off, and other flags must not be given."""
 
 _NOT_COMPARED = {"max_position_embeddings", "position_embedding_type"}
-"""Stated, and another value makes no other model."""
+"""Stated flags whose value does not change the model."""
 
 _UNREAD: Mapping[str, frozenset[str]] = {
     "multi_latent_attention": frozenset(
@@ -38,7 +35,7 @@ _UNREAD: Mapping[str, frozenset[str]] = {
     ),
     "moe_router_enable_expert_bias": frozenset({"moe_router_pre_softmax"}),
 }
-"""Flags that Megatron does not read with another one; published MODEL_ARGS give some of them."""
+"""Flag -> flags that Megatron ignores beside it; published MODEL_ARGS give some of them."""
 
 _SWITCHES = {
     "add_qkv_bias",
@@ -71,22 +68,22 @@ _VALUES = {
     "rotary_base",
 }
 _COMPARED = _SWITCHES | _VALUES
-"""Flags that describe the model, whether its config.json states them or not."""
+"""Flags that describe the model, whether or not its config.json states them."""
 
 
 def megatron_flags(config_json: Mapping[str, Any], source: str = "config.json") -> Flags:
-    """The MODEL_ARGS of a model: what its config.json says, and how its layers are best run.
+    """Return the MODEL_ARGS of a model: its shape from config.json, and the recommended kernels.
 
     Raises:
         ConfigError: as `stated_flags`.
     """
-    return {**stated_flags(config_json, source), **_ways_to_run(architecture_of(config_json, source))}
+    return {**stated_flags(config_json, source), **_run_flags(architecture_of(config_json, source))}
 
 
 def disagreements(config: Config, config_json: Mapping[str, Any], source: str = "config.json") -> Iterator[tuple[str, object, object]]:
-    """MODEL_ARGS that say something else than config.json: (option, given value, expected value).
+    """Yield the MODEL_ARGS that contradict config.json: (option, given value, expected value).
 
-    The expected value is None where the option has no place with such a model.
+    The expected value is None if the option must not be given for such a model.
 
     Raises:
         ConfigError: as `stated_flags`.
@@ -96,7 +93,7 @@ def disagreements(config: Config, config_json: Mapping[str, Any], source: str = 
     try:
         stated = MegatronArguments(stated_flags(config_json, source))
     except ValueError as error:
-        raise ConfigError(f"{source} asks for what Megatron does not take: {error}") from None
+        raise ConfigError(f"cannot express {source} as Megatron flags: {error}") from None
     model = ConfigJson.of(config_json, source)
     num_layers = model.count("num_hidden_layers")
     unread = {name for reason, names in _UNREAD.items() if reason in stated for name in names}
@@ -113,7 +110,7 @@ def disagreements(config: Config, config_json: Mapping[str, Any], source: str = 
 
 
 def _equal(given: object, expected: object, num_layers: int) -> bool:
-    """Numbers to seven digits; a layer frequency n is the pattern in which every n-th layer, from the first, has experts."""
+    """Compare numbers to seven digits; an integer layer frequency n means that every n-th layer, from the first, has experts."""
     if isinstance(expected, list) and isinstance(given, int):
         return [int(number % given == 0) for number in range(num_layers)] == expected
     if isinstance(given, bool) or isinstance(expected, bool) or not isinstance(given, int | float) or not isinstance(expected, int | float):
@@ -121,8 +118,8 @@ def _equal(given: object, expected: object, num_layers: int) -> bool:
     return isclose(given, expected, rel_tol=1e-7)
 
 
-def _ways_to_run(architecture: Architecture) -> Flags:
-    """No properties of the model: fast kernels; a router in float32, neither balanced nor moved; gathered keys and values."""
+def _run_flags(architecture: Architecture) -> Flags:
+    """Return flags for running the model: fast kernels; a router in float32, without balancing; gathered keys and values."""
     flags: Flags = {}
     if architecture.experts is not None:
         flags |= {"moe_grouped_gemm": True, "moe_permute_fusion": True, "moe_router_dtype": "fp32"}

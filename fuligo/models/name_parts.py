@@ -1,8 +1,8 @@
-"""Rows of name tables that the families share, as `parts` has their counts. Pure Python.
+"""Shared rows of name tables; `parts` has their counts. Imports neither numpy nor torch.
 
 Names and layouts of Megatron's tensors follow Megatron-Core 0.16.1 (`transformer/attention.py`, `transformer/multi_latent_attention.py`,
-`transformer/mlp.py`, `transformer/moe/`, `transformer/multi_token_prediction.py`), those of checkpoints transformers 5.12.1 and the
-published files.
+`transformer/mlp.py`, `transformer/moe/`, `transformer/multi_token_prediction.py`), those of checkpoints follow transformers 5.12.1
+and the published files.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ ROWS, COLUMNS = 0, 1
 
 
 def dense_table(architecture: Architecture, attention: Weights, *, norms: Weights | None = None, mlp: Weights | None = None) -> NameTable:
-    """Of a family whose layers are all alike.
+    """Return the table of a family whose layers all have the same shape.
 
     Args:
-        norms: of a layer, where they are not the usual two.
-        mlp: where the checkpoint does not have gate, up and down projection as three tensors.
+        norms: norms of a layer; None: before attention and before the MLP.
+        mlp: MLP of a layer; None: gate, up and down projection as three tensors.
     """
     layer = (
         *(norms or layer_norms(architecture)),
@@ -31,7 +31,7 @@ def dense_table(architecture: Architecture, attention: Weights, *, norms: Weight
 
 
 def moe_table(architecture: Architecture, attention: Weights, *, has_expert_bias: bool) -> NameTable:
-    """Of a family with routed experts in some layers."""
+    """Return the table of a family with routed experts in some layers."""
     table, experts = dense_table(architecture, attention), architecture.experts
     assert experts is not None
     hidden = architecture.hidden_size
@@ -46,7 +46,7 @@ def moe_table(architecture: Architecture, attention: Weights, *, has_expert_bias
 
 
 def outer_weights(architecture: Architecture) -> Weights:
-    """Embedding, final norm and, where it has weights of its own, the head."""
+    """Return the embedding, the final norm and, unless tied to the embedding, the head."""
     vocabulary = (architecture.vocab_size, architecture.hidden_size)
     rows = (
         Weight(EMBEDDING, ("model.embed_tokens.weight",), vocabulary, ROWS, is_vocabulary=True),
@@ -56,17 +56,17 @@ def outer_weights(architecture: Architecture) -> Weights:
 
 
 def layer_norms(architecture: Architecture) -> Weights:
-    """Before attention and before the MLP."""
+    """Return the norms before attention and before the MLP."""
     return (norm(architecture, "input_layernorm"), norm(architecture, "pre_mlp_layernorm", "post_attention_layernorm"))
 
 
 def norm(architecture: Architecture, megatron: str, checkpoint: str | None = None) -> Weight:
-    """Over the hidden size; without a second name it has the same in the checkpoint."""
+    """Return a norm over the hidden size; `checkpoint` is its name there where it differs."""
     return Weight(f"{megatron}.weight", (f"{checkpoint or megatron}.weight",), (architecture.hidden_size,))
 
 
 def grouped_attention(architecture: Architecture, *, qkv_bias: bool = False, qk_norm: bool = False) -> Weights:
-    """Query, key, value and output projections; norms over the head dimension of queries and keys where `qk_norm`."""
+    """Return the query, key, value and output projections, and with `qk_norm` the norms of query and key heads."""
     heads, hidden = architecture.attention, architecture.hidden_size
     assert isinstance(heads, GroupedAttention)
     q_size, kv_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
@@ -83,9 +83,9 @@ def grouped_attention(architecture: Architecture, *, qkv_bias: bool = False, qk_
 
 
 def latent_attention(architecture: Architecture) -> Weights:
-    """Down-projections, their norms, up-projections and output projection.
+    """Return the down-projections, their norms, the up-projections and the output projection.
 
-    The two down-projections stand side by side: engines join them and take both in one call only (SGLang 0.5.15.post1,
+    The two down-projections are neighbours, since engines fuse them and accept both only in one call (SGLang 0.5.15.post1,
     `deepseek_common/deepseek_weight_loader.py`).
     """
     heads, hidden = architecture.attention, architecture.hidden_size
@@ -115,7 +115,7 @@ def _attention(megatron: str, checkpoint: str, shape: tuple[int, ...], axis: int
 
 
 def gated_mlp(architecture: Architecture, module: str, intermediate_size: int, *, is_fused: bool = False) -> Weights:
-    """Gate, up and down projection of the MLP `module`; `is_fused`: the checkpoint has gate above up in one tensor."""
+    """Return the gate, up and down projections of the MLP `module`; with `is_fused` the checkpoint stacks gate and up in one tensor."""
     hidden = architecture.hidden_size
     gate_up = (f"{module}.gate_up_proj.weight",) if is_fused else (f"{module}.gate_proj.weight", f"{module}.up_proj.weight")
     return (
@@ -125,7 +125,7 @@ def gated_mlp(architecture: Architecture, module: str, intermediate_size: int, *
 
 
 def routed_experts(architecture: Architecture) -> Weights:
-    """Gate, up and down projection of each expert."""
+    """Return the gate, up and down projections of each expert."""
     assert architecture.experts is not None
     gate_up, down = gated_mlp(architecture, "mlp.experts.{expert}", architecture.experts.intermediate_size)
     return (
@@ -134,18 +134,18 @@ def routed_experts(architecture: Architecture) -> Weights:
     )
 
 
-def with_prediction_layers(table: NameTable, architecture: Architecture) -> NameTable:
-    """With multi-token-prediction layers as DeepSeek-V3's files have them: after the other layers, with copies of embedding and head."""
+def with_mtp_layers(table: NameTable, architecture: Architecture) -> NameTable:
+    """Add MTP layers as DeepSeek-V3's files have them: after the other layers, with copies of embedding and head."""
     mtp = (
         norm(architecture, "enorm"),
         norm(architecture, "hnorm"),
-        prediction_projection(architecture, "eh_proj"),
+        mtp_projection(architecture, "eh_proj"),
         norm(architecture, "final_layernorm", "shared_head.norm"),
     )
     return replace(table, mtp=mtp, mtp_copies=("embed_tokens.weight", "shared_head.head.weight"))
 
 
-def prediction_projection(architecture: Architecture, checkpoint: str, form: Form = Form.WHOLE) -> Weight:
-    """What joins the embedding of the next token (first half of the columns) and the hidden state."""
+def mtp_projection(architecture: Architecture, checkpoint: str, form: Form = Form.WHOLE) -> Weight:
+    """Return the projection that joins the embedding of the next token (first half of the columns) and the hidden state."""
     hidden = architecture.hidden_size
     return Weight("eh_proj.weight", (f"{checkpoint}.weight",), (hidden, 2 * hidden), ROWS, form)

@@ -1,4 +1,4 @@
-"""Which tensor of a Hugging Face checkpoint is which tensor of a Megatron-Core model, and how the two differ. Pure Python.
+"""Names and layouts of weights in Hugging Face checkpoints and in Megatron-Core models. Imports neither numpy nor torch.
 
 Megatron's names are those of a model of local layers (`megatron.core.models.gpt.gpt_layer_specs.get_gpt_layer_local_spec`), with
 layers and experts counted over all ranks. The checkpoint's names are those of the published files.
@@ -18,14 +18,14 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class Form(StrEnum):
-    """How Megatron lays out what the checkpoint has."""
+    """Layout of a Megatron tensor relative to the checkpoint's."""
 
     WHOLE = "whole"
     """The same tensor."""
     QKV = "qkv"
     """Queries, keys and values are one tensor: for each group of query heads its queries, its key, its value."""
     GATE_UP = "gate_up"
-    """Gate and up projection are one tensor; each tensor-parallel rank has its share of the gate above its share of the other."""
+    """Gate and up projection are one tensor; each tensor-parallel rank stacks its share of the gate on its share of the other."""
     SWAPPED_HALVES = "swapped_halves"
     """The checkpoint has the second half of the columns first."""
 
@@ -35,24 +35,25 @@ class Weight:
     """One tensor of the model."""
 
     megatron: str
-    """Its name in Megatron's model; in a table without the name of its layer, and with `{expert}` for the number of an expert."""
+    """Name in Megatron's model; in a table relative to its layer, with `{expert}` for the number of an expert."""
     checkpoint: tuple[str, ...]
-    """The names of its parts in the checkpoint, likewise: query, key, value; gate, up (or one tensor of both); else one."""
+    """Names of its parts in the checkpoint, likewise: query, key, value; gate, up (or one tensor of both); else one."""
     shape: tuple[int, ...]
-    """Of Megatron's tensor over all ranks, without padding of the vocabulary."""
+    """Shape of Megatron's tensor over all ranks, without padding of the vocabulary."""
     axis: int | None = None
-    """Which of its axes tensor-parallel ranks share; None: every rank has all."""
+    """Axis that tensor-parallel ranks split; None: replicated."""
     form: Form = Form.WHOLE
     all_experts: str | None = None
-    """Of an expert's weight: the name under which transformers 5 keeps all experts as one tensor, [experts, ...]."""
+    """Name under which transformers 5 stores all experts as one tensor, [experts, ...]; None: not an expert's weight."""
     expert: int | None = None
+    """Number of the expert; None: not an expert's weight, or a row of a table."""
     is_vocabulary: bool = False
-    """Its rows are tokens; Megatron's tensor may have more of them, so that ranks can share it."""
+    """Rows are token ids; Megatron's tensor may be padded with more, so that ranks can split it evenly."""
     is_float32: bool = False
-    """Kept and sent in float32 whatever the type of the weights."""
+    """Stored and sent in float32, whatever the dtype of the weights."""
 
     def at(self, megatron_prefix: str, checkpoint_prefix: str) -> Weight:
-        """The same weight of a certain layer."""
+        """Return the weight with the full names of a layer."""
         return replace(
             self,
             megatron=megatron_prefix + self.megatron,
@@ -61,7 +62,7 @@ class Weight:
         )
 
     def of_expert(self, expert: int) -> Weight:
-        """The same weight of a certain expert."""
+        """Return the weight of one expert."""
         names = tuple(name.format(expert=expert) for name in self.checkpoint)
         return replace(self, megatron=self.megatron.format(expert=expert), checkpoint=names, expert=expert)
 
@@ -71,36 +72,36 @@ Weights = tuple[Weight, ...]
 
 @dataclass(frozen=True, slots=True)
 class NameTable:
-    """The weights of a family, by where they are; the names of those in layers follow the layer's."""
+    """Weights of a family by place; names in layers are relative to the layer."""
 
     model: Weights
-    """Outside of all layers."""
+    """Weights outside of all layers."""
     dense: Weights
-    """In a layer with a dense MLP."""
+    """Weights of a layer with a dense MLP."""
     moe: Weights = ()
-    """In a layer with routed experts."""
+    """Weights of a layer with routed experts."""
     indexer: Weights = ()
-    """In a layer that computes its token choice (sparse attention), beside the others."""
+    """Additional weights of a layer that computes its token choice (sparse attention)."""
     mtp: Weights = ()
-    """In a multi-token-prediction layer, beside those of the layer that it contains."""
+    """Additional weights of an MTP layer, beside those of the layer that it contains."""
     mtp_prefix: str = "model.layers.{layer}."
-    """Where the checkpoint has prediction layers: `{layer}` goes on from the layers before, `{mtp}` starts at 0."""
+    """Prefix of MTP layers in the checkpoint: `{layer}` continues the numbers of the other layers, `{mtp}` starts at 0."""
     mtp_copies: tuple[str, ...] = ()
-    """In the checkpoint's prediction layers: copies of the embedding and the head, which Megatron's do not have."""
+    """Copies of the embedding and the head in the checkpoint's MTP layers, which Megatron's do not have."""
 
 
 @dataclass(frozen=True)
 class ModelNames:
-    """All weights of one model."""
+    """Names of all weights of one model."""
 
     architecture: Architecture
     table: NameTable
 
     def weights(self, num_mtp_layers: int | None = None) -> Iterator[Weight]:
-        """Every weight with its full names, in the order of the layers.
+        """Yield every weight with its full names, layer by layer.
 
         Args:
-            num_mtp_layers: only the first of the prediction layers; None: all that the checkpoint has.
+            num_mtp_layers: number of MTP layers to include, from the first; None: all of the checkpoint.
         """
         yield from self.table.model
         for layer in self.architecture.layers:
@@ -112,12 +113,12 @@ class ModelNames:
 
     @cached_property
     def by_megatron_name(self) -> Mapping[str, Weight]:
-        """Where the embedding is the head too, its weight stands under both names."""
+        """Weights by Megatron name; a tied embedding is listed as the head too."""
         found = {weight.megatron: weight for weight in self.weights()}
         return found if HEAD in found else found | {HEAD: found[EMBEDDING]}
 
     def checkpoint_shapes(self, weight: Weight) -> tuple[tuple[int, ...], ...]:
-        """Of the tensors that `weight.checkpoint` names."""
+        """Return the shapes of the tensors that `weight.checkpoint` names."""
         rows, *rest = weight.shape
         match weight.form:
             case Form.QKV:
@@ -131,7 +132,7 @@ class ModelNames:
         return tuple((size, *rest) for size in sizes)
 
     def is_superfluous(self, checkpoint_name: str, num_mtp_layers: int) -> bool:
-        """Whether a checkpoint may hold a tensor of this name, which a model with so many prediction layers does not need."""
+        """Return whether a checkpoint may hold a tensor of this name that a model with `num_mtp_layers` does not need."""
         if checkpoint_name.endswith(".rotary_emb.inv_freq"):
             return True
         if self.architecture.tied_embeddings and checkpoint_name == "lm_head.weight":
@@ -155,7 +156,7 @@ class ModelNames:
 
 
 def value_names(policy: ModelNames) -> ModelNames:
-    """Of the value model beside a policy: an output layer of one row in the place of the policy's head."""
+    """Return the names of the value model beside a policy, which has an output layer of one row instead of the head."""
     head = Weight(HEAD, ("lm_head.weight",), (1, policy.architecture.hidden_size))
     table = replace(policy.table, model=(*(weight for weight in policy.table.model if weight.megatron != HEAD), head))
     return ModelNames(replace(policy.architecture, tied_embeddings=False), table)
@@ -165,5 +166,5 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 
 def with_expert(megatron_name: str, expert: int) -> str:
-    """The name of the same weight of another expert."""
+    """Return the name of the same weight of another expert."""
     return _EXPERT.sub(str(expert), megatron_name)

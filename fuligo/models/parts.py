@@ -1,4 +1,4 @@
-"""Builders that the families share: the parts of attention, of dense and expert MLPs, of prediction layers. Pure Python.
+"""Shared builders of architectures: attention, dense and expert MLPs, MTP layers, whole models. Imports neither numpy nor torch.
 
 Counts follow transformers 5.12.1 (`modeling_<family>.py`), splits follow Megatron-Core 0.16.1.
 """
@@ -15,29 +15,29 @@ Parts = tuple[Part, ...]
 
 
 def matrix(kind: PartKind, num_parameters: int, split: Split, quantisable: bool = True) -> Part:
-    """Weights that tokens are multiplied by."""
+    """Return a part whose weights tokens are multiplied by."""
     return Part(kind, num_parameters, split, quantisable)
 
 
 def vector(kind: PartKind, num_parameters: int, split: Split = Split.REPLICATED) -> Part:
-    """Biases and norm weights: never quantised, no matrix product."""
+    """Return a part of biases or norm weights: never quantised, no matrix product."""
     return Part(kind, num_parameters, split, quantisable=False, is_matmul=False)
 
 
 def norms(num_parameters: int) -> Part:
-    """Weights of one or several norms."""
+    """Return the weights of one or several norms."""
     return vector(PartKind.NORM, num_parameters)
 
 
 def read_grouped_attention(config: ConfigJson, *, default_head_dim: int | None = None, may_omit_kv_heads: bool = False) -> GroupedAttention:
-    """Heads of multi-head attention.
+    """Read the heads of multi-head attention.
 
     Args:
-        default_head_dim: where `head_dim` is not given; None: hidden_size / num_attention_heads.
-        may_omit_kv_heads: without `num_key_value_heads` there are as many as heads (transformers fills in a number of its own elsewhere).
+        default_head_dim: used where `head_dim` is not given; None: hidden_size / num_attention_heads.
+        may_omit_kv_heads: without `num_key_value_heads` use `num_attention_heads` (other families have another default in transformers).
 
     Raises:
-        ConfigError: the key-value heads do not divide the heads, or the heads the hidden size that head_dim follows from.
+        ConfigError: num_key_value_heads does not divide num_attention_heads, or num_attention_heads does not divide hidden_size.
     """
     num_heads = config.count("num_attention_heads")
     num_kv_heads = config.count("num_key_value_heads", default=num_heads if may_omit_kv_heads else None)
@@ -55,7 +55,7 @@ def read_grouped_attention(config: ConfigJson, *, default_head_dim: int | None =
 def grouped_attention_parts(
     attention: GroupedAttention, hidden_size: int, *, qkv_bias: bool, output_bias: bool = False, qk_norm: bool = False
 ) -> Parts:
-    """Query, key, value and output projections; norms over the head dimension of queries and keys where `qk_norm`."""
+    """Return the query, key, value and output projections, and with `qk_norm` the norms of query and key heads."""
     q_size = attention.num_heads * attention.head_dim
     qkv_size = q_size + 2 * attention.num_kv_heads * attention.head_dim
     parts = [matrix(PartKind.ATTENTION, hidden_size * (qkv_size + q_size), Split.TENSOR)]
@@ -69,7 +69,7 @@ def grouped_attention_parts(
 
 
 def read_latent_attention(config: ConfigJson) -> LatentAttention:
-    """Sizes of multi-head latent attention; `q_lora_rank` null: queries are projected directly.
+    """Read the sizes of multi-head latent attention; with `q_lora_rank` null queries are projected directly.
 
     Raises:
         ConfigError: qk_head_dim is not the sum of its two parts.
@@ -91,7 +91,7 @@ def read_latent_attention(config: ConfigJson) -> LatentAttention:
 
 
 def latent_attention_parts(attention: LatentAttention, hidden_size: int, *, bias: bool) -> Parts:
-    """Down-projections (every rank has all), their norms, up-projections and output projection (split by heads)."""
+    """Return the down-projections (replicated), their norms, the up-projections and the output projection (split by heads)."""
     q_size = attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
     latent_size = attention.kv_lora_rank + attention.qk_rope_head_dim
     up = attention.kv_lora_rank * attention.num_heads * (attention.qk_nope_head_dim + attention.v_head_dim)
@@ -110,7 +110,7 @@ def latent_attention_parts(attention: LatentAttention, hidden_size: int, *, bias
 
 
 def dense_mlp_parts(hidden_size: int, intermediate_size: int, *, bias: bool = False) -> Parts:
-    """Gate, up and down projection."""
+    """Return the gate, up and down projections."""
     weights = matrix(PartKind.DENSE_MLP, 3 * hidden_size * intermediate_size, Split.TENSOR)
     if not bias:
         return (weights,)
@@ -118,10 +118,10 @@ def dense_mlp_parts(hidden_size: int, intermediate_size: int, *, bias: bool = Fa
 
 
 def read_experts(config: ConfigJson, *, num_experts_key: str = "n_routed_experts", shared: bool = True) -> Experts:
-    """Sizes of the routed and shared experts.
+    """Read the sizes of the routed and shared experts.
 
     Raises:
-        ConfigError: more experts a token than there are, or groups that do not divide them.
+        ConfigError: a token uses more experts than there are, or the groups do not divide them.
     """
     experts = Experts(
         num_experts=config.count(num_experts_key),
@@ -140,7 +140,7 @@ def read_experts(config: ConfigJson, *, num_experts_key: str = "n_routed_experts
 
 
 def expert_mlp_parts(experts: Experts, hidden_size: int) -> Parts:
-    """Router, routed experts and, where there are any, the shared expert (one MLP as wide as all shared experts)."""
+    """Return the router, the routed experts and, if any, the shared expert (one MLP as wide as all shared experts)."""
     expert = 3 * hidden_size * experts.intermediate_size
     parts = (
         matrix(PartKind.ROUTER, experts.num_experts * hidden_size, Split.REPLICATED, quantisable=False),
@@ -152,20 +152,20 @@ def expert_mlp_parts(experts: Experts, hidden_size: int) -> Parts:
 
 
 def dense_layer(number: int, attention: Parts, hidden_size: int, mlp: Parts, num_norms: int = 2) -> Layer:
-    """A layer with a dense MLP."""
+    """Return a layer with a dense MLP."""
     return Layer(number, (*attention, *mlp, norms(num_norms * hidden_size)), is_moe=False)
 
 
 def moe_layer(number: int, attention: Parts, hidden_size: int, experts: Experts, *, correction_bias: bool) -> Layer:
-    """A layer with routed experts; `correction_bias`: the router adds one to its scores (DeepSeek-V3's loss-free balancing)."""
+    """Return a layer with routed experts; `correction_bias`: its router has DeepSeek-V3's bias for loss-free balancing."""
     parts = (*attention, *expert_mlp_parts(experts, hidden_size), norms(2 * hidden_size))
     return Layer(number, parts, is_moe=True, num_buffer_elements=experts.num_experts if correction_bias else 0)
 
 
-def prediction_layer(layer: Layer, hidden_size: int) -> Layer:
-    """A multi-token-prediction layer (DeepSeek-V3, arXiv 2412.19437, section 2.2) around `layer`.
+def mtp_layer(layer: Layer, hidden_size: int) -> Layer:
+    """Return a multi-token-prediction (MTP) layer around `layer` (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-    It adds two norms of what it joins, the joining projection, and the norm before the head.
+    It adds norms of its two inputs, the projection that joins them, and the norm before the head.
     """
     projection = matrix(PartKind.MTP_PROJECTION, 2 * hidden_size * hidden_size, Split.TENSOR, quantisable=False)
     return replace(layer, parts=(*layer.parts, projection, norms(3 * hidden_size)))
@@ -179,7 +179,7 @@ def assemble(
     experts: Experts | None = None,
     sparse_index: SparseIndex | None = None,
 ) -> Architecture:
-    """An architecture with the embedding, final norm and head that all families have."""
+    """Return an architecture with the embedding, final norm and head that all families have."""
     hidden_size, vocab_size = config.count("hidden_size"), config.count("vocab_size")
     tied = config.switch("tie_word_embeddings", default=False)
     return Architecture(
@@ -199,3 +199,77 @@ def assemble(
         final_norm=norms(hidden_size),
         is_quantised=config.is_quantised,
     )
+
+
+def dense_architecture(
+    config: ConfigJson,
+    *,
+    qkv_bias: bool,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    num_norms: int = 2,
+    default_head_dim: int | None = None,
+    may_omit_kv_heads: bool = False,
+    num_mtp_layers: int = 0,
+) -> Architecture:
+    """Return the architecture of a family whose layers all have grouped attention and a dense MLP.
+
+    Args:
+        num_norms: norms of one layer; four where the outputs of attention and MLP are normed too.
+        default_head_dim: as in `read_grouped_attention`.
+        may_omit_kv_heads: as in `read_grouped_attention`.
+
+    Raises:
+        ConfigError: a key of config.json is missing, malformed, or contradicts another.
+    """
+    hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
+    heads = read_grouped_attention(config, default_head_dim=default_head_dim, may_omit_kv_heads=may_omit_kv_heads)
+    attention = grouped_attention_parts(heads, hidden_size, qkv_bias=qkv_bias, output_bias=output_bias, qk_norm=qk_norm)
+    mlp = dense_mlp_parts(hidden_size, config.count("intermediate_size"), bias=mlp_bias)
+    layers = [dense_layer(number, attention, hidden_size, mlp, num_norms) for number in range(num_layers + num_mtp_layers)]
+    mtp_layers = [mtp_layer(layer, hidden_size) for layer in layers[num_layers:]]
+    return assemble(config, heads, layers[:num_layers], mtp_layers)
+
+
+def read_num_dense_layers(config: ConfigJson, default: int) -> int:
+    """Read the number of leading dense layers: `mlp_layer_types`, else `first_k_dense_replace`.
+
+    Raises:
+        ConfigError: the two contradict each other, or a dense layer follows a sparse one.
+    """
+    types = config.per_layer("mlp_layer_types", ("dense", "sparse"))
+    given = config.index("first_k_dense_replace", default)
+    if types is None:
+        return given
+    num_dense = types.count("dense")
+    if "dense" in types[num_dense:]:
+        raise config.contradiction("mlp_layer_types has a dense layer after a sparse one; only leading dense layers are supported")
+    if config.values.get("first_k_dense_replace") is not None and given != num_dense:
+        raise config.contradiction(f"first_k_dense_replace is {given}, mlp_layer_types has {num_dense} dense layers")
+    return num_dense
+
+
+def moe_architecture(
+    config: ConfigJson, heads: GroupedAttention | LatentAttention, attention: Parts, num_dense_layers: int
+) -> Architecture:
+    """Return the architecture of a family like DeepSeek-V3: dense layers first, then layers with experts; MTP layers have experts too.
+
+    Raises:
+        ConfigError: a key of config.json is missing, malformed, or contradicts another.
+    """
+    hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
+    if config.count("moe_layer_freq", default=1) != 1:
+        raise config.contradiction(
+            f"moe_layer_freq is {config.values['moe_layer_freq']}; only 1 is supported (transformers ignores others)"
+        )
+    if num_dense_layers > num_layers:
+        raise config.contradiction(f"first_k_dense_replace {num_dense_layers} exceeds num_hidden_layers {num_layers}")
+    experts = read_experts(config)
+    mlp = dense_mlp_parts(hidden_size, config.count("intermediate_size"))
+    num_all = num_layers + config.index("num_nextn_predict_layers", default=0)
+    dense = [dense_layer(number, attention, hidden_size, mlp) for number in range(num_dense_layers)]
+    sparse = [moe_layer(number, attention, hidden_size, experts, correction_bias=True) for number in range(num_dense_layers, num_all)]
+    layers = dense + sparse
+    mtp_layers = [mtp_layer(layer, hidden_size) for layer in layers[num_layers:]]
+    return assemble(config, heads, layers[:num_layers], mtp_layers, experts)

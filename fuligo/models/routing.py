@@ -1,4 +1,4 @@
-"""Which experts each token went to: what of it is kept, and how engines report it. Pure Python and numpy."""
+"""Routing of tokens to experts: stored layout and decoding of what engines report. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fuligo.types import RoutedExperts
 
 @dataclass(slots=True, frozen=True)
 class RoutingShape:
-    """Of the experts that one token of a model goes to. M layers have experts, of which a token uses K each."""
+    """Shape of a token's routing: M layers have experts, and a token uses K in each."""
 
     num_layers: int
-    """Of the model, dense ones included, prediction layers not."""
+    """Layers of the model, dense ones included, MTP layers not."""
     moe_layers: tuple[int, ...]
     """[M] numbers of the layers with experts, from 0."""
     num_experts: int
@@ -29,31 +29,32 @@ class RoutingShape:
 
     @classmethod
     def of(cls, architecture: Architecture) -> RoutingShape:
-        """
+        """Return the routing shape of an architecture.
+
         Raises:
             ConfigError: the model has no experts.
         """
         experts = architecture.experts
         if experts is None:
             raise ConfigError(
-                f"routing replay (--use-routing-replay, --use-rollout-routing-replay) of a {architecture.model_type} model: "
-                "it has no experts; leave the flags out"
+                f"cannot replay the routing of a {architecture.model_type} model: it has no experts; "
+                "remove --use-routing-replay and --use-rollout-routing-replay"
             )
         moe_layers = tuple(layer.number for layer in architecture.layers if layer.is_moe)
         return cls(architecture.num_layers, moe_layers, experts.num_experts, experts.num_experts_per_token)
 
     @classmethod
     def read(cls, hf_checkpoint: Path) -> RoutingShape:
-        """Of the model that a Hugging Face directory holds.
+        """Return the routing shape of the model in a Hugging Face directory.
 
         Raises:
-            ConfigError: it has no experts, or its shape is not known.
+            ConfigError: the model has no experts, or its family is unknown.
         """
         return cls.of(read_architecture(hf_checkpoint))
 
     @property
     def dtype(self) -> type[np.uint8] | type[np.uint16]:
-        """The smallest that holds an expert's number."""
+        """Smallest dtype that holds an expert's number."""
         return np.uint8 if self.num_experts <= 256 else np.uint16
 
     @property
@@ -61,33 +62,33 @@ class RoutingShape:
         return len(self.moe_layers) * self.top_k * np.dtype(self.dtype).itemsize
 
     def empty(self) -> RoutedExperts:
-        """Of no tokens: [0, M, K]."""
+        """Return the routing of no tokens: [0, M, K]."""
         return np.empty((0, len(self.moe_layers), self.top_k), self.dtype)
 
     def decode(self, text: object, num_tokens: int) -> RoutedExperts:
-        """What SGLang 0.5.15 answers as `routed_experts`: base64 of int32 [tokens, all layers, K], zeros in dense layers.
+        """Decode `routed_experts` of SGLang 0.5.15: base64 of int32 [tokens, all layers, K], zeros in dense layers.
 
         Returns:
             [num_tokens, M, K]
 
         Raises:
-            ValueError: it is missing, of another shape, or no choice of experts; says which.
+            ValueError: it is missing, has another shape, or is not a valid choice of experts.
         """
         if not isinstance(text, str):
-            raise ValueError("routed_experts are missing from the answer: the engine must run with --enable-return-routed-experts")
+            raise ValueError("the answer has no routed_experts; start the engine with --enable-return-routed-experts")
         try:
             flat = np.frombuffer(base64.b64decode(text, validate=True), np.int32)
         except (binascii.Error, ValueError) as error:
-            raise ValueError(f"routed_experts are not base64 of int32: {error}") from error
+            raise ValueError(f"cannot decode routed_experts as base64 of int32: {error}") from error
         expected = (num_tokens, self.num_layers, self.top_k)
         if flat.size != np.prod(expected):
             raise ValueError(
-                f"routed_experts are {flat.size} numbers, not {' x '.join(map(str, expected))} (tokens, layers, experts a token)"
+                f"routed_experts has {flat.size} numbers instead of {' x '.join(map(str, expected))} (tokens, layers, experts per token)"
             )
         chosen = flat.reshape(expected)[:, list(self.moe_layers)]
         if chosen.size and not 0 <= chosen.min() <= chosen.max() < self.num_experts:
-            raise ValueError(f"routed_experts name experts from {chosen.min()} to {chosen.max()}, the model has {self.num_experts}")
-        # What an engine has not recorded is zeros. Experts of a token differ, so looking at two tells.
+            raise ValueError(f"routed_experts has experts from {chosen.min()} to {chosen.max()}, but the model has {self.num_experts}")
+        # Engines leave zeros where they recorded nothing. A token's experts differ, so two equal ones reveal that.
         if self.top_k > 1 and (chosen[..., 0] == chosen[..., 1]).any():
-            raise ValueError("routed_experts name one expert twice for a token: the engine has not recorded all of its tokens")
+            raise ValueError("routed_experts lists one expert twice for a token: the engine did not record all tokens")
         return chosen.astype(self.dtype)

@@ -1,4 +1,4 @@
-"""Drawing tokens from probabilities: cutting a distribution, inverse transform sampling, counter-based uniform numbers. Pure functions."""
+"""Sampling of tokens: top-k, top-p and min-p filters, inverse transform sampling, counter-based uniform numbers. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ import torch
 from numpy.typing import NDArray
 
 BLOCK = 256
-"""Tokens summed together on the first level of the inverse CDF."""
+"""Tokens per block on the first level of the inverse CDF."""
 
 
 @dataclass(slots=True)
 class Filter:
-    """Rows whose distribution is cut before sampling."""
+    """Rows to filter before sampling, with their bounds."""
 
     rows: torch.Tensor
     """[F] int64"""
     top_p: torch.Tensor
     """[F, 1]"""
     top_k: torch.Tensor
-    """[F, 1] int64, the vocabulary's size where there is no limit"""
+    """[F, 1] int64; the vocabulary's size for no limit"""
     min_p: torch.Tensor
     """[F, 1]"""
 
 
 def filtered(probs: torch.Tensor, cut: Filter) -> torch.Tensor:
-    """Zero what top-k, top-p and min-p exclude; each looks at the uncut distribution, ties go to the smaller token id. [F, V] -> [F, V]"""
+    """Zero the tokens that top-k, top-p or min-p exclude: [F, V] -> [F, V].
+
+    Each filter reads the original distribution; ties go to the smaller token id.
+    """
     ordered, tokens = probs.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1, dtype=torch.float64) - ordered
     total = ordered.sum(-1, keepdim=True, dtype=torch.float64)
@@ -38,9 +41,9 @@ def filtered(probs: torch.Tensor, cut: Filter) -> torch.Tensor:
 
 
 def inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulative weight exceeds `uniform` times the total. [N, V], [N] float64 -> [N]
+    """Return the first token whose cumulative weight exceeds `uniform` times the total: [N, V], [N] float64 -> [N].
 
-    Two levels, blocks and tokens within the block, both in float64: a float32 running sum over a large vocabulary would lose the tail.
+    Sums over blocks and over tokens of a block, both in float64: a float32 running sum over a large vocabulary would lose the tail.
     """
     num_rows, vocab_size = weights.shape
     num_blocks = -(-vocab_size // BLOCK)
@@ -51,13 +54,13 @@ def inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     below = torch.where(block > 0, block_cdf.gather(1, (block - 1).clamp_(min=0)), 0.0)
     chosen = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK))[:, 0].double()
     cdf = chosen.cumsum(-1)
-    # The two levels round differently: never search beyond the block's last token with weight.
+    # The two levels round differently, so the search is limited to the block's last token with weight.
     within = torch.minimum(target - below, cdf[:, -1:] * (1 - 2**-52))
     return (block * BLOCK + torch.searchsorted(cdf, within, right=True))[:, 0].clamp_(max=vocab_size - 1)
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[N] numbers in [0, 1), each a hash of its seed and position (the finaliser of SplitMix64: Steele et al. 2014)."""
+    """Return [N] numbers in [0, 1), each a hash of its seed and position (the finaliser of SplitMix64, Steele et al. 2014)."""
     mixed = _splitmix64(_splitmix64(seeds) ^ positions.astype(np.uint64))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

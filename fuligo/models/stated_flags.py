@@ -1,4 +1,4 @@
-"""What a config.json states, as flags of Megatron-Core 0.16.1, names with underscores. Pure Python."""
+"""Megatron-Core 0.16.1 flags that a config.json states, named with underscores. Imports neither numpy nor torch."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _YARN = {
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
 }
-"""Flag -> key among the rotary settings."""
+"""Flag -> key of the rotary settings."""
 
 _LLAMA_3 = {"original_max_position_embeddings": 8192, "low_freq_factor": 1, "high_freq_factor": 4}
-"""What Megatron's `--use-rope-scaling` means, beside the factor (`RotaryEmbedding._apply_scaling`)."""
+"""Constants of Megatron's `--use-rope-scaling`, beside the factor (`RotaryEmbedding._apply_scaling`)."""
 
 
 def stated_flags(config_json: Mapping[str, Any], source: str = "config.json") -> Flags:
-    """The flags that describe the model of a config.json.
+    """Return the flags that describe the model of a config.json.
 
     Args:
         source: where it was read, for errors.
 
     Raises:
-        ConfigError: config.json cannot be read, or asks for what Megatron-Core has no flag for.
+        ConfigError: config.json is invalid, or asks for something that no flag of Megatron-Core states.
     """
     config, architecture = ConfigJson.of(config_json, source), architecture_of(config_json, source)
     attention = architecture.attention
@@ -71,13 +71,13 @@ def _grouped(config: ConfigJson, attention: GroupedAttention) -> Flags:
 
 
 def _has_qkv_bias(config: ConfigJson) -> bool:
-    """Of queries, keys and values alone: Megatron has no flag for a bias of the output projection without one in the MLP."""
+    """Return whether queries, keys and values have a bias; Megatron has no flag for one of the output projection alone."""
     if config.model_type in {"qwen2", "mimo"}:
         return True
     has_bias = config.switch("attention_bias", default=config.model_type == "glm4")
     has_other_bias = config.model_type == "llama" and config.switch("mlp_bias", default=False)
     if has_other_bias or (has_bias and config.model_type not in {"glm4", "glm4_moe"}):
-        raise config.contradiction(f"Megatron has no flags for the biases of this {config.model_type} (attention_bias, mlp_bias)")
+        raise config.contradiction(f"Megatron has no flags for the biases of this {config.model_type} model (attention_bias, mlp_bias)")
     return has_bias
 
 
@@ -86,7 +86,7 @@ def _latent(config: ConfigJson, attention: LatentAttention) -> Flags:
         raise config.contradiction("attention_bias is true; Megatron's latent attention has no biases")
     return {
         "multi_latent_attention": True,
-        # No flag says that queries are projected directly: left out, Megatron's own default would stand.
+        # No flag says that queries are projected directly; without q_lora_rank Megatron uses its own default.
         **({} if attention.q_lora_rank is None else {"q_lora_rank": attention.q_lora_rank}),
         "kv_lora_rank": attention.kv_lora_rank,
         "qk_head_dim": attention.qk_nope_head_dim,
@@ -98,7 +98,7 @@ def _latent(config: ConfigJson, attention: LatentAttention) -> Flags:
 
 
 def _sparse(index: SparseIndex) -> Flags:
-    """Which layers compute their token choice has no flag: it stays with config.json."""
+    """Return the flags of sparse attention. None says which layers compute their token choice; config.json does."""
     return {
         "experimental_attention_variant": "dsa",
         "dsa_indexer_n_heads": index.num_heads,
@@ -125,7 +125,7 @@ def _rotary(config: ConfigJson, *, is_latent: bool) -> Flags:
         return flags | {"rope_type": "yarn"} | {flag: value for flag, value in scaling.items() if value is not None}
     if kind == "llama3" and all(config.rotary_number(key) == value for key, value in _LLAMA_3.items()):
         return flags | {"use_rope_scaling": True, "rope_scaling_factor": config.rotary_number("factor")}
-    raise config.contradiction(f"Megatron has no flags for the rotary scaling of this {config.model_type} ({kind})")
+    raise config.contradiction(f"Megatron has no flags for the rotary scaling of this {config.model_type} model ({kind})")
 
 
 def _experts(config: ConfigJson, architecture: Architecture) -> Flags:
@@ -139,7 +139,7 @@ def _experts(config: ConfigJson, architecture: Architecture) -> Flags:
         "moe_ffn_hidden_size": experts.intermediate_size,
     }
     if config.model_type == "qwen3_moe":
-        # Chosen before the softmax or after: normalised over the chosen, both weigh them alike.
+        # Normalised over the chosen experts, softmax before and after the choice give equal weights.
         pre_softmax = {} if config.switch("norm_topk_prob", default=False) else {"moe_router_pre_softmax": True}
         return flags | {"moe_router_score_function": "softmax"} | pre_softmax
     if not config.switch("norm_topk_prob", default=True):

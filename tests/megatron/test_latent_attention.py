@@ -42,7 +42,7 @@ YARN = {
     "mscale_all_dim": 1.0,
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    # One epsilon for all norms, as SGLang has it; transformers' class takes 1e-6 for those of the latents (`models/latent_norms.py`).
+    # One epsilon for all norms, as SGLang has it; transformers' class takes 1e-6 for those of the latents (`models/modules.py`).
     "glm4_moe_lite": ("glm4_moe_lite", {"rms_norm_eps": 0.01}),
     "deepseek_v3 yarn": ("deepseek_v3", {"rope_parameters": YARN}),
     "deepseek_v3 dense": ("deepseek_v3", {"first_k_dense_replace": 2}),

@@ -1,4 +1,4 @@
-"""Every token that the embedded engine samples has the log-probability that a plain forward pass gives it (1e-4, float32)."""
+"""Log-probabilities of the embedded engine against a plain forward pass (1e-4, float32)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 class Answered:
-    """An engine whose requests' ends can be waited for."""
+    """Engine whose finished requests can be awaited."""
 
     def __init__(self, checkpoint: Path, max_running_requests: int) -> None:
         self.engine = EmbeddedEngine(
@@ -73,7 +73,7 @@ def answered(checkpoint: Path) -> Any:
 
 
 def reference(directory: Path) -> torch.nn.Module:
-    """The model as transformers runs it, one sequence at a time, with its own attention."""
+    """Return log-probabilities of transformers' own forward pass, one sequence at a time."""
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
@@ -85,7 +85,7 @@ def perturb(model: torch.nn.Module) -> None:
 
 
 def as_sent(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Under the names that checkpoints have."""
+    """Return the weights under their checkpoint names."""
     return list(checkpoint_weights(model.state_dict().items()))
 
 
@@ -110,7 +110,7 @@ def worst_difference(model: Any, requests: Sequence[Request]) -> float:
 
 
 def mixed_requests(answered: Answered, number: int = 20) -> list[Request]:
-    """More than there are rows, of mixed lengths and parameters, some with a prompt in common; pools are outgrown on the way."""
+    """Send more requests than rows, of mixed lengths and parameters, some with a shared prompt; the KV pool has to grow."""
     rng = random.Random(0)
     common = [rng.randrange(3, 400) for _ in range(20)]
     requests = []
@@ -160,7 +160,7 @@ def test_after_an_update_of_the_weights(answered: Answered, checkpoint: Path, tm
 
 
 def test_requests_kept_in_place_over_an_update_never_see_old_keys(answered: Answered, checkpoint: Path) -> None:
-    """Tokens from before the update are scored by the old weights, those after by the new ones."""
+    """Old weights score the tokens from before the update, new weights those after it."""
     old, newer = reference(checkpoint), reference(checkpoint)
     perturb(newer)
     requests = [answered.submit([5, 6, number], 200) for number in range(3, 6)]

@@ -1,4 +1,4 @@
-"""The torch trainer against transformers' own padded forward pass and plain autograd, for several model families."""
+"""Torch trainer against transformers' padded forward pass and plain autograd, for several model families."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9), (7, 6), (8, 2)]
 
 
 OVERRIDES = {"glm4_moe_lite": {"rms_norm_eps": 1e-6}}
-"""What transformers takes for the norms of latents, whatever config.json says."""
+"""Epsilon that transformers uses for latent norms, whatever config.json states."""
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama", "glm4", "qwen2", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3"])
@@ -63,7 +63,7 @@ def padded_scores(checkpoint: Path, samples, temperature: float = 1.0) -> list[t
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_and_entropy_equal_the_padded_forward(checkpoint, temperature):
-    """Trap 1: also for the first response token, and across the borders of packed samples. Trap 2: temperature, full vocabulary."""
+    """Includes the first response token, the borders of packed samples, the temperature, and the full vocabulary."""
     samples = train_batches.samples(LENGTHS)
     worker = TorchRankWorker(settings_of(checkpoint, temperature=temperature, capacity=Capacity(max_tokens=40), chunk_tokens=7), World())
     want = padded_scores(checkpoint, samples, temperature)
@@ -78,7 +78,7 @@ def test_logprobs_and_entropy_equal_the_padded_forward(checkpoint, temperature):
 
 
 def test_gradient_equals_autograd_through_the_padded_model(checkpoint):
-    """The whole path: packing, response-only logits, chunks, and the loss of samples of unequal length."""
+    """Covers packing, response-only logits, chunks, and samples of unequal length."""
     samples = train_batches.samples(LENGTHS)
     worker = TorchRankWorker(
         settings_of(checkpoint, loss=LossSettings(loss_type="sft_loss"), chunk_tokens=5, capacity=Capacity(max_tokens=30)), World()
@@ -101,7 +101,7 @@ def test_gradient_equals_autograd_through_the_padded_model(checkpoint):
 
 
 def test_teacher_logprobs_are_the_teacher_models(checkpoint, tmp_path):
-    """It may be of another shape, beside a reference; at the student's temperature."""
+    """The teacher may have another shape and stands beside a reference; it scores at the student's temperature."""
     teacher = tiny.save_checkpoint(tmp_path, seed=6, layers=3, hidden=32)
     samples = train_batches.samples(LENGTHS)
     worker = TorchRankWorker(settings_of(checkpoint, teacher_weights=teacher, reference_weights=checkpoint, temperature=0.6), World())

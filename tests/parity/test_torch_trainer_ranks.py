@@ -1,4 +1,4 @@
-"""Two ranks (FSDP2 over gloo) against one: the same gradients, scores and checkpoints; and what happens when a rank is lost."""
+"""Two ranks (FSDP2 over gloo) against one: equal gradients, scores and checkpoints; loss of a rank."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def tensors(directory: Path) -> dict[str, np.ndarray]:
 
 
 async def test_two_ranks_score_train_save_reshard_and_fail_as_one(settings, tmp_path):
-    """One pair of ranks for everything that works, since starting one takes seconds; with a value model, which is all that can be there."""
+    """Start one pair of ranks, with a value model, for all tests that do not break it; starting takes seconds."""
     values = tiny.save_value_model(tmp_path / "values", "qwen3", seed=2, **SHAPE)
     settings = replace(settings, critic=CriticSettings(values, settings.optimizer))
     samples = train_batches.samples(LENGTHS)
@@ -133,7 +133,7 @@ async def test_a_killed_rank_ends_the_step_and_is_named(settings):
 
 
 async def test_a_stopped_rank_is_named_while_all_others_wait_for_it(settings, monkeypatch):
-    """Its connections stay open: nothing but its silence tells."""
+    """Its connections stay open, so only missing heartbeats reveal it."""
     monkeypatch.setattr(heartbeats, "SILENCE_S", 5.0)
     monkeypatch.setattr(heartbeats, "CHECK_S", 0.1)
     two = await trainer_of(settings, 2)

@@ -27,14 +27,14 @@ from tests import tiny
 from tests.random_samples import entropy_stand_in, loss_inputs, random_samples
 
 TRL_EPSILON = 1e-4
-"""What TRL adds to a standard deviation; ours is set equal here."""
+"""Epsilon that TRL adds to a standard deviation; ours is set equal here."""
 GROUP_SIZE, NUM_GROUPS = 4, 3
 NUM_SAMPLES = GROUP_SIZE * NUM_GROUPS
 
 
 @dataclass
 class Rollout:
-    """The same rollout for both sides."""
+    """Rollout for both sides."""
 
     samples: list[TrainSample]
     policy: list[Tensor] = field(init=False)
@@ -49,7 +49,7 @@ class Rollout:
 
 @pytest.fixture(params=[0, 1, 2])
 def rollout(request):
-    """Mixed lengths, masked tokens in the middle (as of a tool's output), at least one trained token everywhere."""
+    """Return samples of mixed lengths with masked tokens in the middle (like tool output) and at least one trained token."""
     samples = random_samples(request.param, num_groups=NUM_GROUPS, group_size=GROUP_SIZE, max_length=8)
     for sample in samples:
         sample.loss_mask[-1] = 1
@@ -62,7 +62,7 @@ def given_reward(completions, **columns):
 
 
 def trl_trainer(cls: type, config_cls: type, directory) -> Any:
-    """On a tiny model that no test here runs."""
+    """Build a TRL trainer; its tiny model is never run."""
     config = config_cls(
         output_dir=str(directory),
         num_generations=GROUP_SIZE,
@@ -102,7 +102,7 @@ def padded(values: list[Tensor]) -> Tensor:
 
 
 def run_trl(trainer: Any, rollout: Rollout, monkeypatch: pytest.MonkeyPatch, **overrides: Any) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """TRL's scored batch, its loss, and the loss's gradient at the response tokens, sample after sample."""
+    """Return TRL's scored batch, its loss, and the loss's gradient at the response tokens, sample by sample."""
     samples, reference = rollout.samples, object()
     for name, value in {"ref_model": reference, **overrides}.items():
         monkeypatch.setattr(trainer.args if name in ("delta", "use_bias_correction_kl") else trainer, name, value)
@@ -130,7 +130,7 @@ def run_trl(trainer: Any, rollout: Rollout, monkeypatch: pytest.MonkeyPatch, **o
 
 
 def run_ours(rollout: Rollout, loss_settings: LossSettings, **advantage_settings: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Advantages of the samples, the loss, and its gradient at the response tokens, sample after sample."""
+    """Return the samples' advantages, the loss, and its gradient at the response tokens, sample by sample."""
     settings = AdvantageSettings(samples_per_step=NUM_SAMPLES, std_epsilon=TRL_EPSILON, **advantage_settings)
     batch = assign_advantages(rollout.samples, settings)
     denominators = step_denominators(batch, 0)
@@ -195,7 +195,7 @@ def test_advantages_loss_and_gradient_equal_grpo_trainers(name, rollout, grpo_tr
 
 
 def test_the_variants_differ_on_these_tensors(rollout):
-    """Bounds, weights and terms are all in force: no variant equals another by having nothing to do."""
+    """Bounds, weights and terms all take effect, so no variant is trivially equal to another."""
     losses = [round(run_ours(rollout, our_settings)[1].item(), 6) for _, our_settings in VARIANTS.values()]
     assert len(set(losses)) == len(losses)
 
@@ -215,7 +215,7 @@ def test_leave_one_out_advantages_equal_rloo_trainers(beta, rollout, rloo_traine
 
 
 def test_the_sequence_mask_leaves_out_the_samples_that_grpo_trainers_does(grpo_trainer, monkeypatch):
-    """TRL bounds the product of a sample's ratios, ours is their geometric mean: for samples of one length L, bounds ** (1 / L)."""
+    """TRL bounds the product of a sample's ratios, ours their geometric mean: for samples of equal length L, bounds ** (1 / L)."""
     samples = random_samples(0, num_groups=NUM_GROUPS, group_size=GROUP_SIZE)
     rng = np.random.default_rng(0)
     for sample in samples:

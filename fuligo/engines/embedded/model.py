@@ -14,11 +14,9 @@ from fuligo.engines.embedded.attention import ATTENTION_NAME, AttentionPlan
 from fuligo.engines.embedded.kv_cache import CacheShape
 from fuligo.errors import ConfigError, EngineError
 from fuligo.formats.checkpoint_form import prediction_prefixes
-from fuligo.models.alignment import align_weights
 from fuligo.models.attention import unpackable_layers
 from fuligo.models.directory import end_ids, load_config, load_tokenizer
-from fuligo.models.latent_norms import take_stated_epsilon
-from fuligo.models.rms_norm import speed_up_rms_norms
+from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon
 
 logger = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -18,9 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 from torch import nn
 
-from fuligo.models.glm4.megatron import FusedRotationAttention, sandwich
 from fuligo.trainer.megatron_backend.core_attention import PackedCoreAttention
 from fuligo.trainer.megatron_backend.experts import is_moe_layer, mixture
+from fuligo.trainer.megatron_backend.glm4_layer import FusedRotationAttention, sandwich
 from fuligo.trainer.megatron_backend.latent_attention import latent_attention
 from fuligo.trainer.megatron_backend.prediction import prediction_layers
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, SparseLayers

@@ -15,10 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from fuligo.errors import CheckpointError, TrainerError
-from fuligo.models.alignment import align_weights
 from fuligo.models.attention import unpackable_layers
-from fuligo.models.latent_norms import take_stated_epsilon
-from fuligo.models.rms_norm import speed_up_rms_norms
+from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon
 from fuligo.trainer.batch import PackedTokens
 from fuligo.trainer.logprobs import TokenLogprobs
 from fuligo.trainer.torch_backend import attention

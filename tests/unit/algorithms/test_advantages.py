@@ -53,7 +53,7 @@ def test_the_divisor_is_the_unbiased_deviation_plus_epsilon():
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1 / 3])
 @pytest.mark.parametrize("size", [2, 3, 7, 64])
 def test_equal_rewards_give_no_advantage(reward, size):
-    """In float32 the mean of equal values is off by rounding, and dividing by the epsilon would make an advantage of it."""
+    """In float32 the mean of equal values has a rounding error, which dividing by epsilon would turn into an advantage."""
     np.testing.assert_allclose(grpo([reward] * size), 0, atol=1e-9)
 
 

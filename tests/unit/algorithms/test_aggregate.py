@@ -31,7 +31,7 @@ def test_a_fully_masked_sample_counts_as_a_sample_but_has_no_tokens():
 
 
 def test_samples_split_from_one_rollout_share_its_denominator():
-    """As parts they weigh what their tokens weighed in the whole."""
+    """Each token keeps its weight when its rollout is split."""
     whole = [train_sample(0, 0, loss_mask=[1, 1, 1]), train_sample(1, 0, loss_mask=[1])]
     parts = [train_sample(0, 0, loss_mask=[1, 1]), train_sample(0, 0, loss_mask=[1]), train_sample(1, 0, loss_mask=[1])]
     parts[0].mask_sum = parts[1].mask_sum = 3

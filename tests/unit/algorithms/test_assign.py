@@ -1,4 +1,4 @@
-"""From rewards of a rollout to advantages of its tokens and to optimizer steps."""
+"""Assignment of advantages to tokens and of samples to optimizer steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.random_samples import random_samples, train_sample
 
 
 def advantages(samples, estimator="grpo", **settings):
-    """One number a sample: the estimators under test here give all tokens of a sample the same."""
+    """Return one advantage per sample; these estimators give all tokens of a sample the same one."""
     batch = assign_advantages(samples, AdvantageSettings(samples_per_step=len(samples), estimator=estimator, **settings))
     for sample in batch.samples:
         assert sample.advantages.shape == (sample.response_length,)
@@ -58,7 +58,7 @@ def test_groups_do_not_see_each_other():
 
 
 def test_a_group_that_lost_samples_is_normalised_over_those_it_has():
-    """With the lost samples as zeros, or over a fixed group size, the numbers would differ."""
+    """Counting lost samples as zeros, or dividing by a fixed group size, would give other numbers."""
     survivors = group(1, 2, 6)
     rewards = np.array([1.0, 2.0, 6.0])
     expected = (rewards - 3) / (rewards.std(ddof=1) + 1e-6)
@@ -71,7 +71,7 @@ def test_a_group_of_one_has_no_advantage(estimator):
 
 
 def test_fully_masked_samples_count_in_their_groups_statistics():
-    """A truncated sample's tokens may be masked; its reward still says how hard the prompt is."""
+    """A truncated sample's tokens may be masked, but its reward still tells how hard the prompt is."""
     samples = group(0, 1)
     samples.append(train_sample(2, 0, reward=0, loss_mask=[0, 0]))
     rewards = np.array([0.0, 1.0, 0.0])

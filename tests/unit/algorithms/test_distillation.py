@@ -1,4 +1,4 @@
-"""On-policy distillation: what a teacher takes off the advantages."""
+"""On-policy distillation: the reverse KL to a teacher, subtracted from the advantages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.random_samples import random_samples
 
 
 def taught_samples(seed: int = 0) -> list[TrainSample]:
-    """With nonsense of the teacher's, as of tokens that it does not know, where no token is trained."""
+    """Return samples with teacher log-probabilities, which are -inf at masked tokens, as for tokens the teacher does not know."""
     rng = np.random.default_rng(seed)
     samples = random_samples(seed)
     for sample in samples:

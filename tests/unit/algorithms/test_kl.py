@@ -1,4 +1,4 @@
-"""KL estimators: their formulas, their signs, and what they estimate."""
+"""KL estimators: formulas, signs, and unbiasedness."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def distributions():
 
 
 def expected_gradient(kind, *, unbiased, sampler, logits, reference):
-    """Gradient of the estimate's expectation over tokens drawn from `sampler`, by enumeration of the vocabulary."""
+    """Return the gradient of the estimate's expectation over tokens drawn from `sampler`, by enumerating the vocabulary."""
     logprobs = logits.log_softmax(0)
     kl = kl_estimate(logprobs, reference, kind)
     if unbiased:

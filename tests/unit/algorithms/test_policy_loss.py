@@ -1,4 +1,4 @@
-"""Surrogate losses: where they clip, what gradient they leave, and their identities on policy."""
+"""Policy losses: clipping, gradients, and equality to the policy gradient on policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ratios, signed = st.floats(0.05, 20), st.floats(-5, 5)
 
 
 def terms_and_gradient(loss, ratio, advantage, clip):
-    """The surrogate of one token with the given pi / pi_old, and d loss / d logprob."""
+    """Return the loss of one token with the given pi / pi_old, and d loss / d logprob."""
     logprobs = torch.tensor([ratio], dtype=torch.float64).log().requires_grad_()
     terms = loss(logprobs, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64), clip, ONE_TOKEN)
     (gradient,) = torch.autograd.grad(terms.loss.sum(), logprobs)
@@ -40,7 +40,7 @@ def terms_and_gradient(loss, ratio, advantage, clip):
     ],
 )
 def test_ppo_has_no_gradient_exactly_where_it_clips(ratio, advantage, clipped):
-    """Clipped is what moved far enough in the direction of its advantage; clip-higher: 1.25 is within 1 + 0.28."""
+    """A token is clipped once it has moved far enough in the direction of its advantage; 1.25 is within 1 + 0.28."""
     terms, gradient = terms_and_gradient(ppo_loss, ratio, advantage, Clip(low=0.2, high=0.28))
     assert terms.clipped.item() == clipped
     assert gradient == pytest.approx(0 if clipped else -ratio * advantage)
@@ -87,7 +87,7 @@ def test_cispo_is_reinforce_with_a_clipped_weight_and_every_token_keeps_a_gradie
 
 
 def two_samples():
-    """Two samples of three and two tokens, one token of each masked, in one packed row."""
+    """Return two samples of three and two tokens, one token of each masked, in one packed row."""
     torch.manual_seed(0)
     mask = torch.tensor([1, 1, 0, 1, 0])
     segments = Segments(mask, torch.tensor([0, 0, 0, 1, 1]), 2)

@@ -1,4 +1,4 @@
-"""The value loss against PPO2's formula, token by token."""
+"""Value loss against PPO2's formula, token by token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VALUES = torch.linspace(-1, 1, 21)
 
 
 def ppo2(value: float, old: float, target: float, clip: float) -> float:
-    """OpenAI baselines, ppo2: vf_loss = .5 * max((vpred - R)^2, (OLDVPRED + clip(vpred - OLDVPRED, -c, c) - R)^2)."""
+    """Compute OpenAI baselines' ppo2: vf_loss = .5 * max((vpred - R)^2, (OLDVPRED + clip(vpred - OLDVPRED, -c, c) - R)^2)."""
     bounded = old + min(max(value - old, -clip), clip)
     return 0.5 * max((value - target) ** 2, (bounded - target) ** 2)
 

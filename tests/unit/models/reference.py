@@ -1,4 +1,4 @@
-"""Counts of transformers' own models, built without memory for their weights: what `test_architecture.py` compares with."""
+"""Parameter counts of transformers' models on the meta device, for comparison."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _KINDS = {
     r"mlp\.shared_experts\.": PartKind.SHARED_EXPERT,
     r"mlp\.": PartKind.DENSE_MLP,
 }
-"""Which kind a parameter is, by its name; the first pattern that fits."""
+"""Name pattern -> kind of parameter; the first match counts."""
 
 Counts = dict[tuple[int | None, PartKind], int]
 """(layer, kind) -> parameters; layer None outside the layers."""
 
 
 def build(config: dict[str, Any]) -> torch.nn.Module:
-    """The model that transformers makes of a config.json, on the meta device."""
+    """Build the transformers model of a config.json on the meta device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     model.tie_weights()
@@ -45,7 +45,7 @@ def parameter_counts(model: torch.nn.Module) -> Counts:
 
 
 def correction_biases(model: torch.nn.Module) -> dict[int | None, int]:
-    """Layer -> elements of the router's correction bias, which is a buffer."""
+    """Return layer -> elements of the router's correction bias, which is a buffer."""
     return {_layer(name): buffer.numel() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
 
 

@@ -1,11 +1,11 @@
-"""Weights of a checkpoint lie where MKL gives the same bits in every run."""
+"""Alignment of weights, which MKL needs for bitwise equal results from run to run."""
 
 from __future__ import annotations
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from fuligo.models.alignment import ALIGNMENT_BYTES, align_weights
+from fuligo.models.modules import ALIGNMENT_BYTES, align_weights
 from tests import tiny
 
 

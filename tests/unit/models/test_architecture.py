@@ -1,4 +1,4 @@
-"""Parameter counts of all families, against transformers' models built without memory (meta device) from the same config.json."""
+"""Parameter counts of all families against transformers' models on the meta device."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def multiple(of: int, low: int, high: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def small_configs(draw: st.DrawFn) -> dict[str, Any]:
-    """Shapes that no published model has: each number differs from what others would give by accident."""
+    """Draw shapes whose numbers are unlikely to coincide by accident."""
     family = draw(st.sampled_from(sorted(set(FAMILIES) - {"mimo"})))
     num_kv_heads = draw(st.integers(1, 3))
     num_layers = draw(st.integers(1, 4))
@@ -132,7 +132,7 @@ def test_any_shape_has_the_parameters_of_transformers(config: dict[str, Any]) ->
 
 
 def assert_counts_agree(config: dict[str, Any]) -> None:
-    """Of every layer and kind, and the correction biases, which are no parameters."""
+    """Compare every layer and kind, and the correction biases, which are buffers."""
     architecture, model = architecture_of(config), reference.build(config)
     assert counts_of(architecture) == reference.parameter_counts(model)
     assert architecture.num_parameters == sum(parameter.numel() for parameter in model.parameters())

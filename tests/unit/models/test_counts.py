@@ -1,4 +1,4 @@
-"""Parameter counts of the recipes' models: their names, sums written out where transformers has no model, and the published sizes."""
+"""Parameter counts of the recipes' models against their names, sums written out here, and published sizes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_active_parameters_count_embedding_and_head(recipe: str, billions: float
 
 @pytest.mark.parametrize(("recipe", "billions"), [("glm4.7-flash", 3.26), ("glm4.5-355b", 32.08), ("glm5.2-744b", 39.35)])
 def test_the_active_parameters_of_the_names_leave_embedding_and_head_out(recipe: str, billions: float) -> None:
-    """A3B, A32B and A40B."""
+    """Names such as A3B, A32B and A40B count the layers alone."""
     model = architecture(recipe)
     outer = sum(part.num_parameters for part in model.outer_parts)
     assert model.num_active_parameters - outer == pytest.approx(billions * 1e9, abs=0.006e9)

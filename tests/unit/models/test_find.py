@@ -1,4 +1,4 @@
-"""Which config.json, or which flags, say what the model is."""
+"""Sources of the model's shapes: config.json files and flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded engine and the torch trainer have one epsilon for all norms, as SGLang and Megatron do."""
+"""The embedded engine and the torch trainer use one epsilon for all norms, as SGLang and Megatron do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fuligo.engines.embedded.model import EngineModel
-from fuligo.models.latent_norms import take_stated_epsilon
+from fuligo.models.modules import take_stated_epsilon
 from fuligo.trainer.torch_backend.model import load_model
 from tests import tiny
 

@@ -1,4 +1,4 @@
-"""MODEL_ARGS: made from config.json, compared with it, and read where there is none."""
+"""MODEL_ARGS: written from config.json, compared with it, and read without one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from fuligo.config.megatron_arguments import MegatronArguments
 from fuligo.config.parse import parse
 from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import read_config_json
-from fuligo.models.megatron_flags import architecture_from_flags, disagreements, megatron_flags
+from fuligo.models.from_flags import architecture_from_flags
+from fuligo.models.megatron_flags import disagreements, megatron_flags
 from fuligo.models.registry import architecture_of
 
 ROOT = Path(__file__).parents[3]
@@ -74,7 +75,7 @@ PUBLIC_FLASH = """
     --moe-shared-expert-intermediate-size 1536 --moe-router-score-function sigmoid --moe-router-pre-softmax
     --moe-router-enable-expert-bias --moe-router-bias-update-rate 0 --moe-router-topk-scaling-factor 1.8
 """
-"""The shapes that public scripts for these models give, with the flags that they have and ours do not."""
+"""MODEL_ARGS of public scripts for these models, including flags that ours leave out."""
 
 
 def model(recipe: str) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def given(text: str) -> Config:
 
 
 def words(flags: dict[str, Any]) -> list[str]:
-    """As typed."""
+    """Format flags as they are typed."""
     return [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))]
 
 
@@ -182,12 +183,12 @@ def test_yarn_and_expert_groups_of_deepseek_v3() -> None:
         (
             "qwen3-4b",
             {"rope_scaling": {"type": "yarn", "factor": 4}},
-            r"Megatron has no flags for the rotary scaling of this qwen3 \(yarn\)",
+            r"Megatron has no flags for the rotary scaling of this qwen3 model \(yarn\)",
         ),
         (
             "qwen3-4b",
             {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 2, **LLAMA_3}},
-            r"Megatron has no flags for the rotary scaling of this qwen3 \(llama3\)",
+            r"Megatron has no flags for the rotary scaling of this qwen3 model \(llama3\)",
         ),
         ("glm5.2-744b", {"attention_bias": True}, "Megatron's latent attention has no biases"),
         ("glm4.5-355b", {"norm_topk_prob": False}, "Megatron always normalises"),
@@ -200,7 +201,7 @@ def test_what_megatron_has_no_flag_for_is_refused(recipe: str, changed: dict[str
 
 @pytest.mark.parametrize("recipe", sorted(set(SCRIPTS.values()) - {"glm5.2-744b"}))
 def test_flags_alone_describe_the_same_shapes(recipe: str) -> None:
-    """All but prediction layers, which no such flag states."""
+    """Compare all but the MTP layers, which no flag states."""
     expected = architecture_of(model(recipe))
     read = architecture_from_flags(given(shlex.join(words(megatron_flags(model(recipe))))))
     assert read is not None
@@ -229,10 +230,16 @@ def test_without_flags_of_a_shape_there_is_no_architecture() -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("--num-layers 2 --hidden-size 8", "a llama model without --ffn-hidden-size, --num-attention-heads, --vocab-size"),
-        (PUBLIC_FLASH.replace("--kv-lora-rank 512", "--max-position-embeddings 9"), "a deepseek_v3 model without --kv-lora-rank;"),
-        (PUBLIC_FLASH.replace("[1]*46", "[1]*45") + "--max-position-embeddings 9", "--moe-layer-freq has 46 layers, --num-layers is 47"),
-        (PUBLIC_FLASH.replace("[0]*1+[1]*46", "[1]*46+[0]*1") + "--max-position-embeddings 9", "starts with its dense layers"),
+        ("--num-layers 2 --hidden-size 8", "a llama model from MODEL_ARGS: --ffn-hidden-size, --num-attention-heads, --vocab-size"),
+        (
+            PUBLIC_FLASH.replace("--kv-lora-rank 512", "--max-position-embeddings 9"),
+            "a deepseek_v3 model from MODEL_ARGS: --kv-lora-rank missing;",
+        ),
+        (
+            PUBLIC_FLASH.replace("[1]*46", "[1]*45") + "--max-position-embeddings 9",
+            "--moe-layer-freq has 46 entries, but --num-layers is 47",
+        ),
+        (PUBLIC_FLASH.replace("[0]*1+[1]*46", "[1]*46+[0]*1") + "--max-position-embeddings 9", "has all its dense layers first"),
         (
             PUBLIC_FLASH.replace("intermediate-size 1536", "intermediate-size 1000") + "--max-position-embeddings 9",
             "1000 is not a multiple",

@@ -1,4 +1,4 @@
-"""What config.json must say: every error names the key."""
+"""Required keys of config.json; every error names the key."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_a_missing_key_is_named(config: dict[str, Any], key: str) -> None:
 @pytest.mark.parametrize(
     ("config", "changed", "text"),
     [
-        (QWEN3, {"hidden_size": "2560"}, "hidden_size is '2560'; it must be a positive whole number"),
-        (QWEN3, {"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a positive whole number"),
-        (QWEN3, {"vocab_size": True}, "vocab_size is True; it must be a positive whole number"),
+        (QWEN3, {"hidden_size": "2560"}, "hidden_size is '2560'; it must be a positive integer"),
+        (QWEN3, {"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a positive integer"),
+        (QWEN3, {"vocab_size": True}, "vocab_size is True; it must be a positive integer"),
         (QWEN3, {"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
         (QWEN3, {"num_key_value_heads": 5}, "num_key_value_heads 5 does not divide num_attention_heads 32"),
         (GLM_4_5, {"head_dim": None}, "no head_dim, and num_attention_heads 96 does not divide hidden_size 5120"),
@@ -79,7 +79,7 @@ def test_computing_layers_follow_a_pattern_or_a_schedule() -> None:
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"model_type gpt2 is not one whose shapes are known: deepseek_v3, glm4, .*qwen3_moe"):
+    with pytest.raises(ConfigError, match=r"model_type gpt2 is not supported; supported are deepseek_v3, glm4, .*qwen3_moe"):
         architecture_of({"model_type": "gpt2"})
     assert len(FAMILIES) == 10
 

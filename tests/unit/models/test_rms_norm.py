@@ -1,4 +1,4 @@
-"""The faster RMSNorm is transformers' RMSNorm, forward and backward; modules that are something else stay as they are."""
+"""The faster RMSNorm equals transformers' forward and backward; other modules are left unchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from fuligo.models.rms_norm import speed_up_rms_norms
+from fuligo.models.modules import speed_up_rms_norms
 from tests import tiny
 
 

@@ -1,4 +1,4 @@
-"""Which experts tokens went to: the shape of a family's, and what of an engine's answer is taken for true."""
+"""Routing of tokens to experts: shapes of families, and checks of an engine's answer."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def test_an_answer_becomes_the_experts_of_tokens_and_layers() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "must run with --enable-return-routed-experts"),
-        ("?", "not base64"),
-        (encoded(answered(8)), "are 48 numbers, not 9 x 3 x 2"),
-        (encoded(answered(9) + 4), "experts from 4 to 11, the model has 8"),
+        (None, "start the engine with --enable-return-routed-experts"),
+        ("?", "as base64"),
+        (encoded(answered(8)), "has 48 numbers instead of 9 x 3 x 2"),
+        (encoded(answered(9) + 4), "experts from 4 to 11, but the model has 8"),
         (encoded(answered(9) - 1), "experts from -1 to"),
         (encoded(np.where(np.arange(9)[:, None, None] == 4, 0, answered(9))), "one expert twice"),
     ],

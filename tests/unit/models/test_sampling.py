@@ -10,7 +10,7 @@ from fuligo.models.sampling import Filter, filtered, inverse_cdf, uniforms
 
 
 def allowed(probs: list[float], *, top_p: float = 1.0, top_k: int = -1, min_p: float = 0.0) -> set[int]:
-    """The definitions, token by token."""
+    """Filter token by token, by definition."""
     order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
     kept = set()
     before = 0.0
@@ -42,7 +42,7 @@ def test_filters_keep_what_their_definitions_keep(weights: list[int], top_p: flo
 
 @pytest.mark.parametrize("vocab_size", [3, 255, 256, 257, 1000])
 def test_the_inverse_cdf_is_exact(vocab_size: int) -> None:
-    """Every token owns an interval of the uniform number as long as its probability."""
+    """Each token owns an interval of [0, 1) as long as its probability."""
     probs = torch.rand(vocab_size, generator=torch.Generator().manual_seed(1)) ** 4
     probs[::5] = 0
     cdf = probs.double().cumsum(0) / probs.double().sum()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen3Config
 
+from fuligo.models.modules import speed_up_rms_norms
 from fuligo.models.registry import architecture_of
-from fuligo.models.rms_norm import speed_up_rms_norms
 from fuligo.planner.memory.torch_trainer import layer_bytes
 from fuligo.trainer.torch_backend import attention
 

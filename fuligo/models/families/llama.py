@@ -1,14 +1,19 @@
-"""config.json -> shapes."""
+"""Llama (arXiv 2307.09288, 2407.21783): biases only where config.json asks for them."""
 
 from __future__ import annotations
 
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.dense import dense_architecture
+from fuligo.models.name_parts import dense_table, grouped_attention
+from fuligo.models.names import NameTable
+from fuligo.models.parts import dense_architecture
 
 
 def architecture(config: ConfigJson) -> Architecture:
-    """Biases only where config.json asks for them."""
     bias = config.switch("attention_bias", default=False)
     mlp_bias = config.switch("mlp_bias", default=False)
     return dense_architecture(config, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias, may_omit_kv_heads=True)
+
+
+def names(config: ConfigJson, architecture: Architecture) -> NameTable:
+    return dense_table(architecture, grouped_attention(architecture))

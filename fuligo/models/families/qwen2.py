@@ -1,4 +1,4 @@
-"""Names of the weights."""
+"""Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115): queries, keys and values always have a bias; config.json does not say so."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.name_parts import dense_table, grouped_attention
 from fuligo.models.names import NameTable
+from fuligo.models.parts import dense_architecture
+
+
+def architecture(config: ConfigJson) -> Architecture:
+    return dense_architecture(config, qkv_bias=True)
 
 
 def names(config: ConfigJson, architecture: Architecture) -> NameTable:
-    """Queries, keys and values have a bias."""
     return dense_table(architecture, grouped_attention(architecture, qkv_bias=True))

@@ -1,4 +1,4 @@
-"""Names of the weights."""
+"""MiMo-7B (arXiv 2505.07608): Qwen2's layers, and MTP layers of the same kind."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ from dataclasses import replace
 
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.name_parts import dense_table, grouped_attention, norm, prediction_projection
+from fuligo.models.name_parts import dense_table, grouped_attention, mtp_projection, norm
 from fuligo.models.names import Form, NameTable
+from fuligo.models.parts import dense_architecture
+
+
+def architecture(config: ConfigJson) -> Architecture:
+    return dense_architecture(config, qkv_bias=True, num_mtp_layers=config.index("num_nextn_predict_layers", default=0))
 
 
 def names(config: ConfigJson, architecture: Architecture) -> NameTable:
-    """Qwen2's; prediction layers are counted on their own, and join the hidden state before the embedding."""
+    """Return the weight names; MTP layers are numbered on their own and join the hidden state before the embedding."""
     mtp = (
         norm(architecture, "enorm", "token_layernorm"),
         norm(architecture, "hnorm", "hidden_layernorm"),
-        prediction_projection(architecture, "input_proj", Form.SWAPPED_HALVES),
+        mtp_projection(architecture, "input_proj", Form.SWAPPED_HALVES),
         norm(architecture, "final_layernorm"),
     )
     table = dense_table(architecture, grouped_attention(architecture, qkv_bias=True))

@@ -1,9 +1,11 @@
-"""config.json -> shapes."""
+"""Qwen3, mixture of experts (arXiv 2505.09388): Qwen3's attention; no shared expert, no bias in the router."""
 
 from __future__ import annotations
 
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
+from fuligo.models.name_parts import grouped_attention, moe_table
+from fuligo.models.names import NameTable
 from fuligo.models.parts import (
     assemble,
     dense_layer,
@@ -16,7 +18,7 @@ from fuligo.models.parts import (
 
 
 def architecture(config: ConfigJson) -> Architecture:
-    """Qwen3's attention; every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`. No shared expert."""
+    """Return the shapes; every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
     hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
     # transformers 5 writes num_local_experts, the published files have num_experts.
     key = "num_local_experts" if config.values.get("num_experts") is None and "num_local_experts" in config.values else "num_experts"
@@ -40,3 +42,7 @@ def architecture(config: ConfigJson) -> Architecture:
         ),
         experts=experts,
     )
+
+
+def names(config: ConfigJson, architecture: Architecture) -> NameTable:
+    return moe_table(architecture, grouped_attention(architecture, qk_norm=True), has_expert_bias=False)

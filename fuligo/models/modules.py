@@ -1,4 +1,4 @@
-"""RMSNorm in half the passes over memory that transformers' modules take on a CPU, where they are an eighth of a training step."""
+"""Adjustments of transformers' modules after loading: aligned weights, the stated epsilon of latent norms, a faster RMSNorm."""
 
 from __future__ import annotations
 
@@ -9,16 +9,42 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+ALIGNMENT_BYTES = 64
 TOLERANCE = 1e-6
+_LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
+
+
+@torch.no_grad()
+def align_weights(model: nn.Module) -> None:
+    """Copy parameters that are not aligned to 64 bytes into aligned memory; tied parameters stay tied.
+
+    Weights read from a file may be views of its memory map, at any address. MKL guarantees bitwise equal results from run to run for
+    aligned operands only (Intel, oneMKL Developer Guide, "Obtaining Numerically Reproducible Results").
+    """
+    for parameter in model.parameters():
+        if not parameter.is_cuda and parameter.data_ptr() % ALIGNMENT_BYTES:
+            parameter.data = parameter.data.clone()
+
+
+def take_stated_epsilon(model: nn.Module) -> int:
+    """Set the epsilon of the latent norms (MLA, arXiv 2405.04434) to config.json's rms_norm_eps and return the number of modules changed.
+
+    SGLang 0.5.15.post1 (models/deepseek_v2.py) and Megatron-Core 0.16.1 (transformer/multi_latent_attention.py) use that value.
+    transformers 5.12.1 always uses 1e-6 there; GLM-4.7-Flash states 1e-5.
+    """
+    config: Any = model.config
+    norms: list[Any] = [module for name, module in model.named_modules() if name.endswith(_LATENT_NORMS)]
+    changed = [norm for norm in norms if norm.variance_epsilon != config.rms_norm_eps]
+    for norm in changed:
+        norm.variance_epsilon = config.rms_norm_eps
+    return len(changed)
 
 
 def speed_up_rms_norms(model: nn.Module) -> int:
-    """Give every RMSNorm of `model` that computes w * x / rms(x) a faster forward for float32 on a CPU; elsewhere its own stays.
+    """Replace the float32 CPU forward of every RMSNorm that computes w * x / rms(x), and return the number of modules changed.
 
-    A module is taken by what it computes, not by its name alone: one that scales otherwise (by 1 + w, say) is left as it is.
-
-    Returns:
-        The number of modules changed.
+    It makes half the passes over memory of transformers' modules, which take an eighth of a training step on a CPU. Modules that
+    compute something else (scaling by 1 + w, for example) are detected by their output and left unchanged.
     """
     changed = 0
     for module in model.modules():
@@ -45,7 +71,7 @@ def _forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """y = w * n with n = x / rms(x); dx = (w * dy - n * mean(w * dy * n)) / rms(x)"""
+    """y = w * n with n = x / rms(x); dx = (w * dy - n * mean(w * dy * n)) / rms(x)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -58,7 +84,7 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         normed, weight, inverse_rms = ctx.saved_tensors
-        buffer = grad * normed  # fresh memory costs more than arithmetic: one buffer serves all that follows
+        buffer = grad * normed  # allocation costs more than arithmetic, so one buffer is reused below
         grad_weight = buffer.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, None

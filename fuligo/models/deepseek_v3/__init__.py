@@ -1,1 +1,0 @@
-"""DeepSeek-V3 and R1 (arXiv 2412.19437)."""

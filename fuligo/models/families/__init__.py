@@ -1,0 +1,1 @@
+"""Model families, one per module: shapes and weight names from config.json."""

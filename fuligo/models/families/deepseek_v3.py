@@ -1,0 +1,19 @@
+"""DeepSeek-V3 and R1 (arXiv 2412.19437): latent attention; dense layers first, then layers with experts."""
+
+from __future__ import annotations
+
+from fuligo.models.architecture import Architecture
+from fuligo.models.config_json import ConfigJson
+from fuligo.models.name_parts import latent_attention, moe_table, with_mtp_layers
+from fuligo.models.names import NameTable
+from fuligo.models.parts import latent_attention_parts, moe_architecture, read_latent_attention
+
+
+def architecture(config: ConfigJson) -> Architecture:
+    heads = read_latent_attention(config)
+    parts = latent_attention_parts(heads, config.count("hidden_size"), bias=config.switch("attention_bias", default=False))
+    return moe_architecture(config, heads, parts, config.index("first_k_dense_replace", default=3))
+
+
+def names(config: ConfigJson, architecture: Architecture) -> NameTable:
+    return with_mtp_layers(moe_table(architecture, latent_attention(architecture), has_expert_bias=True), architecture)

@@ -1,4 +1,4 @@
-"""Settings of all tests, and what many of them need."""
+"""Settings and fixtures of all tests."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +16,6 @@ settings.load_profile("fuligo")
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    """Of 4 MiB."""
+    """Mount a file system of 4 MiB."""
     with mounted(tmp_path / "disk", 4 * 1024**2) as disk:
         yield disk

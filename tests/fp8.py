@@ -1,4 +1,4 @@
-"""Checkpoints whose matrices FP8 blocks fit, and what FP8 is by its definition."""
+"""Tiny checkpoints whose matrices fit FP8 blocks, and the numbers of FP8 by definition."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ _SHAPE = {
 
 
 def save_family(directory: Path, family: str, *, num_files: int = 1, seed: int = 0, **overrides: object) -> Path:
-    """A bf16 Hugging Face directory with random weights, as transformers saves it, and as published ones are: the correction of routers'
-    scores is in float32. Returns `directory`."""
+    """Save a bf16 Hugging Face directory with random weights; return `directory`.
+
+    As in published checkpoints, the correction of routers' scores is in float32."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**_SHAPE, **FAMILIES[family], **overrides})
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
@@ -72,14 +73,14 @@ def save_family(directory: Path, family: str, *, num_files: int = 1, seed: int =
 
 
 def e4m3_numbers() -> np.ndarray:
-    """The finite numbers of float8 e4m3 from 0, by its definition: exponent bias 7, 3 bits of mantissa, subnormal below 2**-6."""
+    """Return the finite numbers of float8 e4m3 from 0 up, by definition: exponent bias 7, 3 bits of mantissa, subnormal below 2**-6."""
     subnormal = np.arange(8) * 2.0**-9
     normal = [(1 + mantissa / 8) * 2.0 ** (exponent - 7) for exponent in range(1, 16) for mantissa in range(8)]
     return np.concatenate([subnormal, normal[:-1]])  # the last pattern is NaN
 
 
 def half_steps(values: np.ndarray) -> np.ndarray:
-    """Half the distance between neighbours among e4m3 numbers, around each of `values` (the wider one at powers of two)."""
+    """Return half the distance between neighbouring e4m3 numbers around each of `values` (the wider one at powers of two)."""
     numbers = e4m3_numbers()
     steps = np.append(np.diff(numbers), numbers[-1] - numbers[-2])
     return steps[np.searchsorted(numbers, np.abs(values))] / 2

@@ -1,4 +1,4 @@
-"""Random train samples and what the loss sees of them, for tests of algorithms and objectives."""
+"""Random train samples and loss inputs, for tests of algorithms and objectives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fuligo.types import FloatArray, TrainSample
 def train_sample(
     index: int, group_index: int, *, reward: float = 0.0, loss_mask: Sequence[int] = (1, 1, 1), rng: np.random.Generator | None = None
 ) -> TrainSample:
-    """A sample with a prompt of two tokens; log-probabilities are random where a generator is given, else 0."""
+    """Return a sample with a prompt of two tokens; its log-probabilities are random with a generator, else 0."""
     length = len(loss_mask)
 
     def logprobs(spread: float) -> FloatArray:
@@ -39,7 +39,7 @@ def train_sample(
 
 
 def random_samples(seed: int, *, num_groups: int = 3, group_size: int = 4, max_length: int = 9) -> list[TrainSample]:
-    """Groups of samples of mixed lengths and rewards; about one token in five is masked."""
+    """Return groups of samples of mixed lengths and rewards; about one token in five is masked."""
     rng = np.random.default_rng(seed)
     return [
         train_sample(
@@ -54,7 +54,7 @@ def random_samples(seed: int, *, num_groups: int = 3, group_size: int = 4, max_l
 
 
 def entropy_stand_in(logprobs: Tensor) -> Tensor:
-    """Any function of the policy with a gradient will do where no vocabulary is at hand."""
+    """Return a differentiable function of the log-probabilities, in place of the entropy, which needs the whole vocabulary."""
     return -logprobs * logprobs.exp()
 
 

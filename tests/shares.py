@@ -1,4 +1,4 @@
-"""A rank's share of samples, planned as the driver does, for tests that call the rank's worker themselves."""
+"""Shares of samples for ranks, planned as the driver plans them, for tests that call a rank's worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fuligo.types import TrainBatch, TrainSample
 
 
 class Worker(RankWorker, Protocol):
-    """Of either backend."""
+    """Rank worker of either backend."""
 
     settings: TrainerSettings
     world: World
@@ -23,11 +23,11 @@ def to_score(worker: Worker, samples: list[TrainSample]) -> ScoreShare:
 
 
 def to_train(worker: Worker, batch: TrainBatch) -> list[StepShare]:
-    """Of every optimizer step."""
+    """Return the shares of every optimizer step."""
     return step_shares(batch, worker.settings, worker.balance_by)[worker.settings.replica_of(worker.world.rank)]
 
 
 def scored(worker: Worker, samples: list[TrainSample]) -> list[TrainSample] | None:
-    """The samples with their scores, of which some are needed, on rank 0; None on others."""
+    """Compute the scores that are needed; return the samples on rank 0, None on other ranks."""
     scores = worker.score(to_score(worker, samples))
     return None if scores is None else [of_sample.filled_into(sample) for of_sample, sample in zip(scores, samples, strict=True)]

@@ -1,4 +1,4 @@
-"""A real file system of a few megabytes, to be filled and enlarged: a tmpfs. Mounting one takes root; else the test is skipped."""
+"""Small file system (tmpfs) that a test fills and enlarges. Mounting it needs root; without, the test is skipped."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ BLOCK_BYTES = 4096
 @dataclass(frozen=True)
 class SmallDisk:
     path: Path
-    """Where it is mounted."""
+    """Mount point."""
 
     def fill(self) -> None:
-        """Until not a block is free."""
+        """Write until no block is free."""
         with (self.path / "ballast").open("ab", buffering=0) as ballast:
             try:
                 while True:
@@ -28,7 +28,7 @@ class SmallDisk:
                 return
 
     def enlarge(self, num_bytes: int) -> None:
-        """To `num_bytes` in all."""
+        """Enlarge it to `num_bytes` in total."""
         _run("mount", "-o", f"remount,size={num_bytes}", self.path)
 
 

@@ -74,7 +74,7 @@ FAMILIES: dict[str, dict] = {
 
 @functools.cache
 def tokenizer(vocab_size: int = 400) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer, each digit its own token, with a chat template; end of text is `<eos>`."""
+    """Return a byte-level BPE tokenizer with a chat template. Each digit is a token; the end of text is `<eos>`."""
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -110,13 +110,13 @@ def model_config(family: str = "qwen3", *, hidden: int = 64, layers: int = 2, vo
 
 
 def model(family: str = "qwen3", *, seed: int = 0, **overrides: object) -> torch.nn.Module:
-    """A float32 causal LM with random weights."""
+    """Return a float32 causal LM with random weights."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(model_config(family, **overrides)).float().eval()
 
 
 def save_checkpoint(directory: Path, family: str = "qwen3", *, seed: int = 0, **overrides: object) -> Path:
-    """A Hugging Face directory with the model and the tokenizer; returns `directory`."""
+    """Save a Hugging Face directory with the model and the tokenizer; return `directory`."""
     lm = model(family, seed=seed, **overrides)
     lm.save_pretrained(directory)
     tokenizer().save_pretrained(directory)
@@ -124,7 +124,7 @@ def save_checkpoint(directory: Path, family: str = "qwen3", *, seed: int = 0, **
 
 
 def save_value_model(directory: Path, family: str = "qwen3", *, seed: int = 0, **overrides: object) -> Path:
-    """A Hugging Face directory with a value model: an output layer of one random row; returns `directory`."""
+    """Save a Hugging Face directory with a value model (an output layer of one random row); return `directory`."""
     lm = model(family, seed=seed, **overrides)
     hidden = lm.config.hidden_size
     lm.set_output_embeddings(torch.nn.Linear(hidden, 1, bias=False))

@@ -14,7 +14,7 @@ VOCAB_SIZE = 400
 
 
 def sample(index: int, *, prompt_length: int, response_length: int, seed: int = 0) -> TrainSample:
-    """Random tokens, advantages, log-probabilities and mask; at least the last token is trained."""
+    """Return a sample with random tokens, advantages, log-probabilities and mask; at least its last token is trained."""
     rng = np.random.default_rng((seed, index))
     mask = (rng.random(response_length) < 0.8).astype(np.int8)
     mask[-1:] = 1
@@ -33,19 +33,19 @@ def sample(index: int, *, prompt_length: int, response_length: int, seed: int = 
 
 
 def samples(lengths: Sequence[tuple[int, int]], *, seed: int = 0) -> list[TrainSample]:
-    """Samples of the given (prompt, response) lengths."""
+    """Return samples of the given (prompt, response) lengths."""
     return [sample(i, prompt_length=p, response_length=r, seed=seed) for i, (p, r) in enumerate(lengths)]
 
 
 def batch(of: list[TrainSample], *, num_steps: int = 1) -> TrainBatch:
-    """Consecutive stretches of the samples as optimizer steps."""
+    """Return a batch whose optimizer steps are consecutive ranges of the samples."""
     bounds = [len(of) * step // num_steps for step in range(num_steps + 1)]
     steps = [list(range(start, end)) for start, end in pairwise(bounds)]
     return TrainBatch(samples=of, steps=steps, num_rollouts_per_step=[len(step) for step in steps])
 
 
 def with_old_logprobs(of: list[TrainSample], *, noise: float, logprobs: Sequence[np.ndarray], seed: int = 0) -> list[TrainSample]:
-    """Old log-probabilities near the given ones, so that ratios are near 1 and some of them are clipped."""
+    """Set old log-probabilities near the given ones, so that ratios are near 1 and some are clipped."""
     rng = np.random.default_rng(seed)
     return [
         replace(s, old_logprobs=(lp + noise * rng.standard_normal(len(lp))).astype(np.float32)) for s, lp in zip(of, logprobs, strict=True)
@@ -53,7 +53,7 @@ def with_old_logprobs(of: list[TrainSample], *, noise: float, logprobs: Sequence
 
 
 def with_returns(of: list[TrainSample], *, noise: float, seed: int = 0) -> list[TrainSample]:
-    """Values as they were a little before, and returns near them, so that some values are clipped."""
+    """Set old values near the given ones and returns near those, so that some values are clipped."""
     rng = np.random.default_rng(seed)
     changed: list[TrainSample] = []
     for s in of:

@@ -1,4 +1,4 @@
-"""Whole runs on Ray, on this machine: the command, a tiny checkpoint, a prompt file."""
+"""Fixtures for whole runs on Ray on this machine."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ pytest.importorskip("ray")
 
 @pytest.fixture
 def free_port() -> Iterator[int]:
-    """For a Ray head."""
+    """Claim a port for a Ray head."""
     with PortClaims() as claims:
         yield claims.claim()
 
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    """Three hosts."""
+    """Start three hosts that only a network connects."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
@@ -36,7 +36,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 
 @pytest.fixture
 def launch(network: Network, tmp_path: Path) -> Iterator[LaunchOnHosts]:
-    """Starts a run on as many hosts of the network as slots are given; whatever of it still runs when the test ends is killed."""
+    """Start a run on as many hosts as slots are given; kill what is left of it when the test ends."""
     running: list[LaunchedRun] = []
 
     def start(slots: Sequence[int], *train: object) -> LaunchedRun:

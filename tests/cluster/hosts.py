@@ -1,7 +1,6 @@
-"""Hosts for tests: namespaces of this machine, each with its own network address, host name, processes, /tmp/ray, /dev/shm, and an sshd.
+"""Hosts for tests: namespaces of this machine, each with its own address, host name, processes, /tmp/ray, /dev/shm, and an sshd.
 
-They share the disk and a network that leads nowhere else. A namespace lives as long as its processes, and those end with this one:
-nothing is left, however the tests end.
+They share the disk and an isolated network. Their processes end with this one, and the namespaces with their processes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ mount --bind {directory}/{name}.hosts /etc/hosts
 ip link set lo up
 exec {sshd} -D -e -f {directory}/sshd_config
 """
-"""Debian's hosts file gives a machine's own name a loopback address, which no other machine reaches."""
+"""Boot script of a host. As in Debian's hosts file, its own name has a loopback address, which no other host reaches."""
 _SSHD_CONFIG = """\
 HostKey {directory}/host_key
 AuthorizedKeysFile {directory}/user_key.pub
@@ -50,7 +49,7 @@ LogLevel ERROR
 
 
 def why_not() -> str | None:
-    """What this machine lacks for such hosts."""
+    """Return the reason why this machine cannot run such hosts, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "unshare", "nsenter", "setpriv", "ssh", "ssh-keygen") if shutil.which(tool) is None]
@@ -69,19 +68,19 @@ class Host:
     name: str
     address: str
     init_pid: int
-    """Of its sshd, as this machine counts."""
+    """Process id of its sshd on this machine."""
     switch_pid: int
 
     def command(self, *arguments: object) -> list[str]:
-        """That runs the arguments on this host."""
+        """Return the command that runs the arguments on this host."""
         return ["nsenter", "--all", f"--wdns={Path.cwd()}", f"--target={self.init_pid}", *map(str, arguments)]
 
     def output(self, *arguments: object) -> str:
-        """What the arguments print there, run to their end."""
+        """Run the arguments there to the end; return their output."""
         return subprocess.run(self.command(*arguments), check=True, capture_output=True, text=True).stdout
 
     def processes(self) -> dict[int, str]:
-        """Command lines by process id, both as this machine sees them; without sshd's own."""
+        """Return command lines by process id as this machine sees them, without sshd's."""
         found = {}
         for directory in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -92,7 +91,7 @@ class Host:
         return found
 
     def kill(self, *parts: str) -> None:
-        """All processes whose command has one of the parts, at once; without parts all that there are."""
+        """Kill the processes whose command has one of the parts; without parts, all of them."""
         for pid, command in self.processes().items():
             if not parts or any(part in command for part in parts):
                 with suppress(ProcessLookupError):
@@ -102,12 +101,12 @@ class Host:
         return [path.name for path in Path(f"/proc/{self.init_pid}/root/dev/shm").iterdir()]
 
     def ports(self) -> list[int]:
-        """That somebody listens on, beside sshd."""
+        """Return the ports on which a process listens, except sshd's."""
         lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{self.init_pid}/net/{name}").read_text().splitlines()]
         return sorted({int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "0A"} - {22})
 
     def unplug(self) -> None:
-        """No packet gets to it or from it; nobody is told."""
+        """Drop all packets to and from the host, without closing connections."""
         _run(["nsenter", "--net", f"--target={self.switch_pid}", "ip", "link", "set", self.name, "down"])
 
     def plug_in(self) -> None:
@@ -118,9 +117,9 @@ class Host:
 class Network:
     hosts: Sequence[Host]
     hostfile: Path
-    """Their names, a slot each."""
+    """Hostfile with one slot per host."""
     ssh_config: Path
-    """For `ssh -F`: the keys."""
+    """Configuration for `ssh -F` with the keys."""
 
 
 @contextmanager
@@ -166,7 +165,7 @@ def _boot(stack: ExitStack, number: int, directory: Path, switch_pid: int) -> Ho
 
 
 def _end(init_pid: int, process: subprocess.Popen[bytes]) -> None:
-    """A namespace of processes ends with its first one."""
+    """Kill the first process of the namespace, which ends all others."""
     os.kill(init_pid, signal.SIGKILL)
     process.wait()
 

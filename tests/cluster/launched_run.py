@@ -1,4 +1,4 @@
-"""Runs on hosts that only ssh and a network connect: the command, and what is left of it anywhere."""
+"""Runs on hosts connected by ssh alone, and checks that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LaunchedRun:
     """`fuligo launch` on the first host, with arguments of `fuligo train`.
 
     Args:
-        slots: of each host
+        slots: slots of each host.
     """
 
     def __init__(self, hosts: Sequence[Host], slots: Sequence[int], hostfile: Path, ssh_config: Path, train: Sequence[object]) -> None:
@@ -40,12 +40,12 @@ class LaunchedRun:
         assert self.process.poll() is None, self.process.communicate()[0]
 
     def send(self, number: signal.Signals) -> None:
-        """To the driver itself."""
+        """Send a signal to the driver."""
         [driver] = (pid for pid, command in descendants(self.process.pid).items() if " -m fuligo launch --hostfile" in command)
         os.kill(driver, number)
 
     def ended(self, exit_code: int, timeout_s: float = 240.0) -> str:
-        """What it said in all, as one line of single spaces."""
+        """Wait for its end; return its output on one line."""
         said, _ = self.process.communicate(timeout=timeout_s)
         assert self.process.returncode == exit_code, said
         assert "Traceback" not in said, said

@@ -1,4 +1,4 @@
-"""However a run on Ray ends, it says why, it can be resumed, and nothing of it stays behind: ranks, engine, Ray itself."""
+"""However a run on Ray ends, it names the reason, can be resumed, and leaves no rank, engine or Ray process behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTERRUPTED = 130
 
 
 def two_steps(run_dir: Path, process: subprocess.Popen[str]) -> dict[int, str]:
-    """Processes of the run once it has trained for two steps."""
+    """Wait until the run has trained for two steps; return its processes."""
     wait_until(lambda: len(metrics(run_dir)) >= 2 or process.poll() is not None, "two steps are recorded", timeout_s=240)
     assert process.poll() is None, process.communicate()[0]
     family = descendants(process.pid)

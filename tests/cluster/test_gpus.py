@@ -1,4 +1,4 @@
-"""Ray has a part of a machine's GPUs, under the numbers that the machine gives them."""
+"""Ray manages some of a machine's GPUs, under the machine's own numbers."""
 
 from __future__ import annotations
 

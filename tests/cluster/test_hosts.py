@@ -1,4 +1,4 @@
-"""A rank on each of two hosts that only ssh and a network connect. However the run ends, no host keeps anything of it."""
+"""Runs with a rank on each of two hosts connected by ssh; however they end, they leave nothing on either host."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_nothing_stays_behind(
 
 
 def test_a_disk_of_its_own_is_noticed(job: Job, network: Network, launch: LaunchOnHosts, tmp_path: Path) -> None:
-    """The directory is there on both hosts."""
+    """The directory exists on both hosts."""
     (tmp_path / "run").mkdir()
     subprocess.run(network.hosts[1].command("mount", "-t", "tmpfs", "tmpfs", tmp_path / "run"), check=True)
     run = launch([1, 1], *job(**TWO_RANKS, run_dir=tmp_path / "run")[1:])

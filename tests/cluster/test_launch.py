@@ -1,4 +1,4 @@
-"""Two Ray nodes of one machine, which a hostfile names; a shell stands where ssh would."""
+"""`fuligo launch` with a hostfile of two Ray nodes on one machine, and a shell in place of ssh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def launch(hosts: Path, port: int, *, ssh: str = SHELL, timeout_s: int = 120) ->
 
 
 def test_two_nodes_train_and_end_with_the_driver(job: Job, start: Start, free_port: int, tmp_path: Path) -> None:
-    """A rank on each node. The driver is killed: no node outlives it."""
+    """Each node has a rank; after the driver is killed, both nodes end."""
     hosts = hostfile(tmp_path, "127.0.0.2 slots=2\n127.0.0.3 slot=2  # MPI writes slots\n")
     run_dir = tmp_path / "run"
     train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, num_rollout=1000, run_dir=run_dir)

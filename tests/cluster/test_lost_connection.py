@@ -1,4 +1,4 @@
-"""The machine of an engine is lost while an answer from it is waited for: that is noticed long before the answer is due."""
+"""The machine of an engine is lost during a request; the client notices long before the request's deadline."""
 
 from __future__ import annotations
 

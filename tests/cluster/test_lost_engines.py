@@ -1,4 +1,4 @@
-"""A host that has nothing but an SGLang engine is lost in the middle of a rollout: the run goes on with the other engine."""
+"""A host with only an SGLang engine is lost during a rollout; the run continues with the other engine."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ ENGINES = {
     "rollout_health_check_interval": 5,
     "rollout_health_check_timeout": 5,
 }
-"""A rank and an engine on the first host, the second engine on the other."""
+"""One rank and one engine on the first host, the second engine on the other."""
 LOAD = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=10).read().decode())"
 
 
 def num_running(host: Host) -> int:
-    """Requests in the one engine there."""
+    """Return the number of running requests of the engine there."""
     [port] = {found[1] for command in host.processes().values() if (found := re.search(r"sglang\.launch_server .*--port (\d+)", command))}
     answer = host.output(sys.executable, "-c", LOAD, f"http://{host.address}:{port}/v1/loads")
     return sum(load["num_running_reqs"] for load in json.loads(answer)["loads"])
@@ -51,7 +51,7 @@ def num_running(host: Host) -> int:
 def test_the_run_goes_on_with_the_other_engine(
     how: str, num_rollout: int, job: Job, network: Network, launch: LaunchOnHosts, tmp_path: Path
 ) -> None:
-    """Killed, its connections close; unplugged, nobody hears of it any more, and the run must last until it is given up."""
+    """A killed host closes its connections; an unplugged one falls silent, and the run must last until it is given up."""
     run_dir = tmp_path / "run"
     run = launch([2, 1], *job(**ENGINES, num_rollout=num_rollout, rollout_max_response_len=200, run_dir=run_dir)[1:])
     run.wait_for_steps(1, run_dir, timeout_s=400)

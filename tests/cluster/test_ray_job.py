@@ -1,4 +1,4 @@
-"""`ray job submit -- python3 train.py ...`, as launch scripts do: the job finds its cluster, gets its environment, and leaves nothing."""
+"""`ray job submit -- python3 train.py ...`, as in launch scripts: the job finds its cluster and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MARK = {"FULIGO_TEST_MARK": "of the job"}
 
 
 class RayHead:
-    """A cluster of one node with a job server, which takes nobody without its token."""
+    """Ray cluster of one node with a job server that requires a token."""
 
     def __init__(self, port: int, dashboard_port: int, log_file: Path) -> None:
         address = {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard_port}"}
@@ -49,10 +49,7 @@ class RayHead:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def has(self, name: str, ending: str) -> bool:
-        """
-        Args:
-            ending: succeeded, failed, was stopped
-        """
+        """Return whether a job has ended so: `succeeded`, `failed` or `was stopped`."""
         return f"Job '{name}' {ending}" in self.ray("job", "status", name).stdout
 
     def log(self, name: str) -> str:
@@ -62,7 +59,7 @@ class RayHead:
         return descendants(self.process.pid)
 
     def marked(self) -> dict[int, str]:
-        """Those that have the environment of the job."""
+        """Return the processes that have the environment of the job."""
         return {pid: command for pid, command in self.processes().items() if _has_mark(pid)}
 
 

@@ -1,4 +1,4 @@
-"""Two ranks, two SGLang engines and the router, all placed by Ray: the quickstart's task until the reward rises."""
+"""The quickstart's task on two ranks, two SGLang engines and the router, all placed by Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def task(run_dir: Path) -> list[object]:
-    """The quickstart's, with proven weight syncs to SGLang engines."""
+    """Return the quickstart's task on SGLang engines, with checked weight syncs."""
     return [
         *("--config", ASSETS / "config.yaml", "--hf-checkpoint", ASSETS / "model", "--prompt-data", ASSETS / "train.jsonl"),
         *("--run-dir", run_dir, "--progress", "plain", "--device", "cpu", "--skip-eval-before-train"),
@@ -35,7 +35,7 @@ def task(run_dir: Path) -> list[object]:
 
 @pytest.mark.slow
 def test_an_engine_spans_two_nodes(free_port: int, tmp_path: Path) -> None:
-    """The rank on one Ray node, tensor parallelism of the engine over two others; weights go by broadcast."""
+    """The rank is on one Ray node, the engine's tensor parallelism spans two others; weights travel by broadcast."""
     run_dir, hosts = tmp_path / "run", tmp_path / "hosts"
     hosts.write_text("".join(f"127.0.0.{number} slots=1\n" for number in (2, 3, 4)))
     sizes = ["--num-rollout", 2, "--num-gpus-per-node", 1, "--actor-num-gpus-per-node", 1, "--rollout-num-gpus-per-engine", 2]
@@ -48,7 +48,7 @@ def test_an_engine_spans_two_nodes(free_port: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("colocated", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["separate", "colocated"])
 def test_the_reward_rises(start: Start, tmp_path: Path, colocated: bool) -> None:
-    """Colocated, ranks and engines take turns, and each rank hands its weights to the engine beside it."""
+    """Ranks and engines are colocated and take turns; each rank hands its weights to the engine beside it."""
     run_dir = tmp_path / "run"
     place = ["--colocate"] if colocated else []
     process = start("train", *task(run_dir), "--num-rollout", 6, "--actor-num-gpus-per-node", 2, *place)

@@ -1,4 +1,4 @@
-"""What ranks on Ray get of a batch: their replica's samples, in memory that the ranks of a node share."""
+"""Ranks on Ray get their replica's samples of a batch, in memory that the ranks of a node share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYOUT = Layout(cp=2, num_ranks=4)
 
 
 class ListeningRank:
-    """Tells what it was sent."""
+    """Rank that records what it was sent."""
 
     def __init__(self) -> None:
         self._positions: list[list[int]] = []
@@ -48,7 +48,7 @@ class ListeningRank:
         return Answer(StepResult(metrics={}, scores={}, num_tokens=0))
 
     async def positions(self) -> list[list[int]]:
-        """Of its samples, call by call and step by step."""
+        """Return the positions of its samples for every call and step."""
         return self._positions
 
 

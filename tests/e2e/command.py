@@ -1,4 +1,4 @@
-"""The `fuligo` command as a user runs it: a process of its own, with flags and an environment."""
+"""The `fuligo` command, run in a process of its own with flags and an environment."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ DEADLINE_S = 240.0
 
 
 def train_command(checkpoint: Path, prompts: Path, **changes: object) -> list[str]:
-    """`train` with the flags of a small run, by their names with underscores.
+    """Return `train` with the flags of a small run, changed by name (with underscores).
 
-    True gives a switch, a list several values; None leaves a flag of the small run out. The random reward gives gradients that are no
-    zeros.
+    True gives a switch, a list several values; None leaves a flag out. The random reward keeps gradients away from zero.
     """
     flags: dict[str, object] = {
         "device": "cpu",
@@ -52,20 +51,20 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def fuligo(*arguments: object, **extra_environment: str) -> subprocess.CompletedProcess[str]:
-    """The command, to its end."""
+    """Run the command to its end."""
     command = [sys.executable, "-m", "fuligo", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment(**extra_environment), check=False)
 
 
 def succeed(*arguments: object, **extra_environment: str) -> str:
-    """The command's standard output; fails with everything it said unless it ends with 0."""
+    """Run the command and return its standard output; fail with all of its output unless it exits with 0."""
     done = fuligo(*arguments, **extra_environment)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 def fail(exit_code: int, *arguments: object, **extra_environment: str) -> str:
-    """What the command says on standard error, as one line of single spaces; it must end with the code and without a traceback."""
+    """Run the command and return its standard error on one line; it must exit with the code and without a traceback."""
     done = fuligo(*arguments, **extra_environment)
     assert done.returncode == exit_code, f"{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""Whole runs as a user starts them: the command, a tiny checkpoint, a prompt file."""
+"""Fixtures for whole runs: the command, a tiny checkpoint, a prompt file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.e2e.processes import interrupt
 
 NUM_PROMPTS = 40
 Job = Callable[..., list[str]]
-"""`train_command` of the tiny checkpoint and the prompt file."""
+"""`train_command` with the tiny checkpoint and the prompt file."""
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 prompts, all different, in the dapo-math format."""
+    """Write 40 different prompts in the format of dapo-math."""
     path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
     rows = [{"prompt": [{"role": "user", "content": f"what is {n} + {n}?"}], "label": str(2 * n)} for n in range(10, 10 + NUM_PROMPTS)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""Hooks that end their own process as kill -9 does, at a moment that an environment variable names: `KILL_AT=train:3`."""
+"""Hooks that kill their own process (SIGKILL) at a moment that an environment variable names: `KILL_AT=train:3`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _kill() -> None:
 
 
 async def reward(args, sample: Sample) -> float:
-    """A reward that is a function of the tokens; may die while others are still being sampled or judged."""
+    """Return a function of the tokens as the reward; may kill the process while other samples are in flight."""
     await asyncio.sleep(0)
     if _moment() == ("rollout", sample.metadata.get("start_rollout_id")) and random.Random(sample.index).random() < 0.3:
         _kill()
@@ -32,13 +32,13 @@ async def reward(args, sample: Sample) -> float:
 
 
 def drop_some(args, samples: list[Sample], **kwargs) -> tuple[bool, str | None]:
-    """A third of the groups, always the same ones."""
+    """Drop a third of the groups, always the same ones."""
     dropped = samples[0].group_index % 3 == 1
     return not dropped, "unlucky" if dropped else None
 
 
 def before_train_step(args, rollout_id: int, batch) -> None:
-    """May die some milliseconds into the training, or into the checkpoint that follows it."""
+    """Kill the process some milliseconds into the training step or into the checkpoint after it, if asked to."""
     where, step = _moment()
     if step != rollout_id or where not in ("train", "save"):
         return
@@ -55,7 +55,7 @@ def before_train_step(args, rollout_id: int, batch) -> None:
 
 
 async def signal_engine(args, sample: Sample) -> float:
-    """A reward that sends a signal to the engine, while others are still being sampled: `SIGNAL_ENGINE=SIGKILL:1` in rollout 1."""
+    """Send a signal to the engine while other samples are in flight: `SIGNAL_ENGINE=SIGKILL:1` does so in rollout 1."""
     name, _, step = os.environ.get("SIGNAL_ENGINE", ":-1").partition(":")
     if sample.metadata["start_rollout_id"] == int(step):
         for pid, command in descendants(os.getpid()).items():

@@ -34,7 +34,7 @@ def interrupt(*, ignored: bool = False) -> Iterator[None]:
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """Return the command lines of the processes that `pid` started, and of those that they started."""
+    """Return the command lines of the processes that `pid` started, then of those that they started, each generation by number."""
     children = defaultdict(list)
     for directory in Path("/proc").glob("[0-9]*"):
         child = int(directory.name)
@@ -43,12 +43,12 @@ def descendants(pid: int) -> dict[int, str]:
             if state != "Z":
                 children[parent].append(child)
     found: dict[int, str] = {}
-    unseen = [pid]
-    while unseen:
-        for child in children[unseen.pop()]:
+    generation = [pid]
+    while generation:
+        generation = sorted(child for parent in generation for child in children[parent])
+        for child in generation:
             with suppress(OSError):
                 found[child] = command_line(child)
-            unseen.append(child)
     return found
 
 
@@ -72,7 +72,7 @@ def shared_memory(pids: list[int]) -> list[str]:
 
 
 def _is_running(pid: int, command: str) -> bool:
-    """A process that has ended and waits for its parent is not running."""
+    """Return whether a process runs this command; a zombie does not run."""
     try:
         return _state(pid)[0] != "Z" and command_line(pid) == command
     except OSError:

@@ -1,4 +1,4 @@
-"""What a run left behind, read back."""
+"""Records, samples and checkpoints of a finished run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fuligo.observability.metric_table import undocumented
 from fuligo.observability.metrics import without_timings
 
 TOKENS = ("index", "group_index", "response_ids", "engine_logprobs", "trainer_logprobs", "advantages", "versions", "kept")
-"""Columns of samples/ that two equal runs share bit for bit."""
+"""Columns of samples/ that are bit for bit equal in two equal runs."""
 
 
 def json_lines(path: Path) -> list[dict]:
@@ -19,21 +19,21 @@ def json_lines(path: Path) -> list[dict]:
 
 
 def metrics(run_dir: Path) -> list[dict]:
-    """Records of a run without what depends on the clock. docs/metrics.md has each of their keys."""
+    """Return the records of a run without timings. docs/metrics.md documents each of their keys."""
     records = json_lines(run_dir / "metrics.jsonl")
     assert undocumented(key for record in records for key in record) == []
     return [dict(without_timings(record)) for record in records]
 
 
 def evaluations(run_dir: Path) -> list[dict]:
-    """Records of a run's evaluations. docs/metrics.md has each of their keys."""
+    """Return the records of a run's evaluations. docs/metrics.md documents each of their keys."""
     records = json_lines(run_dir / "eval" / "metrics.jsonl")
     assert undocumented(key for record in records for key in record if key != "num_rollouts") == []
     return records
 
 
 def sample_rows(run_dir: Path, *columns: str) -> list[dict]:
-    """All samples of a run in order, each with its `step`."""
+    """Return all samples of a run in order, each with its `step`."""
     rows = []
     for path in sorted((run_dir / "samples").glob("rollout_*.parquet")):
         step = int(path.stem.removeprefix("rollout_"))

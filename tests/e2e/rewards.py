@@ -1,4 +1,4 @@
-"""Rewards that misbehave, and what goes with them."""
+"""Rewards and generate functions that fail, and one that needs a worker process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.small_disk import SmallDisk
 
 
 async def fails_on_some(args, sample: Sample) -> float:
-    """One sample of each group of 4 has no reward: it raises, hangs, or gives NaN."""
+    """Raise, hang or return NaN for one sample of each group of 4."""
     position = sample.index % 12
     if position == 0:
         raise ValueError(f"cannot judge {sample.response_length} tokens")
@@ -26,7 +26,7 @@ def fails_on_all(args, sample: Sample) -> float:
 
 
 async def algebra(args, sample: Sample, sampling_params: dict) -> Sample:
-    """An answer that only a worker process can compare with a label."""
+    """Replace the response by an answer that only a worker process can compare with the label."""
     sample = await continue_sample(sample, sampling_params)
     if sample.status is not SampleStatus.ABORTED:
         sample.response = f"\\boxed{{(x+{sample.index})^2 - x^2}}"
@@ -34,7 +34,7 @@ async def algebra(args, sample: Sample, sampling_params: dict) -> Sample:
 
 
 async def fills_the_disk(args, sample: Sample) -> float:
-    """Of the run directory, in rollout 1."""
+    """Fill the disk of the run directory in rollout 1."""
     if sample.metadata["start_rollout_id"] == 1:
         SmallDisk(Path(args.run_dir).parent).fill()
     return float(sample.index % 2)

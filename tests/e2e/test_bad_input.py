@@ -1,4 +1,4 @@
-"""The real command on bad input: exit code 2, the value, the rule and the fix, before torch is even imported; nothing is created."""
+"""Bad input to the command: exit code 2 and a message with value, rule and fix, before torch is imported or a file created."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.e2e.conftest import Job
 
 @pytest.fixture
 def refused(job: Job, tmp_path: Path):
-    """What the command says about changed flags that it refuses."""
+    """Run the command with changed flags that it must refuse; return its message."""
 
     def run(*further: object, **changes: object) -> str:
         command = [sys.executable, "-X", "importtime", "-m", "fuligo", *job(run_dir=tmp_path / "run", **changes), *map(str, further)]

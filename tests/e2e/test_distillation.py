@@ -1,4 +1,4 @@
-"""On-policy distillation from end to end: a student comes to speak like its teacher, which the trainer has, or an engine serves."""
+"""On-policy distillation end to end, with the teacher in the trainer or served by an engine."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tests.e2e.conftest import Job
 from tests.e2e.records import metrics, sample_rows
 
 DISTILLED = {"rm_type": None, "label_key": None, "use_opd": True, "lr": 5e-3, "rollout_max_response_len": 24}
-"""Nothing but the teacher is learned from."""
+"""Learn from the teacher alone, without a reward."""
 
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of another shape than the student."""
+    """Save a teacher whose shape differs from the student's."""
     return tiny.save_checkpoint(tmp_path_factory.mktemp("teacher"), seed=7, layers=1, hidden=32)
 
 
 @pytest.fixture(scope="module")
 def distilled(job: Job, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a run whose trainer has the teacher."""
+    """Run with the teacher in the trainer; return the run directory."""
     run_dir = tmp_path_factory.mktemp("distilled") / "run"
     succeed(*job(**DISTILLED, opd_teacher_load=teacher, num_rollout=20, run_dir=run_dir))
     return run_dir
@@ -49,13 +49,13 @@ def test_the_reverse_kl_to_the_teacher_falls(distilled: Path) -> None:
 
 
 def test_the_advantages_are_the_difference_of_the_two(distilled: Path) -> None:
-    """Without a reward nothing else is in them."""
+    """There is no reward to add to them."""
     for row in sample_rows(distilled, "advantages", "trainer_logprobs", "teacher_logprobs"):
         np.testing.assert_allclose(row["advantages"], np.subtract(row["teacher_logprobs"], row["trainer_logprobs"]), atol=1e-5)
 
 
 def test_a_served_teacher_says_the_same(job: Job, distilled: Path, served: EmbeddedEngineProcess, tmp_path: Path) -> None:
-    """The first rollout's samples are those of the other run."""
+    """Its first rollout has the same samples as the other run."""
     run_dir = tmp_path / "run"
     succeed(*job(**DISTILLED, opd_teacher_url=served.url, num_rollout=1, run_dir=run_dir))
     rows = sample_rows(run_dir, "response_ids", "teacher_logprobs", "spans")

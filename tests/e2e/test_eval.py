@@ -1,4 +1,4 @@
-"""`fuligo eval` finds what the run found that made the checkpoint, to the bit."""
+"""`fuligo eval` gives bit for bit what the run that wrote the checkpoint found."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TASK = ["--config", ASSETS / "config.yaml", "--hf-checkpoint", MODEL, *HELD_OUT]
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run of two rollouts that evaluates and saves after each."""
+    """Run two rollouts, each followed by an evaluation and a checkpoint; return the run directory."""
     run_dir = tmp_path_factory.mktemp("runs") / "run"
     intervals = ["--num-rollout", 2, "--eval-interval", 1, "--save-interval", 1]
     succeed("train", *TASK, *intervals, "--prompt-data", ASSETS / "train.jsonl", "--run-dir", run_dir, "--progress", "plain")
@@ -32,7 +32,7 @@ def answers(directory: Path, num_rollouts: int) -> list[dict]:
 
 @pytest.mark.parametrize("num_rollouts", [0, 1, 2])
 def test_it_is_the_evaluation_of_the_run(num_rollouts: int, run_dir: Path, tmp_path: Path) -> None:
-    """Of the model that it began with, of an earlier checkpoint, of the newest."""
+    """With the initial model, an earlier checkpoint and the newest one."""
     weights = {0: [], 1: ["--load", run_dir / "checkpoints", "--ckpt-step", 1], 2: ["--load", run_dir / "checkpoints"]}[num_rollouts]
     shown = succeed("eval", *TASK, *weights, "--run-dir", tmp_path / "eval")
     found = evaluations(tmp_path / "eval")
@@ -44,7 +44,7 @@ def test_it_is_the_evaluation_of_the_run(num_rollouts: int, run_dir: Path, tmp_p
 
 
 def test_the_configuration_of_a_run_evaluates_its_checkpoints(run_dir: Path, tmp_path: Path) -> None:
-    """Nothing is added to the run."""
+    """The run directory stays as it was."""
     before = sorted(run_dir.rglob("*"))
     succeed("eval", "--config", run_dir / "config.yaml", "--load", run_dir / "checkpoints", "--run-dir", tmp_path / "eval")
     assert evaluations(tmp_path / "eval") == evaluations(run_dir)[2:]
@@ -55,7 +55,7 @@ def test_the_configuration_of_a_run_evaluates_its_checkpoints(run_dir: Path, tmp
 
 @pytest.mark.megatron
 def test_a_distributed_checkpoint_is_evaluated(run_dir: Path, tmp_path: Path) -> None:
-    """What engines read is made of it, and is gone afterwards."""
+    """Weights for the engines are exported from it and removed afterwards."""
     succeed("convert", "hf-to-dist", "--hf-checkpoint", MODEL, "--save", tmp_path / "dist")
     succeed("eval", *TASK, "--load", tmp_path / "dist", "--run-dir", tmp_path / "eval")
     assert answers(tmp_path / "eval", 0) == answers(run_dir, 0)

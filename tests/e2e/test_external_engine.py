@@ -1,4 +1,4 @@
-"""A run on an engine that somebody else runs: it gets the weights, and when the run has ended it is all that is left."""
+"""A run on an external engine: it receives the weights, and it is all that is left after the run."""
 
 from __future__ import annotations
 

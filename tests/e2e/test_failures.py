@@ -1,4 +1,4 @@
-"""Rewards and engines that fail: the run goes on, or ends with an error that names what failed, and what was done stays."""
+"""Failing rewards and engines: the run continues, or ends with an error that names the cause and keeps what is recorded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_reward_that_fails_on_all_samples_ends_the_run(job: Job, tmp_path: Pat
 
 @pytest.mark.parametrize(("number", "said"), [("SIGKILL", "ended with exit code -9"), ("SIGSTOP", "no answer within 10 s")])
 def test_an_engine_that_dies_or_stops_answering_is_named(number: str, said: str, job: Job, tmp_path: Path) -> None:
-    """What was finished is on disk, and a resumed run goes on from there."""
+    """Finished steps are on disk, and a resumed run continues from them."""
     run_dir = tmp_path / "run"
     command = job(
         rm_type=None,
@@ -70,7 +70,7 @@ def test_an_engine_that_dies_or_stops_answering_is_named(number: str, said: str,
 
 @pytest.mark.slow
 def test_a_trainer_rank_that_stops_is_named(job: Job, start: Start, tmp_path: Path) -> None:
-    """With a shorter silence: tests/parity/test_torch_trainer_ranks.py."""
+    """tests/parity/test_torch_trainer_ranks.py tests the same with a shorter deadline."""
     run_dir = tmp_path / "run"
     process = start(*job(actor_num_gpus_per_node=2, num_rollout=1000, run_dir=run_dir))
     wait_until(lambda: len(metrics(run_dir)) >= 2 or process.poll() is not None, "two steps are recorded")
@@ -88,7 +88,7 @@ Answer = Callable[[web.Request], web.Response]
 
 @contextmanager
 def engine_elsewhere(**answers: Answer) -> Iterator[str]:
-    """Address of an engine that somebody else runs: the answers by the last part of their path, that all is well else."""
+    """Serve a scripted engine and yield its address: `answers` by the last part of the path, success for all other paths."""
 
     async def handle(request: web.Request) -> web.Response:
         answer = answers.get(request.path.rpartition("/")[2])
@@ -126,7 +126,7 @@ def engine_elsewhere(**answers: Answer) -> Iterator[str]:
     ids=["no-json", "malformed", "500"],
 )
 def test_an_engine_that_answers_garbage_is_named(generate: Answer, said: str, job: Job, tmp_path: Path) -> None:
-    """Each kind of garbage against the client alone: tests/unit/engines/test_client.py."""
+    """tests/unit/engines/test_client.py tests each kind of malformed answer with the client alone."""
     with engine_elsewhere(generate=generate) as address:
         command = job(rollout_external_engine_addrs=address, embedded_num_threads=None, rollout_retries=1, run_dir=tmp_path / "run")
         error = fail(1, *command, "--debug-rollout-only")

@@ -1,4 +1,4 @@
-"""A disk that becomes full ends a run with its name; when there is room again, the run goes on."""
+"""A full disk ends a run with an error that names it; with room again, the run resumes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.small_disk import SmallDisk
 
 
 def test_a_run_goes_on_where_the_last_whole_checkpoint_is(job: Job, small_disk: SmallDisk) -> None:
-    """Everything goes to the small disk; a checkpoint takes 1.5 MiB of it, and is written while training goes on."""
+    """The run directory is on the small disk; a checkpoint takes 1.5 MiB and is written while training continues."""
     run_dir = small_disk.path / "run"
     command = job(num_rollout=5, save_interval=1, async_save=True, run_dir=run_dir, load=run_dir / "checkpoints")
     error = fail(1, *command)
@@ -25,7 +25,7 @@ def test_a_run_goes_on_where_the_last_whole_checkpoint_is(job: Job, small_disk: 
 
 @pytest.mark.slow
 def test_what_cannot_be_recorded_ends_the_run(job: Job, small_disk: SmallDisk) -> None:
-    """The disk is filled in rollout 1: what was recorded before is whole."""
+    """The disk fills up in rollout 1; records of earlier rollouts stay intact."""
     run_dir = small_disk.path / "run"
     error = fail(1, *job(rm_type=None, custom_rm_path="tests.e2e.rewards.fills_the_disk", use_tensorboard=True, run_dir=run_dir))
     assert f"(0 of 4 MiB are free on the file system {small_disk.path}). What was recorded before is whole; make room, then resume" in error

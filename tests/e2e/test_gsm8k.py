@@ -15,7 +15,7 @@ from tests.gsm8k import save_problems
 
 
 def readme_commands(begin: str) -> str:
-    """Return the block of the README that begins so."""
+    """Return the code block of the README that begins with `begin`."""
     blocks = re.findall(r"^```bash\n(.*?)^```$", (REPOSITORY / "examples" / "gsm8k" / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     (block,) = [block for block in blocks if block.startswith(begin)]
     return block

@@ -1,4 +1,4 @@
-"""Runs that a signal ends: no process and no shared memory of theirs is left."""
+"""Runs ended by a signal leave no process and no shared memory behind."""
 
 from __future__ import annotations
 

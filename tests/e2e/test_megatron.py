@@ -1,4 +1,4 @@
-"""The Megatron trainer in whole runs, on a CPU, with the embedded engine: its weights reach the engine, and it learns and resumes."""
+"""Whole runs of the Megatron trainer with the embedded engine, on a CPU: weight syncs, learning, resuming."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ TP2 = {
     "sequence_parallel": True,
 }
 PPO = {"advantage_estimator": "ppo", "num_critic_only_steps": 1}
-"""With a value model beside the policy."""
+"""A value model beside the policy."""
 
 
 def test_it_learns_and_the_engine_has_its_weights(tmp_path: Path) -> None:
-    """The quickstart's task on two pipeline stages: the reward rises, and engine and trainer agree on every token's probability."""
+    """The quickstart's task on two pipeline stages: the reward rises, and engine and trainer agree on log-probabilities."""
     assets, run_dir = REPOSITORY / "fuligo" / "quickstart" / "assets", tmp_path / "run"
     succeed(
         *("train", "--config", assets / "config.yaml", "--hf-checkpoint", assets / "model", "--prompt-data", assets / "train.jsonl"),
@@ -51,7 +51,7 @@ def save_qwen3_moe(directory: Path) -> None:
 
 
 def save_glm4_moe_lite(directory: Path) -> None:
-    """With latent attention, corrections of routers' scores, and a prediction layer, which the engine has not."""
+    """Save a model with latent attention, router score corrections and an MTP layer, which the engine lacks."""
     PredictingModel.random("glm4_moe_lite").save(directory)
 
 
@@ -65,7 +65,7 @@ def save_glm4_moe_lite(directory: Path) -> None:
 def test_the_engine_has_the_weights_of_a_mixture(
     prompts: Path, tmp_path: Path, save: Callable[[Path], None], flags: dict[str, object]
 ) -> None:
-    """From ranks that share matrices and experts; the checksums of each weight sync are compared."""
+    """The ranks shard matrices and experts; every weight sync is checked by checksum."""
     (model := tmp_path / "model").mkdir()
     save(model)
     tiny.tokenizer().save_pretrained(model)
@@ -79,7 +79,7 @@ def test_the_engine_has_the_weights_of_a_mixture(
 
 @pytest.mark.slow  # tests/megatron/test_checkpoint.py has the same of the trainer alone, the test below a resumed run
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(job: Job, tmp_path: Path) -> None:
-    """Two optimizer steps a rollout, under tensor and sequence parallelism; tokens and metrics to the bit."""
+    """With two optimizer steps per rollout under tensor and sequence parallelism; tokens and metrics are bit for bit equal."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     common = {**TP2, **PPO, "num_steps_per_rollout": 2, "save_interval": 1}
     succeed(*job(**common, num_rollout=2, run_dir=whole))
@@ -92,7 +92,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(job: Job, tmp_path: Path
 
 
 def test_killed_while_it_saves_beside_training_it_goes_on_under_another_layout(job: Job, tmp_path: Path) -> None:
-    """From the newest whole checkpoint; what is exported is what the last one holds."""
+    """It resumes from the newest complete checkpoint and exports the last one's weights."""
     run_dir = tmp_path / "run"
     common = {
         **PPO,

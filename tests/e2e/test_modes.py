@@ -1,4 +1,4 @@
-"""Each mode of a run, and what must be equal between them."""
+"""Modes of a run, and what must be equal between them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TWO_STEPS = {"num_steps_per_rollout": 2}
 
 @pytest.fixture(scope="module")
 def full(job: Job, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a run with everything that a run can leave behind in `run/` and beside it."""
+    """Run with every output that a run can write; return the directory that holds `run/` and the outputs beside it."""
     directory = tmp_path_factory.mktemp("full")
     short = directory / "short.jsonl"
     short.write_text("".join(prompts.read_text().splitlines(keepends=True)[:3]))
@@ -66,7 +66,7 @@ def test_what_a_run_leaves_behind(full: Path) -> None:
 
 
 def test_exported_weights_load_in_transformers_and_are_those_that_sample_next(full: Path) -> None:
-    """The first step's weights, exported by --save-hf, give the second step's samples the probabilities that the engine reported."""
+    """The weights exported after the first step reproduce the engine's log-probabilities in the second."""
     model = AutoModelForCausalLM.from_pretrained(full / "hf" / "0").float()
     assert AutoTokenizer.from_pretrained(full / "hf" / "0").chat_template is not None
     rows = sample_rows(full / "run", "prompt_ids", "response_ids", "engine_logprobs", "versions")
@@ -79,7 +79,7 @@ def test_exported_weights_load_in_transformers_and_are_those_that_sample_next(fu
 
 
 def test_a_longer_run_goes_on_from_a_shorter_one_and_weights_may_go_by_disk(full: Path, job: Job, tmp_path: Path) -> None:
-    """Two rollouts, then a third by raising --num-rollout: metrics and tokens are those of three at once with weights sent by tensor."""
+    """Two rollouts and a third by raising --num-rollout equal three at once, whose weights travel by tensor."""
     run_dir = tmp_path / "run"
     flags = {**TWO_STEPS, "check_weight_update_equal": True, "update_weight_transport": "disk", "run_dir": run_dir}
     succeed(*job(**flags, num_rollout=2))
@@ -109,7 +109,7 @@ def test_rollouts_alone_are_those_of_a_whole_run(full: Path, job: Job, tmp_path:
 
 @pytest.fixture
 def train_on_saved(full: Path, job: Job, tmp_path: Path):
-    """Trains on the full run's rollouts with changed flags, without an engine; returns the metrics."""
+    """Train on the full run's rollouts with changed flags and no engine; return the metrics."""
 
     def train(**changes: object) -> list[dict]:
         rollouts = full / "rollouts" / "{rollout_id}.parquet"
@@ -151,7 +151,7 @@ def test_every_estimator_and_correction_trains(flags: dict, reported: set[str], 
 
 
 def test_one_step_ahead(job: Job, tmp_path: Path) -> None:
-    """Rollout k is sampled while k - 1 is trained on, by the weights that k - 2 left."""
+    """Rollout k is sampled while the trainer works on k - 1, with the weights of step k - 2."""
     succeed(*job(async_mode="one-step", use_tis=True, update_weight_transport="tensor", num_rollout=4, run_dir=tmp_path / "run"))
     assert [record["policy_version"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4]
     sampled_by = {row["step"]: set(row["versions"]) for row in sample_rows(tmp_path / "run", "versions")}
@@ -160,7 +160,7 @@ def test_one_step_ahead(job: Job, tmp_path: Path) -> None:
 
 
 def test_sampling_that_never_stops_learns_and_stays_within_its_bound(tmp_path: Path) -> None:
-    """The quickstart's task, with evaluations in between."""
+    """The quickstart's task with evaluations."""
     assets = REPOSITORY / "fuligo" / "quickstart" / "assets"
     run_dir, max_staleness, num_rollout = tmp_path / "run", 2, 14
     succeed(
@@ -182,7 +182,7 @@ def test_sampling_that_never_stops_learns_and_stays_within_its_bound(tmp_path: P
 
 
 def test_what_a_weight_sync_interrupts_goes_on_where_it_stood(job: Job, tmp_path: Path) -> None:
-    """The engine is slow, so that many weight syncs meet requests. Weights hardly change: log-probabilities of all versions agree."""
+    """The engine is slow, so that many syncs interrupt requests; weights barely change, so that all versions' log-probabilities agree."""
     run_dir = tmp_path / "run"
     slow = {"rollout_max_response_len": 120, "embedded_max_running_requests": 6, "lr": 1e-12}
     succeed(*job(**slow, async_mode="full", max_staleness=3, use_tis=True, num_rollout=5, run_dir=run_dir))
@@ -196,7 +196,7 @@ def test_what_a_weight_sync_interrupts_goes_on_where_it_stood(job: Job, tmp_path
 
 
 def test_supervised_training_lowers_its_loss(job: Job, prompts: Path, tmp_path: Path) -> None:
-    """On the labels as the assistant's answers, evaluated as any run is."""
+    """The labels are the assistant's answers; evaluations work as in any run."""
     command = job(
         loss_type="sft_loss",
         n_samples_per_prompt=None,

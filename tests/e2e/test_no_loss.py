@@ -1,4 +1,4 @@
-"""With over-sampling, filters, partial rollout and sampling ahead or all the time, and a kill in between: nothing is lost or used twice."""
+"""No prompt is lost or used twice under over-sampling, filters, partial rollout, asynchronous modes and a kill."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_SAMPLES = 4
 NUM_ROLLOUT = 5
 KILLED_IN = 3
 PROMPTS = [f"what is {n} + {n}?" for n in range(10, 10 + NUM_PROMPTS)]
-"""Texts by row."""
+"""Prompt text of each row."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Helpers that look at processes."""
+"""The helpers that inspect and start processes."""
 
 from __future__ import annotations
 

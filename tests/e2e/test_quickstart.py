@@ -1,4 +1,4 @@
-"""The first thing that a newcomer runs."""
+"""`fuligo quickstart`, and its task with other algorithms."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_tiny_model_learns_to_add(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_it_learns_by_ppo_too(tmp_path: Path) -> None:
-    """Single answers without a group to compare them with: what they are worth, the value model says."""
+    """One sample per prompt has no group as a baseline; the value model provides it."""
     paths = ["--hf-checkpoint", ASSETS / "model", "--prompt-data", ASSETS / "train.jsonl", "--run-dir", tmp_path / "run"]
     ppo = ["--advantage-estimator", "ppo", "--normalize-advantages", "--critic-lr", 1e-3, "--num-critic-only-steps", 2]
     sizes = ["--rollout-batch-size", 256, "--n-samples-per-prompt", 1, "--num-rollout", 10]

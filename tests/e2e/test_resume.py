@@ -1,4 +1,4 @@
-"""A run that is killed at any moment goes on as if nothing had happened."""
+"""A run that is killed at any moment and resumed equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.e2e.records import TOKENS, evaluations, metrics, sample_rows
 
 @pytest.fixture(scope="module")
 def command(job: Job, prompts: Path) -> list[str]:
-    """PPO has most to go on from: two models, the first rollout of the value model alone."""
+    """Return a PPO run, which has the most state to resume: two models, the first rollout for the value model alone."""
     return job(
         advantage_estimator="ppo",
         num_critic_only_steps=1,
@@ -38,7 +38,7 @@ def uninterrupted(command: list[str], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_same_seed_same_metrics_and_tokens(command: list[str], uninterrupted: Path, tmp_path: Path) -> None:
-    """Bit for bit, from the configuration that the first run left behind."""
+    """The second run starts from the config.yaml of the first."""
     succeed("train", "--config", uninterrupted / "config.yaml", "--run-dir", tmp_path / "again")
     assert metrics(tmp_path / "again") == metrics(uninterrupted)
     assert sample_rows(tmp_path / "again", *TOKENS) == sample_rows(uninterrupted, *TOKENS)

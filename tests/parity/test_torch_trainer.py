@@ -43,7 +43,7 @@ def settings_of(checkpoint: Path, **changes) -> TorchTrainerSettings:
 
 
 def padded_scores(checkpoint: Path, samples, temperature: float = 1.0) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(log-probabilities, entropies) of response tokens from one right-padded batch through the model as transformers runs it."""
+    """Return (log-probabilities, entropies) of response tokens from one right-padded batch, run by transformers."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
     longest = max(len(s.tokens) for s in samples)
     ids = torch.zeros(len(samples), longest, dtype=torch.long)

@@ -38,7 +38,7 @@ class Rollout:
 
     samples: list[TrainSample]
     policy: list[Tensor] = field(init=False)
-    """[R] of each sample, a leaf: log-probabilities of the policy that is trained."""
+    """[R] log-probabilities of each sample under the trained policy, a leaf."""
 
     def __post_init__(self) -> None:
         torch.manual_seed(1)
@@ -97,7 +97,7 @@ def rloo_trainer(tmp_path_factory):
 
 
 def padded(values: list[Tensor]) -> Tensor:
-    """[B, T]; 0 beyond a sample's end."""
+    """Pad to [B, T] with 0."""
     return torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
 
 

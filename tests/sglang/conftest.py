@@ -1,4 +1,4 @@
-"""Real SGLang engines behind the real router, on a CPU: two engines for the whole session."""
+"""Two real SGLang engines behind the real router on a CPU, for the whole session."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def fleet_settings(
 
 @pytest.fixture(scope="session")
 def running(checkpoint: Path, claims: PortClaims, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Started and stopped in an event loop of their own: each test talks to them from its own."""
+    """Start and stop engines and router in an event loop of their own; each test connects from its own."""
     settings = fleet_settings(checkpoint, claims, tmp_path_factory.mktemp("logs"))
     with asyncio.Runner() as runner:
         fleet = runner.run(Fleet.launch(settings))
@@ -82,7 +82,7 @@ def running(checkpoint: Path, claims: PortClaims, tmp_path_factory: pytest.TempP
 
 @pytest_asyncio.fixture
 async def engines(running: Fleet) -> AsyncIterator[EngineGroup]:
-    """The session's engines and router, with the connections of this test."""
+    """Connect this test to the session's engines and router."""
     router = running.group.router
     assert router is not None
     group = EngineGroup.connect(running.group.urls, router_url=router.url, timeout_s=120.0)

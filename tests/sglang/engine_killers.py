@@ -1,5 +1,6 @@
-"""Hooks that kill an engine of their run at a moment that an environment variable names: `KILL_ENGINES="sampling:1:0 training:2:1"`,
-while rollout 1 is sampled engine 0, and engine 1 while the trainer works on rollout 2."""
+"""Hooks that kill engines of their run at the moments that an environment variable names.
+
+`KILL_ENGINES="sampling:1:0 training:2:1"` kills engine 0 while rollout 1 is sampled, and engine 1 while the trainer works on rollout 2."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from tests.e2e.processes import descendants
 
 
 def keep_all(args, samples: list[Sample], **kwargs) -> tuple[bool, str | None]:
-    """A filter: the first group of a rollout is done, others are being sampled."""
+    """Kill an engine when the first group of a rollout is finished and others are in flight; keep all groups."""
     _kill("sampling", samples[0].metadata["start_rollout_id"])
     return True, None
 

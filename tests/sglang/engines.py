@@ -1,4 +1,4 @@
-"""SGLang servers for tests: where they come from, and how they are started on a CPU."""
+"""SGLang servers for tests on a CPU: the interpreter and the settings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ENVIRONMENT = {"PYTHONPATH": str(STUBS)}
 
 
 def sglang_python() -> Path | None:
-    """The interpreter that has SGLang: FULIGO_SGLANG_PYTHON, else that of `make install-sglang`; None where there is none."""
+    """Return the interpreter that has SGLang: FULIGO_SGLANG_PYTHON, else that of `make install-sglang`, else None."""
     python = shutil.which(os.environ.get("FULIGO_SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
     return Path(python) if python else None
 
 
 def server_settings(name: str, model: Path, claims: PortClaims, log_file: Path, **changes: object) -> ServerSettings:
-    """One process with a small cache."""
+    """Return the settings of a server of one process with a small cache."""
     python = sglang_python()
     assert python is not None
     ports = ServerPorts(claims.claim(), claims.claim(PORTS_PER_ENGINE), claims.claim())

@@ -1,4 +1,4 @@
-"""Run by SGLang's interpreter: its own classes load FP8 checkpoints, on a CPU, up to the kernels that a CPU lacks.
+"""Load FP8 checkpoints with SGLang's own classes, in SGLang's interpreter, up to the kernels that a CPU lacks.
 
     python fp8_loader.py SERVED NEXT [SERVED NEXT ...]
 
@@ -28,10 +28,10 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 
 FP8 = torch.float8_e4m3fn
 NOT_A_NUMBER = 0x7F
-"""No FP8 value that a conversion writes."""
+"""FP8 pattern that a conversion never writes."""
 UNSET = -12345.0
 CACHE_SCALES = ("k_scale", "v_scale")
-"""Of an FP8 cache: not in these checkpoints."""
+"""Scales of an FP8 cache, which these checkpoints lack."""
 
 
 def server_args(model: str) -> ServerArgs:
@@ -62,7 +62,7 @@ def tensors_of(directory: str) -> dict[str, torch.Tensor]:
 
 
 def byte_counts(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """How often each FP8 pattern occurs: the same however the model joins the matrices."""
+    """Count each FP8 pattern, which is the same however the model joins the matrices."""
     return sum(
         (torch.bincount(tensor.view(torch.uint8).flatten(), minlength=256) for tensor in tensors), torch.zeros(256, dtype=torch.long)
     )

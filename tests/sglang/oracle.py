@@ -1,4 +1,4 @@
-"""What transformers says of tokens that an engine sampled."""
+"""Log-probabilities by transformers, to compare engines with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load(checkpoint: Path) -> PreTrainedModel:
 
 
 def perturbed(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
-    """Every weight moves by about a tenth of itself: an engine that misses one is seen."""
+    """Change every weight by about a tenth of itself, so that an engine that misses one shows."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -34,7 +34,7 @@ def perturbed(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
 
 @torch.no_grad()
 def logprobs(model: PreTrainedModel, prompt: Sequence[int], response: np.ndarray, *, temperature: float = 1.0) -> np.ndarray:
-    """[R] log softmax(logits / T) over the full vocabulary of each response token."""
+    """Return [R] log softmax(logits / T) of each response token over the full vocabulary."""
     ids = torch.tensor([[*prompt, *response.tolist()]])
     scores = (model(ids).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
     return scores.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
@@ -46,7 +46,7 @@ async def sample(engine: EngineClient | EngineGroup, *, temperature: float = 1.0
 
 
 def largest_difference(model: PreTrainedModel, generations: Sequence[Generation], *, temperature: float = 1.0) -> float:
-    """Between the engine's log-probabilities and transformers'."""
+    """Return the largest difference between the engine's log-probabilities and transformers'."""
     return max(
         float(np.abs(generation.logprobs - logprobs(model, prompt, generation.output_ids, temperature=temperature)).max())
         for prompt, generation in zip(PROMPTS, generations, strict=True)

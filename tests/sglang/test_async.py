@@ -1,4 +1,4 @@
-"""Sampling ahead of training, and without pause, on real engines: tokens are as old as the mode allows, and evaluations fit in."""
+"""Asynchronous modes on real engines: tokens stay within the allowed staleness, and evaluations run in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embedded engines behind the real router, which rebuilds every request from its own schema."""
+"""Embedded engines behind the real router, which rebuilds every request by its own schema."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARAMS = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.9, stop=("zz
 
 @pytest_asyncio.fixture
 async def engines(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> AsyncIterator[EngineGroup]:
-    """Two, and the router."""
+    """Start two embedded engines and the router."""
     started = [await launch_embedded(EmbeddedEngineSettings(str(checkpoint), tmp_path / f"{n}.txt", device="cpu")) for n in range(2)]
     router = await launch_router(fleet_settings(checkpoint, claims, tmp_path).router)
     for engine in started:

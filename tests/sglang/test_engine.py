@@ -1,4 +1,4 @@
-"""What SGLang answers is what the client and the rollouts rely on."""
+"""Answers of real SGLang engines, as the client and the rollouts rely on them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_abort_gives_back_the_tokens_so_far_and_they_can_be_continued(engi
 
 
 async def test_connections_stay_open_while_the_trainer_works(engines: EngineGroup) -> None:
-    """Closed in the moment in which the next rollout begins, they would be requests lost, and to the router an engine that is sick."""
+    """A connection closed just as the next rollout begins would lose a request and mark the engine as unhealthy at the router."""
     url = urlsplit(engines.clients[0].url)
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
     for idle_s in (0, 6):  # SGLang's own patience is 5 s
@@ -68,7 +68,7 @@ async def test_a_paused_engine_holds_new_requests_until_it_goes_on(engines: Engi
 
 
 async def test_stop_strings_stay_in_the_ids(engines: EngineGroup, checkpoint: Path) -> None:
-    """A stop string is trimmed from the text, never from the ids that are trained on."""
+    """A stop string is cut from the text, never from the token ids."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)

@@ -1,4 +1,4 @@
-"""Engines and router die or stop and come back; requests do not notice, weights are current, and nothing is left at the end."""
+"""Engines and router that die or stop are restarted; requests still succeed, weights are current, and nothing is left at the end."""
 
 from __future__ import annotations
 

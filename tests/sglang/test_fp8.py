@@ -1,6 +1,6 @@
-"""SGLang's own configuration and model classes take what the converter writes, and take it again as new weights.
+"""SGLang's configuration and model classes load converted FP8 checkpoints, and load others as new weights.
 
-Its FP8 kernels need a GPU (on a CPU: AMX and its kernel package), so that nothing is computed here.
+Its FP8 kernels need a GPU (on a CPU: AMX and its kernel package), so nothing is computed here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict]:
-    """What SGLang says of each case: it loads a checkpoint, then one with other weights in its place. One process for all."""
+    """Load a checkpoint and then other weights in its place for each case, in one process; return SGLang's reports."""
     directory = tmp_path_factory.mktemp("fp8")
     saved: list[str] = []
     for family, strategy in CASES:
@@ -61,7 +61,7 @@ def test_sglang_loads_it(case: tuple[str, str], loaded: dict[tuple[str, str], di
 
 
 def test_transformers_loads_it_with_compressed_tensors(tmp_path: Path):
-    """That package is in SGLang's environment. (Blocks, which need no package: tests/unit/checkpoint.)"""
+    """The package is in SGLang's environment. tests/unit/checkpoint tests blocks, which need no package."""
     source, strategies = save_family(tmp_path / "source", "qwen3"), ("channel", "tensor")
     for strategy in strategies:
         save = ["--save-dir", str(tmp_path / strategy), "--strategy", strategy]

@@ -1,4 +1,4 @@
-"""Whole runs on SGLang engines, as a user starts them: the quickstart's task until the reward rises, and an engine that dies meanwhile."""
+"""Whole runs on SGLang engines: the quickstart's task until the reward rises, while an engine dies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ASSETS = Path(str(files("fuligo.quickstart"))) / "assets"
 
 
 def command(run_dir: Path, **changes: object) -> list[str]:
-    """The quickstart's task with two engines behind a router and proven weight syncs."""
+    """Return the quickstart's task with two engines behind a router and checked weight syncs."""
     flags: dict[str, object] = {
         "config": ASSETS / "config.yaml",
         "hf_checkpoint": ASSETS / "model",
@@ -73,7 +73,7 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
 
 
 def servers_below(pid: int) -> list[int]:
-    """SGLang servers that a run started, without their guards."""
+    """Return the SGLang servers that a run started, without their guards."""
     found = descendants(pid).items()
     return [pid for pid, command in found if "sglang.launch_server" in command and "fuligo.engines.guard" not in command]
 
@@ -117,7 +117,7 @@ def test_the_reward_rises_and_an_engine_that_dies_comes_back(start, tmp_path: Pa
 
 @pytest.mark.slow
 def test_without_fault_tolerance_the_run_ends_and_names_the_engine(start, tmp_path: Path) -> None:
-    """Its halves are always tested: what the fleet says (test_fleet.py), and how a run ends by it (tests/e2e/test_failures.py)."""
+    """make test covers its halves: the fleet's error (test_fleet.py) and the end of the run (tests/e2e/test_failures.py)."""
     run = start(num_rollout=8, save_interval=1)
     for line in run.stdout:
         if re.match("step 2/", line):

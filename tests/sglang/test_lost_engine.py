@@ -1,5 +1,7 @@
-"""An engine is killed, or its scheduler stops, while weights are sent to it: the weight sync reaches the other all the same, and the engine
-comes back with them."""
+"""An engine is killed, or its scheduler stops, during a weight sync.
+
+The other engine gets the weights, and the restarted one catches up.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ from tests.sglang.test_weights import BUCKET_BYTES, assert_engines_hold
 
 
 class KillingTrainer(RankedTrainer):
-    """Sends the weights of `model`; in the middle of a send it signals the processes of `victims`, which are none afterwards."""
+    """Trainer that sends the weights of `model` and signals the processes of `victims` in the middle of the next send."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(None)  # pyright: ignore[reportArgumentType]
@@ -81,7 +83,7 @@ async def fleet(checkpoint: Path, claims: PortClaims, tmp_path: Path, monkeypatc
     ],
 )
 async def test_the_sync_goes_on(fleet: Fleet, checkpoint: Path, tmp_path: Path, transport: Transport, number: signal.Signals) -> None:
-    """A scheduler that stops is noticed by the deadline of the bucket alone: the HTTP server lives."""
+    """Only the deadline of the bucket detects a stopped scheduler, whose HTTP server still answers."""
     trainer = KillingTrainer(oracle.perturbed(oracle.load(checkpoint), seed=1))
     weight_sync = WeightSync(cast(Trainer, trainer), fleet.group, WeightSyncSettings(transport, BUCKET_BYTES, False, checkpoint, tmp_path))
     fleet.renew = weight_sync.renew

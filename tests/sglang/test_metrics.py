@@ -1,4 +1,4 @@
-"""What real SGLang engines say of themselves while they sample."""
+"""Metrics of real SGLang engines while they sample."""
 
 from __future__ import annotations
 

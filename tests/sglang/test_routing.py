@@ -1,4 +1,4 @@
-"""SGLang tells which experts every token went to, also of a response that was cut and continued; they are those of transformers."""
+"""SGLang reports the experts of every token, also for continued responses; they equal those of transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARAMS = SamplingParams(max_new_tokens=400, ignore_eos=True)
 
 @pytest_asyncio.fixture
 async def mixture(claims: PortClaims, tmp_path: Path) -> AsyncIterator[tuple[Path, EngineGroup]]:
-    """A checkpoint with experts, and an engine of it behind a router that is not there: requests must go past it."""
+    """Start an engine with experts behind a router that does not exist: requests must bypass the router."""
     checkpoint = tiny.save_checkpoint(tmp_path / "model", "qwen3_moe")
     arguments = {"enable_return_routed_experts": True, "max_total_tokens": 4096}
     environment = {**ENVIRONMENT, "FULIGO_TEST_PLAIN_MEMORY": "1"}
@@ -75,7 +75,7 @@ async def test_experts_are_those_of_transformers_also_of_a_continued_response(mi
 
 @pytest.mark.slow
 def test_a_run_trains_on_the_routing_of_its_engines(tmp_path: Path) -> None:
-    """Also of responses that a later rollout continued; engine and trainer compute the same with the same choice."""
+    """Responses that a later rollout continued are included; engine and trainer agree on log-probabilities."""
     model = tiny.save_checkpoint(tmp_path / "model", "qwen3_moe")
     words = command(
         tmp_path / "run",

@@ -1,4 +1,4 @@
-"""Runs whose trainer and engines take turns on the same devices, and whose engines die: while they sample, and while they sleep."""
+"""Colocated runs whose engines die while they sample and while they sleep."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ASSETS = Path(str(files("fuligo.quickstart"))) / "assets"
     [(2, "local"), pytest.param(1, "local", marks=pytest.mark.slow), pytest.param(2, "ray", marks=pytest.mark.slow)],
 )
 def test_the_run_outlives_engines_that_share_its_devices(start: Start, num_engines: int, launcher: str, tmp_path: Path) -> None:
-    """Each weight sync is proven. The only engine comes back with the current weights at once: rollout and weight sync wait for it."""
+    """Weight syncs are checked. A single engine is restarted with the current weights at once; rollout and sync wait for it."""
     run_dir, num_rollout = tmp_path / "run", 5
     task = [
         *("--config", ASSETS / "config.yaml", "--hf-checkpoint", ASSETS / "model", "--prompt-data", ASSETS / "train.jsonl"),
@@ -36,6 +36,8 @@ def test_the_run_outlives_engines_that_share_its_devices(start: Start, num_engin
             "--rollout-concurrency",
             32,
             "--use-fault-tolerance",
+            "--rollout-health-check-timeout",
+            120,  # on a busy machine a living engine may be slow to answer
             "--check-weight-update-equal",
             "--num-rollout",
             num_rollout,

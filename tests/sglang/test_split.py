@@ -1,4 +1,4 @@
-"""Prefill and decode on engines of their own, keys and values handed over by mooncake through TCP: no network card is needed."""
+"""Separate prefill and decode engines; mooncake transfers the KV cache over TCP, without a network card."""
 
 from __future__ import annotations
 

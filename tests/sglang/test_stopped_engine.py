@@ -1,4 +1,4 @@
-"""An engine that stops and keeps its connections open, behind the real router. The engines are scripted: SGLang takes long to start."""
+"""An engine that stops with its connections open, behind the real router. The engines are scripted, since SGLang starts slowly."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ web.run_app(application, host="127.0.0.1", port=int(sys.argv[1]), print=None)
 
 
 class ScriptedServer(SGLangServer):
-    """What is stopped hears nothing until it is killed: that is not waited for long."""
+    """Scripted server with a short grace period: a stopped process does not react to SIGTERM."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings

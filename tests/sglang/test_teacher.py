@@ -1,4 +1,4 @@
-"""An SGLang engine as a teacher: what it says of given tokens, through the router, is what transformers says."""
+"""An SGLang engine as a teacher: its scores of given tokens through the router equal those of transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["start"]
 
 
 async def test_given_tokens_are_scored_at_temperature_1(engines: EngineGroup, checkpoint: Path) -> None:
-    """Also of a prompt that is in the cache: another sample's request has put it there; also the last id of the vocabulary."""
+    """Including a prompt that another sample's request has cached, and the last id of the vocabulary."""
     await engines.update_weights_from_disk(str(checkpoint), version=0)
     model = oracle.load(checkpoint)
     rng = np.random.default_rng(0)
@@ -42,7 +42,7 @@ async def test_given_tokens_are_scored_at_temperature_1(engines: EngineGroup, ch
 
 @pytest.mark.slow
 def test_a_run_has_its_teacher_beside_its_engine(start: Start, tmp_path: Path) -> None:
-    """A model of `--sglang-config` of its own, which no weight sync changes; trainer, engine and teacher take turns on the same devices."""
+    """The teacher is a model of `--sglang-config` that no weight sync changes; trainer, engine and teacher take turns on the devices."""
     teacher = tiny.save_checkpoint(tmp_path / "teacher", seed=3, layers=1, vocab_size=400)
     student = tiny.save_checkpoint(tmp_path / "student", seed=4, vocab_size=400)
     (tmp_path / "prompts.jsonl").write_text("".join(f'{{"input": "what is {n} + {n}"}}\n' for n in range(8)))

@@ -1,4 +1,4 @@
-"""Weights reach every engine whole, whichever way they travel: afterwards engines compute what transformers does with them."""
+"""Every transport brings all weights to every engine: afterwards the engines agree with transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fuligo.weights.senders import WeightSender
 from tests.sglang import oracle
 
 BUCKET_BYTES = 40_000
-"""Several buckets, some tensors larger than one."""
+"""Size that gives several buckets, with some tensors larger than one."""
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ async def sync(
     *,
     changes_only: bool = False,
 ) -> WeightManifest:
-    """As `WeightSync` does it; the sender runs in a thread, as in the trainer."""
+    """Sync the weights as `WeightSync` does; the sender runs in a thread, as in the trainer."""
     target = WeightTarget(
         transport,
         version,
@@ -93,7 +93,7 @@ async def test_changes_alone(sender: WeightSender, engines: EngineGroup, checkpo
 
 
 async def test_an_engine_that_was_restarted_gets_everything(sender: WeightSender, engines: EngineGroup, checkpoint: Path) -> None:
-    """Only changes are sent to those who have the rest: another start of an engine has not."""
+    """Only changes are sent to an engine that has the rest; a restarted engine does not have it."""
     model = oracle.perturbed(oracle.load(checkpoint), seed=30)
     first, again = (
         WeightTarget("tensor", 30 + start, BUCKET_BYTES, tuple(EngineAddress(url, start=start) for url in engines.urls), changes_only=True)

@@ -53,17 +53,16 @@ def _convert(plan: DistPlan) -> None:
     import torch.distributed as dist
 
     from fuligo.convert.hf_to_dist import hf_to_dist
-    from fuligo.trainer.ranks.ranks import host_store, torchrun_place
+    from fuligo.trainer.ranks.torchrun import torchrun_place
     from fuligo.trainer.ranks.world import World, join_world
 
     place = torchrun_place()
     if place is None:
         hf_to_dist(Path(plan.source), Path(plan.target), World())
         return
-    rank, size, address = place
-    server = host_store(address) if rank == 0 else None
+    server = place.host_store() if place.rank == 0 else None
     try:
-        world = join_world(rank, size, "cpu", store=address.connect(), timeout_s=TIMEOUT_S)
+        world = join_world(place.rank, place.size, "cpu", store=place.rendezvous.connect(), timeout_s=TIMEOUT_S)
         hf_to_dist(Path(plan.source), Path(plan.target), world)
         dist.barrier()
     finally:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from fuligo.cluster.interface import talk_through
+from fuligo.cluster.interface import use_interface_of
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.server_process import last_lines
 from fuligo.engines.sglang.place import claim_ports
@@ -29,7 +29,7 @@ class NodeAgent:
     def __init__(self, host: str) -> None:
         import ray
 
-        talk_through(host)
+        use_interface_of(host)
         self._host = host
         self._gpus = in_physical_order(ray.get_gpu_ids())
         self._claims = PortClaims()

@@ -13,15 +13,14 @@ from typing import Any
 from fuligo.cluster.connection import connected, has_gpus, own_node
 from fuligo.cluster.engines import RemotePart, RemoteServer
 from fuligo.cluster.placement import Placement, engine_parts, place
-from fuligo.cluster.rank import TrainerRank
+from fuligo.cluster.rank import ActorRank, RankActor
 from fuligo.cluster.reservation import AGENT_TIMEOUT_S, Bundle, Device, Reservation, reserve, start_agent
-from fuligo.cluster.supervision import RankHandle
-from fuligo.cluster.trainer import RayTrainer
 from fuligo.config import Config
 from fuligo.engines.sglang.place import EnginePlace
 from fuligo.engines.sglang.server import ServerSettings
 from fuligo.errors import ConfigError
 from fuligo.trainer.ranks.settings import TrainerSettings
+from fuligo.trainer.ranks.trainer import RankedTrainer
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,13 +64,17 @@ class RayCluster:
         """Begin to start it on its nodes."""
         return RemoteServer(settings, self._parts[settings.name])
 
-    def trainer(self, settings: TrainerSettings, logs: Path) -> RayTrainer:
-        """
+    def trainer(self, settings: TrainerSettings, logs: Path) -> RankedTrainer:
+        """Return a trainer whose ranks are actors on the nodes.
+
         Args:
             logs: directory of the ranks' logs
         """
-        settings = settings.with_absolute_paths()  # nodes have other working directories
-        return RayTrainer(settings, [self._rank(rank, logs / f"trainer-rank-{rank}.txt") for rank in range(len(self._placement.ranks))])
+
+        async def start_ranks() -> list[ActorRank]:
+            return [self._rank(rank, logs / f"trainer-rank-{rank}.txt") for rank in range(len(self._placement.ranks))]
+
+        return RankedTrainer(settings.with_absolute_paths(), start_ranks)  # nodes have other working directories
 
     async def check_paths(self, read: Sequence[Path], written: Sequence[Path]) -> None:
         """
@@ -102,14 +105,14 @@ class RayCluster:
         """Rank 0 runs on this process's machine."""
         return self._nodes[self._placement.ranks[0][0]].bundle.node_id == own_node()
 
-    def _rank(self, rank: int, log_file: Path) -> RankHandle:
+    def _rank(self, rank: int, log_file: Path) -> ActorRank:
         number, slot = self._placement.ranks[rank]
         node = self._nodes[number]
         environment = self._environment
         if self.device == "cuda":
             environment = {**environment, "CUDA_VISIBLE_DEVICES": node.gpus[slot], "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         actor = self._reservation.actor(
-            TrainerRank,
+            RankActor,
             node.bundle,
             resources={},  # its node's agent holds them
             environment=environment,
@@ -118,7 +121,7 @@ class RayCluster:
             host=node.bundle.host,
             log_file=str(log_file.absolute()),
         )
-        return RankHandle(rank, node.bundle.host, actor, log_file.absolute())
+        return ActorRank(rank, node.bundle.host, actor, log_file.absolute())
 
 
 async def open_cluster(config: Config, stack: AsyncExitStack, log_file: Path) -> RayCluster:

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from fuligo.cluster.supervision import reason
+from fuligo.cluster.rank import reason
 from fuligo.engines.sglang.server import PROBE_TIMEOUT_S, ServerSettings, answers
 from fuligo.errors import EngineError
 

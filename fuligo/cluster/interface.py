@@ -15,7 +15,7 @@ _EXACTLY = "="
 """NCCL takes a bare name for the beginning of one."""
 
 
-def talk_through(address: str, environment: MutableMapping[str, str] = os.environ) -> None:
+def use_interface_of(address: str, environment: MutableMapping[str, str] = os.environ) -> None:
     """Have gloo, TensorPipe and NCCL of this process and its children use the interface that has this address; what the user set stays.
 
     Args:

@@ -26,13 +26,11 @@ def run_job(config: Config) -> int:
     """
     from rich.console import Console
 
-    from fuligo.trainer.ranks.ranks import torchrun_place
+    from fuligo.trainer.ranks.torchrun import follow, torchrun_place
 
     place = torchrun_place()
-    if place is not None and place[0] > 0:
-        from fuligo.trainer.ranks.rank import follow
-
-        follow(*place)
+    if place is not None and place.rank > 0:
+        follow(place)
         return 0
     outcome = run(config)
     Console(highlight=False, soft_wrap=True).print(f"run directory: {outcome.run_dir}", markup=False)

@@ -14,15 +14,15 @@ pytest.importorskip("ray")
 
 import ray
 
-from fuligo.cluster.rank import Answer
-from fuligo.cluster.supervision import RankHandle
-from fuligo.cluster.trainer import RayTrainer
+from fuligo.cluster.rank import ActorRank
 from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.packing import Capacity
+from fuligo.trainer.ranks.commands import Answer, Command, Score, Train
 from fuligo.trainer.ranks.settings import OptimizerSettings
+from fuligo.trainer.ranks.trainer import RankedTrainer
 from fuligo.trainer.schedule import LearningRateSchedule
-from fuligo.trainer.shares import SampleScores, StepShare
+from fuligo.trainer.shares import SampleScores
 from fuligo.types import StepResult, TrainSample
 from tests import train_batches
 
@@ -36,14 +36,13 @@ class ListeningRank:
     def __init__(self) -> None:
         self._positions: list[list[int]] = []
 
-    async def call(self, method: str, arguments: tuple[Any, ...]) -> Answer:
-        (share,) = arguments
-        if method == "score":
-            self._positions.append(list(share.positions))
+    async def run(self, command: Command[Any]) -> Answer[Any]:
+        if isinstance(command, Score):
+            self._positions.append(list(command.share.positions))
             return Answer([SampleScores(old_logprobs=np.zeros(1, np.float32))] * 16)
-        steps: list[StepShare] = share
-        self._positions += [list(step.samples.positions) for step in steps]
-        samples = [sample for step in steps for sample in step.samples.samples]
+        assert isinstance(command, Train)
+        self._positions += [list(step.samples.positions) for step in command.steps]
+        samples = [sample for step in command.steps for sample in step.samples.samples]
         assert not any(array.flags.owndata or array.flags.writeable for array in _arrays(samples)), "each lies in the object store"
         return Answer(StepResult(metrics={}, scores={}, num_tokens=0))
 
@@ -75,7 +74,8 @@ async def test_a_rank_gets_its_replicas_samples_and_reads_them_in_the_object_sto
         num_ranks=LAYOUT.num_ranks,
     )
     actors = [ray.remote(ListeningRank).options(num_cpus=0).remote() for _ in range(settings.num_ranks)]
-    trainer = RayTrainer(settings, [RankHandle(rank, "here", actor, tmp_path / "log.txt") for rank, actor in enumerate(actors)])
+    trainer = RankedTrainer(settings, None)  # pyright: ignore[reportArgumentType]  # they run already
+    trainer.ranks = [ActorRank(rank, "here", actor, tmp_path / "log.txt") for rank, actor in enumerate(actors)]
     samples = train_batches.samples([(4, 30)] * 16)
     scored = await trainer.score(samples)
     assert all(after.old_logprobs is not None and after.tokens is before.tokens for after, before in zip(scored, samples, strict=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +25,8 @@ from fuligo.engines.sglang.fleet import Fleet
 from fuligo.engines.sglang.server import SGLangServer
 from fuligo.formats.weight_manifest import Transport, WeightTarget
 from fuligo.trainer.protocol import Trainer
-from fuligo.trainer.ranks.ranked import RankedTrainer
+from fuligo.trainer.ranks.commands import Command, SendWeights
+from fuligo.trainer.ranks.trainer import RankedTrainer
 from fuligo.weights import senders
 from fuligo.weights.senders import WeightSender
 from fuligo.weights.sync import WeightSync, WeightSyncSettings
@@ -39,18 +40,15 @@ class KillingTrainer(RankedTrainer):
     """Trainer that sends the weights of `model` and signals the processes of `victims` in the middle of the next send."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(None)  # pyright: ignore[reportArgumentType]
+        super().__init__(None, None)  # pyright: ignore[reportArgumentType]
         self.model = model
         self.victims: list[int] = []
         self.signal = signal.SIGKILL
         self.sender = WeightSender()
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        assert method == "send_weights"
-        return await asyncio.to_thread(self._send, *arguments)
-
-    async def _call_with_shares(self, method: str, shares: Sequence[Any]) -> Any:
-        raise AssertionError("nothing is trained")
+    async def _run(self, command: Command[Any]) -> Any:
+        assert isinstance(command, SendWeights)
+        return await asyncio.to_thread(self._send, command.target)
 
     def _send(self, target: WeightTarget) -> Any:
         return self.sender.send(self._gathered(), target)

@@ -1,129 +1,231 @@
-"""How the driver tells the other ranks what to do, and hears what became of it.
-
-Over torch.distributed's key-value store rather than its collectives: a rank that waits hours for its next command runs into no
-collective's time-out, and who has not answered is known by name.
-"""
+"""Commands that the driver sends to trainer ranks, and the ranks' answers."""
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Sequence
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
-from torch.distributed import DistStoreError, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from fuligo.errors import FuligoError, TrainerError
+from fuligo.types import FloatArray, StepResult
 
-WAIT = timedelta(hours=1)
-"""For the next command, before asking again: torch writes a warning to stderr each time that nothing came."""
-CLOSE = "close"
+if TYPE_CHECKING:
+    from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
+    from fuligo.trainer.packing import Cost
+    from fuligo.trainer.ranks.executor import RankExecutor
+    from fuligo.trainer.ranks.settings import TrainerSettings
+    from fuligo.trainer.ranks.world import Rendezvous
+    from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare
 
+logger = logging.getLogger(__name__)
 
-@dataclass(slots=True, frozen=True)
-class Command:
-    """A method of `RankWorker` and its arguments; `load` builds the worker, `close` ends the rank."""
-
-    method: str
-    args: tuple[Any, ...] = ()
-
-
-@dataclass(slots=True, frozen=True)
-class DividedCommand:
-    """A method of `RankWorker` whose argument is the share of the rank's data-parallel replica."""
-
-    method: str
-    shares: Sequence[Any]
-    """By replica."""
-    replicas: Sequence[int]
-    """By rank: which it is part of."""
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+E = TypeVar("E")
 
 
-@dataclass(slots=True, frozen=True)
-class _Announcement:
-    """Of a `DividedCommand`: who finds its share where."""
+class Command(ABC, Generic[R_co]):
+    """One call on a rank; can be pickled. `R_co` is rank 0's result, other ranks' results are dropped."""
 
-    method: str
-    keys: Sequence[str]
-    """By rank."""
+    name: ClassVar[str]
+    """As errors and logs name it."""
+    is_queued: ClassVar[bool] = True
+    """Runs in the rank's compute thread after the commands before it; else at once, in a thread of its own."""
+
+    @abstractmethod
+    def run(self, rank: RankExecutor) -> R_co | None:
+        """Carry the command out in the rank's process."""
 
 
 @dataclass(slots=True, frozen=True)
-class Address:
-    """Where rank 0's store listens."""
+class Ping(Command[None]):
+    """Answered as long as the rank's interpreter runs."""
 
-    host: str
-    port: int
+    name = "ping"
+    is_queued = False
 
-    def connect(self, *, timeout: timedelta = timedelta(seconds=300)) -> TCPStore:
-        """A connection of its own: a blocking wait on one does not hold up another."""
-        return TCPStore(self.host, self.port, is_master=False, timeout=timeout)
-
-
-class CommandSender:
-    """Rank 0's end. The same numbering on both ends: the n-th command sent is the n-th received."""
-
-    def __init__(self, store: TCPStore, size: int) -> None:
-        self._store = PrefixStore("fuligo/commands", store)
-        self._followers = range(1, size)
-        self._number = -1
-        self._kept: list[str] = []
-        """Keys of what the last command brought."""
-
-    def send(self, command: Command | DividedCommand) -> None:
-        self._number += 1
-        if isinstance(command, DividedCommand):
-            keys = [f"{self._number}/share/{replica}" for replica in command.replicas]
-            for replica, key in sorted({(command.replicas[rank], keys[rank]) for rank in self._followers}):
-                self._set(key, command.shares[replica])
-            self._set(f"{self._number}", _Announcement(command.method, keys))
-        else:
-            self._set(f"{self._number}", command)
-
-    def unanswered(self) -> list[int]:
-        """Ranks that have not answered the last command."""
-        return [rank for rank in self._followers if not self._store.check([f"{self._number}/{rank}"])]
-
-    def errors(self) -> dict[int, str]:
-        """What went wrong with the last command, by rank, as far as is known."""
-        answered = [rank for rank in self._followers if self._store.check([f"{self._number}/{rank}"])]
-        answers = {rank: self._store.get(f"{self._number}/{rank}").decode() for rank in answered}
-        return {rank: text for rank, text in answers.items() if text}
-
-    def forget(self) -> None:
-        """Free the memory of the last command, which all have answered."""
-        for key in self._kept:
-            self._store.delete_key(key)
-        self._kept = []
-
-    def _set(self, key: str, value: Any) -> None:
-        self._store.set(key, pickle.dumps(value))  # pyright: ignore[reportArgumentType]  # bytes are taken as they are
-        self._kept.append(key)
+    def run(self, rank: RankExecutor) -> None:
+        pass
 
 
-class CommandReceiver:
-    """A follower's end."""
+@dataclass(slots=True, frozen=True)
+class OpenRendezvous(Command["Rendezvous"]):
+    """Open the store through which the ranks form their process group; for rank 0."""
 
-    def __init__(self, store: TCPStore, rank: int) -> None:
-        self._store = PrefixStore("fuligo/commands", store)
-        self._rank = rank
-        self._number = -1
+    name = "start"
 
-    def receive(self) -> Command:
-        """Wait for the next command, however long that takes; the rank's watch on its driver ends the wait when the driver is gone.
+    def run(self, rank: RankExecutor) -> Rendezvous:
+        return rank.open_rendezvous()
 
-        Raises:
-            DistNetworkError: the store is gone.
-        """
-        self._number += 1
-        while True:
-            try:
-                self._store.wait([f"{self._number}"], WAIT)
-            except DistStoreError:
-                continue
-            command = pickle.loads(self._store.get(f"{self._number}"))
-            if isinstance(command, _Announcement):
-                return Command(command.method, (pickle.loads(self._store.get(command.keys[self._rank])),))
-            return command
 
-    def answer(self, error: str = "") -> None:
-        self._store.set(f"{self._number}/{self._rank}", error)
+@dataclass(slots=True, frozen=True)
+class Load(Command["Cost | None"]):
+    """Join the other ranks and build the rank's worker; returns its `balance_by`."""
+
+    name = "load"
+    settings: TrainerSettings
+    rendezvous: Rendezvous | None
+    """None: the rank is alone."""
+
+    def run(self, rank: RankExecutor) -> Cost | None:
+        return rank.load(self.settings, self.rendezvous)
+
+
+@dataclass(slots=True, frozen=True)
+class Score(Command["list[SampleScores]"]):
+    """`RankWorker.score`"""
+
+    name = "score"
+    share: ScoreShare
+
+    def run(self, rank: RankExecutor) -> list[SampleScores] | None:
+        return rank.worker.score(self.share)
+
+
+@dataclass(slots=True, frozen=True)
+class Logprobs(Command[list[FloatArray]]):
+    """`RankWorker.logprobs`"""
+
+    name = "logprobs"
+    share: ScoreShare
+
+    def run(self, rank: RankExecutor) -> list[FloatArray] | None:
+        return rank.worker.logprobs(self.share)
+
+
+@dataclass(slots=True, frozen=True)
+class Train(Command[StepResult]):
+    """`RankWorker.train`"""
+
+    name = "train"
+    steps: Sequence[StepShare]
+
+    def run(self, rank: RankExecutor) -> StepResult:
+        return rank.worker.train(self.steps)
+
+
+@dataclass(slots=True, frozen=True)
+class SendWeights(Command["WeightManifest | Undelivered"]):
+    """`RankWorker.send_weights`"""
+
+    name = "send_weights"
+    target: WeightTarget
+
+    def run(self, rank: RankExecutor) -> WeightManifest | Undelivered | None:
+        return rank.worker.send_weights(self.target)
+
+
+@dataclass(slots=True, frozen=True)
+class Save(Command[None]):
+    """`RankWorker.save`"""
+
+    name = "save"
+    directory: Path
+
+    def run(self, rank: RankExecutor) -> None:
+        rank.worker.save(self.directory)
+
+
+@dataclass(slots=True, frozen=True)
+class BeginSave(Command[None]):
+    """`RankWorker.begin_save`; the rank keeps its future for `EndSave`."""
+
+    name = "begin_save"
+    directory: Path
+
+    def run(self, rank: RankExecutor) -> None:
+        rank.saving = rank.worker.begin_save(self.directory)
+
+
+@dataclass(slots=True, frozen=True)
+class EndSave(Command[None]):
+    """Wait until the save that `BeginSave` began is on disk. Queued commands run meanwhile."""
+
+    name = "end_save"
+    is_queued = False
+
+    def run(self, rank: RankExecutor) -> None:
+        assert rank.saving is not None, "BeginSave first"
+        rank.saving.result()
+
+
+@dataclass(slots=True, frozen=True)
+class Restore(Command[None]):
+    """`RankWorker.restore`"""
+
+    name = "restore"
+    directory: Path
+
+    def run(self, rank: RankExecutor) -> None:
+        rank.worker.restore(self.directory)
+
+
+@dataclass(slots=True, frozen=True)
+class Offload(Command[None]):
+    """`RankWorker.offload`"""
+
+    name = "offload"
+
+    def run(self, rank: RankExecutor) -> None:
+        rank.worker.offload()
+
+
+@dataclass(slots=True, frozen=True)
+class Onload(Command[None]):
+    """`RankWorker.onload`"""
+
+    name = "onload"
+
+    def run(self, rank: RankExecutor) -> None:
+        rank.worker.onload()
+
+
+@dataclass(slots=True, frozen=True)
+class Leave(Command[None]):
+    """Leave the process group; the last command."""
+
+    name = "close"
+
+    def run(self, rank: RankExecutor) -> None:
+        rank.leave()
+
+
+@dataclass(slots=True, frozen=True)
+class Answer(Generic[R]):
+    """Outcome of a command on one rank. Errors are values: a call that raises has lost its rank."""
+
+    value: R | None = None
+    error: BaseException | None = None
+
+    def for_driver(self, rank: int) -> Answer[R]:
+        """Return the answer as it leaves the rank's process: values from rank 0 alone, unexpected errors as their text."""
+        if self.error is None:
+            return self if rank == 0 else Answer()
+        if isinstance(self.error, FuligoError):
+            return self
+        logger.error("trainer rank %d failed", rank, exc_info=self.error)
+        return Answer(error=UnexpectedError(f"{type(self.error).__name__}: {self.error}"))
+
+
+class UnexpectedError(TrainerError):
+    """An error of a rank in another process that was not raised for the user to read; its traceback is in the rank's output."""
+
+
+class SharedCommand(Generic[R]):
+    """A command on its way to several ranks; each transport encodes it once, however many ranks get it."""
+
+    def __init__(self, command: Command[R]) -> None:
+        self.command = command
+        self._lock = Lock()
+        self._encoded: dict[Callable[[Any], Any], Any] = {}
+
+    def encoded(self, encode: Callable[[Command[R]], E]) -> E:
+        """Return `encode(command)`, from the first call with this function."""
+        with self._lock:
+            if encode not in self._encoded:
+                self._encoded[encode] = encode(self.command)
+            return cast(E, self._encoded[encode])

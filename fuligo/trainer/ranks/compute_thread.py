@@ -1,4 +1,4 @@
-"""One thread for everything that computes, so that the event loop stays free and torch sees a single caller."""
+"""Thread for everything that computes, so that the event loop stays free and torch sees a single caller."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class ComputeThread:
-    """Runs functions one after another.
+    """Daemon thread that runs functions one after another.
 
-    Unlike the threads of a `ThreadPoolExecutor` it is a daemon: one that hangs in a collective whose peer is dead does not keep
-    the process from ending.
+    The threads of a `ThreadPoolExecutor` are no daemons: one that hangs in a collective whose peer is dead would keep the process from
+    ending.
     """
 
     def __init__(self, name: str) -> None:
@@ -26,7 +26,7 @@ class ComputeThread:
         return future
 
     def stop(self) -> None:
-        """End after what has been submitted."""
+        """End the thread after what has been submitted."""
         self._work.put(None)
 
     def _run(self) -> None:
@@ -34,7 +34,7 @@ class ComputeThread:
             pass
 
     def _run_next(self) -> bool:
-        """A function of its own: what the work held on to, a rollout's samples maybe, is gone when it returns."""
+        """Run one function; in a function so that what the work refers to, such as a rollout's samples, is freed when it returns."""
         work = self._work.get()
         if work is None:
             return False
@@ -42,6 +42,6 @@ class ComputeThread:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(function())
-            except BaseException as error:  # handed to whoever waits
+            except BaseException as error:  # raised to the caller that waits
                 future.set_exception(error)
         return True

@@ -1,101 +1,130 @@
-"""Waiting for a command to be finished by all ranks, and saying which rank did not and why."""
+"""Supervision of trainer ranks: wait until all have answered, and name the rank that is lost, failed or late."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, Protocol
+from collections.abc import Awaitable, Sequence
+from typing import Any, cast
 
 from fuligo.errors import FuligoError, TrainerError
+from fuligo.trainer.ranks.commands import Answer, Ping, R, SharedCommand, UnexpectedError
+from fuligo.trainer.ranks.handle import RankHandle, RankLostError
 
-POLL_S = 0.05
-"""How often a running command is looked after."""
-ANSWER_POLL_S = 0.002
-"""The same once rank 0 is done and only answers are missing."""
+HEARTBEAT_S = 5.0
+"""Between pings of a rank."""
+HEARTBEAT_TIMEOUT_S = 40.0
+"""Without an answer a rank is lost: stopped, its machine gone, or its interpreter stuck."""
 GRACE_S = 5.0
-"""After something failed on one rank: how long the others have to fail too, so that the cause is named and not an echo of it."""
+"""After something failed on one rank: how long the others have to fail too, so that the error names the cause and not a consequence."""
 
 
-class OtherRanks(Protocol):
-    """What is known of ranks 1 to N - 1; see `ranks.Ranks`."""
+def lost(rank: RankHandle, phase: str, how: str) -> TrainerError:
+    """Return the error of a rank that is gone, late or silent.
 
-    def unanswered(self) -> list[int]: ...
-
-    def errors(self) -> dict[int, str]: ...
-
-    def lost(self) -> dict[int, int]: ...
-
-
-class _None:
-    """A rank without others."""
-
-    def unanswered(self) -> list[int]:
-        return []
-
-    def errors(self) -> dict[int, str]:
-        return {}
-
-    def lost(self) -> dict[int, int]:
-        return {}
+    Args:
+        phase: "during `train`"
+        how: verb phrase, "is gone"
+    """
+    return TrainerError(
+        f"trainer rank {rank.rank} on {rank.host} {how} {phase}. {rank.log_hint()}\n"
+        "Checkpoints and the buffer of partial rollouts are on disk; resume with --load and the directory of the checkpoints."
+    )
 
 
-async def finish(phase: str, own: asyncio.Future[Any], ranks: OtherRanks | None, *, timeout_s: float) -> None:
-    """Return when rank 0's part (`own`) and the others' parts of the command are done without error.
+async def finish(command: str, ranks: Sequence[RankHandle], calls: Sequence[Awaitable[Answer[R]]], *, timeout_s: float) -> R:
+    """Return rank 0's result when all ranks have answered.
+
+    Args:
+        command: name of the command that all ranks run
+        calls: one for each rank
 
     Raises:
-        TrainerError: a rank ended, failed, or is not done after `timeout_s`; names the rank and the phase.
+        TrainerError: a rank was lost, failed, or did not finish in time; names the rank, its host and the command.
         FuligoError: rank 0's own.
     """
-    ranks = ranks or _None()
+    phase = f"during `{command}`"
     deadline = time.monotonic() + timeout_s
-    while not _all_done(own, ranks):
-        if ranks.lost() or ranks.errors() or _error(own) is not None:
-            break
-        if time.monotonic() >= deadline and (late := [*([] if own.done() else [0]), *ranks.unanswered()]):
-            raise TrainerError(
-                f"trainer rank {', '.join(map(str, late))} did not finish `{phase}` within {timeout_s:g} s. "
-                "Resume from the last checkpoint."
-            )
-        await _pause(own)
-    grace_end = time.monotonic() + GRACE_S
-    while not (_all_done(own, ranks) or ranks.lost()) and time.monotonic() < grace_end:
-        await _pause(own)
-    _raise_cause(phase, _error(own), ranks)
+    parts = [asyncio.ensure_future(_outcome(call)) for call in calls]
+    try:
+        while not all(part.done() for part in parts) and not any(_has_failed(part) for part in parts):
+            await _wait_for_one(parts, deadline)
+            late = [rank for rank, part in zip(ranks, parts, strict=True) if not part.done()]
+            if late and time.monotonic() >= deadline:
+                others = "" if len(late) == 1 else f" (nor did ranks {', '.join(str(rank.rank) for rank in late[1:])})"
+                raise lost(late[0], phase, f"did not finish within {timeout_s:g} s{others}")
+        grace_end = time.monotonic() + GRACE_S
+        while not (all(part.done() for part in parts) or any(_is_lost(part) for part in parts)) and time.monotonic() < grace_end:
+            await _wait_for_one(parts, grace_end)
+        outcomes = [part.result() if part.done() else None for part in parts]
+    finally:
+        for part in parts:
+            part.cancel()
+    _raise_cause(command, ranks, outcomes)
+    assert isinstance(outcomes[0], Answer)
+    return cast(R, outcomes[0].value)
 
 
-def _all_done(own: asyncio.Future[Any], ranks: OtherRanks) -> bool:
-    return own.done() and not ranks.unanswered()
+async def heartbeat(rank: RankHandle, phase: str, *, has_answered: bool = True) -> bool:
+    """Return whether the rank answers a ping.
 
+    Args:
+        has_answered: the rank answered an earlier ping; else it may be starting, and its silence is no error.
 
-async def _pause(own: asyncio.Future[Any]) -> None:
-    if own.done():
-        await asyncio.sleep(ANSWER_POLL_S)
-    else:
-        await asyncio.wait([own], timeout=POLL_S)
-
-
-def _error(own: asyncio.Future[Any]) -> BaseException | None:
-    return own.exception() if own.done() else None
-
-
-def require_running(phase: str, ranks: OtherRanks) -> None:
-    """
     Raises:
-        TrainerError: a rank has ended; names it and the phase.
+        TrainerError: the rank is gone or has stopped answering.
     """
-    for rank, code in ranks.lost().items():
-        raise TrainerError(
-            f"trainer rank {rank} ended with exit code {code} during `{phase}` (-9: killed, often for want of memory); "
-            "what it printed before tells more. Resume from the last checkpoint."
-        )
+    try:
+        async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
+            await rank.run(SharedCommand[None](Ping()))
+    except TimeoutError:
+        if has_answered:
+            raise lost(rank, phase, f"has not answered for {HEARTBEAT_TIMEOUT_S:g} s (stopped, or its machine is lost)") from None
+        return False
+    except RankLostError as error:
+        raise lost(rank, phase, str(error)) from None
+    return True
 
 
-def _raise_cause(phase: str, own_error: BaseException | None, ranks: OtherRanks) -> None:
-    """A lost rank explains all other errors; a deliberate error of rank 0 is the same on all ranks."""
-    require_running(phase, ranks)
-    if isinstance(own_error, FuligoError):
-        raise own_error
-    for rank, text in ranks.errors().items():
-        raise TrainerError(f"trainer rank {rank} failed in `{phase}`: {text}") from own_error
-    if own_error is not None:
-        raise own_error
+async def _outcome(call: Awaitable[Answer[R]]) -> Answer[R] | RankLostError:
+    try:
+        return await call
+    except RankLostError as error:
+        return error
+
+
+async def _wait_for_one(parts: Sequence[asyncio.Future[Any]], deadline: float) -> None:
+    # Parts that are done would end the wait at once.
+    pending = [part for part in parts if not part.done()]
+    await asyncio.wait(pending, timeout=max(0.0, deadline - time.monotonic()), return_when=asyncio.FIRST_COMPLETED)
+
+
+def _is_lost(part: asyncio.Future[Any]) -> bool:
+    return part.done() and isinstance(part.result(), RankLostError)
+
+
+def _has_failed(part: asyncio.Future[Any]) -> bool:
+    return _is_lost(part) or (part.done() and part.result().error is not None)
+
+
+def _raise_cause(command: str, ranks: Sequence[RankHandle], outcomes: Sequence[Answer[Any] | RankLostError | None]) -> None:
+    """Raise the error that explains the others: a lost rank's, then one meant for the user, then another rank's, then rank 0's."""
+    for rank, outcome in zip(ranks, outcomes, strict=True):
+        if isinstance(outcome, RankLostError):
+            raise lost(rank, f"during `{command}`", str(outcome))
+    answers = [(rank, outcome) for rank, outcome in zip(ranks, outcomes, strict=True) if isinstance(outcome, Answer)]
+    failed = {rank: answer.error for rank, answer in answers if answer.error is not None}
+    if not failed:
+        return
+    rank = min(failed, key=lambda rank: _precedence(rank.rank, failed[rank]))
+    error, own_error = failed[rank], failed.get(ranks[0])
+    if error is own_error and not isinstance(error, UnexpectedError):
+        raise error
+    raise TrainerError(f"trainer rank {rank.rank} on {rank.host} failed during `{command}`: {error}. {rank.log_hint()}") from own_error
+
+
+def _precedence(rank: int, error: BaseException) -> tuple[int, int]:
+    """Sort errors, the most telling first: rank 0's for the user, which all ranks raise alike; others for the user; others; rank 0's."""
+    if isinstance(error, FuligoError) and not isinstance(error, UnexpectedError):
+        return (0 if rank == 0 else 1), rank
+    return (3 if rank == 0 else 2), rank

@@ -1,153 +1,207 @@
-"""The trainer as the loop sees it: rank 0 computes in a thread of this process, the other ranks follow by command."""
+"""The trainer that the loop drives: every call is one command that all ranks run, wherever the ranks are."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-import torch.distributed as dist
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
-
-from fuligo.errors import TrainerError
-from fuligo.trainer.ranks import heartbeats
-from fuligo.trainer.ranks.commands import CLOSE, Command, DividedCommand
-from fuligo.trainer.ranks.compute_thread import ComputeThread
-from fuligo.trainer.ranks.ranked import RankedTrainer, for_ranks
-from fuligo.trainer.ranks.ranks import Ranks
+from fuligo.errors import EngineError, TrainerError
+from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
+from fuligo.trainer.packing import Cost
+from fuligo.trainer.ranks import supervision
+from fuligo.trainer.ranks.commands import (
+    BeginSave,
+    Command,
+    EndSave,
+    Load,
+    Logprobs,
+    Offload,
+    Onload,
+    OpenRendezvous,
+    R,
+    Restore,
+    Save,
+    Score,
+    SendWeights,
+    SharedCommand,
+    Train,
+)
+from fuligo.trainer.ranks.connected import ConnectedRank, start_process
+from fuligo.trainer.ranks.executor import RankExecutor
+from fuligo.trainer.ranks.handle import InProcessRank, RankHandle
 from fuligo.trainer.ranks.settings import TrainerSettings
-from fuligo.trainer.ranks.supervision import finish, require_running
-from fuligo.trainer.ranks.worker import RankWorker, build_worker
-from fuligo.trainer.ranks.world import World, join_trainer
+from fuligo.trainer.ranks.torchrun import connect_ranks, torchrun_place
+from fuligo.trainer.ranks.worker import RankWorker
+from fuligo.trainer.shares import score_shares, step_shares
+from fuligo.trainer.value_objective import value_metrics
+from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
 
-LEAVE_TIMEOUT_S = 10.0
+T = TypeVar("T")
+S = TypeVar("S")
+START_TIMEOUT_S = 120.0
+"""For rank 0 to open the rendezvous; its process imports torch."""
+
+
+class RankedTrainer:
+    """Implements `trainer.protocol.Trainer` with commands to ranks.
+
+    Samples are planned here, so that each data-parallel replica is sent its own samples alone.
+
+    Args:
+        start_ranks: starts the ranks, in order
+    """
+
+    def __init__(self, settings: TrainerSettings, start_ranks: Callable[[], Awaitable[Sequence[RankHandle]]]) -> None:
+        self.ranks: Sequence[RankHandle] = ()
+        """Empty before `load`."""
+        self.num_updates = 0
+        self._settings = settings
+        self._start_ranks = start_ranks
+        self._balance_by: Cost | None = None
+        """From rank 0's worker, when it is loaded."""
+        self._commands = asyncio.Lock()
+        self._failed = False
+        self._phase = "during start"
+
+    async def load(self) -> None:
+        self.ranks = await self._start_ranks()
+        rendezvous = None
+        if len(self.ranks) > 1:
+            opened = self.ranks[0].run(SharedCommand(OpenRendezvous()))
+            rendezvous = await supervision.finish(OpenRendezvous.name, self.ranks[:1], [opened], timeout_s=START_TIMEOUT_S)
+        self._balance_by = await self._run(Load(self._settings, rendezvous))
+
+    async def score(self, samples: list[TrainSample]) -> list[TrainSample]:
+        if not samples or not self._settings.scores:
+            return samples
+        scores = await self._run_by_replica([Score(share) for share in await self._planned(score_shares, samples)])
+        return [of_sample.filled_into(sample) for of_sample, sample in zip(scores, samples, strict=True)]
+
+    async def logprobs(self, samples: list[TrainSample]) -> list[FloatArray]:
+        return await self._run_by_replica([Logprobs(share) for share in await self._planned(score_shares, samples)])
+
+    async def train(self, batch: TrainBatch) -> StepResult:
+        self.num_updates += 1
+        result = await self._run_by_replica([Train(steps) for steps in await self._planned(step_shares, batch)])
+        return replace(result, metrics=result.metrics | value_metrics(batch.samples))
+
+    async def send_weights(self, target: WeightTarget) -> WeightManifest:
+        sent = await self._run(SendWeights(target))
+        if isinstance(sent, Undelivered):
+            raise EngineError(sent.reason)
+        return sent
+
+    async def save(self, directory: Path) -> None:
+        await self._run(Save(_for_ranks(directory)))
+
+    async def begin_save(self, directory: Path) -> None:
+        await self._run(BeginSave(_for_ranks(directory)))
+
+    async def end_save(self) -> None:
+        writer = self.ranks[:1]  # it is done when all are
+        calls = [rank.run(SharedCommand(EndSave())) for rank in writer]
+        await supervision.finish(EndSave.name, writer, calls, timeout_s=self._settings.command_timeout_s)
+
+    async def restore(self, directory: Path) -> None:
+        await self._run(Restore(_for_ranks(directory)))
+
+    async def offload(self) -> None:
+        await self._run(Offload())
+
+    async def onload(self) -> None:
+        await self._run(Onload())
+
+    async def close(self) -> None:
+        ranks, self.ranks = self.ranks, ()
+        if self._failed:  # rank 0's collectives end with the other ranks
+            await asyncio.gather(*(rank.close(failed=True) for rank in ranks[1:]))
+            ranks = ranks[:1]
+        await asyncio.gather(*(rank.close(failed=self._failed) for rank in ranks))
+
+    async def watch(self) -> None:
+        """Ping every rank again and again, until cancelled.
+
+        Raises:
+            TrainerError: a rank is gone or has stopped answering; names the rank, its host and the phase.
+        """
+        answering: set[int] = set()
+        while True:
+            await asyncio.sleep(supervision.HEARTBEAT_S)
+            ranks = self.ranks
+            pings = [supervision.heartbeat(rank, self._phase, has_answered=rank.rank in answering) for rank in ranks]
+            try:
+                answers = await asyncio.gather(*pings)
+            except TrainerError:
+                self._failed = True
+                raise
+            answering |= {rank.rank for rank, answered in zip(ranks, answers, strict=True) if answered}
+
+    async def _planned(self, shares: Callable[[T, TrainerSettings, Cost | None], Sequence[S]], of: T) -> Sequence[S]:
+        """Return every replica's share. In a thread: packing 8192 samples takes over a second, and rollouts go on meanwhile."""
+        return await asyncio.to_thread(shares, of, self._settings, self._balance_by)
+
+    async def _run(self, command: Command[R]) -> R:
+        """Run a command on every rank.
+
+        Raises:
+            TrainerError: a rank was lost, failed, or did not finish in time; names the rank, its host and the command.
+            FuligoError: rank 0's own.
+        """
+        shared = SharedCommand(command)
+        return await self._run_on_ranks(command.name, [shared for _ in self.ranks])
+
+    async def _run_by_replica(self, commands: Sequence[Command[R]]) -> R:
+        """Run a command on the ranks of each data-parallel replica; otherwise as `_run`."""
+        shared = [SharedCommand(command) for command in commands]
+        return await self._run_on_ranks(commands[0].name, [shared[self._settings.replica_of(rank.rank)] for rank in self.ranks])
+
+    async def _run_on_ranks(self, name: str, commands: Sequence[SharedCommand[R]]) -> R:
+        async with self._commands:  # one at a time: all ranks run them in one order
+            if self._failed:
+                raise TrainerError(f"cannot {name}: the trainer has already failed")
+            self._phase = f"during `{name}`"
+            try:
+                calls = [rank.run(command) for rank, command in zip(self.ranks, commands, strict=True)]
+                return await supervision.finish(name, self.ranks, calls, timeout_s=self._settings.command_timeout_s)
+            except BaseException:
+                self._failed = True
+                raise
+            finally:
+                self._phase = f"after `{name}`"
 
 
 class LocalTrainer(RankedTrainer):
-    """Its ranks are on this machine, or where torchrun started them."""
+    """A trainer whose rank 0 computes in this process; the others are its child processes, or torchrun started them."""
 
     def __init__(self, settings: TrainerSettings) -> None:
-        super().__init__(settings)
-        self._compute = ComputeThread("trainer")
-        self._ranks: Ranks | None = None
-        self._worker: RankWorker | None = None
-        self._saving: Future[None] | None = None
-        self._failed = False
-        self._commands = asyncio.Lock()
-        self._phase = "start"
+        super().__init__(settings, lambda: _start_local_ranks(settings.num_ranks))
 
     @property
     def worker(self) -> RankWorker:
-        """Rank 0's; there after `load`."""
-        assert self._worker is not None, "load() first"
-        return self._worker
+        """Rank 0's worker."""
+        first = self.ranks[0]
+        assert isinstance(first, InProcessRank)
+        return first.worker
 
-    def follower_pid(self, rank: int) -> int:
-        """Process id of a rank that this process started."""
-        assert self._ranks is not None, "there is one rank"
-        return self._ranks.pid(rank)
-
-    async def load(self) -> None:
-        if self._settings.num_ranks > 1:
-            self._ranks = Ranks(self._settings.num_ranks)
-        await self._run(Command("load", (self._settings,)), self._build_worker)
-        self._balance_by = self.worker.balance_by
-
-    async def begin_save(self, directory: Path) -> None:
-        self._saving = await self._call("begin_save", for_ranks(directory))
-
-    async def end_save(self) -> None:
-        assert self._saving is not None, "begin_save() first"
-        await asyncio.wrap_future(self._saving)
-
-    async def watch(self) -> None:
-        """See again and again whether the other ranks run, until cancelled.
-
-        Raises:
-            TrainerError: one has ended or does not answer; names rank, host and phase.
-        """
-        while True:
-            await asyncio.sleep(heartbeats.CHECK_S)
-            if self._ranks is None:
-                continue
-            require_running(self._phase, self._ranks)
-            for rank, host in self._ranks.silent().items():
-                self._failed = True
-                raise TrainerError(
-                    f"trainer rank {rank} on {host} has not answered for {heartbeats.SILENCE_S:g} s (stopped, or its machine is lost) "
-                    f"during `{self._phase}`. Resume from the last checkpoint."
-                )
-
-    async def close(self) -> None:
-        if self._ranks is not None:
-            if not self._failed:
-                self._ranks.send(Command(CLOSE))
-            await asyncio.to_thread(self._ranks.end, kill=self._failed)
-            self._ranks = None
-        worker, self._worker = self._worker, None
-        leaving = asyncio.wrap_future(self._compute.submit(lambda: _leave_world(worker)))
-        await asyncio.wait([leaving], timeout=LEAVE_TIMEOUT_S)  # after a failure the thread may hang in a collective for good
-        self._compute.stop()
-
-    async def _call(self, method: str, *args: Any) -> Any:
-        """The method of that name of every rank's `RankWorker`; returns rank 0's result."""
-        worker = self.worker
-        return await self._run(Command(method, args), lambda: getattr(worker, method)(*args))
-
-    async def _call_with_shares(self, method: str, shares: Sequence[Any]) -> Any:
-        worker, replicas = self.worker, [self._settings.replica_of(rank) for rank in range(self._settings.num_ranks)]
-        own = shares[replicas[0]]
-        return await self._run(DividedCommand(method, shares, replicas), lambda: getattr(worker, method)(own))
-
-    async def _run(self, command: Command | DividedCommand, own_part: Callable[[], Any]) -> Any:
-        """
-        Raises:
-            TrainerError: a rank was lost, failed, or did not finish in time; names the rank and the command.
-            FuligoError: rank 0's own.
-        """
-        async with self._commands:  # one at a time: all ranks carry them out in one order
-            return await self._carry_out(command, own_part)
-
-    async def _carry_out(self, command: Command | DividedCommand, own_part: Callable[[], Any]) -> Any:
-        if self._failed:
-            raise TrainerError(f"the trainer cannot {command.method}: it failed before")
-        self._phase = command.method
-        if self._ranks is not None:
-            self._ranks.send(command)
-        own = asyncio.wrap_future(self._compute.submit(own_part))
-        try:
-            await finish(command.method, own, self._ranks, timeout_s=self._settings.command_timeout_s)
-        except BaseException:
-            self._failed = True
-            own.add_done_callback(_take_note)  # it ends later, when nobody waits for it any more
-            raise
-        finally:
-            self._phase = f"the wait after {command.method}"
-        if self._ranks is not None:
-            self._ranks.forget_command()
-        return own.result()
-
-    def _build_worker(self) -> None:
-        settings = self._settings
-        world = World()
-        if self._ranks is not None:
-            world = join_trainer(settings, 0, settings.num_ranks, self._ranks.address.connect())
-        elif settings.needs_process_group:
-            world = join_trainer(settings, 0, 1, HashStore())
-        self._worker = build_worker(settings, world)
+    def process_id(self, rank: int) -> int:
+        """Return the process id of a rank that this process started."""
+        handle = self.ranks[rank]
+        assert isinstance(handle, ConnectedRank)
+        return handle.pid
 
 
-def _take_note(own: asyncio.Future[Any]) -> None:
-    """Without it asyncio would report the error as one that nobody saw; it is but an echo of the error that ended the command."""
-    if not own.cancelled():
-        own.exception()
+def _for_ranks(directory: Path) -> Path:
+    """Return the path as processes with another working directory need it."""
+    return directory.absolute()
 
 
-def _leave_world(worker: RankWorker | None) -> None:
-    """The process may form another world: trainers follow one another in it."""
-    if worker is not None:
-        worker.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+async def _start_local_ranks(size: int) -> list[RankHandle]:
+    place = torchrun_place()
+    if place is not None:
+        return await connect_ranks(place, size)
+    host = socket.gethostname()
+    return [InProcessRank(RankExecutor(0, size), host), *(start_process(rank, size, host) for rank in range(1, size))]

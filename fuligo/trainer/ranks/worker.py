@@ -1,4 +1,4 @@
-"""What a rank of the trainer can do, whichever backend computes."""
+"""Worker of a trainer rank, the same for every backend."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from fuligo.types import FloatArray, StepResult
 
 
 class RankWorker(Protocol):
-    """The same calls are made on all ranks, in the same order; `trainer.protocol.Trainer` says what they do.
+    """This rank's part of the models. The methods are those of `trainer.protocol.Trainer`, called on all ranks in the same order.
 
-    Samples come as the share of the rank's data-parallel replica, other arguments are the same on all ranks. Results are rank 0's, of all
-    samples; other ranks return None or what they have.
+    Samples come as the share of the rank's data-parallel replica; other arguments are the same on all ranks. Rank 0 returns the result for
+    all samples; other ranks return None or their part.
     """
 
     balance_by: Cost | None
-    """What replicas are to have about equally much of."""
+    """Cost that is balanced over the replicas."""
 
     def score(self, share: ScoreShare) -> list[SampleScores] | None: ...
 
     def logprobs(self, share: ScoreShare) -> list[FloatArray] | None: ...
 
     def train(self, steps: Sequence[StepShare]) -> StepResult:
-        """
+        """Take the optimizer steps of a rollout.
+
         Args:
-            steps: the share of each optimizer step.
+            steps: the replica's share of each optimizer step.
         """
         ...
 
@@ -43,7 +44,7 @@ class RankWorker(Protocol):
     def save(self, directory: Path) -> None: ...
 
     def begin_save(self, directory: Path) -> Future[None]:
-        """Rank 0's is done when all ranks have written."""
+        """Return a future; rank 0's is done when all ranks have written."""
         ...
 
     def restore(self, directory: Path) -> None: ...
@@ -53,12 +54,12 @@ class RankWorker(Protocol):
     def onload(self) -> None: ...
 
     def close(self) -> None:
-        """Forget the process groups that the backend made; the default one ends after it."""
+        """Release the process groups that the backend made; the default one is destroyed afterwards."""
         ...
 
 
 def build_worker(settings: TrainerSettings, world: World) -> RankWorker:
-    """This rank's part of the model, of the backend that the settings are for. A collective.
+    """Build this rank's part of the model with the settings' backend. A collective.
 
     Raises:
         CheckpointError: weights cannot be read.

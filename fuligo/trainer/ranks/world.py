@@ -1,4 +1,4 @@
-"""The ranks that train together: their process group."""
+"""Process group of the ranks that train together."""
 
 from __future__ import annotations
 
@@ -11,13 +11,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fuligo.trainer.ranks.settings import TrainerSettings
 
 
 @dataclass(slots=True, frozen=True)
+class Rendezvous:
+    """Address of the store through which the ranks form their process group."""
+
+    host: str
+    port: int
+
+    def connect(self, *, timeout: timedelta = timedelta(seconds=300)) -> TCPStore:
+        """Open a connection of its own: a blocking wait on one connection does not hold up another."""
+        return TCPStore(self.host, self.port, is_master=False, timeout=timeout)
+
+
+@dataclass(slots=True, frozen=True)
 class World:
-    """This process's place among the ranks. A single rank needs no process group unless it computes in half precision."""
+    """This process's place among the ranks. A single rank on a CPU has no process group."""
 
     rank: int = 0
     size: int = 1
@@ -26,14 +39,14 @@ class World:
     """Gloo group for Python objects; None where there is one rank."""
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, on every rank."""
+        """Return the sum over ranks, on every rank."""
         if self.size > 1:
             tensor = tensor.to(self.device)
             dist.all_reduce(tensor)
         return tensor
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Every rank's value, in the order of ranks, on rank 0; None elsewhere."""
+        """Return every rank's value, in the order of ranks, on rank 0; None elsewhere."""
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -42,17 +55,17 @@ class World:
 
 
 def join_trainer(settings: TrainerSettings, rank: int, size: int, store: Store) -> World:
-    """As `join_world`, for a trainer of these settings."""
+    """Call `join_world` for a trainer, after setting the environment variables that its device needs."""
     for name, value in settings.environment.items():
         os.environ.setdefault(name, value)
     return join_world(rank, size, settings.device, store=store, timeout_s=settings.command_timeout_s)
 
 
 def join_world(rank: int, size: int, device_type: str, *, store: Store, timeout_s: float) -> World:
-    """Form the process group with the other ranks; returns when all are there.
+    """Form the process group with the other ranks; return when all have joined.
 
     Raises:
-        dist.DistError: a rank did not come in time.
+        dist.DistError: a rank did not join in time.
     """
     if device_type == "cpu":
         torch.set_num_threads(min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // size)))

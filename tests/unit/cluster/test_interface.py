@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from fuligo.cluster import interface
-from fuligo.cluster.interface import talk_through
+from fuligo.cluster.interface import use_interface_of
 
 
 @pytest.fixture(autouse=True)
@@ -19,18 +19,18 @@ def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_one_that_has_the_nodes_address() -> None:
     environment: dict[str, str] = {}
-    talk_through("192.168.0.7", environment)
+    use_interface_of("192.168.0.7", environment)
     assert environment == {"GLOO_SOCKET_IFNAME": "ib0", "TP_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0"}
 
 
 def test_what_the_user_chose_stays() -> None:
     environment = {"NCCL_SOCKET_IFNAME": "eth"}
-    talk_through("192.168.0.7", environment)
+    use_interface_of("192.168.0.7", environment)
     assert environment == {"GLOO_SOCKET_IFNAME": "ib0", "TP_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "eth"}
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "203.0.113.5"])
 def test_one_machine_alone_or_one_behind_a_translation_is_left_as_it_is(address: str) -> None:
     environment: dict[str, str] = {}
-    talk_through(address, environment)
+    use_interface_of(address, environment)
     assert environment == {}

@@ -1,66 +1,164 @@
-"""Commands reach every follower; of a command with shares each gets its own, and nothing of it stays."""
+"""Commands reach ranks in this process and in others, each once, and leave nothing behind."""
 
 from __future__ import annotations
 
+import asyncio
+import pickle
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from fuligo.trainer.ranks import heartbeats, worker, world
-from fuligo.trainer.ranks.commands import CLOSE, Address, Command, CommandReceiver, CommandSender, DividedCommand
+from fuligo.errors import CheckpointError, TrainerError
+from fuligo.trainer.ranks import torchrun
+from fuligo.trainer.ranks.commands import BeginSave, Command, EndSave, Leave, Offload, Ping, Score, SharedCommand
 from fuligo.trainer.ranks.compute_thread import ComputeThread
-from fuligo.trainer.ranks.rank import follow
-
-REPLICAS = [0, 1, 0, 2]
-"""Of ranks 0 to 3; rank 0, which sends, is not alone in its replica."""
-
-
-@pytest.fixture
-def store() -> Iterator[TCPStore]:
-    yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-@pytest.fixture
-def address(store: TCPStore) -> Address:
-    return Address("127.0.0.1", store.port)
-
-
-def test_a_follower_gets_the_share_of_its_replica(address: Address) -> None:
-    sender = CommandSender(address.connect(), len(REPLICAS))
-    receivers = {rank: CommandReceiver(address.connect(), rank) for rank in (1, 2, 3)}
-    for command, received in [
-        (Command("offload"), [Command("offload")] * 3),
-        (DividedCommand("train", ["zero", "one", "two"], REPLICAS), [Command("train", (share,)) for share in ("one", "zero", "two")]),
-        (Command("onload"), [Command("onload")] * 3),
-    ]:
-        sender.send(command)
-        assert [receiver.receive() for receiver in receivers.values()] == received
-
-
-def test_the_store_holds_no_share_that_nobody_fetches_and_none_after_the_command(address: Address) -> None:
-    sender, store = CommandSender(address.connect(), 3), PrefixStore("fuligo/commands", address.connect())
-    sender.send(DividedCommand("train", ["zero", "one", "two"], [0, 1, 2]))
-    assert [store.check([f"0/share/{replica}"]) for replica in range(3)] == [False, True, True]
-    sender.forget()
-    assert not any(store.check([key]) for key in ("0", "0/share/1", "0/share/2"))
+from fuligo.trainer.ranks.connected import ConnectedRank, serve
+from fuligo.trainer.ranks.executor import RankExecutor
+from fuligo.trainer.ranks.handle import InProcessRank, RankHandle, RankLostError
+from fuligo.trainer.ranks.torchrun import TorchrunPlace, connect_ranks, follow
+from fuligo.trainer.ranks.world import Rendezvous
 
 
 class Held:
     """Something that can be seen to be gone."""
 
 
+@dataclass
+class Worker:
+    """A worker that remembers what it scored without keeping it."""
+
+    seen: list[weakref.ref[Held]] = field(default_factory=list)
+    released: threading.Event = field(default_factory=threading.Event)
+
+    def score(self, share: Held) -> str:
+        self.seen.append(weakref.ref(share))
+        return "scores"
+
+    def offload(self) -> None:
+        assert self.released.wait(10)
+
+    def begin_save(self, directory: Path) -> Any:
+        return ComputeThread("writer").submit(lambda: self.released.wait(10))
+
+    def close(self) -> None:
+        pass
+
+
+def executor_of(rank: int, worker: Worker) -> RankExecutor:
+    executor = RankExecutor(rank, 2)
+    executor._worker = worker  # pyright: ignore[reportAttributeAccessIssue]
+    return executor
+
+
 def soon(condition: Callable[[], bool]) -> bool:
-    """It becomes true within a few seconds: other threads are on their way to it."""
+    """Return whether the condition becomes true in time: other threads work towards it."""
     deadline = time.monotonic() + 120
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)
     return condition()
+
+
+class Served:
+    """A connected rank whose other end is a thread of this process."""
+
+    def __init__(self, rank: int = 0) -> None:
+        ours, theirs = Pipe()
+        self.worker = Worker()
+        self.handle = ConnectedRank(rank, "here", ours)
+        self.serving = threading.Thread(target=serve, args=(theirs, executor_of(rank, self.worker)), daemon=True)
+        self.serving.start()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.worker.released.set()
+    asyncio.run(served.handle.close(failed=False))
+    served.serving.join(10)
+    assert not served.serving.is_alive()
+
+
+def of(command: Command[Any]) -> SharedCommand[Any]:
+    return SharedCommand(command)
+
+
+@pytest.mark.parametrize(("rank", "result"), [(0, "scores"), (1, None)])
+async def test_the_result_comes_from_rank_0_alone(rank: int, result: str | None) -> None:
+    served = Served(rank)
+    assert (await served.handle.run(of(Score(Held())))).value == result  # pyright: ignore[reportArgumentType]
+    await served.handle.close(failed=False)
+
+
+async def test_a_rank_answers_pings_and_ends_a_save_while_it_computes(served: Served) -> None:
+    await served.handle.run(of(BeginSave(Path("checkpoint"))))
+    computing = asyncio.create_task(served.handle.run(of(Offload())))
+    saving = asyncio.create_task(served.handle.run(of(EndSave())))
+    assert (await served.handle.run(of(Ping()))).error is None
+    assert not computing.done() and not saving.done()
+    served.worker.released.set()
+    assert (await saving).error is None
+    assert (await computing).error is None
+
+
+@dataclass(slots=True, frozen=True)
+class Fail(Command[None]):
+    name = "fail"
+    error: Exception
+
+    def run(self, rank: RankExecutor) -> None:
+        raise self.error
+
+
+async def test_errors_of_another_process_keep_their_type_if_they_are_for_the_user(served: Served) -> None:
+    refused = (await served.handle.run(of(Fail(CheckpointError("incomplete"))))).error
+    unexpected = (await served.handle.run(of(Fail(IndexError("7"))))).error
+    assert type(refused) is CheckpointError and str(refused) == "incomplete"
+    assert isinstance(unexpected, TrainerError) and str(unexpected) == "IndexError: 7"
+
+
+async def test_an_error_of_this_process_is_the_very_error() -> None:
+    error = IndexError("7")
+    handle = InProcessRank(executor_of(0, Worker()), "here")
+    assert (await handle.run(of(Fail(error)))).error is error
+    await handle.close(failed=True)
+
+
+async def test_a_command_is_encoded_once_for_all_ranks_of_a_transport(served: Served) -> None:
+    num_encodings = 0
+
+    class Counted(Ping):
+        def __reduce__(self) -> Any:
+            nonlocal num_encodings
+            num_encodings += 1
+            return Ping, ()
+
+    command = of(Counted())
+    await asyncio.gather(*(served.handle.run(command) for _ in range(4)))
+    assert num_encodings == 1
+    assert pickle.loads(command.encoded(pickle.dumps)) == Ping()
+
+
+async def test_a_rank_that_ends_fails_its_running_and_its_next_commands() -> None:
+    ours, theirs = Pipe()
+    handle = ConnectedRank(1, "here", ours)
+    running = asyncio.create_task(handle.run(of(Ping())))
+    await asyncio.sleep(0.05)
+    theirs.close()
+    with pytest.raises(RankLostError, match="closed its connection"):
+        await running
+    with pytest.raises(RankLostError, match="closed its connection"):
+        await handle.run(of(Ping()))
 
 
 def test_work_that_is_done_holds_on_to_nothing() -> None:
@@ -72,34 +170,43 @@ def test_work_that_is_done_holds_on_to_nothing() -> None:
     compute.stop()
 
 
-@dataclass
-class Trained:
-    """A worker that remembers what it trained on without keeping it."""
-
-    seen: list[weakref.ref[Held]] = field(default_factory=list)
-
-    def train(self, share: Held) -> None:
-        self.seen.append(weakref.ref(share))
-
-
-def test_a_follower_that_waits_for_the_next_command_holds_on_to_nothing(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = Trained()
-    monkeypatch.setattr(heartbeats, "beat", lambda *_: None)
-    monkeypatch.setattr(world, "join_trainer", lambda *_: None)
-    monkeypatch.setattr(worker, "build_worker", lambda *_: trained)
-    sender = CommandSender(address.connect(), 2)
-    follower = threading.Thread(target=follow, args=(1, 2, address), daemon=True)
-    follower.start()
-
-    def carried_out(command: Any) -> None:
-        sender.send(command)
-        assert soon(lambda: not sender.unanswered())
-        assert not sender.errors()
-
-    carried_out(Command("load", (None,)))
-    carried_out(DividedCommand("train", [None, Held()], [0, 1]))
-    (gone,) = trained.seen
+async def test_a_rank_that_waits_for_the_next_command_holds_on_to_nothing(served: Served) -> None:
+    await served.handle.run(of(Score(Held())))  # pyright: ignore[reportArgumentType]
+    (gone,) = served.worker.seen
     assert soon(lambda: gone() is None)
-    carried_out(Command(CLOSE))
-    follower.join(120)
-    assert not follower.is_alive()
+
+
+async def test_ranks_of_torchrun_connect_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    places = [TorchrunPlace(rank, 3, Rendezvous("127.0.0.1", store.port)) for rank in range(3)]
+    followers = [threading.Thread(target=follow, args=(place,), daemon=True) for place in (places[2], places[1])]
+    for follower in followers:
+        follower.start()
+    ranks: list[RankHandle] = await connect_ranks(places[0], 3)
+    assert [rank.rank for rank in ranks] == [0, 1, 2]
+    assert all(rank.host == socket.gethostname() for rank in ranks)
+    answers = await asyncio.gather(*(rank.run(of(Ping())) for rank in ranks))
+    assert all(answer.error is None for answer in answers)
+    await asyncio.gather(*(rank.close(failed=False) for rank in ranks))
+    for follower in followers:
+        follower.join(10)
+        assert not follower.is_alive()
+
+
+async def test_a_process_without_torchruns_secret_gets_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun, "CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connecting = asyncio.create_task(connect_ranks(TorchrunPlace(0, 2, Rendezvous("127.0.0.1", store.port)), 2))
+    port = int((await asyncio.to_thread(store.get, torchrun._KEY)).split()[0])
+    stranger = Connection(socket.create_connection(("127.0.0.1", port)).detach())
+    stranger.send_bytes(pickle.dumps((1, "elsewhere")))
+    with pytest.raises(TrainerError, match=r"trainer ranks 1 \(started by torchrun\) did not connect within 0.5 s"):
+        await connecting
+
+
+def test_leave_can_be_sent_to_a_rank_that_was_never_loaded() -> None:
+    executor = RankExecutor(0, 1)
+    assert executor.answer(Leave, is_queued=True).result(10).error is None
+    assert executor.has_left

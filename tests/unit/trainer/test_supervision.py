@@ -1,109 +1,144 @@
-"""Whatever keeps a command from being finished by all ranks is named: the rank, the phase, the cause."""
+"""Whatever keeps a command from being finished by all ranks is named: the rank, its host, the command, the cause."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
 from fuligo.errors import CheckpointError, TrainerError
 from fuligo.trainer.ranks import supervision
-from fuligo.trainer.ranks.supervision import finish
+from fuligo.trainer.ranks.commands import Answer, SharedCommand, UnexpectedError
+from fuligo.trainer.ranks.handle import RankHandle, RankLostError
+from fuligo.trainer.ranks.supervision import finish, heartbeat
 
 
-@dataclass
-class ScriptedRanks:
-    """The other ranks of four, in whatever state a test wants them."""
+class ScriptedRank(RankHandle):
+    """A rank of which every command has the same outcome."""
 
-    waiting: list[int] = field(default_factory=list)
-    failed: dict[int, str] = field(default_factory=dict)
-    ended: dict[int, int] = field(default_factory=dict)
+    def __init__(self, rank: int, outcome: Coroutine[Any, Any, Answer[Any]] | None = None) -> None:
+        super().__init__(rank, f"10.0.0.{rank}")
+        self.outcome = outcome
 
-    def unanswered(self) -> list[int]:
-        return self.waiting
+    async def run(self, command: SharedCommand[Any]) -> Answer[Any]:
+        assert self.outcome is not None
+        return await self.outcome
 
-    def errors(self) -> dict[int, str]:
-        return self.failed
+    async def close(self, *, failed: bool) -> None:
+        pass
 
-    def lost(self) -> dict[int, int]:
-        return self.ended
+    def log_hint(self) -> str:
+        return "Its log ends: out of memory"
+
+
+RANKS = [ScriptedRank(rank) for rank in range(3)]
+ECHO: Answer[Any] = Answer(error=UnexpectedError("RuntimeError: connection closed by peer"))
+HANGS_S = 60.0
 
 
 @pytest.fixture(autouse=True)
-def short_grace(monkeypatch):
-    monkeypatch.setattr(supervision, "GRACE_S", 0.2)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "GRACE_S", 0.3)
+    monkeypatch.setattr(supervision, "HEARTBEAT_TIMEOUT_S", 0.2)
 
 
-def running() -> asyncio.Future[str]:
-    return asyncio.get_running_loop().create_future()
+async def says(answer: Answer[Any] | RankLostError, after_s: float = 0.0) -> Answer[Any]:
+    await asyncio.sleep(after_s)
+    if isinstance(answer, RankLostError):
+        raise answer
+    return answer
 
 
-def done(result: str | BaseException) -> asyncio.Future[str]:
-    future = running()
-    if isinstance(result, BaseException):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
-    return future
+async def failure(*answers: Coroutine[Any, Any, Any], timeout_s: float = 5.0) -> str:
+    with pytest.raises(TrainerError) as raised:
+        await finish("train", RANKS, answers, timeout_s=timeout_s)
+    return str(raised.value)
 
 
-async def test_returns_when_rank_0_and_all_others_are_done():
-    await finish("train", done("fine"), ScriptedRanks(), timeout_s=120)
-    await finish("train", done("fine"), None, timeout_s=120)
-    ranks, own = ScriptedRanks(waiting=[2]), running()
-    waiting = asyncio.create_task(finish("train", own, ranks, timeout_s=120))
-    await asyncio.sleep(0)
-    own.set_result("fine")
-    await asyncio.sleep(0.01)
-    assert not waiting.done(), "rank 2 has not answered"
-    ranks.waiting = []
-    await waiting
-
-
-@pytest.mark.parametrize(("own_done", "late"), [(True, "1, 3"), (False, "0, 1, 3")])
-async def test_the_deadline_names_who_is_late(own_done, late):
-    with pytest.raises(TrainerError, match=rf"trainer rank {late} did not finish `save` within 0\.05 s"):
-        await finish("save", done("fine") if own_done else running(), ScriptedRanks(waiting=[1, 3]), timeout_s=0.05)
-
-
-async def test_who_answers_while_the_deadline_is_looked_at_is_not_late():
-    class AnswersWhenAsked(ScriptedRanks):
-        def unanswered(self) -> list[int]:
-            waiting, self.waiting = self.waiting, []
-            return waiting
-
-    await finish("save", done("fine"), AnswersWhenAsked(waiting=[1]), timeout_s=0)
-
-
-async def test_a_lost_rank_is_the_cause_of_everything_else():
-    """Rank 0's collective breaks, and rank 2's too: both only because rank 1 is gone."""
-    ranks = ScriptedRanks(waiting=[1], failed={2: "connection closed by peer"}, ended={1: -9})
-    with pytest.raises(TrainerError, match="trainer rank 1 ended with exit code -9 during `train`"):
-        await finish("train", done(RuntimeError("connection closed by peer")), ranks, timeout_s=120)
-
-
-async def test_a_rank_that_is_lost_a_moment_after_rank_0_failed_is_still_the_cause():
-    ranks = ScriptedRanks(waiting=[1])
-    waiting = asyncio.create_task(finish("train", done(RuntimeError("connection closed by peer")), ranks, timeout_s=120))
+async def test_the_result_is_rank_0s_when_all_have_answered() -> None:
+    done = asyncio.create_task(finish("train", RANKS, [says(Answer("result")), says(Answer()), says(Answer(), 0.1)], timeout_s=5))
     await asyncio.sleep(0.05)
-    ranks.ended = {1: 1}
-    with pytest.raises(TrainerError, match="trainer rank 1 ended with exit code 1"):
-        await waiting
+    assert not done.done(), "rank 2 has not answered"
+    assert await done == "result"
+    assert await finish("train", RANKS[:1], [says(Answer("alone"))], timeout_s=5) == "alone"
 
 
-async def test_rank_0s_deliberate_error_comes_through_as_it_is():
-    error = CheckpointError("model.safetensors is truncated")
-    with pytest.raises(CheckpointError) as caught:
-        await finish("restore", done(error), ScriptedRanks(failed={1: str(error)}), timeout_s=120)
-    assert caught.value is error
+async def test_ranks_that_are_slower_than_others_are_not_polled(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_waits = 0
+    wait = asyncio.wait
+
+    async def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_waits
+        num_waits += 1
+        return await wait(*arguments, **options)
+
+    monkeypatch.setattr(asyncio, "wait", counted)
+    await finish("train", RANKS, [says(Answer("result"), 0.2), says(Answer()), says(Answer(), 0.1)], timeout_s=5)
+    assert num_waits <= len(RANKS) + 1, "the driver's loop would have no time for anything else"
 
 
-async def test_another_ranks_failure_is_named_even_while_rank_0_hangs():
-    with pytest.raises(TrainerError, match="trainer rank 3 failed in `load`: MemoryError: no more"):
-        await finish("load", running(), ScriptedRanks(waiting=[1], failed={3: "MemoryError: no more"}), timeout_s=120)
+async def test_a_lost_rank_is_the_cause_of_everything_else() -> None:
+    """Rank 0's collective breaks, and rank 2's too: both only because rank 1 is gone, which shows a moment later."""
+    lost = RankLostError("ended with exit code -9 (killed, often because memory ran out)")
+    said = await failure(says(Answer(error=RuntimeError("connection closed by peer"))), says(lost, 0.1), says(ECHO))
+    assert "trainer rank 1 on 10.0.0.1 ended with exit code -9 (killed, often because memory ran out) during `train`" in said
+    assert "out of memory" in said
+    assert "resume with --load" in said
 
 
-async def test_an_unexpected_error_of_rank_0_alone_is_raised():
+async def test_a_lost_rank_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "GRACE_S", HANGS_S)
+    async with asyncio.timeout(5):
+        assert "rank 2 on 10.0.0.2 is gone" in await failure(
+            says(Answer(), HANGS_S), says(Answer(), HANGS_S), says(RankLostError("is gone"))
+        )
+
+
+async def test_a_rank_that_failed_is_named_though_others_hang_or_fail_in_consequence() -> None:
+    wrong: Answer[Any] = Answer(error=UnexpectedError("IndexError: 7"))
+    expected = "trainer rank 2 on 10.0.0.2 failed during `train`: IndexError: 7"
+    assert expected in await failure(says(Answer(), HANGS_S), says(Answer(), HANGS_S), says(wrong))
+    assert expected in await failure(says(Answer(error=RuntimeError("closed by peer"))), says(Answer()), says(wrong))
+
+
+async def test_the_latest_are_named() -> None:
+    said = await failure(says(Answer("result")), says(Answer(), HANGS_S), says(Answer(), HANGS_S), timeout_s=0.2)
+    assert "trainer rank 1 on 10.0.0.1 did not finish within 0.2 s (nor did ranks 2) during `train`" in said
+    said = await failure(says(Answer("result"), HANGS_S), says(Answer()), says(Answer()), timeout_s=0.2)
+    assert "trainer rank 0 on 10.0.0.0 did not finish within 0.2 s during `train`" in said
+
+
+async def test_a_rank_that_answers_as_the_deadline_passes_is_not_late() -> None:
+    async def answers() -> Answer[str]:
+        return Answer("fine")
+
+    assert await finish("save", RANKS, [answers(), answers(), answers()], timeout_s=0) == "fine"
+
+
+async def test_what_all_ranks_refuse_keeps_its_text_and_type() -> None:
+    error = CheckpointError("the checkpoint is of another model")
+    refused: Answer[Any] = Answer(error=CheckpointError(str(error)))
+    with pytest.raises(CheckpointError) as raised:
+        await finish("restore", RANKS, [says(Answer(error=error)), says(refused), says(refused)], timeout_s=5)
+    assert raised.value is error
+
+
+async def test_an_unexpected_error_of_rank_0_alone_is_raised_as_it_is_in_this_process() -> None:
     with pytest.raises(ZeroDivisionError):
-        await finish("train", done(ZeroDivisionError()), None, timeout_s=120)
+        await finish("train", RANKS[:1], [says(Answer(error=ZeroDivisionError()))], timeout_s=5)
+    with pytest.raises(TrainerError, match=r"trainer rank 0 on 10\.0\.0\.0 failed during `train`: RuntimeError"):
+        await finish("train", RANKS[:1], [says(ECHO)], timeout_s=5)
+
+
+async def test_heartbeat_names_a_rank_that_is_silent_or_gone() -> None:
+    assert await heartbeat(ScriptedRank(3, says(Answer())), "during `train`")
+    with pytest.raises(TrainerError, match=r"rank 3 on 10\.0\.0\.3 has not answered for 0\.2 s .* during `save`"):
+        await heartbeat(ScriptedRank(3, says(Answer(), HANGS_S)), "during `save`")
+    with pytest.raises(TrainerError, match=r"rank 3 on 10\.0\.0\.3 is gone after `train`"):
+        await heartbeat(ScriptedRank(3, says(RankLostError("is gone"))), "after `train`")
+
+
+async def test_heartbeat_gives_a_rank_that_starts_its_time() -> None:
+    assert not await heartbeat(ScriptedRank(3, says(Answer(), HANGS_S)), "during start", has_answered=False)

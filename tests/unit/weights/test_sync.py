@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
@@ -24,7 +24,8 @@ from fuligo.errors import EngineError
 from fuligo.formats.payload import SHARED_MEMORY
 from fuligo.formats.weight_manifest import Transport, WeightManifest, WeightTarget
 from fuligo.trainer.protocol import Trainer
-from fuligo.trainer.ranks.ranked import RankedTrainer
+from fuligo.trainer.ranks.commands import Command, SendWeights
+from fuligo.trainer.ranks.trainer import RankedTrainer
 from fuligo.weights import broadcast, senders
 from fuligo.weights.senders import WeightSender
 from fuligo.weights.sync import WeightSync, WeightSyncSettings
@@ -43,7 +44,7 @@ class OneRank(RankedTrainer):
     """A trainer of three tensors that sends them as all trainers do."""
 
     def __init__(self) -> None:
-        super().__init__(None)  # pyright: ignore[reportArgumentType]
+        super().__init__(None, None)  # pyright: ignore[reportArgumentType]
         self.weights = {name: torch.zeros(4) for name in "abc"}
         self.sender = WeightSender()
         self.num_gathered = 0
@@ -58,12 +59,9 @@ class OneRank(RankedTrainer):
     def expected(self) -> dict[str, list[float]]:
         return {name: tensor.tolist() for name, tensor in self.weights.items()}
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        assert method == "send_weights"
-        return await asyncio.to_thread(self._send, *arguments)
-
-    async def _call_with_shares(self, method: str, shares: Sequence[Any]) -> Any:
-        raise AssertionError("nothing is trained")
+    async def _run(self, command: Command[Any]) -> Any:
+        assert isinstance(command, SendWeights)
+        return await asyncio.to_thread(self._send, command.target)
 
     def _send(self, target: WeightTarget) -> Any:
         def gathered():

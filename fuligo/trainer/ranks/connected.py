@@ -1,0 +1,159 @@
+"""Ranks in other processes, reached through a connection: children of the driver by a socket pair, torchrun's processes by TCP.
+
+A message to a rank is a header and a pickled command, a message from it a number and its pickled `Answer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from fuligo.trainer.ranks.commands import Answer, R, SharedCommand
+from fuligo.trainer.ranks.compute_thread import ComputeThread
+from fuligo.trainer.ranks.executor import RankExecutor
+from fuligo.trainer.ranks.handle import RankHandle, RankLostError
+
+END_TIMEOUT_S = 10.0
+EXIT_TIMEOUT_S = 5.0
+"""Between the end of a rank's connection and that of its process."""
+_HEADER = struct.Struct("!q?")
+"""Number of the command, and its `is_queued`."""
+
+
+class ConnectedRank(RankHandle):
+    """A rank behind a connection.
+
+    Args:
+        process: where the driver started it; None: torchrun did
+    """
+
+    def __init__(self, rank: int, host: str, connection: Connection, process: subprocess.Popen[bytes] | None = None) -> None:
+        super().__init__(rank, host)
+        self._connection = connection
+        self._process = process
+        self._lock = threading.Lock()
+        self._pending: dict[int, Future[Answer[Any]]] = {}
+        self._next_number = 0
+        self._lost: RankLostError | None = None
+        self._sender = ComputeThread(f"to-rank-{rank}")
+        """Of its own: a rank that is stopped reads nothing, and blocks whoever writes to it."""
+        threading.Thread(target=self._receive_all, name=f"from-rank-{rank}", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "torchrun started it"
+        return self._process.pid
+
+    async def run(self, command: SharedCommand[R]) -> Answer[R]:
+        answered: Future[Answer[R]] = Future()
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost
+            number, self._next_number = self._next_number, self._next_number + 1
+            self._pending[number] = answered
+        await asyncio.wrap_future(self._sender.submit(partial(self._send, number, command)))
+        return await asyncio.wrap_future(answered)
+
+    async def close(self, *, failed: bool) -> None:
+        if not failed:
+            await self.leave()
+        elif self._process is not None:
+            self._process.kill()
+        await asyncio.to_thread(self._end)
+
+    def _send(self, number: int, command: SharedCommand[Any]) -> None:
+        body = command.encoded(pickle.dumps)
+        with suppress(OSError):  # the receiving thread reports the end of the connection
+            self._connection.send_bytes(_HEADER.pack(number, command.command.is_queued))
+            self._connection.send_bytes(body)
+
+    def _receive_all(self) -> None:
+        try:
+            with self._connection, suppress(EOFError, OSError):
+                while True:
+                    self._receive()
+        finally:
+            lost = RankLostError(self._how_it_ended())
+            with self._lock:
+                self._lost = lost
+                pending, self._pending = list(self._pending.values()), {}
+            for answered in pending:
+                if answered.set_running_or_notify_cancel():
+                    answered.set_exception(lost)
+
+    def _receive(self) -> None:
+        """Hand on one answer; in a function so that the thread keeps no reference to it while it waits for the next."""
+        number, answer = pickle.loads(self._connection.recv_bytes())
+        with self._lock:
+            answered = self._pending.pop(number)
+        if answered.set_running_or_notify_cancel():
+            answered.set_result(answer)
+
+    def _how_it_ended(self) -> str:
+        if self._process is None:
+            return "closed its connection (its process has ended)"
+        try:
+            code = self._process.wait(EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        return f"ended with exit code {code}" + (" (killed, often because memory ran out)" if code == -9 else "")
+
+    def _end(self) -> None:
+        """Close the connection, which ends the rank; kill it if that takes too long."""
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)  # closing it would not wake the thread that receives, which closes it now
+        if self._process is None:
+            return
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(END_TIMEOUT_S)
+
+
+def start_process(rank: int, size: int, host: str) -> ConnectedRank:
+    """Start a rank as a child process; returns before it is ready. The child ends when this process does."""
+    ours, theirs = socket.socketpair()
+    arguments = ["--rank", str(rank), "--size", str(size), "--connection", str(theirs.fileno())]
+    # In a process group of its own: Ctrl-C in a terminal reaches the driver alone, which decides what ends when.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fuligo.trainer.ranks.rank_process", *arguments], process_group=0, pass_fds=[theirs.fileno()]
+    )
+    theirs.close()
+    return ConnectedRank(rank, host, Connection(ours.detach()), process)
+
+
+def serve(connection: Connection, executor: RankExecutor) -> None:
+    """Answer commands until the driver closes the connection after `Leave`.
+
+    Where the driver ends without `Leave`, end this process at once, even if it hangs in a collective.
+    """
+    sending = threading.Lock()
+
+    def send(number: int, answered: Future[Answer[Any]]) -> None:
+        message = pickle.dumps((number, answered.result().for_driver(executor.rank)))
+        with sending, suppress(OSError):
+            connection.send_bytes(message)
+
+    def serve_next() -> None:
+        """Begin one command; in a function so that the loop keeps no reference to its samples while it waits for the next."""
+        number, is_queued = _HEADER.unpack(connection.recv_bytes())
+        command = connection.recv_bytes()
+        executor.answer(lambda: pickle.loads(command), is_queued=is_queued).add_done_callback(partial(send, number))
+
+    with suppress(EOFError, OSError):
+        while True:
+            serve_next()
+    if not executor.has_left:
+        os._exit(1)

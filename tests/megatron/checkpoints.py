@@ -1,4 +1,4 @@
-"""Tiny checkpoints in which every weight matters: norms, biases and the routers' corrections are no ones and zeros either."""
+"""Tiny checkpoints in which every weight matters: no norm, bias or router correction is one or zero."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests import tiny
 
 
 def uneven_model(family: str, *, layers: int = 2, seed: int = 0, **overrides: object) -> Any:
-    """A transformers model in float32."""
+    """Return a transformers model in float32."""
     lm = tiny.model(family, layers=layers, seed=seed, **overrides)
     perturb(lm)
     return lm
@@ -21,20 +21,20 @@ def uneven_model(family: str, *, layers: int = 2, seed: int = 0, **overrides: ob
 
 @torch.no_grad()
 def perturb(module: torch.nn.Module) -> None:
-    """Move what transformers starts as ones and zeros."""
+    """Change the weights that transformers initialises to ones and zeros."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if "norm" in name or name.endswith((".bias", "e_score_correction_bias")):
             tensor.add_(torch.randn_like(tensor), alpha=0.1)
 
 
 def save_uneven(directory: Path, family: str, **overrides: Any) -> Path:
-    """A Hugging Face directory."""
+    """Save a Hugging Face directory."""
     uneven_model(family, **overrides).save_pretrained(directory)
     return directory
 
 
 def expert_by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a transformers model, with the experts' under the names of published files, one by one."""
+    """Return the tensors of a transformers model, with separate experts under the names of published files."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         prefix, _, kind = name.rpartition(".")

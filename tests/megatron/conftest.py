@@ -1,4 +1,4 @@
-"""The Megatron trainer on a CPU: up to four ranks over gloo, shared by all tests of a session."""
+"""Ranks of the Megatron trainer on a CPU: up to four over gloo, shared by all tests of a session."""
 
 from __future__ import annotations
 

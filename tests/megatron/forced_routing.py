@@ -1,4 +1,4 @@
-"""What transformers computes where each token's experts are given: the oracle of routing replay."""
+"""Transformers models with given experts for each token: the oracle of routing replay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fuligo.types import RoutedExperts, TrainSample
 
 
 def with_random_experts(samples: Sequence[TrainSample], shape: RoutingShape, *, seed: int = 0) -> list[TrainSample]:
-    """Each token's are drawn anew in each layer. Of one sample they are known of the first tokens only, of another of none."""
+    """Return samples with random experts per token and layer; one sample has them for its first tokens only, another for none."""
     rng = np.random.default_rng(seed)
 
     def drawn(num_tokens: int) -> RoutedExperts:
@@ -32,16 +32,16 @@ def with_random_experts(samples: Sequence[TrainSample], shape: RoutingShape, *, 
 
 
 class ForcedModel:
-    """A transformers model of the family qwen3_moe or glm4_moe whose routers are told the experts of a sample."""
+    """Transformers model (qwen3_moe or glm4_moe) whose routers use given experts."""
 
     def __init__(self, directory: Path) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
         self._layers = [layer.mlp for layer in self.model.model.layers if hasattr(layer.mlp, "experts")]
         self._known: list[Tensor] = []
         self.chosen: list[Tensor] = [torch.empty(0)] * len(self._layers)
-        """[T - 1, K] of each layer with experts: where the tokens of the last sample went."""
+        """[T - 1, K] experts of the last sample's tokens, per layer with experts."""
         self.num_changed = 0
-        """Experts that the routers would not have chosen."""
+        """Number of experts that the routers would not have chosen."""
         for number, mixture in enumerate(self._layers):
             if hasattr(mixture, "route_tokens_to_experts"):
                 mixture.route_tokens_to_experts = partial(self._sigmoid, number)
@@ -49,7 +49,7 @@ class ForcedModel:
                 mixture.gate.forward = partial(self._softmax, number)
 
     def logprobs(self, sample: TrainSample) -> Tensor:
-        """[R] of the response tokens."""
+        """Return [R] log-probabilities of the response tokens."""
         known = sample.routed_experts
         shape = (0, len(self._layers), 1)
         self._known = list(torch.from_numpy(np.zeros(shape) if known is None else known.astype(np.int64)).long().unbind(1))
@@ -65,14 +65,14 @@ class ForcedModel:
         return chosen
 
     def _softmax(self, number: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Qwen3-MoE: shares of the chosen experts alone."""
+        """Weigh the chosen experts as Qwen3-MoE does: softmax over them alone."""
         gate = self._layers[number].gate
         logits = hidden.reshape(-1, gate.weight.size(1)) @ gate.weight.T
         chosen = self._force(number, logits.topk(gate.top_k).indices)
         return logits, logits.gather(1, chosen).softmax(-1), chosen
 
     def _sigmoid(self, number: int, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """GLM-4.5: chosen by corrected scores, weighed by the plain ones."""
+        """Weigh the chosen experts as GLM-4.5 does: choose by corrected scores, weigh by the uncorrected ones."""
         mixture = self._layers[number]
         scores = logits.sigmoid()
         chosen = self._force(number, (scores + mixture.gate.e_score_correction_bias).topk(mixture.top_k).indices)

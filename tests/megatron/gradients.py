@@ -1,4 +1,4 @@
-"""Gradients of whole models by the names of published checkpoints: of the Megatron trainer, of the torch trainer, and how near they are."""
+"""Gradients of whole models by published names, from the Megatron and the torch trainer, and their comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.megatron.policies import settings_of
 
 
 def megatron_gradients(world: World, settings: MegatronTrainerSettings, batch: TrainBatch) -> dict[str, Tensor] | None:
-    """Of the first step of `batch`, 0 of what is frozen, on rank 0; None on others."""
+    """Return the gradients of the first step of `batch` on rank 0, with 0 for frozen weights; None on other ranks."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     worker = MegatronRankWorker(settings, world)
@@ -34,7 +34,7 @@ def megatron_gradients(world: World, settings: MegatronTrainerSettings, batch: T
 
 
 def torch_gradients(directory: Path, batch: TrainBatch, loss: LossSettings) -> dict[str, Tensor]:
-    """Of the first step of `batch`."""
+    """Return the gradients of the first step of `batch`."""
     megatron = settings_of(directory, Layout(), loss=loss)
     worker = TorchRankWorker(
         TorchTrainerSettings(**{name: getattr(megatron, name) for name in TrainerSettings.__dataclass_fields__}), World()
@@ -45,7 +45,7 @@ def torch_gradients(directory: Path, batch: TrainBatch, loss: LossSettings) -> d
 
 
 def assert_gradients_agree(got: Mapping[str, Tensor] | None, expected: Mapping[str, Tensor], *, relative: float = 1e-5) -> None:
-    """To `relative` of the largest of all."""
+    """Compare gradients within `relative` times the largest one."""
     assert got is not None and got.keys() == expected.keys()
     largest = max(gradient.abs().max() for gradient in expected.values())
     differences = {name: float((got[name] - gradient).abs().max() / largest) for name, gradient in expected.items()}

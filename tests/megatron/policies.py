@@ -1,4 +1,4 @@
-"""Policies for tests, built and run on the ranks of the pool, and what transformers says of the same weights."""
+"""Policies for tests, built and run on the ranks of the pool, and log-probabilities by transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MicroBatches = Sequence[Sequence[TrainSample]]
 
 
 def settings_of(directory: Path, layout: Layout, *, flags: Mapping[str, Any] | None = None, **overrides: Any) -> MegatronTrainerSettings:
-    """Of the model in `directory`; `flags` come over those of its config.json."""
+    """Return the settings of the model in `directory`; `flags` override its config.json."""
     given = {
         "hf_checkpoint": directory,
         "initial_weights": directory,
@@ -41,7 +41,7 @@ def settings_of(directory: Path, layout: Layout, *, flags: Mapping[str, Any] | N
 
 
 def transformers_logprobs(directory: Path, samples: Sequence[TrainSample]) -> Tensor:
-    """[N] log-probabilities of the response tokens, one sequence at a time."""
+    """Return [N] log-probabilities of the response tokens, one sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     return torch.cat([_response_logprobs(model, sample) for sample in samples])
 
@@ -55,7 +55,7 @@ def _response_logprobs(model: Any, sample: TrainSample) -> Tensor:
 
 @torch.no_grad()
 def megatron_logprobs(world: World, settings: MegatronTrainerSettings, micro_batches: MicroBatches) -> Tensor | None:
-    """[N] log-probabilities of the response tokens of all micro-batches, on ranks of the last pipeline stage."""
+    """Return [N] log-probabilities of the response tokens of all micro-batches, on ranks of the last pipeline stage."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

@@ -1,6 +1,6 @@
-"""Tiny checkpoints with layers for multi-token prediction, and those layers in plain torch on top of a transformers model.
+"""Tiny checkpoints with MTP layers, and those layers in plain torch on top of a transformers model.
 
-transformers' classes have no such layers. Their inputs and names are those of SGLang's glm4_moe_nextn.py and mimo_mtp.py.
+transformers' classes have no MTP layers. Their inputs and names are those of SGLang's glm4_moe_nextn.py and mimo_mtp.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DEEPSEEK = {"final_norm": "shared_head.norm"}
 
 
 class PredictionLayer(nn.Module):
-    """From a token's hidden state and the embedding of a later token to the hidden state that predicts the token after that."""
+    """MTP layer: a token's hidden state and the embedding of a later token give the hidden state that predicts the token after that."""
 
     def __init__(self, trunk: Any) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class PredictionLayer(nn.Module):
         self.layer = type(trunk.model.layers[-1])(config, config.num_hidden_layers - 1)
 
     def forward(self, hidden: Tensor, embedded: Tensor, **layer_inputs: Any) -> Tensor:
-        """[1, T, E] each."""
+        """Map [1, T, E] hidden states and [1, T, E] embeddings to [1, T, E]."""
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
         output = self.layer(joined, **layer_inputs)
         return self.final_norm(output[0] if isinstance(output, tuple) else output)  # beside it the token choice of sparse attention
@@ -42,7 +42,7 @@ class PredictionLayer(nn.Module):
 
 @dataclass(slots=True)
 class PredictingModel:
-    """A transformers model with prediction layers; `family` is mimo, glm4_moe, glm4_moe_lite or glm_moe_dsa."""
+    """Transformers model with MTP layers; `family` is mimo, glm4_moe, glm4_moe_lite or glm_moe_dsa."""
 
     family: str
     trunk: Any
@@ -50,7 +50,7 @@ class PredictingModel:
 
     @classmethod
     def random(cls, family: str, *, num_predictions: int = 1, **overrides: Any) -> PredictingModel:
-        """In float32."""
+        """Return a model with random float32 weights."""
         trunk = uneven_model("qwen2" if family == "mimo" else family, **overrides)
         layers = nn.ModuleList(PredictionLayer(trunk) for _ in range(num_predictions))
         layers.apply(trunk._init_weights)
@@ -58,7 +58,7 @@ class PredictingModel:
         return cls(family, trunk, layers)
 
     def logprobs(self, sample: TrainSample) -> list[Tensor]:
-        """[R] of the response tokens, of the model and of each prediction layer; 0 where that would have to look before the sample."""
+        """Return [R] log-probabilities by the model and by each MTP layer; 0 where a layer would need tokens before the sample."""
         ids = torch.from_numpy(sample.tokens).long()[None, :-1]
         model, positions = self.trunk.model, torch.arange(ids.size(1))[None]
         hidden = model(ids, use_cache=False).last_hidden_state
@@ -81,11 +81,11 @@ class PredictingModel:
         return torch.where(rows >= 0, log_softmax.gather(1, targets[:, None])[:, 0], 0.0)
 
     def gradients(self) -> dict[str, Tensor]:
-        """By the names of published files, expert by expert."""
+        """Return gradients by the names of published files, expert by expert."""
         return expert_by_expert(self._published(lambda parameter: parameter.grad))
 
     def save(self, directory: Path) -> Path:
-        """A Hugging Face directory."""
+        """Save a Hugging Face directory."""
         config = self.trunk.config.to_dict() | {"num_nextn_predict_layers": len(self.layers)}
         if self.family == "mimo":
             config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}

@@ -1,4 +1,4 @@
-"""Providers of models for the tests of `--custom-model-provider-path`."""
+"""Model providers for the tests of `--custom-model-provider-path`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EPSILON = 0.5
 
 
 class WideNorm(nn.Module):
-    """An RMSNorm with another epsilon and the weight of the one that it replaces."""
+    """RMSNorm with another epsilon and the weight of the norm that it replaces."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()

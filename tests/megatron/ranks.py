@@ -1,4 +1,4 @@
-"""Ranks for the tests of the Megatron trainer: processes that are started once and then run one function after another over gloo.
+"""Pool of ranks for the Megatron tests: processes that start once and run one function after another over gloo.
 
 A function is importable by name (at the top of a test module), takes this rank's `World` first, and its arguments and result can be
 pickled. Every run has a process group of its own, of the size that it asks for, and leaves nothing behind.
@@ -27,12 +27,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 SIZE = 4
 PRELOADED = ["fuligo.trainer.megatron_backend.worker", "tests.tiny"]
-"""Imported once, by a server that computes nothing and that ranks are forked from."""
+"""Modules that the fork server imports once for all ranks."""
 TIMEOUT_S = 240.0
 NUM_RUNS_OF_A_RANK = 30
-"""What still holds a process group keeps gloo's threads, which wake up again and again: ranks are started anew before they are many."""
+"""Runs after which a rank is restarted: objects that still hold a process group keep its gloo threads alive."""
 GRACE_S = 5.0
-"""After the first failure: how long the others have to fail too, which they do when they miss the one that failed."""
+"""Seconds that the other ranks have to fail after the first failure."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class _Rank:
 
 
 class RankPool:
-    """Up to four ranks, each started when it is first needed. Where one hangs or is lost, all are started anew."""
+    """Up to four ranks, each started on first use. All are restarted after one hangs or is lost."""
 
     def __init__(self) -> None:
         self._store: TCPStore | None = None
@@ -50,10 +50,10 @@ class RankPool:
         self._num_runs = 0
 
     def run(self, num_ranks: int, function: Callable[Concatenate[World, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """What `function(world, *args, **kwargs)` returns on each of the first `num_ranks` ranks.
+        """Run `function(world, *args, **kwargs)` on the first `num_ranks` ranks; return the result of each.
 
         Raises:
-            AssertionError: it raised on a rank, or is not done after four minutes; the message holds each failed rank's traceback.
+            AssertionError: it raised on a rank or took more than four minutes; the message has the tracebacks.
         """
         assert 1 <= num_ranks <= SIZE
         if self._num_runs % NUM_RUNS_OF_A_RANK == 0:
@@ -88,7 +88,7 @@ class RankPool:
         return [values[number] for number in range(num_ranks)]
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
+        """Kill the processes."""
         for rank in self._ranks:
             rank.connection.close()
             rank.process.kill()
@@ -109,7 +109,7 @@ class RankPool:
 
 
 def _serve(rank: int, port: int, connection: Connection) -> None:
-    """Run what the pool asks for until it closes its end."""
+    """Run the functions that the pool sends until it closes its end."""
     import torch
 
     torch.set_num_threads(1)
@@ -130,7 +130,7 @@ def _serve(rank: int, port: int, connection: Connection) -> None:
 
 
 def _leave() -> None:
-    """Ranks that wait for this one in a collective fail at once when its process group ends."""
+    """Destroy the process group, so that ranks that wait for this one in a collective fail at once."""
     if "megatron.core" in sys.modules:
         from megatron.core import parallel_state
 

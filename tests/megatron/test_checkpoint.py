@@ -1,4 +1,4 @@
-"""Checkpoints of the Megatron trainer: saved under one layout and loaded under another, the next optimizer step gives the same weights."""
+"""Checkpoints of the Megatron trainer, saved under one layout and loaded under another: the next step gives the same weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NUM_STEPS = 2
 def train(
     world: World, settings: MegatronTrainerSettings, *, load: Path | None, save: Path | None, num_steps: int
 ) -> dict[str, Tensor] | None:
-    """Optimizer steps from the settings' first weights or a checkpoint; the weights after them, on rank 0."""
+    """Take optimizer steps from the initial weights or a checkpoint; return the weights on rank 0."""
     from fuligo.trainer.megatron_backend.state import CheckpointWriter, restore_state
     from fuligo.trainer.megatron_backend.weights.export import named_weights
 
@@ -81,7 +81,7 @@ def build_state(world: World, settings: MegatronTrainerSettings) -> Any:
 
 @torch.no_grad()
 def set_gradients(chunks: Sequence[Any], names: ModelNames, step: int) -> None:
-    """Numbers that depend on the weight's name and the step alone, so that no layout changes them."""
+    """Set gradients that depend only on the weight's name and the step, so that they are the same under every layout."""
     from fuligo.trainer.megatron_backend.parts import held_weights
 
     for held in held_weights(chunks, names):
@@ -102,7 +102,7 @@ def set_gradients(chunks: Sequence[Any], names: ModelNames, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A dense model, and one with experts, a shared one, corrections of the router and latent attention."""
+    """Save a dense model, and one with experts, a shared expert, router corrections and latent attention."""
     return {
         "dense": save_checkpoint(tmp_path_factory.mktemp("dense"), "qwen3", layers=4),
         "moe": save_checkpoint(tmp_path_factory.mktemp("moe"), "glm4_moe_lite", layers=3),
@@ -131,13 +131,13 @@ PAIRS = [
     *(("moe", *pair) for pair in [("one", "tp2 ep2"), ("tp2 ep2", "pp2 uneven"), ("pp2 uneven", "ep2")]),
     *(("moe", *pair) for pair in [("ep2", "etp2"), ("etp2", "pp2 ep2"), ("pp2 ep2", "one")]),
 ]
-"""Each layout is saved once and loaded once."""
+"""Pairs of layouts; each layout saves once and loads once."""
 ALL = [(model, *pair) for model, names in (("dense", DENSE), ("moe", EXPERTS)) for pair in product(names, names)]
 
 
 @pytest.fixture(scope="module")
 def straight(pool: RankPool, models: dict[str, Path]) -> dict[str, dict[str, Tensor]]:
-    """Weights after one step more than is saved, without a save."""
+    """Return the weights one step after the saved ones, from a run that saves nothing."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, model in models.items():
         (weights,) = pool.run(1, train, settings_of(model, Layout()), load=None, save=None, num_steps=NUM_STEPS + 1)
@@ -165,7 +165,7 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], *, rtol: fl
 
 @pytest.mark.parametrize("options", [{}, {"optimizer_place": OptimizerPlace(distributed=False)}, {"precision": "bf16"}], ids=str)
 def test_under_the_same_layout_it_is_exact(pool: RankPool, models, tmp_path: Path, options: dict[str, Any]):
-    """Also in half precision, with weights in float32 beside it, and with the whole optimizer on every rank."""
+    """Including half precision with float32 master weights, and the whole optimizer on every rank."""
     settings = settings_of(models["dense"], LAYOUTS["dp2"], **options)
     pool.run(2, train, settings, load=None, save=tmp_path, num_steps=NUM_STEPS)
     resumed = pool.run(2, train, settings, load=tmp_path, save=None, num_steps=2)[0]
@@ -175,7 +175,7 @@ def test_under_the_same_layout_it_is_exact(pool: RankPool, models, tmp_path: Pat
 
 
 def draw_after_restore(world: World, settings: MegatronTrainerSettings, *, load: Path | None, save: Path | None) -> list[Tensor]:
-    """What each kind of random numbers gives next."""
+    """Return the next number of each random generator."""
     from megatron.core import tensor_parallel
 
     from fuligo.trainer.megatron_backend.state import CheckpointWriter, restore_state
@@ -202,7 +202,7 @@ def test_random_numbers_go_on_under_the_same_layout_only(pool: RankPool, models,
 
 
 def train_beside_the_save(world: World, settings: MegatronTrainerSettings, *, save: Path) -> None:
-    """One step, a save that is begun, another step before it ends."""
+    """Take a step, begin a save, take another step before the save ends."""
     from fuligo.trainer.megatron_backend.state import CheckpointWriter
 
     state = build_state(world, settings)
@@ -222,7 +222,7 @@ def test_what_is_saved_beside_training_is_what_was_there_when_it_began(pool: Ran
 
 
 def refused(world: World, settings: MegatronTrainerSettings, load: Path) -> tuple[str, bool]:
-    """The error, and whether the weights are as they were."""
+    """Return the error, and whether the weights are unchanged."""
     from fuligo.trainer.megatron_backend.state import restore_state
     from fuligo.trainer.megatron_backend.weights.local import local_weights
 
@@ -263,7 +263,7 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(pool
 
 
 def first_weights(world: World, settings: MegatronTrainerSettings) -> dict[str, Tensor]:
-    """Of a model that starts from a distributed checkpoint."""
+    """Return the weights of a model that starts from a distributed checkpoint."""
     from fuligo.trainer.megatron_backend.model import build_chunks
     from fuligo.trainer.megatron_backend.state import load_weights
     from fuligo.trainer.megatron_backend.weights.export import named_weights

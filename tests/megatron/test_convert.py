@@ -1,4 +1,4 @@
-"""Checkpoints converted there and back: every tensor comes back to the bit, and a single changed bit is found."""
+"""Checkpoints converted there and back: every tensor is bit for bit the same, and a single changed bit is found."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.megatron.ranks import RankPool
 
 
 def save_published(directory: Path, family: str, *, num_prediction_layers: int = 0, **overrides: object) -> Path:
-    """A tiny checkpoint in bf16 with its tokenizer; the router's correction stays float32, as in published files."""
+    """Save a tiny bf16 checkpoint with its tokenizer; the router's correction stays float32, as in published files."""
     model = uneven_model(family, layers=3, **overrides).bfloat16()
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -38,7 +38,7 @@ def save_published(directory: Path, family: str, *, num_prediction_layers: int =
 
 
 def add_prediction_layer(directory: Path) -> None:
-    """As published files of DeepSeek-V3 and GLM have it: after the last layer, with copies of embedding and head."""
+    """Add an MTP layer as in published files of DeepSeek-V3 and GLM: after the last layer, with copies of embedding and head."""
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
     tensors = load_file(directory / "model.safetensors")
@@ -211,7 +211,7 @@ def test_damage_is_named(checkpoints, tmp_path: Path, damage: str):
 
 
 def test_megatron_reads_it(pool: RankPool, checkpoints, tmp_path: Path):
-    """Its own reader of torch_dist checkpoints is the oracle."""
+    """Megatron's own reader of torch_dist checkpoints is the oracle."""
     source = checkpoints("qwen3")
     hf_to_dist(source, tmp_path, World())
     (tensors,) = pool.run(1, plain_tensors, tmp_path / "release")

@@ -1,4 +1,4 @@
-"""Attention over packed rows, alone, against torch's attention over each sequence."""
+"""Attention over packed rows against torch's attention over each sequence."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fuligo.trainer.ranks.world import World
 from tests.megatron.ranks import RankPool
 
 LENGTHS = (8, 4, 12, 4, 24)
-"""Each a multiple of 2 * cp."""
+"""Sequence lengths, each a multiple of 2 * cp."""
 
 
 def expected(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """[T, H, D], [T, Hkv, D], [T, Hkv, Dv] -> [T, H * Dv]"""
+    """Compute attention with torch. [T, H, D], [T, Hkv, D], [T, Hkv, Dv] -> [T, H * Dv]"""
     outputs = []
     for start, end in pairwise(accumulate(LENGTHS, initial=0)):
         q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
@@ -29,7 +29,7 @@ def expected(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
 
 
 def largest_differences(world: World, num_heads: int, num_kv_heads: int, key_dim: int, value_dim: int, scale: float | None) -> list[float]:
-    """Of this rank's part of the output, and of the gradients of queries, keys and values."""
+    """Return the largest differences of this rank's output and of the gradients of queries, keys and values."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -1,4 +1,4 @@
-"""Parts of tensors that ranks read are what they join again, whatever the form and the number of ranks."""
+"""Ranks that read parts of a tensor join them to the same tensor, for every form and number of ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def checkpoint_tensors(names: ModelNames, weight: Weight) -> dict[str, Tensor]:
 
 
 def parts(weight: Weight, tensors: dict[str, Tensor]) -> list[InMemory]:
-    """Gate and up apart also where the checkpoint has them as one."""
+    """Return the parts, with gate and up separate even if the checkpoint stores them as one."""
     if weight.form is Form.GATE_UP and len(tensors) == 1:
         return [InMemory(half) for half in tensors[weight.checkpoint[0]].chunk(2)]
     return [InMemory(tensor) for tensor in tensors.values()]

@@ -19,7 +19,7 @@ from tests.megatron.policies import megatron_logprobs, settings_of, transformers
 from tests.megatron.ranks import RankPool
 
 LENGTHS = [(4, 9), (1, 3), (300, 12), (2, 1), (5, 14)]
-"""(prompt, response) in two micro-batches, of three and of two sequences; one is long enough to show how positions are rotated."""
+"""(prompt, response) lengths of two micro-batches; one sequence is long enough to reveal the rotary embedding."""
 
 LLAMA_3 = {
     "rope_type": "llama3",
@@ -64,7 +64,7 @@ CHOSEN = {
     ("tp2 sp cp2", "qwen3"),
     ("pp2 vpp2 cp2", "qwen3"),
 }
-"""Every layout and every model at least once."""
+"""Pairs of layout and model that cover every layout and every model."""
 ALL = [(layout, model) for layout in LAYOUTS for model in MODELS]
 CASES = [pytest.param(*case, marks=() if case in CHOSEN else pytest.mark.slow) for case in ALL]
 
@@ -72,7 +72,7 @@ CASES = [pytest.param(*case, marks=() if case in CHOSEN else pytest.mark.slow) f
 class Checkpoint(NamedTuple):
     directory: Path
     oracle: Path
-    """The same weights as a model that transformers knows."""
+    """Same weights, as a model that transformers supports."""
 
 
 @pytest.fixture(scope="module")

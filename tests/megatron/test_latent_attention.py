@@ -18,7 +18,7 @@ from tests.megatron.policies import settings_of
 from tests.megatron.ranks import RankPool
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9)]
-"""(prompt, response)"""
+"""(prompt, response) lengths."""
 LOSS = LossSettings(loss_type="sft_loss")
 SLOW = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""Names of a stage's weights are those of the whole model, of local and of TransformerEngine's layers alike."""
+"""Weights of a pipeline stage have the names of the whole model, for local and TransformerEngine layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes over logits against autograd through softmax, whole and in two parts of the vocabulary."""
+"""Passes over logits against autograd through softmax, with the whole vocabulary and with two shards of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ N, V = 7, 31
 
 
 def drawn(*, scale: float) -> tuple[Tensor, Tensor]:
-    """Logits, float64, and targets."""
+    """Draw float64 logits and targets."""
     generator = torch.Generator().manual_seed(0)
     return scale * torch.randn(N, V, generator=generator, dtype=torch.float64), torch.randint(V, (N,), generator=generator)
 
@@ -54,7 +54,7 @@ def test_a_rank_without_tokens_has_no_gradient() -> None:
 
 
 def test_the_target_of_a_certain_token_is_rounded_once() -> None:
-    """p is so near to 1 that bfloat16 does not tell them apart: what is left of 1 - p is not lost."""
+    """p is so near to 1 that bfloat16 cannot tell them apart; the gradient 1 - p must not be lost."""
     logits = torch.tensor([[0.0, 6.0]])
     log_total = logits.logsumexp(-1)
     left = -torch.expm1(6.0 - log_total.double())

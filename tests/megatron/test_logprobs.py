@@ -1,4 +1,4 @@
-"""Vocabulary-parallel log-probabilities: two ranks against one, which has the whole vocabulary and no padding."""
+"""Vocabulary-parallel log-probabilities: two ranks against one with the whole vocabulary and no padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.megatron.ranks import RankPool
 
 N, E, V = 23, 8, 37
 PADDED = {"in the last part": 48, "a whole part": 80}
-"""Vocabulary with padding: of the second rank's rows 13 are tokens, or none."""
+"""Vocabulary sizes with padding: 13 of the second rank's rows are tokens, or none."""
 SCALES = {"usual": 1.0, "extreme": 400.0}
 
 
@@ -29,13 +29,13 @@ class Values:
 
 
 def inputs(scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """hidden [N, E], weight [V, E], targets [N], gradients [2, N] of log-probabilities and entropies."""
+    """Return hidden [N, E], weight [V, E], targets [N], and gradients [2, N] of log-probabilities and entropies."""
     torch.manual_seed(0)
     return scale * torch.randn(N, E), torch.randn(V, E), torch.randint(0, V, (N,)), torch.randn(2, N)
 
 
 def parallel(world: World, padded: int, scale: float, has_main_grad: bool, terms: str) -> Values:
-    """This rank's values; the gradient of the hidden states is its part of the sum."""
+    """Return this rank's values; its gradient of the hidden states is one summand."""
     hidden, weight, targets, upstream = inputs(scale)
     whole = torch.full((padded, E), 1e6)  # padding must not matter, whatever is there
     whole[:V] = weight

@@ -1,4 +1,4 @@
-"""Mixtures of experts on Megatron-Core: gradients against transformers for families, dispatchers and layouts; what balances the experts."""
+"""Mixtures of experts on Megatron-Core: gradients against transformers for families, dispatchers and layouts; load balancing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.megatron.policies import settings_of
 from tests.megatron.ranks import RankPool
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9)]
-"""(prompt, response)"""
+"""(prompt, response) lengths."""
 CAPACITY = Capacity(max_tokens=34)
 LOSS = LossSettings(loss_type="sft_loss")
 
@@ -94,7 +94,7 @@ def test_gradients_are_those_of_the_torch_trainer(pool: RankPool, checkpoints, f
 
 
 def gate_logits(model: Any, samples: list[TrainSample]) -> Iterator[tuple[TrainSample, Tensor, dict[str, Tensor]]]:
-    """Sample by sample: log-probabilities of all its tokens but the first [T, V], and the routers' logits [T, experts] by name."""
+    """Yield for each sample log-probabilities [T, V] of all tokens but the first, and router logits [T, experts] by name."""
     seen: dict[str, Tensor] = {}
     gates = {name: module for name, module in model.named_modules() if name.endswith(".mlp.gate")}
     for name, gate in gates.items():
@@ -105,7 +105,7 @@ def gate_logits(model: Any, samples: list[TrainSample]) -> Iterator[tuple[TrainS
 
 
 def balanced_torch_gradients(directory: Path, coefficient: float) -> tuple[dict[str, Tensor], float]:
-    """Of the likelihood and of DeepSeek-V3's balance loss of each sequence, a mean over tokens; and that loss."""
+    """Return the gradients of the likelihood plus DeepSeek-V3's sequence balance loss, a mean over tokens, and that loss."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     step = StepSamples.of(batch(), 0, LOSS)
     num_tokens, balance = sum(len(sample.tokens) - 1 for sample in step.samples), 0.0
@@ -126,7 +126,7 @@ def balanced_torch_gradients(directory: Path, coefficient: float) -> tuple[dict[
 
 
 def metrics(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -> dict[str, float]:
-    """Of the one step of `of`, on rank 0."""
+    """Return the metrics of the single step of `of` on rank 0."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     worker = MegatronRankWorker(settings, world)
@@ -163,7 +163,7 @@ def corrections_after_a_step(world: World, settings: MegatronTrainerSettings, of
 
 
 def corrections_and_counts(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Of transformers' model, by name of the correction: the correction, and how many tokens of the batch choose each expert."""
+    """Return by name the router corrections of transformers' model and the number of the batch's tokens per expert."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     corrections = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
     counts = {name: torch.zeros_like(correction) for name, correction in corrections.items()}
@@ -176,7 +176,7 @@ def corrections_and_counts(directory: Path) -> tuple[dict[str, Tensor], dict[str
 
 
 def tokens_of_experts(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -> dict[str, Tensor]:
-    """What the routers of this rank counted in the second of two steps alike, after they scored the same."""
+    """Return this rank's token counts per expert in the second of two equal steps, after scoring the same samples."""
     from fuligo.trainer.megatron_backend.router import routers
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
@@ -228,7 +228,7 @@ def test_corrections_move_towards_experts_that_got_few_real_tokens(pool: RankPoo
 def corrections_around_a_failed_step(
     world: World, settings: MegatronTrainerSettings, failing: TrainBatch, of: TrainBatch
 ) -> list[dict[str, Tensor]]:
-    """Before it, after it, and after a step that then succeeds."""
+    """Return the corrections before and after a failed step, and after a successful one."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     def corrections() -> dict[str, Tensor]:
@@ -264,7 +264,7 @@ def weights_after_a_step(world: World, settings: MegatronTrainerSettings, of: Tr
 
 
 def test_hidden_communication_changes_nothing_of_a_step(pool: RankPool, checkpoints) -> None:
-    """Experts have gradient buffers of their own, shared by other ranks than those of the other weights."""
+    """Experts have their own gradient buffers, which other ranks share than those of the other weights."""
     layout = Layout(ep=2, num_ranks=4)
     adam = OptimizerSettings(LearningRateSchedule(peak=1e-3), eps=1e-3)  # else steps are little more than signs
     settings = mixture_settings(checkpoints("glm4_moe"), layout, optimizer=adam, optimizer_place=OptimizerPlace(distributed=True))

@@ -1,4 +1,4 @@
-"""What Megatron is told of a model, and what it refuses."""
+"""Megatron's configuration of a model, and models that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of tokens as the ranks of a layout get them."""
+"""Packed rows of tokens on the ranks of a layout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_lengths_divide_as_the_layout_needs(lengths, layout: Layout, pad_multipl
 @given(lengths=lengths, layout=layouts, pad_multiple=st.sampled_from([1, 8, 10]))
 @settings(max_examples=60)
 def test_ranks_together_have_every_sequence_in_zigzag_pieces_with_padding_after_it(lengths, layout: Layout, pad_multiple: int):
-    """The rows of all ranks, put together piece by piece, are the sequences; only padding is added, and only behind."""
+    """The rows of all ranks, joined piece by piece, are the sequences followed by padding."""
     tokens = pack_tokens(train_batches.samples(lengths), torch.device("cpu"))
     rows = rows_of(tokens, layout, pad_multiple)
     sequences = list(pairwise(tokens.cu_seqlens))

@@ -1,4 +1,4 @@
-"""Multi-token prediction on Megatron-Core against the same layers in plain torch: loss and gradients, packed, for families and layouts."""
+"""MTP on Megatron-Core against the same layers in plain torch: loss and gradients of packed rows, for families and layouts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.megatron.prediction_fixture import PredictingModel
 from tests.megatron.ranks import RankPool
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9)]
-"""(prompt, response); the second and the fourth have responses that a layer would have to predict from before their sample."""
+"""(prompt, response) lengths; in the second and the fourth an MTP layer would need tokens before the sample."""
 LOSS = LossSettings(loss_type="sft_loss")
 SCALE = 0.3
 SLOW = pytest.mark.slow
@@ -51,7 +51,7 @@ LAYOUTS = {
 
 @dataclass(slots=True)
 class Reference:
-    """A model in plain torch with the gradients of its loss, and the checkpoint of it."""
+    """Model in plain torch, the gradients of its loss, and its checkpoint."""
 
     model: PredictingModel
     directory: Path
@@ -77,7 +77,7 @@ def batch() -> TrainBatch:
 
 
 def backward(model: PredictingModel) -> float:
-    """Sample by sample; returns the loss of the prediction layers, a mean over them."""
+    """Run backward sample by sample; return the mean loss of the MTP layers."""
     step = StepSamples.of(batch(), 0, LOSS)
     total = torch.zeros(())
     for sample, weights in zip(step.samples, step.weights):
@@ -134,7 +134,7 @@ def test_gradients_of_joint_training_are_those_of_plain_torch(
     ids=str,
 )
 def test_else_their_loss_trains_the_layers_alone(pool: RankPool, references, layout: str, overrides: dict[str, Any]) -> None:
-    """The model's own gradients are those that it has without prediction layers, the layers' those of joint training."""
+    """The model's own gradients are those without MTP layers; the layers' gradients are those of joint training."""
     reference, shape = references("mimo", 2), LAYOUTS[layout]
     apart, *_ = pool.run(shape.num_ranks, megatron_gradients, prediction_settings(reference, shape, joint=False, **overrides), batch())
     without, *_ = pool.run(
@@ -179,7 +179,7 @@ def test_the_loss_is_a_metric_and_the_norm_counts_shared_embeddings_once(pool: R
 
 
 def untrained(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights after a step of training, and before."""
+    """Return the weights after a training step and before it."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     worker = MegatronRankWorker(settings, world)

@@ -1,4 +1,4 @@
-"""A model of the user's own: it computes what its provider says, and has the checkpoint's weights, or is refused."""
+"""Custom model providers: the model computes what its provider defines with the checkpoint's weights, or is refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def provided(directory: Path, provider: str, layout: Layout = PP2) -> MegatronTr
 
 
 def wide_norm_gradients(directory: Path) -> dict[str, Tensor]:
-    """Of transformers' model with the epsilon that the provider's final norm has."""
+    """Return the gradients of transformers' model with the epsilon of the provider's final norm."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model.model.norm.variance_epsilon = EPSILON
     step = StepSamples.of(batch(), 0, LOSS)
@@ -59,7 +59,7 @@ def test_a_module_that_is_replaced_is_trained_as_it_computes(pool: RankPool, che
 
 
 def around_a_step(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Exported weights before and after."""
+    """Return the exported weights before and after a step."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     worker = MegatronRankWorker(settings, world)

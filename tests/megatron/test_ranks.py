@@ -1,4 +1,4 @@
-"""The pool that all other tests here run on."""
+"""The pool of ranks that all other tests here use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routing replay: tokens go where samples say, under every layout and in recomputed layers, as transformers computes it."""
+"""Routing replay: tokens go to the given experts under every layout and in recomputed layers, as in transformers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from tests.megatron.policies import settings_of
 from tests.megatron.ranks import RankPool
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9), (4, 26)]
-"""(prompt, response)"""
+"""(prompt, response) lengths."""
 CAPACITY, SCORE_CAPACITY = Capacity(max_tokens=34), Capacity(max_tokens=50)
-"""Scoring packs the samples otherwise than training."""
+"""Capacities for training and scoring, which pack the samples differently."""
 LOSS = LossSettings(loss_type="sft_loss")
 LAYOUTS = {
     "one": Layout(),
@@ -55,7 +55,7 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Of four layers; the first of glm4_moe is dense."""
+    """Save a model of four layers; the first of glm4_moe is dense."""
     made: dict[str, Path] = {}
 
     def checkpoint(family: str) -> Path:
@@ -83,7 +83,7 @@ def replay_settings(directory: Path, layout: str, recomputed: str = "", **overri
 
 @dataclass(slots=True)
 class Course:
-    """What a worker said on its way."""
+    """Results of a worker's course."""
 
     scored: list[TrainSample]
     gradients: dict[str, Tensor]
@@ -115,12 +115,12 @@ def course(world: World, settings: MegatronTrainerSettings, samples: list[TrainS
 
 @dataclass(slots=True)
 class Expected:
-    """What transformers says of the same."""
+    """Results of transformers for the same samples."""
 
     logprobs: list[Tensor]
     gradients: dict[str, Tensor]
     chosen: list[Tensor]
-    """[T - 1, M, K] of each sample."""
+    """[T - 1, M, K] experts of each sample."""
     share_changed: float
 
 
@@ -161,7 +161,7 @@ def run(pool: RankPool, settings: MegatronTrainerSettings, samples: list[TrainSa
     ],
 )
 def test_tokens_go_where_samples_say(pool: RankPool, checkpoint_of, family: str, layout: str, recomputed: str) -> None:
-    """Old log-probabilities, gradients (the routers' too) and the share of changed choices; padding and unknown tokens go their own way."""
+    """Checks old log-probabilities, gradients (also the routers') and the share of changed choices; other tokens route freely."""
     directory = checkpoint_of(family)
     settings = replay_settings(directory, layout, recomputed)
     samples = with_random_experts(train_batches.samples(LENGTHS), RoutingShape.read(directory))
@@ -184,7 +184,7 @@ def test_tokens_go_where_samples_say(pool: RankPool, checkpoint_of, family: str,
     ],
 )
 def test_a_replay_of_the_own_choice_changes_nothing(pool: RankPool, checkpoint_of, family: str, layout: str, recomputed: str) -> None:
-    """`score` records what transformers' routers choose, for every token and layer; training then finds nothing changed."""
+    """`score` records the choice of transformers' routers for every token and layer; training then changes none."""
     directory, samples = checkpoint_of(family), train_batches.samples(LENGTHS)
     replayed = run(pool, replay_settings(directory, layout, recomputed, records_routing=True), samples)
     free = run(pool, replay_settings(directory, layout, recomputed, routing=None), samples)
@@ -199,7 +199,7 @@ def test_a_replay_of_the_own_choice_changes_nothing(pool: RankPool, checkpoint_o
 
 
 def second_step(world: World, settings: MegatronTrainerSettings, samples: list[TrainSample]) -> list[float] | None:
-    """The shares of changed choices in each of two steps, the first of which moves the weights far; on rank 0."""
+    """Return the share of changed choices in each of two steps on rank 0; the first step moves the weights far."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     worker = MegatronRankWorker(settings, world)
@@ -251,7 +251,7 @@ def test_experts_of_another_model_are_refused(pool: RankPool, checkpoint_of) -> 
 
 
 def test_padding_and_a_repetition_are_sent_nowhere(checkpoint_of) -> None:
-    """A repetition would count as changed choices that nobody trains on."""
+    """A repetition would count as changed choices, though it is not trained on."""
     from fuligo.trainer.megatron_backend.packed import pack_row
     from fuligo.trainer.megatron_backend.routing_replay import UNKNOWN, row_choices
 

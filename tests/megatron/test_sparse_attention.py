@@ -1,4 +1,4 @@
-"""Sparse attention over packed rows, alone, against scores and masks of whole sequences written out."""
+"""Sparse attention over packed rows against explicit scores and masks of whole sequences."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fuligo.trainer.megatron_backend import sparse_attention
 from fuligo.trainer.megatron_backend.sparse_attention import attend, choose_tokens, row_places
 
 LENGTHS = (8, 4, 20, 12, 36)
-"""Each a multiple of 2 * cp."""
+"""Sequence lengths, each a multiple of 2 * cp."""
 CU_SEQLENS = tuple(accumulate(LENGTHS, initial=0))
 NUM_TOKENS = CU_SEQLENS[-1]
 TOP_K = 7
 
 
 def chosen_mask(queries: Tensor, head_weights: Tensor, keys: Tensor, top_k: int) -> Tensor:
-    """[T, T] True where the row's token sees the column's."""
+    """Return [T, T], True if the row's token attends to the column's."""
     mask = torch.zeros(NUM_TOKENS, NUM_TOKENS, dtype=torch.bool)
     for start, end in pairwise(CU_SEQLENS):
         for row in range(start, end):
@@ -29,7 +29,7 @@ def chosen_mask(queries: Tensor, head_weights: Tensor, keys: Tensor, top_k: int)
 
 
 def as_mask(chosen: Tensor) -> Tensor:
-    """[n, T] of [n, K]; a token is chosen once."""
+    """Convert [n, K] indices to an [n, T] mask; each token is chosen once."""
     counts = torch.zeros(len(chosen), NUM_TOKENS + 1, dtype=torch.int64).scatter_add_(
         1, torch.where(chosen < 0, NUM_TOKENS, chosen).long(), torch.ones_like(chosen, dtype=torch.int64)
     )
@@ -58,7 +58,7 @@ def test_the_highest_scores_of_the_tokens_before_are_chosen(cp: int, top_k: int)
 
 
 def test_a_part_of_the_tokens_makes_the_same_choice() -> None:
-    """As tensor-parallel ranks do, each for its own tokens; parts begin and end within sequences."""
+    """Tensor-parallel ranks choose for their own tokens; parts begin and end within sequences."""
     torch.manual_seed(0)
     queries, head_weights, keys = torch.randn(NUM_TOKENS, 8, 16), torch.randn(NUM_TOKENS, 8), torch.randn(NUM_TOKENS, 16)
     places = row_places(CU_SEQLENS, 1, 0)

@@ -34,7 +34,7 @@ from tests.megatron.prediction_fixture import PredictingModel
 from tests.megatron.ranks import RankPool
 
 LENGTHS = [(4, 9), (1, 3), (30, 12), (2, 1), (5, 14), (3, 9)]
-"""(prompt, response); most have more tokens than a query chooses."""
+"""(prompt, response) lengths; most have more tokens than a query chooses."""
 TYPES = ["full", "shared", "shared", "full"]
 LOSS = LossSettings(loss_type="sft_loss")
 SCALE = 0.3
@@ -54,7 +54,7 @@ LAYOUTS = {
 
 @dataclass(slots=True)
 class Reference:
-    """The model in plain torch with the gradients of its loss, the checkpoint of it, and one without its prediction layer."""
+    """Model in plain torch, the gradients of its loss, its checkpoint, and one without its MTP layer."""
 
     gradients: dict[str, Tensor]
     directory: Path
@@ -99,7 +99,7 @@ def training_settings(reference: Reference, layout: Layout, **overrides: Any) ->
     ],
 )
 def test_gradients_are_those_of_plain_torch(pool: RankPool, reference: Reference, layout: str) -> None:
-    """Of a model with a prediction layer; indexers have none."""
+    """The model has an MTP layer; indexers get no gradients."""
     got, *_ = pool.run(LAYOUTS[layout].num_ranks, megatron_gradients, training_settings(reference, LAYOUTS[layout]), batch())
     assert_gradients_agree(got, reference.gradients)
 
@@ -122,7 +122,7 @@ def test_recomputed_activations_give_the_same_gradients(
 
 
 def choices_kept(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -> list[int]:
-    """After a pass with gradients, and after one without, on the rows that were made for it."""
+    """Return the choices kept after a pass with gradients and after one without."""
     from fuligo.trainer.megatron_backend import passes
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
@@ -155,7 +155,7 @@ def test_logprobs_are_those_of_transformers(pool: RankPool, reference: Reference
 
 
 def test_indexers_rotate_neighbours_where_config_json_says_so(pool: RankPool, reference: Reference, tmp_path: Path) -> None:
-    """SGLang does; transformers does not, and computes the same of weights that have the two elements of every pair side by side."""
+    """SGLang does. transformers does not, but computes the same from weights with the two elements of every pair side by side."""
     directory = shutil.copytree(reference.without_prediction, tmp_path / "interleaved")
     config = read_config_json(directory) | {"indexer_rope_interleave": True}
     (directory / "config.json").write_text(json.dumps(config))
@@ -178,7 +178,7 @@ def test_interleaved_stages_begin_with_layers_that_choose(pool: RankPool, tmp_pa
 
 
 def test_the_choice_matters(reference: Reference, tmp_path: Path) -> None:
-    """Else what is tested above could as well be attention to all tokens."""
+    """Otherwise the tests above could not tell it from attention to all tokens."""
     dense = shutil.copytree(reference.without_prediction, tmp_path / "dense")
     (dense / "config.json").write_text(json.dumps(read_config_json(dense) | {"index_topk": 100}))
     samples = train_batches.samples(LENGTHS)

@@ -1,4 +1,4 @@
-"""A checkpoint that is not all of a model, or more than it, is refused before anything is loaded."""
+"""Checkpoints with missing or additional tensors are refused before anything is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Megatron trainer against the torch trainer on the same checkpoint: gradients under Hugging Face names, steps, what it refuses."""
+"""The Megatron trainer against the torch trainer on the same checkpoint: gradients, steps, and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.megatron.policies import settings_of
 from tests.megatron.ranks import RankPool
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9), (7, 6), (8, 2), (4, 30)]
-"""(prompt, response); the last is a micro-batch of its own."""
+"""(prompt, response) lengths; the last is a micro-batch of its own."""
 CAPACITY = Capacity(max_tokens=34)
 
 LAYOUTS = {
@@ -63,7 +63,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def batch(checkpoint: Path) -> TrainBatch:
-    """Old log-probabilities are near the policy's, so that ratios differ from 1 and some are clipped."""
+    """Return a batch with old log-probabilities near the policy's, so that ratios differ from 1 and some are clipped."""
     samples = train_batches.samples(LENGTHS)
     worker = TorchRankWorker(torch_settings(checkpoint), World())
     logprobs = worker.logprobs(shares.to_score(worker, samples))
@@ -84,7 +84,7 @@ def torch_gradients(directory: Path, batch: TrainBatch, loss: LossSettings) -> d
 
 
 def megatron_gradients(world: World, settings: MegatronTrainerSettings, batch: TrainBatch) -> dict[str, Tensor] | None:
-    """Of the whole model, by Hugging Face name, on rank 0."""
+    """Return the gradients of the whole model by Hugging Face name on rank 0."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     worker = MegatronRankWorker(settings, world)
@@ -134,7 +134,7 @@ def test_gradients_are_those_of_the_torch_trainer(pool: RankPool, checkpoint: Pa
 
 
 REPEATED = [(4, 26), (5, 25), (6, 24)]
-"""Three micro-batches by themselves: two data-parallel ranks or interleaved stages need a fourth."""
+"""Lengths that fill three micro-batches; two data-parallel ranks or interleaved stages need a fourth."""
 
 
 @pytest.mark.parametrize("layout", ["dp2", pytest.param("pp2 vpp2", marks=pytest.mark.slow)])
@@ -147,7 +147,7 @@ def test_a_repeated_micro_batch_weighs_nothing(pool: RankPool, checkpoint: Path,
 
 @dataclass(slots=True)
 class Course:
-    """What a worker said on its way."""
+    """Results of a worker's course."""
 
     scored: list[TrainSample]
     result: StepResult
@@ -156,7 +156,7 @@ class Course:
 
 
 def course(world: World, settings: TrainerSettings, samples: list[TrainSample], build: Callable[..., Any] = build_worker) -> Course | None:
-    """Score, train for five optimizer steps, score again; on rank 0."""
+    """Score, train for five optimizer steps, score again; return the results on rank 0."""
     worker = build(settings, world)
     scored = shares.scored(worker, samples)
     everywhere: list[Any] = [scored]
@@ -169,7 +169,7 @@ def course(world: World, settings: TrainerSettings, samples: list[TrainSample], 
 
 
 ADAM = OptimizerSettings(LearningRateSchedule(peak=3e-3, warmup_steps=2), eps=1e-3, weight_decay=0.1, clip_grad=0.5)
-"""With so large an epsilon the steps are smooth functions of the gradients; usual ones are little more than their signs."""
+"""Optimizer with a large epsilon, so that steps are smooth in the gradients; usual steps are little more than their signs."""
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
@@ -187,7 +187,7 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 def test_scores_and_steps_are_those_of_the_torch_trainer(
     pool: RankPool, checkpoint: Path, tmp_path: Path, layout: str, flags: dict
 ) -> None:
-    """Distributed optimizer, warm-up, weight decay, clipping; a reference that takes the policy's weights after the rollout; a teacher."""
+    """With distributed optimizer, warm-up, weight decay, clipping, a teacher, and a reference that takes the policy's weights."""
     common = {
         "reference_weights": tiny.save_checkpoint(tmp_path / "reference", "qwen3", seed=5, layers=4),
         "teacher_weights": tiny.save_checkpoint(tmp_path / "teacher", "qwen3", seed=6, layers=4),
@@ -222,7 +222,7 @@ def test_scores_and_steps_are_those_of_the_torch_trainer(
 
 
 def away(world: World, settings: TrainerSettings, samples: list[TrainSample]) -> Course | None:
-    """As `course`, with everything in host memory between its parts."""
+    """Run `course` with everything offloaded to host memory between its parts."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     class Sharing(MegatronRankWorker):
@@ -248,7 +248,7 @@ def test_nothing_is_lost_while_engines_have_the_memory(pool: RankPool, checkpoin
 
 
 def failed_step(world: World, settings: MegatronTrainerSettings, batch: TrainBatch) -> tuple[str, bool]:
-    """The error of a step, and whether all weights of this rank are as before."""
+    """Return the error of a step, and whether all weights of this rank are unchanged."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     worker = MegatronRankWorker(settings, world)
@@ -269,7 +269,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_and_ends_the_step_on_all_r
 
 
 def weights_after_steps(world: World, settings: MegatronTrainerSettings, samples: list[TrainSample]) -> dict[str, Tensor] | None:
-    """Two optimizer steps; on rank 0."""
+    """Return the weights after two optimizer steps on rank 0."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     worker = MegatronRankWorker(settings, world)
@@ -307,7 +307,7 @@ def test_where_and_when_the_optimizer_works_changes_no_step(
 
 
 def norm_of_gradients(world: World, settings: MegatronTrainerSettings, samples: list[TrainSample]) -> float | None:
-    """On rank 0."""
+    """Return the gradient norm on rank 0."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     worker = MegatronRankWorker(settings, world)
@@ -324,7 +324,7 @@ def test_gradients_that_are_summed_in_bf16_are_near_those_in_float32(pool: RankP
 
 
 def trained(world: World, settings: MegatronTrainerSettings, batch: TrainBatch) -> list[str] | None:
-    """Names of the weights that a step has changed, on rank 0."""
+    """Return the names of the weights that a step changed, on rank 0."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     worker = MegatronRankWorker(settings, world)
@@ -347,7 +347,7 @@ def trained(world: World, settings: MegatronTrainerSettings, batch: TrainBatch) 
 def test_only_what_the_lists_leave_is_trained(
     pool: RankPool, checkpoint: Path, batch: TrainBatch, lists: TrainedParameters, left: set[str]
 ) -> None:
-    """By names of either kind; a pipeline stage with nothing to train takes part all the same."""
+    """The lists may use names of either kind; a pipeline stage without trainable weights still takes part."""
     changed, _ = pool.run(2, trained, settings_of(checkpoint, LAYOUTS["pp2"], trained=lists), batch)
     assert changed and all(any(part in name for part in left) for name in changed)
     assert all(any(part in name for name in changed) for part in left)

@@ -1,4 +1,4 @@
-"""The value model of the Megatron trainer against the torch trainer's on the same weights, and across layouts in its checkpoints."""
+"""The value model of the Megatron trainer against the torch trainer's on the same weights, and its checkpoints across layouts."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ LIMITS: dict[str, Any] = {"capacity": CAPACITY, "score_capacity": CAPACITY}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its head is its embedding, which a value model's is not."""
+    """Save a policy whose head is its embedding, unlike a value model's."""
     return tiny.save_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", layers=4, tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="module")
 def critic(tmp_path_factory: pytest.TempPathFactory) -> CriticSettings:
-    """Begins with a head that is not zero."""
+    """Save a value model whose head is not zero."""
     directory = tiny.save_value_model(tmp_path_factory.mktemp("values"), "qwen3", layers=4, seed=2, tie_word_embeddings=True)
     return CriticSettings(directory, ADAM)
 
 
 @pytest.fixture(scope="module")
 def batch(checkpoint: Path, critic: CriticSettings) -> TrainBatch:
-    """Values and returns on both sides of the clip."""
+    """Return a batch with values and returns on both sides of the clip."""
     samples = shares.scored(TorchRankWorker(torch_settings(checkpoint, critic=critic), World()), train_batches.samples(LENGTHS))
     assert samples is not None
     return train_batches.batch(train_batches.with_returns(samples, noise=0.2))
 
 
 def weights_of(worker: Any) -> dict[str, Tensor]:
-    """Of the value model of either trainer, by Hugging Face name; on all ranks."""
+    """Return the value model's weights of either trainer by Hugging Face name, on all ranks."""
     if isinstance(worker, TorchRankWorker):
         assert worker.critic is not None
         return {name: tensor.clone() for name, tensor in worker.critic.value_model.model.state_dict().items()}
@@ -76,7 +76,7 @@ def torch_gradients(settings: TrainerSettings, batch: TrainBatch) -> dict[str, T
 
 
 def megatron_gradients(world: World, settings: MegatronTrainerSettings, batch: TrainBatch) -> dict[str, Tensor] | None:
-    """Of the whole value model, by Hugging Face name, on rank 0."""
+    """Return the gradients of the whole value model by Hugging Face name on rank 0."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     worker = MegatronRankWorker(settings, world)
@@ -122,7 +122,7 @@ def mixture_gradients(world: World, settings: MegatronTrainerSettings, batch: Tr
     ],
 )
 def test_values_of_a_mixture_begin_where_the_torch_trainer_stopped(pool: RankPool, tmp_path: Path, family: str, layout: Layout) -> None:
-    """The torch trainer's saved value model, all experts in one tensor, read and trained on by Megatron's."""
+    """Megatron reads and trains the torch trainer's value model, whose experts are in one tensor."""
     directory = save_uneven(tmp_path / "model", family)
     tiny.tokenizer().save_pretrained(directory)
     begun = TorchRankWorker(torch_settings(directory, critic=CriticSettings(directory, ADAM)), World())
@@ -141,7 +141,7 @@ def test_values_of_a_mixture_begin_where_the_torch_trainer_stopped(pool: RankPoo
 
 @dataclass(slots=True)
 class Course:
-    """What a worker said on its way."""
+    """Results of a worker's course."""
 
     scored: list[TrainSample]
     result: StepResult
@@ -152,7 +152,7 @@ class Course:
 def course(
     world: World, settings: TrainerSettings, load: Path | None = None, save: Path | None = None, build: Callable[..., Any] = build_worker
 ) -> Course | None:
-    """A rollout of PPO: score, train for three optimizer steps, score again; on rank 0."""
+    """Score, train for three optimizer steps of PPO, score again; return the results on rank 0."""
     worker = build(settings, world)
     if load is not None:
         worker.restore(load)
@@ -212,7 +212,7 @@ def test_it_begins_as_the_policy_with_zeros_for_a_head_and_learns_alone_at_first
 
 @pytest.fixture(scope="module")
 def saved(pool: RankPool, checkpoint: Path, critic: CriticSettings, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """After a rollout of one rank."""
+    """Save a checkpoint after a rollout on one rank."""
     save = tmp_path_factory.mktemp("saved") / "iter_0000001"
     pool.run(1, course, settings_of(checkpoint, Layout(), **LIMITS, critic=critic, optimizer=ADAM), save=save)
     return save
@@ -230,7 +230,7 @@ def test_it_goes_on_under_another_layout(pool: RankPool, checkpoint: Path, criti
 
 
 def first_values(world: World, settings: MegatronTrainerSettings, load: Path | None = None) -> list[np.ndarray] | str | None:
-    """Values of some samples, on rank 0, or why there are none."""
+    """Return the values of some samples on rank 0, or the error."""
     worker: Any = build_worker(settings, world)
     try:
         if load is not None:
@@ -255,7 +255,7 @@ def test_a_saved_value_model_is_where_another_begins(pool: RankPool, checkpoint:
 def test_transformers_and_the_torch_trainer_take_what_was_saved(
     pool: RankPool, checkpoint: Path, critic: CriticSettings, saved: Path, tmp_path: Path
 ) -> None:
-    """The one as a token classifier, the other as a value model of its own."""
+    """transformers loads it as a token classifier, the torch trainer as its value model."""
     (want,) = pool.run(1, first_values, settings_of(checkpoint, Layout(), **LIMITS, critic=critic, optimizer=ADAM), load=saved)
     classifier, own = tmp_path / "classifier", tmp_path / "own"
     assert convert(["value-to-hf", str(saved), "--save", str(classifier)]) == 0
@@ -275,7 +275,7 @@ def test_transformers_and_the_torch_trainer_take_what_was_saved(
 
 
 def test_checkpoints_are_compared_with_their_value_models(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In all that they hold, their optimizers included."""
+    """The comparison includes the optimizers."""
     shutil.copytree(saved, tmp_path / "without")
     shutil.rmtree(tmp_path / "without" / "critic")
     assert convert(["compare", str(saved), str(saved), "--all"]) == 0
@@ -300,7 +300,7 @@ def test_a_checkpoint_without_a_value_model_is_refused_unless_one_is_to_begin_th
 
 
 def test_a_model_of_the_users_own_is_its_value_model_too(pool: RankPool, checkpoint: Path, critic: CriticSettings) -> None:
-    """Also where the policy's head is its embedding."""
+    """Including a policy whose head is its embedding."""
     provider = "tests.megatron.providers.with_wide_norm"
     got, *_ = pool.run(2, first_values, settings_of(checkpoint, LAYOUTS["pp2"], **LIMITS, critic=critic, model_provider=provider))
     worker: Any = TorchRankWorker(torch_settings(checkpoint, critic=critic), World())
@@ -316,7 +316,7 @@ def saved_policy(world: World, settings: MegatronTrainerSettings, directory: Pat
 
 
 def away(world: World, settings: TrainerSettings) -> Course | None:
-    """As `course`, with everything in host memory before its training."""
+    """Run `course` with everything offloaded to host memory before training."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     class Sharing(MegatronRankWorker):

@@ -1,4 +1,4 @@
-"""A checkpoint goes into a model of any layout and comes out as it was, on every rank."""
+"""A checkpoint loaded into a model of any layout is exported unchanged on every rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def save_published(directory: Path, family: str) -> Path:
-    """A tiny checkpoint in bf16, as `save_pretrained` writes it."""
+    """Save a tiny bf16 checkpoint with `save_pretrained`."""
     model = tiny.model(family.removesuffix("_apart"), layers=4, **SHAPES[family]).to(torch.bfloat16)
     assert isinstance(model, PreTrainedModel)
     model.save_pretrained(directory)
@@ -47,7 +47,7 @@ def save_published(directory: Path, family: str) -> Path:
 
 
 def save_with_prediction_layer(directory: Path, family: str) -> Path:
-    """With a prediction layer as the published files have it; transformers knows none."""
+    """Save a checkpoint with an MTP layer as in published files; transformers has none."""
     save_published(directory, "qwen2_apart" if family == "mimo" else family)
     config_json = json.loads((directory / "config.json").read_text()) | {"model_type": family, "num_nextn_predict_layers": 1}
     (directory / "config.json").write_text(json.dumps(config_json))
@@ -73,7 +73,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory):
 
 
 def load_and_export(world: World, settings: Any, gather_bytes: int) -> tuple[str, list[tuple[str, Tensor]]]:
-    """The checksum of what comes out, and on rank 0 all of it."""
+    """Return the checksum of the exported weights, and on rank 0 the weights."""
     from fuligo.trainer.megatron_backend.model import build_chunks
     from fuligo.trainer.megatron_backend.weights.export import named_weights
     from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
@@ -140,7 +140,7 @@ def test_prediction_layers_come_back(pool: RankPool, tmp_path: Path, family: str
 
 
 def test_experts_as_transformers_keeps_them_are_read_too(pool: RankPool, checkpoints, tmp_path: Path):
-    """One tensor for all experts of a layer, which `save_pretrained` writes where it is told to."""
+    """All experts of a layer are in one tensor, as `save_pretrained` writes them on request."""
     directory = checkpoints("qwen3_moe")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path, save_original_format=False)
@@ -153,7 +153,7 @@ def test_experts_as_transformers_keeps_them_are_read_too(pool: RankPool, checkpo
 
 
 def test_weights_of_another_architecture_are_refused(pool: RankPool, checkpoints):
-    """Of the same sizes, with norms that the model has not."""
+    """The sizes are the same, but there are norms that the model lacks."""
     settings = settings_of(checkpoints("qwen3"), Layout(), flags={"qk_layernorm": False})
     with pytest.raises(
         AssertionError, match=r"CheckpointError: .* do not both have decoder\.layers\.0\.self_attention\.q_layernorm\.weight"

@@ -1,4 +1,4 @@
-"""Ranks take their places, go on to other places, and start from the same random weights every time."""
+"""Ranks join layouts one after another and start from the same random weights every time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.megatron.ranks import RankPool
 
 
 def places(world: World, layouts: list[Layout]) -> list[tuple[int, int, int, int]]:
-    """(tp, cp, dp, pp) of this rank under each layout."""
+    """Return (tp, cp, dp, pp) of this rank under each layout."""
     from megatron.core import parallel_state
 
     from fuligo.trainer.megatron_backend.world import join_megatron, leave_megatron

@@ -19,7 +19,7 @@ COMMANDS = {
     "plan": "what train would do to a cluster, without one: rules, layout, memory, time; the same arguments",
     "convert": "a checkpoint from one format to another: Hugging Face, distributed, FP8; or two compared",
     "view": "a page over run directories: curves, samples, time, health; live, or a report in one file",
-    "import-script": "the config file of a bash launch script, which is read and never run",
+    "import-script": "the config file of a bash launch script, which runs in a sandbox with stand-ins",
     "launch": "train on the nodes of a hostfile: Ray is started there, and ended; or make this machine one of them",
     "serve": "the embedded engine alone",
     "doctor": "what this machine has, and lacks for a run: the arguments of train, or none",

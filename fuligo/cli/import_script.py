@@ -1,4 +1,4 @@
-"""`fuligo import-script`: a bash launch script as a config file. Nothing of the script is executed."""
+"""`fuligo import-script`: the config file of a bash launch script."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from fuligo.errors import ConfigError
 
 _DESCRIPTION = """\
-Turns a bash launch script into a config file. The script is evaluated here, statement by statement; no shell is started,
-nothing is executed, written (but --output) or contacted. What it would have launched becomes the config.
+Turns a bash launch script into a config file. bash runs the script in a sandbox where python3, ray, ssh, pkill and the like
+are stand-ins that record how they are called; the training job that the script starts becomes the config.
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the YAML, or write it; notes about what was not run go to stderr.
+    """Print the YAML, or write it; notes on what was not run go to stderr.
 
     Raises:
-        ConfigError: the script is not understood, starts no training, or its flags are wrong.
+        ConfigError: the script cannot be run, starts no training, or its flags are wrong.
     """
     options = parser().parse_args(arguments)
 
@@ -31,12 +31,16 @@ def main(arguments: Sequence[str]) -> int:
         options.script,
         options.argument,
         environment=os.environ,
-        given=_variables(options.env),
+        given=_pairs("--env", "NAME=VALUE", options.env),
         root=options.root,
+        maps={path: Path(folder) for path, folder in _pairs("--map", "PATH=DIR", options.map).items()},
         has_nvlink=options.nvlink,
+        trusted=options.trust,
     )
-    imported = imported_config(script)
-    for note in [*script.notes, *imported.warnings]:
+    for note in script.notes:
+        show_warning(note)
+    imported = imported_config(script, slime_defaults=options.slime)
+    for note in imported.warnings:
         show_warning(note)
     text = f"# Imported from {options.script.name}: the flags and the environment of its training job.\n{imported.yaml()}"
     if options.output is None:
@@ -47,22 +51,32 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command's options."""
+    """Build the parser of the command's options."""
     made = argparse.ArgumentParser("fuligo import-script", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("script", type=Path, help="bash script that starts train.py, alone or by `ray job submit`")
-    made.add_argument("argument", nargs="*", help="the script's own arguments: $1, $2, ...")
-    made.add_argument("--output", type=Path, metavar="FILE", help="write the config there instead of printing it; a new file")
-    made.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable that the script may see; repeatable")
-    made.add_argument("--root", type=Path, metavar="DIR", help="folder whose files the script may read (default: the script's own)")
-    made.add_argument("--nvlink", action=argparse.BooleanOptionalAction, default=True, help="what a script that asks nvidia-smi is told")
+    made.add_argument("script", type=Path, help="bash script that starts train.py, directly or by `ray job submit`")
+    made.add_argument("argument", nargs="*", help="arguments of the script: $1, $2, ...")
+    made.add_argument("--output", type=Path, metavar="FILE", help="write the config to this new file instead of printing it")
+    made.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable that the script sees; repeatable")
+    made.add_argument("--root", type=Path, metavar="DIR", help="folder that the script sees (default: its own)")
+    made.add_argument(
+        "--map", action="append", default=[], metavar="PATH=DIR", help="show DIR at PATH, a path of another machine; repeatable"
+    )
+    made.add_argument(
+        "--nvlink", action=argparse.BooleanOptionalAction, default=True, help="reply to a script that asks nvidia-smi for NVLink"
+    )
+    made.add_argument(
+        "--slime", action=argparse.BooleanOptionalAction, default=True, help="fill in slime's defaults and translate its flags"
+    )
+    made.add_argument("--trust", action="store_true", help="run the script without a sandbox where none can be built")
     return made
 
 
-def _variables(given: Sequence[str]) -> dict[str, str]:
-    for entry in given:
-        if not entry.partition("=")[0].isidentifier() or "=" not in entry:
-            raise ConfigError(f"--env {entry}: must be NAME=VALUE")
-    return dict(entry.split("=", 1) for entry in given)
+def _pairs(option: str, form: str, entries: Sequence[str]) -> dict[str, str]:
+    for entry in entries:
+        name, equals, _ = entry.partition("=")
+        if not equals or not name or (option == "--env" and not name.isidentifier()):
+            raise ConfigError(f"{option} {entry}: must be {form}")
+    return dict(entry.split("=", 1) for entry in entries)
 
 
 def _write(file: Path, text: str) -> None:
@@ -70,6 +84,6 @@ def _write(file: Path, text: str) -> None:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)
     except FileExistsError:
-        raise ConfigError(f"--output {file} exists already; choose a new file") from None
+        raise ConfigError(f"--output {file} already exists; choose a new file") from None
     except OSError as error:
-        raise ConfigError(f"--output {file} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"cannot write --output {file}: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""Reads a bash launch script and says which run it would start. Evaluates the script itself: no shell, no process, no file written."""
+"""Import of launch scripts: bash runs the script in a sandbox, stand-ins record the training job that it starts."""
 
 from __future__ import annotations
 

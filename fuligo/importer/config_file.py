@@ -1,4 +1,4 @@
-"""The launch that a script would make, as a config file: only what the script gives, under its groups."""
+"""Config file of an imported launch: the values that the script gives, under their groups."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fuligo.config.flags import flags
 from fuligo.config.topology_file import topology_from_text
 from fuligo.errors import ConfigError
 from fuligo.importer.run import ImportedScript
+from fuligo.importer.slime import translate
 
 _TOPOLOGY_OPTION = "--sglang-config"
 _WIDTH = 120
@@ -23,15 +24,15 @@ _WIDTH = 120
 
 @dataclass(frozen=True, slots=True)
 class ImportedConfig:
-    """A config with the names that were given."""
+    """A config, and which of its values were given."""
 
     config: Config
     given: tuple[tuple[str, str], ...]
-    """(group, name) of each value that is not a default."""
+    """(group, name) of each value that is written."""
     warnings: tuple[str, ...]
 
     def yaml(self) -> str:
-        """For `--config`: the given values, in the order of the groups. It makes an equal config again."""
+        """Return the given values in the order of the groups; read by `--config`, they make an equal config."""
         plain = self.config.model_dump(mode="json")
         chosen = {group: {name: value for name, value in values.items() if (group, name) in self.given} for group, values in plain.items()}
         filled = {group: _without_none(values) for group, values in chosen.items() if values}
@@ -39,19 +40,28 @@ class ImportedConfig:
 
 
 def _without_none(value: Any) -> Any:
-    """Keys of a topology that were not given."""
+    """Remove the keys of a topology that were not given."""
     if isinstance(value, dict):
         return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
     return [_without_none(entry) for entry in value] if isinstance(value, list) else value
 
 
-def imported_config(script: ImportedScript) -> ImportedConfig:
-    """The config of the launch: flags, environment block, topology.
+def imported_config(script: ImportedScript, *, slime_defaults: bool = True) -> ImportedConfig:
+    """Build the config of the launch: flags, environment block, topology.
+
+    Args:
+        slime_defaults: translate a command line of slime; False takes `train.py` for fuligo's own.
 
     Raises:
-        ConfigError: flags that are not known, values that are not valid; all of them.
+        ConfigError: unknown flags and invalid values, all of them.
     """
-    arguments, topologies = _without_topology(script.launch.arguments)
+    training, notes = script.launch.training, []
+    arguments = training.arguments
+    if slime_defaults and training.is_slime and CONFIG_OPTION not in arguments:
+        arguments, notes = translate(training)
+    elif training.is_async:
+        arguments = (*arguments, "--async-mode", "one-step")
+    arguments, topologies = _without_topology(arguments)
     line = read_command_line(arguments)
     if line.config_file is not None:
         raise ConfigError(f"{script.launch.place}: train.py is started with {CONFIG_OPTION} {line.config_file}: that file is the config")
@@ -61,19 +71,19 @@ def imported_config(script: ImportedScript) -> ImportedConfig:
         line.assignments.append(Assignment(flags()["env"], dict(script.launch.environment), "the environment of the job"))
     config = build_config(line.assignments, line.problems)
     given = dict.fromkeys((assignment.flag.group, assignment.flag.name) for assignment in line.assignments)
-    return ImportedConfig(config, tuple(given), tuple(line.warnings))
+    return ImportedConfig(config, tuple(given), (*notes, *line.warnings))
 
 
 def _inline(script: ImportedScript, file: str, line: CommandLine) -> None:
-    """The list of models in place of the file: the script's own files exist only while it is evaluated."""
-    topology = topology_from_text(script.file_text(file), Path(script.directory, file))
+    """Replace a topology file by its list of models: files that the script writes exist only in the sandbox."""
+    topology = topology_from_text(script.file_text(file), Path(file))
     line.problems += topology.problems
     line.warnings += topology.warnings
     line.assignments.append(Assignment(flags()["sglang_config"], topology.models, _TOPOLOGY_OPTION))
 
 
 def _without_topology(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """The arguments without `--sglang-config`, and its values."""
+    """Split off the values of `--sglang-config`."""
     rest: list[str] = []
     files: list[str] = []
     pending: Iterator[str] = iter(arguments)

@@ -1,114 +1,333 @@
-"""From a script to the run that it would start."""
+"""From a launch script to the training job that it starts."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from posixpath import normpath
+from typing import Any
 
 from fuligo.errors import ConfigError
-from fuligo.importer.control import ScriptExit
-from fuligo.importer.files import FileRefusedError, ScriptFiles
-from fuligo.importer.interpreter import Interpreter
-from fuligo.importer.limits import MAX_FILE_BYTES, Budget, LimitError
-from fuligo.importer.state import CALLERS_VARIABLES, Findings, Launch, State, Streams, how_to_set
+from fuligo.importer import sandbox
+from fuligo.importer.calls import Call, Launch, read_calls
+from fuligo.importer.stand_ins import RECORDED, find_commands
+
+CALLERS_VARIABLES = frozenset({
+    "BASE_DIR", "MASTER_ADDR", "MASTER_PORT", "HOSTFILE", "SOCKET_IFNAME", "NODE_RANK", "WORLD_SIZE", "WORKER_IP", "NNODES", "NUM_NODES",
+    "NUM_GPUS", "BASE_FOLDER", "MODEL_DIR", "DATA_DIR", "MLP_WORKER_0_HOST", "MLP_SOCKET_IFNAME", "HOME", "USER",
+})  # fmt: skip
+"""Variables of the caller that the script sees. Others (keys, tokens) only where `--env` names them: the result is printed."""
+
+_STATE = "/run/import-script"
+_SYSTEM_FOLDERS = ("/usr/bin", "/proc", "/dev", "/etc", _STATE)
+_MAX_SCRIPT_BYTES = 1_000_000
+_MAX_RUNS = 8
+"""Runs of one script: each may show another variable that is not set, or another absolute path of an interpreter."""
+
+_UNSET = re.compile(r"^(.+): line (\d+): (?:\w+: )?\$?(\w+): unbound variable$", re.MULTILINE)
+_SYNTAX = re.compile(r"^(.+): line (\d+): ((?:syntax error|unexpected EOF|unexpected end).*)$", re.MULTILINE)
+_MISSING = re.compile(r"^.+: line \d+: (.+): No such file or directory$", re.MULTILINE)
+_ADVICE = (
+    "Without one, bash runs the script itself; python3, ray, ssh, pkill, kill, rm, mkdir and every unknown command are stand-ins that only"
+    " record their arguments, but redirections and programs given by an absolute path take effect on this machine."
+    " Read the script, then give --trust"
+)
+_SPACED_ASSIGNMENT = re.compile(r"^\s*(\w+)\s*(\+?=)\s*(.*)$")
+
+
+class UnavailableError(ConfigError):
+    """No sandbox can be built on this machine."""
+
+    def __init__(self, script: Path, reason: str) -> None:
+        super().__init__(f"cannot run {script.name} in a sandbox: {reason}. {_ADVICE}")
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedScript:
-    """What a launch script says."""
+    """The training job of a launch script."""
 
     launch: Launch
     notes: tuple[str, ...]
-    """What was not run, and what was taken for granted, each with its line."""
-    files: ScriptFiles
-    directory: str
-    """Where the script starts the job; relative paths begin there."""
+    """What was not run and what was assumed, each with its line."""
 
     def file_text(self, path: str) -> str:
-        """Of a file that the script would have written, or that lies in its folder.
+        """Return the text that a file of the command line had when the job was started.
 
         Raises:
-            ConfigError: neither.
+            ConfigError: there was no such file.
         """
-        try:
-            return self.files.read(normpath(f"{self.directory}/{path}") if not path.startswith("/") else path)
-        except FileRefusedError as error:
-            raise ConfigError(f"{self.launch.place}: {error}") from None
+        if path not in self.launch.files:
+            raise ConfigError(f"{self.launch.place}: there is no file {path}")
+        return self.launch.files[path]
+
+
+@dataclass(slots=True)
+class _Script:
+    """A script, and what it may see."""
+
+    path: Path
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    folders: list[tuple[str, str]]
+    """(folder or file of this machine, path in the sandbox)."""
+    has_nvlink: bool
+    seconds: float
+    sandboxed: bool = True
+    stand_ins: list[str] = field(default_factory=list)
+    """Absolute paths of further stand-ins."""
 
 
 def import_script(
     script: Path,
     arguments: Sequence[str] = (),
+    *,
     environment: Mapping[str, str] | None = None,
     given: Mapping[str, str] | None = None,
     root: Path | None = None,
+    maps: Mapping[str, Path] | None = None,
     has_nvlink: bool = True,
+    trusted: bool = False,
+    seconds: float = 20.0,
 ) -> ImportedScript:
-    """Evaluate a launch script. Starts nothing, writes nothing, contacts nobody; reads files under `root` only.
+    """Run a launch script under bash in a sandbox where stand-ins record its commands.
 
     Args:
         arguments: the script's `$1`, `$2`, ...
-        environment: of the caller; only `CALLERS_VARIABLES` are taken from it.
-        given: further variables that the script may see.
-        root: folder whose files may be read (default: the script's).
-        has_nvlink: what scripts that ask nvidia-smi are told.
+        environment: variables of the caller; only `CALLERS_VARIABLES` are taken from it.
+        given: further variables that the script sees.
+        root: folder that the script sees (default: its own).
+        maps: path in the sandbox -> folder shown there.
+        has_nvlink: reply of the `nvidia-smi` stand-in.
+        trusted: where no sandbox can be built, run with stand-ins and limits only.
+        seconds: time limit.
 
     Raises:
-        ConfigError: the script cannot be read, is not understood, or does not start exactly one training job.
+        ConfigError: the script cannot be run, fails, or does not start exactly one training job.
     """
     if not script.is_file():
         raise ConfigError(f"{script}: there is no such script")
-    if script.stat().st_size > MAX_FILE_BYTES:
-        raise ConfigError(f"{script}: more than {MAX_FILE_BYTES:,} bytes, which is no launch script")
+    if script.stat().st_size > _MAX_SCRIPT_BYTES:
+        raise ConfigError(f"{script}: more than {_MAX_SCRIPT_BYTES:,} bytes, which is no launch script")
     allowed = {name: value for name, value in (environment or {}).items() if name in CALLERS_VARIABLES} | dict(given or {})
-    state = _first_state(script, allowed, root, has_nvlink)
-    state.positional = list(arguments)
-    end = _evaluate(script, state)
-    launches = state.findings.launches
-    if not launches:
-        raise ConfigError(_no_launch(script, state, end))
-    if len(launches) > 1:
-        raise ConfigError(
-            f"{script.name} starts train.py {len(launches)} times ({', '.join(launch.place for launch in launches)}); keep one"
-        )
-    return ImportedScript(launches[0], tuple(state.findings.notes), state.files, state.directory)
-
-
-def _first_state(script: Path, allowed: dict[str, str], root: Path | None, has_nvlink: bool) -> State:
-    hosts = (Path(allowed["HOSTFILE"]).resolve(),) if allowed.get("HOSTFILE") else ()
-    return State(
-        files=ScriptFiles((root or script.parent).resolve(), hosts),
-        budget=Budget(),
-        findings=Findings(),
-        directory=str(Path.cwd()),
-        sources=[script],
-        environment=allowed,
-        has_nvlink=has_nvlink,
-    )
-
-
-def _evaluate(script: Path, state: State) -> ScriptExit | None:
-    """Run to the end; how the script ended itself, if it did."""
-    shell = Interpreter(state)
-    streams = Streams(stdout=state.findings.printed)
-    state.sources.clear()
+    folders = _folders(script, root, maps or {}, allowed.get("HOSTFILE"))
+    task = _Script(script, tuple(arguments), allowed, folders, has_nvlink, seconds)
     try:
-        shell.source(script, script.read_bytes(), streams)
-    except ScriptExit as end:
-        return end
-    except (LimitError, RecursionError) as error:
-        text = str(error) if isinstance(error, LimitError) else "it is nested too deeply"
-        raise ConfigError(f"{state.findings.place}: {text}; nothing was run") from None
-    finally:
-        state.sources[:] = [script]
-    return None
+        report = _run(task)
+    except UnavailableError as error:
+        if not trusted:
+            raise
+        if maps:
+            raise ConfigError(f"--map needs a sandbox, and {error.reason}; give the script paths of this machine") from None
+        task.sandboxed = False
+        report = _run(task)
+    while task.sandboxed and (found := _interpreters(report)) and len(task.stand_ins) < _MAX_RUNS:
+        task.stand_ins += found
+        report = _run(task)
+    unset = _unset_variables(report, task)
+    _check(report)
+    read = [
+        Call.read(name, text, report["records"].get(f"{name}.files", ""))
+        for name, text in report["records"].items()
+        if not name.endswith(".files")
+    ]
+    findings = read_calls([call for call in read if call is not None], _environment(task, ""))
+    if not findings.launches or report["stopped"] == "records":
+        raise ConfigError(_no_launch(report, task, unset))
+    if len(findings.launches) > 1:
+        places = ", ".join(launch.place for launch in findings.launches)
+        raise ConfigError(f"{script.name} starts train.py {len(findings.launches)} times ({places}); keep one")
+    notes = [*findings.notes, *(text for text in unset), *_missing_files(report, task)]
+    if report["stopped"]:
+        notes.append(f"{_end(report, task)}, after it started the job")
+    return ImportedScript(findings.launches[0], tuple(notes))
 
 
-def _no_launch(script: Path, state: State, end: ScriptExit | None) -> str:
-    printed = "".join(state.findings.printed).strip().splitlines()
-    where = f"ends in line {end.line} with status {end.status}" if end is not None else "ends"
+# -- one run ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _folders(script: Path, root: Path | None, maps: Mapping[str, Path], host_file: str | None) -> list[tuple[str, str]]:
+    """Return what the script sees of this machine: (source, path in the sandbox)."""
+    shown = [script.parent] if root is None else [root, script.parent]
+    folders = [(str(folder.resolve()), os.path.normpath(folder.absolute())) for folder in shown]
+    for target, source in sorted(maps.items()):
+        if not Path(target).is_absolute() or not source.is_dir():
+            raise ConfigError(f"--map {target}={source}: must be PATH=DIR, an absolute path and a folder of this machine")
+        folders.append((str(source.resolve()), os.path.normpath(target)))
+    if host_file and Path(host_file).is_file():
+        folders.append((str(Path(host_file).resolve()), os.path.normpath(Path(host_file).absolute())))
+    for _, target in folders:
+        if any(Path(system).is_relative_to(target) or Path(target).is_relative_to(system) for system in _SYSTEM_FOLDERS):
+            raise ConfigError(f"cannot show {target} in the sandbox: it is a folder of the system; give --root or --map another one")
+    return sorted(dict.fromkeys(folders), key=lambda folder: folder[1])
+
+
+def _environment(task: _Script, folder: str) -> dict[str, str]:
+    base = {"HOME": "/root", "USER": "root", "LANG": "C.UTF-8", "TERM": "dumb"} | task.environment
+    return base | {"PATH": folder}
+
+
+def _run(task: _Script, *options: str) -> dict[str, Any]:
+    """Run the script once and return the report of `sandbox.py`."""
+    if task.sandboxed:
+        return _start(_job(task, _STATE, "/usr/bin", options), task)
+    with tempfile.TemporaryDirectory(prefix="fuligo-import-", ignore_cleanup_errors=True) as state:
+        return _start(_job(task, state, f"{state}/bin", options), task)
+
+
+def _job(task: _Script, state: str, folder: str, options: Sequence[str]) -> dict[str, Any]:
+    commands = find_commands(sandboxed=task.sandboxed)
+    environment = _environment(task, folder) | {"BASH_ENV": f"{state}/preamble"}
+    links = {f"{folder}/{name}": f"{state}/unknown" for name in commands.recorded} | dict.fromkeys(task.stand_ins, f"{state}/unknown")
+    if task.sandboxed:
+        binds = [
+            *((path, f"{folder}/{name}") for name, path in commands.tools.items()),
+            *((os.path.realpath(path), path) for path in commands.libraries),
+        ]
+    else:
+        binds = []
+        links |= {f"{folder}/{name}": path for name, path in commands.tools.items()}
+        environment["TMPDIR"] = f"{state}/tmp"
+    return {
+        "sandboxed": task.sandboxed,
+        "state": state,
+        "bash": f"{folder}/bash",
+        "argv": ["bash", *options, "--", str(task.path), *task.arguments],
+        "environment": environment,
+        "directory": str(Path.cwd()),
+        "folders": task.folders,
+        "binds": binds,
+        "files": commands.files(state, folder, task.has_nvlink, trusted=not task.sandboxed) | {f"{state}/tmp/.keep": ""},
+        "links": links,
+        "seconds": task.seconds,
+    }
+
+
+def _start(job: Mapping[str, Any], task: _Script) -> dict[str, Any]:
+    """Start `sandbox.py` with a job.
+
+    Raises:
+        UnavailableError: no sandbox can be built here.
+        ConfigError: the script cannot be started.
+    """
+    command = [sys.executable, "-I", "-S", sandbox.__file__]
+    result = subprocess.run(command, input=json.dumps(job).encode(), capture_output=True, check=False)
+    try:
+        report = json.loads(result.stdout)
+    except ValueError:
+        raise ConfigError(f"cannot run {task.path}: {result.stderr.decode(errors='replace').strip()[-500:]}") from None
+    if "unavailable" in report and task.sandboxed:
+        raise UnavailableError(task.path, report["unavailable"])
+    if "unavailable" in report:
+        raise ConfigError(f"cannot run {task.path}: {report['unavailable']}")
+    return report
+
+
+# -- what a run shows ------------------------------------------------------------------------------------------------------------------
+
+
+def _interpreters(report: Mapping[str, Any]) -> list[str]:
+    """Return absolute paths that the script called in vain and that name a stand-in: `/opt/conda/bin/python`."""
+    missing = dict.fromkeys(_MISSING.findall(report["output"]))
+    return [path for path in missing if path.startswith("/") and re.sub(r"[\d.]+$", "", Path(path).name) in RECORDED]
+
+
+def _unset_variables(report: Mapping[str, Any], task: _Script) -> list[str]:
+    """Return a note for each variable that the script uses without having set it, found by runs under `bash -u`."""
+    found: list[str] = []
+    probe = replace(task, environment=dict(task.environment))
+    while len(found) < _MAX_RUNS and not report["stopped"]:
+        match = _UNSET.search(report["output"])
+        if match is None and report.get("is_probe", not task.sandboxed):
+            break
+        if match:
+            file, line, name = match.groups()
+            found.append(f"{Path(file).name} line {line}: {name} is not set and gives nothing; {_how_to_set(name, task.path)}")
+            if name.isdecimal() or not task.sandboxed:
+                break
+            probe.environment[name] = ""
+        report = _run(probe, "-u") | {"is_probe": True}
+    return found
+
+
+def _how_to_set(name: str, script: Path) -> str:
+    if name.isdecimal():
+        return f"give it: fuligo import-script {script.name} ARGUMENT ..."
+    if name in CALLERS_VARIABLES:
+        return f"give it: {name}=VALUE fuligo import-script {script.name}"
+    return f"give it: fuligo import-script {script.name} --env {name}=VALUE"
+
+
+def _check(report: Mapping[str, Any]) -> None:
+    """Refuse a script of which bash ran only a part.
+
+    Raises:
+        ConfigError: a syntax error, or a sourced file that does not exist.
+    """
+    broken = _SYNTAX.search(report["output"])
+    if broken:
+        file, line, text = broken.groups()
+        raise ConfigError(f"{Path(file).name} line {line}: bash reports: {text}{_spacing_hint(Path(file), int(line))}")
+    for missing in _MISSING.finditer(report["output"]):
+        if missing[1].endswith(".sh"):
+            raise ConfigError(_missing_text(missing))
+
+
+def _spacing_hint(file: Path, line: int) -> str:
+    """Return a fix where a line has spaces around the sign of an assignment."""
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace").splitlines()[line - 1]
+    except (OSError, IndexError):
+        return ""
+    match = _SPACED_ASSIGNMENT.match(text)
+    return f"; an assignment has no spaces around its sign: write `{match[1]}{match[2]}{match[3]}`" if match else ""
+
+
+def _missing_files(report: Mapping[str, Any], task: _Script) -> list[str]:
+    """Return a note for each file that the script or its tools looked for in vain."""
+    notes = [_missing_text(missing) for missing in _MISSING.finditer(report["output"])]
+    lines = [line for line in report["output"].splitlines() if "No such file or directory" in line and not _MISSING.match(line)]
+    return notes + [f"{task.path.name} printed: {line[:200]}; --map shows a folder of this machine at such a path" for line in lines]
+
+
+def _missing_text(missing: re.Match[str]) -> str:
+    path = missing[1]
+    if Path(path).exists():
+        fix = "--root DIR, a folder that holds it and the script"
+    else:
+        folder = re.split(r"/(?=scripts/|examples/|models/)", path)[0] if path.startswith("/") else str(Path(path).parent)
+        fix = f"--map {folder if folder != path else Path(path).parent}=DIR, the folder of this machine that stands for it"
+    place = re.sub(r"^(.*): line (\d+): .*$", lambda match: f"{Path(match[1]).name} line {match[2]}", missing[0])
+    return f"{place}: {path} does not exist in the sandbox; give {fix}"
+
+
+def _end(report: Mapping[str, Any], task: _Script) -> str:
+    """Return how the script ended, with the last line that it ran."""
+    file, _, line = report["place"].strip().rpartition(":")
+    place = f"{Path(file).name} line {line}" if file else task.path.name
+    limits = {
+        "time": f"does not end within {task.seconds:g} s",
+        "memory": f"uses more than {sandbox.MAX_MEMORY_BYTES >> 20} MiB of memory",
+        "processes": f"starts more than {sandbox.MAX_PROCESSES} processes at a time",
+        "records": "calls too many commands",
+    }
+    if report["stopped"]:
+        return f"{place}: the script {limits[report['stopped']]}"
+    if report["status"] == -signal.SIGXFSZ:
+        return f"{place}: the script writes more than {sandbox.MAX_FILE_BYTES >> 20} MiB"
+    if report["status"] < 0:
+        return f"{place}: signal {-report['status']} ends the script (a function that calls itself?)"
+    return f"{place}: the script ends with status {report['status']}"
+
+
+def _no_launch(report: Mapping[str, Any], task: _Script, unset: Sequence[str]) -> str:
+    printed = [line for line in report["output"].splitlines() if line.strip() and not line.startswith("+")]
     said = f"; it printed: {printed[-1][:200]}" if printed else ""
-    unset = [how_to_set(name, script) for name in state.findings.tested_unset]
-    return f"{script.name} {where} before it starts train.py{said}" + (f"; {unset[0]}" if unset else "")
+    return f"{_end(report, task)} before it starts train.py{said}" + (f"; {unset[0]}" if unset else "")

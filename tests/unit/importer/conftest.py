@@ -1,23 +1,45 @@
-"""Scripts written by a test, and what they would start."""
+"""Scripts written by a test, and the jobs that they start."""
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fuligo.importer import ImportedScript, import_script
+from fuligo.importer.run import UnavailableError
 
 Import = Callable[..., ImportedScript]
 
 
+@functools.cache
+def sandbox_problem() -> str | None:
+    """Return why no sandbox can be built on this machine, None where one can."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "run.sh")
+        script.write_text("python3 train.py")
+        try:
+            import_script(script)
+        except UnavailableError as error:
+            return error.reason
+    return None
+
+
 @pytest.fixture
-def imported(tmp_path: Path) -> Import:
-    """Write a script, evaluate it: `imported(text, BASE_DIR="/shared")`; further files by `files={name: text}`."""
+def sandbox() -> None:
+    if (problem := sandbox_problem()) is not None:
+        pytest.skip(f"no sandbox on this machine: {problem}")
+
+
+@pytest.fixture
+def imported(tmp_path: Path, sandbox: None) -> Import:
+    """Write a script and import it: `imported(text, BASE_DIR="/shared")`; further files by `files={name: text}`."""
 
     def write_and_import(
-        text: str, *, files: dict[str, str] | None = None, arguments: tuple[str, ...] = (), **variables: str
+        text: str, *, files: dict[str, str] | None = None, arguments: tuple[str, ...] = (), seconds: float = 20, **variables: str
     ) -> ImportedScript:
         for name, content in (files or {}).items():
             path = tmp_path / name
@@ -25,6 +47,6 @@ def imported(tmp_path: Path) -> Import:
             path.write_text(content)
         script = tmp_path / "run.sh"
         script.write_text(text)
-        return import_script(script, arguments, given=variables)
+        return import_script(script, arguments, given=variables, seconds=seconds)
 
     return write_and_import

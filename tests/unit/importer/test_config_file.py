@@ -29,7 +29,7 @@ ray job submit --runtime-env-json="{\\"env_vars\\": {\\"NCCL_NVLS_ENABLE\\": \\"
 
 
 def test_what_is_given_stands_under_its_group(imported: Import):
-    assert yaml.safe_load(imported_config(imported(SCRIPT, BASE_DIR="/shared")).yaml()) == {
+    assert yaml.safe_load(imported_config(imported(SCRIPT, BASE_DIR="/shared"), slime_defaults=False).yaml()) == {
         "cluster": {"actor_num_nodes": 1, "actor_num_gpus_per_node": 8, "colocate": True, "env": {"NCCL_NVLS_ENABLE": "0"}},
         "model": {"hf_checkpoint": "/shared/model"},
         "rollout": {"rollout_stop_token_ids": [3, 4, 5]},
@@ -77,12 +77,20 @@ def test_a_script_around_a_config_file_needs_no_import(imported: Import):
         imported_config(imported("python3 train.py --config run.yaml"))
 
 
+@pytest.mark.usefixtures("sandbox")
 class TestCommand:
     def test_prints_the_config_and_warns_of_what_was_not_run(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (tmp_path / "run.sh").write_text("pkill -9 sglang\npython3 train.py --lr $LR")
         assert main(["import-script", str(tmp_path / "run.sh"), "--env", "LR=1e-5"]) == 0
         printed = capsys.readouterr()
-        assert yaml.safe_load(printed.out) == {"optimizer": {"lr": 1e-5}}
+        assert yaml.safe_load(printed.out) == {
+            "cluster": {"actor_num_gpus_per_node": 8},
+            "data": {"metadata_key": "metadata"},
+            "rollout": {"n_samples_per_prompt": 1},
+            "train": {"micro_batch_size": 1},
+            "optimizer": {"lr": 1e-5, "lr_decay_style": "linear"},
+        }
+        assert "--n-samples-per-prompt is not given: slime's default 1 is filled in (fuligo's: 8)" in printed.err
         assert "line 1: `pkill -9 sglang` is not run" in printed.err
 
     def test_writes_a_new_file_only(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -91,10 +99,17 @@ class TestCommand:
         assert main(command) == 0
         assert load_yaml(tmp_path / "run.yaml").optimizer.lr == 1e-5
         assert main(command) == 2
-        assert "exists already" in capsys.readouterr().err
+        assert "already exists" in capsys.readouterr().err
 
     def test_bad_input_is_code_2(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-        (tmp_path / "run.sh").write_text("rm -rf /")
+        (tmp_path / "run.sh").write_text("echo nothing here")
         assert main(["import-script", str(tmp_path / "run.sh")]) == 2
         assert main(["import-script", str(tmp_path / "run.sh"), "--env", "oops"]) == 2
-        assert "rm -rf /" in capsys.readouterr().err
+        printed = capsys.readouterr().err
+        assert "the script ends with status 0 before it starts train.py; it printed: nothing here" in printed
+        assert "--env oops: must be NAME=VALUE" in printed
+
+    def test_slime_defaults_can_be_left_out(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        (tmp_path / "run.sh").write_text("python3 train.py --lr 1e-5")
+        assert main(["import-script", str(tmp_path / "run.sh"), "--no-slime"]) == 0
+        assert yaml.safe_load(capsys.readouterr().out) == {"optimizer": {"lr": 1e-5}}

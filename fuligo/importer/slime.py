@@ -1,0 +1,220 @@
+"""slime's command lines as fuligo's: other names, functions of slime that are settings here, and defaults that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from fuligo.config.flags import flags, option_name
+from fuligo.config.hook_specs import ALIASES
+from fuligo.config.reserved import MOVED
+from fuligo.importer.launches import Training
+
+_ENGINE_CONCURRENCY = 512
+"""slime's default of `--sglang-server-concurrency`: requests in flight per engine."""
+_MEGATRON_DROPOUT = "0.1"
+
+_LEFT_OUT = {name: advice.removeprefix("leave it out: ") for name, advice in MOVED.items() if advice.startswith("leave it out: ")} | {
+    "wandb_key": "set WANDB_API_KEY in the environment of the run",
+    "offload": "--colocate offloads each side while the other works",
+    "offload_train": "--colocate offloads each side while the other works",
+    "offload_rollout": "--colocate offloads each side while the other works",
+    "no_offload_train": "--colocate always offloads the trainer while the engines work",
+    "no_offload_rollout": "--colocate always offloads the engines while the trainer works",
+    "update_weight_delta_encoding": "fuligo has one encoding of changed weights",
+    "update_weight_delta_checksum": "fuligo chooses the checksum",
+    "update_weight_disk_dir": "fuligo writes weights below the run directory",
+    "update_weight_local_checkpoint_dir": "engines keep their weights in memory",
+    "update_weight_disk_keep_files": "fuligo removes weights that every engine has taken",
+    "rollout_data_transport": "fuligo chooses how rollouts reach the trainer",
+    "use_distributed_post": "fuligo sends all requests from one process",
+    "log_passrate": "pass rates are always logged",
+    "log_multi_turn": "fuligo has no such metrics",
+    "log_correct_samples": "fuligo has no such metrics",
+    "disable_wandb_random_suffix": "run names have no random suffix",
+    "ci_test": "it checks slime itself",
+}
+"""Flat name -> why a flag of slime is left out."""
+
+_DEFAULT_FUNCTIONS = {
+    "rollout_function_path": ("slime.rollout.sglang_rollout.generate_rollout",),
+    "eval_function_path": ("slime.rollout.sglang_rollout.generate_rollout",),
+    "data_source_path": ("slime.rollout.data_source.RolloutDataSource", "slime.rollout.data_source.RolloutDataSourceWithBuffer"),
+}
+"""Flat name -> functions of slime that do what fuligo does without the flag."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """A command line while it is translated: flat name -> values; of a flag given twice, both stay."""
+
+    given: list[tuple[str, list[str]]]
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def parse(cls, arguments: tuple[str, ...]) -> _Line:
+        given: list[tuple[str, list[str]]] = [("", [])]
+        for token in arguments:
+            if token.startswith("--"):
+                option, equals, value = token.partition("=")
+                given.append((option[2:].replace("-", "_"), [equals + value] if equals else []))
+            else:
+                given[-1][1].append(token)
+        return cls(given)
+
+    def arguments(self) -> tuple[str, ...]:
+        tokens: list[str] = []
+        for name, values in self.given:
+            attached = values[0] if values and values[0].startswith("=") else ""
+            tokens += ([option_name(name) + attached] if name else []) + values[1 if attached else 0 :]
+        return tuple(tokens)
+
+    def has(self, name: str) -> bool:
+        return any(given == name for given, _ in self.given)
+
+    def value(self, name: str, default: str = "") -> str:
+        """Return the last value of a flag."""
+        values = [values for given, values in self.given if given == name]
+        return values[-1][0].removeprefix("=") if values and values[-1] else default
+
+    def number(self, name: str, default: int) -> int:
+        text = self.value(name)
+        return int(text) if text.isdecimal() else default
+
+    def remove(self, name: str) -> None:
+        self.given = [(given, values) for given, values in self.given if given != name]
+
+    def add(self, name: str, *values: str) -> None:
+        self.given.append((name, list(values)))
+
+
+def translate(training: Training) -> tuple[tuple[str, ...], list[str]]:
+    """Return the arguments of a slime job for fuligo, and notes on what was changed and what is left to do."""
+    line = _Line.parse(training.arguments)
+    if training.is_async and not line.has("async_mode"):
+        line.add("async_mode", "one-step")
+    for change in (_sft, _fully_async, _distillation, _concurrency, _warmup, _leave_out, _fill_defaults, _name_functions):
+        change(line)
+    return line.arguments(), line.notes
+
+
+def _is_sft(line: _Line) -> bool:
+    return line.value("loss_type") == "sft_loss"
+
+
+def _sft(line: _Line) -> None:
+    if line.value("rollout_function_path") == "slime.rollout.sft_rollout.generate_rollout":
+        line.remove("rollout_function_path")
+        if not _is_sft(line):
+            line.remove("loss_type")
+            line.add("loss_type", "sft_loss")
+        line.notes.append("slime's SFT rollout is --loss-type sft_loss")
+    if _is_sft(line) and line.has("debug_train_only") and not line.has("load_debug_rollout_data"):
+        line.remove("debug_train_only")
+        line.notes.append("--debug-train-only is left out: --loss-type sft_loss starts no engines")
+
+
+def _fully_async(line: _Line) -> None:
+    if line.value("rollout_function_path").rpartition(".")[2] == "generate_rollout_fully_async":
+        line.remove("rollout_function_path")
+        line.remove("async_mode")
+        line.add("async_mode", "full")
+        line.notes.append(
+            "slime's fully asynchronous rollout is --async-mode full; give --max-staleness, the policy versions that a sample may lag"
+        )
+
+
+def _distillation(line: _Line) -> None:
+    if line.value("custom_rm_path") != "slime.rollout.on_policy_distillation.reward_func":
+        return
+    address = urlsplit(line.value("rm_url"))
+    for name in ("custom_rm_path", "custom_reward_post_process_path", "rm_url"):
+        line.remove(name)
+    if address.netloc:
+        line.add("opd_teacher_url", f"{address.scheme}://{address.netloc}")
+    line.notes.append("slime's distillation functions are --opd-type sglang with --opd-teacher-url, the server of --rm-url")
+
+
+def _concurrency(line: _Line) -> None:
+    """slime limits requests per engine, fuligo all of them; more than a wave has at a time is no limit."""
+    if _is_sft(line) or line.has("rollout_concurrency"):
+        return
+    given = line.number("sglang_server_concurrency", 0)
+    line.remove("sglang_server_concurrency")
+    trainers = line.number("actor_num_nodes", 1) * line.number("actor_num_gpus_per_node", 8)
+    gpus = line.number("rollout_num_gpus", trainers if line.has("colocate") else 1)
+    limit = (given or _ENGINE_CONCURRENCY) * max(1, gpus // line.number("rollout_num_gpus_per_engine", 1))
+    prompts = line.number("over_sampling_batch_size", line.number("rollout_batch_size", 1))
+    wave = prompts * line.number("n_samples_per_prompt", 1)
+    wanted, default = min(limit, wave), flags()["rollout_concurrency"].default
+    if wanted > default or limit < wave:
+        line.add("rollout_concurrency", str(wanted))
+        why = f"--sglang-server-concurrency {given}" if given else f"slime's default of {_ENGINE_CONCURRENCY}"
+        line.notes.append(
+            f"{why} counts requests per engine: --rollout-concurrency {wanted} counts those of all engines (fuligo's default: {default})"
+        )
+    elif given:
+        line.notes.append(f"--sglang-server-concurrency {given} is left out: a rollout has {wave} requests at most")
+
+
+def _warmup(line: _Line) -> None:
+    if not line.has("lr_warmup_fraction"):
+        return
+    fraction, rollouts = float(line.value("lr_warmup_fraction", "0")), line.number("num_rollout", 0)
+    samples = line.number("rollout_batch_size", 1) * line.number("n_samples_per_prompt", 1)
+    steps = line.number("num_steps_per_rollout", max(1, samples // line.number("global_batch_size", samples)))
+    line.remove("lr_warmup_fraction")
+    if rollouts:
+        line.add("lr_warmup_iters", str(round(fraction * rollouts * steps)))
+        line.notes.append(
+            f"--lr-warmup-fraction {fraction} is --lr-warmup-iters {line.value('lr_warmup_iters')} of {rollouts * steps} steps"
+        )
+    else:
+        line.notes.append(f"--lr-warmup-fraction {fraction} is left out: give --lr-warmup-iters, {fraction} of the run's optimizer steps")
+
+
+def _leave_out(line: _Line) -> None:
+    for name in dict.fromkeys(name for name, _ in line.given if name in _LEFT_OUT):
+        value = "" if name == "wandb_key" else line.value(name)
+        line.remove(name)
+        line.notes.append(f"{option_name(name)}{' ' + value if value else ''} is left out: {_LEFT_OUT[name]}")
+
+
+def _needs_metadata(line: _Line) -> bool:
+    judged = line.has("rm_type") or line.has("custom_rm_path") or line.has("rm_url") or line.has("use_opd")
+    return not _is_sft(line) and (not judged or line.value("rm_type").removeprefix("boxed_") in ("gpqa", "ifbench"))
+
+
+_DEFAULTS: Mapping[str, tuple[str, Callable[[_Line], bool]]] = {
+    "actor_num_gpus_per_node": ("8", lambda line: True),
+    "n_samples_per_prompt": ("1", lambda line: not _is_sft(line)),
+    "lr_decay_style": ("linear", lambda line: True),
+    "micro_batch_size": ("1", lambda line: not line.has("use_dynamic_batch_size")),
+    "metadata_key": ("metadata", _needs_metadata),
+}
+"""Flat name -> slime's default, and whether a command line relies on it."""
+
+
+def _fill_defaults(line: _Line) -> None:
+    for name, (value, is_relied_on) in _DEFAULTS.items():
+        if not line.has(name) and is_relied_on(line):
+            line.add(name, value)
+            line.notes.append(f"{option_name(name)} is not given: slime's default {value} is filled in (fuligo's: {flags()[name].default})")
+    if not line.has("rollout_max_response_len") and not _is_sft(line):
+        default = flags()["rollout_max_response_len"].default
+        line.notes.append(f"--rollout-max-response-len is not given: slime has no limit, fuligo's is {default} tokens; give one")
+    for name in ("attention_dropout", "hidden_dropout"):
+        if line.value(name, _MEGATRON_DROPOUT) not in ("0", "0.0"):
+            line.notes.append(f"{option_name(name)} is {line.value(name, _MEGATRON_DROPOUT)} in slime: fuligo trains without dropout")
+
+
+def _name_functions(line: _Line) -> None:
+    """Drop functions of slime that do what fuligo does by itself, and name those that must be ported."""
+    for name, defaults in _DEFAULT_FUNCTIONS.items():
+        if line.value(name) in defaults:
+            line.remove(name)
+    for name, values in line.given:
+        value = values[0].removeprefix("=") if values else ""
+        if name.endswith("_path") and value.startswith(("slime.", "slime_plugins.")) and value not in ALIASES:
+            line.notes.append(f"{option_name(name)} {value} is a function of slime: port it to fuligo's hook (docs/hooks.md)")

@@ -15,7 +15,7 @@ _ENGINE_CONCURRENCY = 512
 """slime's default of `--sglang-server-concurrency`: requests in flight per engine."""
 _MEGATRON_DROPOUT = "0.1"
 
-_LEFT_OUT = {name: advice.removeprefix("leave it out: ") for name, advice in MOVED.items() if advice.startswith("leave it out: ")} | {
+LEFT_OUT = {name: advice.removeprefix("leave it out: ") for name, advice in MOVED.items() if advice.startswith("leave it out: ")} | {
     "wandb_key": "set WANDB_API_KEY in the environment of the run",
     "offload": "--colocate offloads each side while the other works",
     "offload_train": "--colocate offloads each side while the other works",
@@ -175,10 +175,10 @@ def _warmup(line: _Line) -> None:
 
 
 def _leave_out(line: _Line) -> None:
-    for name in dict.fromkeys(name for name, _ in line.given if name in _LEFT_OUT):
+    for name in dict.fromkeys(name for name, _ in line.given if name in LEFT_OUT):
         value = "" if name == "wandb_key" else line.value(name)
         line.remove(name)
-        line.notes.append(f"{option_name(name)}{' ' + value if value else ''} is left out: {_LEFT_OUT[name]}")
+        line.notes.append(f"{option_name(name)}{' ' + value if value else ''} is left out: {LEFT_OUT[name]}")
 
 
 def _needs_metadata(line: _Line) -> bool:

@@ -10,8 +10,11 @@ import pytest
 from fuligo.cli import import_script, launch, view
 from fuligo.cli.plan import OWN_OPTIONS
 from fuligo.cli.serve import _parser
+from fuligo.config.flag import option_name
 from fuligo.config.flags import flags, passthrough_flags
+from fuligo.config.reserved import MOVED
 from fuligo.convert import fp8_plan
+from fuligo.importer.slime import LEFT_OUT
 from tests.unit.docs.pages import PAGES, REPOSITORY, page_name, without_code_blocks
 
 LINK = re.compile(r"\]\(([^)\s]+)\)|\b(?:src|href)=\"([^\"]+)\"")
@@ -20,6 +23,7 @@ FLAG_IN_CODE = re.compile(r"`[^`\n]*`")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 NO_FLAGS_OF_A_CONFIG = {"--config", "--help"}
 _OTHERS = (import_script.parser(), launch.parser(), view.parser(), fp8_plan.parser())
+OF_OTHER_SYSTEMS = {option_name(name) for name in (*MOVED, *LEFT_OUT)}
 OF_OTHER_COMMANDS = {option for made in _OTHERS for option in made._option_string_actions}
 GENERATED = REPOSITORY / "docs" / "flags.md"
 """From the flags themselves; its introduction shows their syntax on made-up ones."""
@@ -53,7 +57,7 @@ def test_named_flags_exist(page: Path):
     """A name that ends in `-`, as in `--embedded-*`, stands for all flags that begin so."""
     passed_through = [flag for group in ("sglang", "router", "megatron") for flag in passthrough_flags(group).values()]
     ours = {flag.option for flag in [*flags().values(), *passed_through]}
-    known = ours | set(_parser()._option_string_actions) | set(OWN_OPTIONS) | OF_OTHER_COMMANDS | NO_FLAGS_OF_A_CONFIG
+    known = ours | set(_parser()._option_string_actions) | set(OWN_OPTIONS) | OF_OTHER_COMMANDS | OF_OTHER_SYSTEMS | NO_FLAGS_OF_A_CONFIG
     named = [flag for code in FLAG_IN_CODE.findall(without_code_blocks(page)) for flag in FLAG.findall(code)]
     unknown = [flag for flag in named if not any(option == flag or (flag.endswith("-") and option.startswith(flag)) for option in known)]
     assert unknown == []

@@ -29,7 +29,7 @@ def test_a_complete_command_line_is_unchanged():
     [
         ("--use-wandb --wandb-key secret", "--use-wandb", "set WANDB_API_KEY"),
         ("--wandb-key", "", "set WANDB_API_KEY"),
-        ("--model-name qwen3_moe", "", "--model-name qwen3_moe is left out: config.json says which model it is"),
+        ("--model-name qwen3_moe", "", "--model-name qwen3_moe is left out: fuligo reads the model type from config.json"),
         ("--sglang-server-concurrency=64 --rollout-batch-size 32", "--rollout-batch-size 32 --rollout-concurrency 64", "per engine"),
         (
             "--sglang-server-concurrency 64 --colocate --rollout-num-gpus-per-engine 2 --rollout-batch-size 128",

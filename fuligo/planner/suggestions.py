@@ -15,7 +15,7 @@ from fuligo.planner.fit import engines_fit
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.plan import Suggestion
 from fuligo.planner.rule_errors import rule_errors
-from fuligo.planner.rules.servers import put_argument, running
+from fuligo.planner.rules.servers import running, set_argument
 from fuligo.planner.subject import Subject
 from fuligo.quantities import gibibytes, seconds
 
@@ -163,7 +163,7 @@ def _engine_candidates(subject: Subject) -> Iterator[Changes]:
         yield (Change(("engine", "embedded_max_total_tokens"), 8 * longest_sample(config)),)
         return
     for percent in range(90, 25, -5):
-        yield tuple(dict.fromkeys(put_argument(subject, spec, "mem_fraction_static", percent / 100) for spec in running(subject)))
+        yield tuple(dict.fromkeys(set_argument(subject, spec, "mem_fraction_static", percent / 100) for spec in running(subject)))
     if config.sglang.get("kv_cache_dtype") is None:
         yield (Change(("sglang", "kv_cache_dtype"), "fp8_e4m3"),)
     if config.sglang.get("speculative_algorithm") is not None:

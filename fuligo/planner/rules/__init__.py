@@ -1,4 +1,4 @@
-"""What must hold of a run, given its model and GPUs. Each rule is a pure function with an id; docs/rules.md lists them."""
+"""Rules about a run, its model and its GPUs. Each rule is a pure function with an id; docs/rules.md lists them."""
 
 from __future__ import annotations
 
@@ -32,4 +32,4 @@ RULES: tuple[PlannerRule, ...] = (
     *server_memory.RULES,
     *lengths.RULES,
 )
-"""Every rule, in the order in which they are reported."""
+"""All rules, in the order of the report."""

@@ -1,4 +1,4 @@
-"""DeepEP in engines: how far it reaches, its buffers, its modes, its environment.
+"""DeepEP in engines: number of ranks, buffers, modes, environment.
 
 Sources: SGLang 0.5.15.post1, `layers/moe/token_dispatcher/deepep.py`, `ServerArgs._handle_a2a_moe`, `environ.py`; DeepEP's table of
 dispatch configurations (`deep_ep/buffer.py`).
@@ -11,32 +11,32 @@ from collections.abc import Iterator
 from fuligo.config.findings import Change, Severity
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.numbers import divisors, nearest_first
-from fuligo.planner.rules.rule import Broken, Fix, rule
-from fuligo.planner.rules.servers import engine_size, put_argument, resizes, serving_policy, shown, where
+from fuligo.planner.rules.rule import Fix, Violation, rule
+from fuligo.planner.rules.servers import engine_size, resizes, serving_policy, set_argument, shown, where
 from fuligo.planner.server_settings import max_running_requests, server_settings
 from fuligo.planner.subject import Subject
 
 MAX_RANKS = 160
-"""Largest number of expert ranks that DeepEP has a dispatch configuration for."""
+"""Largest number of expert ranks with a dispatch configuration in DeepEP."""
 DISPATCH_TOKENS = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 DEFAULT_DISPATCH_TOKENS = 128
 MAX_DISPATCH_TOKENS = 1024
-"""DeepEP marks the end of a low-latency message by this count of tokens."""
+"""Largest buffer of low-latency mode, in tokens per rank; DeepEP encodes the end of a message in this count."""
 
 
 def with_deepep(subject: Subject) -> list[EngineGroupSpec]:
-    """Groups whose experts talk by DeepEP."""
+    """Return the groups whose experts communicate through DeepEP."""
     has_experts = subject.rollout_architecture.experts is not None
     return [spec for spec in serving_policy(subject) if has_experts and spec.arguments.value("moe_a2a_backend") == "deepep"]
 
 
 @rule("PLAN-DEEPEP-RANKS", "--sglang-moe-a2a-backend", "--rollout-num-gpus-per-engine")
-def dispatch_has_a_configuration(subject: Subject) -> Iterator[Broken]:
+def dispatch_has_a_configuration(subject: Subject) -> Iterator[Violation]:
     """DeepEP's dispatch is configured for at most 160 expert ranks."""
     for spec in with_deepep(subject):
         if spec.ep_size > MAX_RANKS:
             smaller = [size for size in divisors(spec.num_gpus) if size // spec.pp_size <= MAX_RANKS]
-            yield Broken(
+            yield Violation(
                 f"{shown(spec, 'moe_a2a_backend')}: {engine_size(subject, spec)} makes {spec.ep_size} expert ranks, and DeepEP has no "
                 f"dispatch configuration above {MAX_RANKS}",
                 tuple(resizes(subject, spec, nearest_first(MAX_RANKS, smaller))),
@@ -45,7 +45,7 @@ def dispatch_has_a_configuration(subject: Subject) -> Iterator[Broken]:
 
 
 @rule("PLAN-DEEPEP-DISPATCH", "--env", "--sglang-cuda-graph-max-bs-decode", "--sglang-speculative-num-draft-tokens")
-def dispatch_buffers_hold_a_batch(subject: Subject) -> Iterator[Broken]:
+def dispatch_buffers_hold_a_batch(subject: Subject) -> Iterator[Violation]:
     """The low-latency buffers must hold the tokens of the largest decoding batch that is captured as a CUDA graph."""
     env = subject.config.cluster.env
     given = env.get(DISPATCH_TOKENS, str(DEFAULT_DISPATCH_TOKENS))
@@ -66,7 +66,7 @@ def dispatch_buffers_hold_a_batch(subject: Subject) -> Iterator[Broken]:
             fixes.append((Change(("cluster", "env", DISPATCH_TOKENS), str(rounded)),))
         fixes.append(_smaller_batch(subject, spec, drafts, int(given) if given.isdecimal() else DEFAULT_DISPATCH_TOKENS))
         limit = "" if needed <= MAX_DISPATCH_TOKENS else f", and may be at most {MAX_DISPATCH_TOKENS}"
-        yield Broken(
+        yield Violation(
             f"--env {DISPATCH_TOKENS}={given}{default} must hold the tokens of {product} that is captured as a CUDA graph "
             f"(--sglang-cuda-graph-max-bs-decode){where(spec)}{limit}",
             tuple(fixes),
@@ -79,7 +79,7 @@ def _captures(spec: EngineGroupSpec) -> bool:
 
 
 def _largest_batch(subject: Subject, spec: EngineGroupSpec) -> int:
-    """Sequences of the largest decoding graph of one rank: as given, else SGLang's choice, but no more than may run there."""
+    """Return the sequences of the largest decoding graph of one rank: as given, else SGLang's choice, limited by the running requests."""
     batch = server_settings(spec, subject.rollout_architecture, subject.gpu).graph_batch
     running = max_running_requests(spec)
     if spec.arguments.get("cuda_graph_bs_decode") or spec.arguments.get("cuda_graph_max_bs_decode"):
@@ -91,28 +91,28 @@ def _smaller_batch(subject: Subject, spec: EngineGroupSpec, drafts: int, tokens:
     largest = max(1, min(tokens, MAX_DISPATCH_TOKENS) // drafts)
     given = spec.arguments.get("cuda_graph_bs_decode")
     if given:
-        return (put_argument(subject, spec, "cuda_graph_bs_decode", [size for size in given if int(size) <= largest] or [largest]),)
-    return (put_argument(subject, spec, "cuda_graph_max_bs_decode", largest),)
+        return (set_argument(subject, spec, "cuda_graph_bs_decode", [size for size in given if int(size) <= largest] or [largest]),)
+    return (set_argument(subject, spec, "cuda_graph_max_bs_decode", largest),)
 
 
 @rule("PLAN-DEEPEP-MODE", "--sglang-deepep-mode", severity=Severity.WARNING)
-def mode_suits_the_work(subject: Subject) -> Iterator[Broken]:
-    """The normal kernels leave decoding without CUDA graphs; the low-latency ones hold too few tokens for a prefill."""
+def mode_suits_the_work(subject: Subject) -> Iterator[Violation]:
+    """The normal kernels decode without CUDA graphs; the buffers of the low-latency ones are too small for a prefill."""
     for spec in with_deepep(subject):
         mode = spec.arguments.value("deepep_mode")
-        auto = ((put_argument(subject, spec, "deepep_mode", None),),)
+        auto = ((set_argument(subject, spec, "deepep_mode", None),),)
         if mode == "normal" and spec.worker_type != "prefill":
-            yield Broken(f"{shown(spec, 'deepep_mode')}{where(spec)}: decoding runs without CUDA graphs, several times slower", auto)
+            yield Violation(f"{shown(spec, 'deepep_mode')}{where(spec)}: decoding runs without CUDA graphs, several times slower", auto)
         if mode == "low_latency" and spec.worker_type != "decode":
-            yield Broken(
-                f"{shown(spec, 'deepep_mode')}{where(spec)}: a prefill has far more tokens than its buffers hold a rank, which are made "
+            yield Violation(
+                f"{shown(spec, 'deepep_mode')}{where(spec)}: a prefill has far more tokens per rank than its buffers hold, which are sized "
                 "for decoding",
                 auto,
             )
 
 
 @rule("PLAN-DEEPEP-NO-EFFECT", "--sglang-deepep-mode", "--sglang-moe-a2a-backend", "--env")
-def deepep_is_used(subject: Subject) -> Iterator[Broken]:
+def deepep_is_used(subject: Subject) -> Iterator[Violation]:
     """Settings of DeepEP have no effect without it."""
     groups = serving_policy(subject)
     if not groups or any(spec.arguments.value("moe_a2a_backend") == "deepep" for spec in groups):
@@ -121,14 +121,14 @@ def deepep_is_used(subject: Subject) -> Iterator[Broken]:
         return
     for spec in groups:
         if spec.arguments.value("deepep_mode") != "auto":
-            yield Broken(
+            yield Violation(
                 f"{shown(spec, 'deepep_mode')}{where(spec)} has no effect with {shown(spec, 'moe_a2a_backend')}",
-                ((put_argument(subject, spec, "deepep_mode", None),), (put_argument(subject, spec, "moe_a2a_backend", "deepep"),)),
+                ((set_argument(subject, spec, "deepep_mode", None),), (set_argument(subject, spec, "moe_a2a_backend", "deepep"),)),
             )
 
 
 @rule("PLAN-DEEPEP-NVSHMEM", "--env", "--sglang-moe-a2a-backend", "--moe-enable-deepep", severity=Severity.WARNING)
-def nvshmem_leaves_nccl_alone(subject: Subject) -> Iterator[Broken]:
+def nvshmem_leaves_nccl_alone(subject: Subject) -> Iterator[Violation]:
     """DeepEP between nodes runs on NVSHMEM, which must not use NCCL itself."""
     config, name = subject.config, "NVSHMEM_DISABLE_NCCL"
     engines = [spec for spec in with_deepep(subject) if spec.num_gpus_per_engine > config.cluster.num_gpus_per_node]
@@ -137,31 +137,31 @@ def nvshmem_leaves_nccl_alone(subject: Subject) -> Iterator[Broken]:
         return
     given = config.cluster.env.get(name)
     cause = shown(engines[0], "moe_a2a_backend") if engines else "--moe-enable-deepep"
-    yield Broken(
-        f"{cause} reaches over nodes and needs {name}=1 in --env, " + (f"where it is {given}" if given else "where it is missing"),
+    yield Violation(
+        f"{cause} spans nodes and needs {name}=1 in --env, " + (f"but it is {given}" if given else "but it is not set"),
         ((Change(("cluster", "env", name), "1"),),),
     )
 
 
 @rule("PLAN-DEEPEP-FP8-CHANNEL", "--sglang-moe-a2a-backend", "--hf-checkpoint")
-def deepep_takes_blocks(subject: Subject) -> Iterator[Broken]:
+def deepep_takes_blocks(subject: Subject) -> Iterator[Violation]:
     """SGLang's DeepEP path takes FP8 weights quantised in blocks, not per channel or tensor."""
     quantisation = quantisation_of(subject)
     if quantisation is None or "weight_block_size" in quantisation:
         return
     for spec in with_deepep(subject):
         method = quantisation.get("quant_method", "unknown")
-        yield Broken(
+        yield Violation(
             f"{shown(spec, 'moe_a2a_backend')}{where(spec)}: the FP8 weights of --hf-checkpoint are not quantised in blocks "
             f"(quant_method {method}), which DeepEP needs",
-            ((put_argument(subject, spec, "moe_a2a_backend", None),),),
+            ((set_argument(subject, spec, "moe_a2a_backend", None),),),
             "convert the checkpoint: tools/convert_hf_to_fp8.py --strategy block --block-size 128 128",
         )
 
 
 @rule("PLAN-FP8-BLOCKS", "--rollout-num-gpus-per-engine", "--sglang-ep-size", "--hf-checkpoint")
-def shares_are_whole_blocks(subject: Subject) -> Iterator[Broken]:
-    """A GPU's share of a block-quantised matrix is a whole number of blocks."""
+def shares_are_whole_blocks(subject: Subject) -> Iterator[Violation]:
+    """A GPU's share of a block-quantised matrix must be a whole number of blocks."""
     architecture, quantisation = subject.rollout_architecture, quantisation_of(subject)
     block = _block_size(quantisation)
     if block is None:
@@ -173,9 +173,9 @@ def shares_are_whole_blocks(subject: Subject) -> Iterator[Broken]:
             widths["an expert"] = (experts.intermediate_size, spec.tp_size // spec.ep_size)
         for name, (width, share) in widths.items():
             if share > 1 and width % share == 0 and width // share % block:
-                spread = ((put_argument(subject, spec, "ep_size", spec.tp_size),),) if name == "an expert" else ()
+                spread = ((set_argument(subject, spec, "ep_size", spec.tp_size),),) if name == "an expert" else ()
                 sizes = nearest_first(spec.num_gpus_per_engine, divisors(spec.num_gpus))
-                yield Broken(
+                yield Violation(
                     f"{engine_size(subject, spec)}: {share} GPUs share {name} of {width} columns, {width // share} each, not a multiple of "
                     f"the {block} of an FP8 block",
                     (*spread, *resizes(subject, spec, sizes)),
@@ -183,7 +183,7 @@ def shares_are_whole_blocks(subject: Subject) -> Iterator[Broken]:
 
 
 def quantisation_of(subject: Subject) -> dict[str, object] | None:
-    """The quantization_config of what the engines load; None where it is not quantised or not known."""
+    """Return the quantization_config of the engines' checkpoint, or None if it is not quantised or not known."""
     found = subject.engine_config_json
     value = None if found is None else found.values.get("quantization_config")
     return value if isinstance(value, dict) else None

@@ -1,4 +1,4 @@
-"""How one engine spreads the model over its GPUs: attention replicas, heads, matrices, experts.
+"""Split of the model over an engine's GPUs: attention replicas, heads, matrices, experts.
 
 Sources: SGLang 0.5.15.post1, `ServerArgs._handle_data_parallelism`, `check_server_args`, `arg_groups/overrides.py`, `models/*.py`,
 `layers/moe/fused_moe_triton/layer.py`, `eplb/expert_location.py`.
@@ -12,113 +12,113 @@ from fuligo.config.findings import Severity
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.models.architecture import GroupedAttention
 from fuligo.planner.rules.numbers import divisors, nearest_first
-from fuligo.planner.rules.rule import Broken, Fix, rule
-from fuligo.planner.rules.servers import engine_size, put_argument, resizes, serving_policy, shown, where
+from fuligo.planner.rules.rule import Fix, Violation, rule
+from fuligo.planner.rules.servers import engine_size, resizes, serving_policy, set_argument, shown, where
 from fuligo.planner.subject import Subject
 
 
 def divides(spec: EngineGroupSpec) -> bool:
-    """DP attention makes whole replicas of the engine's GPUs."""
+    """Return whether DP attention splits the engine's GPUs into whole replicas."""
     return spec.tp_size % spec.dp_size == 0
 
 
 def _attention_size(spec: EngineGroupSpec) -> int:
-    """GPUs that share the heads of one attention replica."""
+    """Return the number of GPUs that share the heads of one attention replica."""
     return spec.tp_size // spec.dp_size
 
 
-def _how_attention_is_split(subject: Subject, spec: EngineGroupSpec) -> str:
+def _attention_split(subject: Subject, spec: EngineGroupSpec) -> str:
     if spec.dp_size == 1:
         return f"{engine_size(subject, spec)}"
     return f"{engine_size(subject, spec)} / {shown(spec, 'dp_size')}{where(spec)} = {_attention_size(spec)} GPUs share attention"
 
 
 def _attention_fixes(subject: Subject, spec: EngineGroupSpec) -> tuple[Fix, ...]:
-    """Other numbers of replicas, then other sizes of the engine."""
+    """Return fixes with other numbers of replicas, then with other sizes of the engine."""
     heads = subject.rollout_architecture.attention.num_heads
     replicas = nearest_first(spec.dp_size, [size for size in divisors(spec.tp_size) if heads % (spec.tp_size // size) == 0])
-    fixes = [(put_argument(subject, spec, "dp_size", size),) for size in replicas] if spec.dp_size > 1 else []
+    fixes = [(set_argument(subject, spec, "dp_size", size),) for size in replicas] if spec.dp_size > 1 else []
     return (*fixes, *_sizes(subject, spec))
 
 
 @rule("PLAN-DP-SIZE", "--sglang-dp-size", "--rollout-num-gpus-per-engine")
-def replicas_are_whole(subject: Subject) -> Iterator[Broken]:
+def replicas_are_whole(subject: Subject) -> Iterator[Violation]:
     """Attention replicas are equal parts of an engine's tensor-parallel GPUs."""
     heads = subject.rollout_architecture.attention.num_heads
     for spec in serving_policy(subject):
         if not divides(spec):
             fitting = [size for size in divisors(spec.tp_size) if heads % (spec.tp_size // size) == 0]
-            yield Broken(
+            yield Violation(
                 f"{shown(spec, 'dp_size')}{where(spec)} does not divide an engine's {spec.tp_size} tensor-parallel GPUs "
                 f"({engine_size(subject, spec)})",
-                tuple((put_argument(subject, spec, "dp_size", size),) for size in nearest_first(spec.dp_size, fitting)),
+                tuple((set_argument(subject, spec, "dp_size", size),) for size in nearest_first(spec.dp_size, fitting)),
             )
 
 
 @rule("PLAN-DP-ALONE", "--sglang-enable-dp-attention", "--sglang-dp-size")
-def replicas_are_several(subject: Subject) -> Iterator[Broken]:
-    """SGLang silently switches DP attention off where there is one replica."""
+def replicas_are_several(subject: Subject) -> Iterator[Violation]:
+    """SGLang silently disables DP attention with a single replica."""
     for spec in serving_policy(subject):
         if spec.arguments.get("enable_dp_attention") and spec.arguments.value("dp_size") == 1:
             heads = subject.rollout_architecture.attention.num_heads
             fitting = [size for size in divisors(spec.tp_size) if size > 1 and heads % (spec.tp_size // size) == 0]
-            fixes = [(put_argument(subject, spec, "dp_size", size),) for size in nearest_first(spec.tp_size + 1, fitting)]
+            fixes = [(set_argument(subject, spec, "dp_size", size),) for size in nearest_first(spec.tp_size + 1, fitting)]
             text = f"--sglang-enable-dp-attention{where(spec)} has no effect with --sglang-dp-size 1"
-            yield Broken(text, (*fixes, (put_argument(subject, spec, "enable_dp_attention", None),)))
+            yield Violation(text, (*fixes, (set_argument(subject, spec, "enable_dp_attention", None),)))
 
 
 @rule("PLAN-ENGINE-HEADS", "--rollout-num-gpus-per-engine", "--sglang-dp-size")
-def heads_divide(subject: Subject) -> Iterator[Broken]:
+def heads_divide(subject: Subject) -> Iterator[Violation]:
     """The GPUs of an attention replica share its heads equally."""
     heads = subject.rollout_architecture.attention.num_heads
     for spec in serving_policy(subject):
         if divides(spec) and heads % _attention_size(spec):
-            yield Broken(
-                f"{_how_attention_is_split(subject, spec)}: {_attention_size(spec)} does not divide the model's {heads} attention heads",
+            yield Violation(
+                f"{_attention_split(subject, spec)}: {_attention_size(spec)} does not divide the model's {heads} attention heads",
                 _attention_fixes(subject, spec),
                 f"choose sizes such that the GPUs of one replica divide {heads}",
             )
 
 
 @rule("PLAN-ENGINE-KV-HEADS", "--rollout-num-gpus-per-engine", "--sglang-dp-size")
-def kv_heads_divide(subject: Subject) -> Iterator[Broken]:
-    """Heads of keys and values are shared by the GPUs of a replica, or copied to equally many of them."""
+def kv_heads_divide(subject: Subject) -> Iterator[Violation]:
+    """The GPUs of a replica split the key-value heads evenly, or each head is copied to equally many GPUs."""
     attention = subject.rollout_architecture.attention
     if not isinstance(attention, GroupedAttention):
         return
     for spec in serving_policy(subject):
         size = _attention_size(spec)
         if divides(spec) and attention.num_heads % size == 0 and attention.num_kv_heads % size and size % attention.num_kv_heads:
-            yield Broken(
-                f"{_how_attention_is_split(subject, spec)}: {size} neither divides the model's {attention.num_kv_heads} heads of keys "
-                "and values nor is a multiple of them",
+            yield Violation(
+                f"{_attention_split(subject, spec)}: {size} neither divides nor is a multiple of the model's "
+                f"{attention.num_kv_heads} key-value heads",
                 _attention_fixes(subject, spec),
             )
 
 
 @rule("PLAN-DP-LM-HEAD", "--sglang-enable-dp-lm-head", "--sglang-enable-dp-attention")
-def head_has_replicas(subject: Subject) -> Iterator[Broken]:
-    """The head is computed per attention replica, of which there must be some."""
+def head_has_replicas(subject: Subject) -> Iterator[Violation]:
+    """The head is computed per attention replica, which requires DP attention."""
     for spec in serving_policy(subject):
         if spec.arguments.get("enable_dp_lm_head") and not spec.arguments.get("enable_dp_attention"):
             text = f"--sglang-enable-dp-lm-head{where(spec)} needs --sglang-enable-dp-attention"
-            yield Broken(text, ((put_argument(subject, spec, "enable_dp_lm_head", None),),))
+            yield Violation(text, ((set_argument(subject, spec, "enable_dp_lm_head", None),),))
 
 
 @rule("PLAN-DENSE-TP", "--sglang-moe-dense-tp-size")
-def dense_layers_are_whole_or_split(subject: Subject) -> Iterator[Broken]:
-    """SGLang splits the dense layers of a mixture over all of an engine's GPUs, or over none."""
+def dense_layers_are_whole_or_split(subject: Subject) -> Iterator[Violation]:
+    """SGLang splits the dense layers of a mixture-of-experts model over all of an engine's GPUs, or over none."""
     for spec in serving_policy(subject):
         given = spec.arguments.get("moe_dense_tp_size")
         if given not in (None, 1, spec.tp_size):
-            yield Broken(
+            yield Violation(
                 f"{shown(spec, 'moe_dense_tp_size')}{where(spec)} is neither 1 nor the engine's {spec.tp_size} tensor-parallel GPUs",
-                ((put_argument(subject, spec, "moe_dense_tp_size", 1),), (put_argument(subject, spec, "moe_dense_tp_size", None),)),
+                ((set_argument(subject, spec, "moe_dense_tp_size", 1),), (set_argument(subject, spec, "moe_dense_tp_size", None),)),
             )
 
 
 @rule("PLAN-ENGINE-MLP", "--rollout-num-gpus-per-engine", "--sglang-ep-size", "--sglang-moe-dense-tp-size")
-def matrices_divide(subject: Subject) -> Iterator[Broken]:
+def matrices_divide(subject: Subject) -> Iterator[Violation]:
     """The columns of MLPs and experts are shared equally."""
     architecture = subject.rollout_architecture
     experts = architecture.experts
@@ -126,8 +126,8 @@ def matrices_divide(subject: Subject) -> Iterator[Broken]:
     for spec in serving_policy(subject):
         dense = spec.arguments.get("moe_dense_tp_size") or spec.tp_size
         if has_dense and dense in (1, spec.tp_size) and architecture.intermediate_size % dense:
-            fixes = (put_argument(subject, spec, "moe_dense_tp_size", 1),) if experts else ()
-            yield Broken(
+            fixes = (set_argument(subject, spec, "moe_dense_tp_size", 1),) if experts else ()
+            yield Violation(
                 f"{engine_size(subject, spec)}: {dense} GPUs do not divide the {architecture.intermediate_size} columns of a dense MLP",
                 ((fixes,) if fixes else ()) + _sizes(subject, spec),
             )
@@ -135,10 +135,10 @@ def matrices_divide(subject: Subject) -> Iterator[Broken]:
             continue
         share = spec.tp_size // spec.ep_size
         if experts.intermediate_size % share:
-            yield Broken(
-                f"{engine_size(subject, spec)} / {shown(spec, 'ep_size', spec.ep_size)}{where(spec)} = {share} GPUs share an expert, which "
-                f"do not divide its {experts.intermediate_size} columns",
-                ((put_argument(subject, spec, "ep_size", spec.tp_size),), *_sizes(subject, spec)),
+            yield Violation(
+                f"{engine_size(subject, spec)} / {shown(spec, 'ep_size', spec.ep_size)}{where(spec)} = {share} GPUs share an expert, but "
+                f"{share} does not divide its {experts.intermediate_size} columns",
+                ((set_argument(subject, spec, "ep_size", spec.tp_size),), *_sizes(subject, spec)),
             )
 
 
@@ -148,7 +148,7 @@ def _sizes(subject: Subject, spec: EngineGroupSpec) -> tuple[Fix, ...]:
 
 
 @rule("PLAN-ENGINE-MOE-DENSE", "--sglang-ep-size", "--sglang-moe-a2a-backend", "--sglang-ep-num-redundant-experts")
-def experts_exist(subject: Subject) -> Iterator[Broken]:
+def experts_exist(subject: Subject) -> Iterator[Violation]:
     """Flags of experts have no effect on a model without any."""
     if subject.rollout_architecture.experts is not None:
         return
@@ -162,40 +162,40 @@ def experts_exist(subject: Subject) -> Iterator[Broken]:
     for spec in serving_policy(subject):
         given = [name for name, value in neutral.items() if spec.arguments.value(name) not in (value, None)]
         if given:
-            yield Broken(
+            yield Violation(
                 f"{' and '.join(shown(spec, name) for name in given)}{where(spec)}: the model has no experts",
-                (tuple(put_argument(subject, spec, name, None) for name in given),),
+                (tuple(set_argument(subject, spec, name, None) for name in given),),
                 flags=tuple(shown(spec, name).split()[0] for name in given),
             )
 
 
 @rule("PLAN-ENGINE-EP", "--sglang-ep-size", "--rollout-num-gpus-per-engine")
-def expert_ranks_divide_engine(subject: Subject) -> Iterator[Broken]:
+def expert_ranks_divide_engine(subject: Subject) -> Iterator[Violation]:
     """Expert ranks are equal parts of an engine's tensor-parallel GPUs."""
     for spec in serving_policy(subject):
         if subject.rollout_architecture.experts is not None and spec.tp_size % spec.ep_size:
-            yield Broken(
+            yield Violation(
                 f"{shown(spec, 'ep_size')}{where(spec)} does not divide an engine's {spec.tp_size} tensor-parallel GPUs "
                 f"({engine_size(subject, spec)})",
-                tuple((put_argument(subject, spec, "ep_size", size),) for size in nearest_first(spec.ep_size, divisors(spec.tp_size))),
+                tuple((set_argument(subject, spec, "ep_size", size),) for size in nearest_first(spec.ep_size, divisors(spec.tp_size))),
             )
 
 
 @rule("PLAN-ENGINE-EP-FORCED", "--sglang-ep-size", "--sglang-moe-a2a-backend", severity=Severity.WARNING)
-def all_to_all_takes_all_gpus(subject: Subject) -> Iterator[Broken]:
+def all_to_all_takes_all_gpus(subject: Subject) -> Iterator[Violation]:
     """With an all-to-all backend SGLang spreads experts over all of an engine's GPUs, whatever --sglang-ep-size says."""
     for spec in serving_policy(subject):
         given = spec.arguments.get("ep_size")
         if subject.rollout_architecture.experts is not None and given is not None and given != spec.ep_size:
-            yield Broken(
-                f"{shown(spec, 'ep_size')}{where(spec)} is not used: {shown(spec, 'moe_a2a_backend')} spreads the experts over all "
+            yield Violation(
+                f"{shown(spec, 'ep_size')}{where(spec)} is ignored: {shown(spec, 'moe_a2a_backend')} spreads the experts over all "
                 f"{spec.ep_size} GPUs of an engine",
-                ((put_argument(subject, spec, "ep_size", spec.ep_size),),),
+                ((set_argument(subject, spec, "ep_size", spec.ep_size),),),
             )
 
 
 @rule("PLAN-ENGINE-EXPERTS", "--sglang-ep-size", "--sglang-ep-num-redundant-experts")
-def experts_divide(subject: Subject) -> Iterator[Broken]:
+def experts_divide(subject: Subject) -> Iterator[Violation]:
     """Every expert rank holds equally many experts, redundant copies included."""
     experts = subject.rollout_architecture.experts
     if experts is None:
@@ -207,24 +207,24 @@ def experts_divide(subject: Subject) -> Iterator[Broken]:
             continue
         fewest = -experts.num_experts % spec.ep_size
         copies = [fewest, fewest + spec.ep_size] if fewest else []
-        fixes: list[Fix] = [] if fewest else [(put_argument(subject, spec, "ep_num_redundant_experts", None),)]
-        fixes += [(put_argument(subject, spec, "ep_num_redundant_experts", number),) for number in copies]
-        fixes += [(put_argument(subject, spec, "ep_size", size),) for size in nearest_first(spec.ep_size, divisors(spec.tp_size))]
+        fixes: list[Fix] = [] if fewest else [(set_argument(subject, spec, "ep_num_redundant_experts", None),)]
+        fixes += [(set_argument(subject, spec, "ep_num_redundant_experts", number),) for number in copies]
+        fixes += [(set_argument(subject, spec, "ep_size", size),) for size in nearest_first(spec.ep_size, divisors(spec.tp_size))]
         shown_copies = f" + {redundant} redundant ones ({shown(spec, 'ep_num_redundant_experts')}) = {total}" if redundant else ""
-        yield Broken(
-            f"{experts.num_experts} experts{shown_copies} do not divide by {shown(spec, 'ep_size', spec.ep_size)}{where(spec)}",
+        yield Violation(
+            f"{experts.num_experts} experts{shown_copies} are not divisible by {shown(spec, 'ep_size', spec.ep_size)}{where(spec)}",
             tuple(fixes),
             "add redundant experts, or choose another size",
         )
 
 
 @rule("PLAN-ENGINE-TP-EXPERTS", "--rollout-num-gpus-per-engine")
-def engine_is_not_wider_than_its_experts(subject: Subject) -> Iterator[Broken]:
-    """SGLang's mixtures take at most as many tensor-parallel GPUs as there are experts."""
+def engine_is_not_wider_than_its_experts(subject: Subject) -> Iterator[Violation]:
+    """SGLang's mixture-of-experts models use at most as many tensor-parallel GPUs as there are experts."""
     experts = subject.rollout_architecture.experts
     for spec in serving_policy(subject):
         if experts is not None and spec.tp_size > experts.num_experts:
-            yield Broken(
+            yield Violation(
                 f"{engine_size(subject, spec)}: {spec.tp_size} tensor-parallel GPUs are more than the {experts.num_experts} experts",
                 _sizes(subject, spec),
             )

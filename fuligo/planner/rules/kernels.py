@@ -1,4 +1,4 @@
-"""Attention kernels of engines against the model's attention and the GPU.
+"""Attention kernels of engines: support for the model's attention and for the GPU.
 
 Source: SGLang 0.5.15.post1, `arg_groups/overrides.py`, `layers/attention/attention_registry.py`.
 """
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from fuligo.config.findings import Severity
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.models.architecture import LatentAttention
-from fuligo.planner.rules.rule import Broken, rule
-from fuligo.planner.rules.servers import put_argument, serving_policy, shown, where
+from fuligo.planner.rules.rule import Violation, rule
+from fuligo.planner.rules.servers import serving_policy, set_argument, shown, where
 from fuligo.planner.subject import Subject
 
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 _LATENT = ("cutlass_mla", "flashmla", "trtllm_mla", "cutedsl_mla", "tokenspeed_mla")
 _SPARSE = ("dsa", "nsa")
-_OTHER_MAKERS = ("aiter", "wave", "intel_amx", "ascend", "intel_xpu")
+_OTHER_VENDORS = ("aiter", "wave", "intel_amx", "ascend", "intel_xpu")
 _BLACKWELL = ("trtllm_mla", "cutedsl_mla", "tokenspeed_mla")
 _DETERMINISTIC = ("flashinfer", "fa3", "triton")
 _SPARSE_CACHES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
@@ -31,29 +31,29 @@ def _given(spec: EngineGroupSpec) -> Iterator[tuple[str, str]]:
 
 
 @rule("PLAN-ATTENTION-BACKEND", *(f"--sglang-{name.replace('_', '-')}" for name in _BACKENDS))
-def kernels_suit_the_attention(subject: Subject) -> Iterator[Broken]:
+def kernels_suit_the_attention(subject: Subject) -> Iterator[Violation]:
     """Kernels are made for one kind of attention: grouped, latent (MLA) or sparse (DSA)."""
     architecture = subject.rollout_architecture
     is_latent, is_sparse = isinstance(architecture.attention, LatentAttention), architecture.sparse_index is not None
     for spec in serving_policy(subject):
         for name, backend in _given(spec):
             if backend in _LATENT and not is_latent:
-                reason = "latent attention (MLA), which the model has not"
+                reason = "latent attention (MLA), which the model does not have"
             elif backend in _SPARSE and not is_sparse:
-                reason = "sparse attention (DSA), which the model has not"
+                reason = "sparse attention (DSA), which the model does not have"
             elif backend in ("dsv4", "compressed", "dual_chunk_flash_attn"):
                 reason = f"another kind of attention than {architecture.model_type}'s"
-            elif backend in _OTHER_MAKERS:
-                reason = "processors of another maker"
+            elif backend in _OTHER_VENDORS:
+                reason = "processors of another vendor"
             elif is_sparse and name == "attention_backend" and backend not in _SPARSE:
-                reason = "full attention, and the model's is sparse (DSA)"
+                reason = "full attention, but the model's is sparse (DSA)"
             else:
                 continue
-            yield Broken(f"{shown(spec, name)}{where(spec)} is made for {reason}", ((put_argument(subject, spec, name, None),),))
+            yield Violation(f"{shown(spec, name)}{where(spec)} is made for {reason}", ((set_argument(subject, spec, name, None),),))
 
 
 @rule("PLAN-ATTENTION-GPU", *(f"--sglang-{name.replace('_', '-')}" for name in _BACKENDS), severity=Severity.WARNING)
-def kernels_run_on_the_gpu(subject: Subject) -> Iterator[Broken]:
+def kernels_run_on_the_gpu(subject: Subject) -> Iterator[Violation]:
     """Some kernels need a Blackwell GPU, FlashAttention 3 an Ampere or Hopper one."""
     name_of_gpu = subject.gpu.name
     latent = isinstance(subject.rollout_architecture.attention, LatentAttention)
@@ -65,44 +65,44 @@ def kernels_run_on_the_gpu(subject: Subject) -> Iterator[Broken]:
                 needs = "Hopper GPUs with latent attention" if latent else "Ampere or Hopper GPUs"
             if needs:
                 text = f"{shown(spec, name)}{where(spec)} runs on {needs}, not on {name_of_gpu} (--gpu)"
-                yield Broken(text, ((put_argument(subject, spec, name, None),),))
+                yield Violation(text, ((set_argument(subject, spec, name, None),),))
 
 
 @rule("PLAN-DSA-NO-EFFECT", "--sglang-dsa-prefill-backend", "--sglang-dsa-decode-backend")
-def attention_is_sparse(subject: Subject) -> Iterator[Broken]:
+def attention_is_sparse(subject: Subject) -> Iterator[Violation]:
     """Kernels of sparse attention have no effect on a model without it."""
     if subject.rollout_architecture.sparse_index is not None:
         return
     for spec in serving_policy(subject):
         given = [name for name in ("dsa_prefill_backend", "dsa_decode_backend") if spec.arguments.get(name) is not None]
         if given:
-            yield Broken(
+            yield Violation(
                 f"{' and '.join(shown(spec, name) for name in given)}{where(spec)}: the model has no sparse attention (DSA)",
-                (tuple(put_argument(subject, spec, name, None) for name in given),),
+                (tuple(set_argument(subject, spec, name, None) for name in given),),
             )
 
 
 @rule("PLAN-DSA-CACHE", "--sglang-kv-cache-dtype")
-def sparse_cache_has_its_types(subject: Subject) -> Iterator[Broken]:
+def sparse_cache_has_its_types(subject: Subject) -> Iterator[Violation]:
     """The cache of sparse attention is bf16 or fp8_e4m3."""
     if subject.rollout_architecture.sparse_index is None:
         return
     for spec in serving_policy(subject):
         if spec.arguments.value("kv_cache_dtype") not in _SPARSE_CACHES:
-            text = f"{shown(spec, 'kv_cache_dtype')}{where(spec)}: sparse attention (DSA) caches bfloat16 or fp8_e4m3"
-            yield Broken(text, ((put_argument(subject, spec, "kv_cache_dtype", "fp8_e4m3"),),))
+            text = f"{shown(spec, 'kv_cache_dtype')}{where(spec)}: sparse attention (DSA) supports bfloat16 and fp8_e4m3 only"
+            yield Violation(text, ((set_argument(subject, spec, "kv_cache_dtype", "fp8_e4m3"),),))
 
 
 @rule("PLAN-DETERMINISTIC", "--sglang-enable-deterministic-inference", "--sglang-attention-backend")
-def kernels_are_deterministic(subject: Subject) -> Iterator[Broken]:
-    """Deterministic inference has a few attention kernels."""
+def kernels_are_deterministic(subject: Subject) -> Iterator[Violation]:
+    """Only a few attention kernels support deterministic inference."""
     for spec in serving_policy(subject):
         backend = spec.arguments.get("attention_backend")
         if spec.arguments.get("enable_deterministic_inference") and backend is not None and backend not in _DETERMINISTIC:
-            yield Broken(
+            yield Violation(
                 f"--sglang-enable-deterministic-inference{where(spec)} works with {', '.join(_DETERMINISTIC)}, "
                 f"not with {shown(spec, 'attention_backend')}",
-                ((put_argument(subject, spec, "attention_backend", None),), (put_argument(subject, spec, "attention_backend", "triton"),)),
+                ((set_argument(subject, spec, "attention_backend", None),), (set_argument(subject, spec, "attention_backend", "triton"),)),
             )
 
 

@@ -1,4 +1,4 @@
-"""Lengths of samples against the model, the engines' context, and the trainer's micro-batches.
+"""Lengths of samples: limits of the model, the engines' context and the trainer's micro-batches.
 
 Source: SGLang 0.5.15.post1, `configs/model_config.py` (context length).
 """
@@ -15,8 +15,8 @@ from fuligo.planner.layout import make_layout
 from fuligo.planner.lengths import longest_prompt, longest_sample
 from fuligo.planner.memory.bars import memory_bars
 from fuligo.planner.rules.parallel import dense_sizes_divide, is_megatron
-from fuligo.planner.rules.rule import Broken, rule
-from fuligo.planner.rules.servers import put_argument, serving_policy, shown, where
+from fuligo.planner.rules.rule import Violation, rule
+from fuligo.planner.rules.servers import serving_policy, set_argument, shown, where
 from fuligo.planner.subject import Subject
 from fuligo.quantities import amount
 
@@ -24,23 +24,23 @@ _LONGER_ALLOWED = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 
 
 @rule("PLAN-CONTEXT-LENGTH", "--sglang-context-length")
-def context_is_the_models(subject: Subject) -> Iterator[Broken]:
-    """The engines' context is at most what the model was made for."""
+def context_is_the_models(subject: Subject) -> Iterator[Violation]:
+    """The engines' context cannot exceed the model's positions."""
     most = subject.rollout_architecture.max_position_embeddings
     if subject.config.cluster.env.get(_LONGER_ALLOWED, "0").lower() in ("1", "true"):
         return
     for spec in serving_policy(subject):
         if (spec.arguments.get("context_length") or 0) > most:
-            yield Broken(
+            yield Violation(
                 f"{shown(spec, 'context_length')}{where(spec)} is more than the model's {most} positions",
-                ((put_argument(subject, spec, "context_length", most),), (put_argument(subject, spec, "context_length", None),)),
+                ((set_argument(subject, spec, "context_length", most),), (set_argument(subject, spec, "context_length", None),)),
                 f"or allow it by {_LONGER_ALLOWED}=1 in --env",
             )
 
 
 @rule("PLAN-RESPONSE-CONTEXT", "--rollout-max-response-len", "--eval-max-response-len", "--rollout-max-context-len")
-def samples_fit_the_context(subject: Subject) -> Iterator[Broken]:
-    """A prompt with its longest response fits the context of the engines, which refuse longer requests."""
+def samples_fit_the_context(subject: Subject) -> Iterator[Violation]:
+    """A prompt with its longest response must fit the engines' context; engines reject longer requests."""
     config = subject.config
     if not config.needs_engine:
         return
@@ -49,7 +49,7 @@ def samples_fit_the_context(subject: Subject) -> Iterator[Broken]:
     context, source = min(contexts), "--sglang-context-length" if min(contexts) < model else "the model's positions"
     bounded = config.rollout.rollout_max_context_len
     if bounded is not None and bounded > context:
-        yield Broken(
+        yield Violation(
             f"--rollout-max-context-len {bounded} is more than the {context} tokens of the engines' context ({source})",
             ((set_flag("rollout_max_context_len", context),),),
             flags=("--rollout-max-context-len",),
@@ -62,8 +62,8 @@ def samples_fit_the_context(subject: Subject) -> Iterator[Broken]:
             known = config.data.rollout_max_prompt_len
             with_prompt = f" and --rollout-max-prompt-len {known}" if known else " and a prompt"
             room = context - (known or min(longest_prompt(config), context // 2))
-            yield Broken(
-                f"{option} {length}{with_prompt} do not fit the {context} tokens of the engines' context ({source})",
+            yield Violation(
+                f"{option} {length}{with_prompt} do not fit into the {context} tokens of the engines' context ({source})",
                 ((set_flag(name, room),),) if room > 0 else (),
                 "shorten prompts or responses",
                 flags=(option,),
@@ -78,10 +78,10 @@ def _response_lengths(config: Config) -> dict[str, int]:
 
 
 @rule("PLAN-MAX-TOKENS", "--max-tokens-per-gpu", "--rollout-max-response-len", severity=Severity.WARNING)
-def micro_batches_hold_the_longest_sample(subject: Subject) -> Iterator[Broken]:
-    """A sample is never truncated: one that is longer than a micro-batch is one of its own, and takes the memory it takes."""
+def micro_batches_hold_the_longest_sample(subject: Subject) -> Iterator[Violation]:
+    """Samples are never truncated: one that exceeds the micro-batch limit becomes a micro-batch of its own and needs more memory."""
     config, tokens = subject.config, subject.config.train.max_tokens_per_gpu
-    unknown = config.is_sft and config.max_sample_tokens is None  # conversations are as long as the file has them
+    unknown = config.is_sft and config.max_sample_tokens is None  # the lengths of conversations are known from the file only
     if not config.train.use_dynamic_batch_size or tokens is None or unknown:
         return
     cp = config.parallel.context_parallel_size if is_megatron(config) else 1
@@ -89,9 +89,9 @@ def micro_batches_hold_the_longest_sample(subject: Subject) -> Iterator[Broken]:
     if longest <= tokens * cp:
         return
     times = f" x --context-parallel-size {cp} = {tokens * cp}" if cp > 1 else ""
-    yield Broken(
-        f"--max-tokens-per-gpu {tokens}{times} is less than the longest sample, {longest} tokens ({_of_what(config)}): it is not "
-        f"truncated but a micro-batch of its own{_activations(subject)}",
+    yield Violation(
+        f"--max-tokens-per-gpu {tokens}{times} is smaller than the longest sample ({longest} tokens: {_of_what(config)}), which "
+        f"becomes a micro-batch of its own{_activations(subject)}",
         ((set_flag("max_tokens_per_gpu", -(-longest // cp)),),),
         "plan for that memory, raise --context-parallel-size, or shorten responses",
     )
@@ -99,14 +99,14 @@ def micro_batches_hold_the_longest_sample(subject: Subject) -> Iterator[Broken]:
 
 def _of_what(config: Config) -> str:
     if config.is_sft:
-        return "--rollout-max-prompt-len, of the whole conversation"
+        return "--rollout-max-prompt-len for the whole conversation"
     if config.max_sample_tokens is not None:
         return "--rollout-max-context-len or the longest prompt and response"
     return f"--rollout-max-response-len {config.rollout.rollout_max_response_len} and a prompt of {longest_prompt(config)}"
 
 
 def _activations(subject: Subject) -> str:
-    """`, whose activations take 12 GiB`, where the sizes leave a layout."""
+    """Return `, whose activations take 12 GiB`, or nothing if the sizes have no layout."""
     if is_megatron(subject.config) and not dense_sizes_divide(subject.config):
         return ""
     try:

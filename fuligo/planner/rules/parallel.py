@@ -1,4 +1,4 @@
-"""Sizes of the Megatron trainer's dimensions against its GPUs and the model's matrices.
+"""Parallel sizes of the Megatron trainer: its GPUs and the model's matrices.
 
 Sources: Megatron-Core 0.16.1, `parallel_state.initialize_model_parallel`, `TransformerConfig.__post_init__`, `MoELayer`.
 """
@@ -14,35 +14,35 @@ from fuligo.config.findings import Severity
 from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.models.architecture import GroupedAttention
 from fuligo.planner.rules.numbers import divisors, nearest_first
-from fuligo.planner.rules.rule import Broken, Fix, rule
+from fuligo.planner.rules.rule import Fix, Violation, rule
 from fuligo.planner.subject import Subject
 
 _GPUS = ("--actor-num-nodes", "--actor-num-gpus-per-node")
 _TP, _PP, _CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 _FLAG_COSTS = 1.0
-"""Changing one flag more is as bad as a size that is wrong by a factor of e."""
+"""Cost of changing one more flag; changing a size by a factor of e costs 1."""
 _MAX_FIXES = 24
 _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 
 
 def is_megatron(config: Config) -> bool:
-    """The sizes of the group `parallel` count."""
+    """Return whether the Megatron trainer is used, so that the sizes of the group `parallel` apply."""
     return config.resolved_train_backend == "megatron"
 
 
 def expert_tensor_parallel_size(config: Config) -> int:
-    """ETP as Megatron resolves it: TP where it is not given."""
+    """Return ETP as Megatron resolves it: TP unless given."""
     return config.parallel.expert_tensor_parallel_size or config.parallel.tensor_model_parallel_size
 
 
 def trainer_gpus(config: Config) -> str:
-    """`the trainer's 8 GPUs (--actor-num-nodes 1 x --actor-num-gpus-per-node 8)`."""
+    """Return `the trainer's 8 GPUs (--actor-num-nodes 1 x --actor-num-gpus-per-node 8)`."""
     nodes, each = config.cluster.actor_num_nodes, config.resolved_actor_num_gpus_per_node
     return f"the trainer's {config.num_train_gpus} GPUs (--actor-num-nodes {nodes} x --actor-num-gpus-per-node {each})"
 
 
 def _other_tp(subject: Subject, sizes: list[int]) -> tuple[Fix, ...]:
-    """Fixes that give the tensor-parallel group another size; the sequence is split along with it."""
+    """Return fixes that resize the tensor-parallel group, with sequence parallelism adjusted."""
     config, now = subject.config, subject.config.parallel.tensor_model_parallel_size
     others = config.parallel.pipeline_model_parallel_size * config.parallel.context_parallel_size
     fixes: list[Fix] = []
@@ -57,7 +57,7 @@ def _other_tp(subject: Subject, sizes: list[int]) -> tuple[Fix, ...]:
 
 
 def _nearest_of_several(subject: Subject, sizes: dict[str, int], *, fixed: int = 1) -> tuple[Fix, ...]:
-    """Fixes after which the sizes, together with `fixed`, divide the trainer's GPUs: few changes, and small ones, first."""
+    """Return fixes after which the sizes times `fixed` divide the trainer's GPUs, the smallest changes first."""
     gpus = subject.config.num_train_gpus
     found: list[tuple[float, Fix]] = []
     for chosen in product(divisors(gpus), repeat=len(sizes)):
@@ -73,30 +73,30 @@ def _nearest_of_several(subject: Subject, sizes: dict[str, int], *, fixed: int =
 
 
 def dense_sizes_divide(config: Config) -> bool:
-    """TP x PP x CP divides the trainer's GPUs."""
+    """Return whether TP x PP x CP divides the trainer's GPUs."""
     sizes = config.parallel
     product = sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
     return config.num_train_gpus % product == 0
 
 
 @rule("PLAN-TRAINER-GPUS", "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size", *_GPUS)
-def sizes_divide_gpus(subject: Subject) -> Iterator[Broken]:
-    """A replica of the model takes TP x PP x CP GPUs, and replicas are whole."""
+def sizes_divide_gpus(subject: Subject) -> Iterator[Violation]:
+    """A replica of the model takes TP x PP x CP GPUs, and the GPUs must hold whole replicas."""
     config, sizes = subject.config, subject.config.parallel
     if not is_megatron(config) or dense_sizes_divide(config):
         return
     tp, pp, cp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size, sizes.context_parallel_size
-    yield Broken(
+    yield Violation(
         f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x --context-parallel-size {cp} = {tp * pp * cp} "
         f"does not divide {trainer_gpus(config)}",
         _nearest_of_several(subject, {_TP: tp, _PP: pp, _CP: cp}),
-        "choose sizes whose product divides the GPUs, or give the trainer others",
+        "choose sizes whose product divides the GPUs, or change the number of GPUs",
     )
 
 
 @rule("PLAN-EXPERT-GPUS", "--expert-tensor-parallel-size", "--expert-model-parallel-size", "--pipeline-model-parallel-size", *_GPUS)
-def expert_sizes_divide_gpus(subject: Subject) -> Iterator[Broken]:
-    """The experts have a grid of their own over the same GPUs: ETP x EP x PP must divide them, too."""
+def expert_sizes_divide_gpus(subject: Subject) -> Iterator[Violation]:
+    """Experts have a rank grid of their own over the same GPUs, so ETP x EP x PP must divide them too."""
     config = subject.config
     if not is_megatron(config) or not dense_sizes_divide(config):
         return
@@ -108,7 +108,7 @@ def expert_sizes_divide_gpus(subject: Subject) -> Iterator[Broken]:
     if config.num_train_gpus % (etp * ep * pp) == 0:
         return
     default = "" if config.parallel.expert_tensor_parallel_size else " (by default --tensor-model-parallel-size)"
-    yield Broken(
+    yield Violation(
         f"--expert-tensor-parallel-size {etp}{default} x --expert-model-parallel-size {ep} x --pipeline-model-parallel-size {pp} = "
         f"{etp * ep * pp} does not divide {trainer_gpus(config)}",
         _nearest_of_several(subject, {_ETP: etp, _EP: ep}, fixed=pp),
@@ -117,12 +117,12 @@ def expert_sizes_divide_gpus(subject: Subject) -> Iterator[Broken]:
 
 
 @rule("PLAN-TP-HEADS", "--tensor-model-parallel-size")
-def heads_divide(subject: Subject) -> Iterator[Broken]:
+def heads_divide(subject: Subject) -> Iterator[Violation]:
     """Tensor parallelism gives each GPU whole attention heads."""
     config, heads = subject.config, subject.architecture.attention.num_heads
     tp = config.parallel.tensor_model_parallel_size
     if is_megatron(config) and heads % tp:
-        yield Broken(
+        yield Violation(
             f"--tensor-model-parallel-size {tp} does not divide the model's {heads} attention heads",
             _other_tp(subject, divisors(heads)),
             f"choose a size that divides both {heads} and {trainer_gpus(config)}",
@@ -130,28 +130,28 @@ def heads_divide(subject: Subject) -> Iterator[Broken]:
 
 
 @rule("PLAN-TP-KV-HEADS", "--tensor-model-parallel-size")
-def kv_heads_divide(subject: Subject) -> Iterator[Broken]:
-    """Groups of keys and values are split over the GPUs, or copied to equally many of them."""
+def kv_heads_divide(subject: Subject) -> Iterator[Violation]:
+    """The GPUs split the key-value heads evenly, or each head is copied to equally many GPUs."""
     config, attention = subject.config, subject.architecture.attention
     tp = config.parallel.tensor_model_parallel_size
     if not is_megatron(config) or not isinstance(attention, GroupedAttention) or attention.num_heads % tp:
         return
     groups = attention.num_kv_heads
     if groups % tp and tp % groups:
-        yield Broken(
-            f"--tensor-model-parallel-size {tp} neither divides the model's {groups} groups of keys and values nor is a multiple of them",
+        yield Violation(
+            f"--tensor-model-parallel-size {tp} neither divides nor is a multiple of the model's {groups} key-value heads",
             _other_tp(subject, divisors(attention.num_heads)),
             f"choose a divisor or a multiple of {groups}",
         )
 
 
 @rule("PLAN-TP-MLP", "--tensor-model-parallel-size")
-def mlp_divides(subject: Subject) -> Iterator[Broken]:
+def mlp_divides(subject: Subject) -> Iterator[Violation]:
     """Tensor parallelism gives each GPU an equal share of a dense MLP's columns."""
     config, architecture = subject.config, subject.architecture
     tp, width = config.parallel.tensor_model_parallel_size, architecture.intermediate_size
     if is_megatron(config) and architecture.attention.num_heads % tp == 0 and width % tp:
-        yield Broken(
+        yield Violation(
             f"--tensor-model-parallel-size {tp} does not divide the {width} columns of the model's MLP",
             _other_tp(subject, divisors(architecture.attention.num_heads)),
             f"choose a divisor of {width}",
@@ -159,42 +159,39 @@ def mlp_divides(subject: Subject) -> Iterator[Broken]:
 
 
 @rule("PLAN-SP-WITHOUT-TP", "--sequence-parallel", "--tensor-model-parallel-size", severity=Severity.WARNING)
-def sequence_is_split_over_tp(subject: Subject) -> Iterator[Broken]:
-    """Sequence parallelism splits over the tensor-parallel GPUs; with one of them there is nothing to split."""
+def sequence_is_split_over_tp(subject: Subject) -> Iterator[Violation]:
+    """Sequence parallelism splits over the tensor-parallel GPUs and has no effect with only one."""
     config = subject.config
     if is_megatron(config) and config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
-        yield Broken(
-            "--sequence-parallel splits over the GPUs of --tensor-model-parallel-size, which is 1", ((unset_flag("sequence_parallel"),),)
-        )
+        yield Violation("--sequence-parallel has no effect with --tensor-model-parallel-size 1", ((unset_flag("sequence_parallel"),),))
 
 
 @rule("PLAN-MOE-SEQUENCE-PARALLEL", "--sequence-parallel", "--tensor-model-parallel-size")
-def mixture_splits_its_sequence(subject: Subject) -> Iterator[Broken]:
-    """Without sequence parallelism every tensor-parallel GPU would send the same tokens to the experts: Megatron refuses to train so."""
+def mixture_splits_its_sequence(subject: Subject) -> Iterator[Violation]:
+    """Without sequence parallelism every tensor-parallel GPU would send the same tokens to the experts; Megatron rejects this."""
     config, tp = subject.config, subject.config.parallel.tensor_model_parallel_size
     if is_megatron(config) and subject.architecture.experts is not None and tp > 1 and not config.parallel.sequence_parallel:
         text = f"--tensor-model-parallel-size {tp} with a mixture of experts needs --sequence-parallel"
-        yield Broken(text, ((set_flag("sequence_parallel", True),),))
+        yield Violation(text, ((set_flag("sequence_parallel", True),),))
 
 
 @rule("PLAN-TP-NODES", "--tensor-model-parallel-size", "--num-gpus-per-node", severity=Severity.WARNING)
-def tensor_parallel_stays_in_a_node(subject: Subject) -> Iterator[Broken]:
-    """Tensor parallelism talks in every layer: across nodes it waits for the network."""
+def tensor_parallel_stays_in_a_node(subject: Subject) -> Iterator[Violation]:
+    """Tensor parallelism communicates in every layer, which is slow across nodes."""
     config, tp = subject.config, subject.config.parallel.tensor_model_parallel_size
     here = config.resolved_actor_num_gpus_per_node
     if not is_megatron(config) or config.cluster.actor_num_nodes == 1 or not dense_sizes_divide(config) or here % tp == 0:
         return
-    yield Broken(
-        f"--tensor-model-parallel-size {tp} reaches over nodes, of which each gives the trainer {here} GPUs: "
-        "every layer waits for the network",
+    yield Violation(
+        f"--tensor-model-parallel-size {tp} spans nodes, each of which has {here} GPUs of the trainer: every layer waits for the network",
         _other_tp(subject, divisors(here)),
         f"choose a divisor of {here}",
     )
 
 
 @rule("PLAN-UNEVEN-BATCH", "--global-batch-size", severity=Severity.WARNING)
-def ranks_have_equally_many_samples(subject: Subject) -> Iterator[Broken]:
-    """Where samples do not divide evenly, replicas wait for those that have one more."""
+def ranks_have_equally_many_samples(subject: Subject) -> Iterator[Violation]:
+    """If samples do not divide evenly, replicas wait for those that have one more."""
     config = subject.config
     if config.samples_per_rollout % config.resolved_num_steps_per_rollout:
         return
@@ -203,7 +200,7 @@ def ranks_have_equally_many_samples(subject: Subject) -> Iterator[Broken]:
         return
     samples = config.samples_per_rollout
     fitting = [divisor for divisor in divisors(samples) if divisor % ranks == 0]
-    yield Broken(
+    yield Violation(
         f"an optimizer step's {size} samples (--global-batch-size) over {ranks} data-parallel ranks: "
         f"{size % ranks} ranks have {size // ranks + 1}, the others {size // ranks}",
         tuple((unset_flag("num_steps_per_rollout"), set_flag("global_batch_size", near)) for near in nearest_first(size, fitting)),

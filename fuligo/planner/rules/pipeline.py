@@ -1,4 +1,4 @@
-"""How the layers are cut into pipeline stages.
+"""Split of the layers into pipeline stages.
 
 Sources: Megatron-Core 0.16.1, `TransformerConfig.__post_init__` and `parallel_state.initialize_model_parallel`; the rule that a stage
 starts on a layer which computes its own token choice comes with DSA's index sharing (GLM-5).
@@ -15,7 +15,7 @@ from fuligo.config.findings import Change
 from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.planner.rules.numbers import divisors, nearest_first
 from fuligo.planner.rules.parallel import is_megatron
-from fuligo.planner.rules.rule import Broken, Fix, rule
+from fuligo.planner.rules.rule import Fix, Violation, rule
 from fuligo.planner.subject import Subject
 
 _FIRST, _LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
@@ -25,18 +25,18 @@ _ACCOUNTING = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_p
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """The flags that cut the layers."""
+    """Flags that split the layers into stages."""
 
     num_layers: int
     num_extra: int
-    """Embedding and loss where they count as a layer each."""
+    """Embedding and loss, if each counts as a layer."""
     pp: int
     vpp: int
     first: int | None
     last: int | None
 
     def counts(self) -> list[int] | None:
-        """Layers of each pipeline rank, extra ones included; None where they cannot be shared so."""
+        """Return the layers of each pipeline rank, extra ones included, or None if they cannot be split so."""
         num_middle = self.pp - (self.first is not None) - (self.last is not None)
         rest = self.num_layers + self.num_extra - (self.first or 0) - (self.last or 0)
         if num_middle < 0 or rest < 0 or bool(rest) != bool(num_middle) or (num_middle and rest % num_middle):
@@ -45,7 +45,7 @@ class _Cut:
         return ([] if self.first is None else [self.first]) + middle + ([] if self.last is None else [self.last])
 
     def starts(self) -> list[int]:
-        """First layer of every virtual stage, counted from 0; empty where the layers cannot be shared so."""
+        """Return the first layer of every virtual stage, from 0; empty if the layers cannot be split so."""
         counts = self.counts()
         if counts is None or any(count % self.vpp for count in counts):
             return []
@@ -54,7 +54,7 @@ class _Cut:
 
 
 def _cut(subject: Subject) -> _Cut | None:
-    """None where the planner has nothing to say: no Megatron, or a layout that is written out."""
+    """Return the split, or None without Megatron or with an explicit layout."""
     config, sizes = subject.config, subject.config.parallel
     if not is_megatron(config) or config.megatron.get("pipeline_model_parallel_layout") is not None:
         return None
@@ -69,7 +69,7 @@ def _cut(subject: Subject) -> _Cut | None:
 
 
 def _given(config: Config) -> str:
-    """` with --decoder-first-pipeline-num-layers 14`, or nothing."""
+    """Return ` with --decoder-first-pipeline-num-layers 14`, or nothing."""
     sizes = config.parallel
     named = ((_FIRST, sizes.decoder_first_pipeline_num_layers), (_LAST, sizes.decoder_last_pipeline_num_layers))
     shown = [f"--{name.replace('_', '-')} {count}" for name, count in named if count is not None]
@@ -77,7 +77,7 @@ def _given(config: Config) -> str:
 
 
 def _recuts(subject: Subject, cut: _Cut) -> tuple[Fix, ...]:
-    """Other first and last stages, and other numbers of stages: the most even ones that lie nearest to what was given."""
+    """Return fixes with other first and last stages or other numbers of stages, the most even and nearest first."""
     computing = {layer.number for layer in subject.architecture.layers if layer.computes_index}
     even = cut.num_layers / cut.pp
     found: list[tuple[float, Fix]] = []
@@ -89,7 +89,7 @@ def _recuts(subject: Subject, cut: _Cut) -> tuple[Fix, ...]:
             continue
         changes = tuple(set_flag(name, value) for name, value, old in ((_FIRST, first, cut.first), (_LAST, last, cut.last)) if value != old)
         distance = abs((first or even) - (cut.first or even)) + abs((last or even) - (cut.last or even))
-        # Uneven stages make the others wait; a flag more is a smaller evil than that.
+        # Uneven stages make the others wait, which is worse than changing one more flag.
         found.append((max(counts) - even + distance / 4 + len(changes) / 8 + 2 * (max(counts) - min(counts)) / cut.pp, changes))
     best = [fix for _, fix in sorted(found, key=lambda each: each[0])[:6] if fix]
     fewer = [(set_flag("pipeline_model_parallel_size", pp),) for pp in nearest_first(cut.pp, divisors(cut.num_layers + cut.num_extra))]
@@ -99,40 +99,40 @@ def _recuts(subject: Subject, cut: _Cut) -> tuple[Fix, ...]:
 
 
 @rule("PLAN-PP-LAYOUT", "--pipeline-model-parallel-layout")
-def layout_is_given_by_sizes(subject: Subject) -> Iterator[Broken]:
-    """A pipeline that is written out stage by stage cannot be checked or drawn here."""
+def layout_is_given_by_sizes(subject: Subject) -> Iterator[Violation]:
+    """A pipeline that is listed stage by stage is not supported."""
     config = subject.config
     layout = config.megatron.get("pipeline_model_parallel_layout")
     if is_megatron(config) and layout is not None:
-        yield Broken(
-            f"--pipeline-model-parallel-layout {layout} writes the stages out, which is not supported: "
-            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers cut the layers",
+        yield Violation(
+            f"--pipeline-model-parallel-layout {layout} is not supported; use "
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers instead",
             ((Change(("megatron", "pipeline_model_parallel_layout"), None),),),
-            "leave it out, and give the sizes of the first and the last stage",
+            "remove it, and give the sizes of the first and the last stage",
         )
 
 
 @rule("PLAN-PP-ACCOUNTING", "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
-def accounting_or_first_and_last(subject: Subject) -> Iterator[Broken]:
-    """Megatron either counts embedding and loss as layers or takes the first and last stage as given."""
+def accounting_or_first_and_last(subject: Subject) -> Iterator[Violation]:
+    """Megatron either counts embedding and loss as layers or uses the given first and last stage."""
     cut = _cut(subject)
     if cut is not None and cut.num_extra and (cut.first, cut.last) != (None, None):
         given = [name for name in _ACCOUNTING if subject.config.megatron.get(name)]
         shown = " and ".join(f"--{name.replace('_', '-')}" for name in given)
         fix = tuple(Change(("megatron", name), None) for name in given)
-        yield Broken(f"{shown} cannot be given{_given(subject.config)}: both say how uneven the stages are", (fix,))
+        yield Violation(f"{shown} cannot be combined{_given(subject.config)}: both set the sizes of the stages", (fix,))
 
 
 @rule("PLAN-PP-LAYERS", "--pipeline-model-parallel-size", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
-def layers_divide_into_stages(subject: Subject) -> Iterator[Broken]:
-    """First stage + last stage + equal middle stages = all layers, and no stage is empty."""
+def layers_divide_into_stages(subject: Subject) -> Iterator[Violation]:
+    """First stage + last stage + equal middle stages must be all layers, and no stage may be empty."""
     cut, config = _cut(subject), subject.config
     if cut is None or (cut.num_extra and (cut.first, cut.last) != (None, None)):
         return
     counts = cut.counts()
     if counts is not None and min(counts) > 0:
         return
-    yield Broken(
+    yield Violation(
         f"--pipeline-model-parallel-size {cut.pp}{_given(config)}: {_why_uneven(cut)}",
         _recuts(subject, cut),
         f"choose stages that add up to {cut.num_layers} layers",
@@ -150,26 +150,26 @@ def _why_uneven(cut: _Cut) -> str:
 
 
 @rule("PLAN-VPP-PP", "--virtual-pipeline-model-parallel-size", "--pipeline-model-parallel-size")
-def interleaving_needs_stages(subject: Subject) -> Iterator[Broken]:
-    """Interleaved stages go round a pipeline of more than one GPU."""
+def interleaving_needs_stages(subject: Subject) -> Iterator[Violation]:
+    """Interleaved stages need a pipeline of more than one GPU."""
     cut = _cut(subject)
     if cut is not None and cut.vpp > 1 and cut.pp == 1:
-        yield Broken(
-            f"--virtual-pipeline-model-parallel-size {cut.vpp} interleaves stages, and --pipeline-model-parallel-size is 1",
+        yield Violation(
+            f"--virtual-pipeline-model-parallel-size {cut.vpp} needs --pipeline-model-parallel-size above 1",
             ((unset_flag(_VPP),),),
         )
 
 
 @rule("PLAN-VPP-LAYERS", "--virtual-pipeline-model-parallel-size", "--pipeline-model-parallel-size")
-def ranks_divide_into_virtual_stages(subject: Subject) -> Iterator[Broken]:
-    """Each pipeline rank cuts its layers into equally many for every one of its virtual stages."""
+def ranks_divide_into_virtual_stages(subject: Subject) -> Iterator[Violation]:
+    """Each pipeline rank splits its layers evenly over its virtual stages."""
     cut = _cut(subject)
     counts = None if cut is None else cut.counts()
     if cut is None or counts is None or cut.pp == 1 or all(count % cut.vpp == 0 for count in counts):
         return
     broken = next(count for count in counts if count % cut.vpp)
     common = [size for size in divisors(min(counts)) if size > 1 and all(count % size == 0 for count in counts)]
-    yield Broken(
+    yield Violation(
         f"--virtual-pipeline-model-parallel-size {cut.vpp} does not divide the {broken} layers of pipeline rank {counts.index(broken)}"
         f"{_given(subject.config)}",
         (*((set_flag(_VPP, size),) for size in nearest_first(cut.vpp, common)), (unset_flag(_VPP),)),
@@ -182,8 +182,8 @@ def ranks_divide_into_virtual_stages(subject: Subject) -> Iterator[Broken]:
     "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers",
 )
-def stages_start_on_computing_layers(subject: Subject) -> Iterator[Broken]:
-    """A layer that reuses the token choice of one below needs that one in its own stage."""
+def stages_start_on_computing_layers(subject: Subject) -> Iterator[Violation]:
+    """A layer that reuses the token choice of a layer below needs that layer in its own stage."""
     cut = _cut(subject)
     computing = {layer.number for layer in subject.architecture.layers if layer.computes_index}
     if cut is None or not computing:
@@ -193,16 +193,16 @@ def stages_start_on_computing_layers(subject: Subject) -> Iterator[Broken]:
         return
     starts = ", ".join(str(start + 1) for start in cut.starts())
     below = max(number for number in computing if number < wrong[0])
-    yield Broken(
+    yield Violation(
         f"--pipeline-model-parallel-size {cut.pp}{_given(subject.config)}: stages start at the layers {starts}, and layer {wrong[0] + 1} "
-        f"does not compute its own sparse index, it reuses that of layer {below + 1} in the stage before",
+        f"reuses the sparse index of layer {below + 1}, which is in the stage before",
         _recuts(subject, cut),
         f"every stage must start at one of the layers {_listed(computing)}",
     )
 
 
 def _listed(layers: set[int]) -> str:
-    """Counted from 1."""
+    """Return the layers as text, numbered from 1."""
     return ", ".join(str(number + 1) for number in sorted(layers))
 
 

@@ -1,4 +1,4 @@
-"""How a rule of the planner is written: a pure function of the subject that says what is broken, and ways out to try."""
+"""Rules of the planner: pure functions of the subject that yield violations with fixes to try."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from fuligo.config.findings import Change, Severity
 from fuligo.planner.subject import Subject
 
 Fix = tuple[Change, ...]
-"""Changes that mend together."""
+"""Changes that are applied together."""
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
-    """What a rule says of a subject."""
+class Violation:
+    """Violation of a rule by a subject."""
 
     text: str
-    """The flags with their values, and the rule, with the numbers of this run."""
+    """Flags with their values, and the rule with the numbers of this run."""
     fixes: tuple[Fix, ...] = ()
-    """Ways out, the least change first; the first that passes all rules is shown."""
+    """Fixes to try, the smallest change first; the first that passes all rules is shown."""
     advice: str = ""
-    """What to do, in words, where no change of flags mends it."""
+    """Remedy in words, if no change of flags fixes it."""
     flags: tuple[str, ...] = ()
-    """Options that the text is about, where they are not those of the rule."""
+    """Options that the text is about, if they differ from those of the rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerRule:
-    """A named check."""
+    """Check with an id."""
 
     id: str
     """Stable name, `PLAN-...`."""
     severity: Severity
     flags: tuple[str, ...]
-    """Options that it is about, as typed."""
-    check: Callable[[Subject], Iterator[Broken]]
+    """Options that the rule is about, as typed."""
+    check: Callable[[Subject], Iterator[Violation]]
 
     @property
     def why(self) -> str:
-        """One line: the docstring of the check."""
+        """First line of the check's docstring."""
         return (self.check.__doc__ or "").strip().splitlines()[0]
 
 
 def rule(
     rule_id: str, *options: str, severity: Severity = Severity.ERROR
-) -> Callable[[Callable[[Subject], Iterator[Broken]]], PlannerRule]:
-    """Makes a rule of a function, whose docstring says in one line why it is one.
+) -> Callable[[Callable[[Subject], Iterator[Violation]]], PlannerRule]:
+    """Turn a function into a rule; the first line of its docstring states the reason.
 
     Args:
         rule_id: stable name, `PLAN-...`.
-        options: the flags that it is about, as typed.
+        options: flags that the rule is about, as typed.
     """
     return lambda check: PlannerRule(rule_id, severity, options, check)

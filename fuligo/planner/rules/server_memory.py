@@ -1,4 +1,4 @@
-"""Memory settings and batches of engines.
+"""Memory settings and batch sizes of engines.
 
 Source: SGLang 0.5.15.post1, `ServerArgs._handle_gpu_memory_settings`, `_handle_data_parallelism`, `check_server_args`,
 `arg_groups/overrides.py` (page sizes), `arg_groups/speculative_hook.py` (requests).
@@ -12,21 +12,21 @@ from fuligo.config.findings import Severity
 from fuligo.config.rules.cluster import SHARED_FRACTION
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.numbers import nearest_first
-from fuligo.planner.rules.rule import Broken, rule
-from fuligo.planner.rules.servers import put_argument, running, serving_policy, shown, where
+from fuligo.planner.rules.rule import Violation, rule
+from fuligo.planner.rules.servers import running, serving_policy, set_argument, shown, where
 from fuligo.planner.server_settings import SPECULATIVE_REQUESTS, max_running_requests, server_settings
 from fuligo.planner.subject import Subject
 
 MAX_SHARED_FRACTION = 0.8
-"""Of a GPU's memory for an engine beside a trainer: what Megatron, NCCL and CUDA keep while they wait takes the rest."""
+"""Largest share of a GPU's memory for an engine beside a trainer; Megatron, NCCL and CUDA keep the rest while offloaded."""
 _PAGE_SIZES = {"flashmla": 64, "cutlass_mla": 128}
-"""That attention backends force."""
+"""Attention backend -> page size that it forces."""
 _DSA_PAGE = 64
 
 
 @rule("PLAN-MEM-FRACTION", "--sglang-mem-fraction-static", "--colocate", severity=Severity.WARNING)
-def engines_leave_room(subject: Subject) -> Iterator[Broken]:
-    """A trainer that shares the GPU keeps some memory while the engines work."""
+def engines_leave_room(subject: Subject) -> Iterator[Violation]:
+    """A colocated trainer keeps some memory while the engines work."""
     if not subject.config.cluster.colocate or subject.config.debug.debug_rollout_only:
         return
     for spec in serving_policy(subject):
@@ -34,15 +34,15 @@ def engines_leave_room(subject: Subject) -> Iterator[Broken]:
         fraction = server_settings(spec, subject.rollout_architecture, subject.gpu).mem_fraction_static
         if fraction <= MAX_SHARED_FRACTION:
             continue
-        chosen = shown(spec, "mem_fraction_static") if given else f"--sglang-mem-fraction-static is not given and SGLang takes {fraction}"
-        yield Broken(
-            f"{chosen}{where(spec)} with --colocate: the waiting trainer keeps some of the GPU's memory, too",
-            ((put_argument(subject, spec, "mem_fraction_static", SHARED_FRACTION),),),
+        chosen = shown(spec, "mem_fraction_static") if given else f"--sglang-mem-fraction-static is not given and SGLang uses {fraction}"
+        yield Violation(
+            f"{chosen}{where(spec)} with --colocate: the offloaded trainer keeps some of the GPU's memory too",
+            ((set_argument(subject, spec, "mem_fraction_static", SHARED_FRACTION),),),
         )
 
 
 def page_size(subject: Subject, spec: EngineGroupSpec) -> int:
-    """Tokens of a page of the KV cache, as SGLang resolves it."""
+    """Return the tokens per page of the KV cache, as SGLang resolves them."""
     if subject.rollout_architecture.sparse_index is not None:
         return _DSA_PAGE
     backends = {spec.arguments.get("attention_backend"), spec.arguments.get("decode_attention_backend")}
@@ -51,8 +51,8 @@ def page_size(subject: Subject, spec: EngineGroupSpec) -> int:
 
 
 @rule("PLAN-CHUNK-PAGES", "--sglang-chunked-prefill-size", "--sglang-page-size", "--sglang-dp-size")
-def chunks_are_whole_pages(subject: Subject) -> Iterator[Broken]:
-    """Each attention replica takes its share of a prefill chunk, which is a whole number of pages."""
+def chunks_are_whole_pages(subject: Subject) -> Iterator[Violation]:
+    """Each attention replica's share of a prefill chunk must be a whole number of pages."""
     for spec in serving_policy(subject):
         chunk, page = spec.arguments.get("chunked_prefill_size"), page_size(subject, spec)
         settings = server_settings(spec, subject.rollout_architecture, subject.gpu)
@@ -66,37 +66,37 @@ def chunks_are_whole_pages(subject: Subject) -> Iterator[Broken]:
         fitting = [whole * number for number in {max(1, total // whole), total // whole + 1}]
         replicas = f" / {shown(spec, 'dp_size')} = {share}" if spec.dp_size > 1 else ""
         name = shown(spec, "chunked_prefill_size") if chunk else f"--sglang-chunked-prefill-size (by default {total})"
-        yield Broken(
-            f"{name}{replicas} tokens are no whole number of pages of {page}{where(spec)}",
-            tuple((put_argument(subject, spec, "chunked_prefill_size", size),) for size in nearest_first(total, fitting)),
+        yield Violation(
+            f"{name}{replicas} tokens are not a multiple of the page size {page}{where(spec)}",
+            tuple((set_argument(subject, spec, "chunked_prefill_size", size),) for size in nearest_first(total, fitting)),
         )
 
 
 @rule("PLAN-RUNNING-REQUESTS", "--sglang-max-running-requests", "--sglang-dp-size")
-def every_replica_runs_requests(subject: Subject) -> Iterator[Broken]:
-    """The requests of an engine are shared by its attention replicas."""
+def every_replica_runs_requests(subject: Subject) -> Iterator[Violation]:
+    """An engine's attention replicas share its requests, so each must get at least one."""
     for spec in running(subject):
         requests = max_running_requests(spec)
         if requests is None or requests >= spec.dp_size:
             continue
-        text = f"{_requests_shown(spec)} leaves none to some of {shown(spec, 'dp_size')} replicas{where(spec)}"
+        text = f"{_requests_shown(spec)} leaves some of {shown(spec, 'dp_size')} replicas without requests{where(spec)}"
         enough = max(spec.dp_size, _requests_wanted(subject, spec))
-        yield Broken(text, ((put_argument(subject, spec, "max_running_requests", enough),),))
+        yield Violation(text, ((set_argument(subject, spec, "max_running_requests", enough),),))
 
 
 @rule("PLAN-SPEC-REQUESTS", "--sglang-speculative-algorithm", "--sglang-max-running-requests", severity=Severity.WARNING)
-def drafting_engines_run_few_requests(subject: Subject) -> Iterator[Broken]:
-    """SGLang runs few requests at a time where it drafts, unless it is told how many."""
+def drafting_engines_run_few_requests(subject: Subject) -> Iterator[Violation]:
+    """SGLang runs few requests at a time with speculative decoding, unless given a limit."""
     for spec in serving_policy(subject):
         requests, wanted = max_running_requests(spec), _requests_wanted(subject, spec)
         is_given = spec.arguments.get("max_running_requests") is not None
         if is_given or requests is None or wanted <= requests or requests < spec.dp_size or spec.worker_type == "prefill":
             continue
         share = f", {requests // spec.dp_size} for each of {spec.dp_size} attention replicas" if spec.dp_size > 1 else ""
-        yield Broken(
+        yield Violation(
             f"with {shown(spec, 'speculative_algorithm')} and without --sglang-max-running-requests an engine{where(spec)} runs {requests} "
             f"requests at a time{share}; its share of a rollout is {wanted}",
-            ((put_argument(subject, spec, "max_running_requests", wanted),),),
+            ((set_argument(subject, spec, "max_running_requests", wanted),),),
         )
 
 
@@ -104,11 +104,11 @@ def _requests_shown(spec: EngineGroupSpec) -> str:
     if spec.arguments.get("max_running_requests") is not None:
         return shown(spec, "max_running_requests")
     algorithm = shown(spec, "speculative_algorithm")
-    return f"--sglang-max-running-requests is not given, and SGLang takes {SPECULATIVE_REQUESTS} with {algorithm}, which"
+    return f"--sglang-max-running-requests is not given, and SGLang uses {SPECULATIVE_REQUESTS} with {algorithm}, which"
 
 
 def _requests_wanted(subject: Subject, spec: EngineGroupSpec) -> int:
-    """An engine's share of the rollout, the same for each attention replica, and no more than its CUDA graphs take if those are given."""
+    """Return an engine's share of the rollout, equal for all attention replicas, limited by the CUDA graphs if given."""
     num_engines = sum(other.num_engines for other in serving_policy(subject) if other.worker_type != "prefill") or 1
     per_replica = -(-subject.config.samples_per_rollout // (num_engines * spec.dp_size))
     given = spec.arguments.get("cuda_graph_bs_decode")
@@ -117,8 +117,8 @@ def _requests_wanted(subject: Subject, spec: EngineGroupSpec) -> int:
 
 
 @rule("PLAN-GRAPH-BATCH", "--sglang-cuda-graph-max-bs-decode", "--sglang-cuda-graph-bs-decode", severity=Severity.WARNING)
-def batches_have_graphs(subject: Subject) -> Iterator[Broken]:
-    """Batches above the largest CUDA graph are decoded without one, much slower."""
+def batches_have_graphs(subject: Subject) -> Iterator[Violation]:
+    """Batches above the largest CUDA graph run without one, much slower."""
     for spec in running(subject):
         given, requests = spec.arguments.get("cuda_graph_bs_decode"), spec.arguments.get("max_running_requests")
         largest = max(map(int, given)) if given else spec.arguments.get("cuda_graph_max_bs_decode")
@@ -129,26 +129,26 @@ def batches_have_graphs(subject: Subject) -> Iterator[Broken]:
             continue
         name = "cuda_graph_bs_decode" if given else "cuda_graph_max_bs_decode"
         per_replica = f" / {shown(spec, 'dp_size')} = {share}" if spec.dp_size > 1 else ""
-        yield Broken(
-            f"{shown(spec, 'max_running_requests')}{per_replica}{where(spec)} is more than the largest CUDA graph, "
-            f"{shown(spec, name)}: larger batches are decoded without",
+        yield Violation(
+            f"{shown(spec, 'max_running_requests')}{per_replica}{where(spec)} exceeds the largest CUDA graph, "
+            f"{shown(spec, name)}: larger batches run without one",
             (
-                (put_argument(subject, spec, "max_running_requests", largest * spec.dp_size),),
-                (put_argument(subject, spec, name, [*given, share] if given else share),),
+                (set_argument(subject, spec, "max_running_requests", largest * spec.dp_size),),
+                (set_argument(subject, spec, name, [*given, share] if given else share),),
             ),
             flags=(shown(spec, name).split()[0], "--sglang-max-running-requests"),
         )
 
 
 @rule("PLAN-CHECKPOINT-GPU", "--hf-checkpoint", severity=Severity.WARNING)
-def gpu_computes_fp8(subject: Subject) -> Iterator[Broken]:
-    """FP8 weights save memory everywhere, and time only where the GPU computes in FP8."""
+def gpu_computes_fp8(subject: Subject) -> Iterator[Violation]:
+    """FP8 weights save memory on every GPU, but time only on those that compute in FP8."""
     if not subject.config.needs_engine or not subject.rollout_architecture.is_quantised or subject.gpu.fp8_flops > subject.gpu.bf16_flops:
         return
     if serving_policy(subject):
-        yield Broken(
-            f"--hf-checkpoint holds FP8 weights, and {subject.gpu.name} (--gpu) does not compute in FP8: kernels for blocks may be missing",
-            advice="take the BF16 checkpoint on this GPU",
+        yield Violation(
+            f"--hf-checkpoint holds FP8 weights, but {subject.gpu.name} (--gpu) does not compute in FP8, and block kernels may be missing",
+            advice="use the BF16 checkpoint on this GPU",
         )
 
 

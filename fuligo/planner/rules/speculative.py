@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from fuligo.config.findings import Change, Severity
 from fuligo.config.topology import EngineGroupSpec
-from fuligo.planner.rules.rule import Broken, Fix, rule
-from fuligo.planner.rules.servers import put_argument, running, serving_policy, shown, where
+from fuligo.planner.rules.rule import Fix, Violation, rule
+from fuligo.planner.rules.servers import running, serving_policy, set_argument, shown, where
 from fuligo.planner.server_settings import DRAFTS_OF_MODEL
 from fuligo.planner.subject import Subject
 
@@ -29,38 +29,38 @@ def _tree_of(spec: EngineGroupSpec) -> dict[str, int | None]:
 
 
 def _without(subject: Subject, spec: EngineGroupSpec) -> Fix:
-    """No speculative decoding at all."""
+    """Return the fix that disables speculative decoding."""
     given = [name for name in spec.arguments if name.startswith("speculative_")]
-    return tuple(put_argument(subject, spec, name, None) for name in given)
+    return tuple(set_argument(subject, spec, name, None) for name in given)
 
 
 @rule("PLAN-SPEC-ALGORITHM", "--sglang-speculative-algorithm")
-def algorithm_is_known(subject: Subject) -> Iterator[Broken]:
-    """SGLang knows a few algorithms by name."""
+def algorithm_is_known(subject: Subject) -> Iterator[Violation]:
+    """SGLang supports a fixed list of algorithms."""
     for spec in running(subject):
         name = _algorithm(spec)
         if name is not None and name not in ALGORITHMS:
-            text = f"{shown(spec, 'speculative_algorithm')}{where(spec)} is none of {', '.join(ALGORITHMS)}"
-            yield Broken(text, ((put_argument(subject, spec, "speculative_algorithm", "EAGLE"),),))
+            text = f"{shown(spec, 'speculative_algorithm')}{where(spec)} is not one of {', '.join(ALGORITHMS)}"
+            yield Violation(text, ((set_argument(subject, spec, "speculative_algorithm", "EAGLE"),),))
 
 
 @rule("PLAN-SPEC-NO-EFFECT", "--sglang-speculative-algorithm")
-def something_is_drafted(subject: Subject) -> Iterator[Broken]:
+def something_is_drafted(subject: Subject) -> Iterator[Violation]:
     """Settings of speculative decoding have no effect without an algorithm."""
     groups = running(subject)
     given = [name for name in subject.config.sglang if name.startswith("speculative_")]
     if groups and given and all(_algorithm(spec) is None for spec in groups):
         options = tuple(shown(groups[0], name).split()[0] for name in given)
-        yield Broken(
-            f"{' and '.join(options)} without --sglang-speculative-algorithm: nothing is drafted",
+        yield Violation(
+            f"{' and '.join(options)} has no effect without --sglang-speculative-algorithm",
             ((Change(("sglang", "speculative_algorithm"), "EAGLE"),), tuple(Change(("sglang", name), None) for name in given)),
             flags=options,
         )
 
 
 @rule("PLAN-SPEC-TREE", *(f"--sglang-{name.replace('_', '-')}" for name in _TREE))
-def tree_is_complete(subject: Subject) -> Iterator[Broken]:
-    """Steps, branches and draft tokens describe one tree: all three are given, or none."""
+def tree_is_complete(subject: Subject) -> Iterator[Violation]:
+    """Steps, branches and draft tokens describe one tree, so give all three or none."""
     for spec in running(subject):
         tree = _tree_of(spec)
         missing = [name for name, value in tree.items() if value is None]
@@ -68,57 +68,57 @@ def tree_is_complete(subject: Subject) -> Iterator[Broken]:
             continue
         steps = tree["speculative_num_steps"] or max(1, (tree["speculative_num_draft_tokens"] or 4) - 1)
         whole = {"speculative_num_steps": steps, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": steps + 1}
-        yield Broken(
+        yield Violation(
             f"{' '.join(shown(spec, name) for name in _TREE if name not in missing)}{where(spec)} without "
-            f"{' and '.join(shown(spec, name, 0).split()[0] for name in missing)}: SGLang takes all three or none",
+            f"{' and '.join(shown(spec, name, 0).split()[0] for name in missing)}: SGLang needs all three or none",
             (
-                tuple(put_argument(subject, spec, name, whole[name]) for name in missing),
-                tuple(put_argument(subject, spec, name, None) for name in _TREE if name not in missing),
+                tuple(set_argument(subject, spec, name, whole[name]) for name in missing),
+                tuple(set_argument(subject, spec, name, None) for name in _TREE if name not in missing),
             ),
         )
 
 
 @rule("PLAN-SPEC-DRAFT-TOKENS", *(f"--sglang-{name.replace('_', '-')}" for name in _TREE), severity=Severity.WARNING)
-def chain_has_a_token_more_than_steps(subject: Subject) -> Iterator[Broken]:
-    """With one branch a chain of steps has as many draft tokens plus the last accepted one: SGLang silently corrects other numbers."""
+def chain_has_a_token_more_than_steps(subject: Subject) -> Iterator[Violation]:
+    """With one branch the number of draft tokens is steps + 1; SGLang silently corrects other values."""
     for spec in running(subject):
         steps, branches, tokens = _tree_of(spec).values()
         if _algorithm(spec) is None or None in (steps, branches, tokens) or branches != 1 or tokens == (steps or 0) + 1:
             continue
-        yield Broken(
-            f"{shown(spec, 'speculative_num_draft_tokens')}{where(spec)}: with {shown(spec, 'speculative_eagle_topk')} SGLang takes "
+        yield Violation(
+            f"{shown(spec, 'speculative_num_draft_tokens')}{where(spec)}: with {shown(spec, 'speculative_eagle_topk')} SGLang uses "
             f"{shown(spec, 'speculative_num_steps')} + 1 = {(steps or 0) + 1}",
-            ((put_argument(subject, spec, "speculative_num_draft_tokens", (steps or 0) + 1),),),
+            ((set_argument(subject, spec, "speculative_num_draft_tokens", (steps or 0) + 1),),),
         )
 
 
 @rule("PLAN-SPEC-TREE-SIZE", *(f"--sglang-{name.replace('_', '-')}" for name in _TREE))
-def tree_has_so_many_tokens(subject: Subject) -> Iterator[Broken]:
-    """The tokens to verify are chosen from the tree, which has topk + (steps - 1) topk^2 nodes beside its root."""
+def tree_has_so_many_tokens(subject: Subject) -> Iterator[Violation]:
+    """The tokens to verify come from the tree, which has topk + (steps - 1) topk^2 nodes beside its root."""
     for spec in running(subject):
         steps, branches, tokens = _tree_of(spec).values()
         if _algorithm(spec) is None or steps is None or branches is None or tokens is None or branches == 1:
             continue
         nodes = branches + (steps - 1) * branches**2 + 1
         if tokens > nodes:
-            yield Broken(
-                f"{shown(spec, 'speculative_num_draft_tokens')}{where(spec)} is more than the {nodes} nodes of a tree of "
+            yield Violation(
+                f"{shown(spec, 'speculative_num_draft_tokens')}{where(spec)} exceeds the {nodes} nodes of a tree with "
                 f"{shown(spec, 'speculative_num_steps')} and {shown(spec, 'speculative_eagle_topk')}",
-                ((put_argument(subject, spec, "speculative_num_draft_tokens", nodes),),),
+                ((set_argument(subject, spec, "speculative_num_draft_tokens", nodes),),),
             )
 
 
 @rule("PLAN-SPEC-NO-DRAFT", "--sglang-speculative-algorithm", "--sglang-speculative-draft-model-path")
-def there_is_a_draft(subject: Subject) -> Iterator[Broken]:
-    """Drafts come from the checkpoint's own layer for multi-token prediction, or from a draft model."""
+def there_is_a_draft(subject: Subject) -> Iterator[Violation]:
+    """Drafts come from the checkpoint's own MTP layer or from a draft model."""
     for spec in serving_policy(subject):
         name = _algorithm(spec)
         if name in (None, "NGRAM") or spec.arguments.get("speculative_draft_model_path") is not None:
             continue
         own = name in DRAFTS_OF_MODEL and subject.engine_config_json is not None
         if (own and not subject.rollout_architecture.mtp_layers) or name in ("EAGLE3", "STANDALONE", "DFLASH"):
-            reason = "the checkpoint has no layer for multi-token prediction" if own else "its draft is a model of its own"
-            yield Broken(
+            reason = "the checkpoint has no MTP layer" if own else "it needs a draft model"
+            yield Violation(
                 f"{shown(spec, 'speculative_algorithm')}{where(spec)} without --sglang-speculative-draft-model-path: {reason}",
                 (_without(subject, spec),),
                 "give a draft model",
@@ -126,22 +126,22 @@ def there_is_a_draft(subject: Subject) -> Iterator[Broken]:
 
 
 @rule("PLAN-SPEC-PP", "--sglang-speculative-algorithm", "--sglang-pp-size")
-def drafts_need_one_stage(subject: Subject) -> Iterator[Broken]:
-    """SGLang decodes speculatively in one pipeline stage only."""
+def drafts_need_one_stage(subject: Subject) -> Iterator[Violation]:
+    """SGLang supports speculative decoding in a single pipeline stage only."""
     for spec in running(subject):
         if _algorithm(spec) is not None and spec.pp_size > 1:
-            text = f"{shown(spec, 'speculative_algorithm')}{where(spec)} does not go with {shown(spec, 'pp_size')}"
-            yield Broken(text, ((put_argument(subject, spec, "pp_size", None),), _without(subject, spec)))
+            text = f"{shown(spec, 'speculative_algorithm')}{where(spec)} cannot be combined with {shown(spec, 'pp_size')}"
+            yield Violation(text, ((set_argument(subject, spec, "pp_size", None),), _without(subject, spec)))
 
 
 @rule("PLAN-SPEC-DP-ATTENTION", "--sglang-speculative-algorithm", "--sglang-enable-dp-attention")
-def algorithm_knows_replicas(subject: Subject) -> Iterator[Broken]:
-    """Some algorithms do not work with attention replicas."""
+def algorithm_knows_replicas(subject: Subject) -> Iterator[Violation]:
+    """Some algorithms do not support DP attention."""
     for spec in running(subject):
         name = _algorithm(spec)
         if name in _WITHOUT_DP_ATTENTION and spec.dp_size > 1:
-            text = f"{shown(spec, 'speculative_algorithm')}{where(spec)} does not go with --sglang-enable-dp-attention"
-            yield Broken(text, (_without(subject, spec),))
+            text = f"{shown(spec, 'speculative_algorithm')}{where(spec)} cannot be combined with --sglang-enable-dp-attention"
+            yield Violation(text, (_without(subject, spec),))
 
 
 RULES = (

@@ -1,4 +1,4 @@
-"""Which engines there are, and on which GPUs.
+"""Number, size and placement of engines.
 
 Sources: SGLang 0.5.15.post1, `ServerArgs.check_server_args` (pipeline stages); sglang-router 0.3.2 (prefill and decode in pairs).
 """
@@ -13,8 +13,8 @@ from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.numbers import divisors, nearest_first
 from fuligo.planner.rules.parallel import trainer_gpus
-from fuligo.planner.rules.rule import Broken, Fix, rule
-from fuligo.planner.rules.servers import all_groups, engine_size, option, put_argument, resizes, running, shown, where
+from fuligo.planner.rules.rule import Fix, Violation, rule
+from fuligo.planner.rules.servers import all_groups, engine_size, option, resizes, running, set_argument, shown, where
 from fuligo.planner.subject import Subject
 from fuligo.quantities import count
 
@@ -29,8 +29,8 @@ def _num_gpus_given(subject: Subject) -> str:
 
 
 @rule("PLAN-SERVER-GPUS", "--sglang-config", "--rollout-num-gpus")
-def groups_add_up(subject: Subject) -> Iterator[Broken]:
-    """Every GPU of the engines belongs to one group of servers."""
+def groups_add_up(subject: Subject) -> Iterator[Violation]:
+    """The engines' GPUs must all belong to a group of servers."""
     config = subject.config
     groups = all_groups(subject)
     if config.engine.sglang_config is None or not groups:
@@ -39,7 +39,7 @@ def groups_add_up(subject: Subject) -> Iterator[Broken]:
     if total == there:
         return
     listed = " + ".join(str(spec.num_gpus) for spec in groups)
-    yield Broken(
+    yield Violation(
         f"--sglang-config: the groups' num_gpus {listed} = {total}, but the engines have {_num_gpus_given(subject)}",
         (*_resized_groups(groups, there - total), (set_flag("rollout_num_gpus", total),)),
         f"choose groups that add up to {there}",
@@ -47,7 +47,7 @@ def groups_add_up(subject: Subject) -> Iterator[Broken]:
 
 
 def _resized_groups(groups: tuple[EngineGroupSpec, ...], missing: int) -> Iterator[Fix]:
-    """One group takes or gives what is missing; the largest groups first, which change least."""
+    """Yield fixes that resize one group to make up the difference, the largest groups first."""
     for spec in sorted(groups, key=lambda spec: -spec.num_gpus):
         size = spec.num_gpus + missing
         if spec.place is not None and size > 0 and size % spec.num_gpus_per_engine == 0:
@@ -55,8 +55,8 @@ def _resized_groups(groups: tuple[EngineGroupSpec, ...], missing: int) -> Iterat
 
 
 @rule("PLAN-ENGINE-GPUS", "--rollout-num-gpus-per-engine", "--rollout-num-gpus", "--sglang-config")
-def engines_are_whole(subject: Subject) -> Iterator[Broken]:
-    """The GPUs of a group make whole engines."""
+def engines_are_whole(subject: Subject) -> Iterator[Violation]:
+    """The GPUs of a group must form whole engines."""
     config = subject.config
     for spec in all_groups(subject):
         if spec.worker_type == "placeholder" or (spec.num_gpus and spec.num_gpus % spec.num_gpus_per_engine == 0):
@@ -66,17 +66,17 @@ def engines_are_whole(subject: Subject) -> Iterator[Broken]:
         fixes = list(resizes(subject, spec, sizes))
         if spec.place is None and config.cluster.rollout_num_gpus is not None and spec.num_gpus > spec.num_gpus_per_engine:
             fixes.append((set_flag("rollout_num_gpus", spec.num_gpus // spec.num_gpus_per_engine * spec.num_gpus_per_engine),))
-        broken = "is more than" if spec.num_gpus_per_engine > spec.num_gpus else "does not divide"
-        yield Broken(
-            f"{engine_size(subject, spec)} {broken} {there}",
+        relation = "exceeds" if spec.num_gpus_per_engine > spec.num_gpus else "does not divide"
+        yield Violation(
+            f"{engine_size(subject, spec)} {relation} {there}",
             tuple(fixes),
             "choose a size that divides the GPUs",
         )
 
 
 @rule("PLAN-ENGINE-NODES", "--rollout-num-gpus-per-engine", "--num-gpus-per-node")
-def engines_fill_nodes(subject: Subject) -> Iterator[Broken]:
-    """An engine takes a part of one node that divides it, or whole nodes."""
+def engines_fill_nodes(subject: Subject) -> Iterator[Violation]:
+    """An engine's size must divide a node or be a multiple of it."""
     config, node = subject.config, subject.config.cluster.num_gpus_per_node
     if config.cluster.device == "cpu":
         return
@@ -85,41 +85,41 @@ def engines_fill_nodes(subject: Subject) -> Iterator[Broken]:
         if node % size == 0 or size % node == 0 or spec.num_gpus % size:
             continue
         fitting = [other for other in divisors(spec.num_gpus) if node % other == 0 or other % node == 0]
-        yield Broken(
-            f"{engine_size(subject, spec)} neither divides the {node} GPUs of a node (--num-gpus-per-node) nor is a multiple of them: "
+        yield Violation(
+            f"{engine_size(subject, spec)} neither divides nor is a multiple of the {node} GPUs of a node (--num-gpus-per-node): "
             "engines would straddle nodes",
             tuple(resizes(subject, spec, nearest_first(size, fitting))),
         )
 
 
 @rule("PLAN-ENGINE-PP", "--sglang-pp-size", "--rollout-num-gpus-per-engine")
-def pipeline_divides_engine(subject: Subject) -> Iterator[Broken]:
+def pipeline_divides_engine(subject: Subject) -> Iterator[Violation]:
     """An engine's GPUs are its tensor-parallel GPUs times its pipeline stages."""
     for spec in running(subject):
         if spec.num_gpus_per_engine % spec.pp_size:
             sizes = nearest_first(spec.pp_size, divisors(spec.num_gpus_per_engine))
-            yield Broken(
+            yield Violation(
                 f"{shown(spec, 'pp_size')}{where(spec)} does not divide an engine's GPUs, {engine_size(subject, spec)}",
-                tuple((put_argument(subject, spec, "pp_size", size),) for size in sizes),
+                tuple((set_argument(subject, spec, "pp_size", size),) for size in sizes),
             )
 
 
 @rule("PLAN-ENGINE-PP-LAYERS", "--sglang-pp-size")
-def pipeline_has_layers(subject: Subject) -> Iterator[Broken]:
-    """Every stage of an engine computes at least one layer."""
+def pipeline_has_layers(subject: Subject) -> Iterator[Violation]:
+    """Every pipeline stage of an engine needs at least one layer."""
     num_layers = subject.rollout_architecture.num_layers
     for spec in running(subject):
         if spec.pp_size > num_layers and spec.num_gpus_per_engine % spec.pp_size == 0:
             sizes = [size for size in divisors(spec.num_gpus_per_engine) if size <= num_layers]
-            yield Broken(
-                f"{shown(spec, 'pp_size')}{where(spec)} is more than the model's {num_layers} layers",
-                tuple((put_argument(subject, spec, "pp_size", size),) for size in nearest_first(spec.pp_size, sizes)),
+            yield Violation(
+                f"{shown(spec, 'pp_size')}{where(spec)} exceeds the model's {num_layers} layers",
+                tuple((set_argument(subject, spec, "pp_size", size),) for size in nearest_first(spec.pp_size, sizes)),
             )
 
 
 @rule("PLAN-PD-PAIR", "--sglang-config")
-def prefill_comes_with_decode(subject: Subject) -> Iterator[Broken]:
-    """A prefill engine hands every request to a decode engine; one router serves either such pairs or regular engines."""
+def prefill_comes_with_decode(subject: Subject) -> Iterator[Violation]:
+    """Prefill and decode engines work in pairs; a router serves either such pairs or regular engines."""
     types: dict[str, set[str]] = {}
     for spec in running(subject):
         types.setdefault(spec.model, set()).add(spec.worker_type)
@@ -129,11 +129,11 @@ def prefill_comes_with_decode(subject: Subject) -> Iterator[Broken]:
         named = " and ".join(sorted(there))
         wanted = "prefill and decode engines come in pairs" if "regular" not in there else "one router serves regular engines or pairs"
         advice = "give both prefill and decode groups, or make all of them regular"
-        yield Broken(f"--sglang-config: model {model} has {named} engines only: {wanted}", tuple(_paired(subject, model)), advice)
+        yield Violation(f"--sglang-config: model {model} has {named} engines only: {wanted}", tuple(_paired(subject, model)), advice)
 
 
 def _paired(subject: Subject, model: str) -> Iterator[Fix]:
-    """The regular groups take the missing part, or one of several groups does; or all become regular."""
+    """Yield fixes: the regular groups, or one of several groups, get the missing type; or all become regular."""
     groups = [spec for spec in running(subject) if spec.model == model and spec.place is not None]
     there = {spec.worker_type for spec in groups}
     missing = "decode" if "prefill" in there else "prefill"
@@ -142,8 +142,8 @@ def _paired(subject: Subject, model: str) -> Iterator[Fix]:
         yield tuple(_as_worker(spec, missing) for spec in regular)
     elif len(groups) > 1:
         yield (_as_worker(groups[0 if missing == "prefill" else -1], missing),)
-    handed_over = tuple(Change(("sglang", name), None) for name in subject.config.sglang if name.startswith("disaggregation_"))
-    yield (*(_as_worker(spec, "regular") for spec in groups if spec not in regular), *handed_over)
+    transfers = tuple(Change(("sglang", name), None) for name in subject.config.sglang if name.startswith("disaggregation_"))
+    yield (*(_as_worker(spec, "regular") for spec in groups if spec not in regular), *transfers)
 
 
 def _as_worker(spec: EngineGroupSpec, worker_type: str) -> Change:
@@ -152,8 +152,8 @@ def _as_worker(spec: EngineGroupSpec, worker_type: str) -> Change:
 
 
 @rule("PLAN-PD-NO-EFFECT", "--sglang-config", "--sglang-disaggregation-transfer-backend", "--sglang-disaggregation-ib-device")
-def disaggregation_has_pairs(subject: Subject) -> Iterator[Broken]:
-    """Flags of disaggregation have no effect where no engine only prefills or only decodes."""
+def disaggregation_has_pairs(subject: Subject) -> Iterator[Violation]:
+    """Disaggregation flags have no effect without prefill and decode engines."""
     groups = running(subject)
     if not groups or any(spec.worker_type in ("prefill", "decode") for spec in groups):
         return
@@ -163,16 +163,16 @@ def disaggregation_has_pairs(subject: Subject) -> Iterator[Broken]:
     ]
     if given:
         options = tuple(option(name) for name in given)
-        yield Broken(
-            f"{' and '.join(options)} without prefill and decode groups in --sglang-config: nothing is handed over",
+        yield Violation(
+            f"{' and '.join(options)} has no effect without prefill and decode groups in --sglang-config",
             (tuple(Change(("sglang", name), None) for name in given),),
             flags=options,
         )
 
 
 @rule("PLAN-SPLIT-GPUS", "--rollout-num-gpus", "--actor-num-gpus-per-node", "--colocate", severity=Severity.WARNING)
-def separate_gpus_take_turns(subject: Subject) -> Iterator[Broken]:
-    """In the sync mode separate GPUs take turns: the trainer's idle while the engines sample, and the other way round."""
+def separate_gpus_take_turns(subject: Subject) -> Iterator[Violation]:
+    """In sync mode, separate GPUs take turns: the trainer's idle while the engines sample, and vice versa."""
     config = subject.config
     separate = config.resolved_rollout_backend == "sglang" and not config.cluster.colocate and config.cluster.device != "cpu"
     engines, trainer = config.num_rollout_only_gpus, config.num_train_gpus
@@ -187,9 +187,9 @@ def separate_gpus_take_turns(subject: Subject) -> Iterator[Broken]:
     fixes: tuple[Fix, ...] = ((set_flag("async_mode", "one-step"),),)
     if together % config.cluster.actor_num_nodes == 0 and together <= config.cluster.actor_num_nodes * config.cluster.num_gpus_per_node:
         fixes = ((*shared, Change(("sglang", "mem_fraction_static"), SHARED_FRACTION)), *fixes)
-    yield Broken(
-        f"the trainer takes {count(trainer, 'GPU')} and the engines {engines} others (--rollout-num-gpus), {together} in all and none "
-        "shared: in the sync mode one side idles while the other works; --colocate shares them, --async-mode one-step uses both at a time",
+    yield Violation(
+        f"the trainer has {count(trainer, 'GPU')} and the engines {engines} others (--rollout-num-gpus), {together} in total: in sync mode "
+        "one side idles while the other works; --colocate shares the GPUs, --async-mode one-step uses both sides at once",
         fixes,
     )
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts in the Megatron trainer: how experts are spread, and how tokens reach them.
+"""Mixture of experts in the Megatron trainer: placement of experts and dispatch of tokens.
 
 Sources: Megatron-Core 0.16.1, `TransformerConfig.__post_init__`, `MoELayer`, `token_dispatcher.MoEFlexTokenDispatcher`.
 """
@@ -12,7 +12,7 @@ from fuligo.config.findings import Change, Severity
 from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.planner.rules.numbers import divisors, nearest_first
 from fuligo.planner.rules.parallel import expert_tensor_parallel_size, is_megatron
-from fuligo.planner.rules.rule import Broken, rule
+from fuligo.planner.rules.rule import Violation, rule
 from fuligo.planner.subject import Subject
 
 
@@ -21,14 +21,14 @@ def _has_experts(subject: Subject) -> bool:
 
 
 @rule("PLAN-MOE-DENSE", "--expert-model-parallel-size", "--moe-enable-deepep", "--moe-token-dispatcher-type")
-def experts_exist(subject: Subject) -> Iterator[Broken]:
-    """Flags of experts have no effect on a model without any; expert parallelism is refused."""
+def experts_exist(subject: Subject) -> Iterator[Violation]:
+    """Expert flags have no effect on a model without experts; expert parallelism is rejected."""
     config = subject.config
     if not is_megatron(config) or subject.architecture.experts is not None:
         return
     given = _flags_of_experts(config)
     if given:
-        yield Broken(
+        yield Violation(
             f"{', '.join(given.values())}: the model ({subject.architecture.model_type}) has no experts",
             (tuple(unset_flag(name) for name in given),),
             flags=tuple(f"--{name.replace('_', '-')}" for name in given),
@@ -36,7 +36,7 @@ def experts_exist(subject: Subject) -> Iterator[Broken]:
 
 
 def _flags_of_experts(config: Config) -> dict[str, str]:
-    """Name -> as typed, of those with a value that is not neutral."""
+    """Return name -> flag as typed, for expert flags with an effect."""
     sizes, algorithm = config.parallel, config.algorithm
     given = {
         "expert_model_parallel_size": sizes.expert_model_parallel_size > 1 and f" {sizes.expert_model_parallel_size}",
@@ -49,12 +49,12 @@ def _flags_of_experts(config: Config) -> dict[str, str]:
 
 
 @rule("PLAN-EP-EXPERTS", "--expert-model-parallel-size")
-def experts_divide(subject: Subject) -> Iterator[Broken]:
+def experts_divide(subject: Subject) -> Iterator[Violation]:
     """Expert parallelism gives each rank equally many whole experts."""
     config, experts = subject.config, subject.architecture.experts
     ep = config.parallel.expert_model_parallel_size
     if is_megatron(config) and experts is not None and experts.num_experts % ep:
-        yield Broken(
+        yield Violation(
             f"--expert-model-parallel-size {ep} does not divide the model's {experts.num_experts} experts",
             tuple((set_flag("expert_model_parallel_size", size),) for size in nearest_first(ep, divisors(experts.num_experts))),
             f"choose a divisor of {experts.num_experts}",
@@ -62,12 +62,12 @@ def experts_divide(subject: Subject) -> Iterator[Broken]:
 
 
 @rule("PLAN-ETP-WIDTH", "--expert-tensor-parallel-size")
-def expert_width_divides(subject: Subject) -> Iterator[Broken]:
+def expert_width_divides(subject: Subject) -> Iterator[Violation]:
     """Expert tensor parallelism gives each GPU an equal share of an expert's columns."""
     config, experts = subject.config, subject.architecture.experts
     etp = expert_tensor_parallel_size(config)
     if is_megatron(config) and experts is not None and experts.intermediate_size % etp:
-        yield Broken(
+        yield Violation(
             f"--expert-tensor-parallel-size {etp} does not divide the {experts.intermediate_size} columns of an expert",
             tuple((set_flag("expert_tensor_parallel_size", size),) for size in nearest_first(etp, divisors(experts.intermediate_size))),
             f"choose a divisor of {experts.intermediate_size}",
@@ -75,71 +75,71 @@ def expert_width_divides(subject: Subject) -> Iterator[Broken]:
 
 
 @rule("PLAN-DEEPEP-FLEX", "--moe-enable-deepep", "--moe-token-dispatcher-type")
-def deepep_goes_with_flex(subject: Subject) -> Iterator[Broken]:
+def deepep_goes_with_flex(subject: Subject) -> Iterator[Violation]:
     """DeepEP is a backend of Megatron's flex dispatcher."""
     config = subject.config
     dispatcher = config.parallel.moe_token_dispatcher_type
     if _has_experts(subject) and config.parallel.moe_enable_deepep and dispatcher != "flex":
-        yield Broken(
-            f"--moe-enable-deepep goes with --moe-token-dispatcher-type flex, here it is {dispatcher}",
+        yield Violation(
+            f"--moe-enable-deepep needs --moe-token-dispatcher-type flex, but it is {dispatcher}",
             ((set_flag("moe_token_dispatcher_type", "flex"),), (unset_flag("moe_enable_deepep"),)),
         )
 
 
 @rule("PLAN-DEEPEP-BACKEND", "--moe-enable-deepep", "--moe-flex-dispatcher-backend")
-def one_flex_backend(subject: Subject) -> Iterator[Broken]:
-    """The flex dispatcher has one backend."""
+def one_flex_backend(subject: Subject) -> Iterator[Violation]:
+    """The flex dispatcher uses one backend at a time."""
     config = subject.config
     if _has_experts(subject) and config.parallel.moe_enable_deepep and config.megatron.value("moe_flex_dispatcher_backend") == "hybridep":
-        yield Broken(
-            "--moe-enable-deepep and --moe-flex-dispatcher-backend hybridep choose two backends of one dispatcher",
+        yield Violation(
+            "--moe-enable-deepep and --moe-flex-dispatcher-backend hybridep select two backends for one dispatcher",
             ((Change(("megatron", "moe_flex_dispatcher_backend"), None),), (unset_flag("moe_enable_deepep"),)),
         )
 
 
 @rule("PLAN-FLEX-SIZE", "--moe-token-dispatcher-type", "--expert-model-parallel-size")
-def flex_has_somewhere_to_send(subject: Subject) -> Iterator[Broken]:
-    """The flex dispatcher sends tokens between GPUs, of which there must be more than one (ETP x EP)."""
+def flex_has_somewhere_to_send(subject: Subject) -> Iterator[Violation]:
+    """The flex dispatcher needs more than one GPU to send tokens to (ETP x EP)."""
     config = subject.config
     group = expert_tensor_parallel_size(config) * config.parallel.expert_model_parallel_size
     if _has_experts(subject) and config.parallel.moe_token_dispatcher_type == "flex" and group == 1:
-        yield Broken(
-            "--moe-token-dispatcher-type flex with --expert-model-parallel-size 1: all experts are on one GPU, there is nowhere to send to",
+        yield Violation(
+            "--moe-token-dispatcher-type flex with --expert-model-parallel-size 1: all experts are on one GPU",
             ((set_flag("moe_token_dispatcher_type", "alltoall"), unset_flag("moe_enable_deepep")),),
         )
 
 
 @rule("PLAN-DISPATCHER", "--moe-token-dispatcher-type", "--expert-model-parallel-size", severity=Severity.WARNING)
-def dispatcher_scales(subject: Subject) -> Iterator[Broken]:
-    """The allgather dispatcher sends every token to every expert rank, and takes no micro-batches of varying length in a pipeline."""
+def dispatcher_scales(subject: Subject) -> Iterator[Violation]:
+    """The allgather dispatcher sends every token to every expert rank and rejects micro-batches of varying length in a pipeline."""
     config, experts = subject.config, subject.architecture.experts
     ep, pp = config.parallel.expert_model_parallel_size, config.parallel.pipeline_model_parallel_size
     deepep = config.parallel.moe_enable_deepep  # PLAN-DEEPEP-FLEX
     if not is_megatron(config) or experts is None or ep == 1 or deepep or config.parallel.moe_token_dispatcher_type != "allgather":
         return
-    lengths = f", and --pipeline-model-parallel-size {pp} passes on micro-batches of varying length, which it refuses" if pp > 1 else ""
-    yield Broken(
+    lengths = f", and it rejects the micro-batches of varying length of --pipeline-model-parallel-size {pp}" if pp > 1 else ""
+    yield Violation(
         f"--moe-token-dispatcher-type allgather (the default) sends every token to all {ep} ranks of --expert-model-parallel-size, "
-        f"of whose experts it uses {experts.num_experts_per_token}{lengths}",
+        f"but a token uses only {experts.num_experts_per_token} experts{lengths}",
         ((set_flag("moe_token_dispatcher_type", "alltoall"),),),
     )
 
 
 @rule("PLAN-SHARED-OVERLAP", "--moe-shared-expert-overlap", "--moe-token-dispatcher-type")
-def shared_experts_overlap_alltoall(subject: Subject) -> Iterator[Broken]:
-    """Only the alltoall dispatcher lets the shared experts compute meanwhile."""
+def shared_experts_overlap_alltoall(subject: Subject) -> Iterator[Violation]:
+    """Only the alltoall dispatcher overlaps with the shared experts."""
     config = subject.config
     dispatcher = config.parallel.moe_token_dispatcher_type
     if _has_experts(subject) and config.megatron.get("moe_shared_expert_overlap") and dispatcher != "alltoall":
-        yield Broken(
-            f"--moe-shared-expert-overlap works with --moe-token-dispatcher-type alltoall, here it is {dispatcher}",
+        yield Violation(
+            f"--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall, but it is {dispatcher}",
             ((Change(("megatron", "moe_shared_expert_overlap"), None),), (set_flag("moe_token_dispatcher_type", "alltoall"),)),
         )
 
 
 @rule("PLAN-EP-OVERLAP", "--overlap-moe-expert-parallel-comm")
-def expert_communication_can_overlap(subject: Subject) -> Iterator[Broken]:
-    """Megatron hides the experts' communication only without full recomputation, and in a pipeline only with interleaved stages."""
+def expert_communication_can_overlap(subject: Subject) -> Iterator[Violation]:
+    """Megatron overlaps expert communication only without full recomputation, and in a pipeline only with interleaved stages."""
     config, sizes = subject.config, subject.config.parallel
     if not _has_experts(subject) or not config.megatron.get("overlap_moe_expert_parallel_comm"):
         return
@@ -156,7 +156,7 @@ def expert_communication_can_overlap(subject: Subject) -> Iterator[Broken]:
         missing.append("no --moe-shared-expert-overlap")
     if missing:
         text = f"--overlap-moe-expert-parallel-comm needs {', '.join(missing)}"
-        yield Broken(text, ((Change(("megatron", "overlap_moe_expert_parallel_comm"), None),),))
+        yield Violation(text, ((Change(("megatron", "overlap_moe_expert_parallel_comm"), None),),))
 
 
 RULES = (

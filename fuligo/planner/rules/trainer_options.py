@@ -14,12 +14,12 @@ from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.errors import ConfigError
 from fuligo.models.architecture import LatentAttention
 from fuligo.planner.rules.parallel import is_megatron
-from fuligo.planner.rules.rule import Broken, rule
+from fuligo.planner.rules.rule import Violation, rule
 from fuligo.planner.stages import stages
 from fuligo.planner.subject import Subject
 
 _COMFORTABLE = 0.9
-"""Share of a GPU's memory that an estimate may take before it is risky."""
+"""Share of a GPU's memory up to which an estimate is safe."""
 _MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 
 
@@ -28,8 +28,8 @@ def _off(*names: str) -> tuple[Change, ...]:
 
 
 @rule("PLAN-RECOMPUTE-FULL", "--recompute-granularity", "--recompute-method", "--recompute-num-layers")
-def full_recomputation_is_described(subject: Subject) -> Iterator[Broken]:
-    """Full recomputation needs to know of which layers, and in which chunks."""
+def full_recomputation_is_described(subject: Subject) -> Iterator[Violation]:
+    """Full recomputation needs a method and a number of layers."""
     config, sizes = subject.config, subject.config.parallel
     if not is_megatron(config) or sizes.recompute_granularity != "full":
         return
@@ -38,11 +38,11 @@ def full_recomputation_is_described(subject: Subject) -> Iterator[Broken]:
     if missing:
         shown = " and ".join(f"--{name.replace('_', '-')}" for name in missing)
         standard = {"recompute_method": "uniform", "recompute_num_layers": 1}
-        yield Broken(f"--recompute-granularity full needs {shown}", (tuple(set_flag(name, standard[name]) for name in missing),))
+        yield Violation(f"--recompute-granularity full needs {shown}", (tuple(set_flag(name, standard[name]) for name in missing),))
 
 
 @rule("PLAN-RECOMPUTE-LAYERS", "--recompute-num-layers")
-def recomputed_layers_exist(subject: Subject) -> Iterator[Broken]:
+def recomputed_layers_exist(subject: Subject) -> Iterator[Violation]:
     """A stage cannot recompute more layers than it has."""
     config, number = subject.config, subject.config.parallel.recompute_num_layers
     if not is_megatron(config) or config.parallel.recompute_granularity != "full" or number is None:
@@ -52,52 +52,56 @@ def recomputed_layers_exist(subject: Subject) -> Iterator[Broken]:
     except ConfigError:
         return
     if number > most:
-        yield Broken(
-            f"--recompute-num-layers {number} is more than a pipeline stage has, {most} layers",
+        yield Violation(
+            f"--recompute-num-layers {number} exceeds the {most} layers of a pipeline stage",
             ((set_flag("recompute_num_layers", 1 if config.parallel.recompute_method == "uniform" else most),),),
         )
 
 
 @rule("PLAN-RECOMPUTE-MODULES", "--recompute-modules")
-def recomputed_modules_exist(subject: Subject) -> Iterator[Broken]:
-    """Selective recomputation names modules that the model has."""
+def recomputed_modules_exist(subject: Subject) -> Iterator[Violation]:
+    """Selective recomputation must name modules that the model has."""
     config, given = subject.config, subject.config.parallel.recompute_modules
     if not is_megatron(config) or config.parallel.recompute_granularity != "selective":
         return
-    wrong = {name: f"{name} is none of {', '.join(_MODULES)}" for name in given if name not in _MODULES}
+    wrong = {name: f"{name} is not one of {', '.join(_MODULES)}" for name in given if name not in _MODULES}
     if not isinstance(subject.architecture.attention, LatentAttention) and "mla_up_proj" in given:
-        wrong["mla_up_proj"] = "mla_up_proj belongs to latent attention, which the model has not"
+        wrong["mla_up_proj"] = "mla_up_proj belongs to latent attention, which the model does not have"
     if subject.architecture.experts is None:
         wrong |= {
-            name: f"{name} belongs to experts, which the model has not" for name in given if name in ("moe_act", "moe", "shared_experts")
+            name: f"{name} belongs to experts, which the model does not have"
+            for name in given
+            if name in ("moe_act", "moe", "shared_experts")
         }
     elif "moe_act" in given and not config.megatron.get("moe_grouped_gemm"):
         wrong["moe_act"] = "moe_act needs --moe-grouped-gemm"
     if wrong:
         left = [name for name in given if name not in wrong]
         fix = (set_flag("recompute_modules", left) if left else unset_flag("recompute_modules"),)
-        yield Broken(f"--recompute-modules {' '.join(given)}: {'; '.join(wrong.values())}", (fix,))
+        yield Violation(f"--recompute-modules {' '.join(given)}: {'; '.join(wrong.values())}", (fix,))
 
 
 @rule("PLAN-CPU-ADAM-PRECISION", "--optimizer-cpu-offload", "--use-precision-aware-optimizer")
-def cpu_adam_is_precision_aware(subject: Subject) -> Iterator[Broken]:
-    """Megatron's optimizer on the CPU is built on the precision-aware one."""
+def cpu_adam_is_precision_aware(subject: Subject) -> Iterator[Violation]:
+    """Megatron's CPU optimizer requires the precision-aware one."""
     config = subject.config
     if is_megatron(config) and config.optimizer.optimizer_cpu_offload and not config.optimizer.use_precision_aware_optimizer:
-        yield Broken("--optimizer-cpu-offload needs --use-precision-aware-optimizer", ((set_flag("use_precision_aware_optimizer", True),),))
+        yield Violation(
+            "--optimizer-cpu-offload needs --use-precision-aware-optimizer", ((set_flag("use_precision_aware_optimizer", True),),)
+        )
 
 
 @rule("PLAN-PRECISION-DISTRIBUTED", "--use-precision-aware-optimizer", "--use-distributed-optimizer")
-def precision_aware_is_distributed(subject: Subject) -> Iterator[Broken]:
-    """The precision-aware optimizer is a kind of the distributed one."""
+def precision_aware_is_distributed(subject: Subject) -> Iterator[Violation]:
+    """The precision-aware optimizer requires the distributed one."""
     config = subject.config
     if is_megatron(config) and config.optimizer.use_precision_aware_optimizer and not config.optimizer.use_distributed_optimizer:
-        text = "--use-precision-aware-optimizer needs --use-distributed-optimizer, which is switched off"
-        yield Broken(text, ((unset_flag("use_distributed_optimizer"),),))
+        text = "--use-precision-aware-optimizer needs --use-distributed-optimizer, which is disabled"
+        yield Violation(text, ((unset_flag("use_distributed_optimizer"),),))
 
 
 @rule("PLAN-STATE-DTYPES", "--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
-def state_types_are_the_optimizers(subject: Subject) -> Iterator[Broken]:
+def state_types_are_the_optimizers(subject: Subject) -> Iterator[Violation]:
     """Only the precision-aware optimizer keeps its state in anything but fp32."""
     config = subject.config
     if not is_megatron(config) or config.optimizer.use_precision_aware_optimizer:
@@ -107,7 +111,7 @@ def state_types_are_the_optimizers(subject: Subject) -> Iterator[Broken]:
     if given:
         options = {name: f"--{name.replace('_', '-')}" for name in given}
         shown = ", ".join(f"{options[name]} {value}" for name, value in given.items())
-        yield Broken(
+        yield Violation(
             f"{shown} without --use-precision-aware-optimizer: the state is fp32",
             ((set_flag("use_precision_aware_optimizer", True),), _off(*given)),
             flags=tuple(options.values()),
@@ -115,8 +119,8 @@ def state_types_are_the_optimizers(subject: Subject) -> Iterator[Broken]:
 
 
 @rule("PLAN-CPU-ADAM-NODES", "--optimizer-cpu-offload", "--actor-num-nodes", severity=Severity.WARNING)
-def cpu_adam_is_for_few_gpus(subject: Subject) -> Iterator[Broken]:
-    """Spread over several nodes the optimizer's state is small; where it fits, a step on the GPU is much faster."""
+def cpu_adam_is_for_few_gpus(subject: Subject) -> Iterator[Violation]:
+    """Over several nodes the optimizer state may fit on the GPUs, where a step is much faster."""
     from fuligo.planner.layout import make_layout
     from fuligo.planner.memory.bars import memory_bars
 
@@ -131,65 +135,65 @@ def cpu_adam_is_for_few_gpus(subject: Subject) -> Iterator[Broken]:
         return
     worst = max((bar.used_bytes / bar.capacity_bytes for bar in bars), default=1.0)
     if worst <= _COMFORTABLE:
-        yield Broken(
-            f"--optimizer-cpu-offload: over {config.cluster.actor_num_nodes} nodes the optimizer's state fits on the GPUs, too "
+        yield Violation(
+            f"--optimizer-cpu-offload: over {config.cluster.actor_num_nodes} nodes the optimizer state fits on the GPUs too "
             f"(which are then {worst:.0%} full)",
             (fix,),
         )
 
 
 @rule("PLAN-OVERLAP-GATHER", "--overlap-param-gather", "--overlap-grad-reduce", "--use-distributed-optimizer")
-def gathering_overlaps_reducing(subject: Subject) -> Iterator[Broken]:
-    """Weights are gathered under the forward pass only where gradients are reduced under the backward pass."""
+def gathering_overlaps_reducing(subject: Subject) -> Iterator[Violation]:
+    """Overlapping the weight all-gather requires overlapping the gradient reduction."""
     config = subject.config
     if not is_megatron(config) or not config.megatron.get("overlap_param_gather"):
         return
     if not config.optimizer.use_distributed_optimizer:
-        yield Broken("--overlap-param-gather needs --use-distributed-optimizer, which is switched off", (_off("overlap_param_gather"),))
+        yield Violation("--overlap-param-gather needs --use-distributed-optimizer, which is disabled", (_off("overlap_param_gather"),))
     elif not config.megatron.get("overlap_grad_reduce"):
-        yield Broken("--overlap-param-gather needs --overlap-grad-reduce", ((Change(("megatron", "overlap_grad_reduce"), True),),))
+        yield Violation("--overlap-param-gather needs --overlap-grad-reduce", ((Change(("megatron", "overlap_grad_reduce"), True),),))
 
 
 @rule("PLAN-TP-OVERLAP", "--tp-comm-overlap", "--sequence-parallel")
-def tensor_communication_overlaps_sequences(subject: Subject) -> Iterator[Broken]:
-    """Tensor-parallel communication is hidden under matrix products only with sequence parallelism."""
+def tensor_communication_overlaps_sequences(subject: Subject) -> Iterator[Violation]:
+    """Tensor-parallel communication overlaps with matrix products only with sequence parallelism."""
     config = subject.config
     if is_megatron(config) and config.megatron.get("tp_comm_overlap") and not config.parallel.sequence_parallel:
-        yield Broken("--tp-comm-overlap needs --sequence-parallel", (_off("tp_comm_overlap"), (set_flag("sequence_parallel", True),)))
+        yield Violation("--tp-comm-overlap needs --sequence-parallel", (_off("tp_comm_overlap"), (set_flag("sequence_parallel", True),)))
 
 
 @rule("PLAN-FP16", "--fp16")
-def trainer_computes_in_bf16(subject: Subject) -> Iterator[Broken]:
-    """The trainer computes in bf16 and has no loss scale."""
+def trainer_computes_in_bf16(subject: Subject) -> Iterator[Violation]:
+    """The trainer computes in bf16 without loss scaling."""
     config = subject.config
     if is_megatron(config) and config.megatron.get("fp16"):
-        yield Broken("--fp16: the trainer computes in bf16 and scales no loss", (_off("fp16"),))
+        yield Violation("--fp16 is not supported: the trainer computes in bf16, without loss scaling", (_off("fp16"),))
 
 
 @rule("PLAN-EXPERT-BIAS", "--moe-router-enable-expert-bias", "--moe-router-score-function")
-def expert_bias_is_of_sigmoids(subject: Subject) -> Iterator[Broken]:
+def expert_bias_is_of_sigmoids(subject: Subject) -> Iterator[Violation]:
     """Balancing experts by a bias is defined for sigmoid scores."""
     config = subject.config
     function = config.megatron.value("moe_router_score_function")
     if is_megatron(config) and config.megatron.get("moe_router_enable_expert_bias") and function != "sigmoid":
-        yield Broken(
-            f"--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, here it is {function}",
+        yield Violation(
+            f"--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, but it is {function}",
             ((Change(("megatron", "moe_router_score_function"), "sigmoid"),), _off("moe_router_enable_expert_bias")),
         )
 
 
 @rule("PLAN-DSA-CP", "--context-parallel-size", "--allgather-cp")
-def sparse_attention_gathers_its_context(subject: Subject) -> Iterator[Broken]:
-    """Sparse attention chooses among all tokens of a sequence: under context parallelism it must gather them."""
+def sparse_attention_gathers_its_context(subject: Subject) -> Iterator[Violation]:
+    """Sparse attention chooses among all tokens of a sequence, so context parallelism must gather them."""
     config, cp = subject.config, subject.config.parallel.context_parallel_size
     if is_megatron(config) and subject.architecture.sparse_index is not None and cp > 1 and not config.parallel.allgather_cp:
         text = f"--context-parallel-size {cp} with sparse attention (DSA) needs --allgather-cp"
-        yield Broken(text, ((set_flag("allgather_cp", True),), (set_flag("context_parallel_size", 1),)))
+        yield Violation(text, ((set_flag("allgather_cp", True),), (set_flag("context_parallel_size", 1),)))
 
 
 @rule("PLAN-MTP-LAYERS", "--mtp-num-layers")
-def checkpoint_has_prediction_layers(subject: Subject) -> Iterator[Broken]:
-    """Layers for multi-token prediction are loaded from the checkpoint, which must have them."""
+def checkpoint_has_mtp_layers(subject: Subject) -> Iterator[Violation]:
+    """MTP layers are loaded from the checkpoint, which must have them."""
     config, there = subject.config, len(subject.architecture.mtp_layers)
     wanted = config.train.mtp_num_layers or 0
     if is_megatron(config) and wanted > there and subject.trainer_config_json is not None:
@@ -198,7 +202,7 @@ def checkpoint_has_prediction_layers(subject: Subject) -> Iterator[Broken]:
             if there
             else (unset_flag("mtp_num_layers"), unset_flag("enable_mtp_training"), unset_flag("mtp_loss_scaling_factor"))
         )
-        yield Broken(f"--mtp-num-layers {wanted}: the checkpoint has {there or 'no'} layers for multi-token prediction", (fix,))
+        yield Violation(f"--mtp-num-layers {wanted}: the checkpoint has {there or 'no'} MTP layers", (fix,))
 
 
 RULES = (
@@ -214,5 +218,5 @@ RULES = (
     trainer_computes_in_bf16,
     expert_bias_is_of_sigmoids,
     sparse_attention_gathers_its_context,
-    checkpoint_has_prediction_layers,
+    checkpoint_has_mtp_layers,
 )

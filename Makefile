@@ -6,7 +6,7 @@ TORCH ?= 2.13.0
 # Tests that start processes share two cores badly with more workers than this.
 TEST_WORKERS ?= 2
 
-.PHONY: quickstart install install-dev install-sglang browser ready test test-full test-gpu format lint types imports
+.PHONY: quickstart install install-dev install-sglang browser ready check unit test test-main test-sglang test-full test-gpu format lint types imports
 
 quickstart: install
 	.venv/bin/fuligo quickstart $(ARGS)
@@ -42,12 +42,25 @@ browser:
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium-headless-shell >/dev/null \
 		|| echo "Chromium cannot be installed: the tests of pages are skipped"; fi
 
+# Everything that is fast enough to run while working. The type checker has one core, the tests share both.
+check: format
+	+@$(MAKE) --no-print-directory --jobs 2 --output-sync=target types lint imports unit
+
+unit: install-dev
+	.venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow and not sglang" tests/unit
+
 # The checks keep one core busy while SGLang is installed on the other.
 ready: install-dev
 	+@$(MAKE) --no-print-directory --jobs 2 --output-sync install-sglang browser lint types imports
 
+# SGLang engines leave part of the machine idle while they start, and the other tests use it.
 test: ready
+	+@$(MAKE) --no-print-directory --jobs 2 --output-sync=line --keep-going test-main test-sglang
+
+test-main: install-dev
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow and not sglang"
+
+test-sglang: install-sglang install-dev
 	.venv/bin/python -m pytest tests/sglang tests/cluster -m "sglang and not slow"
 
 test-full: ready

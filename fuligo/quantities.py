@@ -1,4 +1,4 @@
-"""Quantities as people read them."""
+"""Formatting of quantities for people."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ _GIB = 1024**3
 
 
 def gibibytes(num_bytes: int) -> str:
-    """`61.2 GiB`."""
+    """Format bytes in GiB: `61.2 GiB`."""
     return f"{num_bytes / _GIB:.1f} GiB"
 
 
 def amount(num_bytes: float) -> str:
-    """`61.2 GiB`, `256 MiB`, `0.4 MiB`."""
+    """Format bytes in GiB or MiB: `61.2 GiB`, `256 MiB`, `0.4 MiB`."""
     if num_bytes >= _GIB:
         return f"{num_bytes / _GIB:.1f} GiB"
     mebibytes = num_bytes / 1024**2
@@ -21,7 +21,7 @@ def amount(num_bytes: float) -> str:
 
 
 def seconds(duration_s: float) -> str:
-    """`0.35 s`, `3.5 s`, `212 s`, `12.4 min`, `3.1 h`."""
+    """Format a duration: `0.35 s`, `3.5 s`, `212 s`, `12.4 min`, `3.1 h`."""
     if duration_s >= 2 * 3600:
         return f"{duration_s / 3600:.1f} h"
     if duration_s >= 600:
@@ -31,23 +31,23 @@ def seconds(duration_s: float) -> str:
 
 
 def magnitude(number: int) -> str:
-    """Three digits and the power of ten: `752 k`, `9.40 M`, `744 B`, `1.05 T`; integers below a thousand as they are."""
+    """Format a number with three digits and a unit: `752 k`, `9.40 M`, `744 B`, `1.05 T`; integers below 1,000 as they are."""
     if number < 1000:
         return str(number)
     for power, letter in ((12, "T"), (9, "B"), (6, "M"), (3, "k")):
         if number >= 10**power:
             value = number / 10**power
             return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {letter}"
-    raise AssertionError("every integer from a thousand on has a power")
+    raise AssertionError("unreachable: a number of at least 1,000 has a unit")
 
 
 def count(number: int, noun: str) -> str:
-    """`1 node`, `32 nodes`."""
+    """Format a count with its noun: `1 node`, `32 nodes`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """`0-7, 9` for 0 to 7 and 9."""
+    """Format numbers as ranges: `0-7, 9`."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -58,7 +58,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def as_typed(changes: Iterable[str]) -> str:
-    """The flags to add in one piece, as they are pasted, then what else is to change: `--colocate --rollout-num-gpus 8; drop --lr`."""
+    """Join suggested changes: flags to add first, ready to paste, then the others: `--colocate --rollout-num-gpus 8; drop --lr`."""
     texts = list(changes)
     added = " ".join(text for text in texts if text.startswith("--"))
     return "; ".join(filter(None, [added, *(text for text in texts if not text.startswith("--"))]))

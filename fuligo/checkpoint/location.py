@@ -1,4 +1,4 @@
-"""Where a run starts from: what `--load` and `--ckpt-step` mean on a given directory."""
+"""Resolution of `--load`, `--ckpt-step` and `--ref-load` to the checkpoint or weights that a run starts from."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 
 @dataclass(slots=True, frozen=True)
 class Checkpoint:
-    """A whole checkpoint; its files were compared with its manifest."""
+    """Complete checkpoint whose files match its manifest."""
 
     directory: Path
     iteration: int
-    """Complete rollouts."""
+    """Number of complete rollouts."""
 
     def state(self) -> RunState:
-        """
+        """Read the driver's state.
+
         Raises:
             CheckpointError: another version of fuligo wrote it.
         """
@@ -33,22 +34,23 @@ class Checkpoint:
 
 @dataclass(slots=True, frozen=True)
 class WeightsOnly:
-    """A Hugging Face directory or a distributed checkpoint: first weights; step 0 and a fresh optimizer."""
+    """Initial weights (a Hugging Face directory or a distributed checkpoint) for step 0 and a fresh optimizer."""
 
     directory: Path
 
 
 def resolve(load: Path | None, ckpt_step: int | None = None) -> Checkpoint | WeightsOnly | None:
-    """What a run starts from; None is a fresh start from `--ref-load`.
+    """Return what a run starts from; None means a fresh start from `--ref-load`.
 
-    A directory that is missing or empty starts afresh, so that one command both starts and resumes a run.
+    A missing or empty directory means a fresh start, so that one command both starts and resumes a run.
 
     Raises:
-        CheckpointError: it holds something else than checkpoints, the iteration is not there, or its files are damaged.
+        CheckpointError: the directory holds something other than checkpoints, lacks the iteration, or is damaged.
     """
     if load is None or not _entries(load):
         if ckpt_step is not None:
-            raise CheckpointError(f"--ckpt-step {ckpt_step}: {_nothing(load)}; give by --load the directory that has it")
+            state = "not given" if load is None else f"empty: {load}"
+            raise CheckpointError(f"cannot load --ckpt-step {ckpt_step}: --load is {state}; give the directory that has this iteration")
         return None
     if ckpt_step is not None:
         return find_iteration(load, ckpt_step)
@@ -59,40 +61,39 @@ def resolve(load: Path | None, ckpt_step: int | None = None) -> Checkpoint | Wei
         return _release(load)
     iteration = newest_iteration(load)
     if iteration is None:
-        raise CheckpointError(f"--load {load} is neither empty nor a Hugging Face directory and has no {TRACKER}; {_meant(load)}")
+        raise CheckpointError(
+            f"cannot resume from --load {load}: it has no {TRACKER} and is not a Hugging Face directory; {_suggestion(load)}"
+        )
     return find_iteration(load, iteration)
 
 
 def nothing_left(checkpoint: Path | None, step: int, num_rollout: int) -> str | None:
-    """Why a run of `num_rollout` rollouts has none to do after `step` complete ones; None where some are left."""
+    """Return why a run of `num_rollout` rollouts is complete after `step` of them; None if some are left."""
     if step < num_rollout:
         return None
-    return f"{checkpoint} is complete: {step} of {num_rollout} rollouts are done; raise --num-rollout to go on"
+    return f"cannot resume {checkpoint}: the run is complete ({step} of {num_rollout} rollouts); raise --num-rollout to continue"
 
 
 def weights_directory(given: Path) -> Path:
-    """The weights that `--ref-load` stands for: of a directory of checkpoints those of the newest; else its own.
-
-    Returns:
-        A Hugging Face directory or a distributed checkpoint, or what is neither, as given.
+    """Return the weights that `--ref-load` refers to: those of the newest checkpoint in a directory of checkpoints, else `given`.
 
     Raises:
-        CheckpointError: it has a tracker, and what that names is missing or damaged.
+        CheckpointError: the checkpoint that the tracker names is missing or damaged.
     """
     if not (given / TRACKER).is_file():
         return given
     if (given / TRACKER).read_text().strip() == RELEASE:
         return _release(given).directory
     iteration = newest_iteration(given)
-    assert iteration is not None, "there is a tracker"
+    assert iteration is not None, "a tracker exists"
     return weights_of(find_iteration(given, iteration).directory)
 
 
 def value_weights_directory(given: Path) -> Path:
-    """The weights that `--critic-load` stands for: as `weights_directory`, but of a checkpoint the value model's where it has one.
+    """Return the weights that `--critic-load` refers to: like `weights_directory`, but a checkpoint's value model if it has one.
 
     Raises:
-        CheckpointError: it has a tracker, and what that names is missing or damaged.
+        CheckpointError: the checkpoint that the tracker names is missing or damaged.
     """
     weights = weights_directory(given)
     saved = (weights if is_distributed(weights) else weights.parent) / VALUE_MODEL
@@ -100,10 +101,10 @@ def value_weights_directory(given: Path) -> Path:
 
 
 def training_checkpoint(given: Path) -> Path | None:
-    """The checkpoint of a trainer that is given: itself, or in a directory of them the newest; None where there are weights alone.
+    """Return the training checkpoint at `given`, or the newest in a directory of them; None if there are only weights.
 
     Raises:
-        CheckpointError: it has a tracker, and what that names is missing or damaged.
+        CheckpointError: the checkpoint that the tracker names is missing or damaged.
     """
     weights = weights_directory(given)
     checkpoint = weights if weights == given or is_distributed(weights) else weights.parent
@@ -111,23 +112,23 @@ def training_checkpoint(given: Path) -> Path | None:
 
 
 def saved_value_model(checkpoint: Path | None) -> Path | None:
-    """Its weights in a training checkpoint; None where there are none."""
+    """Return the value model's weights in a training checkpoint; None if it has none."""
     directory = None if checkpoint is None else checkpoint / VALUE_MODEL
     return directory if directory is not None and directory.is_dir() else None
 
 
 def weights_of(checkpoint: Path) -> Path:
-    """Of one checkpoint: the Megatron trainer's is a distributed one, the torch trainer's has a Hugging Face directory."""
+    """Return a checkpoint's weights: the Megatron trainer's is a distributed checkpoint, the torch trainer's has a directory `hf`."""
     return checkpoint if is_distributed(checkpoint) else checkpoint / "hf"
 
 
 def newest_iteration(directory: Path) -> int | None:
-    """The iteration that the tracker names.
+    """Return the iteration that the tracker names.
 
-    Without a tracker, a single iteration is the first one of a run that was killed before it wrote the tracker.
+    Without a tracker, a single complete iteration counts: the run was killed before it wrote its first tracker.
 
     Raises:
-        CheckpointError: the tracker holds no iteration.
+        CheckpointError: the tracker does not hold an iteration.
     """
     try:
         text = (directory / TRACKER).read_text().strip()
@@ -136,21 +137,22 @@ def newest_iteration(directory: Path) -> int | None:
         whole = len(only) == 1 and (directory / iteration_name(only[0]) / MANIFEST).exists()
         return only[0] if whole else None
     if not text.isdecimal():
-        raise CheckpointError(f"{directory / TRACKER} holds {text!r}; it must hold the number of an iteration or {RELEASE!r}")
+        raise CheckpointError(f"cannot read {directory / TRACKER}: it holds {text!r}; expected an iteration number or {RELEASE!r}")
     return int(text)
 
 
 def find_iteration(directory: Path, iteration: int) -> Checkpoint:
-    """
+    """Return a checkpoint after checking its manifest.
+
     Raises:
-        CheckpointError: it is not there (the text lists those that are), or damaged.
+        CheckpointError: it is damaged, or missing (the error lists the existing ones).
     """
     for name in (iteration_name(iteration), replaced_name(iteration)):
         if (directory / name).is_dir():
             check_manifest(directory / name)
             return Checkpoint(directory / name, iteration)
     there = ", ".join(str(known) for known in iterations(directory)) or "none"
-    raise CheckpointError(f"{directory} has no iteration {iteration}; there: {there}; choose one with --ckpt-step")
+    raise CheckpointError(f"cannot load iteration {iteration} from {directory}: it has {there}; choose one with --ckpt-step")
 
 
 def iteration_name(iteration: int) -> str:
@@ -158,12 +160,12 @@ def iteration_name(iteration: int) -> str:
 
 
 def replaced_name(iteration: int) -> str:
-    """Where an earlier checkpoint of the same iteration waits until its successor is in place."""
+    """Return the name that a checkpoint has while a new one of the same iteration takes its place."""
     return f"{_REPLACED}{iteration_name(iteration)}"
 
 
 def iterations(directory: Path) -> list[int]:
-    """Those there, ascending."""
+    """Return the iterations in `directory`, ascending."""
     return sorted(int(match[1]) for entry in directory.iterdir() if (match := _ITERATION.fullmatch(entry.name)))
 
 
@@ -173,11 +175,13 @@ def replaced_iterations(directory: Path) -> list[int]:
 
 
 def _entries(directory: Path) -> list[Path]:
-    """What counts: not the leftovers of a crash."""
+    """List the entries of `directory`, without leftovers of a crash."""
     if not directory.exists():
         return []
     if not directory.is_dir():
-        raise CheckpointError(f"--load {directory} is a file; give a directory of checkpoints or a Hugging Face directory")
+        raise CheckpointError(
+            f"cannot load from {directory}: it is a file; give --load a directory of checkpoints or a Hugging Face directory"
+        )
     return [entry for entry in directory.iterdir() if not entry.name.startswith(UNFINISHED)]
 
 
@@ -189,25 +193,21 @@ def _has_weights(directory: Path) -> bool:
     return _is_hugging_face(directory) or is_distributed(directory)
 
 
-def _meant(load: Path) -> str:
-    """What to give instead of one checkpoint, of a whole run directory, or of something else."""
+def _suggestion(load: Path) -> str:
+    """Suggest the directory that the user probably meant."""
     if (iteration := _ITERATION.fullmatch(load.name)) is not None:
-        return f"it is one checkpoint: give the directory that holds it, --load {load.parent} --ckpt-step {int(iteration[1])}"
+        return f"it is a single checkpoint: use --load {load.parent} --ckpt-step {int(iteration[1])}"
     if (inside := next(load.glob(f"*/{TRACKER}"), None)) is not None:
-        return f"the checkpoints are inside: give --load {inside.parent}"
-    return "give a directory of checkpoints, or an empty one to start afresh"
-
-
-def _nothing(load: Path | None) -> str:
-    return "--load is not given" if load is None else f"--load {load} is empty"
+        return f"use --load {inside.parent}, which holds the checkpoints"
+    return "give a directory of checkpoints, or an empty one for a fresh start"
 
 
 def _release(load: Path) -> WeightsOnly:
     directory = load / RELEASE
     if not _has_weights(directory):
         raise CheckpointError(
-            f"{load / TRACKER} says {RELEASE!r}, but {directory} is no Hugging Face directory with config.json and safetensors, and no "
-            "distributed checkpoint with .metadata"
+            f"cannot load {load}: {TRACKER} says {RELEASE!r}, but {directory} is not a Hugging Face directory (config.json, safetensors) "
+            "or a distributed checkpoint (.metadata)"
         )
     if (directory / MANIFEST).exists():
         check_manifest(directory)

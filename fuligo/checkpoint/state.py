@@ -1,4 +1,4 @@
-"""What the driver must know to go on: the part of a checkpoint that is not the trainer's."""
+"""Driver's part of a checkpoint: everything needed to resume that is not the trainer's."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ CONFIG = "config.yaml"
 
 @dataclass(slots=True, frozen=True)
 class DriverRng:
-    """Of the generators that hooks in the driver may draw from."""
+    """State of the global random generators that hooks in the driver may use."""
 
     python: tuple[Any, ...]
-    """`random.getstate()`"""
+    """Result of `random.getstate()`."""
     numpy: dict[str, Any]
-    """`numpy.random.get_state(legacy=False)`, its key as a list."""
+    """Result of `numpy.random.get_state(legacy=False)`, with its key as a list."""
 
     @classmethod
     def capture(cls) -> DriverRng:
@@ -44,15 +44,15 @@ class DriverRng:
 
 @dataclass(slots=True, frozen=True)
 class RunState:
-    """The driver's part of a checkpoint, as plain JSON and parquet."""
+    """Driver's part of a checkpoint, stored as JSON and parquet."""
 
     step: int
-    """Rollout id to run next: the number of complete rollouts."""
+    """Next rollout to run: the number of complete rollouts."""
     policy_version: int
-    """Of the weights in the checkpoint."""
+    """Policy version of the checkpoint's weights."""
     rollout: RolloutState
     config: str
-    """YAML of the run that saved it, to be compared and read; the resumed run has its own."""
+    """YAML config of the run that saved it, for comparison; the resumed run has its own."""
     rng: DriverRng = field(default_factory=DriverRng.capture)
 
     def write(self, directory: Path) -> None:
@@ -71,16 +71,17 @@ class RunState:
 
     @classmethod
     def read(cls, directory: Path) -> RunState:
-        """
+        """Read the state from a checkpoint directory.
+
         Raises:
-            CheckpointError: a later version of fuligo wrote it, or the file lacks what it should hold.
+            CheckpointError: another version of fuligo wrote it, or it is damaged.
         """
         path = directory / STATE
         try:
             state = orjson.loads(path.read_bytes())
             if state["format"] != FORMAT:
                 raise CheckpointError(
-                    f"{path} has the format {state['format']}, this version of fuligo reads {FORMAT}; use the version that wrote it"
+                    f"cannot read {path}: it has format {state['format']}, this version reads {FORMAT}; use the version that wrote it"
                 )
             rollout = RolloutState(
                 state["source"],
@@ -92,5 +93,5 @@ class RunState:
             return cls(state["step"], state["policy_version"], rollout, config, DriverRng(**state["rng"]))
         except (OSError, orjson.JSONDecodeError, KeyError, TypeError, DataError) as error:
             raise CheckpointError(
-                f"{path} cannot be read ({error!r}): the checkpoint is damaged; resume from another with --ckpt-step"
+                f"cannot read {path}: {error!r}; the checkpoint is damaged, resume from another one with --ckpt-step"
             ) from None

@@ -1,7 +1,7 @@
-"""A directory of checkpoints: `iter_0000020` after 20 complete rollouts, beside the tracker that names the newest.
+"""Store of checkpoints: `iter_0000020` after 20 complete rollouts, and a tracker that names the newest.
 
-A checkpoint appears whole or not at all. It is written under another name, brought to disk, renamed; then the tracker is
-replaced; then old ones go. A crash between any two of these leaves a valid newest checkpoint, and the next start clears up.
+A checkpoint appears completely or not at all: it is written under a temporary name, flushed and renamed; then the tracker is replaced and
+old checkpoints are deleted. A crash between any two of these steps leaves a valid newest checkpoint; the next start cleans up.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from fuligo.checkpoint.location import (
 from fuligo.checkpoint.state import RunState
 from fuligo.errors import CheckpointError, CheckpointWriteError, FuligoError
 from fuligo.formats.checkpoint_files import TRACKER, UNFINISHED
-from fuligo.formats.disk import room
-from fuligo.formats.durable import replace_text, sync, sync_tree
+from fuligo.formats.disk import free_space, replace_text, sync, sync_tree
 from fuligo.formats.file_manifest import write_manifest
 
 logger = logging.getLogger(__name__)
 
 
 class CheckpointStore:
-    """Saves checkpoints to one directory, keeps the newest ones. One process writes to it."""
+    """Directory of checkpoints with a single writer, which keeps the newest ones."""
 
     def __init__(self, directory: Path, *, keep: int | None = None) -> None:
-        """
+        """Create the directory if needed and clean up after a crash.
+
         Args:
-            directory: made where it is missing; what a crash left unfinished in it is cleared.
-            keep: newest checkpoints that stay; None is all.
+            directory: holds the checkpoints.
+            keep: number of newest checkpoints to keep; None keeps all.
 
         Raises:
-            CheckpointError: it cannot be written to.
+            CheckpointError: the directory cannot be written.
         """
         self.directory = directory
         self._keep = keep
@@ -52,62 +52,64 @@ class CheckpointStore:
             self._clear_up()
         except OSError as error:
             raise CheckpointError(
-                f"checkpoints cannot be written to {directory}: {error.strerror}; give another place with --save"
+                f"cannot write checkpoints to {directory}: {error.strerror}; give another directory with --save"
             ) from None
 
     async def save(self, iteration: int, write: Callable[[Path], Awaitable[None]], state: RunState) -> Path:
-        """Save what `write` puts into the directory it is given, and `state`.
+        """Save `state` and what `write` puts into the directory it is given.
 
         Args:
-            iteration: complete rollouts.
-            write: the trainer's part; everything is on disk when it returns.
+            iteration: number of complete rollouts.
+            write: writes the trainer's part; everything is on disk when it returns.
             state: the driver's part.
 
         Raises:
-            CheckpointWriteError: it could not be written (a full disk, for instance); earlier checkpoints are untouched.
+            CheckpointWriteError: writing failed (a full disk, for instance); earlier checkpoints are untouched.
         """
         return await (await self.begin(iteration, write, _nothing, state))
 
     async def begin(
         self, iteration: int, write: Callable[[Path], Awaitable[None]], wait: Callable[[], Awaitable[None]], state: RunState
     ) -> asyncio.Task[Path]:
-        """Begin a save that goes on when this returns. One at a time.
+        """Begin a save that continues in the background; one at a time.
 
         Args:
-            iteration: complete rollouts.
-            write: begins the trainer's part; the run may go on when it returns.
+            iteration: number of complete rollouts.
+            write: begins the trainer's part; the run may continue when it returns.
             wait: returns when that is on disk.
             state: the driver's part.
 
         Returns:
-            The rest of the save; its result is the checkpoint, which appears whole or, where it fails, not at all.
+            Task for the rest of the save; its result is the checkpoint's path.
 
         Raises:
-            CheckpointWriteError: it could not be begun; earlier checkpoints are untouched.
+            CheckpointWriteError: the save could not begin; earlier checkpoints are untouched.
         """
         unfinished = self.directory / f"{UNFINISHED}{iteration_name(iteration)}"
         try:
             async with self._attempt(iteration):
                 unfinished.mkdir()
                 await write(unfinished)
-                await asyncio.to_thread(state.write, unfinished)  # now: its samples may change while the rest is written
+                await asyncio.to_thread(state.write, unfinished)  # Its samples may change while the rest is written.
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         rest = asyncio.create_task(self._end(iteration, unfinished, wait))
-        rest.add_done_callback(lambda _: shutil.rmtree(unfinished, ignore_errors=True))  # also of one cancelled before it ran
+        rest.add_done_callback(
+            lambda _: shutil.rmtree(unfinished, ignore_errors=True)
+        )  # Also runs if the task was cancelled before it started.
         return rest
 
     async def _end(self, iteration: int, unfinished: Path, wait: Callable[[], Awaitable[None]]) -> Path:
         async with self._attempt(iteration):
             await wait()
-            await _to_the_end(asyncio.to_thread(self._finish, unfinished, iteration))
+            await _uninterrupted(asyncio.to_thread(self._finish, unfinished, iteration))
         logger.info("saved %s", self.directory / iteration_name(iteration))
         return self.directory / iteration_name(iteration)
 
     @asynccontextmanager
     async def _attempt(self, iteration: int) -> AsyncIterator[None]:
-        """Errors of the block say what became of the checkpoint; a trainer that failed otherwise speaks for itself."""
+        """Convert errors of the block to `CheckpointWriteError`; errors of the trainer itself pass through."""
         try:
             yield
         except Exception as error:
@@ -116,7 +118,7 @@ class CheckpointStore:
             raise CheckpointWriteError(self._failure(iteration, error)) from error
 
     def latest(self) -> Checkpoint | None:
-        """The checkpoint that the tracker names.
+        """Return the checkpoint that the tracker names.
 
         Raises:
             CheckpointError: it is missing or damaged.
@@ -138,7 +140,7 @@ class CheckpointStore:
         self._remove_old(iteration)
 
     def _remove_old(self, newest: int) -> None:
-        """Later iterations, of a run that was resumed from an earlier one, stay until they are reached again."""
+        """Delete all but the newest `keep` checkpoints up to `newest`; later ones (of a run resumed from an earlier one) stay."""
         if self._keep is None:
             return
         for iteration in [known for known in iterations(self.directory) if known <= newest][: -self._keep]:
@@ -147,7 +149,7 @@ class CheckpointStore:
             shutil.rmtree(remove, ignore_errors=True)
 
     def _clear_up(self) -> None:
-        """Undo what a crash left half done."""
+        """Finish or undo what a crash left incomplete."""
         for iteration in replaced_iterations(self.directory):
             replaced, final = self.directory / replaced_name(iteration), self.directory / iteration_name(iteration)
             if final.exists():
@@ -162,19 +164,19 @@ class CheckpointStore:
 
     def _failure(self, iteration: int, error: Exception) -> str:
         earlier = iterations(self.directory)
-        kept = f"{iteration_name(earlier[-1])} is intact" if earlier else "there is no earlier one"
+        kept = f"{iteration_name(earlier[-1])} is intact" if earlier else "no earlier checkpoint exists"
         return (
-            f"the checkpoint {iteration_name(iteration)} could not be written to {self.directory}: {error} "
-            f"({room(self.directory)}; {kept}); make room or give another place with --save, then resume"
+            f"cannot write checkpoint {iteration_name(iteration)} to {self.directory}: {error} "
+            f"({free_space(self.directory)}; {kept}); free some space or give another directory with --save, then resume"
         )
 
 
 async def _nothing() -> None:
-    """All is on disk already."""
+    """Return at once: everything is already on disk."""
 
 
-async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """A thread cannot be stopped: who is cancelled meanwhile waits for it, lest its files be removed under its hands."""
+async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work` even if cancelled: its thread cannot be stopped, and its files must not be deleted while it runs."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)

@@ -1,1 +1,1 @@
-"""Checkpoints from one format to another: what a conversion would do. Imports no torch."""
+"""Conversions between checkpoint formats, and their comparison."""

@@ -1,4 +1,4 @@
-"""Two checkpoints tensor by tensor: names, shapes, types, and every bit."""
+"""Bitwise comparison of two checkpoints, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fuligo.formats.dist_tensors import DistributedTensors
 from fuligo.formats.hf_tensors import HuggingFaceTensors
 
 CHUNK_ELEMENTS = 2**24
-"""Compared at a time in higher precision."""
+"""Number of elements compared at a time in float64."""
 
 
 class Tensors(Protocol):
-    """Tensors by name, each read when it is asked for."""
+    """Tensors by name, read on demand."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
@@ -31,28 +31,28 @@ class Tensors(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Comparison:
-    """What became of one tensor."""
+    """Result for one tensor."""
 
     name: str
     difference: str
-    """Empty: equal to the bit."""
+    """Description of the difference; empty if the tensors are bitwise equal."""
     largest: float = 0.0
-    """Largest absolute difference of an element; infinite where there is none to speak of."""
+    """Largest absolute difference of an element; infinite if the tensors cannot be compared."""
 
 
 def compare(first: Path, second: Path, model: Path | None = None) -> Iterator[Comparison]:
-    """One entry a tensor that either has.
+    """Yield one result for each tensor that either checkpoint has.
 
-    Two distributed checkpoints are compared in everything that they hold, the optimizer's state included. Of one and a Hugging Face
-    directory the weights are compared, under the directory's names. Of two training checkpoints the value models are compared, too; one
-    that only one of them has is a difference.
+    Two distributed checkpoints are compared completely, including the optimizer's state. A distributed checkpoint and a Hugging Face
+    directory are compared by their weights, under the directory's names. Value models of two training checkpoints are compared too; a
+    value model that only one of them has is a difference.
 
     Args:
-        model: directory with config.json, where a distributed checkpoint does not have it.
+        model: directory with config.json, if a distributed checkpoint lacks it.
 
     Raises:
-        CheckpointError: one is damaged, or no checkpoint.
-        ConfigError: one is a distributed checkpoint of a model whose names are not known.
+        CheckpointError: a checkpoint is damaged or not a checkpoint.
+        ConfigError: the weight names of a distributed checkpoint's model are unknown.
     """
     checkpoints = training_checkpoint(first), training_checkpoint(second)
     one, other = (
@@ -71,9 +71,10 @@ def compare(first: Path, second: Path, model: Path | None = None) -> Iterator[Co
 
 
 def _all_compared(here: Path, there: Path, model: Path | None, *, named: tuple[Path, Path]) -> Iterator[Comparison]:
-    """
+    """Compare all tensors of two directories.
+
     Args:
-        named: what to call the two.
+        named: paths to show in the results.
     """
     as_they_are = is_distributed(here) and is_distributed(there)
     one, other = (_open(place, model, as_they_are=as_they_are) for place in (here, there))
@@ -98,7 +99,7 @@ def _compared(name: str, one: Tensor, other: Tensor) -> Comparison:
         unequal = ~((mine.double() == theirs.double()) | (mine.isnan() & theirs.isnan()))
         count += int(unequal.sum())
         largest = max(largest, float(differences.nan_to_num(nan=float("inf"))[unequal].max()) if unequal.any() else 0.0)
-    numbers = f"{count} of {one.numel()} numbers differ, by up to {largest:.3g}" if count else "equal numbers"
+    numbers = f"{count} of {one.numel()} values differ, by up to {largest:.3g}" if count else "equal values"
     return Comparison(name, types + numbers, largest)
 
 

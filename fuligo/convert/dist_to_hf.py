@@ -1,4 +1,4 @@
-"""A distributed checkpoint to a Hugging Face directory, a file of weights at a time."""
+"""Conversion of a distributed checkpoint to a Hugging Face directory, one file of weights at a time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from torch import Tensor
 from fuligo.convert.hf_view import HuggingFaceView
 from fuligo.errors import CheckpointError
 from fuligo.formats.checkpoint_files import UNFINISHED
-from fuligo.formats.disk import room
-from fuligo.formats.durable import sync, sync_tree
+from fuligo.formats.disk import free_space, sync, sync_tree
 from fuligo.formats.model_files import TENSORS, drop_quantisation, other_files
 
 FILE_BYTES = 4 * 1024**3
@@ -26,7 +25,7 @@ NO_CHANGE: Mapping[str, object] = {}
 
 
 class Weights(Protocol):
-    """Of a Hugging Face directory that is to be: tensors by name, each made when it is asked for."""
+    """Tensors of the Hugging Face directory to write, created on demand."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
@@ -38,17 +37,17 @@ class Weights(Protocol):
 
 
 def dist_to_hf(source: Path, target: Path, *, model: Path | None = None, file_bytes: int = FILE_BYTES) -> None:
-    """Write the weights with config.json and tokenizer as transformers and engines load them. `target` appears when it is complete.
+    """Write weights, config.json and tokenizer for transformers and engines. `target` appears when it is complete.
 
     Args:
         source: a distributed checkpoint.
-        target: is not there yet, or empty.
-        model: Hugging Face directory of the model, whose config.json and tokenizer are taken; None: those in the checkpoint.
-        file_bytes: of a file of weights, and so of the memory that is needed; a larger tensor is a file of its own.
+        target: a new or empty directory.
+        model: Hugging Face directory to take config.json and tokenizer from; None takes those in the checkpoint.
+        file_bytes: size of a file of weights, and so of the memory needed; a larger tensor gets a file of its own.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or the target cannot be written to.
-        ConfigError: the checkpoint's model is not known.
+        CheckpointError: the checkpoint is damaged, or the target cannot be written.
+        ConfigError: the checkpoint's model is unknown.
     """
     view = HuggingFaceView(source, model)
     changed = {"tie_word_embeddings": False} if view.is_value_model else NO_CHANGE
@@ -58,18 +57,18 @@ def dist_to_hf(source: Path, target: Path, *, model: Path | None = None, file_by
 def write_directory(
     weights: Weights, model: Path, target: Path, *, changed: Mapping[str, object] = NO_CHANGE, file_bytes: int = FILE_BYTES
 ) -> None:
-    """`target` with these weights, and the other files of the directory `model`; it appears when it is complete.
+    """Write these weights and the other files of the directory `model` to `target`, which appears when it is complete.
 
     Args:
-        target: is not there yet, or empty.
-        changed: keys of config.json.
-        file_bytes: as of `dist_to_hf`.
+        target: a new or empty directory.
+        changed: keys to change in config.json.
+        file_bytes: see `dist_to_hf`.
 
     Raises:
-        CheckpointError: the weights are damaged, or the target cannot be written to.
+        CheckpointError: the weights are damaged, or the target cannot be written.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists and is not an empty directory; give another place")
+        raise CheckpointError(f"cannot write {target}: it exists and is not an empty directory; give another directory")
     unfinished = target.with_name(f"{UNFINISHED}{target.name}")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -85,7 +84,9 @@ def write_directory(
         unfinished.replace(target)
         sync(target.parent)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{target} cannot be written: {error} ({room(target)}); make room or give another place") from error
+        raise CheckpointError(
+            f"cannot write {target}: {error} ({free_space(target)}); free some space or give another directory"
+        ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""--save-hf: the weights of a checkpoint as a Hugging Face directory of its own."""
+"""Export of a checkpoint's weights as a Hugging Face directory (--save-hf)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from pathlib import Path
 from fuligo.checkpoint.location import weights_of
 from fuligo.errors import CheckpointError
 from fuligo.formats.checkpoint_files import UNFINISHED, is_distributed
-from fuligo.formats.disk import writing
-from fuligo.formats.durable import sync, sync_tree
+from fuligo.formats.disk import sync, sync_tree, writing
 
 
 def export(checkpoint: Path, target: Path) -> None:
-    """Write `target`, which appears whole or not at all. An export that an earlier run left there is replaced.
+    """Write `target`, which appears completely or not at all, and replaces an earlier export.
 
     Raises:
-        CheckpointError: the checkpoint is damaged; or something else is there, which stays.
-        FuligoError: it cannot be written.
+        CheckpointError: the checkpoint is damaged, or `target` holds something else (which stays).
+        FuligoError: `target` cannot be written.
     """
     problem = export_problem(target)
     if problem is not None:
@@ -25,7 +24,7 @@ def export(checkpoint: Path, target: Path) -> None:
     new, old = (target.with_name(f"{UNFINISHED}{state}_{target.name}") for state in ("new", "old"))
     try:
         with writing(target):
-            shutil.rmtree(new, ignore_errors=True)  # what a crash left
+            shutil.rmtree(new, ignore_errors=True)  # A crash may have left it.
             _write(checkpoint, new)
             if target.exists():
                 shutil.rmtree(old, ignore_errors=True)
@@ -38,10 +37,10 @@ def export(checkpoint: Path, target: Path) -> None:
 
 
 def export_problem(target: Path) -> str | None:
-    """Why an export may not take the place of what is at `target`; None where it may."""
+    """Return why an export may not replace `target`; None if it may."""
     if not target.exists() or (target.is_dir() and ((target / "config.json").is_file() or not any(target.iterdir()))):
         return None
-    return f"{target} is there and is no Hugging Face directory; give another place, for an export would replace it"
+    return f"cannot replace {target}: it is not a Hugging Face directory; give another directory"
 
 
 def _write(checkpoint: Path, new: Path) -> None:

@@ -1,7 +1,7 @@
-"""Write an FP8 checkpoint, file by file.
+"""Conversion of a Hugging Face checkpoint to FP8, file by file.
 
-A file is complete or absent: it is written under another name, brought to disk, read back and compared, and renamed. What an earlier start
-left is compared in the same way and kept. config.json, which makes a checkpoint of the directory, comes last.
+A file is complete or absent: it is written under a temporary name, flushed, read back, compared and renamed. Files of an interrupted
+conversion are compared in the same way and kept. config.json, which makes the directory a checkpoint, is written last.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from torch import Tensor
 
 from fuligo.convert.fp8_plan import CONFIG, INDEX, UNFINISHED, Fp8Plan
 from fuligo.errors import CheckpointError
-from fuligo.formats.durable import replace_text, sync
+from fuligo.formats.disk import replace_text, sync
 from fuligo.formats.fp8 import block_maxima, fp8_scales, fp8_values, scales_for
 from fuligo.formats.fp8_shards import Shard, TargetTensor
 from fuligo.quantities import amount
 
 _CHUNK_BYTES = 4 * 2**20
-"""Read at a time. A thread needs about ten times that, whatever the size of tensors and files."""
+"""Bytes read at a time. A thread needs about ten times as much memory, whatever the size of tensors and files."""
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 Report = Callable[[str], None]
 Piece = tuple[int, bytes | bytearray]
-"""Bytes, and where they belong in the new file."""
+"""(offset in the new file, bytes)."""
 
 
 def convert(plan: Fp8Plan, report: Report) -> None:
-    """Carry out a plan; what is there already, and equal, stays.
+    """Carry out a plan; existing files with the right content are kept.
 
     Args:
-        report: told of each file, in the order in which they are ready.
+        report: called with a line for each file when it is ready.
 
     Raises:
-        CheckpointError: a file cannot be read or written, a weight is not finite, or what was written cannot be read back.
+        CheckpointError: a file cannot be read or written, a weight is not finite, or a written file does not read back correctly.
     """
     assert plan.shards
     try:
@@ -54,7 +54,9 @@ def convert(plan: Fp8Plan, report: Report) -> None:
             replace_text(plan.target / INDEX, plan.index_json())
         replace_text(plan.target / CONFIG, plan.config_json())
     except OSError as error:
-        raise CheckpointError(f"{error.filename or plan.target}: {error.strerror}; give the same command again to go on") from error
+        raise CheckpointError(
+            f"cannot convert: {error.filename or plan.target}: {error.strerror}; run the same command again to continue"
+        ) from error
 
 
 def _convert_shards(plan: Fp8Plan, report: Report) -> None:
@@ -72,7 +74,7 @@ def _convert_shards(plan: Fp8Plan, report: Report) -> None:
 
 @contextmanager
 def _one_thread_each() -> Iterator[Callable[[], None]]:
-    """Workers compute with one thread, for pieces are small. The number is the process's: afterwards it is what it was."""
+    """Let workers compute with one thread each, as pieces are small; restore the process's number of threads afterwards."""
     num_threads = torch.get_num_threads()
     try:
         yield lambda: torch.set_num_threads(1)
@@ -81,13 +83,13 @@ def _one_thread_each() -> Iterator[Callable[[], None]]:
 
 
 def _convert_shard(shard: Shard, source: Path, target: Path, stop: threading.Event) -> str:
-    """What was done, for people."""
+    """Convert one file and return a line that describes it."""
     final, unfinished = target / shard.file, target / f"{UNFINISHED}{shard.file}"
     note = ""
     if final.exists():
         if _is_written(shard, source, final, stop):
-            return f"{shard.file}  was there, and is what it must be"
-        note = ", for what was there was not what it must be"
+            return f"{shard.file}  already there and correct"
+        note = " (replaced a file with wrong content)"
     started = time.perf_counter()
     num_bytes = 0
     with unfinished.open("wb") as file:
@@ -96,7 +98,7 @@ def _convert_shard(shard: Shard, source: Path, target: Path, stop: threading.Eve
             num_bytes += file.write(data)
     sync(unfinished)
     if not _is_written(shard, source, unfinished, stop):
-        raise CheckpointError(f"{unfinished} was read back and is not what was written: look at the disk, or at the memory")
+        raise CheckpointError(f"cannot verify {unfinished}: it reads back differently from what was written; check the disk and memory")
     unfinished.replace(final)
     sync(target)
     seconds = time.perf_counter() - started
@@ -105,7 +107,7 @@ def _convert_shard(shard: Shard, source: Path, target: Path, stop: threading.Eve
 
 
 def _is_written(shard: Shard, source: Path, path: Path, stop: threading.Event) -> bool:
-    """Whether `path` holds, byte for byte, what the source gives."""
+    """Return True if `path` holds exactly the bytes to be written."""
     beginning, _ = shard.header()
     if path.stat().st_size != len(beginning) + shard.num_bytes:
         return False
@@ -118,7 +120,7 @@ def _is_written(shard: Shard, source: Path, path: Path, stop: threading.Event) -
 
 
 def _pieces(shard: Shard, source: Path, stop: threading.Event) -> Iterator[Piece]:
-    """All bytes of a new file, in the order of the source's."""
+    """Yield all bytes of a new file, in the order of the source's bytes."""
     beginning, places = shard.header()
     yield 0, beginning
     with (source / shard.file).open("rb") as file:
@@ -126,7 +128,7 @@ def _pieces(shard: Shard, source: Path, stop: threading.Event) -> Iterator[Piece
             content = _quantised(tensor, shard, places, file) if tensor.is_quantised else _copied(tensor, places[tensor.name], file)
             for piece in content:
                 if stop.is_set():
-                    raise CheckpointError(f"{shard.file} was given up, for another file failed")
+                    raise CheckpointError(f"conversion of {shard.file} stopped because another file failed")
                 yield piece
 
 
@@ -136,7 +138,7 @@ def _copied(tensor: TargetTensor, place: int, file: BinaryIO) -> Iterator[Piece]
 
 
 def _quantised(tensor: TargetTensor, shard: Shard, places: dict[str, int], file: BinaryIO) -> Iterator[Piece]:
-    """Some rows at a time, whole blocks of them. A scale of a whole tensor is found in a first reading."""
+    """Quantise whole blocks of rows at a time; a per-tensor scale takes a first pass over the tensor."""
     quantisation = shard.quantisation
     values_place, scales_place = places[tensor.name], places[quantisation.scale_name(tensor.name)]
     try:
@@ -153,7 +155,7 @@ def _quantised(tensor: TargetTensor, shard: Shard, places: dict[str, int], file:
                 yield scales_place, (written := _bytes(scales))
                 scales_place += len(written)
     except ValueError as error:
-        raise CheckpointError(f"{tensor.name} in {file.name} cannot be quantised: {error}") from None
+        raise CheckpointError(f"cannot quantise {tensor.name} in {file.name}: {error}") from None
 
 
 def _rows(tensor: TargetTensor, shard: Shard, file: BinaryIO) -> Iterator[Tensor]:
@@ -171,7 +173,7 @@ def _read(file: BinaryIO, start: int, num_bytes: int) -> bytearray:
     data = bytearray(num_bytes)
     file.seek(start)
     if file.readinto(data) != num_bytes:  # type: ignore[attr-defined]
-        raise CheckpointError(f"{file.name} ended early: it was changed while it was being read")
+        raise CheckpointError(f"cannot read {file.name}: the file ended early; it changed while it was being read")
     return data
 
 

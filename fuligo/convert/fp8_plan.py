@@ -1,6 +1,6 @@
-"""A Hugging Face checkpoint to FP8: its arguments, what would be quantised, and whether the directories are fit for it.
+"""Plan of a conversion to FP8: arguments, tensors to quantise, and checks of both directories.
 
-What stays as it is: norms, embeddings, the head, routers, the projection of MTP layers, the weights' projection of sparse indexers.
+Norms, embeddings, the head, routers, the projection of MTP layers and `weights_proj` of sparse indexers are not quantised.
 """
 
 from __future__ import annotations
@@ -24,63 +24,65 @@ from fuligo.quantities import amount, count, magnitude
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 UNFINISHED = ".tmp_"
-"""What starts so is being written; a crash leaves it."""
+"""Prefix of files that are being written; a crash leaves them."""
 _SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Plan:
-    """What a conversion would do."""
+    """Planned conversion."""
 
     source: Path
     target: Path
     quantisation: Quantisation
     num_workers: int
-    """Files that are converted at a time."""
+    """Number of files converted concurrently."""
     num_quantised: int
-    """Parameters."""
+    """Number of parameters to quantise."""
     num_kept: int
     source_bytes: int
     target_bytes: int
     shards: tuple[Shard, ...]
-    """Empty where the source has a config.json and no weights: such a plan is an estimate, and cannot be carried out."""
+    """Files to write; empty if the source has only a config.json: such a plan is an estimate and cannot be carried out."""
     other_files: tuple[str, ...]
-    """Relative to the source: tokenizer, chat template, licence, ...; copied."""
+    """Files to copy, relative to the source: tokenizer, chat template, licence, ..."""
 
     @property
     def has_index(self) -> bool:
         return len(self.shards) > 1 or (self.source / INDEX).exists()
 
     def config_json(self) -> str:
-        """Of the result."""
+        """Return the config.json of the result."""
         described = self.quantisation.quantization_config(unquantised_modules(self.shards))
         return json.dumps({**read_config_json(self.source), "quantization_config": described}, indent=2) + "\n"
 
     def index_json(self) -> str:
-        """Which file holds each tensor."""
+        """Return the index that names the file of each tensor."""
         weight_map = {entry.name: shard.file for shard in self.shards for entry in shard.entries}
         total = sum(shard.num_bytes for shard in self.shards)
         return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the conversion's options."""
+    """Return the parser of the conversion's options."""
     made = argparse.ArgumentParser("fuligo convert fp8", description="Quantise a Hugging Face checkpoint to FP8.", allow_abbrev=False)
     made.add_argument("--model-dir", type=Path, required=True, help="Hugging Face directory in bf16")
-    made.add_argument("--save-dir", type=Path, required=True, help="new or empty directory; a conversion that was cut off goes on there")
-    made.add_argument("--strategy", choices=STRATEGIES, default="block", help="what shares a scale (%(default)s)")
-    made.add_argument("--block-size", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help="of --strategy block (128 128)")
-    made.add_argument("--max-workers", type=int, default=1, help="files that are converted at a time (%(default)s)")
-    made.add_argument("--plan", action="store_true", help="say what would be done, and end")
+    made.add_argument(
+        "--save-dir", type=Path, required=True, help="new or empty directory, or one with an interrupted conversion to continue"
+    )
+    made.add_argument("--strategy", choices=STRATEGIES, default="block", help="granularity of the scales (%(default)s)")
+    made.add_argument("--block-size", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help="block size for --strategy block (128 128)")
+    made.add_argument("--max-workers", type=int, default=1, help="files to convert concurrently (%(default)s)")
+    made.add_argument("--plan", action="store_true", help="print the plan and exit")
     return made
 
 
 def plan_hf_to_fp8(arguments: Sequence[str]) -> Fp8Plan:
-    """What the conversion with these arguments would do.
+    """Plan the conversion with these arguments.
 
     Raises:
-        ConfigError: options that do not go together; no checkpoint, a damaged one, one that is quantised already, or one whose shapes the
-            format does not take; a target that is something else, or too small.
+        ConfigError: options exclude each other; the source is no checkpoint, damaged, already quantised, or has shapes that the format
+            does not support; or the target holds something else or has too little space.
     """
     options = parser().parse_args(arguments)
     _raise(_option_problems(options))
@@ -88,7 +90,7 @@ def plan_hf_to_fp8(arguments: Sequence[str]) -> Fp8Plan:
     values = read_config_json(source)
     architecture = architecture_of(values, str(source / CONFIG))
     if architecture.is_quantised:
-        raise ConfigError(f"--model-dir {source} is quantised already; give the bf16 checkpoint that it was made from")
+        raise ConfigError(f"cannot convert --model-dir {source}: it is already quantised; give the bf16 checkpoint it was made from")
     rows, columns = options.block_size or DEFAULT_BLOCK
     quantisation = Quantisation(options.strategy, (rows, columns) if options.strategy == "block" else None)
     if any(source.glob("*.safetensors")):
@@ -100,13 +102,13 @@ def plan_hf_to_fp8(arguments: Sequence[str]) -> Fp8Plan:
 
 
 def describe(plan: Fp8Plan) -> Iterator[str]:
-    """The plan, line by line."""
+    """Describe the plan, line by line."""
     strategy, block_size = plan.quantisation.strategy, plan.quantisation.block_size
     block = "" if block_size is None else f" of {block_size[0]} x {block_size[1]}"
     share = plan.num_quantised / (plan.num_quantised + plan.num_kept)
     yield f"{plan.source} -> {plan.target}"
     yield f"strategy {strategy}: {STRATEGIES[strategy]}{block}; {count(plan.num_workers, 'file')} at a time"
-    yield f"{magnitude(plan.num_quantised)} parameters ({share:.1%}) to FP8, {magnitude(plan.num_kept)} stay as they are"
+    yield f"{magnitude(plan.num_quantised)} parameters ({share:.1%}) to FP8, {magnitude(plan.num_kept)} unchanged"
     yield f"{amount(plan.source_bytes)} -> {'' if plan.shards else 'about '}{amount(plan.target_bytes)}"
 
 
@@ -133,7 +135,7 @@ def _plan_of_files(source: Path, target: Path, quantisation: Quantisation, num_w
 
 
 def _estimate(source: Path, target: Path, quantisation: Quantisation, num_workers: int, architecture: Architecture) -> Fp8Plan:
-    """From config.json alone: bf16, whole blocks; scales of channels and tensors are not counted."""
+    """Estimate from config.json alone: bf16, whole blocks; channel and tensor scales are not counted."""
     parts = list(_parts(architecture))
     num_quantised = sum(part.num_parameters for part in parts if part.quantisable)
     num_kept = sum(part.num_parameters for part in parts if not part.quantisable)
@@ -153,7 +155,7 @@ def _estimate(source: Path, target: Path, quantisation: Quantisation, num_worker
 
 
 def _other_files(source: Path) -> Iterator[str]:
-    """Whatever belongs to the model beside its weights; hidden files are a downloader's."""
+    """Yield the model's files other than weights; skip hidden files, which downloaders leave."""
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
         hidden = any(part.startswith(".") for part in relative.parts)
@@ -163,25 +165,25 @@ def _other_files(source: Path) -> Iterator[str]:
 
 def _option_problems(options: argparse.Namespace) -> Iterator[str]:
     if options.block_size is not None and options.strategy != "block":
-        yield f"--block-size has no effect with --strategy {options.strategy}; drop it, or choose --strategy block"
+        yield f"--block-size has no effect with --strategy {options.strategy}; drop it or use --strategy block"
     if options.block_size is not None and min(options.block_size) < 1:
-        yield f"--block-size {' '.join(map(str, options.block_size))}: both must be at least 1"
+        yield f"--block-size {' '.join(map(str, options.block_size))} is invalid: both numbers must be at least 1"
     if options.max_workers < 1:
-        yield f"--max-workers {options.max_workers}: must be at least 1"
+        yield f"--max-workers {options.max_workers} is invalid: it must be at least 1"
     source, target = options.model_dir.resolve(), options.save_dir.resolve()
     if source == target:
-        yield f"--save-dir {options.save_dir} is the model's own directory; choose another"
+        yield f"--save-dir {options.save_dir} is the model's own directory; give another one"
     elif source in target.parents or target in source.parents:
-        yield f"--save-dir {options.save_dir} and --model-dir {options.model_dir} are one inside the other; choose a directory of its own"
+        yield f"--save-dir {options.save_dir} and --model-dir {options.model_dir} contain one another; give separate directories"
     if not (source / CONFIG).is_file():
-        yield f"--model-dir {options.model_dir}: there is no config.json; give a directory with a Hugging Face checkpoint"
+        yield f"--model-dir {options.model_dir} has no config.json; give a Hugging Face checkpoint directory"
 
 
 def _target_problems(plan: Fp8Plan) -> Iterator[str]:
-    """A target may hold what an earlier start of this conversion left there, and nothing else."""
+    """Yield problems of the target, which may hold only an interrupted start of the same conversion."""
     target = plan.target
     if target.exists() and not target.is_dir():
-        yield f"--save-dir {target} is a file; choose a directory"
+        yield f"--save-dir {target} is a file; give a directory"
         return
     ours = {*plan.other_files, *(shard.file for shard in plan.shards), CONFIG, INDEX}
     files = [path for path in target.rglob("*") if path.is_file() and not path.name.startswith(UNFINISHED)] if target.exists() else []
@@ -189,7 +191,7 @@ def _target_problems(plan: Fp8Plan) -> Iterator[str]:
     config = target / CONFIG
     if others or (config.exists() and config.read_text() != plan.config_json()):
         held = others[0] if others else "the config.json of another model or conversion"
-        yield f"--save-dir {target} holds {held}; choose a new or empty directory, or one in which this conversion was cut off"
+        yield f"--save-dir {target} holds {held}; give a new or empty directory, or one with an interrupted run of this conversion"
         return
     if not plan.shards:
         return
@@ -197,7 +199,7 @@ def _target_problems(plan: Fp8Plan) -> Iterator[str]:
     existing = next(parent for parent in [target, *target.resolve().parents] if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < missing:
-        yield f"--save-dir {target}: {amount(missing)} are needed and {amount(free)} free; choose another disk"
+        yield f"--save-dir {target} needs {amount(missing)}, but only {amount(free)} are free; use another disk"
 
 
 def _parts(architecture: Architecture) -> Iterator[Part]:

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint to a distributed one: every process writes its share of the weights, one tensor after another."""
+"""Conversion of a Hugging Face checkpoint to a distributed one; every process writes a share of the tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.checkpoint_files import RELEASE, TRACKER, UNFINISHED
-from fuligo.formats.durable import replace_text, sync, sync_tree
+from fuligo.formats.disk import replace_text, sync, sync_tree
 from fuligo.formats.file_manifest import write_manifest
 from fuligo.formats.hf_tensors import DTYPES
 from fuligo.formats.hugging_face import DamagedFileError, StoredTensor, read_config_json, read_stored_tensors
@@ -25,24 +25,24 @@ from fuligo.trainer.megatron_backend.weights.stored import StoredWeights
 from fuligo.trainer.ranks.world import World
 
 _SHOWN = 3
-"""Names of files in an error."""
+"""Number of file names shown in an error."""
 
 
 def hf_to_dist(source: Path, target: Path, world: World) -> None:
-    """Write `release` and the tracker that names it into `target`, in the types that the weights have. A collective.
+    """Write `release` and its tracker into `target`, in the weights' own dtypes. A collective of all ranks.
 
-    Prediction layers are included where the checkpoint has their weights. `release` appears when it is complete.
+    MTP layers are included if the checkpoint has their weights. `release` appears when it is complete.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or the target cannot be written to; on every rank.
-        ConfigError: the names of the model's weights are not known.
+        CheckpointError: the checkpoint is damaged, or the target cannot be written; raised on every rank.
+        ConfigError: the names of the model's weights are unknown.
     """
     names = names_of(read_config_json(source), str(source / "config.json"))
     unfinished, final = target / f"{UNFINISHED}{RELEASE}", target / RELEASE
     _check_target(target)
     headers = _read_headers(source)
-    weights = list(names.weights(_num_prediction_layers(headers, names)))
-    with StoredWeights(source, names, _num_prediction_layers(headers, names)) as stored:
+    weights = list(names.weights(_num_mtp_layers(headers, names)))
+    with StoredWeights(source, names, _num_mtp_layers(headers, names)) as stored:
         share = list(_share(stored, weights, headers, names, world))
         _on_first(world, lambda: _begin(unfinished, source))
         write_shards(unfinished, share, world.objects)
@@ -50,23 +50,25 @@ def hf_to_dist(source: Path, target: Path, world: World) -> None:
 
 
 def _check_target(target: Path) -> None:
-    """It is to hold the conversion and nothing else: what an interrupted one left, or one whose weights were removed, is no hindrance."""
+    """Check that `target` holds nothing but leftovers of an earlier conversion."""
     if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target} is a file; give another place with --save")
+        raise CheckpointError(f"cannot write to {target}: it is a file; give a directory with --save")
     if (target / RELEASE).exists():
-        raise CheckpointError(f"{target / RELEASE} is there already; remove it, or give another place with --save")
-    if (target / "config.json").exists():  # its tracker would hide its own weights
-        raise CheckpointError(f"{target} is a Hugging Face directory; give --save a directory of its own")
+        raise CheckpointError(f"cannot write {target / RELEASE}: it already exists; remove it or give another directory with --save")
+    if (target / "config.json").exists():  # Our tracker would hide its weights.
+        raise CheckpointError(f"cannot write to {target}: it is a Hugging Face directory; give another directory with --save")
     if (target / TRACKER).exists() and (target / TRACKER).read_text().strip() != RELEASE:
-        raise CheckpointError(f"{target} holds the checkpoints of a run, which would no longer resume from them; give another --save")
+        raise CheckpointError(
+            f"cannot write to {target}: it holds a run's checkpoints, which could no longer be resumed; give another --save"
+        )
     others = sorted({path.name for path in target.iterdir()} - {TRACKER, f"{UNFINISHED}{RELEASE}"}) if target.exists() else []
     if others:
         shown = ", ".join(others[:_SHOWN]) + (", ..." if len(others) > _SHOWN else "")
-        raise CheckpointError(f"{target} holds something else ({shown}); give --save a directory of its own")
+        raise CheckpointError(f"cannot write to {target}: it holds other files ({shown}); give another directory with --save")
 
 
 def _begin(unfinished: Path, source: Path) -> None:
-    shutil.rmtree(unfinished, ignore_errors=True)  # what a crash left
+    shutil.rmtree(unfinished, ignore_errors=True)  # A crash may have left it.
     unfinished.mkdir(parents=True)
     write_format(unfinished)
     copy_model_files(source, unfinished / MODEL_FILES)
@@ -90,7 +92,7 @@ def _read_headers(source: Path) -> dict[str, StoredTensor]:
 def _share(
     stored: StoredWeights, weights: Sequence[Weight], headers: Mapping[str, StoredTensor], names: ModelNames, world: World
 ) -> Iterator[Unread]:
-    """This rank's weights: each goes to the rank that has least to write so far."""
+    """Yield this rank's weights; each weight goes to the rank with the least to write so far."""
     loads = [0] * world.size
     for weight in weights:
         rank = loads.index(min(loads))
@@ -98,14 +100,14 @@ def _share(
         name = stored.parts(weight)[0].name
         if headers[name].dtype not in DTYPES:
             raise CheckpointError(
-                f"{name} is stored as {headers[name].dtype}, which training cannot start from; give the checkpoint in bf16"
+                f"cannot convert {name}: training cannot start from dtype {headers[name].dtype}; give the bf16 checkpoint"
             )
         if rank == world.rank:
             yield Unread(weight.megatron, weight.shape, DTYPES[headers[name].dtype], _Reader(stored, weight, names))
 
 
 class _Reader:
-    """Reads a weight when it is called."""
+    """Callable that reads a weight."""
 
     def __init__(self, stored: StoredWeights, weight: Weight, names: ModelNames) -> None:
         self._stored, self._weight, self._names = stored, weight, names
@@ -114,18 +116,18 @@ class _Reader:
         return read_shard(self._weight, self._stored.parts(self._weight), self._names.architecture, 0, 1)
 
 
-def _num_prediction_layers(headers: Mapping[str, StoredTensor], names: ModelNames) -> int:
-    """Those that the files hold, which may be fewer than config.json speaks of."""
+def _num_mtp_layers(headers: Mapping[str, StoredTensor], names: ModelNames) -> int:
+    """Return the number of MTP layers in the files, which may be fewer than config.json names."""
     total = len(names.architecture.mtp_layers)
     missing = [weight for weight in names.weights() if weight.megatron.startswith("mtp.") and weight.checkpoint[0] not in headers]
     return min((int(weight.megatron.split(".")[2]) for weight in missing if weight.all_experts is None), default=total)
 
 
 def _on_first(world: World, work: Callable[[], None]) -> None:
-    """Rank 0 does it, the others wait.
+    """Run `work` on rank 0 while the others wait.
 
     Raises:
-        CheckpointError: it could not; on every rank.
+        CheckpointError: `work` failed; raised on every rank.
     """
     problem: list[str | None] = [None]
     if world.rank == 0:

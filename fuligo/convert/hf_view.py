@@ -1,4 +1,4 @@
-"""The weights of a distributed checkpoint as the tensors of a Hugging Face checkpoint, made when they are read."""
+"""View of a distributed checkpoint as Hugging Face tensors, converted on demand."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from fuligo.trainer.megatron_backend.weights.forms import join_shards
 
 
 class HuggingFaceView:
-    """Names, types and order are those of the Hugging Face checkpoint that the model began with, where it is known; else as published.
+    """Hugging Face tensors of a distributed checkpoint.
 
-    Of a value model `lm_head.weight` has one row, as where the torch trainer saves one.
+    Names, dtypes and order follow the Hugging Face checkpoint that training started from if it is recorded, else the published ones. A
+    value model's `lm_head.weight` has one row, as the torch trainer saves it.
     """
 
     def __init__(self, directory: Path, model: Path | None = None) -> None:
-        """
+        """Open a distributed checkpoint.
+
         Args:
             directory: a distributed checkpoint.
-            model: a directory with config.json of the same model; None: the checkpoint has it.
+            model: a directory with the model's config.json; None takes the checkpoint's.
 
         Raises:
-            CheckpointError: it is damaged, or lacks weights of the model.
-            ConfigError: config.json is missing, or describes a model whose names are not known.
+            CheckpointError: the checkpoint is damaged or lacks weights of the model.
+            ConfigError: config.json is missing, or the names of its model's weights are unknown.
         """
         self.tensors = DistributedTensors(directory)
         self.model = model or directory / MODEL_FILES
@@ -43,14 +45,14 @@ class HuggingFaceView:
         self._stated = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
         self._origin = _origin_types(directory / MODEL_FILES)
         self._sources: dict[str, tuple[Weight, str]] = {}
-        """Name -> the weight that it is made of, and its name among the weight's parts."""
+        """Megatron weight and part that each tensor is made from, by tensor name."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._find()
         self.dtypes = {name: self._dtype(name, weight) for name, (weight, _) in self._sources.items()}
         self._last: tuple[str, dict[str, Tensor]] | None = None
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor, on the CPU.
+        """Return a whole tensor on the CPU.
 
         Raises:
             CheckpointError: its bytes are damaged.
@@ -64,11 +66,11 @@ class HuggingFaceView:
     def _find(self) -> None:
         for weight in self._names.weights():
             if weight.megatron not in self.tensors.shapes and weight.megatron.startswith("mtp."):
-                continue  # trained without the prediction layers
+                continue  # The model was trained without MTP layers.
             if self.tensors.shapes.get(weight.megatron) != weight.shape:
                 raise CheckpointError(
-                    f"{self.tensors.directory} is not of the model that {self.model / 'config.json'} describes: {weight.megatron} has the "
-                    f"shape {self.tensors.shapes.get(weight.megatron)} there, not {weight.shape}"
+                    f"cannot read {self.tensors.directory} as the model of {self.model / 'config.json'}: {weight.megatron} has shape "
+                    f"{self.tensors.shapes.get(weight.megatron)}, expected {weight.shape}"
                 )
             for name, shape in zip(weight.checkpoint, self._names.checkpoint_shapes(weight), strict=True):
                 self._sources[name], self.shapes[name] = (weight, name), shape
@@ -77,10 +79,10 @@ class HuggingFaceView:
                 self._sources[name], self.shapes[name] = (original, original.checkpoint[0]), original.shape
 
     def _copied(self, name: str) -> Weight | None:
-        """The weight that a tensor of the original checkpoint repeats: where embedding and head are one, or in prediction layers."""
+        """Return the weight that a tensor of the original checkpoint duplicates (tied head, embeddings and heads of MTP layers)."""
         is_tied_head = name == "lm_head.weight"
-        has_prediction = any(stored.startswith("mtp.") for stored in self.tensors.shapes)
-        if not self._names.is_superfluous(name, len(self._names.architecture.mtp_layers)) or not (is_tied_head or has_prediction):
+        has_mtp = any(stored.startswith("mtp.") for stored in self.tensors.shapes)
+        if not self._names.is_superfluous(name, len(self._names.architecture.mtp_layers)) or not (is_tied_head or has_mtp):
             return None
         kind = next((kind for kind, end in ((HEAD, "head.weight"), (EMBEDDING, ".embed_tokens.weight")) if name.endswith(end)), None)
         return None if kind is None else self._names.by_megatron_name[kind]

@@ -1,4 +1,4 @@
-"""The value model of a checkpoint as a Hugging Face directory that transformers loads: a token classifier with one label, the value."""
+"""Export of a checkpoint's value model for transformers: a token classifier with one label, the value."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ _HEAD, _SCORE, _BIAS = "lm_head.weight", "score.weight", "score.bias"
 
 
 def value_to_hf(given: Path, target: Path, *, model: Path | None = None, file_bytes: int = FILE_BYTES) -> Path:
-    """Write what `AutoModelForTokenClassification` loads; its logit [.., T, 1] at a token is the value of the state after that token.
+    """Write a directory for `AutoModelForTokenClassification`; its logit [..., T, 1] is the value of the state after each token.
 
     Args:
-        given: a training checkpoint of either trainer, a directory of them, of which the newest is taken, or a value model itself.
-        target: is not there yet, or empty.
-        model: directory whose config.json and tokenizer are taken; None: those beside the weights.
-        file_bytes: as of `dist_to_hf`.
+        given: a training checkpoint of either trainer, a directory of them (the newest is used), or a value model itself.
+        target: a new or empty directory.
+        model: directory to take config.json and tokenizer from; None takes those beside the weights.
+        file_bytes: see `dist_to_hf`.
 
     Returns:
-        Where the value model was.
+        Directory of the value model.
 
     Raises:
-        CheckpointError: there is no value model, it is damaged, or the target cannot be written to.
-        ConfigError: transformers has no such class of the model's family.
+        CheckpointError: there is no value model, it is damaged, or the target cannot be written.
+        ConfigError: transformers has no token classifier for the model's family.
     """
     checkpoint = training_checkpoint(given)
     source = saved_value_model(checkpoint) or (weights_directory(given) if checkpoint is None else weights_of(checkpoint))
     weights = HuggingFaceView(source, model) if is_distributed(source) else HuggingFaceTensors(source)
     head = weights.shapes.get(_HEAD)
     if head is None or head[0] != 1:
-        shape = "no output layer of its own" if head is None else f"an output layer of the shape {list(head)}"
+        shape = "no output layer of its own" if head is None else f"an output layer of shape {list(head)}"
         raise CheckpointError(
-            f"{source} is no value model: it has {shape}, which would be one row; give a checkpoint of a run with --advantage-estimator ppo"
+            f"cannot export {source} as a value model: it has {shape}, expected one row; give a checkpoint of a run with "
+            "--advantage-estimator ppo"
         )
     beside = weights.model if isinstance(weights, HuggingFaceView) else model or source
     changed = {
@@ -56,7 +57,7 @@ def value_to_hf(given: Path, target: Path, *, model: Path | None = None, file_by
 
 
 def _classifier(model: Path, source: Path) -> str:
-    """The name of transformers' class."""
+    """Return the name of the transformers class."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
@@ -64,23 +65,24 @@ def _classifier(model: Path, source: Path) -> str:
     found = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(str(model_type))
     if found is None:
         raise ConfigError(
-            f"transformers {transformers.__version__} has no token classifier of the model_type {model_type}, and nothing could load the "
-            f"export; --critic-load takes {source} as it is"
+            f"cannot export the value model: transformers {transformers.__version__} has no token classifier for model_type {model_type}; "
+            f"use {source} directly with --critic-load"
         )
     return str(found)
 
 
 class _Classifier:
-    """A value model's tensors under the names of a token classifier, which has a bias."""
+    """Tensors of a value model under a token classifier's names, with a zero bias."""
 
     def __init__(self, weights: Weights) -> None:
-        """
+        """Map the names.
+
         Raises:
-            CheckpointError: some are quantised.
+            CheckpointError: a tensor is quantised.
         """
         quantised = sorted(weights.shapes.keys() - weights.dtypes.keys())
         if quantised:
-            raise CheckpointError(f"{quantised[0]} is quantised; give the value model that a trainer saved")
+            raise CheckpointError(f"cannot export {quantised[0]}: it is quantised; give the value model that a trainer saved")
         self._weights = weights
         self._sources = {_SCORE if name == _HEAD else name: name for name in weights.shapes}
         self.shapes = {name: weights.shapes[source] for name, source in self._sources.items()} | {_BIAS: (1,)}

@@ -1,7 +1,7 @@
-"""A range of a flattened matrix as rectangles, which is how a distributed checkpoint describes a part of a tensor.
+"""Rectangles that cover a range of a flattened matrix: the form in which a distributed checkpoint stores part of a tensor.
 
-An optimizer that is spread over data-parallel ranks cuts the flattened weights anywhere; written as rectangles, each rank's share goes to
-disk and comes back without being gathered.
+The distributed optimizer splits flattened weights at arbitrary offsets. Stored as rectangles, each rank's shard is written and read
+without a gather.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, frozen=True)
 class Box:
-    """Consecutive elements of a flattened tensor that are a rectangle of it."""
+    """Rectangle of a tensor whose elements are consecutive in the flattened tensor."""
 
     start: int
-    """Of the first element in the flattened tensor."""
+    """Index of the first element in the flattened tensor."""
     offset: tuple[int, ...]
-    """Of the rectangle's first corner."""
+    """Index of the rectangle's first corner."""
     shape: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.shape[0] if len(self.shape) == 1 else self.shape[0] * self.shape[1]
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
-    """The elements [start, end) of a flattened vector or matrix: at most the end of a row, whole rows, the beginning of a row."""
+    """Cover the elements [start, end) of a flattened vector or matrix with at most three boxes: a row's end, whole rows, a row's start."""
     assert len(shape) in (1, 2), "weights are vectors and matrices"
     if len(shape) == 1:
         return [Box(start, (start,), (end - start,))] if end > start else []

@@ -1,4 +1,4 @@
-"""A stream of named tensors as buckets: cut, counted, and gathered while the one before is still being sent."""
+"""Buckets of named tensors: split a stream by size, count it, and gather the next bucket while the previous one is sent."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 
 def cut_into_buckets(named_weights: NamedTensors, bucket_bytes: int) -> Iterator[Bucket]:
-    """Consecutive tensors of at most `bucket_bytes` together; a larger tensor is a bucket of its own.
+    """Group consecutive tensors into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own.
 
-    Tensors that engines take in one call only stay together, however large they are.
+    Tensors that an engine must receive in one call stay together whatever their size.
     """
     bucket: Bucket = []
     size = 0
@@ -34,12 +34,12 @@ def cut_into_buckets(named_weights: NamedTensors, bucket_bytes: int) -> Iterator
 
 
 _LATENT_ATTENTION = re.compile(r"(.*\.self_attn)\.(?:(?:q_a|q_b|kv_a|kv_b)_|indexer\.wk\.)")
-"""SGLang 0.5.15.post1 joins `q_a_proj` and `kv_a_proj_with_mqa` where one call brings both, and drops one that comes alone; so it does with
-the FP8 values and the scales of an indexer's `wk` (models/deepseek_common/deepseek_weight_loader.py)."""
+"""SGLang 0.5.15.post1 fuses `q_a_proj` and `kv_a_proj_with_mqa` if one call contains both and drops either one that arrives alone; the same
+holds for the FP8 values and scales of an indexer's `wk` (models/deepseek_common/deepseek_weight_loader.py)."""
 
 
 def _units(named_weights: NamedTensors) -> Iterator[Bucket]:
-    """Tensors one by one, but the projections of a layer's latent attention as one."""
+    """Yield tensors one by one, and the latent-attention projections of a layer together."""
     unit: Bucket = []
     unit_layer: str | None = None
     for name, tensor in named_weights:
@@ -58,9 +58,9 @@ def _units(named_weights: NamedTensors) -> Iterator[Bucket]:
 
 
 def send_each(buckets: Iterator[Bucket], send: Callable[[Bucket, bool], None]) -> None:
-    """Call `send(bucket, is_last)` for each in order, in a thread, while the next bucket is being gathered: two exist at a time.
+    """Call `send(bucket, is_last)` for each bucket in order, in a thread, while the next one is gathered; at most two buckets exist.
 
-    The buckets are gathered in the calling thread, to the end also where sending fails: gathering is a collective of all ranks.
+    The calling thread gathers every bucket even after a send failed, because gathering is a collective of all ranks.
     """
     sending: Future[None] | None = None
     error: BaseException | None = None
@@ -80,18 +80,20 @@ def send_each(buckets: Iterator[Bucket], send: Callable[[Bucket, bool], None]) -
 
 
 class Changes:
-    """Which tensors differ from those of the send before. Keeps 16 bytes a tensor, not the tensors."""
+    """Digests of the tensors last sent (16 bytes each), to select those that changed since."""
 
     def __init__(self) -> None:
         self._digests: dict[str, bytes] = {}
 
     def forget(self) -> None:
-        """The next send is a first one: other engines, or one that failed half way."""
+        """Treat the next send as the first, after a failed send or for other engines."""
         self._digests.clear()
 
     def only(self, named_weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those that differ, with those that engines take together with them; the last where none does, for a send carries the new
-        version and cannot be empty."""
+        """Yield the tensors that changed, together with those that must be sent with them.
+
+        Yield the last unit if nothing changed: a send carries the new version and cannot be empty.
+        """
         unit: Bucket = []
         changed = False
         for unit in _units(named_weights):
@@ -105,14 +107,14 @@ class Changes:
 
 
 class Counted:
-    """Counts what passes `observe` on the way to the buckets."""
+    """Counter of the tensors and bytes of a weight sync."""
 
     def __init__(self, *, with_checksum: bool) -> None:
         self._checksum = WeightsChecksum() if with_checksum else None
         self._num_tensors = self._num_bytes = self._num_bytes_sent = 0
 
     def observe(self, named_weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights of the model."""
+        """Count all weights of the model as they pass."""
         for name, tensor in named_weights:
             self._num_tensors += 1
             self._num_bytes += tensor.nbytes
@@ -131,5 +133,5 @@ class Counted:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """[nbytes] uint8, on the tensor's device."""
+    """Return the tensor's bytes as [nbytes] uint8 on its device."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -8,28 +8,28 @@ from fuligo.formats.model_files import MODEL_FILES
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""Tracker and directory of weights alone, as conversion tools write them."""
+"""Tracker content and directory name of a checkpoint with weights only, as conversion tools write it."""
 UNFINISHED = ".tmp_"
-"""What starts so is being written or removed; a crash leaves it, the next start clears it."""
+"""Prefix of files and directories that are being written or removed; the next start deletes those that a crash left."""
 VALUE_MODEL = "critic"
-"""In a checkpoint: the directory of the value model's weights."""
+"""Directory of the value model's weights in a checkpoint."""
 COUNTERS = "trainer.json"
-"""In a checkpoint of either trainer: how far it had come."""
+"""File with the trainer's progress counters in a checkpoint."""
 
 
 def is_distributed(directory: Path) -> bool:
-    """It is a distributed checkpoint itself, not a directory of them."""
+    """Return True if `directory` itself is a distributed checkpoint (not a directory of checkpoints)."""
     return (directory / ".metadata").is_file()
 
 
 def model_directory(weights: Path) -> Path:
-    """Where config.json and the tokenizer of such weights are."""
+    """Return the directory that holds config.json and the tokenizer of these weights."""
     return weights / MODEL_FILES if is_distributed(weights) else weights
 
 
 def no_value_model(checkpoint: Path) -> str:
-    """What to do where a value model is to be trained and the checkpoint has none."""
+    """Return the error for a run that trains a value model from a checkpoint without one."""
     return (
-        f"{checkpoint}: has no value model, and --advantage-estimator ppo trains one. Give --critic-load DIR with the weights that it is "
-        "to begin with here (a Hugging Face directory of the policy's architecture), or resume with the checkpoint's estimator."
+        f"cannot resume {checkpoint} with --advantage-estimator ppo: the checkpoint has no value model; give its initial weights with "
+        "--critic-load DIR (a Hugging Face directory of the policy's architecture), or resume with the checkpoint's estimator"
     )

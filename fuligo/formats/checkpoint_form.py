@@ -1,4 +1,4 @@
-"""The form in which weights travel: tensors with the names of published checkpoints. Nothing here needs torch."""
+"""Tensor names of published checkpoints, the form in which weights are synced. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def checkpoint_weights(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Experts that are one tensor come out as the matrices that checkpoints have, as views of it; all else as it is."""
+    """Split fused expert tensors into the per-expert matrices of a checkpoint (as views); pass other tensors through."""
     for name, weight in named_weights:
         parts = expert_parts(name, tuple(weight.shape))
         if not parts:
@@ -22,9 +22,9 @@ def checkpoint_weights(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[
 
 
 def prediction_prefixes(config_json: Mapping[str, Any]) -> tuple[str, ...]:
-    """How the names of weights in layers for multi-token prediction start, in DeepSeek-V3's files and those of families after it.
+    """Return the name prefixes of the MTP layers' weights (DeepSeek-V3 and the families that follow its names).
 
-    They go on counting from the model's layers. transformers 5.12.1 has no such layers.
+    MTP layers are numbered after the model's layers. transformers 5.12.1 does not implement them.
     """
     first, number = config_json.get("num_hidden_layers"), config_json.get("num_nextn_predict_layers")
     return tuple(f"model.layers.{first + depth}." for depth in range(number or 0)) if first is not None else ()

@@ -1,4 +1,4 @@
-"""A checksum of a set of named tensors that trainer and engine compute alike."""
+"""Checksum of a set of named tensors, computed identically by trainer and engine."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ DIGEST_BYTES = 16
 
 
 class WeightsDigest(NamedTuple):
-    """Of all names, types, shapes and bytes; independent of the tensors' order."""
+    """Digest of all names, dtypes, shapes and bytes; independent of the order of the tensors."""
 
     num_tensors: int
     num_bytes: int
     checksum: str
-    """32 hex digits: the sum modulo 2^128 of every tensor's BLAKE2b digest."""
+    """32 hex digits: the sum modulo 2^128 of the tensors' BLAKE2b digests."""
 
 
 class WeightsChecksum:
-    """Takes tensors one at a time, so that the whole model need never be in memory."""
+    """Incremental digest that takes one tensor at a time, so the whole model never has to be in memory."""
 
     def __init__(self) -> None:
         self._num_tensors = self._num_bytes = self._sum = 0
@@ -37,7 +37,7 @@ class WeightsChecksum:
 
 
 def tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
-    """BLAKE2b of a tensor's name, type, shape and bytes."""
+    """Return the BLAKE2b digest of a tensor's name, dtype, shape and bytes."""
     import torch
 
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()  # as bytes: numpy has no bfloat16
@@ -47,7 +47,7 @@ def tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
 
 
 def weights_checksum(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightsDigest:
-    """The checksum of all of them."""
+    """Return the digest of all tensors."""
     checksum = WeightsChecksum()
     for name, tensor in named_tensors:
         checksum.update(name, tensor)

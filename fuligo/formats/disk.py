@@ -1,4 +1,4 @@
-"""Writing to a disk that may be full: which file system it is, and how much of it is free."""
+"""Durable writes, and errors that name a full file system."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from fuligo.errors import FuligoError
 
 
-def room(path: Path) -> str:
-    """`0 of 500 MiB are free on the file system /scratch`, the one that has `path`, or would have it."""
+def free_space(path: Path) -> str:
+    """Describe the free space of the file system of `path`: `0 of 500 MiB are free on the file system /scratch`."""
     place = path.resolve()
     place = next(parent for parent in (place, *place.parents) if parent.exists())
     usage = shutil.disk_usage(place)
@@ -22,21 +22,47 @@ def room(path: Path) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """
+    """Turn an OSError of the block into an error that names `path` and the free space.
+
     Raises:
-        FuligoError: the file, or the directory, cannot be written.
+        FuligoError: `path` cannot be written.
     """
     try:
         yield
     except OSError as error:
         raise FuligoError(
-            f"{path} cannot be written: {_cause(error)} ({room(path)}). What was recorded before is whole; make room, then resume"
+            f"cannot write {path}: {_cause(error)} ({free_space(path)}); earlier records are intact: free some space, then resume"
         ) from error
 
 
 def _cause(error: OSError) -> object:
-    """Of the many that copying a tree gathers, the first."""
+    """Return the first cause; `shutil.copytree` collects many."""
     if isinstance(error, shutil.Error):
         _, _, why = error.args[0][0]
         return why
     return error.strerror or error
+
+
+def sync_tree(directory: Path) -> None:
+    """Flush `directory` and all files and directories below it to disk."""
+    for path in directory.rglob("*"):
+        sync(path)
+    sync(directory)
+
+
+def sync(path: Path) -> None:
+    """Flush a file's content or a directory's entries to disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace the content of a small file atomically."""
+    unfinished = path.with_name(f".tmp_{path.name}")
+    unfinished.write_text(text)
+    sync(unfinished)
+    unfinished.replace(path)
+    sync(path.parent)

@@ -1,4 +1,4 @@
-"""The tensors of a distributed checkpoint, read in any parts, by one process alone, without Megatron."""
+"""Reader of a distributed checkpoint's tensors: any part, in one process, without Megatron."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from fuligo.errors import CheckpointError
 from fuligo.formats.shards import Shard
 
-_FIX = "take another checkpoint (--ckpt-step), or make this one again"
+_FIX = "use another checkpoint (--ckpt-step) or create this one again"
 
 
 class DistributedTensors:
-    """Opening it reads what is where, and checks that every file is there and long enough."""
+    """Tensors of a distributed checkpoint; opening it reads the metadata and checks that every file is complete."""
 
     def __init__(self, directory: Path) -> None:
-        """
+        """Read the metadata and check the files.
+
         Raises:
-            CheckpointError: a file is missing or cut short; names it.
+            CheckpointError: a file is missing or truncated; the error names it.
         """
         self.directory = directory
         self._metadata = _read_metadata(directory)
         described = self._metadata.state_dict_metadata.items()
         self._tensors = {name: tensor for name, tensor in described if isinstance(tensor, TensorStorageMetadata)}
         self.shapes = {name: tuple(tensor.size) for name, tensor in self._tensors.items()}
-        """Of whole tensors."""
+        """Shapes of the whole tensors, by name."""
         self.dtypes = {name: tensor.properties.dtype for name, tensor in self._tensors.items()}
         self._last: tuple[MetadataIndex, Tensor] | None = None
         self._check_files()
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor, on the CPU.
+        """Return a whole tensor on the CPU.
 
         Raises:
-            CheckpointError: its bytes are damaged, or parts of it are missing.
+            CheckpointError: its bytes are damaged or parts of it are missing.
         """
         shape = self.shapes[name]
         whole = torch.empty(shape, dtype=self.dtypes[name])
@@ -48,10 +49,10 @@ class DistributedTensors:
 
     @torch.no_grad()
     def read_into(self, shard: Shard) -> None:
-        """Fill `shard.data`, converted to its type and device.
+        """Fill `shard.data`, converted to its dtype and device.
 
         Raises:
-            CheckpointError: its bytes are damaged, or parts of it are missing.
+            CheckpointError: its bytes are damaged or parts of it are missing.
         """
         num_elements = 0
         for chunk in self._tensors[shard.name].chunks:
@@ -62,11 +63,11 @@ class DistributedTensors:
                 shard.data[ours].copy_(part)
                 num_elements += part.numel()
         if num_elements != shard.data.numel():
-            missing = f"{num_elements} of {shard.data.numel()} numbers from {list(shard.offset)} on are there"
-            raise CheckpointError(f"{self.directory}: parts of {shard.name} are missing: {missing}; {_FIX}")
+            found = f"it has {num_elements} of {shard.data.numel()} elements from offset {list(shard.offset)}"
+            raise CheckpointError(f"cannot read {shard.name} from {self.directory}: {found}; {_FIX}")
 
     def _read_chunk(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """The one that was read last is kept: shards that follow each other often lie in one."""
+        """Return a chunk; keep the last one, because consecutive shards often share it."""
         index = MetadataIndex(name, chunk.offsets)
         if self._last is None or self._last[0] != index:
             self._last = index, self._load(index, chunk.sizes)
@@ -80,9 +81,11 @@ class DistributedTensors:
                 stream.seek(place.offset)
                 tensor = torch.load(io.BytesIO(stream.read(place.length)), map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-            raise CheckpointError(f"{file}: the bytes of {index.fqn} cannot be read: {error}; {_FIX}") from error
+            raise CheckpointError(f"cannot read {index.fqn} from {file}: {error}; {_FIX}") from error
         if tensor.shape != shape:
-            raise CheckpointError(f"{file}: a part of {index.fqn} has the shape {list(tensor.shape)}, not {list(shape)}; {_FIX}")
+            raise CheckpointError(
+                f"cannot read {index.fqn} from {file}: a chunk has shape {list(tensor.shape)}, expected {list(shape)}; {_FIX}"
+            )
         return tensor
 
     def _check_files(self) -> None:
@@ -92,15 +95,13 @@ class DistributedTensors:
         for name, num_bytes in sorted(needed.items()):
             file = self.directory / name
             if not file.is_file():
-                raise CheckpointError(f"{file} is missing: the checkpoint is incomplete; {_FIX}")
+                raise CheckpointError(f"cannot load {self.directory}: {file} is missing; {_FIX}")
             if file.stat().st_size < num_bytes:
-                raise CheckpointError(
-                    f"{file} has {file.stat().st_size} bytes, {num_bytes} were written: the checkpoint is damaged; {_FIX}"
-                )
+                raise CheckpointError(f"cannot load {self.directory}: {file} has {file.stat().st_size} bytes, expected {num_bytes}; {_FIX}")
 
 
 def _overlap(chunk: ChunkStorageMetadata, shard: Shard) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """What both have, as slices of the one and of the other."""
+    """Return the overlap as slices of the chunk and of the shard, or None."""
     theirs: list[slice] = []
     ours: list[slice] = []
     for begin, size, offset, length in zip(chunk.offsets, chunk.sizes, shard.offset, shard.data.shape, strict=True):
@@ -116,6 +117,6 @@ def _read_metadata(directory: Path) -> Metadata:
     try:
         return FileSystemReader(directory).read_metadata()
     except FileNotFoundError:
-        raise CheckpointError(f"{directory} has no .metadata: it is no distributed checkpoint, or an incomplete one; {_FIX}") from None
-    except Exception as error:  # a pickle that is cut short fails in many ways
-        raise CheckpointError(f"{directory / '.metadata'}: cannot be read: {error!r}; {_FIX}") from error
+        raise CheckpointError(f"cannot load {directory}: no .metadata, so not a complete distributed checkpoint; {_FIX}") from None
+    except Exception as error:  # A truncated pickle fails in many ways.
+        raise CheckpointError(f"cannot read {directory / '.metadata'}: {error!r}; {_FIX}") from error

@@ -1,4 +1,4 @@
-"""The list of a checkpoint's files with their sizes, so that one that was cut short is noticed before it is loaded."""
+"""Manifest of a checkpoint's files and sizes, so that a truncated file is found before it is loaded."""
 
 from __future__ import annotations
 
@@ -11,37 +11,36 @@ import orjson
 from fuligo.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+_FIX = "resume from another one with --ckpt-step"
 CHECKSUM_MAX_BYTES = 16 * 1024**2
-"""Larger files are checked by size alone: reading them twice would double the time of a resume."""
+"""Larger files are checked by size only: reading them twice would double the time of a resume."""
 
 
 def write_manifest(directory: Path) -> None:
-    """List everything below `directory`."""
+    """Write the manifest of all files below `directory`."""
     files = {str(file.relative_to(directory)): _describe(file) for file in files_below(directory)}
     (directory / MANIFEST).write_bytes(orjson.dumps({"files": files}, option=orjson.OPT_INDENT_2))
 
 
 def check_manifest(directory: Path) -> None:
-    """Compare the files with the list.
+    """Compare the files with the manifest.
 
     Raises:
-        CheckpointError: names the first file that is missing, shorter or longer, or changed.
+        CheckpointError: a file is missing or changed; the error names the first one.
     """
     for name, listed in _read(directory).items():
         file = directory / name
         if not file.is_file():
-            raise CheckpointError(f"{file} is missing: the checkpoint is incomplete; resume from another with --ckpt-step")
+            raise CheckpointError(f"cannot load {directory}: {file} is missing; {_FIX}")
         size = file.stat().st_size
         if size != listed["bytes"]:
-            raise CheckpointError(
-                f"{file} has {size} bytes, {listed['bytes']} were written: the checkpoint is damaged; resume from another with --ckpt-step"
-            )
+            raise CheckpointError(f"cannot load {directory}: {file} has {size} bytes, expected {listed['bytes']}; {_FIX}")
         if _describe(file) != listed:
-            raise CheckpointError(f"{file} is not what was written: the checkpoint is damaged; resume from another with --ckpt-step")
+            raise CheckpointError(f"cannot load {directory}: {file} does not match its checksum; {_FIX}")
 
 
 def files_below(directory: Path) -> list[Path]:
-    """Every file at any depth, without the list itself."""
+    """Return all files below `directory` except the manifest, sorted."""
     return sorted(file for file in directory.rglob("*") if file.is_file() and file != directory / MANIFEST)
 
 
@@ -56,9 +55,7 @@ def _read(directory: Path) -> dict[str, dict[str, Any]]:
     try:
         files = orjson.loads(path.read_bytes())["files"]
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{directory} has no {MANIFEST}: it is no checkpoint of fuligo, or an incomplete one; choose another with --ckpt-step"
-        ) from None
+        raise CheckpointError(f"cannot load {directory}: it has no {MANIFEST}, so it is not a complete fuligo checkpoint; {_FIX}") from None
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        raise CheckpointError(f"{path} cannot be read: the checkpoint is damaged; resume from another with --ckpt-step") from None
+        raise CheckpointError(f"cannot read {path}: the checkpoint is damaged; {_FIX}") from None
     return files

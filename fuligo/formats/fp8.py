@@ -1,4 +1,4 @@
-"""Matrices in FP8 (float8 e4m3), shared by conversion and weight sync: the same weights give the same bytes, on a CPU and on a GPU."""
+"""FP8 (float8 e4m3) quantisation, shared by conversion and weight sync: equal weights give equal bytes on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from fuligo.formats.quantisation import EngineQuantisation, Quantisation
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-"""448; 3 bits of mantissa, exponents from 2**-6, below that steps of 2**-9."""
+"""448. FP8 e4m3 has 3 mantissa bits, exponents from 2**-6, and subnormal steps of 2**-9."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""A smaller one has few digits; what it scales is zero for any model."""
+"""Smaller scales lose precision, and the values that they scale are zero for any model."""
 
 
 def quantise(weight: Tensor, quantisation: Quantisation) -> tuple[Tensor, Tensor]:
-    """FP8 values and float32 scales of a matrix.
+    """Return the FP8 values and float32 scales of a matrix.
 
     Args:
         weight: [rows, columns], any float type.
 
     Returns:
-        [rows, columns] FP8, and scales of `quantisation.scale_shape`: weight = values * scale, up to half a step of FP8.
+        [rows, columns] FP8 and scales of `quantisation.scale_shape`: weight = values * scale, up to half an FP8 step.
 
     Raises:
         ValueError: a weight is not finite.
@@ -37,7 +37,7 @@ def quantise(weight: Tensor, quantisation: Quantisation) -> tuple[Tensor, Tensor
 
 
 def fp8_scales(weight: Tensor, quantisation: Quantisation) -> Tensor:
-    """Float32 scales, of `quantisation.scale_shape`, that use FP8's whole range.
+    """Return float32 scales of `quantisation.scale_shape` that use the full FP8 range.
 
     Raises:
         ValueError: a weight is not finite.
@@ -46,7 +46,7 @@ def fp8_scales(weight: Tensor, quantisation: Quantisation) -> Tensor:
 
 
 def block_maxima(weight: Tensor, quantisation: Quantisation) -> Tensor:
-    """The largest absolute value of each block, in float32, of `quantisation.scale_shape`.
+    """Return the largest absolute value of each block as float32 of `quantisation.scale_shape`.
 
     Raises:
         ValueError: a weight is not finite.
@@ -54,37 +54,37 @@ def block_maxima(weight: Tensor, quantisation: Quantisation) -> Tensor:
     shape = tuple(weight.shape)
     largest = _in_blocks(weight, *quantisation.block_of(shape)).abs().amax(dim=(1, 3)).float()
     if not bool(largest.isfinite().all()):
-        raise ValueError("it has values that are not finite")
+        raise ValueError("it contains NaN or infinity")
     return largest.reshape(quantisation.scale_shape(shape))
 
 
 def scales_for(maxima: Tensor) -> Tensor:
-    """The largest value becomes the largest of FP8; a block of zeros has scale 1."""
-    largest = torch.full_like(maxima, LARGEST)  # by a number, CUDA would multiply with its rounded reciprocal
+    """Return scales that map each block's maximum to the FP8 maximum; a block of zeros has scale 1."""
+    largest = torch.full_like(maxima, LARGEST)  # CUDA divides by a scalar as a product with its rounded reciprocal.
     return torch.where(maxima > 0, (maxima / largest).clamp(min=_SMALLEST_SCALE), 1.0)
 
 
 def fp8_values(weight: Tensor, scales: Tensor, quantisation: Quantisation) -> Tensor:
-    """[rows, columns] FP8: weight / scale, rounded to nearest, ties to even.
+    """Return weight / scale as [rows, columns] FP8, rounded to nearest, ties to even.
 
-    The quotient exceeds 448 by float32's rounding at most, which rounds to 448: nothing has to be clamped.
+    Float32 rounding can push the quotient slightly above 448, which rounds back to 448; no clamp is needed.
     """
     return _by_block(torch.div, weight, scales, quantisation).to(FP8)
 
 
 def dequantise(values: Tensor, scales: Tensor, quantisation: Quantisation) -> Tensor:
-    """[rows, columns] float32."""
+    """Return values * scale as [rows, columns] float32."""
     return _by_block(torch.mul, values, scales, quantisation)
 
 
 def quantised_weights(named_weights: NamedTensors, engine: EngineQuantisation) -> Iterator[tuple[str, Tensor]]:
-    """The stream that engines on an FP8 checkpoint expect: what the converter would have written, tensor by tensor.
+    """Yield the tensors that engines on an FP8 checkpoint expect, equal to what the converter would write.
 
     Args:
-        named_weights: Hugging Face names and full tensors; experts one by one, or as transformers keeps them (`experts.gate_up_proj`).
+        named_weights: Hugging Face names and full tensors; experts one by one or fused as in transformers (`experts.gate_up_proj`).
 
     Raises:
-        WeightSyncError: a weight is not finite; names it.
+        WeightSyncError: a weight is not finite; the error names it.
     """
     for name, weight in checkpoint_weights(named_weights):
         if name not in engine.names:
@@ -93,20 +93,20 @@ def quantised_weights(named_weights: NamedTensors, engine: EngineQuantisation) -
         try:
             values, scales = quantise(weight, engine.quantisation)
         except ValueError as error:
-            raise WeightSyncError(f"{name} cannot be quantised for the engines: {error}") from None
+            raise WeightSyncError(f"cannot quantise {name} for the engines: {error}") from None
         yield name, values
         yield engine.quantisation.scale_name(name), scales
 
 
 def _in_blocks(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """[blocks down, rows, blocks across, columns]; blocks at the edges are filled with zeros."""
+    """Return [blocks down, rows, blocks across, columns]; blocks at the edges are padded with zeros."""
     below, beside = -matrix.shape[0] % rows, -matrix.shape[1] % columns
     padded = F.pad(matrix, (0, beside, 0, below)) if below or beside else matrix
     return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
 
 
 def _by_block(operation: Callable[[Tensor, Tensor], Tensor], matrix: Tensor, scales: Tensor, quantisation: Quantisation) -> Tensor:
-    """`operation` of each value and the scale of its block, in float32."""
+    """Apply `operation` to each value and the scale of its block, in float32."""
     height, width = matrix.shape
     rows, columns = quantisation.block_of((height, width))
     blocks = _in_blocks(matrix.float(), rows, columns)

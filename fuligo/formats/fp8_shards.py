@@ -1,4 +1,4 @@
-"""What each file of an FP8 checkpoint will hold, tensor by tensor, from the headers of the files that it is made of."""
+"""Contents of each file of an FP8 checkpoint, planned from the headers of the source files."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from fuligo.formats.quantisation import Quantisation, expert_parts, is_quantised
 FP8_DTYPE = "F8_E4M3"
 SCALE_DTYPE = "F32"
 _FLOATS = {"BF16": 2, "F16": 2, "F32": 4}
-"""Types that can be quantised, and their bytes."""
+"""Dtypes that can be quantised, with their size in bytes."""
 _JOINED = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "q_a_proj": 1, "gate_proj": 1, "up_proj": 1, "gate_up_proj": 2}
-"""Modules that engines join with others, row upon row, and how many parts they have themselves: no block may span two parts."""
+"""Modules that engines fuse with others along rows, with the number of parts in each; no block may span two parts."""
 _SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
 class TargetTensor:
-    """A tensor of the new checkpoint, and the bytes that it is made of."""
+    """Tensor of the new checkpoint and the source bytes it is made from."""
 
     name: str
     shape: Shape
     source: StoredTensor
     start: int
-    """Of its bytes in the source's file."""
+    """Offset of its first byte in the source file."""
     is_quantised: bool
 
     @property
@@ -37,13 +37,13 @@ class TargetTensor:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a value in the source."""
+        """Bytes per value in the source."""
         return (self.source.end - self.source.start) // max(1, prod(self.source.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is written under one name."""
+    """Tensor as written to the new file."""
 
     name: str
     dtype: str
@@ -52,32 +52,32 @@ class Entry:
 
     @property
     def width(self) -> int:
-        """Bytes of a value."""
+        """Bytes per value."""
         return self.num_bytes // max(1, prod(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A file of the new checkpoint; it has the name of the one that it is made of."""
+    """File of the new checkpoint, with the name of its source file."""
 
     file: str
     tensors: tuple[TargetTensor, ...]
-    """In the order of their bytes in the source."""
+    """Tensors in the order of their bytes in the source."""
     quantisation: Quantisation
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """By falling width, then by name, as safetensors lays them out: each begins at a multiple of its width."""
+        """Entries by decreasing width, then name, as safetensors lays them out: each is aligned to its width."""
         entries = [entry for tensor in self.tensors for entry in _entries(tensor, self.quantisation)]
         return tuple(sorted(entries, key=lambda entry: (-entry.width, entry.name)))
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors."""
+        """Total size of the tensors in bytes."""
         return sum(entry.num_bytes for entry in self.entries)
 
     def header(self) -> tuple[bytes, dict[str, int]]:
-        """The file's beginning, and where each tensor's bytes begin in it."""
+        """Return the file's header and the offset of each tensor's first byte."""
         places: dict[str, int] = {}
         written: dict[str, object] = {"__metadata__": {"format": "pt"}}
         position = 0
@@ -96,7 +96,7 @@ class Shard:
 
 
 def plan_shards(stored: Mapping[str, StoredTensor], quantisation: Quantisation) -> tuple[Shard, ...]:
-    """One for each file of the source."""
+    """Plan one file for each file of the source."""
     by_file: dict[str, list[TargetTensor]] = {}
     for name, tensor in stored.items():
         by_file.setdefault(tensor.file, []).extend(_target_tensors(name, tensor))
@@ -104,34 +104,34 @@ def plan_shards(stored: Mapping[str, StoredTensor], quantisation: Quantisation) 
 
 
 def shard_problems(shards: tuple[Shard, ...], quantisation: Quantisation) -> Iterator[str]:
-    """Why engines could not load the result, one text each."""
+    """Yield the reasons why engines could not load the result."""
     tensors = [tensor for shard in shards for tensor in shard.tensors]
     if any(tensor.source.dtype.startswith("F8") for tensor in tensors):
-        yield "tensors are stored in FP8: it is quantised already; give the bf16 checkpoint that it was made from"
+        yield "the checkpoint is already quantised (FP8 tensors); give the bf16 checkpoint it was made from"
         return
     matrices = [tensor for tensor in tensors if tensor.is_quantised]
     if not matrices:
-        yield "no tensor is the matrix of an attention or MLP layer: there is nothing to quantise"
+        yield "the checkpoint has nothing to quantise: no tensor is a matrix of an attention or MLP layer"
     other_types = [f"{tensor.name} ({tensor.source.dtype})" for tensor in matrices if tensor.source.dtype not in _FLOATS]
     if other_types:
-        yield f"{_listed(other_types)} is none of {', '.join(_FLOATS)} and cannot be quantised"
+        yield f"cannot quantise {_listed(other_types)}: the dtype must be one of {', '.join(_FLOATS)}"
     if quantisation.block_size is not None:
         rows = quantisation.block_size[0]
         spanned = [f"{tensor.name} {list(tensor.shape)}" for tensor in matrices if _part_rows(tensor) % rows]
         if spanned:
             yield (
-                f"blocks of {rows} rows do not fit {_listed(spanned)}: engines join this matrix with others, and no block may span two of "
-                "them. Choose --strategy channel, or a --block-size that divides its rows (DeepEP takes 128 128 alone)"
+                f"blocks of {rows} rows do not divide {_listed(spanned)}: engines fuse this matrix with others, and no block may span "
+                "two of them; use --strategy channel, or a --block-size that divides its rows (DeepEP supports 128 128 only)"
             )
     if quantisation.strategy == "tensor" and any(_module(tensor) == "q_a_proj" for tensor in matrices):
         yield (
-            "--strategy tensor does not go with latent attention: SGLang joins q_a_proj and kv_a_proj_with_mqa and has one scale for both; "
-            "choose block or channel"
+            "--strategy tensor does not work with latent attention: SGLang fuses q_a_proj and kv_a_proj_with_mqa under one scale; "
+            "use block or channel"
         )
 
 
 def unquantised_modules(shards: tuple[Shard, ...]) -> list[str]:
-    """Those with a matrix that stays as it is."""
+    """Return the modules with a matrix that is not quantised."""
     return [
         tensor.name.removesuffix(".weight")
         for shard in shards
@@ -166,7 +166,7 @@ def _module(tensor: TargetTensor) -> str:
 
 
 def _part_rows(tensor: TargetTensor) -> int:
-    """Of each part that an engine joins with others; 0 where it joins none."""
+    """Return the rows of each part that an engine fuses with others; 0 if it fuses none."""
     parts = _JOINED.get(_module(tensor))
     return 0 if parts is None else tensor.shape[0] // parts
 

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face directory, each read when it is asked for."""
+"""Lazy reader of the tensors of a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from fuligo.errors import CheckpointError
 from fuligo.formats.hugging_face import DamagedFileError, read_stored_tensors
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""As safetensors names them: what a checkpoint that training starts from may hold."""
+"""Dtypes by their safetensors names: those that a checkpoint to train from may have."""
 
 
 class HuggingFaceTensors:
-    """Opening it reads what is where."""
+    """Tensors of a Hugging Face directory; opening it reads the headers."""
 
     def __init__(self, directory: Path) -> None:
-        """
+        """Read the headers of all files.
+
         Raises:
-            CheckpointError: there are none, or a file is damaged.
+            CheckpointError: the directory has no tensors, or a file is damaged.
         """
         try:
             self._stored = read_stored_tensors(directory)
@@ -30,10 +31,10 @@ class HuggingFaceTensors:
         self.directory = directory
         self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         self.dtypes = {name: DTYPES[tensor.dtype] for name, tensor in self._stored.items() if tensor.dtype in DTYPES}
-        """Without tensors of other types, which are quantised."""
+        """Dtypes by name, without tensors of other (quantised) types."""
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor, on the CPU.
+        """Return a whole tensor on the CPU.
 
         Raises:
             CheckpointError: its file cannot be read.
@@ -43,4 +44,4 @@ class HuggingFaceTensors:
             with safe_open(file, framework="pt") as tensors:
                 return tensors.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file}: cannot be read: {error}") from error
+            raise CheckpointError(f"cannot read {file}: {error}") from error

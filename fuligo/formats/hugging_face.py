@@ -1,4 +1,4 @@
-"""Whether a directory is a whole Hugging Face checkpoint, seen from its files alone: config.json and the headers of its safetensors."""
+"""Checks of a Hugging Face directory from its config.json and safetensors headers alone."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ _SAME_ARCHITECTURE = (
     "intermediate_size",
     "vocab_size",
 )
-"""Keys of config.json in which two checkpoints of one model agree."""
+"""Keys of config.json that are equal in two checkpoints of one architecture."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor is."""
+    """Location of a tensor in a checkpoint."""
 
     file: str
-    """In the checkpoint's directory."""
+    """File name in the checkpoint's directory."""
     dtype: str
-    """As safetensors writes it: `BF16`, `F32`, `F8_E4M3`, ..."""
+    """Safetensors name of the dtype: `BF16`, `F32`, `F8_E4M3`, ..."""
     shape: Shape
     start: int
-    """Of its bytes, counted from the beginning of the file."""
+    """Offset of its first byte in the file."""
     end: int
 
 
 class DamagedFileError(Exception):
-    """A file is not what it should be; the text names it."""
+    """Missing, truncated or malformed file of a checkpoint; the message names it."""
 
 
 def checkpoint_problems(directory: Path, *, may_be_value_model: bool = False) -> Iterator[str]:
-    """What is missing, damaged or contradictory, one text each.
+    """Yield what is missing, damaged or contradictory in a Hugging Face directory.
 
     Args:
-        may_be_value_model: an output layer of one row is one.
+        may_be_value_model: accept an output layer with one row.
     """
     if not directory.is_dir():
         exists = "is a file, not a directory" if directory.exists() else "does not exist"
@@ -74,20 +74,20 @@ def checkpoint_problems(directory: Path, *, may_be_value_model: bool = False) ->
 
 
 def architecture_difference(directory: Path, other: Path) -> str | None:
-    """How the models of two directories differ, or None where they are of one architecture.
+    """Describe how the models of two directories differ; None if they have the same architecture.
 
     Raises:
         DamagedFileError: a config.json is missing or unreadable.
     """
     mine, theirs = read_model_config(directory), read_model_config(other)
-    # A key that one of them lacks has the family's default there.
+    # A missing key stands for the family's default.
     shared = [key for key in _SAME_ARCHITECTURE if mine.get(key) is not None and theirs.get(key) is not None]
     differing = [f"{key} {mine[key]} and {theirs[key]}" for key in shared if mine[key] != theirs[key]]
     return f"{directory} and {other} are different models: {', '.join(differing)}" if differing else None
 
 
 def has_chat_template(directory: Path) -> bool:
-    """Its tokenizer has one, or may: one that comes with code of its own tells only when it is loaded."""
+    """Return False only if the tokenizer certainly has no chat template; one with remote code is known only after loading."""
     if (directory / "chat_template.jinja").exists() or (directory / "chat_template.json").exists():
         return True
     try:
@@ -98,12 +98,12 @@ def has_chat_template(directory: Path) -> bool:
 
 
 def is_weight_file(file: Path) -> bool:
-    """It holds weights, in whatever format, or says where they are: of no use beside other weights of the model."""
+    """Return True if the file holds weights in any format or an index of them."""
     return file.suffix in _WEIGHT_FILES or file.name.endswith(".index.json")
 
 
 def is_quantised(directory: Path) -> bool:
-    """The weights are stored in fewer bits than they were trained in.
+    """Return True if the weights are stored quantised.
 
     Raises:
         DamagedFileError: config.json is missing or unreadable.
@@ -112,20 +112,20 @@ def is_quantised(directory: Path) -> bool:
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """config.json; of a multi-modal model the part that describes the language model.
+    """Read config.json; of a multi-modal model return the language model's part.
 
     Raises:
         DamagedFileError: it is missing or unreadable.
     """
     config = _read_json(directory / "config.json")
     if not isinstance(config, dict) or "model_type" not in config:
-        raise DamagedFileError(f"{directory / 'config.json'} has no model_type; it must describe a Hugging Face model")
+        raise DamagedFileError(f"cannot use {directory / 'config.json'}: it has no model_type; it must describe a Hugging Face model")
     text_config = config.get("text_config")
     return text_config if isinstance(text_config, dict) else config
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """The config.json at `path`, or of the directory `path`.
+    """Read the config.json at `path` or in the directory `path`.
 
     Raises:
         ConfigError: it is missing, unreadable, or not a JSON object.
@@ -145,7 +145,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 
 def read_shapes(directory: Path) -> dict[str, Shape]:
-    """Name -> shape of all tensors, from the headers alone.
+    """Return the shapes of all tensors by name, read from the headers alone.
 
     Raises:
         DamagedFileError: as `read_stored_tensors`.
@@ -154,10 +154,10 @@ def read_shapes(directory: Path) -> dict[str, Shape]:
 
 
 def read_stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Name -> type, shape and place of all tensors, from the headers alone.
+    """Return dtype, shape and location of all tensors by name, read from the headers alone.
 
     Raises:
-        DamagedFileError: a file is missing, truncated, or no safetensors file; or a tensor is not where the index says.
+        DamagedFileError: a file is missing, truncated or not a safetensors file, or a tensor is not where the index says.
     """
     index = directory / _INDEX
     if not index.exists():
@@ -177,28 +177,28 @@ def read_stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Of one safetensors file: 8 bytes with the header's length, the header as JSON, then the data, to the byte.
+    """Read the header of a safetensors file: 8 bytes with the header's length, the header as JSON, then the data.
 
     Raises:
-        DamagedFileError: it cannot be read, is truncated, or no safetensors file.
+        DamagedFileError: the file cannot be read, is truncated, or is not a safetensors file.
     """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
             if length > size - _HEADER_LENGTH_BYTES:
-                raise DamagedFileError(f"{file} is truncated or no safetensors file: it has {size} bytes, its header alone {length}")
+                raise DamagedFileError(f"{file} is truncated or not a safetensors file: it has {size} bytes, its header claims {length}")
             header = json.loads(stream.read(length))
         data = _HEADER_LENGTH_BYTES + length
         tensors = {name: _stored(file.name, entry, data) for name, entry in header.items() if name != "__metadata__"}
     except OSError as error:
-        raise DamagedFileError(f"{file} cannot be read: {error.strerror}") from None
+        raise DamagedFileError(f"cannot read {file}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError, IndexError):
-        raise DamagedFileError(f"{file} is no safetensors file: its header is not valid") from None
+        raise DamagedFileError(f"cannot read {file}: its safetensors header is not valid") from None
     expected = max((tensor.end for tensor in tensors.values()), default=data)
     if size != expected:
         state = "truncated" if size < expected else "too long"
-        raise DamagedFileError(f"{file} is {state}: it has {size} bytes, its header says {expected}; copy or download it again")
+        raise DamagedFileError(f"{file} is {state}: it has {size} bytes, its header implies {expected}; copy or download it again")
     return tensors
 
 
@@ -208,21 +208,21 @@ def _stored(file: str, entry: dict[str, Any], data: int) -> StoredTensor:
 
 
 def _contradictions(config: dict[str, Any], shapes: dict[str, Shape], may_be_value_model: bool) -> Iterator[str]:
-    """Where the tensors are not those of the model that config.json describes. Only what holds for every family is compared."""
+    """Yield contradictions between config.json and the tensors, limited to what holds for every family."""
     hidden, vocab, layers = config.get("hidden_size"), config.get("vocab_size"), config.get("num_hidden_layers")
     for name, shape in shapes.items():
         if may_be_value_model and name.endswith("lm_head.weight") and shape == (1, hidden):
             continue
         if name.endswith(("embed_tokens.weight", "lm_head.weight")) and None not in (hidden, vocab) and shape != (vocab, hidden):
-            yield f"{name} has the shape {list(shape)}, config.json says [vocab_size {vocab}, hidden_size {hidden}]: another architecture"
-        # Quantised matrices may be packed in shapes of their own.
+            yield f"{name} has shape {list(shape)}, but config.json says [vocab_size {vocab}, hidden_size {hidden}]"
+        # Quantised matrices may be packed into other shapes.
         comparable = name.endswith("layers.0.self_attn.q_proj.weight") and not config.get("quantization_config")
         if comparable and hidden is not None and shape[-1] != hidden:
-            yield f"{name} has the shape {list(shape)}, config.json says hidden_size {hidden}: another architecture"
+            yield f"{name} has shape {list(shape)}, but config.json says hidden_size {hidden}"
     stored = {int(match[1]) for name in shapes if (match := _LAYER.match(name))}
     with_next_token_layers = (layers or 0) + (config.get("num_nextn_predict_layers") or 0)
     if layers is not None and stored and not layers <= max(stored) + 1 <= with_next_token_layers:
-        yield f"the weights have {max(stored) + 1} layers, config.json says num_hidden_layers {layers}: another architecture"
+        yield f"the weights have {max(stored) + 1} layers, but config.json says num_hidden_layers {layers}"
 
 
 def _read_json(file: Path) -> Any:

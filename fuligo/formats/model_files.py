@@ -1,4 +1,4 @@
-"""The files beside the weights of a Hugging Face directory, which a distributed checkpoint carries along."""
+"""Files of a Hugging Face directory other than weights; a distributed checkpoint keeps a copy of them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from fuligo.formats.fp8_shards import FP8_DTYPE
 from fuligo.formats.hugging_face import DamagedFileError, is_weight_file, read_stored_tensors
 
 MODEL_FILES = "model"
-"""Directory in a distributed checkpoint."""
+"""Name of their directory in a distributed checkpoint."""
 TENSORS = "tensors.json"
-"""Name -> type (as safetensors writes it) of every tensor of the directory that the files were copied from."""
+"""File with the safetensors dtype of every tensor of the original directory, by name."""
 _STATED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def copy_model_files(source: Path, target: Path) -> None:
-    """Copy config.json, tokenizer and the like from a Hugging Face directory; of the weights, note names and types.
+    """Copy config.json, tokenizer and the like from a Hugging Face directory; record names and dtypes of its weights.
 
-    The weights that a trainer saves are not quantised, even where engines have an FP8 checkpoint: nor do the copies say so.
+    The copied config.json has no `quantization_config`: a trainer saves unquantised weights even if engines use FP8.
 
     Args:
-        source: may itself have been made so.
+        source: a Hugging Face directory, or such a copy.
 
     Raises:
         CheckpointError: its weights are damaged.
@@ -42,7 +42,7 @@ def copy_model_files(source: Path, target: Path) -> None:
 
 
 def drop_quantisation(file: Path) -> dict[str, Any]:
-    """From a config.json, beside weights that are not quantised; what it says afterwards."""
+    """Remove `quantization_config` from a config.json and return the rest."""
     config = json.loads(file.read_text()) if file.exists() else {}
     if config.pop("quantization_config", None) is not None:
         file.write_text(json.dumps(config, indent=2) + "\n")
@@ -50,7 +50,7 @@ def drop_quantisation(file: Path) -> dict[str, Any]:
 
 
 def _before_quantisation(dtypes: dict[str, str], config: dict[str, Any]) -> dict[str, str]:
-    """Types without FP8 and its scales: what is in FP8 had the type that config.json states, else bf16."""
+    """Return the dtypes before quantisation: FP8 tensors get the dtype that config.json states (else bf16), scales go."""
     stated = _STATED.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
     quantised = {name for name, dtype in dtypes.items() if dtype == FP8_DTYPE}
     scales = {f"{name}{suffix}" for name in quantised for suffix in ("_scale_inv", "_scale")}
@@ -58,5 +58,5 @@ def _before_quantisation(dtypes: dict[str, str], config: dict[str, Any]) -> dict
 
 
 def other_files(directory: Path) -> list[Path]:
-    """All files of a Hugging Face directory but the weights and their index."""
+    """Return all files of a Hugging Face directory except weights and their index."""
     return [file for file in sorted(directory.iterdir()) if file.is_file() and not is_weight_file(file)]

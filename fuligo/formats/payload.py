@@ -1,10 +1,10 @@
-"""Named tensors from one process to another through shared memory, in the plain format of SGLang's `/update_weights_from_tensor`.
+"""Named tensors passed between processes through shared memory, in the format of SGLang's `/update_weights_from_tensor`.
 
-A payload is base64 of a pickled list of (name, tensor). The tensors travel as handles: a file in shared memory on a CPU, CUDA IPC handles
-on a GPU, so sender and receiver must be on one machine. Reading admits only what rebuilds a tensor: a payload cannot run other code.
+A payload is base64 of a pickled list of (name, tensor). Tensors are passed as handles (a file in shared memory on a CPU, CUDA IPC handles
+on a GPU), so sender and receiver must share a machine. The unpickler admits only what rebuilds a tensor: a payload cannot run other code.
 
-torch could share tensors on a CPU by itself, with a daemon beside the sender that counts who has a file open. But receivers stay connected
-to it for as long as they live: with engines that somebody else runs it would outlive the run.
+torch's own CPU sharing is not used: its daemon beside the sender lives as long as any receiver, and so would outlive the run if engines
+are started by somebody else.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ import torch
 from torch.multiprocessing import reductions
 
 from fuligo.errors import WeightSyncError
-from fuligo.formats.disk import room
+from fuligo.formats.disk import free_space
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 SHARED_MEMORY = Path("/dev/shm")
 _ALIGNMENT = 64
-"""Bytes: where a tensor of any type may begin."""
+"""Alignment of each tensor in bytes, enough for any dtype."""
 
 
 @contextmanager
 def shared_payload(named_tensors: NamedTensors) -> Iterator[str]:
-    """A payload that is decoded while the `with` block runs: on a CPU by any number of processes, from a GPU by one.
+    """Yield a payload that can be decoded during the `with` block, by any number of processes (CPU tensors) or one (GPU tensors).
 
-    CPU tensors are copied to shared memory. Whoever has opened it keeps what it sees; nothing stays behind, however this process ends. GPU
-    tensors are not copied.
+    CPU tensors are copied to shared memory. Receivers that opened it keep their view; nothing is left behind however this process ends.
+    GPU tensors are not copied.
 
     Raises:
         WeightSyncError: shared memory is full
@@ -53,37 +53,37 @@ def shared_payload(named_tensors: NamedTensors) -> Iterator[str]:
             _TensorPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(_handles(named_tensors, stack))
         except OSError as error:
             raise WeightSyncError(
-                f"a bucket of weights does not get into shared memory: {error} ({room(SHARED_MEMORY)}). Give it more (in a container "
-                "--shm-size), or lower --update-weight-buffer-size; resume from the last checkpoint."
+                f"cannot copy a bucket of weights to shared memory: {error} ({free_space(SHARED_MEMORY)}); enlarge it (--shm-size for a "
+                "container) or lower --update-weight-buffer-size, then resume from the last checkpoint"
             ) from error
         yield base64.b64encode(buffer.getvalue()).decode()
 
 
 def decode_named_tensors(payload: str) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a payload; they share the sender's memory, so copy what is to be kept.
+    """Return the tensors of a payload; they share the sender's memory, so copy what must be kept.
 
     Raises:
-        WeightSyncError: it is not such a payload, or the memory is gone
+        WeightSyncError: the payload is malformed, or its memory is gone.
     """
     try:
         decoded = _TensorUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
     except (binascii.Error, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError) as error:
-        raise WeightSyncError(f"the payload is not a list of named tensors: {error}") from error
+        raise WeightSyncError(f"cannot decode the payload: {error}; expected a list of (name, tensor)") from error
     except (RuntimeError, OSError) as error:
         raise WeightSyncError(
-            f"the payload's shared memory cannot be opened (is the sender on this machine, and alive?): {error}"
+            f"cannot open the payload's shared memory: {error}; check that the sender is alive and on this machine"
         ) from error
     if not isinstance(decoded, list) or not all(
         isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) and isinstance(entry[1], torch.Tensor)
         for entry in decoded
     ):
-        raise WeightSyncError("the payload is not a list of (name, tensor)")
+        raise WeightSyncError("cannot decode the payload: expected a list of (name, tensor)")
     return decoded
 
 
 @dataclass(slots=True, frozen=True)
 class _File:
-    """Pickled, it is a storage on the file: a receiver's changes are its own."""
+    """Handle that unpickles to a private (copy-on-write) storage on the file."""
 
     path: str
     num_bytes: int
@@ -103,11 +103,11 @@ class _Typed:
 
 @dataclass(slots=True, frozen=True)
 class _Tensor:
-    """Pickled, it is a contiguous tensor of the file."""
+    """Handle that unpickles to a contiguous tensor in the file."""
 
     storage: _Typed
     offset: int
-    """In elements."""
+    """Offset in elements."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
@@ -116,10 +116,10 @@ class _Tensor:
 
 
 def _handles(named_tensors: NamedTensors, stack: ExitStack) -> list[tuple[str, torch.Tensor | _Tensor]]:
-    """GPU tensors as they are, copies of CPU tensors in a file that is open as long as the stack.
+    """Return GPU tensors as they are, and CPU tensors as copies in a file that stays open as long as the stack.
 
     Raises:
-        OSError: shared memory is full
+        OSError: shared memory is full.
     """
     copies = _copies([tensor for _, tensor in named_tensors if tensor.device.type == "cpu"], stack)
     return [(name, next(copies) if tensor.device.type == "cpu" else tensor.detach()) for name, tensor in named_tensors]
@@ -137,14 +137,14 @@ def _copies(tensors: Sequence[torch.Tensor], stack: ExitStack) -> Iterator[_Tens
 
 @contextmanager
 def _open_file(num_bytes: int) -> Iterator[_File]:
-    """On Linux it has no name: it is gone with the last process that has it open, however those end.
+    """Open a shared-memory file. On Linux it has no name, so it disappears with the last process that has it open.
 
     Raises:
-        OSError: there is no room for it
+        OSError: shared memory is full.
     """
     if sys.platform == "linux":
         with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)  # else a full file system kills who writes
+            os.posix_fallocate(file.fileno(), 0, num_bytes)  # A full file system would otherwise kill the writer (SIGBUS).
             yield _File(f"/proc/{os.getpid()}/fd/{file.fileno()}", num_bytes)
     else:
         with tempfile.NamedTemporaryFile() as file:
@@ -153,11 +153,11 @@ def _open_file(num_bytes: int) -> Iterator[_File]:
 
 
 _DEVICE = 6
-"""Position of the device's index among the arguments of torch's `rebuild_cuda_tensor` (2.11 and 2.13; SGLang counts on it, too)."""
+"""Position of the device index in the arguments of torch's `rebuild_cuda_tensor` (2.11 and 2.13; SGLang relies on it too)."""
 
 
 class _TensorPickler(ForkingPickler):
-    """Names a GPU by its UUID, as SGLang does: sender and receiver may see different GPUs, each counted from 0."""
+    """Pickler that identifies a GPU by its UUID, as SGLang does: sender and receiver may number their visible GPUs differently."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not (isinstance(obj, torch.Tensor) and obj.is_cuda):
@@ -169,27 +169,27 @@ class _TensorPickler(ForkingPickler):
 
 
 def _rebuild_cuda_tensor(*arguments: Any) -> torch.Tensor:
-    """On the GPU with the sender's UUID, which this process must see."""
+    """Rebuild a tensor on the GPU with the sender's UUID, which must be visible to this process."""
     uuid = arguments[_DEVICE]
     seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     if uuid not in seen:
-        raise RuntimeError(f"the tensor is on GPU {uuid}, this process sees {seen}")
+        raise RuntimeError(f"the tensor is on GPU {uuid}, but this process sees only {seen}")
     rebuild: Any = reductions.rebuild_cuda_tensor
     return rebuild(*arguments[:_DEVICE], seen.index(uuid), *arguments[_DEVICE + 1 :])
 
 
 def _map_file(path: str, shared: bool, num_bytes: int) -> torch.UntypedStorage:
-    """What a sender has open; no other file is read, none is written."""
+    """Map a file that a sender has open, read-only; refuse any other path."""
     if shared or (sys.platform == "linux" and not re.fullmatch(r"/proc/\d+/fd/\d+", path)):
-        raise pickle.UnpicklingError(f"the file {path} is not admitted")
+        raise pickle.UnpicklingError(f"the file {path} is not allowed")
     storage: Any = torch.UntypedStorage.from_file(path, False, num_bytes)
     return storage
 
 
 def _attribute(owner: str, name: str) -> Callable[..., torch.UntypedStorage]:
-    """Python pickles a static method of a C type as an attribute of it."""
+    """Resolve `UntypedStorage.from_file`, which Python pickles as an attribute of a C type."""
     if (owner, name) != (_STORAGE, "from_file"):
-        raise pickle.UnpicklingError(f"the attribute {name} is not admitted")
+        raise pickle.UnpicklingError(f"the attribute {name} is not allowed")
     return _map_file
 
 
@@ -209,7 +209,7 @@ _ADMITTED: dict[tuple[str, str], Any] = {
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Resolves only the names that rebuild a tensor from shared memory."""
+    """Unpickler restricted to the names that rebuild a tensor from shared memory."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -217,4 +217,4 @@ class _TensorUnpickler(pickle.Unpickler):
         try:
             return _ADMITTED[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"{module}.{name} is not admitted") from None
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed") from None

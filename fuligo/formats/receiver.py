@@ -1,4 +1,4 @@
-"""The engine's end of a weight sync: new weights for a loaded model. Everything is checked before anything is copied."""
+"""Receiving side of a weight sync: checks a bucket completely, then copies it into the loaded model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fuligo.formats.payload import NamedTensors
 
 
 class WeightStore:
-    """The model's parameters and saved buffers by the names of checkpoints, in which each expert has matrices of its own.
+    """Parameters and persistent buffers of a model, by checkpoint names (experts unfused).
 
-    A weight sync may come in several buckets; the last one brings the new version. Tensors of prediction layers, which transformers' models
-    lack, are passed over.
+    A weight sync may arrive in several buckets; the last one carries the new version. Tensors of MTP layers are skipped, because
+    transformers' models do not have them.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
@@ -24,24 +24,24 @@ class WeightStore:
         self.version = 0
         self._unused = prediction_prefixes(module.config.to_dict())
         self._missing: set[str] = set()
-        """What an unfinished weight sync has yet to send; empty when none is under way."""
+        """Names that an unfinished weight sync still has to send; empty if none is in progress."""
 
     @property
     def torn(self) -> bool:
-        """Some weights are of a newer version than others: nothing may be sampled."""
+        """Return True while weights have mixed versions; nothing may be sampled then."""
         return bool(self._missing)
 
     def named_weights(self) -> dict[str, torch.Tensor]:
-        """The model's own memory, each weight once: tied ones under the first of their names."""
+        """Return views of the model's weights, tied ones once, under their first name."""
         weights = self._under_all_names()
         first_names = _first_names(weights)
         return {name: tensor for name, tensor in weights.items() if first_names[name] == name}
 
     def load_tensors(self, tensors: NamedTensors, version: int | None, *, source: str = "this bucket") -> None:
-        """One bucket. `version` is given with the last one, after which every weight must have been sent.
+        """Load one bucket. `version` is given with the last one, by which every weight must have been sent.
 
         Raises:
-            WeightSyncError: an unknown name, another shape, not a float type, or weights missing at the end; the weights are as before
+            WeightSyncError: an unknown name, a wrong shape or dtype, or weights missing at the end; the weights are unchanged.
         """
         tensors = [(name, tensor) for name, tensor in tensors if not name.startswith(self._unused)]
         weights = self._under_all_names()
@@ -51,7 +51,9 @@ class WeightStore:
         if version is not None:
             problems += [f"{name} was not sent" for name in weights if name in missing]
         if problems:
-            raise WeightSyncError(f"weights refused, nothing of {source} was loaded: {'; '.join(problems[:8])} ({len(problems)} problems)")
+            raise WeightSyncError(
+                f"cannot load weights from {source}: {'; '.join(problems[:8])} ({len(problems)} problems); nothing was loaded"
+            )
         with torch.no_grad():
             for name, tensor in tensors:
                 weights[name].copy_(tensor)
@@ -60,23 +62,23 @@ class WeightStore:
             self.version = version
 
     def load_directory(self, path: str, version: int) -> None:
-        """A Hugging Face directory, as a whole.
+        """Load all weights from a Hugging Face directory.
 
         Raises:
-            WeightSyncError: it cannot be read, or its tensors are not exactly the model's; the weights are as before
+            WeightSyncError: it cannot be read, or its tensors do not match the model exactly; the weights are unchanged.
         """
         dtype = next(self.module.parameters()).dtype
         try:
             loaded, report = cast(Any, AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True))
-        except Exception as error:  # whatever a damaged directory makes the loaders raise, it is the caller's to hear of
-            raise WeightSyncError(f"weights refused: {path}: {type(error).__name__}: {error}") from error
+        except Exception as error:  # Loaders raise anything on a damaged directory; the caller needs the reason.
+            raise WeightSyncError(f"cannot load weights from {path}: {type(error).__name__}: {error}") from error
         unexpected = [name for name in report["unexpected_keys"] if not name.startswith(self._unused)]
         found = {**report, "unexpected_keys": unexpected}
         problems = [
             f"{kind}: {sorted(map(str, found[kind]))[:8]}" for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if found[kind]
         ]
         if problems:
-            raise WeightSyncError(f"weights refused: {path} is not a checkpoint of this model: {'; '.join(problems)}")
+            raise WeightSyncError(f"cannot load weights from {path}: not a checkpoint of this model: {'; '.join(problems)}")
         self.load_tensors(list(checkpoint_weights(loaded.state_dict().items())), version, source=path)
 
     def _under_all_names(self) -> dict[str, torch.Tensor]:
@@ -84,14 +86,14 @@ class WeightStore:
 
 
 def _first_names(weights: dict[str, torch.Tensor]) -> dict[str, str]:
-    """For each name the first of those that its tensor has."""
+    """Map each name to the first name of the same tensor."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in weights.items()}
 
 
 def _misfit(name: str, tensor: torch.Tensor, weight: torch.Tensor | None) -> str | None:
     if weight is None:
-        return f"the model has no weight {name}"
+        return f"the model has no weight named {name}"
     if tensor.shape != weight.shape:
         return f"{name} has shape {list(tensor.shape)}, the model's has {list(weight.shape)}"
     if not tensor.is_floating_point():

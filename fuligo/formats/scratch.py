@@ -1,4 +1,4 @@
-"""Directories for weights on their way to engines that read files: in memory where there is a memory file system."""
+"""Scratch directories for weights that engines read from files, in memory if there is a memory file system."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from fuligo.errors import WeightSyncError
-from fuligo.formats.disk import room
+from fuligo.formats.disk import free_space
 
 PREFIX = "fuligo-weights-"
 _MEMORY = Path("/dev/shm")
 
 
 def scratch_root() -> Path:
-    """A memory file system where there is one, else the system's temporary directory."""
+    """Return the memory file system if there is one, else the system's temporary directory."""
     return _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 @contextmanager
 def scratch_directory(root: Path) -> Iterator[Path]:
-    """A new directory under `root`, gone at the end.
+    """Yield a new directory under `root` and delete it at the end.
 
-    Whoever uses one holds its lock, which ends with the process. What a killed process left behind is memory that nobody else gives back:
-    it is removed first.
+    Its user holds a lock on it that ends with the process, so directories that a killed process left behind are recognised and deleted
+    first.
     """
     for abandoned in root.glob(f"{PREFIX}*"):
         _remove_unlocked(abandoned)
     unlocked = Path(tempfile.mkdtemp(prefix="new-", dir=root))
     lock = os.open(unlocked, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    directory = unlocked.rename(root / f"{PREFIX}{unlocked.name}")  # it never has this name without its lock
+    directory = unlocked.rename(root / f"{PREFIX}{unlocked.name}")  # The final name exists only while the lock is held.
     try:
         yield directory
     finally:
@@ -46,21 +46,22 @@ def scratch_directory(root: Path) -> Iterator[Path]:
 
 @contextmanager
 def filling(directory: Path) -> Iterator[None]:
-    """
+    """Turn an OSError of the block into an error that names `directory` and the free space.
+
     Raises:
-        WeightSyncError: the block could not write there.
+        WeightSyncError: the block could not write to `directory`.
     """
     try:
         yield
     except (OSError, SafetensorError) as error:
         raise WeightSyncError(
-            f"weights cannot be written to {directory}, where engines would read them: {error} ({room(directory)}). Make room there, or "
-            "give another --update-weight-transport; resume from the last checkpoint."
+            f"cannot write weights for the engines to {directory}: {error} ({free_space(directory)}); free some space or use another "
+            "--update-weight-transport, then resume from the last checkpoint"
         ) from error
 
 
 def _remove_unlocked(directory: Path) -> None:
-    with suppress(OSError):  # another user's, gone by now, or in use
+    with suppress(OSError):  # It belongs to another user, is already gone, or is in use.
         lock = os.open(directory, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Parts of tensors, and the files of a distributed checkpoint that they go to and come from.
+"""Shards of tensors and their writer to a distributed checkpoint.
 
-The format is that of `torch.distributed.checkpoint` (Megatron-Core calls it torch_dist): every rank writes its parts into files of its
-own, `.metadata` says what is where, and a part of any other shape is read from those that it overlaps.
+The format is `torch.distributed.checkpoint`'s (Megatron-Core's torch_dist): every rank writes its shards to files of its own, `.metadata`
+indexes them, and a shard of any other shape is read from those it overlaps.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from fuligo.errors import CheckpointError
 from fuligo.formats.boxes import boxes
 
 THREADS = 2
-"""Files that a rank writes at a time."""
+"""Files that a rank writes concurrently."""
 
 logging.getLogger("torch.distributed.checkpoint._dedup_save_plans").setLevel(logging.WARNING)
 
 
 @dataclass(slots=True, frozen=True)
 class Shard:
-    """A rectangular part of a tensor."""
+    """Rectangular part of a tensor."""
 
     name: str
-    """The tensor's, in the checkpoint."""
+    """Name of the tensor in the checkpoint."""
     shape: tuple[int, ...]
-    """The whole tensor's."""
+    """Shape of the whole tensor."""
     offset: tuple[int, ...]
-    """Where the part begins."""
+    """Index of the part's first corner."""
     data: Tensor
-    """The part; a view of live memory where it is read into."""
+    """Data of the part; a view of live memory when reading."""
 
     def on_cpu(self) -> Shard:
-        """A copy that later steps of the training leave alone."""
+        """Return a CPU copy that later training steps do not change."""
         return replace(self, data=self.data.detach().to("cpu", copy=True))
 
     def flat_range(self, name: str, flat: Tensor, start: int, end: int) -> Iterator[Shard]:
-        """The elements [start, end) of the flattened part, of another tensor (a moment, say) that is laid out as this one.
+        """Yield shards for the elements [start, end) of the flattened part of a tensor with the same layout (such as an Adam moment).
 
         Args:
             flat: [end - start]
@@ -69,7 +69,7 @@ class Shard:
 
 @dataclass(slots=True, frozen=True)
 class Unread:
-    """A whole tensor that is read when its turn to be written comes, so that no more than a few are in memory."""
+    """Whole tensor that is read only when it is written, so that few are in memory at a time."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,34 +78,36 @@ class Unread:
 
 
 def write_format(directory: Path) -> None:
-    """What makes a directory of shards one of Megatron-Core's torch_dist checkpoints; once, by one rank."""
+    """Write the files that make a directory of shards a torch_dist checkpoint of Megatron-Core; call it on one rank."""
     versions = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
     (directory / "metadata.json").write_text(json.dumps(versions))
     torch.save({"content_metadata": {"names": "local layers"}}, directory / "common.pt")
 
 
 def write_shards(directory: Path, shards: Sequence[Shard | Unread], group: dist.ProcessGroup | None) -> None:
-    """Write every rank's shards; together they must be whole tensors, each element once. A collective of `group`.
+    """Write every rank's shards, which together must cover whole tensors exactly once. A collective of `group`.
 
     Args:
-        directory: is there.
-        group: of all ranks; it carries Python objects, so one of gloo. None where there is one rank.
+        directory: an existing directory.
+        group: gloo group of all ranks (it carries Python objects); None for a single rank.
 
     Raises:
-        CheckpointError: a rank could not write; on every rank.
+        CheckpointError: a rank could not write; raised on every rank.
     """
     writer = _Writer(directory, thread_count=THREADS, sync_files=True)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # one process is enough
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is disabled, unavailable or uninitialized"
+            )  # A single process needs no process group.
             save({}, storage_writer=writer, planner=_Planner(shards), process_group=group, no_dist=group is None)
-    except CheckpointException as error:  # a BaseException
+    except CheckpointException as error:  # CheckpointException derives from BaseException.
         first, (failure, _) = min(error.failures.items())
-        raise CheckpointError(f"{directory}: rank {first} could not write its part: {failure!r}") from error
+        raise CheckpointError(f"cannot write {directory}: rank {first} failed: {failure!r}") from error
 
 
 class _Writer(FileSystemWriter):
-    """torch 2.13 passes over errors of the threads that it writes with: the checkpoint would lack a file, and nobody would know."""
+    """Writer that raises errors of its threads; torch 2.13 ignores them, and the checkpoint would silently lack a file."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
         super().__init__(directory, **options)
@@ -129,13 +131,13 @@ class _Files(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
         except Exception as error:
-            why = error.__context__  # of a disk that refuses, torch.save says that it cannot end its archive
+            why = error.__context__  # On a full disk torch.save reports only that it cannot close its archive.
             self.errors.append(why if isinstance(why, OSError) else error)
             raise
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans to write shards as they are."""
+    """Save planner that writes shards as they are."""
 
     def __init__(self, shards: Sequence[Shard | Unread]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -148,16 +150,17 @@ class _Planner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """
+        """Check that the shards of all ranks cover each tensor exactly.
+
         Raises:
-            ValueError: the shards of all ranks overlap, or are not the whole of a tensor.
+            ValueError: shards overlap, or do not cover a tensor.
         """
         plans, metadata = super().create_global_plan(all_plans)
-        for name, tensor in metadata.state_dict_metadata.items():  # torch looks at this only where there are several ranks
+        for name, tensor in metadata.state_dict_metadata.items():  # torch checks this only with several ranks.
             assert isinstance(tensor, TensorStorageMetadata)
             num_written = sum(chunk.sizes.numel() for chunk in tensor.chunks)
             if num_written != tensor.size.numel():
-                raise ValueError(f"{num_written} of {tensor.size.numel()} numbers of {name} would be written")
+                raise ValueError(f"the shards of {name} have {num_written} of {tensor.size.numel()} elements")
         return plans, metadata
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a weight sync is made of: where weights go, and what was sent, so that the receiver can be checked against it."""
+"""Types of a weight sync: the engines' format, where weights go, and what was sent."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Transport = Literal["disk", "tensor", "gloo", "nccl"]
 
 @dataclass(slots=True, frozen=True)
 class EngineFormat:
-    """How the tensors that engines take differ from those of the trainer's checkpoint. Experts are apart in both."""
+    """Difference between the engines' tensors and those of the trainer's checkpoint; experts are unfused in both."""
 
     left_out: tuple[str, ...] = ()
-    """How the names of tensors start that engines have no use for."""
+    """Name prefixes of tensors that engines do not use."""
     quantisation: EngineQuantisation | None = None
-    """How the checkpoint is quantised that they started from; None: it is not."""
+    """Quantisation of the engines' checkpoint; None if it is not quantised."""
 
 
 AS_CHECKPOINT = EngineFormat()
@@ -25,55 +25,55 @@ AS_CHECKPOINT = EngineFormat()
 
 @dataclass(slots=True, frozen=True)
 class EngineAddress:
-    """An engine that weights are sent to."""
+    """Engine that receives weights."""
 
     url: str
     num_ranks: int = 1
-    """Its tensor-parallel processes, each of which takes the weights."""
+    """Tensor-parallel processes of the engine, each of which receives the weights."""
     start: int = 0
-    """How often it was restarted: what an earlier start was sent is gone."""
+    """Number of restarts; a restarted engine has lost what it received before."""
     number: int | None = None
     """See `EngineClient`."""
     trainer_ranks: tuple[int, ...] = ()
-    """tensor: the trainer's ranks on the GPUs of the engine's ranks, in their order; empty where it has GPUs of its own."""
+    """tensor transport: trainer ranks on the GPUs of the engine's ranks, in order; empty if the engine has its own GPUs."""
 
 
 @dataclass(slots=True, frozen=True)
 class WeightTarget:
-    """Where trainer ranks send their weights. Plain data: it travels to the ranks."""
+    """Destination of a weight sync; plain data that is passed to the trainer ranks."""
 
     transport: Transport
-    """disk: a Hugging Face checkpoint that the engines read; tensor: buckets in memory that both sides share; gloo, nccl: buckets broadcast
-    in a process group of the sending rank and all ranks of the engines."""
+    """disk: a Hugging Face checkpoint that the engines read; tensor: buckets in shared memory; gloo, nccl: buckets broadcast in a process
+    group of the sending rank and all engine ranks."""
     version: int
-    """policy_version that the weights get."""
+    """policy_version of the weights."""
     bucket_bytes: int
     engines: tuple[EngineAddress, ...] = ()
-    """disk: unused, the driver tells the engines to read."""
+    """Receiving engines; unused with disk, where the driver tells the engines to read."""
     directory: str = ""
-    """disk: an empty directory."""
+    """disk: an empty directory to write to."""
     changes_only: bool = False
-    """Leave out tensors whose bytes are those of the previous send to the same engines."""
+    """Skip tensors whose bytes are unchanged since the previous sync to the same engines."""
     with_checksum: bool = False
-    """Compute the manifest's checksum; it reads every byte on the CPU."""
+    """Compute the manifest's checksum, which reads every byte on the CPU."""
 
 
 @dataclass(slots=True, frozen=True)
 class WeightManifest:
-    """What was sent."""
+    """Summary of what was sent, for checking the receiver."""
 
     version: int
     num_tensors: int
     num_bytes: int
     checksum: str | None
-    """Of all names, shapes, types and bytes, independent of order (see `weights.checksum`); None where nobody compares it."""
+    """Order-independent digest of all names, shapes, dtypes and bytes (see `formats.checksum`); None if it is not compared."""
     num_bytes_sent: int = 0
-    """Less than `num_bytes` where only changes were sent."""
+    """Bytes actually sent; less than `num_bytes` if only changes were sent."""
 
 
 @dataclass(slots=True, frozen=True)
 class Undelivered:
-    """Engines did not take what was sent. A result, not an error: every rank has done its part, and can send again."""
+    """Result of a sync that engines refused. Not an exception: every rank completed its part and can send again."""
 
     reason: str
-    """Names the engines."""
+    """Reason, naming the engines."""

@@ -1,4 +1,4 @@
-"""Floating-point operations of the model: two for every matrix weight and token, and those of attention, which grow with length."""
+"""Floating-point operations of a model: two per matrix weight and token, plus attention, which grows with the length."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from fuligo.models.architecture import Architecture, GroupedAttention, Part
 
 @dataclass(frozen=True, slots=True)
 class ForwardFlops:
-    """Of one forward pass."""
+    """FLOPs of one forward pass."""
 
     per_token: float
-    """Matrix products of the layers."""
+    """FLOPs of the layers' matrix products, per token."""
     per_logit: float
-    """The head, for each token whose probability is wanted."""
+    """FLOPs of the head, per token with logits."""
     per_pair: float
-    """Attention of all layers, for each pair of tokens of which one sees the other."""
+    """FLOPs of attention in all layers, per pair of tokens that attend."""
     per_index_pair: float
-    """The indexers of sparse attention, likewise; 0 without."""
+    """FLOPs of sparse attention's indexers, per pair of tokens; 0 without sparse attention."""
     top_k: int | None
-    """Tokens that a token attends to at most; None: all before it."""
+    """Maximum number of tokens that a token attends to; None means all before it."""
 
     def sequence(self, length: float, square: float, num_logits: float) -> float:
-        """Of an average sequence.
+        """Return the FLOPs of an average sequence.
 
         Args:
             length: mean length in tokens.
-            square: mean of the squared length: about twice the pairs of causal attention.
-            num_logits: tokens that reach the head.
+            square: mean of the squared length, about twice the number of causal attention pairs.
+            num_logits: tokens that pass through the head.
         """
         pairs = square / 2
         attended = pairs if self.top_k is None else min(pairs, length * self.top_k)
         return self.per_token * length + self.per_logit * num_logits + self.per_pair * attended + self.per_index_pair * pairs
 
     def whole_sequence(self, length: int) -> float:
-        """Of one sequence all of whose tokens reach the head."""
+        """Return the FLOPs of one sequence with logits for all tokens."""
         return self.sequence(length, square=length * (length + 1), num_logits=length)
 
 
 def forward_flops(architecture: Architecture) -> ForwardFlops:
-    """What a forward pass of the model costs, layers for multi-token prediction apart."""
+    """Return the cost of a forward pass of the model without MTP layers."""
     attention, index = architecture.attention, architecture.sparse_index
     if isinstance(attention, GroupedAttention):
         per_layer = 4 * attention.num_heads * attention.head_dim

@@ -1,4 +1,4 @@
-"""Which GPU of which node: the order in which trainer and engines fill a cluster, for the plan and for the run."""
+"""Placement of trainer ranks and engines on the GPUs of a cluster, shared by plan and run."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 from fuligo.config.topology import EngineGroupSpec
 
 Slot = tuple[int, int]
-"""(node, index within the node)"""
+"""(node, GPU index within the node)."""
 
 
 def trainer_slots(num_ranks: int, per_node: int) -> list[Slot]:
-    """GPUs of the trainer, by rank: `per_node` of each node."""
+    """Return the trainer's GPUs by rank, `per_node` on each node."""
     return [divmod(rank, per_node) for rank in range(num_ranks)]
 
 
 def engine_slots(trainers: Sequence[Slot], num_gpus: int, per_node: int, *, shares: bool) -> list[Slot]:
-    """GPUs of the engines, in order: where they share, the trainer's first; then those still free, node by node."""
+    """Return the engines' GPUs in order: the trainer's first if they share, then free ones, node by node."""
     chosen = list(trainers[:num_gpus]) if shares else []
     taken = set(trainers)
     number = 0
@@ -29,7 +29,7 @@ def engine_slots(trainers: Sequence[Slot], num_gpus: int, per_node: int, *, shar
 
 
 def engine_gpus(groups: Sequence[EngineGroupSpec]) -> Iterator[range]:
-    """Which of the GPUs of all engines each engine takes; a placeholder leaves its GPUs free."""
+    """Yield each engine's range within the engines' GPUs; a placeholder group leaves its GPUs free."""
     first = 0
     for group in groups:
         for number in range(group.num_engines):

@@ -1,4 +1,4 @@
-"""How the trainer's ranks share the model: the sizes of its parallel dimensions."""
+"""Sizes of the trainer's parallel dimensions, derived from the flags."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fuligo.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TrainerShape:
-    """Sizes of the trainer's dimensions; all 1 but `dp` for the torch backend, which shards the model over its ranks."""
+    """Sizes of the trainer's parallel dimensions; with the torch backend, which shards over all ranks, only `dp` exceeds 1."""
 
     is_megatron: bool
     num_ranks: int
@@ -18,30 +18,30 @@ class TrainerShape:
     cp: int
     pp: int
     vpp: int
-    """Interleaved stages of a pipeline rank; 1 without."""
+    """Virtual pipeline stages per pipeline rank; 1 without interleaving."""
     dp: int
     ep: int
     etp: int
     expert_dp: int
-    """Ranks that hold the same experts."""
+    """Number of ranks that hold the same experts."""
     sequence_parallel: bool
 
     @property
     def shards_dense_optimizer(self) -> int:
-        """Ranks over which the distributed optimizer spreads the state of what is not an expert (DP x CP)."""
+        """Ranks that share the distributed optimizer's state of non-expert weights (DP x CP)."""
         return self.dp * self.cp
 
     @property
     def shards_sequence(self) -> int:
-        """Ranks that share the activations between attention and MLP: TP under sequence parallelism, else 1."""
+        """Ranks that share the activations between attention and MLP: TP with sequence parallelism, else 1."""
         return self.tp if self.sequence_parallel else 1
 
 
 def trainer_shape(config: Config) -> TrainerShape:
-    """The sizes that the flags give.
+    """Return the sizes that the flags give.
 
     Raises:
-        ConfigError: they do not divide the trainer's GPUs.
+        ConfigError: the sizes do not divide the trainer's number of GPUs.
     """
     num_ranks = config.num_train_gpus
     if config.resolved_train_backend != "megatron":

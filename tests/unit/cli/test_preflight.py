@@ -12,7 +12,7 @@ from fuligo.cli.preflight import preflight_problems
 from fuligo.config.parse import parse
 from fuligo.convert.hf_to_dist import hf_to_dist
 from fuligo.formats.checkpoint_files import TRACKER
-from fuligo.formats.durable import replace_text
+from fuligo.formats.disk import replace_text
 from fuligo.formats.file_manifest import write_manifest
 from fuligo.trainer.ranks.world import World
 from tests import tiny

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from fuligo.errors import FuligoError
-from fuligo.formats.disk import room, writing
+from fuligo.formats.disk import free_space, writing
 from tests.small_disk import SmallDisk
 
 
 def test_the_room_is_that_of_the_file_system_that_has_or_would_have_the_path(small_disk: SmallDisk) -> None:
     (small_disk.path / "run").mkdir()
     for path in (small_disk.path, small_disk.path / "run", small_disk.path / "not" / "there" / "yet"):
-        assert room(path) == f"4 of 4 MiB are free on the file system {small_disk.path}"
+        assert free_space(path) == f"4 of 4 MiB are free on the file system {small_disk.path}"
     small_disk.fill()
-    assert room(small_disk.path) == f"0 of 4 MiB are free on the file system {small_disk.path}"
+    assert free_space(small_disk.path) == f"0 of 4 MiB are free on the file system {small_disk.path}"
 
 
 def test_a_file_or_a_tree_that_does_not_fit_is_named_with_the_file_system(small_disk: SmallDisk, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ def test_a_run_goes_on_where_the_last_whole_checkpoint_is(job: Job, small_disk: 
     run_dir = small_disk.path / "run"
     command = job(num_rollout=5, save_interval=1, async_save=True, run_dir=run_dir, load=run_dir / "checkpoints")
     error = fail(1, *command)
-    assert "iter_0000003 could not be written" in error
-    assert f"of 4 MiB are free on the file system {small_disk.path}; iter_0000002 is intact); make room" in error
+    assert "cannot write checkpoint iter_0000003" in error
+    assert f"of 4 MiB are free on the file system {small_disk.path}; iter_0000002 is intact); free some space" in error
 
     small_disk.enlarge(16 * 1024**2)
     succeed(*command)
@@ -28,6 +28,6 @@ def test_what_cannot_be_recorded_ends_the_run(job: Job, small_disk: SmallDisk) -
     """The disk fills up in rollout 1; records of earlier rollouts stay intact."""
     run_dir = small_disk.path / "run"
     error = fail(1, *job(rm_type=None, custom_rm_path="tests.e2e.rewards.fills_the_disk", use_tensorboard=True, run_dir=run_dir))
-    assert f"(0 of 4 MiB are free on the file system {small_disk.path}). What was recorded before is whole; make room, then resume" in error
+    assert f"(0 of 4 MiB are free on the file system {small_disk.path}); earlier records are intact: free some space, then resume" in error
     assert [record["step"] for record in json_lines(run_dir / "metrics.jsonl")] == [0]
     assert {row["step"] for row in sample_rows(run_dir, "index")} == {0}

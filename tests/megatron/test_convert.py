@@ -130,7 +130,7 @@ def test_a_changed_bit_is_found(checkpoints, tmp_path: Path, capsys: pytest.Capt
     file.write_bytes(content)
     assert convert(["compare", str(tmp_path / "dist"), str(tmp_path / "back")]) == 1
     *differing, summary = capsys.readouterr().out.splitlines()
-    assert len(differing) == 1 and "1 of " in differing[0] and "numbers differ, by up to" in differing[0]
+    assert len(differing) == 1 and "1 of " in differing[0] and "values differ, by up to" in differing[0]
     assert summary.startswith("1 of ") and "tensors differ, by up to" in summary
 
 
@@ -144,7 +144,7 @@ def test_what_else_may_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         save_file(tensors, tmp_path / name / "model.safetensors")
     assert convert(["compare", str(tmp_path / "one"), str(tmp_path / "other")]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "a: float32 and bfloat16, equal numbers",
+        "a: float32 and bfloat16, equal values",
         "b: shape [2] and [4]",
         f"c: only in {tmp_path / 'one'}",
         f"d: only in {tmp_path / 'other'}",
@@ -174,7 +174,7 @@ def test_a_conversion_that_cannot_be_done_leaves_nothing(checkpoints, tmp_path: 
     assert resolve(dist) is not None
     with pytest.raises(CheckpointError, match="release is there already"):
         hf_to_dist(source, dist, World())
-    with pytest.raises(CheckpointError, match="is a Hugging Face directory; give --save a directory of its own"):
+    with pytest.raises(CheckpointError, match="is a Hugging Face directory; give another directory with --save"):
         hf_to_dist(source, source, World())
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / TRACKER).write_text("20")
@@ -183,7 +183,7 @@ def test_a_conversion_that_cannot_be_done_leaves_nothing(checkpoints, tmp_path: 
     assert (tmp_path / "run" / TRACKER).read_text() == "20", "the run still resumes from its own"
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").touch()
-    with pytest.raises(CheckpointError, match=r"full holds something else \(notes\.txt\); give --save a directory of its own"):
+    with pytest.raises(CheckpointError, match=r"full: it holds other files \(notes\.txt\); give another directory with --save"):
         hf_to_dist(source, tmp_path / "full", World())
     with pytest.raises(CheckpointError, match="is a file"):
         hf_to_dist(source, tmp_path / "full" / "notes.txt", World())

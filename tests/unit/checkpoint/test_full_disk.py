@@ -42,9 +42,9 @@ async def test_the_torch_trainers(beside_training: bool, small_disk: SmallDisk, 
         await save(trainer, 2)
     await trainer.close()
     assert error.value.exit_code == 1
-    assert f"iter_0000002 could not be written to {store.directory}" in str(error.value)
+    assert f"cannot write checkpoint iter_0000002 to {store.directory}" in str(error.value)
     assert f"No space left on device (os error 28) (0 of 4 MiB are free on the file system {small_disk.path}" in str(error.value)
-    assert "iter_0000001 is intact); make room or give another place with --save, then resume" in str(error.value)
+    assert "iter_0000001 is intact); free some space or give another directory with --save, then resume" in str(error.value)
 
     small_disk.enlarge(8 * 1024**2)
     latest = store.latest()
@@ -72,5 +72,5 @@ def small_files() -> Iterator[None]:
 def test_distributed_ones(num_files: int, small_files, tmp_path: Path) -> None:
     """One file fails, all others, the list of them too, could be written; torch does not say what became of its threads."""
     weights = [Shard("small", (10,), (0,), torch.ones(10)), Shard("large", (100, 100), (0, 0), torch.ones(100, 100))]
-    with pytest.raises(CheckpointError, match=f"{tmp_path}: rank 0 could not write its part: .*File too large"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: rank 0 failed: .*File too large"):
         write_shards(tmp_path, weights[-num_files:], None)

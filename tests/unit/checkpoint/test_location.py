@@ -47,12 +47,12 @@ def test_the_tracker_names_the_checkpoint(load: Path) -> None:
 
 def test_another_iteration_can_be_asked_for(load: Path) -> None:
     assert resolve(load, 10) == Checkpoint(load / "iter_0000010", 10)
-    with pytest.raises(CheckpointError, match=r"has no iteration 15; there: 10, 20; choose one with --ckpt-step"):
+    with pytest.raises(CheckpointError, match=r"cannot load iteration 15 from .*: it has 10, 20; choose one with --ckpt-step"):
         resolve(load, 15)
 
 
 def test_an_iteration_is_asked_for_where_there_is_none(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"--ckpt-step 5: --load .* is empty"):
+    with pytest.raises(CheckpointError, match=r"--ckpt-step 5: --load is empty: "):
         resolve(tmp_path, 5)
     with pytest.raises(CheckpointError, match="--ckpt-step 5: --load is not given"):
         resolve(None, 5)
@@ -60,7 +60,7 @@ def test_an_iteration_is_asked_for_where_there_is_none(tmp_path: Path) -> None:
 
 def test_a_tracker_without_its_checkpoint_is_an_error(load: Path) -> None:
     (load / TRACKER).write_text("30")
-    with pytest.raises(CheckpointError, match="has no iteration 30; there: 10, 20"):
+    with pytest.raises(CheckpointError, match=r"cannot load iteration 30 from .*: it has 10, 20"):
         resolve(load)
 
 
@@ -79,7 +79,7 @@ def test_a_hugging_face_directory_gives_weights_only(tmp_path: Path) -> None:
 
 def test_a_release_gives_weights_only(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("release")
-    with pytest.raises(CheckpointError, match="is no Hugging Face directory"):
+    with pytest.raises(CheckpointError, match="is not a Hugging Face directory"):
         resolve(tmp_path)
     directory = hugging_face(tmp_path / "release")
     assert resolve(tmp_path) == WeightsOnly(directory)
@@ -127,7 +127,7 @@ def test_first_values_of_the_megatron_trainers_checkpoint_are_inside_of_it(tmp_p
 
 def test_anything_else_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(CheckpointError, match="neither empty nor a Hugging Face directory"):
+    with pytest.raises(CheckpointError, match="is not a Hugging Face directory"):
         resolve(tmp_path)
     with pytest.raises(CheckpointError, match="is a file"):
         resolve(tmp_path / "notes.txt")
@@ -137,17 +137,17 @@ def test_anything_else_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_directory_next_to_the_right_one_is_told_from_it(load: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"the checkpoints are inside: give --load {load}$"):
+    with pytest.raises(CheckpointError, match=f"use --load {load}, which holds the checkpoints$"):
         resolve(load.parent)
-    with pytest.raises(CheckpointError, match=f"it is one checkpoint: give .* --load {load} --ckpt-step 20$"):
+    with pytest.raises(CheckpointError, match=f"it is a single checkpoint: use --load {load} --ckpt-step 20$"):
         resolve(load / "iter_0000020")
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda file: file.write_bytes(file.read_bytes()[:-1]), r"model\.safetensors has 6 bytes, 7 were written"),
-        (lambda file: file.write_bytes(b"WEIGHTS"), r"model\.safetensors is not what was written"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), r"model\.safetensors has 6 bytes, expected 7"),
+        (lambda file: file.write_bytes(b"WEIGHTS"), r"model\.safetensors does not match its checksum"),
         (lambda file: file.unlink(), r"model\.safetensors is missing"),
     ],
 )
@@ -160,8 +160,8 @@ def test_damage_is_noticed_and_the_file_named(load: Path, damage, message: str) 
 
 def test_a_checkpoint_of_another_program_is_refused(load: Path) -> None:
     (load / "iter_0000020" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"has no manifest\.json: it is no checkpoint of fuligo"):
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json, so it is not a complete fuligo checkpoint"):
         resolve(load)
     (load / "iter_0000020" / "manifest.json").write_text('{"fil')
-    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*manifest\.json"):
         resolve(load)

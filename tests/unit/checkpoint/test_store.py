@@ -63,7 +63,9 @@ async def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(tmp_path: 
         (directory / "optimizer").write_bytes(b"half of it")
         await asyncio.to_thread(Path("/dev/full").write_bytes, b"the rest")
 
-    with pytest.raises(CheckpointWriteError, match=r"iter_0000020 could not be written .*No space left on device.*iter_0000010 is intact"):
+    with pytest.raises(
+        CheckpointWriteError, match=r"cannot write checkpoint iter_0000020 .*No space left on device.*iter_0000010 is intact"
+    ):
         await store.save(20, write, state(20))
     latest = store.latest()
     assert latest is not None and latest.iteration == 10
@@ -106,7 +108,7 @@ async def test_a_start_clears_what_a_crash_left(tmp_path: Path, state, weights) 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="give another place with --save"):
+    with pytest.raises(CheckpointError, match="give another directory with --save"):
         CheckpointStore(tmp_path / "file" / "checkpoints")
 
 
@@ -137,7 +139,7 @@ async def test_what_is_begun_and_fails_leaves_the_earlier_checkpoint(tmp_path: P
 
     rest = await store.begin(20, weights(), fail, state(20))
     with pytest.raises(
-        CheckpointWriteError, match=r"iter_0000020 could not be written .* No space left on device .* iter_0000010 is intact"
+        CheckpointWriteError, match=r"cannot write checkpoint iter_0000020 .* No space left on device .* iter_0000010 is intact"
     ):
         await rest
     assert names(tmp_path) == ["iter_0000010", TRACKER]

@@ -60,7 +60,7 @@ def test_damage_is_seen_before_anything_starts(model: Path, dist: Path, tmp_path
     file = next((cut / "release").glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1])
     (problem,) = problems(model, "--ref-load", cut, "--train-backend", "megatron")
-    assert f"{file} has" in problem and "were written" in problem
+    assert f"{file} has" in problem and "expected" in problem
 
 
 @pytest.mark.parametrize("option", ["--ref-load", "--load"])
@@ -139,7 +139,7 @@ def test_a_run_that_has_nothing_left_to_do_ends_before_anything_starts(model: Pa
     done = saved(model, tmp_path, 2)
     assert problems(model, "--load", tmp_path, "--num-rollout", 3) == []
     (problem,) = problems(model, "--load", tmp_path, "--num-rollout", 2)
-    assert problem == f"{done} is complete: 2 of 2 rollouts are done; raise --num-rollout to go on"
+    assert problem == f"cannot resume {done}: the run is complete (2 of 2 rollouts); raise --num-rollout to continue"
 
 
 def test_rows_that_the_reward_cannot_judge_are_refused_unless_a_hook_judges(model: Path, tmp_path: Path):

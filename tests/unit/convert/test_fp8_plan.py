@@ -57,7 +57,7 @@ class TestWithoutWeights:
     def test_half_the_bytes_and_a_scale_a_block(self):
         plan = plan_hf_to_fp8(arguments())
         assert plan.target_bytes == plan.num_quantised + plan.num_quantised // 128**2 * 4 + 2 * plan.num_kept
-        assert "block: a scale a block of 128 x 128" in "\n".join(describe(plan))
+        assert "block: one scale per block of 128 x 128" in "\n".join(describe(plan))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,13 +103,13 @@ def test_vectors_stay_as_they_are(name: str, shape: tuple[int, ...]):
     ("given", "problem"),
     [
         (["--strategy", "channel", "--block-size", "128", "128"], "--block-size has no effect with --strategy channel"),
-        (["--block-size", "0", "128"], "both must be at least 1"),
-        (["--max-workers", "0"], "--max-workers 0: must be at least 1"),
+        (["--block-size", "0", "128"], "both numbers must be at least 1"),
+        (["--max-workers", "0"], "--max-workers 0 is invalid: it must be at least 1"),
         (["--save-dir", str(GLM45)], "is the model's own directory"),
-        (["--save-dir", str(GLM45 / "fp8")], "one inside the other"),
-        (["--save-dir", str(GLM45.parent)], "one inside the other"),
-        (["--model-dir", "nowhere"], "there is no config.json"),
-        (["--model-dir", str(GLM45.with_name("model-fp8"))], "is quantised already"),
+        (["--save-dir", str(GLM45 / "fp8")], "contain one another"),
+        (["--save-dir", str(GLM45.parent)], "contain one another"),
+        (["--model-dir", "nowhere"], "has no config.json"),
+        (["--model-dir", str(GLM45.with_name("model-fp8"))], "is already quantised"),
     ],
 )
 def test_what_does_not_go_together(given: list[str], problem: str):
@@ -139,7 +139,7 @@ class TestUnfitSources:
         weights = load_file(model / "model.safetensors")
         name = "model.layers.0.mlp.up_proj.weight"
         save_file({**weights, name: weights[name].to(torch.float8_e4m3fn)}, model / "model.safetensors")
-        assert "quantised already" in refusal(model=model)
+        assert "already quantised" in refusal(model=model)
 
     def test_matrices_that_are_no_floats(self, model: Path):
         weights = load_file(model / "model.safetensors")
@@ -150,19 +150,19 @@ class TestUnfitSources:
     def test_blocks_that_span_two_joined_matrices(self, tmp_path: Path):
         """Two key-value heads of 16 have 32 rows; engines lay queries, keys and values under each other."""
         model = tiny.save_checkpoint(tmp_path / "model")
-        assert "blocks of 128 rows do not fit model.layers.0.self_attn.k_proj.weight [32, 64]" in refusal(model=model)
+        assert "blocks of 128 rows do not divide model.layers.0.self_attn.k_proj.weight [32, 64]" in refusal(model=model)
         for fitting in (["--strategy", "channel"], ["--block-size", "32", "32"]):
             assert plan_hf_to_fp8(arguments(*fitting, model=model)).num_quantised
 
     def test_a_scale_a_tensor_with_latent_attention(self, tmp_path: Path):
         model = save_family(tmp_path / "model", "deepseek_v3")
-        assert "SGLang joins q_a_proj and kv_a_proj_with_mqa" in refusal("--strategy", "tensor", model=model)
+        assert "SGLang fuses q_a_proj and kv_a_proj_with_mqa" in refusal("--strategy", "tensor", model=model)
 
 
 class TestUnfitTargets:
     def test_something_else_is_there(self, dense: Path, tmp_path: Path):
         (tmp_path / "notes.txt").write_text("mine")
-        assert "holds notes.txt; choose a new or empty directory" in refusal(model=dense, save=tmp_path)
+        assert "holds notes.txt; give a new or empty directory" in refusal(model=dense, save=tmp_path)
 
     def test_another_conversion_is_there(self, dense: Path, tmp_path: Path):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
@@ -175,4 +175,4 @@ class TestUnfitTargets:
     def test_a_full_disk(self, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         usage = namedtuple("usage", ["free"])
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(free=1000))
-        assert "are needed and 0.0 MiB free" in refusal(model=dense, save=tmp_path / "out")
+        assert "but only 0.0 MiB are free" in refusal(model=dense, save=tmp_path / "out")

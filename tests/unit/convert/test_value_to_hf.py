@@ -82,14 +82,14 @@ def test_a_checkpoint_is_asked_for_its_value_model(tmp_path: Path) -> None:
 def test_what_is_no_value_model_is_refused(tmp_path: Path) -> None:
     run = checkpoints(tmp_path / "run", with_values=False)
     for given in (run, run / "iter_0000001", run / "iter_0000001" / "hf"):
-        with pytest.raises(CheckpointError, match=r"hf is no value model: it has an output layer of the shape \[400, 32\]"):
+        with pytest.raises(CheckpointError, match=r"hf as a value model: it has an output layer of shape \[400, 32\]"):
             exported(given, tmp_path / "export")
     assert not (tmp_path / "export").exists()
 
 
 def test_a_family_without_such_a_class_is_refused(tmp_path: Path) -> None:
     source = value_model(tmp_path / "critic", "glm4_moe")
-    with pytest.raises(ConfigError, match=r"has no token classifier of the model_type glm4_moe.*--critic-load takes .*critic as it is"):
+    with pytest.raises(ConfigError, match=r"has no token classifier for model_type glm4_moe.*use .*critic directly with --critic-load"):
         exported(source, tmp_path / "export")
     assert not (tmp_path / "export").exists()
 
@@ -104,7 +104,7 @@ def test_value_models_are_compared_too(tmp_path: Path, capsys: pytest.CaptureFix
     tensors = load_file(other / "critic" / "model.safetensors")
     save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"] + 1}, other / "critic" / "model.safetensors")
     assert convert(["compare", str(one), str(other)]) == 1
-    assert capsys.readouterr().out.startswith("critic/lm_head.weight: 32 of 32 numbers differ, by up to 1\n1 of ")
+    assert capsys.readouterr().out.startswith("critic/lm_head.weight: 32 of 32 values differ, by up to 1\n1 of ")
 
 
 def test_a_side_without_a_value_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ def test_a_file_or_a_tree_that_does_not_fit_is_named_with_the_file_system(small_
     file, copy, tree = small_disk.path / "file", small_disk.path / "copy", tmp_path / "tree"
     tree.mkdir()
     (tree / "weights").write_bytes(bytes(10_000))
-    full = rf"(file|copy) cannot be written: .*No space left on device.* \(0 of 4 MiB are free on .* {small_disk.path}\).*make room"
+    full = rf"cannot write .*(file|copy): .*No space left on device.* \(0 of 4 MiB are free on .* {small_disk.path}\).*free some space"
     with pytest.raises(FuligoError, match=full), writing(file):
         file.write_bytes(b"more")
     with pytest.raises(FuligoError, match=full), writing(copy):

@@ -15,7 +15,7 @@ def test_a_large_file_is_not_read_twice(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "weights").write_bytes(b"67890")
     manifest.check_manifest(tmp_path)
     (tmp_path / "weights").write_bytes(b"678901")
-    with pytest.raises(CheckpointError, match="weights has 6 bytes, 5 were written"):
+    with pytest.raises(CheckpointError, match="weights has 6 bytes, expected 5"):
         manifest.check_manifest(tmp_path)
 
 

@@ -81,7 +81,7 @@ def test_no_scale_is_below_what_every_device_divides_by():
 def test_what_is_not_finite_is_refused(bad: float):
     original = weight(4, 8)
     original[2, 3] = bad
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ValueError, match="NaN or infinity"):
         quantise(original, BLOCKS)
 
 
@@ -128,5 +128,5 @@ class TestStream:
 
     def test_a_weight_that_is_not_finite_is_named(self):
         stream = quantised_weights([("a.weight", torch.full((2, 2), torch.nan))], EngineQuantisation(BLOCKS, frozenset({"a.weight"})))
-        with pytest.raises(WeightSyncError, match=r"a\.weight cannot be quantised for the engines"):
+        with pytest.raises(WeightSyncError, match=r"cannot quantise a\.weight for the engines"):
             list(stream)

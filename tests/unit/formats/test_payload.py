@@ -104,7 +104,7 @@ def test_who_comes_late_is_refused() -> None:
     with pytest.raises(ConnectionError), shared_payload([("a", torch.ones(1000)), ("b", torch.empty(0))]) as payload:
         assert [tensor.shape for _, tensor in decode_named_tensors(payload)] == [(1000,), (0,)]
         raise ConnectionError("the engine died")
-    with pytest.raises(WeightSyncError, match="is the sender on this machine"):
+    with pytest.raises(WeightSyncError, match="check that the sender is alive and on this machine"):
         decode_named_tensors(payload)
 
 
@@ -131,7 +131,7 @@ def test_a_killed_sender_leaves_nothing() -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert set(SHARED_MEMORY.iterdir()) <= files
-    with pytest.raises(WeightSyncError, match="is the sender on this machine"):
+    with pytest.raises(WeightSyncError, match="check that the sender is alive and on this machine"):
         decode_named_tensors(payload.strip())
 
 
@@ -159,8 +159,8 @@ def test_full_shared_memory_is_named_and_given_back() -> None:
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip(f"a file system cannot be mounted here: {done.stderr}")
     said, *left = done.stdout.splitlines()
-    assert said.startswith("a bucket of weights does not get into shared memory: ") and "No space left on device" in said
-    assert "of 1 MiB are free on the file system /dev/shm). Give it more" in said
+    assert said.startswith("cannot copy a bucket of weights to shared memory: ") and "No space left on device" in said
+    assert "of 1 MiB are free on the file system /dev/shm); enlarge it" in said
     assert left == []
 
 
@@ -177,16 +177,16 @@ class Evil:
 @pytest.mark.parametrize(
     ("payload", "cause"),
     [
-        (base64.b64encode(pickle.dumps([("a", Evil())])).decode(), "system is not admitted"),
-        (base64.b64encode(pickle.dumps([("a", eval)])).decode(), "eval is not admitted"),
-        (base64.b64encode(pickle.dumps([("a", ReadsAnyFile())])).decode(), "/etc/passwd is not admitted"),
-        (base64.b64encode(pickle.dumps([("a", torch.Tensor.numpy)])).decode(), "not admitted"),
-        (base64.b64encode(pickle.dumps([("a", torch.load)])).decode(), "load is not admitted"),
-        (base64.b64encode(pickle.dumps(["a"])).decode(), "not a list of"),
-        (base64.b64encode(pickle.dumps({"a": 1})).decode(), "not a list of"),
-        (base64.b64encode(b"hello").decode(), "not a list of"),
-        ("not base64!", "not a list of"),
-        ("", "not a list of"),
+        (base64.b64encode(pickle.dumps([("a", Evil())])).decode(), "system is not allowed"),
+        (base64.b64encode(pickle.dumps([("a", eval)])).decode(), "eval is not allowed"),
+        (base64.b64encode(pickle.dumps([("a", ReadsAnyFile())])).decode(), "/etc/passwd is not allowed"),
+        (base64.b64encode(pickle.dumps([("a", torch.Tensor.numpy)])).decode(), "not allowed"),
+        (base64.b64encode(pickle.dumps([("a", torch.load)])).decode(), "load is not allowed"),
+        (base64.b64encode(pickle.dumps(["a"])).decode(), "expected a list of"),
+        (base64.b64encode(pickle.dumps({"a": 1})).decode(), "expected a list of"),
+        (base64.b64encode(b"hello").decode(), "expected a list of"),
+        ("not base64!", "expected a list of"),
+        ("", "expected a list of"),
     ],
 )
 def test_a_payload_can_do_nothing_but_rebuild_tensors(payload: str, cause: str) -> None:

@@ -46,7 +46,7 @@ def test_the_version_comes_with_the_last_bucket(store: WeightStore, newer: list[
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        (lambda tensors: [*tensors, ("model.layers.9.weight", torch.ones(1))], "no weight model.layers.9.weight"),
+        (lambda tensors: [*tensors, ("model.layers.9.weight", torch.ones(1))], "no weight named model.layers.9.weight"),
         (lambda tensors: [(tensors[0][0], torch.ones(3, 3)), *tensors[1:]], r"has shape \[3, 3\]"),
         (lambda tensors: [(tensors[0][0], tensors[0][1].int()), *tensors[1:]], "not a float type"),
         (lambda tensors: tensors[1:], "was not sent"),
@@ -115,7 +115,7 @@ def test_prediction_layers_are_passed_over_and_nothing_else_is(tmp_path: Path) -
     store = WeightStore(mixture(0))
     store.load_tensors([unused, *of_mixture(1)], 1)
     assert weights_checksum(store.named_weights().items()) == weights_checksum(of_mixture(1))
-    with pytest.raises(WeightSyncError, match=r"no weight model\.layers\.3\.eh_proj"):
+    with pytest.raises(WeightSyncError, match=r"no weight named model\.layers\.3\.eh_proj"):
         store.load_tensors([("model.layers.3.eh_proj.weight", torch.ones(2, 2)), *of_mixture(1)], 2)
     mixture(2).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"

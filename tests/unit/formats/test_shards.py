@@ -78,7 +78,7 @@ def test_tensors_are_read_when_their_turn_comes(tmp_path: Path, whole: Tensor):
 
 
 def test_parts_that_are_not_the_whole_are_no_checkpoint(tmp_path: Path, whole: Tensor):
-    with pytest.raises(CheckpointError, match="24 of 48 numbers of w would be written"):
+    with pytest.raises(CheckpointError, match="the shards of w have 24 of 48 elements"):
         write_shards(tmp_path, [shard(whole, slice(0, 4), slice(0, 6))], None)
     assert not (tmp_path / ".metadata").exists()
 
@@ -89,7 +89,7 @@ def test_a_part_that_nobody_wrote_is_missed(saved: Path, whole: Tensor):
     metadata.state_dict_metadata["w"].chunks.pop(0)
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
     tensors = DistributedTensors(saved)
-    with pytest.raises(CheckpointError, match="parts of w are missing: 36 of 48 numbers"):
+    with pytest.raises(CheckpointError, match=r"cannot read w from .*: it has 36 of 48 elements"):
         tensors.read("w")
     tensors.read_into(shard(whole, slice(4, 8), slice(0, 6), torch.empty(4, 6)))
 
@@ -98,7 +98,7 @@ def test_damage_is_named(saved: Path):
     file = max(saved.glob("*.distcp"), key=lambda path: path.stat().st_size)
     content = file.read_bytes()
     file.write_bytes(bytes(len(content)))
-    with pytest.raises(CheckpointError, match=f"{file.name}: the bytes of w cannot be read"):
+    with pytest.raises(CheckpointError, match=f"cannot read w from .*{file.name}"):
         DistributedTensors(saved).read("w")
     os.truncate(file, 10)
     with pytest.raises(CheckpointError, match=f"{file.name} has 10 bytes"):
@@ -107,5 +107,5 @@ def test_damage_is_named(saved: Path):
     with pytest.raises(CheckpointError, match=f"{file.name} is missing"):
         DistributedTensors(saved)
     (saved / ".metadata").unlink()
-    with pytest.raises(CheckpointError, match=r"has no \.metadata"):
+    with pytest.raises(CheckpointError, match=r"no \.metadata"):
         DistributedTensors(saved)

@@ -100,7 +100,7 @@ async def test_an_export_that_does_not_fit_is_named(
     small_disk.fill()
     trainer.may_write.set()
     await saves.run(rollout(1), version=1)
-    with pytest.raises(FuligoError, match=r"export cannot be written: .*No space left on device.* \(0 of 4 MiB are free"):
+    with pytest.raises(FuligoError, match=r"cannot write .*export: .*No space left on device.* \(0 of 4 MiB are free"):
         await saves.finish()
     assert saved(tmp_path) == ["iter_0000002"]
 

@@ -92,11 +92,11 @@ def test_on_a_full_disk_the_error_of_the_phase_is_not_hidden(small_disk: SmallDi
         trace.path.with_name("rest").write_bytes(b"")  # an entry needs no block
         (small_disk.path / "trace.json").open("ab").close()
         raise CheckpointWriteError("no room")
-    with pytest.raises(FuligoError, match=r"trace\.json cannot be written: No space left on device \(0 of 4 MiB"):
+    with pytest.raises(FuligoError, match=r"cannot write .*trace\.json: No space left on device \(0 of 4 MiB"):
         for step in range(100):  # what is left of its last block
             with trace.phase("train", step):
                 pass
-    with pytest.raises(FuligoError, match=r"trace\.json cannot be written: No space left on device"):
+    with pytest.raises(FuligoError, match=r"cannot write .*trace\.json: No space left on device"):
         trace.cut_back(90)
 
 

@@ -222,7 +222,7 @@ def test_transformers_loads_what_was_saved(settings, tmp_path):
 def test_a_checkpoint_without_a_value_model_is_refused_unless_one_is_to_begin_there(settings, values_checkpoint, tmp_path):
     without = worker_of(replace(settings, critic=None))
     without.save(tmp_path)
-    with pytest.raises(CheckpointError, match=r"has no value model.*Give --critic-load"):
+    with pytest.raises(CheckpointError, match=r"has no value model.*give its initial weights with --critic-load"):
         worker_of(settings).restore(tmp_path)
     settings = begun_with(settings, values_checkpoint)
     worker = worker_of(replace(settings, critic=replace(settings.critic, may_begin_at_resume=True)))

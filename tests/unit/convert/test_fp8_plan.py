@@ -145,7 +145,7 @@ class TestUnfitSources:
         weights = load_file(model / "model.safetensors")
         name = "model.layers.0.mlp.up_proj.weight"
         save_file({**weights, name: weights[name].to(torch.int8)}, model / "model.safetensors")
-        assert f"{name} (I8) is none of BF16, F16, F32" in refusal(model=model)
+        assert f"{name} (I8): the dtype must be one of BF16, F16, F32" in refusal(model=model)
 
     def test_blocks_that_span_two_joined_matrices(self, tmp_path: Path):
         """Two key-value heads of 16 have 32 rows; engines lay queries, keys and values under each other."""

@@ -1,15 +1,15 @@
-"""Samples trained per second, and how long trainer and engines idle, in the three modes of sampling: the same job, in turns.
+"""Samples per second and idle time of trainer and engines in the three modes of `--async-mode`: the same job, in turns.
 
     python benchmarks/async_modes.py [--steps 16] [--rounds 2] [--max-staleness 2] [--mean 40] [--longest 256] [-- FLAGS of fuligo train]
 
-Without further flags: 32 prompts x 8 samples of the quickstart's task and model on a CPU, the engine on one thread, the trainer on one
-thread. Lengths of responses are fixed with a long tail (8 tokens and an exponential part), so that every mode does the same work; choose
-them such that sampling and training cost about the same (the table shows both as the sync mode measures them), which is where sampling
-ahead can gain most. Whatever follows `--` goes to `fuligo train` and wins over the job's own flags, e.g. on GPUs
+Without further flags: 32 prompts x 8 samples of the quickstart's task and model on a CPU, one thread for the engine and one for the
+trainer. Response lengths are fixed, with a long tail (8 tokens plus an exponential part), so that every mode does the same work. Choose
+them such that sampling and training take about equally long (the table shows both, measured in sync mode): there, sampling ahead gains
+most. Flags after `--` go to `fuligo train` and override those of the job, for example on GPUs:
 
     python benchmarks/async_modes.py -- --hf-checkpoint MODEL --device cuda --rollout-backend sglang --rollout-num-gpus 1
 
-Each figure is of the steps after the first four; samples/s is the best of the rounds, the idle shares are of that round.
+All figures exclude the first four steps. samples/s is the best of the rounds; idle shares are those of that round.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LENGTHS_VARIABLE = "ASYNC_BENCHMARK_LENGTHS"
 
 
 async def generate(args, sample, sampling_params):
-    """fuligo's hook: as many tokens as the sample's number says."""
+    """Generate the fixed number of tokens of the sample (hook of fuligo)."""
     from fuligo.rollout.custom_generate import continue_sample
 
     mean, longest = map(int, os.environ[LENGTHS_VARIABLE].split())
@@ -43,13 +43,13 @@ async def generate(args, sample, sampling_params):
 
 
 async def reward(args, sample) -> float:
-    """fuligo's hook: differs within groups and costs nothing."""
+    """Return a reward that differs within groups and costs nothing (hook of fuligo)."""
     return int(sum(sample.response_ids)) % 7 / 7
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one run, over the steps after the warm-up."""
+    """Results of one run, over the steps after the warm-up."""
 
     samples_per_s: float
     trainer_idle: float
@@ -96,10 +96,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=16, help="timed steps of a run")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each mode")
-    parser.add_argument("--max-staleness", type=int, default=2, help="of the full mode")
-    parser.add_argument("--mean", type=int, default=40, help="tokens of a response, before the longest are cut")
-    parser.add_argument("--longest", type=int, default=256, help="tokens of a response")
-    parser.add_argument("flags", nargs="*", help="of fuligo train, after --")
+    parser.add_argument("--max-staleness", type=int, default=2, help="staleness bound of the full mode")
+    parser.add_argument("--mean", type=int, default=40, help="mean response length in tokens, before clipping to --longest")
+    parser.add_argument("--longest", type=int, default=256, help="longest response in tokens")
+    parser.add_argument("flags", nargs="*", help="flags of fuligo train, after --")
     options = parser.parse_args()
     best: dict[str, Figures] = {}
     with tempfile.TemporaryDirectory() as directory:

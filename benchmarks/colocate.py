@@ -1,7 +1,7 @@
-"""What it costs to leave a GPU to the engines and to take it back: the trainer's pinned host memory against `tensor.to`, in one process.
+"""Time to offload a trainer to host memory and back: pinned host memory against `tensor.to`, in one process.
 
 python benchmarks/colocate.py --gib 40                    on a GPU
-python benchmarks/colocate.py --device cpu --gib 0.25     copies within host memory; shows that it works
+python benchmarks/colocate.py --device cpu --gib 0.25     copies within host memory, as a functional check
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from fuligo.trainer.host_memory import HostMemory
 
 GIB = 1 << 30
 TENSOR_BYTES = 64 << 20
-"""About a matrix of a 4B model in float32."""
+"""Size of a tensor: about one matrix of a 4B model in float32."""
 
 
 @dataclass(slots=True, frozen=True)
 class Round:
-    """Of one way there and back."""
+    """Results of one offload and onload."""
 
     offload_s: float
     onload_s: float
     device_bytes_away: int
-    """Of the device's memory that PyTorch still holds while the tensors are away."""
+    """Device memory that PyTorch still holds while the tensors are offloaded, in bytes."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--gib", type=float, default=8.0, help="weights, reference and optimizer states together")
-    parser.add_argument("--rounds", type=int, default=4, help="at least 2: in the first of each way memory is allocated, the others count")
+    parser.add_argument("--rounds", type=int, default=4, help="at least 2; the first round allocates memory and is not counted")
     options = parser.parse_args()
     device = torch.device(options.device)
     tensors = [torch.randn(TENSOR_BYTES // 4, device=device) for _ in range(max(1, int(options.gib * GIB / TENSOR_BYTES)))]
@@ -52,9 +52,7 @@ def main() -> None:
             f"{name:12} offload {num_bytes / offload / 1e9:6.1f} GB/s  onload {num_bytes / onload / 1e9:6.1f} GB/s  "
             f"held while away {away / GIB:.2f} GiB"
         )
-    print(
-        f"the first of all, which allocates host memory and pins it: {first.offload_s:.1f} s, {num_bytes / first.offload_s / 1e9:.1f} GB/s"
-    )
+    print(f"first offload, which allocates and pins host memory: {first.offload_s:.1f} s, {num_bytes / first.offload_s / 1e9:.1f} GB/s")
     for part in ("offload_s", "onload_s"):
         ratio = min(getattr(one, part) for one in plain) / min(getattr(one, part) for one in pinned)
         print(f"{part.removesuffix('_s'):12} {ratio:.2f} x as fast through host memory")

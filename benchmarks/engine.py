@@ -1,9 +1,9 @@
-"""Tokens per second of the embedded engine, over HTTP, beside transformers' `generate` and, where it is given, SGLang on a CPU.
+"""Tokens per second of the embedded engine over HTTP, beside transformers' `generate` and, if given, SGLang on a CPU.
 
     python benchmarks/engine.py [--requests 1 16 256] [--threads N] [--repeats 3] [--engine-python .venv-sglang/bin/python]
 
-Same model (a Qwen3 of 0.85M parameters), same prompts, same numbers of new tokens, log-probabilities on, one run. Each engine is
-measured in turn, `--repeats` times round, and the best of each counts: what else runs on the machine hits all of them alike.
+Same model (a Qwen3 of 0.85M parameters), prompts and numbers of new tokens, with log-probabilities, in one run. The engines take turns,
+`--repeats` times, and the best of each counts, so that other work on the machine affects all of them alike.
 
 - equal lengths: every request 32 new tokens; `generate` runs them as one batch.
 - mixed lengths: 8 to 256 new tokens with a long tail; `generate` runs one batch to the longest, and only wanted tokens count.
@@ -37,7 +37,7 @@ VOCAB_SIZE = 512
 PROMPT_TOKENS = 16
 EQUAL_TOKENS = 32
 TORCHVISION_STUB = Path(__file__).parents[1] / "tests" / "sglang" / "stubs"
-"""SGLang imports torchvision, and the registry's does not load beside a CPU build of torch."""
+"""Stub of torchvision, which SGLang imports; the published one does not load beside a CPU build of torch."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Workload:
     name: str
     prompts: list[list[int]]
     lengths: list[int]
-    """New tokens of each request."""
+    """Return the number of new tokens of each request."""
 
     @property
     def num_tokens(self) -> int:
@@ -91,7 +91,7 @@ async def run_engine(client: EngineClient, load: Workload) -> None:
 
 
 def run_generate(model: Any, load: Workload) -> None:
-    """Log-probabilities from the scores that `generate` keeps, as its users compute them."""
+    """Compute log-probabilities from the scores that `generate` keeps."""
     longest = max(load.lengths)
     with torch.inference_mode():
         out = model.generate(

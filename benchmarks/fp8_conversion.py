@@ -2,10 +2,10 @@
 
     python benchmarks/fp8_conversion.py [--megabytes 800] [--files 4] [--workers 1 2] [--repeats 2] [--directory DIR]
 
-The checkpoint has the matrices of a 4B-class Qwen3, in bf16, as many layers as fit. Copy and conversions take turns, each a process of its
-own that ends with its files on disk; the page cache is warm for all. A conversion reads its source twice and its result once: it compares
-what it wrote. MB/s are of the source, by the clock and by the time that the process had on all cores, which other work on the machine moves
-less, both from when torch is imported; memory is the largest resident set of the process. What it is with torch alone is shown first.
+The checkpoint has the matrices of a 4B-class Qwen3 in bf16, with as many layers as fit. Copy and conversions take turns, each in its own
+process that ends with its files on disk; the page cache is warm for all. A conversion reads its source twice and its result once, because
+it verifies its output. MB/s refer to the source, by wall time and by CPU time on all cores, which other work affects less; both start after
+the import of torch. Memory is the largest resident set of the process; the first line shows that of torch alone.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
 peak = next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM'))
 print(f'\\n{{wall}} {{cpu}} {{peak}}')
 """
-"""`ru_maxrss` would not do: it contains the process that started this one."""
+"""Peak resident set of this process; `ru_maxrss` would include the process that started it."""
 
 
 class Usage(NamedTuple):
-    """What a process took."""
+    """Resources that a process used."""
 
     wall_s: float
     cpu_s: float
@@ -57,11 +57,11 @@ class Usage(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--megabytes", type=int, default=800, help="of the checkpoint, about")
+    parser.add_argument("--megabytes", type=int, default=800, help="approximate size of the checkpoint")
     parser.add_argument("--files", type=int, default=4)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--directory", type=Path, help="where to work (default: a temporary directory)")
+    parser.add_argument("--directory", type=Path, help="working directory (default: a temporary one)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as work:
         source, target = Path(work) / "bf16", Path(work) / "target"
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def write_checkpoint(directory: Path, num_bytes: int, num_files: int) -> int:
-    """Bytes of its tensors."""
+    """Write the checkpoint and return the size of its tensors in bytes."""
     directory.mkdir()
     layer_bytes = sum(2 * rows * columns for rows, columns in SHAPES.values())
     num_layers = max(num_files, num_bytes // layer_bytes)
@@ -112,7 +112,7 @@ def write_checkpoint(directory: Path, num_bytes: int, num_files: int) -> int:
 
 
 def run(program: list[str]) -> Usage:
-    """Of a Python process.
+    """Run a Python process and return its resource usage.
 
     Args:
         program: code and arguments.

@@ -1,8 +1,8 @@
-"""What NCCL moves from one GPU to the others of this machine: the bound of a weight sync by broadcast.
+"""Bandwidth of an NCCL broadcast between the GPUs of this machine: the upper bound of a weight sync by broadcast.
 
     python benchmarks/link.py [--gpus 2] [--gib 1]
 
-One broadcast of a tensor from rank 0, as `fuligo/weights/broadcast.py` sends a bucket; the best of ten, after three that are not timed.
+One broadcast of a tensor from rank 0, as `fuligo/weights/broadcast.py` sends a bucket; the best of ten, after three warm-ups.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=29533)
     options = parser.parse_args()
     if not 2 <= options.gpus <= torch.cuda.device_count():
-        parser.error(f"--gpus {options.gpus}: this machine has {torch.cuda.device_count()}, and one has no link")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast may be out of order on shared hosts
+        parser.error(f"--gpus {options.gpus}: this machine has {torch.cuda.device_count()}; a link needs two")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # Multicast may not work on shared hosts.
     spawn(measure, (options.gpus, int(options.gib * GIB), options.port), nprocs=options.gpus)
 
 

@@ -1,10 +1,10 @@
-"""The quickstart's work in one plain file: the honest baseline for what a framework may cost.
+"""Minimal GRPO loop with the quickstart's work in one plain file: the baseline for the cost of a framework.
 
     python benchmarks/minimal_grpo.py                  one run of this loop
     python benchmarks/minimal_grpo.py --compare        this loop and `fuligo quickstart`, in turns, and the ratio of their times
 
-Same checkpoint, task files, chat template, prompts a step, samples a prompt, optimizer, loss, number of steps and
-evaluations; transformers' `generate`, padded batches, no server, no checkpoints, no records, no resume.
+Same checkpoint, task files, chat template, prompts per step, samples per prompt, optimizer, loss, number of steps and
+evaluations, but transformers' `generate`, padded batches, no server, no checkpoints, no records, no resume.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ASSETS = Path(__file__).parents[1] / "fuligo" / "quickstart" / "assets"
 
 
 def reward(response: str, label: str) -> float:
-    """1 where the last box after `</think>` equals the label, else 0."""
+    """Return 1 if the last box after `</think>` equals the label, else 0."""
     if "</think>" not in response:
         return 0.0
     boxes = re.findall(r"\\boxed\{([^{}]*)\}", response.rsplit("</think>", maxsplit=1)[-1])
@@ -116,7 +116,7 @@ def run(seed: int) -> None:
 
 
 def compare(repeats: int) -> None:
-    """Alternate both, so that a busy machine slows them alike; wall time of the whole processes."""
+    """Time both processes in turns, so that a busy machine slows them alike."""
     times: dict[str, list[float]] = {"minimal": [], "fuligo": []}
     with tempfile.TemporaryDirectory() as directory:
         for repeat in range(repeats):

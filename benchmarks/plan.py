@@ -1,8 +1,8 @@
-"""Seconds of `fuligo plan`, process and all, beside an interpreter that does nothing and beside `import torch` alone.
+"""Seconds of a `fuligo plan` process, beside an idle interpreter and one that only imports torch.
 
     python benchmarks/plan.py [--repeats 5] [--config FILE]
 
-The programs take turns, `--repeats` times round, and the best of each counts: what else runs on the machine hits all of them alike.
+The programs take turns, `--repeats` times, and the best of each counts, so that other work on the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONFIG = Path(__file__).parents[1] / "examples" / "glm5.2-744b" / "config.yaml"
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--config", type=Path, default=CONFIG, help="what to plan, default: 256 GPUs")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="config to plan (default: a run on 256 GPUs)")
     options = parser.parse_args()
     programs = {
         "python, doing nothing": ["-c", "pass"],
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def duration_s(arguments: list[str]) -> float:
-    """Wall time from the start of the interpreter to its end."""
+    """Return the wall time of an interpreter from start to exit."""
     started_s = time.perf_counter()
     subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - started_s

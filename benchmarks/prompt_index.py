@@ -1,4 +1,4 @@
-"""Opening a large jsonl: the index of `fuligo.data` beside reading every row into memory, each in a process of its own.
+"""Time and memory to open a large jsonl file: the index of `fuligo.data` beside a list of all rows, each in its own process.
 
 python benchmarks/prompt_index.py [--rows 1000000] [--row-bytes 1000]
 """

@@ -1,4 +1,4 @@
-"""Tokens per second of rollouts through the whole stack beside the same requests sent straight by SGLang's own benchmark client.
+"""Tokens per second of rollouts through the whole stack, beside the same requests sent directly by SGLang's own benchmark client.
 
     python benchmarks/rollout_overhead.py --engine-python .venv-sglang/bin/python [--requests 256] [--prompt-tokens 64] [--tokens 64]
     python benchmarks/rollout_overhead.py --engine-python /envs/sglang/bin/python --device cuda --model Qwen/Qwen3-0.6B --tokens 512 \
@@ -8,10 +8,10 @@ One engine, one router. In turns, `--repeats` times:
 
 - bench_serving: `python -m sglang.bench_serving`, token ids in, no streaming, log-probabilities on, sent to the engine;
 - stack: the runner (checks, text, rewards) through sglang-router to the same engine;
-- no router: the runner to the engine, to see where a difference comes from.
+- no router: the runner to the engine, to attribute a difference.
 
-Prompts are runs of consecutive token ids from a random first one, as bench_serving makes them (`random-ids`); the engine's cache is emptied
-before every turn. The best of each counts.
+Prompts are consecutive token ids from a random first one, as in bench_serving (`random-ids`). The engine's cache is flushed before every
+turn. The best of each counts.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from fuligo.engines.sglang.server import ServerSettings
 from fuligo.types import IntArray
 
 TORCHVISION_STUB = Path(__file__).parents[1] / "tests" / "sglang" / "stubs"
-"""SGLang imports torchvision, and the registry's does not load beside a CPU build of torch."""
+"""Stub of torchvision, which SGLang imports; the published one does not load beside a CPU build of torch."""
 HOST = "127.0.0.1"
 Turn = Callable[[int], Awaitable[float]]
-"""Tokens per second, by the number of the turn."""
+"""Function from the number of the turn to tokens per second."""
 
 
 @asynccontextmanager
@@ -89,7 +89,7 @@ def prompts(args: argparse.Namespace, vocab_size: int, turn: int) -> list[IntArr
 
 
 def through(engines: EngineGroup, args: argparse.Namespace) -> Turn:
-    """The runner; requests go to the router where the group has one."""
+    """Build the runner; requests go to the router if the group has one."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
 
     async def turn(number: int) -> float:
@@ -141,7 +141,7 @@ async def measure(args: argparse.Namespace, directory: Path) -> None:
             for name, turn in turns.items():
                 await engine.flush_cache()
                 rate = await turn(number)
-                if number:  # the first is the warm-up
+                if number:  # The first turn is the warm-up.
                     best[name] = max(best[name], rate)
                 print(f"{'warm-up' if number == 0 else number}: {name} {rate:,.0f} tok/s", flush=True)
         print(
@@ -154,7 +154,7 @@ async def measure(args: argparse.Namespace, directory: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine-python", required=True, help="interpreter that has SGLang and sglang-router")
+    parser.add_argument("--engine-python", required=True, help="interpreter with SGLang and sglang-router installed")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tp", type=int, default=1, help="GPUs (or processes) of the engine")
     parser.add_argument("--model", default=str(ASSETS / "model"))

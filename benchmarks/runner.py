@@ -1,11 +1,11 @@
-"""What the rollout runner itself costs: thousands of requests at a time against a server that answers from a script.
+"""CPU time and memory of the rollout runner: thousands of requests in flight against a scripted server.
 
     python benchmarks/runner.py [--requests 10000] [--prompt-tokens 512] [--tokens 256] [--rollouts 5]
 
-A rollout of --requests samples, eight to a prompt, all in flight at once: runner, sampler, HTTP client, checks, decoding to text, a
-reward that costs nothing. The server, a process of its own, answers each request --delay seconds after it came in, always with the same
-tokens and log-probabilities. For every rollout: CPU seconds of this process per thousand requests, its memory, and how many requests were
-in the server at a time. What it costs on each further rollout shows whether anything piles up.
+A rollout has --requests samples, eight per prompt, all in flight at once, and goes through runner, sampler, HTTP client, checks,
+detokenization and a reward that costs nothing. The server is a separate process, which answers each request after --delay seconds with the
+same tokens and log-probabilities. The script prints, per rollout, CPU seconds of this process per thousand requests, its memory, and the
+peak number of requests in the server. Growth from rollout to rollout would reveal a leak.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FIRST_TOKEN, NUM_TOKEN_IDS = 10, 20
 
 
 class ScriptedServer:
-    """Answers `/generate` with the same body after a fixed delay."""
+    """HTTP server that answers `/generate` with the same body after a fixed delay."""
 
     def __init__(self, num_tokens: int, delay_s: float) -> None:
         ids = [FIRST_TOKEN + number % NUM_TOKEN_IDS for number in range(num_tokens)]
@@ -61,7 +61,7 @@ class ScriptedServer:
         return web.Response(body=self._answer, content_type="application/json")
 
     async def loads(self, _: web.Request) -> web.Response:
-        """As running: the most requests there were at a time since the last call."""
+        """Report the peak number of concurrent requests since the last call as running."""
         most, self._most_running = self._most_running, self._num_running
         return web.json_response({"loads": [{"num_running_reqs": most, "num_waiting_reqs": 0}]})
 

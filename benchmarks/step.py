@@ -1,4 +1,4 @@
-"""Seconds of a GRPO step beside TRL's GRPOTrainer, on a CPU: same model, prompts, numbers of tokens, samples a prompt, loss.
+"""Seconds of a GRPO step beside TRL's GRPOTrainer on a CPU: same model, prompts, numbers of tokens, samples per prompt and loss.
 
     python benchmarks/step.py [--steps 12] [--rounds 2] [--threads N]
 
@@ -7,10 +7,10 @@
 - equal: every response 16 tokens.
 - mixed: 8 to 256 tokens with a long tail (mean about 40).
 
-fuligo runs `fuligo train` as a user would, engine over HTTP, metrics and samples recorded; a custom generate function asks for each
-sample's length and ignores the end token. TRL generates with transformers' `generate` (its way on a CPU); a logits processor
-forbids the end token before a row's length and forces it there, so that the row ends as any other does. A step is the time from
-the end of one step to the end of the next; the median counts, and programs take turns, `--rounds` times each.
+fuligo runs `fuligo train` as a user would, with the engine over HTTP and recorded metrics and samples; a custom generate function requests
+each sample's length and ignores the end token. TRL generates with transformers' `generate`, its method on a CPU; a logits processor forbids
+the end token before a row's length and forces it there. A step lasts from the end of one step to the end of the next; the median counts,
+and the programs take turns, `--rounds` times each.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LENGTHS_VARIABLE = "STEP_BENCHMARK_LENGTHS"
 
 
 def response_lengths(kind: str) -> list[int]:
-    """Of the 256 samples of a step."""
+    """Return the response lengths of the 256 samples of a step, in tokens."""
     if kind == "equal":
         return [16] * (NUM_PROMPTS * SAMPLES_PER_PROMPT)
     rng = np.random.default_rng(0)
@@ -46,12 +46,12 @@ def response_lengths(kind: str) -> list[int]:
 
 
 def score(token_ids) -> float:
-    """A reward that differs within groups and costs nothing."""
+    """Return a reward that differs within groups and costs nothing."""
     return int(sum(token_ids)) % 7 / 7
 
 
 async def generate(args, sample, sampling_params):
-    """fuligo's hook: the length of the sample's place in its step."""
+    """Generate the fixed number of tokens of the sample (hook of fuligo)."""
     from fuligo.rollout.custom_generate import continue_sample
 
     lengths = response_lengths(os.environ[LENGTHS_VARIABLE])
@@ -59,7 +59,7 @@ async def generate(args, sample, sampling_params):
 
 
 async def reward(args, sample) -> float:
-    """fuligo's hook."""
+    """Score a sample (hook of fuligo)."""
     return score(sample.response_ids)
 
 
@@ -89,7 +89,7 @@ def step_times_of_fuligo(kind: str, num_steps: int, directory: Path) -> list[flo
 
 
 def step_times_of_trl(kind: str, num_steps: int, directory: Path) -> list[float]:
-    """In a process of its own, as fuligo has."""
+    """Measure TRL in its own process, like fuligo."""
     ends = directory / "ends.json"
     subprocess.run([sys.executable, __file__, "--trl", kind, str(num_steps), str(ends)], check=True, stdout=subprocess.DEVNULL)
     return [end - start for start, end in pairwise(json.loads(ends.read_text()))]
@@ -124,7 +124,7 @@ def run_trl(kind: str, num_steps: int, ends_file: Path) -> None:
 
 
 def fix_lengths(model, lengths: list[int], end_token: int) -> None:
-    """Make `model.generate` end every row at its length: the end token is impossible before, and certain there."""
+    """Make `model.generate` end every row at its length: forbid the end token before it and force it there."""
     import torch
     from transformers import LogitsProcessorList
 
@@ -147,7 +147,7 @@ def fix_lengths(model, lengths: list[int], end_token: int) -> None:
 
 
 def trl_config(num_steps: int, directory: Path):
-    """The same numbers as fuligo's; what fuligo does not do is switched off."""
+    """Return TRL's settings: fuligo's numbers, and everything off that fuligo does not do."""
     from trl import GRPOConfig
 
     return GRPOConfig(
@@ -191,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--threads", type=int, help="of every process (default: what torch chooses)")
+    parser.add_argument("--threads", type=int, help="threads per process (default: torch's choice)")
     parser.add_argument("--trl", nargs=3, metavar=("KIND", "STEPS", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.trl is not None:

@@ -1,4 +1,4 @@
-"""Rollouts of a fixed size for benchmarks: the real runner, sampler and client, prompts from memory, a reward that costs nothing."""
+"""Rollouts of a fixed size for benchmarks: the real runner, sampler and client with prompts from memory and a free reward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMEOUT_S = 600.0
 
 
 class Prompts:
-    """The same prompts for every rollout. Implements `rollout.protocol.PromptStream`."""
+    """Prompt stream (`rollout.protocol.PromptStream`) with the same prompts for every rollout."""
 
     def __init__(self, prompt_ids: Sequence[IntArray]) -> None:
         self._prompt_ids = prompt_ids
@@ -50,7 +50,7 @@ async def reward(group: SampleGroup) -> None:
 def build_runner(
     engines: EngineGroup, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[IntArray], *, samples_per_prompt: int, num_tokens: int
 ) -> RolloutRunner:
-    """Samples `num_tokens` tokens `samples_per_prompt` times for every prompt, all at once."""
+    """Build a runner that samples `num_tokens` tokens `samples_per_prompt` times per prompt, all at once."""
     num_requests = len(prompt_ids) * samples_per_prompt
     flags = RolloutFlags(
         rollout_batch_size=len(prompt_ids),
@@ -77,9 +77,10 @@ def build_runner(
 
 
 def check_complete(rollout: Rollout, *, num_requests: int, num_tokens: int) -> None:
-    """
+    """Check the samples of a rollout.
+
     Raises:
-        RuntimeError: a request failed, or gave another number of tokens
+        RuntimeError: a request failed, or returned another number of tokens.
     """
     samples = [sample for group in rollout.groups for sample in group.samples]
     wrong = [sample for sample in samples if sample.error is not None or sample.response_length != num_tokens]

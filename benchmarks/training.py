@@ -1,14 +1,14 @@
-"""Speed and memory of the Megatron trainer on one machine's GPUs: tokens and FLOPs a second, peak memory beside the planner's, export.
+"""Speed and memory of the Megatron trainer on the GPUs of one machine: tokens/s, FLOP/s, peak memory beside the plan, export.
 
-    python benchmarks/training.py                       # every case that this machine has GPUs for
-    python benchmarks/training.py dense moe-ep2         # these
-    python benchmarks/training.py --model-only small    # its checkpoint with the quickstart's tokenizer, for `fuligo train --hf-checkpoint`
+    python benchmarks/training.py                       # all cases that fit this machine's GPUs
+    python benchmarks/training.py dense moe-ep2         # these cases
+    python benchmarks/training.py --model-only small    # write its checkpoint with the quickstart's tokenizer
 
-A case is a model of a published shape with random weights, cut to as many layers as fit, trained by the rank workers that `fuligo train`
-uses: packed rows of samples of mixed length, forward, backward, optimizer step. FLOPs are those of the model (no recomputation counted;
-causal attention counted by halves; the head for response tokens only), three forward passes; the share is of 790 TFLOP/s, what a plain
-8192 x 8192 x 8192 bf16 product reaches on an H200. Peak memory is what PyTorch reserved at most plus what the process holds beside it;
-the plan is that of rows as long as the longest.
+A case is a model of a published shape with random weights and as many layers as fit, trained by the rank workers of `fuligo train`: packed
+rows of mixed lengths, forward, backward, optimizer step. FLOPs are three forward passes of the model, without recomputation, with half of
+the causal attention and the head for response tokens only. The share refers to 790 TFLOP/s, the rate of an 8192 x 8192 x 8192 bf16 matrix
+product on an H200. Peak memory is the maximum that PyTorch reserved plus what the process holds beside it; the plan assumes that all rows
+are as long as the longest.
 """
 
 from __future__ import annotations
@@ -55,25 +55,25 @@ MODELS_DIRECTORY = Path(
         "FULIGO_BENCHMARK_MODELS", "/dev/shm/fuligo-models" if Path("/dev/shm").is_dir() else f"{tempfile.gettempdir()}/fuligo-models"
     )
 )
-"""One model at a time is kept there, for the directory may be in memory. Nothing else in it is touched."""
+"""Directory for the checkpoint of one model at a time, because it may be in memory. Nothing else in it is touched."""
 TOKENIZER = Path(str(files("fuligo.quickstart"))) / "assets" / "model"
 GIB = 2**30
 NUM_RANDOM = 2**24 + 43
-"""Values that all weights are copied from, for drawing billions takes longer than all else; a prime, so that no two are alike."""
+"""Random values that all weights are copied from, because drawing billions is slow; a prime number, so that no two tensors are equal."""
 DISTRIBUTED_TIMEOUT_S = 600.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all that this machine can run")
-    parser.add_argument("--steps", type=int, default=4, help="timed optimizer steps, after two that are not")
-    parser.add_argument("--flag", action="append", default=[], metavar="WORD", help="one more word of every case's command line")
-    parser.add_argument("--model-only", action="store_true", help="write the case's checkpoint and say where it is")
-    parser.add_argument("--no-export", action="store_true", help="leave out the gathering of weights")
-    parser.add_argument("--no-offload", action="store_true", help="leave out the moves to host memory and back, whose first pins it")
-    parser.add_argument("--profile", action="store_true", help="after the timed steps, one more of rank 0 by kernels, to stderr")
-    parser.add_argument("--trace", metavar="FILE", help="of that step, as JSON for Perfetto (.gz: compressed)")
-    parser.add_argument("--port", type=int, default=29544, help="of the ranks' meeting place, and the next one")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"cases of {', '.join(CASES)} (default: all that fit this machine)")
+    parser.add_argument("--steps", type=int, default=4, help="timed optimizer steps, after two warm-ups")
+    parser.add_argument("--flag", action="append", default=[], metavar="WORD", help="further word of every case's command line")
+    parser.add_argument("--model-only", action="store_true", help="write the checkpoint of the case and print its directory")
+    parser.add_argument("--no-export", action="store_true", help="skip the export of weights")
+    parser.add_argument("--no-offload", action="store_true", help="skip offload and onload, the first of which pins host memory")
+    parser.add_argument("--profile", action="store_true", help="profile one further step of rank 0 by kernels, to stderr")
+    parser.add_argument("--trace", metavar="FILE", help="write a trace of that step as JSON for Perfetto (.gz: compressed)")
+    parser.add_argument("--port", type=int, default=29544, help="first of two ports for the rendezvous of the ranks")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def run_case(name: str, options: argparse.Namespace) -> None:
-    """In processes of its own: nothing of one case is left in the memory of the next."""
+    """Run a case in its own processes, so that the next one starts with free memory."""
     case = CASES[name]
     save_model(case)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(case.num_gpus), "--master_port", str(options.port)]
@@ -107,7 +107,7 @@ def run_case(name: str, options: argparse.Namespace) -> None:
 
 
 def save_model(case: Case) -> Path:
-    """A checkpoint of bf16 weights, made once: as good as random, in the time that writing them takes."""
+    """Write a checkpoint of pseudo-random bf16 weights once, and return its directory."""
     directory = model_directory(case)
     if (directory / "config.json").exists():
         return directory
@@ -119,13 +119,13 @@ def save_model(case: Case) -> Path:
     write_tensors(directory, random_weights(names_of(config.to_dict()), noise))
     AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(directory)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    config.save_pretrained(directory)  # last: it says that the rest is there
-    print(f"{directory} was written in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
+    config.save_pretrained(directory)  # Written last, because it marks the checkpoint as complete.
+    print(f"wrote {directory} in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
     return directory
 
 
 def random_weights(names: ModelNames, noise: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint's tensors: vectors are 1, matrices the same noise, each from another place on."""
+    """Yield the tensors of the checkpoint: vectors of ones, and matrices cut from the same noise at different offsets."""
     largest, start = max(math.prod(weight.shape) for weight in names.weights()), 0
     endless = noise.repeat(1 + -(-largest // len(noise)))
     for weight in names.weights():
@@ -163,7 +163,7 @@ def case_config(case: Case, extra: list[str]) -> Config:
 
 
 def rollout(case: Case, num_rows: int, context_parallel: int, vocab_size: int) -> TrainBatch:
-    """One optimizer step of `num_rows` full rows: samples of 256 to 4,096 tokens with a tail, an eighth of each the prompt."""
+    """Build the batch of one optimizer step: `num_rows` full rows of samples of 256 to 4,096 tokens, an eighth of each the prompt."""
     rng = np.random.default_rng(0)
     samples: list[TrainSample] = []
     for _ in range(num_rows):
@@ -252,12 +252,12 @@ def measure_rank(name: str, options: argparse.Namespace) -> None:
 
 
 def row_tokens(steps: list[StepShare]) -> list[int]:
-    """Of each row of this replica. Rows are about equally long, which leaves all of them shorter than they may be."""
+    """Return the length of each row of this replica. Rows are of about equal length, so all are shorter than the limit."""
     return [sum(len(step.samples.samples[i].tokens) for i in plan.samples) for step in steps for plan in step.passage.plans]
 
 
 def profile_step(step: Callable[[], Any], *, prints: bool, trace: str | None) -> None:
-    """What the kernels of one step took; where NCCL's come first, ranks wait for each other or for the link."""
+    """Print the kernel times of one step; NCCL at the top means that ranks wait for each other or for the link."""
     if not prints:
         step()
         return
@@ -270,7 +270,7 @@ def profile_step(step: Callable[[], Any], *, prints: bool, trace: str | None) ->
 
 
 def peak_memory() -> list[int]:
-    """Bytes of the GPU that the process held at most, and bytes of tensors in it."""
+    """Return the peak memory of the process on the GPU and the bytes of tensors in it."""
     if DEVICE == "cpu":
         return [0, 0]
     free, total = torch.cuda.mem_get_info()
@@ -301,7 +301,7 @@ def measure_export(worker: Any) -> dict[str, Any]:
 
 
 def planned(config: Config, name: str) -> list[float]:
-    """GiB of the trainer's bars, stage by stage."""
+    """Return the planned memory of the trainer per stage, in GiB."""
     plan = make_plan(config, "h200-141", name)
     return [round(bar.used_bytes / GIB, 2) for bar in plan.memory if bar.pipeline_rank is not None]
 

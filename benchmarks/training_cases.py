@@ -1,4 +1,4 @@
-"""What `training.py` measures: models of published shapes, and how each is trained."""
+"""Cases of `training.py`: models of published shapes and their training settings."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measurement."""
+    """Settings of one measurement."""
 
     model: str
     num_gpus: int = 1
     num_layers: int | None = None
-    """None: as published."""
+    """Number of layers; None: as published."""
     max_tokens: int = 16384
-    """Of a row, on each context-parallel rank."""
+    """Tokens of a row, per context-parallel rank."""
     num_rows: int = 4
-    """Micro-batches of an optimizer step on each data-parallel rank."""
+    """Micro-batches per optimizer step and data-parallel rank."""
     flags: tuple[str, ...] = field(default_factory=tuple)
 
 

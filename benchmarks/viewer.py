@@ -1,10 +1,10 @@
-"""`fuligo view` over a long run: time and bytes of the first view and of a filter's answer, until all samples are known, memory.
+"""Performance of `fuligo view` on a long run: time and bytes of the first view and of a filter, indexing time, memory.
 
 python benchmarks/viewer.py [--steps 2000] [--samples 256] [--tokens 64]
 
-A synthetic run is written first (some minutes and gigabytes at full size), then served by `fuligo view` in a process of its own.
-A request that costs nothing is timed beside the others: the ratio to it is what they cost. Processor time of the server is that of all its
-threads (Linux), and says the same on a machine that does other work, too.
+The script writes a synthetic run (some minutes and gigabytes at full size), then serves it with `fuligo view` in its own process. A request
+that costs nothing is timed beside the others as a baseline. CPU time of the server covers all its threads (Linux), and is comparable on a
+busy machine, too.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _training(groups: list[SampleGroup]) -> Training:
 
 @contextmanager
 def served(path: Path) -> Iterator[tuple[str, int]]:
-    """The address and the process of a server."""
+    """Start a server and yield its address and process."""
     command = [sys.executable, "-m", "fuligo", "view", str(path), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -124,7 +124,7 @@ def served(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def asked(address: str, path: str) -> tuple[float, int, bytes]:
-    """Seconds, bytes on the wire (compressed), the answer."""
+    """Return seconds, bytes on the wire (compressed), and the answer."""
     request = urllib.request.Request(address + path, headers={"Accept-Encoding": "gzip"})
     begin_s = time.perf_counter()
     with _OPENER.open(request, timeout=60) as answer:
@@ -135,13 +135,13 @@ def asked(address: str, path: str) -> tuple[float, int, bytes]:
 
 
 def processor_s(pid: int) -> float:
-    """That the process has used so far."""
+    """Return the CPU seconds that the process has used so far."""
     tasks = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/schedstat")]
     return sum(int(task.split()[0]) for task in tasks) / 1e9
 
 
 def show(pid: int, what: str, address: str, *paths: str) -> None:
-    """The first time, and the median of several."""
+    """Print the time of the first request and the median of several."""
     runs = []
     for _ in range(REPEATS):
         before_s = processor_s(pid)
@@ -201,9 +201,9 @@ def _prompt(address: str, name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--samples", type=int, default=256, help="a step")
-    parser.add_argument("--tokens", type=int, default=64, help="a response, on average")
-    parser.add_argument("--run", type=Path, help="where the run is written, or was written before (default: a directory that is removed)")
+    parser.add_argument("--samples", type=int, default=256, help="samples per step")
+    parser.add_argument("--tokens", type=int, default=64, help="mean response length in tokens")
+    parser.add_argument("--run", type=Path, help="directory of the run, which is reused if it exists (default: a temporary one)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         path = options.run or Path(scratch) / "run"

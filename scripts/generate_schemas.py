@@ -1,9 +1,9 @@
-"""Write fuligo/config/schemas/{sglang,router,megatron}.json from the installed packages; docs/passthrough.md tells how.
+"""Write fuligo/config/schemas/{sglang,router,megatron}.json from the installed packages; see docs/passthrough.md.
 
     python scripts/generate_schemas.py [--check] [sglang] [router] [megatron]
 
---check writes nothing: exit code 1 where a file differs from what the packages say. Exit code 3: a package is not installed.
-Nothing of fuligo is imported, so that any environment with the packages will do.
+--check writes nothing and exits with code 1 if a file differs from the packages. Exit code 3: a package is not installed.
+The script does not import fuligo, so that it runs in any environment with the packages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Literal, Union
 SCHEMAS = Path(__file__).parents[1] / "fuligo" / "config" / "schemas"
 NOT_INSTALLED = 3
 LAYER_PATTERNS = {"moe_layer_freq", "linear_attention_freq", "no_rope_freq", "window_attn_skip_freq"}
-"""Fields of Megatron's that take an integer, or one integer a layer."""
+"""Fields of Megatron that take an integer or one integer per layer."""
 
 
 def main(arguments: list[str]) -> int:
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 
 def as_json(schema: dict[str, Any]) -> str:
-    """One line an argument, so that a diff between versions can be read."""
+    """Format a schema with one line per argument, so that a diff between versions is readable."""
     parts = [f' "package": {json.dumps(schema["package"])},\n "version": {json.dumps(schema["version"])}']
     for section in ("arguments", "aliases", "hints"):
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(facts)}" for name, facts in schema[section].items())
@@ -55,7 +55,7 @@ def as_json(schema: dict[str, Any]) -> str:
 
 
 def sglang_schema() -> dict[str, Any]:
-    """From the parser of SGLang's server."""
+    """Build the schema of SGLang from the parser of its server."""
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser(add_help=False)
@@ -64,7 +64,7 @@ def sglang_schema() -> dict[str, Any]:
 
 
 def router_schema() -> dict[str, Any]:
-    """From the parser of sglang-router's launcher."""
+    """Build the schema of the router from the parser of its launcher."""
     from sglang_router.router_args import RouterArgs
 
     parser = argparse.ArgumentParser(add_help=False)
@@ -73,7 +73,7 @@ def router_schema() -> dict[str, Any]:
 
 
 def megatron_schema() -> dict[str, Any]:
-    """From the configuration classes of Megatron-Core and the launch flags in megatron_launch.json, which win."""
+    """Build the schema of Megatron from its configuration classes and the launch flags in megatron_launch.json, which take precedence."""
     from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -110,7 +110,7 @@ def megatron_schema() -> dict[str, Any]:
 
 
 def field_facts(name: str, annotation: Any) -> dict[str, Any] | None:
-    """Kind and choices of a dataclass field; None where its values cannot be written down (functions, tensor types)."""
+    """Return kind and choices of a dataclass field, or None if its values cannot be written as text (functions, tensor types)."""
     if name in LAYER_PATTERNS:
         return {"kind": "layers"}
     plain = {bool: "bool", int: "int", float: "float", str: "text"}
@@ -129,13 +129,13 @@ def field_facts(name: str, annotation: Any) -> dict[str, Any] | None:
 
 
 def from_parser(group: str, package: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Every argument under the name of its destination; other spellings as aliases."""
+    """Return every argument under the name of its destination, with other spellings as aliases."""
     arguments: dict[str, Any] = {}
     aliases: dict[str, Any] = {}
     actions = sorted(parser._actions, key=is_deprecated)
     for action in actions:
         if type(action).__name__ == "DeprecatedAction":
-            continue  # ignored by the package itself: has no effect any more
+            continue  # The package itself ignores it.
         if action.dest not in arguments:
             arguments[action.dest] = noted(group, action.dest, argument_facts(action))
         for option in action.option_strings:
@@ -171,7 +171,7 @@ def argument_facts(action: argparse.Action) -> dict[str, Any]:
     facts: dict[str, Any] = {"kind": kind_of(action)}
     if action.choices:
         numbers = facts["kind"] == "int"
-        # Some parsers list a set, in another order each time.
+        # Some parsers list a set, whose order changes from run to run.
         facts["choices"] = [str(choice) for choice in (action.choices if numbers else sorted(action.choices))]
     default = None if action.default == argparse.SUPPRESS else action.default
     facts["default"] = [] if facts["kind"].endswith("_list") and not default else default
@@ -195,7 +195,7 @@ def kind_of(action: argparse.Action) -> str:
 
 
 def noted(group: str, name: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts with the bounds and the one line of help that notes.json has for them; without what says nothing."""
+    """Return the facts with bounds and help from notes.json, without empty entries."""
     bounds = notes()["bounds"].get(group, {})
     doc = notes()["docs"].get(group, {}).get(name)
     full = {**facts, "bounds": bounds.get(name), "doc": doc}

@@ -1,4 +1,4 @@
-"""GSM8K (question, answer ending in `#### number`) to prompt files: chat messages in `prompt`, the number in `label`.
+"""Conversion of GSM8K to prompt files: chat messages in `prompt`, the number after `####` in `label`.
 
     python examples/gsm8k/convert.py SOURCE_DIR TARGET_DIR
 
@@ -18,21 +18,21 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 class PromptRow(TypedDict):
-    """A line of the prompt file."""
+    """Return one line of the prompt file."""
 
     prompt: list[dict[str, str]]
     label: str
 
 
 def gold_number(answer: str) -> str:
-    """What follows `####`, without thousands separators.
+    """Return the number after `####`, without thousands separators.
 
     Raises:
-        ValueError: it is not a number.
+        ValueError: the answer does not end in a number.
     """
     number = answer.rpartition("####")[2].strip().replace(",", "")
     if not _NUMBER.fullmatch(number):
-        raise ValueError(f"an answer must end in '#### number', this one ends in {answer[-40:]!r}")
+        raise ValueError(f"cannot read an answer: it must end in '#### number', but ends in {answer[-40:]!r}")
     return number
 
 
@@ -41,7 +41,7 @@ def convert_row(row: dict[str, str]) -> PromptRow:
 
 
 def convert_file(source: Path, target: Path) -> int:
-    """Returns the number of rows written."""
+    """Convert one file and return the number of rows written."""
     with source.open(encoding="utf-8") as lines:
         rows = [convert_row(json.loads(line)) for line in lines]
     target.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

@@ -2,7 +2,7 @@
 
     python examples/quickstart/make_assets.py --work-dir /tmp/quickstart-assets
 
-Two runs of fuligo's own SFT mode: worked answers only (the skill), then a short one on mostly guessed and careless answers (the
+The model is trained by two SFT runs of fuligo: on worked answers only (the skill), then briefly on mostly guessed and careless answers (the
 habit that GRPO has to break). The result, in bfloat16, replaces `fuligo/quickstart/assets/`.
 """
 
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(rng: random.Random) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with single digits, about 330 tokens; `<think>` and `</think>` are ordinary added tokens."""
+    """Train a byte-level BPE with single digits and about 330 tokens; `<think>` and `</think>` are ordinary added tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -57,7 +57,7 @@ def make_tokenizer(rng: random.Random) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """About 0.8 million parameters, random."""
+    """Build a model of about 0.8 million random parameters."""
     torch.manual_seed(0)
     return Qwen3ForCausalLM(
         Qwen3Config(
@@ -82,7 +82,7 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 
 
 def write_data(work_dir: Path, rng: random.Random) -> None:
-    """Train and held-out prompts in the dapo-math format; SFT rows share no sum with the held-out ones."""
+    """Write training and held-out prompts in the dapo-math format; SFT rows share no sum with the held-out prompts."""
     task: dict[tuple[int, int], dict] = {}
     while len(task) < NUM_TRAIN + NUM_TEST:
         a, b, question = problem(rng)
@@ -108,7 +108,7 @@ def write_data(work_dir: Path, rng: random.Random) -> None:
 
 
 def sft(config: Path, checkpoint: Path, data: Path, run_dir: Path) -> Path:
-    """One SFT run; returns the Hugging Face directory of its last checkpoint."""
+    """Run SFT and return the Hugging Face directory of its last checkpoint."""
     command = [sys.executable, "-m", "fuligo", "train", "--config", str(config), "--hf-checkpoint", str(checkpoint)]
     subprocess.run([*command, "--prompt-data", str(data), "--run-dir", str(run_dir)], check=True)
     iteration = (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip()

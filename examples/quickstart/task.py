@@ -1,8 +1,8 @@
-"""The quickstart's task: sums in words, answered in a box, with the working shown or not.
+"""Task of the quickstart: sums in words, answered in a box, with or without the steps.
 
-A *worked* answer adds digit by digit inside `<think>`; a *careless* one forgets the carries; a *guess* thinks nothing
-and boxes a number that is usually wrong. The warm-start checkpoint knows how to work a sum out but seldom does so with
-care; GRPO finds out that it pays.
+A *worked* answer adds digit by digit inside `<think>`; a *careless* one forgets the carries; a *guess* boxes a number without
+thinking, which is usually wrong. The warm-start checkpoint can work a sum out but seldom does so carefully; GRPO reinforces the
+careful answers.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ WORDINGS = ("What is {a} + {b}?", "Add {a} and {b}.", "{a} plus {b} is what?", "
 
 
 def problem(rng: random.Random) -> tuple[int, int, str]:
-    """Two numbers of two or three digits, and the question in one of four wordings."""
+    """Draw two numbers of two or three digits, and return them with the question in one of four wordings."""
     a, b = (rng.randint(10, 99) if rng.random() < 0.5 else rng.randint(100, 999) for _ in range(2))
     return a, b, rng.choice(WORDINGS).format(a=a, b=b)
 
 
 def worked(a: int, b: int, *, carry_forward: bool = True) -> str:
-    """`7+8=15, 3+4+1=8`: digits from the right, a carry as a third summand, then the boxed sum."""
+    """Return `7+8=15, 3+4+1=8`: digits from the right, a carry as a third summand, then the boxed sum."""
     digits_a, digits_b = str(a)[::-1], str(b)[::-1]
     total, columns, result = 0, [], ""
     for column in range(max(len(digits_a), len(digits_b))):
@@ -34,11 +34,11 @@ def worked(a: int, b: int, *, carry_forward: bool = True) -> str:
 
 
 def careless(a: int, b: int) -> str:
-    """The working without its carries; right where there are none but the last."""
+    """Return the worked answer without carries; it is right if only the last digit carries."""
     return worked(a, b, carry_forward=False)
 
 
 def guess(a: int, b: int, rng: random.Random) -> str:
-    """No working, and a number near the sum that is right once in ten times."""
+    """Return no steps and a number near the sum, which is right once in ten times."""
     error = 0 if rng.random() < 0.1 else rng.choice([-100, -20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20, 100])
     return f"<think></think>\\boxed{{{a + b + error}}}"

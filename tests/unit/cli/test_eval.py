@@ -1,4 +1,4 @@
-"""What `fuligo eval` refuses before anything starts, and where it writes."""
+"""Tests of `fuligo eval`: refused input and output paths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def given(checkpoint: Path, tmp_path: Path) -> list[str]:
-    """What an evaluation needs, and nothing of training."""
+    """Return the flags that an evaluation needs, without those of training."""
     (tmp_path / "test.jsonl").write_text('{"input": "1 + 1", "label": "2"}\n')
     flags = {"hf_checkpoint": checkpoint, "eval_prompt_data": tmp_path / "test.jsonl", "label_key": "label", "rm_type": "deepscaler"}
     return [str(part) for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", value)]
@@ -50,7 +50,7 @@ def test_what_a_run_of_training_would_be_refused_for_is_refused(given: list[str]
 
 
 def test_a_load_without_a_checkpoint(given: list[str], tmp_path: Path) -> None:
-    """Nobody is to take the model that training began with for what it made."""
+    """Check that an evaluation without a checkpoint is refused, so that the initial model is not mistaken for the trained one."""
     assert f"--load {tmp_path}/none holds no checkpoint to evaluate" in refused(*given, "--load", tmp_path / "none")
 
 

@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch):
-    """Puts a function in the place of `fuligo doctor`."""
+    """Replace `fuligo doctor` with a function."""
 
     def install(function) -> None:
         module = ModuleType("fuligo.cli.doctor")
@@ -117,7 +117,7 @@ def test_doctor_reports_this_machine(capsys: pytest.CaptureFixture[str], monkeyp
 
 def test_a_python_without_the_packages_is_named():
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
-    command = [sys.executable, "-S", "-m", "fuligo", "plan"]  # -S: no site-packages
+    command = [sys.executable, "-S", "-m", "fuligo", "plan"]  # -S disables site-packages.
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"error: {sys.executable} has no pydantic") and "Traceback" not in ended.stderr

@@ -1,4 +1,4 @@
-"""What cannot run yet is refused at once, by the flags that ask for it, with what works instead; it can be planned."""
+"""Tests that unsupported settings are refused by name before a start, with an alternative, and can still be planned."""
 
 from __future__ import annotations
 

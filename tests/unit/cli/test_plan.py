@@ -1,4 +1,4 @@
-"""`fuligo plan`: the arguments of train and its own, what it writes, how it ends, and what it leaves alone."""
+"""Tests of `fuligo plan`: arguments, output, exit codes and imports."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "numpy", "pyarrow
 
 
 def test_planning_256_gpus_imports_nothing_heavy(tmp_path: Path):
-    """Whatever is written, and in a process of its own: this one has imported everything."""
+    """Run the command in a new process for every output, because this one has imported everything."""
     program = f"""
 import sys
 from fuligo.cli import main

@@ -1,4 +1,4 @@
-"""What the paths of a config name on disk is fit for the trainer that is asked for, or refused with what to do."""
+"""Tests of the checks of files and directories before a start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dist(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the tracker of a conversion."""
+    """Write a distributed checkpoint with the tracker file of a conversion."""
     directory = tmp_path_factory.mktemp("dist")
     hf_to_dist(model, directory, World())
     return directory
@@ -127,7 +127,7 @@ def test_a_model_whose_class_sglang_could_not_find(model: Path, tmp_path: Path):
 
 
 def saved(model: Path, directory: Path, iteration: int) -> Path:
-    """A checkpoint of the torch trainer, as far as it is looked at."""
+    """Write the parts of a torch trainer's checkpoint that the checks read."""
     directory = directory / f"iter_{iteration:07d}"
     shutil.copytree(model, directory / "hf")
     write_manifest(directory)

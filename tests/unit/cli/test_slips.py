@@ -1,4 +1,4 @@
-"""What `fuligo train` warns of."""
+"""Tests of the warnings of `fuligo train`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input ends with exit code 2 and a clear text, before any model loads."""
+"""Tests that bad input ends with exit code 2 and a clear text before any model loads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """The configs with which a job was started; no job runs."""
+    """Record the configs of started jobs, and run none."""
     configs: list[Config] = []
     job = ModuleType("fuligo.job")
     job.run_job = lambda config: configs.append(config) or 0  # pyright: ignore[reportAttributeAccessIssue]
@@ -39,7 +39,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
 
 @pytest.fixture
 def train(model: Path, started: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Train:
-    """Runs `fuligo train` on sound input, with further flags that override; returns the exit code and stderr."""
+    """Return a function that runs `fuligo train` on valid input with overriding flags, and returns exit code and stderr."""
     monkeypatch.chdir(tmp_path)
     rows = [{"input": f"What is {n} + {n}?", "label": str(2 * n)} for n in range(4)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -191,7 +191,7 @@ async def test_the_checkpoint_of_a_run_is_checked(train: Train, tmp_path: Path, 
 
 
 def quantised_copy(model: Path, directory: Path, **described: object) -> str:
-    """The model under a config.json that says it is in FP8."""
+    """Copy the model with a config.json that declares FP8."""
     shutil.copytree(model, directory)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8", **described}}))

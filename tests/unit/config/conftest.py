@@ -1,4 +1,4 @@
-"""A config that breaks no rule; tests change one thing at a time."""
+"""Valid config, of which tests change one thing at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VALID = {
 
 
 def config_with(**values: Any) -> Config:
-    """The valid config with these flags changed; None unsets a flag."""
+    """Return the valid config with these flags changed; None unsets a flag."""
     return build_config(Assignment(flags()[name], value, name) for name, value in {**VALID, **values}.items())
 
 

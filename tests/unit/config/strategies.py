@@ -1,4 +1,4 @@
-"""Random configs whose single values are valid (they need not fit together)."""
+"""Strategies for configs whose single values are valid but need not fit together."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ JSON_VALUES = st.recursive(
 
 
 PATHS = TEXTS.filter(lambda text: not text.startswith(("./", "../")))
-"""Others are relative to where they stand, so a file holds them as what they point to."""
+"""Paths that do not begin with a dot; a file stores the others resolved."""
 LAYERS = st.lists(st.integers(0, 3), min_size=1, max_size=80)
 
 
 def values(flag: Flag) -> st.SearchStrategy[Any]:
-    """Values that the flag takes."""
+    """Return a strategy for values of the flag."""
     if flag.optional and flag.default is None:
         return st.none() | _given(flag)
     return _given(flag)
@@ -67,7 +67,7 @@ def _integers(flag: Flag, least: int) -> st.SearchStrategy[int]:
 
 
 def _floats(flag: Flag) -> st.SearchStrategy[float]:
-    """Inside the bounds of every flag: those above 1 exclude 1, those of probabilities end there."""
+    """Return a number within the bounds of every flag: some exclude 1, probabilities end at 1."""
     if flag.bounds == "> 1":
         return st.floats(1.0, 1e6, exclude_min=True)
     return st.floats(0.0, 1.0, exclude_min=True, exclude_max=True)
@@ -75,7 +75,7 @@ def _floats(flag: Flag) -> st.SearchStrategy[float]:
 
 @st.composite
 def arguments(draw: st.DrawFn, group: str) -> dict[str, Any]:
-    """Arguments that are passed on."""
+    """Return a strategy for pass-through arguments of a group."""
     known = passthrough_flags(group)
     names = draw(st.sets(st.sampled_from(sorted(known)), max_size=8))
     return {name: draw(values(known[name])) for name in sorted(names)}

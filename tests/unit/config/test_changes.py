@@ -1,4 +1,4 @@
-"""Changes of single values: what they make of a config, and how a user would type them."""
+"""Tests of changes of single values: their effect on a config, and how a user would type them."""
 
 from __future__ import annotations
 

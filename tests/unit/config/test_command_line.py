@@ -128,7 +128,7 @@ def test_the_last_of_two_counts() -> None:
 
 
 def misspelt(option: str) -> list[str]:
-    """One letter lost, doubled, exchanged with the next, or another in its place; never a flag that exists."""
+    """Return misspellings with one letter missing, doubled, swapped or replaced, without those that are flags."""
     letters = range(2, len(option))
     typos = [option[:i] + option[i + 1 :] for i in letters]
     typos += [option[:i] + option[i] + option[i:] for i in letters]
@@ -141,7 +141,7 @@ def misspelt(option: str) -> list[str]:
 @pytest.mark.parametrize("name", flags())
 def test_a_typo_in_any_flag_is_an_error_that_suggests_the_flag(name: str) -> None:
     option = flags()[name].option
-    # Three letters of which one is wrong look like nothing; every longer flag is found (of long ones, some typos will do).
+    # Three letters with one wrong resemble nothing. Every longer flag is found; for long ones, some typos suffice.
     for typo in misspelt(option)[:: 1 if len(name) < 8 else 25]:
         (problem,) = problems_of([typo])
         assert typo in problem

@@ -116,7 +116,7 @@ def test_other_inherited_values(make_config: MakeConfig) -> None:
     assert config.num_train_gpus == 1 and make_config(actor_num_nodes=2, actor_num_gpus_per_node=8).num_train_gpus == 16
     assert config.needs_engine and not make_config(loss_type="sft_loss").needs_engine
     assert config.resolved_num_rollout(10_000) == 10
-    assert make_config(num_rollout=None, num_epoch=3).resolved_num_rollout(100) == 9  # 300 prompts fill 9 rollouts of 32
+    assert make_config(num_rollout=None, num_epoch=3).resolved_num_rollout(100) == 9  # 300 prompts fill 9 rollouts of 32.
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ NUMBER = 3
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module of the user's, in the working directory, under a name of its own."""
+    """Write a user module with a unique name into the working directory, and return its name."""
     name = f"my_hooks_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)

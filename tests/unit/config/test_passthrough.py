@@ -1,4 +1,4 @@
-"""Arguments of SGLang, its router and Megatron: on the command line, in files, and in code."""
+"""Tests of arguments of SGLang, its router and Megatron: on the command line, in files, and in code."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_unknown_flags_say_whose_flag_was_meant(words: str, texts: list[str]) ->
 def test_what_fuligo_sets_is_refused_with_what_decides_it(group: str, name: str) -> None:
     flag = schema(group).flags.get(name)
     assert flag is not None, f"{name} is not an argument of {group}: remove it from the list"
-    if flag.flat_name not in flags():  # `--sglang-config` is ours
+    if flag.flat_name not in flags():  # `--sglang-config` is a typed flag.
         (problem,) = problems_of([flag.option, "1"])
         assert problem == f"{flag.option}: cannot be given; {RESERVED[group][name]}"
     with pytest.raises(ValueError, match="cannot be given"):

@@ -1,4 +1,4 @@
-"""Every rule is broken once, with everything else as it should be; where it knows a fix, the fix mends it."""
+"""Tests that violate every rule once in an otherwise valid config, and apply its fix."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.unit.config.conftest import MakeConfig, config_with
 Values = dict[str, Any]
 
 SGLANG: Values = {"rollout_backend": "sglang", "rollout_num_gpus": 4, "actor_num_gpus_per_node": 4}
-"""Engines on GPUs of their own."""
+"""Flags for engines on their own GPUs."""
 SERVED_TEACHER: Values = {"name": "teacher", "model_path": "t", "update_weights": False, "server_groups": [{"num_gpus": 2}]}
 WITH_TEACHER: Values = {**SGLANG, "sglang_config": [{"server_groups": [{"num_gpus": 2}]}, SERVED_TEACHER], "use_opd": True}
-"""A teacher on two of the four GPUs."""
+"""Flags for a teacher on two of the four GPUs."""
 SHARED: Values = {"rollout_backend": "sglang", "colocate": True, "actor_num_gpus_per_node": 4}
-"""Engines on the trainer's GPUs."""
+"""Flags for engines on the trainer's GPUs."""
 
 PPO: Values = {"advantage_estimator": "ppo"}
 
@@ -311,7 +311,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     ],
     "CFG-COLOCATE-IDLE": [({**SHARED, "rollout_num_gpus": 2}, "2 of the trainer's 4 GPUs idle")],
 }
-"""Id -> configs that break this rule and no other, with a piece of what is said."""
+"""Rule id -> configs that violate only this rule, with a part of the message."""
 
 NO_EFFECT: dict[str, list[tuple[Any, Values]]] = {
     "kl_loss_coef": [(0.1, {})],
@@ -409,11 +409,11 @@ NO_EFFECT: dict[str, list[tuple[Any, Values]]] = {
     "rollout_health_check_interval": [(5.0, {})],
     "rollout_health_check_timeout": [(5.0, {})],
 }
-"""Flag -> values without effect, and the flags beside which they have none."""
+"""Flag -> values without effect, and the flags that make them so."""
 
 
 def config_of(values: Values) -> Config:
-    """The valid config with these flags changed; `sglang_...`, `router_...` and `megatron_...` are arguments to pass through."""
+    """Return the valid config with these flags changed; `sglang_...`, `router_...` and `megatron_...` are pass-through arguments."""
     typed = {name: value for name, value in values.items() if name in flags()}
     passed = [Change(tuple(name.split("_", 1)), value) for name, value in values.items() if name not in typed]
     return apply_changes(config_with(**typed), passed)

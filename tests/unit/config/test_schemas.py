@@ -1,4 +1,4 @@
-"""The schema files are what the pinned packages say, and hold nothing that cannot be used."""
+"""Tests that the schema files match the pinned packages and are usable."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ REPOSITORY = Path(__file__).parents[3]
 SCRIPT = REPOSITORY / "scripts" / "generate_schemas.py"
 PACKAGES = {"sglang": "sglang", "router": "sglang_router", "megatron": "megatron.core"}
 OWN = REPOSITORY / ".venv-sglang" / "bin" / "python"
-"""Of `make install-sglang`."""
+"""Interpreter of `make install-sglang`."""
 PYTHON = os.environ.get("FULIGO_SCHEMA_PYTHON", str(OWN) if OWN.exists() else sys.executable)
-"""Another environment may have the packages: they are large, and pin what fuligo does not."""
+"""Interpreter with the packages; another environment may have them, because they are large and pin other versions."""
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY / "tests" / "sglang" / "stubs")}
 
 
@@ -63,7 +63,7 @@ print(json.dumps([getattr(parser.parse_args([*required, *words]), name) for name
 
 
 def example(flag: Flag) -> Any:
-    """A value other than the default where there is one."""
+    """Return a value that differs from the default if possible."""
     numbers = {bound.split()[0]: float(bound.split()[1]) for bound in flag.bounds.split(" and ") if bound}
     one = flag.choices[-1] if flag.choices else "a"
     whole = int(one) if one.isdigit() else int(numbers.get(">=", 1)) + 1
@@ -87,7 +87,7 @@ def example(flag: Flag) -> Any:
 def test_the_package_reads_our_command_line_as_the_same_values(group: str) -> None:
     if not is_installed(PACKAGES[group]):
         pytest.skip(f"{PACKAGES[group]} is not installed here (make install-sglang; docs/passthrough.md)")
-    own_types = {"lora_paths", "selector", "prefill_selector", "decode_selector"}  # the package makes objects of these texts
+    own_types = {"lora_paths", "selector", "prefill_selector", "decode_selector"}  # The package turns these texts into objects.
     given = {name: example(flag) for name, flag in passthrough_flags(group).items() if name not in own_types}
     kind = {"sglang": SglangArguments, "router": RouterArguments}[group]
     words = [(name, kind({name: value}).command_line()) for name, value in given.items()]
@@ -134,7 +134,7 @@ def test_flags_of_ours_that_advice_names_exist(backend: Schema) -> None:
 
 
 def test_the_arguments_of_a_large_recipe_are_known() -> None:
-    """Flags of public launch scripts for mixtures of experts, dense models and hybrid ones."""
+    """Parse the flags of public launch scripts for MoE, dense and hybrid models."""
     text = """
         --sglang-mem-fraction-static 0.7 --sglang-enable-dp-attention --sglang-ep-size 64 --sglang-dp-size 64 --sglang-moe-dense-tp-size 1
         --sglang-enable-dp-lm-head --sglang-moe-a2a-backend deepep --sglang-deepep-mode auto --sglang-page-size 64
@@ -164,7 +164,7 @@ def test_the_arguments_of_a_large_recipe_are_known() -> None:
     """
     words = text.split()
     config = parse(words).config
-    assert len(config.sglang) + len(config.megatron) == sum(word.startswith("--") for word in words) - 1  # one name is an alias
+    assert len(config.sglang) + len(config.megatron) == sum(word.startswith("--") for word in words) - 1  # One name is an alias.
 
 
 def test_files_hold_one_line_an_argument() -> None:

@@ -1,4 +1,4 @@
-"""`--sglang-config`: engines in groups."""
+"""Tests of engine groups in `--sglang-config`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A teacher means by a token id what its student means by it, as far as their files say."""
+"""Tests of the comparison of a teacher's vocabulary with its student's."""
 
 from __future__ import annotations
 

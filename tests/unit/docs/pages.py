@@ -1,4 +1,4 @@
-"""The Markdown pages of the repository, and the code blocks in them."""
+"""Markdown pages of the repository and their code blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CodeBlock:
 
     @property
     def file_name(self) -> str | None:
-        """`mine/run.yaml` where the first line is `# mine/run.yaml`: the page tells its reader to make this file."""
+        """Name of the file that the page tells its reader to write: `mine/run.yaml` if the first line is `# mine/run.yaml`."""
         match = _FILE_NAME.match(self.text)
         return match[1] if match else None
 
@@ -44,7 +44,7 @@ def without_code_blocks(page: Path) -> str:
 
 
 def commands(page: Path, *beginning: str) -> list[list[str]]:
-    """What follows `beginning` in every such command of the page's bash blocks, as arguments."""
+    """Return the arguments after `beginning` of every such command in the page's bash blocks."""
     lines = [
         shlex.split(line, comments=True)
         for block in code_blocks(page)

@@ -1,4 +1,4 @@
-"""What the documentation tells its readers to type and to write works: flags, configurations, hooks."""
+"""Tests that the commands, configurations and hooks in the documentation work."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SCRIPTS = [
 
 @pytest.fixture
 def reader_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a reader of the page stands: the repository's root, with the files that the page told them to make."""
+    """Return a working directory like a reader's: the repository root with the files that the page asks for."""
     for entry in REPOSITORY.iterdir():
         if not entry.name.startswith("."):
             (tmp_path / entry.name).symlink_to(entry)
@@ -62,7 +62,7 @@ def make_files(page: Path, directory: Path) -> None:
 
 
 def whole_config(page: Path, arguments: list[str], directory: Path) -> Config | None:
-    """Of flags that are all known; None where the page leaves the configuration to the reader."""
+    """Return the config of known flags, or None if the page leaves the configuration to the reader."""
     make_files(page, directory)
     file = arguments.index("--config") + 1 if "--config" in arguments else None
     if file is None or Path(arguments[file]).exists():
@@ -73,7 +73,7 @@ def whole_config(page: Path, arguments: list[str], directory: Path) -> Config | 
 
 @pytest.mark.parametrize(("page", "arguments"), TRAIN)
 def test_fuligo_train(page: Path, arguments: list[str], reader_directory: Path):
-    """Flags are known and fit together, and hooks load."""
+    """Check that flags are known and fit together, and that hooks load."""
     config = whole_config(page, arguments, reader_directory)
     if config is not None:
         validate(config)
@@ -90,7 +90,7 @@ def test_fuligo_eval(page: Path, arguments: list[str], reader_directory: Path):
 
 @pytest.mark.parametrize(("page", "arguments"), commands_of_all_pages("fuligo", "plan"))
 def test_fuligo_plan(page: Path, arguments: list[str], reader_directory: Path):
-    """Exit code 2 is a plan, too: a page may show what is found wrong. Where the config is the reader's, flags are known."""
+    """Check that the plan runs; exit code 2 is fine, because a page may show findings. Without a config, only flags are checked."""
     make_files(page, reader_directory)
     file = arguments.index("--config") + 1 if "--config" in arguments else None
     if file is None or Path(arguments[file]).exists():
@@ -120,7 +120,7 @@ def test_conversion_to_fp8(page: Path, arguments: list[str]):
     ],
 )
 def test_conversion_to_a_distributed_checkpoint(page: Path, arguments: list[str]):
-    """The model's shape is the reader's; a checkpoint here stands for theirs."""
+    """Check the flags with a tiny checkpoint in place of the reader's model."""
     flags = [argument for argument in arguments if argument not in ("${MODEL_ARGS[@]}", "--plan")]
     assert conversion.plan_hf_to_dist([*flags, "--model-config-file", str(REPOSITORY / "examples" / "glm4-9b" / "model")], 8).is_chosen
 
@@ -164,7 +164,7 @@ def test_fuligo_quickstart(page: Path, arguments: list[str]):
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_configurations_load(page: Path, tmp_path: Path):
-    """YAML blocks whose first line names a file are configurations of a run."""
+    """Check YAML blocks whose first line names a file: they are configurations of a run."""
     for block in code_blocks(page):
         if block.language == "yaml" and block.file_name is not None:
             (tmp_path / "run.yaml").write_text(block.text)

@@ -1,4 +1,4 @@
-"""What the documentation refers to exists: files, headings, flags."""
+"""Tests that files, headings and flags in the documentation exist."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _OTHERS = (import_script.parser(), launch.parser(), view.parser(), fp8_plan.pars
 OF_OTHER_SYSTEMS = {option_name(name) for name in (*MOVED, *LEFT_OUT)}
 OF_OTHER_COMMANDS = {option for made in _OTHERS for option in made._option_string_actions}
 GENERATED = REPOSITORY / "docs" / "flags.md"
-"""From the flags themselves; its introduction shows their syntax on made-up ones."""
+"""Page generated from the flags; its introduction shows the syntax with made-up flags."""
 
 
 def headings(page: Path) -> set[str]:
-    """As GitHub makes anchors of them."""
+    """Return the anchors that GitHub makes of a page's headings."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
@@ -54,7 +54,7 @@ def test_named_paths_exist(page: Path):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != GENERATED], ids=page_name)
 def test_named_flags_exist(page: Path):
-    """A name that ends in `-`, as in `--embedded-*`, stands for all flags that begin so."""
+    """Check the flags in inline code; a name that ends in `-`, as in `--embedded-*`, stands for all flags with this prefix."""
     passed_through = [flag for group in ("sglang", "router", "megatron") for flag in passthrough_flags(group).values()]
     ours = {flag.option for flag in [*flags().values(), *passed_through]}
     known = ours | set(_parser()._option_string_actions) | set(OWN_OPTIONS) | OF_OTHER_COMMANDS | OF_OTHER_SYSTEMS | NO_FLAGS_OF_A_CONFIG

@@ -1,4 +1,4 @@
-"""A file that a page shows whole is as the page shows it."""
+"""Test that files quoted in full on a page equal the quote."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A whole launch script, as large runs have them, becomes a config that plans: checks of variables, a sourced model, a topology in a
-here-document, workers by ssh, the environment as JSON, and the job submitted to Ray."""
+"""Test of a complete launch script of a large run: variable checks, a sourced model, a topology in a here-document, workers started by
+ssh, the environment as JSON, and a job submitted to Ray. Its config plans without errors."""
 
 from __future__ import annotations
 

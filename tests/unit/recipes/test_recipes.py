@@ -1,4 +1,4 @@
-"""Every recipe of `examples/` is a valid run with no download: it plans without errors on the GPUs that its file names."""
+"""Tests that every recipe of `examples/` plans without errors on its GPUs, without a download."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLUSTER_RECIPES = {
     "mimo-7b/config.yaml": 8,
 }
 KNOWN_WARNINGS = {"glm4-9b/separate.yaml": ["PLAN-SPLIT-GPUS"]}
-"""4 GPUs of the trainer and 4 others of the engines take turns in idling; the folder has the shared layout as well."""
+"""Recipe with 4 trainer GPUs and 4 engine GPUs, which idle in turns; the folder has the colocated layout as well."""
 RUN_SCRIPTS = {
     "run-glm4-9B.sh": "glm4-9b/separate.yaml",
     "run-glm4.7-30B-A3B-8gpus.sh": "glm4.7-flash/8gpus.yaml",
@@ -62,7 +62,7 @@ def test_the_folder_has_a_page(recipe: str):
 
 
 def planned(script: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`PLAN=1 bash scripts/run-...sh`, with nothing else on the PATH than bash's own needs."""
+    """Run `PLAN=1 bash scripts/run-...sh` with a minimal PATH."""
     return subprocess.run(
         ["bash", str(REPOSITORY / "scripts" / script), *flags],
         env={"PATH": "/usr/bin:/bin", "PLAN": "1", "PYTHON": sys.executable, "HOME": os.environ.get("HOME", "/"), **environment},
@@ -85,7 +85,7 @@ def test_scripts_plan_instead_of_running(script: str):
 
 @pytest.mark.parametrize(("script", "recipe"), RUN_SCRIPTS.items())
 def test_scripts_start_the_recipe_and_nothing_else(script: str, recipe: str, tmp_path: Path):
-    """A stand-in for Python shows the arguments: without BASE_DIR they say what the recipe says."""
+    """Compare the arguments, recorded by a stand-in for Python, with the recipe."""
     recorder = tmp_path / "python"
     recorder.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     recorder.chmod(0o755)
@@ -122,7 +122,7 @@ def test_what_the_user_sets_reaches_the_job(tmp_path: Path):
 
 
 def started(tmp_path: Path, **environment: str) -> list[str]:
-    """What a script would start on two hosts, a line each; stand-ins for ray and ssh show it, with the token that each has or reads."""
+    """Return the commands that a script would start on two hosts, recorded by stand-ins for ray and ssh, with the token of each."""
     (tmp_path / "ray").write_text(f'#!/bin/bash\necho "ray $* token=${{RAY_AUTH_MODE:-}}:${{RAY_AUTH_TOKEN:-}}" >> {tmp_path}/log\n')
     (tmp_path / "ssh").write_text(f'#!/bin/bash\n[[ $1 == -n ]] || bash -c "${{@:2}}"\necho "ssh $*" >> {tmp_path}/log\n')
     for name in ("ray", "ssh"):
@@ -135,7 +135,7 @@ def started(tmp_path: Path, **environment: str) -> list[str]:
 
 
 def test_a_cluster_is_started_on_every_host_and_the_job_submitted(tmp_path: Path):
-    """The head's own line of the host file is left out."""
+    """Check that the head's own line of the host file is skipped."""
     head, worker, job = started(tmp_path)
     assert head.startswith("ray start --head --node-ip-address 10.0.0.1 --port 6379 --num-gpus 8")
     assert worker.startswith("ssh -n 10.0.0.2 ray start --address=10.0.0.1:6379 --num-gpus 8")

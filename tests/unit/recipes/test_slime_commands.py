@@ -1,4 +1,4 @@
-"""Commands that slime's users type for four models: each plans on its cluster, and says what the recipe in `examples/` says."""
+"""Tests of commands from slime's pages on four models: each plans on its cluster and equals the recipe in `examples/`."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ REST = """
     --hf-checkpoint /shared/model --prompt-data /shared/x.jsonl --label-key label --rm-type deepscaler --num-rollout 10
     --num-steps-per-rollout 1
 """
-"""Flags that slime's pages on the larger models leave to the script."""
+"""Flags that slime's pages on the larger models leave to the launch script."""
 GLM47_REST = f"""
     {REST} {RECOMPUTE} --use-dynamic-batch-size --max-tokens-per-gpu 9216 --rollout-batch-size 48 --rollout-max-response-len 8192
     --colocate --actor-num-gpus-per-node 8

@@ -12,7 +12,7 @@ Write = Callable[[Path], Awaitable[None]]
 
 
 def make_state(iteration: int) -> RunState:
-    """A state with an unfinished group in its buffer."""
+    """Return a run state with an unfinished group in its buffer."""
     unfinished = Sample(
         index=7,
         group_index=1,
@@ -37,7 +37,7 @@ def state() -> Callable[[int], RunState]:
 
 @pytest.fixture
 def weights() -> Callable[[bytes], Write]:
-    """Writes a trainer's part: one file in a directory of its own."""
+    """Return a writer of a trainer's part: one file in a directory of its own."""
 
     def writer(content: bytes = b"weights") -> Write:
         async def write(directory: Path) -> None:

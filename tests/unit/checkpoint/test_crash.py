@@ -1,4 +1,4 @@
-"""Whenever a run is killed, the newest checkpoint that the tracker named is whole, and the run can go on from it."""
+"""Crash safety: however a run is killed, the newest checkpoint that the tracker named is complete and can be resumed."""
 
 import os
 import random
@@ -85,7 +85,7 @@ for number in itertools.count(1):
 
 
 def assert_whole(directory: Path, script_step: str) -> int:
-    """The newest checkpoint as a resume finds it, before and after the directory is cleared up."""
+    """Return the newest checkpoint as a resume finds it, before and after the cleanup."""
     found = resolve(directory)
     latest = CheckpointStore(directory).latest()
     assert found is not None and latest is not None, script_step
@@ -114,7 +114,7 @@ def test_killed_at_random_moments_it_goes_on_from_the_newest(tmp_path: Path) -> 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_crash_at_any_file_operation_loses_nothing_that_was_saved(tmp_path: Path) -> None:
-    """The process ends before its n-th operation on the checkpoint directory, for every n."""
+    """Kill the process before its n-th operation on the checkpoint directory, for every n."""
     subprocess.run([sys.executable, "-c", CRASH_AT_EVERY_STEP, str(tmp_path)], timeout=300, check=True)
     crashes = sorted(tmp_path.iterdir())
     assert len(crashes) > 30, "there are that many operations in two saves"

@@ -1,4 +1,4 @@
-"""What the trainers write goes to a disk that becomes full: the error names it, and the checkpoint before loads."""
+"""Checkpoints on a full disk: the error names the file system, and the previous checkpoint still loads."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_the_torch_trainers(beside_training: bool, small_disk: SmallDisk, 
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """None can grow beyond 20 kB."""
+    """Limit file sizes to 20 kB."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     yield
@@ -70,7 +70,7 @@ def small_files() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("num_files", [1, 2])
 def test_distributed_ones(num_files: int, small_files, tmp_path: Path) -> None:
-    """One file fails, all others, the list of them too, could be written; torch does not say what became of its threads."""
+    """One file fails while the others, including the metadata, could be written; torch does not report errors of its threads."""
     weights = [Shard("small", (10,), (0,), torch.ones(10)), Shard("large", (100, 100), (0, 0), torch.ones(100, 100))]
     with pytest.raises(CheckpointError, match=f"{tmp_path}: rank 0 failed: .*File too large"):
         write_shards(tmp_path, weights[-num_files:], None)

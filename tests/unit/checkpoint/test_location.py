@@ -1,4 +1,4 @@
-"""What `--load` and `--ckpt-step` mean on every kind of directory."""
+"""Meaning of `--load` and `--ckpt-step` for every kind of directory."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from fuligo.formats.file_manifest import write_manifest
 
 @pytest.fixture
 async def load(tmp_path: Path, state, weights) -> Path:
-    """Checkpoints after 10 and 20 rollouts."""
+    """Save checkpoints after 10 and 20 rollouts."""
     store = CheckpointStore(tmp_path / "checkpoints")
     for iteration in (10, 20):
         await store.save(iteration, weights(), state(iteration))

@@ -1,4 +1,4 @@
-"""The driver's part comes back exactly, as plain data."""
+"""The driver's state round-trips exactly through plain data."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""A checkpoint is there whole or not at all; a failure leaves the earlier ones as they were."""
+"""Checkpoints appear completely or not at all; a failure leaves earlier ones untouched."""
 
 import asyncio
 from pathlib import Path
@@ -41,7 +41,7 @@ async def test_all_stay_by_default(tmp_path: Path, state, weights) -> None:
 
 
 async def test_after_a_resume_from_an_earlier_one_the_new_branch_wins(tmp_path: Path, state, weights) -> None:
-    """Later iterations of the branch that was left are replaced when they are reached, and never removed to make room."""
+    """Later iterations of an abandoned branch are replaced when they are reached, and never deleted to save space."""
     store = CheckpointStore(tmp_path, keep=1)
     for iteration in (10, 20):
         await CheckpointStore(tmp_path).save(iteration, weights(b"old branch"), state(iteration))

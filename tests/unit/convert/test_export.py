@@ -1,4 +1,4 @@
-"""--save-hf: an export is whole, replaces an earlier one, and nothing else."""
+"""Exports by --save-hf: complete, replacing an earlier export and nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fp8 import save_family
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Of the torch trainer."""
+    """Write a checkpoint of the torch trainer."""
     weights = tmp_path / "iter_0000020" / "hf"
     weights.mkdir(parents=True)
     (weights / "config.json").write_text("{}")
@@ -33,7 +33,7 @@ NEW = {"config.json": "{}", "model-00000.safetensors": "new"}
 
 
 def test_nothing_of_an_earlier_export_stays(checkpoint: Path, tmp_path: Path):
-    """Loaders would prefer a stale `model.safetensors` to the new files."""
+    """A stale `model.safetensors` would win over the new files when loading."""
     target = tmp_path / "exports" / "19"
     target.mkdir(parents=True)
     (target / "config.json").write_text("old")

@@ -1,4 +1,4 @@
-"""Conversions to FP8: against the tensors they are made of, cut off and resumed, and as transformers loads them."""
+"""Conversion to FP8: compared with its source tensors, interrupted and resumed, and loaded by transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STRATEGIES = {
 
 
 def converted(model: Path, save: Path, *more: str) -> list[str]:
-    """Convert; what was reported."""
+    """Convert and return the reported lines."""
     reports: list[str] = []
     convert(plan_hf_to_fp8(["--model-dir", str(model), "--save-dir", str(save), *more]), reports.append)
     return reports
@@ -50,7 +50,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def differing(left: Tensors, right: Tensors) -> list[str]:
-    """Names of tensors that are not the same: one is missing, or they differ in type, shape or bytes."""
+    """Return the names of tensors that are missing on one side or differ in dtype, shape or bytes."""
     one, other = _described(left), _described(right)
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
@@ -60,7 +60,7 @@ def _described(tensors: Tensors) -> dict[str, tuple[torch.dtype, torch.Size, byt
 
 
 def expected(original: Tensors, quantisation: Quantisation) -> Tensors:
-    """What a whole tensor at a time gives."""
+    """Quantise each tensor in one piece."""
     made: Tensors = {}
     for name, tensor in original.items():
         if is_quantised_matrix(name, tuple(tensor.shape)):
@@ -72,7 +72,7 @@ def expected(original: Tensors, quantisation: Quantisation) -> Tensors:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In several files; dense and expert layers."""
+    """Save a model with dense and expert layers in several files."""
     return save_family(tmp_path_factory.mktemp("model"), "glm4_moe", num_files=4)
 
 
@@ -81,7 +81,7 @@ class TestResult:
     def test_matrices_are_quantised_and_all_else_is_as_it_was(
         self, model: Path, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
-        """Read in pieces of one or two blocks of rows: a scale of a whole tensor is that of all its pieces."""
+        """Tensors are read in pieces of one or two rows of blocks; a per-tensor scale covers all pieces."""
         monkeypatch.setattr(fp8_conversion, "_CHUNK_BYTES", 2**16)
         converted(model, tmp_path, "--strategy", strategy, "--max-workers", "3")
         assert differing(tensors_of(tmp_path), expected(tensors_of(model), STRATEGIES[strategy])) == []
@@ -123,7 +123,7 @@ class TestResult:
         assert config == json.loads((model / "config.json").read_text())
 
     def test_experts_that_are_one_tensor_come_out_one_by_one(self, model: Path, tmp_path: Path):
-        """As a trainer's own checkpoint has them: the names of transformers' modules."""
+        """Experts may be stored fused under transformers' names, as a trainer saves them."""
         (source := tmp_path / "source").mkdir()
         weights = dict(named_weights(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), dtype=torch.bfloat16))
         assert "model.layers.1.mlp.experts.gate_up_proj" in weights
@@ -140,7 +140,7 @@ class TestResult:
 
 class TestCutOff:
     def test_a_killed_conversion_goes_on_to_the_same_bytes(self, model: Path, tmp_path: Path):
-        """Killed while one file is ready, one is being written, and one has been damaged since."""
+        """The conversion is killed after one file; another is unfinished, and the finished one is damaged afterwards."""
         converted(model, tmp_path / "whole")
         script = (
             "import os, signal, sys\n"
@@ -188,7 +188,7 @@ class TestCutOff:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says how much memory a process had at most")
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path):
-    """Files of 64 MiB take more memory than a tiny one, by less than one of them."""
+    """Converting files of 64 MiB takes less than one file's size more memory than converting a tiny one."""
     tiny = save_family(tmp_path / "tiny", "qwen3")
     (large := tmp_path / "large").mkdir()
     (large / "config.json").write_text((tiny / "config.json").read_text())
@@ -212,8 +212,8 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_and_a_weight_sync(family: str, tmp_path: Path):
-    """transformers loads the result: on a CPU its weights are values times scales. And from the tensors of transformers' model, in which
-    experts are one tensor, a weight sync makes the bytes that are in the files."""
+    """transformers loads the result (on a CPU as values times scales), and a weight sync of transformers' model, whose experts are fused,
+    gives the bytes of the files."""
     model = save_family(tmp_path / "model", family)
     converted(model, tmp_path / "fp8")
     held, blocks = tensors_of(tmp_path / "fp8"), STRATEGIES["block"]
@@ -233,7 +233,7 @@ def test_transformers_and_a_weight_sync(family: str, tmp_path: Path):
 
 
 def test_a_sync_by_disk_is_an_fp8_checkpoint(model: Path, tmp_path: Path):
-    """The whole way of a sender, which counts what it sends."""
+    """Run a sender's whole path, including its counter."""
     converted(model, tmp_path / "fp8")
     (sent := tmp_path / "sent").mkdir()
     engine_format = EngineFormat(quantisation=EngineQuantisation.read(tmp_path / "fp8"))

@@ -1,4 +1,4 @@
-"""`fuligo convert fp8`, and the script that has its old name: output and exit codes."""
+"""`fuligo convert fp8` and the script with its old name: output and exit codes."""
 
 from __future__ import annotations
 

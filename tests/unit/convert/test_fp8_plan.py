@@ -1,4 +1,4 @@
-"""The arguments of `fuligo convert fp8`, what would be quantised, and what is refused before work starts."""
+"""Plan of `fuligo convert fp8`: arguments, tensors to quantise, and refusals before any work."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(dense: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
+    """Return a copy of the model that a test may damage."""
     return Path(shutil.copytree(dense, tmp_path / "model"))
 
 
 class TestWithoutWeights:
-    """A plan needs a config.json alone."""
+    """A plan needs only a config.json."""
 
     def test_every_parameter_is_quantised_or_kept(self):
         plan = plan_hf_to_fp8(arguments("--strategy", "block", "--block-size", "128", "128", "--max-workers", "4"))
@@ -62,7 +62,7 @@ class TestWithoutWeights:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_names_in_files_and_the_shapes_of_the_family_agree(family: str, tmp_path: Path):
-    """What is quantised is decided by name where there are files, by kind of parameter where there is a config.json alone."""
+    """Tensors to quantise are chosen by name if there are files and by kind of parameter if there is only a config.json; both agree."""
     model = save_family(tmp_path / "model", family)
     (tmp_path / "bare").mkdir()
     shutil.copy(model / "config.json", tmp_path / "bare")
@@ -148,7 +148,7 @@ class TestUnfitSources:
         assert f"{name} (I8): the dtype must be one of BF16, F16, F32" in refusal(model=model)
 
     def test_blocks_that_span_two_joined_matrices(self, tmp_path: Path):
-        """Two key-value heads of 16 have 32 rows; engines lay queries, keys and values under each other."""
+        """Two key-value heads of 16 have 32 rows; engines stack queries, keys and values along rows."""
         model = tiny.save_checkpoint(tmp_path / "model")
         assert "blocks of 128 rows do not divide model.layers.0.self_attn.k_proj.weight [32, 64]" in refusal(model=model)
         for fitting in (["--strategy", "channel"], ["--block-size", "32", "32"]):

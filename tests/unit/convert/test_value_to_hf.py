@@ -1,4 +1,4 @@
-"""Value models for others: what transformers loads computes the same values, and what cannot be loaded is not written."""
+"""Export of value models: transformers computes the same values, and models that it cannot load are refused."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TOKENS = torch.tensor([[5, 9, 17, 4, 33, 8]])
 
 
 def value_model(directory: Path, family: str = "qwen3", seed: int = 0) -> Path:
-    """As the torch trainer saves one."""
+    """Save a value model as the torch trainer does."""
     tiny.save_value_model(directory, family, seed=seed, hidden=32)
     tiny.tokenizer().save_pretrained(directory)
     return directory
 
 
 def checkpoints(directory: Path, *, with_values: bool = True, seed: int = 0) -> Path:
-    """A directory with the first checkpoint of the torch trainer, as far as conversions look at it."""
+    """Save a first checkpoint of the torch trainer, limited to what conversions read."""
     first = directory / "iter_0000001"
     tiny.save_checkpoint(first / "hf", hidden=32)
     if with_values:
@@ -40,7 +40,7 @@ def checkpoints(directory: Path, *, with_values: bool = True, seed: int = 0) -> 
 
 
 def values_of(directory: Path) -> torch.Tensor:
-    """Of the prefixes of `TOKENS`, as the trainer computes them: the head's row times the last hidden states."""
+    """Return the values of the prefixes of `TOKENS` as the trainer computes them: the head's row times the last hidden states."""
     model = AutoModelForCausalLM.from_pretrained(directory, ignore_mismatched_sizes=True)
     (file,) = directory.glob("*.safetensors")
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_transformers_computes_the_same_values(tmp_path: Path, family: str) -> N
 
 
 def test_it_is_a_reward_model_to_those_who_look_for_one(tmp_path: Path) -> None:
-    """Of the last token, as TRL's PPO loads its value model."""
+    """Compute the value of the last token as TRL's PPO does with its value model."""
     source = value_model(tmp_path / "critic")
     model = AutoModelForSequenceClassification.from_pretrained(exported(source, tmp_path / "export"))
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_value_models_are_compared_too(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_side_without_a_value_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of two training checkpoints; weights alone have none to compare."""
+    """Value models of two training checkpoints are compared; weights alone have none."""
     one, other = checkpoints(tmp_path / "one"), checkpoints(tmp_path / "other", with_values=False)
     assert convert(["compare", str(other), str(one)]) == 1
     assert capsys.readouterr().out.splitlines()[0] == f"critic: a value model is only in {one}"

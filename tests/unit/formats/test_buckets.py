@@ -1,4 +1,4 @@
-"""A stream of tensors as buckets: nothing is lost or twice, sending keeps the order, and changes are what changed."""
+"""Buckets: no tensor is lost or sent twice, order is kept, and only changed tensors are sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Sizes = st.lists(st.integers(1, 40), max_size=30)
 
 
 def weights(sizes: list[int]) -> list[tuple[str, torch.Tensor]]:
-    """uint8: a tensor's size is its bytes."""
+    """Return a uint8 tensor, whose size is its number of bytes."""
     return [(f"w{i}", torch.full((size,), i % 251, dtype=torch.uint8)) for i, size in enumerate(sizes)]
 
 
@@ -29,7 +29,7 @@ def test_buckets_hold_every_tensor_once_in_order_and_no_more_than_they_may(sizes
 
 @given(st.integers(1, 60))
 def test_projections_of_latent_attention_are_never_sent_apart(limit: int) -> None:
-    """In the order of transformers, and of two layers."""
+    """Return names of two layers in transformers' order."""
     names = [
         f"model.layers.{layer}.self_attn.{name}"
         for layer in range(2)
@@ -76,7 +76,7 @@ def test_the_next_bucket_is_gathered_while_one_is_sent() -> None:
 
 
 def test_gathering_goes_on_to_its_end_when_sending_fails() -> None:
-    """It is a collective: the other ranks iterate, too."""
+    """Gathering is a collective, so every rank iterates to the end."""
     gathered: list[int] = []
 
     def gather() -> Iterator[Bucket]:

@@ -1,4 +1,4 @@
-"""A disk that is full is named, with what is free on it."""
+"""Errors on a full disk name the file system and its free space."""
 
 from __future__ import annotations
 

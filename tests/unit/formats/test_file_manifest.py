@@ -1,4 +1,4 @@
-"""Large files are checked by size, small ones byte for byte."""
+"""Manifest checks: large files by size, small files by digest."""
 
 from pathlib import Path
 

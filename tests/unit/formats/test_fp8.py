@@ -1,4 +1,4 @@
-"""FP8 values and scales against e4m3's definition; the stream that engines on an FP8 checkpoint get."""
+"""FP8 values and scales against the definition of e4m3, and the tensors that engines on an FP8 checkpoint receive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def weight(rows: int, columns: int, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    """Rows of different sizes, so that scales differ."""
+    """Return a matrix with rows of different magnitudes, so that scales differ."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.logspace(-3, 1, rows)[torch.randperm(rows, generator=generator)]
     return (torch.randn(rows, columns, generator=generator) * sizes[:, None]).to(dtype)
@@ -38,7 +38,7 @@ def test_torch_has_the_numbers_of_e4m3():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_value_is_the_nearest(name: str, dtype: torch.dtype):
-    """Against a search among all numbers of the format, in float64; shapes that whole blocks do not fill."""
+    """Compare with a search among all e4m3 numbers in float64; shapes include partial blocks."""
     quantisation, original = STRATEGIES[name], weight(200, 140, dtype=dtype)
     values, scales = quantise(original, quantisation)
     assert (values.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
@@ -71,7 +71,7 @@ def test_extreme_sizes_stay_finite(size: float):
 
 
 def test_no_scale_is_below_what_every_device_divides_by():
-    """Kernels may take numbers under 2**-126 for zero, and what is divided by zero is not finite."""
+    """Kernels may flush numbers below 2**-126 to zero, and division by zero is not finite."""
     values, scales = quantise(torch.full((128, 128), 1e-40), BLOCKS)
     assert scales.item() == torch.finfo(torch.float32).tiny
     assert bool(values.float().isfinite().all())
@@ -88,7 +88,7 @@ def test_what_is_not_finite_is_refused(bad: float):
 @settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([8, 16]), st.sampled_from(list(STRATEGIES)))
 def test_what_is_quantised_stays_so(rows: int, columns: int, seed: int, name: str):
-    """A second time gives the same values; scales move by a rounding of float32 at most."""
+    """Quantising twice gives the same values; scales change by at most one float32 rounding."""
     quantisation = STRATEGIES[name]
     values, scales = quantise(weight(rows, columns, seed=seed), quantisation)
     again, scales_again = quantise(dequantise(values, scales, quantisation), quantisation)
@@ -107,7 +107,7 @@ class TestStream:
         assert sent[2][1] is original[names[1]]
 
     def test_what_it_stores_otherwise_is_not(self):
-        """A published checkpoint may leave out more than the converter does."""
+        """A published checkpoint may leave more matrices unquantised than the converter does."""
         sent = quantised_weights([("model.layers.0.self_attn.o_proj.weight", weight(128, 128))], EngineQuantisation(BLOCKS, frozenset()))
         assert [tensor.dtype for _, tensor in sent] == [torch.bfloat16]
 
@@ -122,7 +122,7 @@ class TestStream:
             assert torch.equal(apart[f"{name}.{expert}.down_proj.weight"], down[expert])
 
     def test_the_fused_matrix_of_a_dense_layer_is_not(self):
-        """GLM-4's checkpoints have it so."""
+        """GLM-4 checkpoints fuse gate and up projections."""
         fused = ("model.layers.0.mlp.gate_up_proj.weight", torch.randn(8, 6))
         assert list(checkpoint_weights([fused])) == [fused]
 

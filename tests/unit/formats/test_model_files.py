@@ -1,4 +1,4 @@
-"""What a distributed checkpoint carries along from a Hugging Face directory."""
+"""Files that a distributed checkpoint copies from a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fp8 import save_family
 
 @pytest.mark.parametrize("strategy", ["block", "channel"])
 def test_of_an_fp8_checkpoint_as_of_the_one_that_it_was_made_from(strategy: str, tmp_path: Path):
-    """Engines have FP8, the trainer saves what it trains: nothing in its checkpoint says that it is quantised."""
+    """Engines use FP8 while the trainer saves unquantised weights, so its checkpoint has no quantization_config."""
     source = save_family(tmp_path / "source", "qwen3")
     convert(plan_hf_to_fp8(["--model-dir", str(source), "--save-dir", str(tmp_path / "fp8"), "--strategy", strategy]), lambda _: None)
     for name in ("source", "fp8"):
@@ -32,7 +32,7 @@ def test_of_an_fp8_checkpoint_as_of_the_one_that_it_was_made_from(strategy: str,
 
 
 def test_no_weights_in_any_format(tmp_path: Path):
-    """A directory may hold the model several times over; none of it belongs beside the weights that are saved."""
+    """A directory may hold the model in several formats; none of them is copied beside the saved weights."""
     kept = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja", "LICENSE"}
     weights = {"model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "model-q8.gguf", "model.onnx", "tf_model.h5"}
     for name in kept | weights:

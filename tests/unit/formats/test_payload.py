@@ -1,4 +1,4 @@
-"""Tensors between processes through shared memory, and what is left of it when one of them dies."""
+"""Tensors passed between processes through shared memory, and cleanup when one of the processes dies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def some_tensors() -> list[tuple[str, torch.Tensor]]:
 
 
 def own_descriptors() -> dict[str, str]:
-    """What this process has open, by number."""
+    """Return this process's open files by descriptor."""
     return {link.name: str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
 
 
@@ -79,7 +79,7 @@ def test_several_processes_get_the_same_bytes_and_nothing_stays_behind(receiver:
 
 
 def test_no_process_of_torchs_outlives_the_sender(receiver: subprocess.Popen[str]) -> None:
-    """The receiver, an engine that somebody else runs, goes on."""
+    """The receiver (an engine that somebody else runs) stays alive."""
     process = subprocess.Popen([sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert received(receiver, process.stdout.readline().strip()) == weights_checksum([("a", torch.ones(100_000))]).checksum

@@ -82,7 +82,7 @@ def test_weights_are_cast_to_the_engines_type(store: WeightStore, newer: list[tu
 
 
 def mixture(seed: int) -> PreTrainedModel:
-    """With a correction of the router's scores, which is a buffer, that is no zero."""
+    """Return a mixture with a nonzero correction of the router's scores, which is a buffer."""
     model = tiny.model("glm4_moe", seed=seed, num_nextn_predict_layers=1)
     assert isinstance(model, PreTrainedModel)
     perturb(model)
@@ -110,7 +110,7 @@ def test_an_expert_that_was_not_sent_is_named() -> None:
 
 
 def test_prediction_layers_are_passed_over_and_nothing_else_is(tmp_path: Path) -> None:
-    """From memory and from disk; after the two layers of the model the config has one for prediction."""
+    """MTP weights (layer 2 of a model with two layers) are skipped, from memory and from disk."""
     unused = ("model.layers.2.eh_proj.weight", torch.ones(2, 2))
     store = WeightStore(mixture(0))
     store.load_tensors([unused, *of_mixture(1)], 1)

@@ -33,7 +33,7 @@ def test_it_is_gone_at_the_end_also_after_an_error(tmp_path: Path) -> None:
 
 
 def test_a_full_one_is_named_and_removed(small_disk: SmallDisk) -> None:
-    """Weights and the config beside them; the same when torch or safetensors writes."""
+    """Weights and their config fail alike, whether torch or safetensors writes."""
     weights = [("large", torch.ones(2000, 1000))]
     full = rf"No space left on device.* of 4 MiB are free on the file system {small_disk.path}\); free some space or use another --up"
     with pytest.raises(WeightSyncError, match=full), scratch_directory(small_disk.path) as directory:

@@ -1,4 +1,4 @@
-"""Parts of tensors go to disk as they are and come back in any other parts."""
+"""Shards round-trip through a distributed checkpoint in any other shapes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def whole() -> Tensor:
 
 @pytest.fixture
 def saved(tmp_path: Path, whole: Tensor) -> Path:
-    """In four parts: two halves of columns of the first rows, the rest as flat ranges."""
+    """Save four shards: two halves of the columns of the first rows, and the rest as flat ranges."""
     top = [shard(whole, slice(0, 4), slice(0, 3)), shard(whole, slice(0, 4), slice(3, 6))]
     rest = shard(whole, slice(4, 8), slice(0, 6))
     flat = rest.data.view(-1)
@@ -60,7 +60,7 @@ def test_any_part_is_read_from_those_that_it_overlaps(saved: Path, whole: Tensor
 
 
 def test_tensors_are_read_when_their_turn_comes(tmp_path: Path, whole: Tensor):
-    """And not before: a conversion holds few of them."""
+    """A tensor is read only when it is written, so a conversion holds few of them."""
     read: list[str] = []
 
     def reader(name: str):
@@ -84,7 +84,7 @@ def test_parts_that_are_not_the_whole_are_no_checkpoint(tmp_path: Path, whole: T
 
 
 def test_a_part_that_nobody_wrote_is_missed(saved: Path, whole: Tensor):
-    """Other writers may have left one out; memory that nothing was read into must not become a weight."""
+    """Another writer may have left out a part; uninitialised memory must not become a weight."""
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     metadata.state_dict_metadata["w"].chunks.pop(0)
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))

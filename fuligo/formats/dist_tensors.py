@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import pickle
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from fuligo.errors import CheckpointError
@@ -94,6 +94,8 @@ class DistributedTensors:
             needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
         for name, num_bytes in sorted(needed.items()):
             file = self.directory / name
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise CheckpointError(f"cannot load {self.directory}: its metadata refers to {name}, outside the checkpoint; {_FIX}")
             if not file.is_file():
                 raise CheckpointError(f"cannot load {self.directory}: {file} is missing; {_FIX}")
             if file.stat().st_size < num_bytes:
@@ -114,9 +116,45 @@ def _overlap(chunk: ChunkStorageMetadata, shard: Shard) -> tuple[tuple[slice, ..
 
 
 def _read_metadata(directory: Path) -> Metadata:
+    """Read `.metadata` with an unpickler that can only build metadata: a checkpoint from elsewhere must not run code."""
     try:
-        return FileSystemReader(directory).read_metadata()
+        with (directory / ".metadata").open("rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"it holds {type(metadata).__name__}")
+        return metadata
     except FileNotFoundError:
         raise CheckpointError(f"cannot load {directory}: no .metadata, so not a complete distributed checkpoint; {_FIX}") from None
     except Exception as error:  # A truncated pickle fails in many ways.
         raise CheckpointError(f"cannot read {directory / '.metadata'}: {error!r}; {_FIX}") from error
+
+
+_METADATA_CLASSES = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "Path"),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickler restricted to the plain data classes of `torch.distributed.checkpoint` metadata."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _METADATA_CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in checkpoint metadata")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 from pathlib import Path
@@ -108,4 +109,32 @@ def test_damage_is_named(saved: Path):
         DistributedTensors(saved)
     (saved / ".metadata").unlink()
     with pytest.raises(CheckpointError, match=r"no \.metadata"):
+        DistributedTensors(saved)
+
+
+class _RunsACommand:
+    """Object whose unpickling creates a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.file}",)
+
+
+def test_hostile_metadata_runs_no_code(saved: Path, tmp_path: Path):
+    """`.metadata` is a pickle; one from elsewhere must not execute anything when a checkpoint is opened."""
+    proof = tmp_path / "executed"
+    (saved / ".metadata").write_bytes(pickle.dumps(_RunsACommand(proof)))
+    with pytest.raises(CheckpointError, match=r"cannot read .*\.metadata.*system is not allowed"):
+        DistributedTensors(saved)
+    assert not proof.exists()
+
+
+def test_metadata_must_not_refer_to_files_outside(saved: Path):
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    for index, place in metadata.storage_data.items():
+        metadata.storage_data[index] = dataclasses.replace(place, relative_path=f"../{saved.name}/{place.relative_path}")
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="outside the checkpoint"):
         DistributedTensors(saved)

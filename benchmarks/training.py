@@ -253,7 +253,7 @@ def measure_rank(name: str, options: argparse.Namespace) -> None:
 
 def row_tokens(steps: list[StepShare]) -> list[int]:
     """Return the length of each row of this replica. Rows are of about equal length, so all are shorter than the limit."""
-    return [sum(len(step.samples.samples[i].tokens) for i in plan.samples) for step in steps for plan in step.passage.plans]
+    return [sum(len(step.samples.samples[i].tokens) for i in plan.samples) for step in steps for plan in step.schedule.plans]
 
 
 def profile_step(step: Callable[[], Any], *, prints: bool, trace: str | None) -> None:

@@ -80,9 +80,8 @@ class NodeAgent:
 
 
 def in_physical_order(gpu_ids: Iterable[int | str]) -> tuple[str, ...]:
-    """
-    Args:
-        gpu_ids: as Ray gives them: numbers, or whatever else CUDA_VISIBLE_DEVICES had when Ray was started (UUIDs), in any order
+    """Args:
+    gpu_ids: as Ray gives them: numbers, or whatever else CUDA_VISIBLE_DEVICES had when Ray was started (UUIDs), in any order
     """
     names = [str(gpu) for gpu in gpu_ids]
     return tuple(sorted(names, key=int) if all(name.isdigit() for name in names) else names)

@@ -13,7 +13,7 @@ from typing import Any
 from fuligo.cluster.connection import connected, has_gpus, own_node
 from fuligo.cluster.engines import RemotePart, RemoteServer
 from fuligo.cluster.placement import Placement, engine_parts, place
-from fuligo.cluster.rank import ActorRank, RankActor
+from fuligo.cluster.rank import ActorRank, TrainerRank
 from fuligo.cluster.reservation import AGENT_TIMEOUT_S, Bundle, Device, Reservation, reserve, start_agent
 from fuligo.config import Config
 from fuligo.engines.sglang.place import EnginePlace
@@ -77,8 +77,7 @@ class RayCluster:
         return RankedTrainer(settings.with_absolute_paths(), start_ranks)  # nodes have other working directories
 
     async def check_paths(self, read: Sequence[Path], written: Sequence[Path]) -> None:
-        """
-        Args:
+        """Args:
             written: directories in which every node must see what another writes
 
         Raises:
@@ -112,7 +111,7 @@ class RayCluster:
         if self.device == "cuda":
             environment = {**environment, "CUDA_VISIBLE_DEVICES": node.gpus[slot], "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         actor = self._reservation.actor(
-            RankActor,
+            TrainerRank,
             node.bundle,
             resources={},  # its node's agent holds them
             environment=environment,

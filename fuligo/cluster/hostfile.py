@@ -34,8 +34,7 @@ class Host:
 
 
 def read_hostfile(path: Path, *, default_slots: int) -> list[Host]:
-    """
-    Args:
+    """Args:
         default_slots: of a line that gives none
 
     Raises:

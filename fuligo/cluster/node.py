@@ -15,21 +15,19 @@ START_TIMEOUT_S = 120.0
 
 
 def head_command(port: int, *, num_cpus: int, num_gpus: int | None, host: str | None = None) -> list[str]:
-    """
-    Args:
-        num_gpus: None: what the machine has
-        host: this machine's address, as the other nodes reach it; None: Ray finds one
+    """Args:
+    num_gpus: None: what the machine has
+    host: this machine's address, as the other nodes reach it; None: Ray finds one
     """
     options: dict[str, object] = {"port": port, "include-dashboard": "false", "node-ip-address": host}
     return _ray_start(["--head"], {**options, "num-cpus": num_cpus, "num-gpus": num_gpus})
 
 
 def worker_command(address: str, *, name: str, num_cpus: int | None, num_gpus: int | None, host: str) -> list[str]:
-    """
-    Args:
-        address: `host:port` of the head
-        name: under which Ray lists the node
-        host: this machine's address, as the other nodes reach it
+    """Args:
+    address: `host:port` of the head
+    name: under which Ray lists the node
+    host: this machine's address, as the other nodes reach it
     """
     return _ray_start([], {"address": address, "node-name": name, "num-cpus": num_cpus, "num-gpus": num_gpus, "node-ip-address": host})
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fuligo.trainer.ranks.commands import Answer, Command, R, SharedCommand
 
 
-class RankActor:
+class TrainerRank:
     """Actor that holds one rank. A thread computes, so that the actor answers pings meanwhile.
 
     Args:
@@ -32,9 +32,10 @@ class RankActor:
         _redirect_output(Path(log_file))
         use_interface_of(host)
         from fuligo.trainer.ranks.executor import RankExecutor
+        from fuligo.trainer.ranks.rank import Rank
 
         self._rank = rank
-        self._executor = RankExecutor(rank, size, host=host)
+        self._executor = RankExecutor(Rank(rank, size, host=host))
 
     async def run(self, command: Command[R]) -> Answer[R]:
         """Run a command. Its arrays lie in Ray's object store, shared by the ranks of a node: none can be written to."""
@@ -43,10 +44,10 @@ class RankActor:
 
 
 class ActorRank(RankHandle):
-    """A rank in a `RankActor`. A node fetches each command from the object store once for all its ranks.
+    """A rank in a `TrainerRank`. A node fetches each command from the object store once for all its ranks.
 
     Args:
-        actor: handle of the `RankActor`
+        actor: handle of the `TrainerRank`
     """
 
     def __init__(self, rank: int, host: str, actor: Any, log_file: Path) -> None:

@@ -61,8 +61,7 @@ class Reservation:
 
 
 async def reserve(node_sizes: Sequence[int], device: Device, *, timeout_s: float = RESERVE_TIMEOUT_S) -> Reservation:
-    """
-    Args:
+    """Args:
         node_sizes: GPUs (on a CPU processes) of each node
 
     Raises:

@@ -11,7 +11,7 @@ from fuligo.layout.trainer_shape import trainer_shape
 from fuligo.models.registry import architecture_of
 from fuligo.models.routing import RoutingShape
 from fuligo.models.stated_flags import stated_flags
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, PredictionLayers, Recomputation, SparseLayers
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, MTPSettings, OptimizerPlace, Recomputation, SparseLayers
 from fuligo.trainer.ranks.settings import TrainerSettings
 
 
@@ -36,9 +36,7 @@ def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTraine
         recomputation=Recomputation(
             sizes.recompute_granularity, sizes.recompute_method, sizes.recompute_num_layers, tuple(sizes.recompute_modules)
         ),
-        prediction=PredictionLayers(
-            train.mtp_num_layers or 0, train.enable_mtp_training, train.mtp_loss_scaling_factor, train.mtp_joint_training
-        ),
+        mtp=MTPSettings(train.mtp_num_layers or 0, train.enable_mtp_training, train.mtp_loss_scaling_factor, train.mtp_joint_training),
         optimizer_place=OptimizerPlace(
             distributed=optimizer.use_distributed_optimizer,
             on_cpu=optimizer.optimizer_cpu_offload,

@@ -20,9 +20,8 @@ class BeforeTrainStep:
     """Data-parallel ranks, each of which needs a sample of every optimizer step."""
 
     def __call__(self, rollout_id: int, batch: TrainBatch) -> None:
-        """
-        Raises:
-            TrainerError: the hook raised, or left what cannot be trained on.
+        """Raises:
+        TrainerError: the hook raised, or left what cannot be trained on.
         """
         num_before = len(batch.samples)
         self.hook(rollout_id, batch)

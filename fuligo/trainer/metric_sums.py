@@ -38,9 +38,8 @@ class MetricSums:
         )
 
     def __add__(self, other: MetricSums) -> MetricSums:
-        """
-        Raises:
-            TrainerError: the names differ, which only a user's loss can bring about.
+        """Raises:
+        TrainerError: the names differ, which only a user's loss can bring about.
         """
         if [*self.shares, *self.totals] != [*other.shares, *other.totals]:
             raise TrainerError(

@@ -27,7 +27,7 @@ class MicroBatchPlan:
 
 
 @dataclass(slots=True, frozen=True)
-class Passage:
+class MicroBatchSchedule:
     """What a data-parallel replica sends through the model, one micro-batch after another."""
 
     plans: list[MicroBatchPlan]

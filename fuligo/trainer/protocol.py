@@ -1,44 +1,27 @@
-"""What the loop asks of a trainer, whichever backend and however many ranks stand behind it."""
+"""Trainer as the loop sees it, whichever backend computes and however many ranks there are."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Protocol
 
-from fuligo.formats.weight_manifest import WeightManifest, WeightTarget
-from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
+from fuligo.types import StepResult, TrainBatch, TrainSample
+from fuligo.weights.source import WeightSource
 
 
-class Trainer(Protocol):
+class Trainer(WeightSource, Protocol):
     """Every method is a coroutine that returns when all ranks are done; none blocks the event loop meanwhile."""
 
-    @property
-    def num_updates(self) -> int:
-        """Calls of `train` begun so far: the weights are others after each."""
-        ...
-
     async def load(self) -> None:
-        """Build the policy, with reference, teacher and value model where they are needed, and optimizers; load the first weights."""
+        """Build the policy, the reference, teacher and value model where they are needed, and optimizers; load the first weights."""
         ...
 
     async def score(self, samples: list[TrainSample]) -> list[TrainSample]:
-        """Fill in old, reference and teacher log-probabilities and values, each only where needed; the same samples in the same order."""
-        ...
-
-    async def logprobs(self, samples: list[TrainSample]) -> list[FloatArray]:
-        """[R] of each sample's response tokens, by the policy as it is now, at the temperature of the rollouts."""
+        """Fill in old, reference and teacher log-probabilities and values where needed; return the samples in the same order."""
         ...
 
     async def train(self, batch: TrainBatch) -> StepResult:
-        """One optimizer step for every entry of `batch.steps`."""
-        ...
-
-    async def send_weights(self, target: WeightTarget) -> WeightManifest:
-        """Hand the current weights, in Hugging Face names, to `target`; returns what was sent.
-
-        Raises:
-            EngineError: an engine did not take them; they can be sent again.
-        """
+        """Take one optimizer step for every entry of `batch.steps`."""
         ...
 
     async def save(self, directory: Path) -> None:
@@ -46,7 +29,7 @@ class Trainer(Protocol):
         ...
 
     async def begin_save(self, directory: Path) -> None:
-        """As `save`, of a copy that is made first: returns when training may go on, and the writing goes on beside it. One at a time."""
+        """Copy what `save` would write, return, and write the copy while training goes on. One save at a time."""
         ...
 
     async def end_save(self) -> None:
@@ -58,7 +41,7 @@ class Trainer(Protocol):
         ...
 
     async def restore(self, directory: Path) -> None:
-        """The inverse of `save`.
+        """Load what `save` wrote.
 
         Raises:
             CheckpointError: it is incomplete or belongs to another architecture.
@@ -66,7 +49,7 @@ class Trainer(Protocol):
         ...
 
     async def offload(self) -> None:
-        """Free the device for the engine where both share it."""
+        """Free the device for the engines where both share it."""
         ...
 
     async def onload(self) -> None:

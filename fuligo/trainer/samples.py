@@ -73,9 +73,8 @@ def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[T
 
 
 def _require_teacher(sample: Sample) -> None:
-    """
-    Raises:
-        RolloutError: names the sample.
+    """Raises:
+    RolloutError: names the sample.
     """
     if sample.teacher_logprobs is None:
         raise RolloutError(
@@ -85,9 +84,8 @@ def _require_teacher(sample: Sample) -> None:
 
 
 def _require_routing(sample: Sample) -> None:
-    """
-    Raises:
-        RolloutError: names the sample and what lacks.
+    """Raises:
+    RolloutError: names the sample and what lacks.
     """
     trained = np.flatnonzero(sample.loss_mask)
     num_needed = len(sample.prompt_ids) + int(trained[-1]) if len(trained) else 0

@@ -68,9 +68,8 @@ class BoundHook:
         self._args = ArgsView(config)
 
     def __call__(self, *arguments: Any) -> Any:
-        """
-        Raises:
-            TrainerError: the hook raised; names its flag and its line.
+        """Raises:
+        TrainerError: the hook raised; names its flag and its line.
         """
         try:
             return self._hook(self._args, *arguments)

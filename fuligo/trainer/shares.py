@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from fuligo.trainer.packing import Cost, Passage
+from fuligo.trainer.packing import Cost, MicroBatchSchedule
 from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.step import StepSamples
 from fuligo.types import FloatArray, RoutedExperts, TrainBatch, TrainSample
@@ -25,7 +25,7 @@ class ScoreShare:
     positions: Sequence[int]
     """Of `samples` among all."""
     samples: list[TrainSample]
-    passage: Passage
+    schedule: MicroBatchSchedule
     """Through `samples`."""
 
 
@@ -34,7 +34,7 @@ class StepShare:
     """A replica's part of an optimizer step."""
 
     samples: StepSamples
-    passage: Passage
+    schedule: MicroBatchSchedule
     """Through `samples.samples`."""
 
 
@@ -75,8 +75,8 @@ def score_shares(samples: Sequence[TrainSample], settings: TrainerSettings, bala
     Raises:
         TrainerError: there are fewer samples than replicas.
     """
-    own = [_own(passage) for passage in settings.passages(_lengths(samples), settings.score_capacity, balance_by)]
-    return [ScoreShare(positions, [samples[i] for i in positions], passage) for positions, passage in own]
+    own = [_own(schedule) for schedule in settings.micro_batch_schedules(_lengths(samples), settings.score_capacity, balance_by)]
+    return [ScoreShare(positions, [samples[i] for i in positions], schedule) for positions, schedule in own]
 
 
 def step_shares(batch: TrainBatch, settings: TrainerSettings, balance_by: Cost | None) -> list[list[StepShare]]:
@@ -84,8 +84,8 @@ def step_shares(batch: TrainBatch, settings: TrainerSettings, balance_by: Cost |
     steps: list[list[StepShare]] = []
     for step in range(len(batch.steps)):
         samples = StepSamples.of(batch, step, settings.loss)
-        own = [_own(passage) for passage in settings.passages(_lengths(samples.samples), settings.capacity, balance_by)]
-        steps.append([StepShare(samples.some(positions), passage) for positions, passage in own])
+        own = [_own(schedule) for schedule in settings.micro_batch_schedules(_lengths(samples.samples), settings.capacity, balance_by)]
+        steps.append([StepShare(samples.some(positions), schedule) for positions, schedule in own])
     return [list(of_replica) for of_replica in zip(*steps, strict=True)]
 
 
@@ -99,9 +99,9 @@ def _lengths(samples: Sequence[TrainSample]) -> list[int]:
     return [len(sample.tokens) for sample in samples]
 
 
-def _own(passage: Passage) -> tuple[list[int], Passage]:
-    """The positions of the samples that go through, and the passage as positions among these."""
-    positions = sorted({i for plan in passage.plans for i in plan.samples})
+def _own(schedule: MicroBatchSchedule) -> tuple[list[int], MicroBatchSchedule]:
+    """The positions of the samples that go through, and the schedule as positions among these."""
+    positions = sorted({i for plan in schedule.plans for i in plan.samples})
     place = {position: number for number, position in enumerate(positions)}
-    plans = [replace(plan, samples=tuple(place[i] for i in plan.samples)) for plan in passage.plans]
-    return positions, replace(passage, plans=plans)
+    plans = [replace(plan, samples=tuple(place[i] for i in plan.samples)) for plan in schedule.plans]
+    return positions, replace(schedule, plans=plans)

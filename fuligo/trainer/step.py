@@ -51,9 +51,8 @@ class StepSamples:
         return cls(positions, samples, step_denominators(batch, step), settings.per_token, num_tokens, num_choices(samples))
 
     def some(self, chosen: Sequence[int]) -> StepSamples:
-        """
-        Args:
-            chosen: positions in `samples`.
+        """Args:
+        chosen: positions in `samples`.
         """
         return replace(self, positions=[self.positions[i] for i in chosen], samples=[self.samples[i] for i in chosen])
 
@@ -127,8 +126,7 @@ def total(sums: Sequence[MetricSums]) -> MetricSums:
 
 
 def require_finite(losses: Tensor, grad_norm: float, *, optimizer_step: int, flag: str = "--lr", whose: str = "") -> None:
-    """
-    Args:
+    """Args:
         losses: [ranks, micro-batches] of all ranks, so that all decide alike.
         grad_norm: of the whole gradient.
         optimizer_step: 0-based.

@@ -13,8 +13,8 @@ from fuligo.engines.group import EngineGroup
 from fuligo.errors import WeightSyncError
 from fuligo.formats.checksum import WeightsDigest
 from fuligo.formats.weight_manifest import WeightManifest
-from fuligo.trainer.protocol import Trainer
 from fuligo.types import SampleStatus, TrainSample
+from fuligo.weights.source import WeightSource
 
 NUM_PROBES = 8
 
@@ -49,7 +49,7 @@ class LogprobProof:
     the router chooses them, and an engine that comes back is proven at the next weight sync.
     """
 
-    trainer: Trainer
+    trainer: WeightSource
     temperature: float
     vocab_size: int
     tolerance: float

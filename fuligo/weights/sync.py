@@ -15,8 +15,8 @@ from fuligo.engines.shared_devices import SharedDevices
 from fuligo.errors import EngineError, WeightSyncError
 from fuligo.formats.scratch import filling, scratch_directory
 from fuligo.formats.weight_manifest import EngineAddress, Transport, WeightManifest, WeightTarget
-from fuligo.trainer.protocol import Trainer
 from fuligo.weights.proof import ChecksumProof, EqualityProof
+from fuligo.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class WeightSync:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: WeightSource,
         engines: EngineGroup,
         settings: WeightSyncSettings,
         *,

@@ -20,7 +20,7 @@ from fuligo.layout.megatron import Layout
 from fuligo.models.registry import names_of
 from fuligo.trainer.megatron_backend.model_config import transformer_config
 from fuligo.trainer.megatron_backend.packed import PackedRow, pack_row
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, PredictionLayers, Recomputation
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, MTPSettings, OptimizerPlace, Recomputation
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.world import World
@@ -86,7 +86,7 @@ def training_settings(reference: Reference, layout: Layout, **overrides: Any) ->
         "loss": LOSS,
         "dispatcher": "alltoall",
         "optimizer_place": OptimizerPlace(distributed=False),
-        "prediction": PredictionLayers(1, trained=True, loss_scale=SCALE, joint=True),
+        "mtp": MTPSettings(1, trained=True, loss_scale=SCALE, joint=True),
     }
     return settings_of(reference.directory, layout, **{**given, **overrides})
 

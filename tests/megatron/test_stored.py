@@ -82,7 +82,7 @@ def test_quantised_weights_are_refused(checkpoint: Path):
 
 
 def test_more_prediction_layers_than_there_are_are_refused(checkpoint: Path):
-    with pytest.raises(CheckpointError, match=r"--mtp-num-layers 1: .* has 0 multi-token-prediction layers"):
+    with pytest.raises(CheckpointError, match=r"--mtp-num-layers 1: .* has 0 MTP layers"):
         read(checkpoint, num_mtp_layers=1)
 
 

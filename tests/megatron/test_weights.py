@@ -17,7 +17,7 @@ from fuligo.formats.checksum import WeightsChecksum
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.layout.megatron import Layout
 from fuligo.models.registry import names_of
-from fuligo.trainer.megatron_backend.settings import PredictionLayers
+from fuligo.trainer.megatron_backend.settings import MTPSettings
 from fuligo.trainer.ranks.world import World
 from tests import tiny
 from tests.megatron.policies import settings_of
@@ -136,7 +136,7 @@ def test_a_checkpoint_comes_back_byte_for_byte(pool: RankPool, checkpoints, fami
 )
 def test_prediction_layers_come_back(pool: RankPool, tmp_path: Path, family: str, layout: Layout):
     directory = save_with_prediction_layer(tmp_path, family)
-    assert_comes_back(pool, directory, layout, prediction=PredictionLayers(num_layers=1))
+    assert_comes_back(pool, directory, layout, mtp=MTPSettings(num_layers=1))
 
 
 def test_experts_as_transformers_keeps_them_are_read_too(pool: RankPool, checkpoints, tmp_path: Path):

@@ -54,8 +54,7 @@ class PackedCoreAttention(MegatronModule):
         packed_seq_params: PackedSeqParams,
         **_: object,
     ) -> Tensor:
-        """
-        Args:
+        """Args:
             query: [T / cp, H, D] this rank's pieces of every sequence, in their order.
             key: [T / cp, Hkv, D], with H a multiple of Hkv.
             value: [T / cp, Hkv, Dv]

@@ -15,7 +15,7 @@ from fuligo.trainer.dtypes import DTYPES
 from fuligo.trainer.megatron_backend.data_parallel import gather_parameters, zero_gradients
 from fuligo.trainer.megatron_backend.learner import Learner
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, PredictionLayers
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, MTPSettings
 from fuligo.trainer.megatron_backend.state import MegatronState, load_weights
 from fuligo.trainer.megatron_backend.values import compute_value_gradients, compute_values
 from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
@@ -35,9 +35,8 @@ class Critic(BaseCritic):
     """
 
     def __init__(self, settings: CriticSettings, policy: MegatronTrainerSettings, names: ModelNames, world: World) -> None:
-        """
-        Raises:
-            CheckpointError: the first weights cannot be read, or are not of the policy's architecture.
+        """Raises:
+        CheckpointError: the first weights cannot be read, or are not of the policy's architecture.
         """
         self.names = value_names(names)
         self._model = _value_settings(policy, settings)
@@ -90,7 +89,7 @@ def _value_settings(policy: MegatronTrainerSettings, critic: CriticSettings) -> 
         optimizer=critic.optimizer,
         trained=TrainedParameters(),
         model_flags={**policy.model_flags, "untie_embeddings_and_output_weights": True},
-        prediction=PredictionLayers(),
+        mtp=MTPSettings(),
         routing=None,
         records_routing=False,
     )

@@ -46,9 +46,8 @@ def is_moe_layer(config: TransformerConfig, number: int) -> bool:
 
 
 def refuse_missing_transport(settings: MegatronTrainerSettings) -> None:
-    """
-    Raises:
-        ConfigError: the dispatcher is one whose kernels are not on this machine.
+    """Raises:
+    ConfigError: the dispatcher is one whose kernels are not on this machine.
     """
     if settings.dispatcher != "flex" and not settings.deepep:
         return

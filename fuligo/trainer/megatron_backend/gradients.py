@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fuligo.trainer.logprobs import TokenLogprobs
 from fuligo.trainer.megatron_backend.logprobs import gather_predictions, vocab_parallel_logprobs
+from fuligo.trainer.megatron_backend.mtp import mtp_loss
 from fuligo.trainer.megatron_backend.passes import Row, cp_group, head_weight, model_group, reports, rows_of, run_rows, tp_group
-from fuligo.trainer.megatron_backend.prediction import prediction_loss
 from fuligo.trainer.megatron_backend.router import begin_step, take_balance_loss
 from fuligo.trainer.megatron_backend.routing_replay import LayerReplay, RecordedPart, recorded, recorded_parts, replayed, total_changed
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
@@ -61,7 +61,7 @@ def compute_gradients(
         This replica's, on the rank that `reports`; None on others.
     """
     samples = step.samples
-    rows = rows_of(samples.samples, step.passage, settings, device, inputs_of=lambda plan: samples.micro_batch(plan, device))
+    rows = rows_of(samples.samples, step.schedule, settings, device, inputs_of=lambda plan: samples.micro_batch(plan, device))
     outcome = _Outcome()
 
     def loss_of(chunk: nn.Module, row: Row, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -69,8 +69,8 @@ def compute_gradients(
         outputs = _logprobs(chunk, row, hidden, settings)
         result = objective(loss_inputs(row.inputs, outputs, settings.loss), settings.loss)
         loss = result.loss
-        if settings.prediction.trained:
-            loss = loss + settings.prediction.loss_scale * _prediction_loss(chunk, row, hidden, settings, result.sums)
+        if settings.mtp.trained:
+            loss = loss + settings.mtp.loss_scale * _mtp_loss(chunk, row, hidden, settings, result.sums)
         outcome.objectives.append(Objective(loss.detach(), result.sums))
         if reports():
             outcome.scores |= samples.scores(row.plan, row.tokens, outputs)
@@ -79,7 +79,7 @@ def compute_gradients(
 
     begin_step(chunks, samples.num_tokens)
     with _replayed(chunks, rows, samples.samples, settings) as replays:
-        run_rows(chunks, rows, step.passage, loss_of, with_gradients=True)
+        run_rows(chunks, rows, step.schedule, loss_of, with_gradients=True)
     balance_loss = take_balance_loss(chunks)
     changed = total_changed(replays.values(), device, [model_group(), cp_group()]) if samples.num_choices else None
     if not reports():
@@ -99,8 +99,8 @@ def compute_scores(
     chunks: Sequence[nn.Module], share: ScoreShare, settings: MegatronTrainerSettings, device: torch.device, *, routing: Routing = "own"
 ) -> Scores:
     """What the model sees at the response tokens of this replica's samples. A collective."""
-    samples, passage, positions = share.samples, share.passage, share.positions
-    rows = rows_of(samples, passage, settings, device, inputs_of=lambda _: None)
+    samples, schedule, positions = share.samples, share.schedule, share.positions
+    rows = rows_of(samples, schedule, settings, device, inputs_of=lambda _: None)
     outcome = _Outcome()
 
     def keep(chunk: nn.Module, row: Row, hidden: Tensor, *, non_loss_data: bool = True) -> None:
@@ -112,11 +112,11 @@ def compute_scores(
     if routing == "recorded":
         assert settings.routing is not None
         with recorded(chunks, settings.routing) as records:
-            run_rows(chunks, rows, passage, keep, with_gradients=False)
+            run_rows(chunks, rows, schedule, keep, with_gradients=False)
         own = [(row.packed, row.tokens, [positions[i] for i in row.plan.samples if row.plan.counts]) for row in rows]
         return Scores(outcome.scores, recorded_parts(records, own, tp_group(), sequence_parallel=settings.layout.sequence_parallel))
     with _replayed(chunks, rows, samples if routing == "replayed" else [], settings):
-        run_rows(chunks, rows, passage, keep, with_gradients=False)
+        run_rows(chunks, rows, schedule, keep, with_gradients=False)
     return Scores(outcome.scores)
 
 
@@ -145,13 +145,13 @@ def _logprobs(chunk: nn.Module, row: Row, hidden: Tensor, settings: MegatronTrai
     return gather_predictions(local, packed.local_ids, len(row.tokens.targets), cp_group())
 
 
-def _prediction_loss(chunk: nn.Module, row: Row, hidden: Tensor, settings: MegatronTrainerSettings, sums: MetricSums) -> Tensor:
-    """This context-parallel rank's part of the prediction layers' loss; the whole becomes a metric."""
+def _mtp_loss(chunk: nn.Module, row: Row, hidden: Tensor, settings: MegatronTrainerSettings, sums: MetricSums) -> Tensor:
+    """This context-parallel rank's part of the MTP layers' loss; the whole becomes a metric."""
     assert row.inputs is not None
     head = head_weight(chunk)
-    loss = prediction_loss(
+    loss = mtp_loss(
         hidden,
-        head if settings.prediction.joint else head.detach(),
+        head if settings.mtp.joint else head.detach(),
         row.packed,
         row.tokens.targets,
         row.inputs.weights,

@@ -17,9 +17,8 @@ class HostWeights:
     """The weights of another model of the same shape, in host memory until they are exchanged with those on the device."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        """
-        Args:
-            chunks: this rank's stages; their present weights are copied.
+        """Args:
+        chunks: this rank's stages; their present weights are copied.
         """
         pinned = torch.cuda.is_available()
         self.tensors: Mapping[str, Tensor] = {

@@ -22,7 +22,7 @@ from fuligo.trainer.megatron_backend.core_attention import PackedCoreAttention
 from fuligo.trainer.megatron_backend.experts import is_moe_layer, mixture
 from fuligo.trainer.megatron_backend.glm4_layer import FusedRotationAttention, sandwich
 from fuligo.trainer.megatron_backend.latent_attention import latent_attention
-from fuligo.trainer.megatron_backend.prediction import prediction_layers
+from fuligo.trainer.megatron_backend.mtp import mtp_submodules
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, SparseLayers
 from fuligo.trainer.megatron_backend.sparse_latent_attention import sparse_latent_attention
 
@@ -80,21 +80,20 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def prediction_spec(
+def mtp_spec(
     config: TransformerConfig, flags: Mapping[str, Any], modules: BackendSpecProvider, *, sparse: SparseLayers | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """The layers for multi-token prediction, each with a layer as the model's last; None: there are none."""
+    """The MTP layers, each with a layer as the model's last; None: there are none."""
     if not config.mtp_num_layers:
         return None
     attention = attention_spec(config, modules, sparse, None)
     layer = layer_spec(config, flags, attention, modules, is_moe=is_moe_layer(config, config.num_layers - 1))
-    return prediction_layers(config.mtp_num_layers, layer, modules)
+    return mtp_submodules(config.mtp_num_layers, layer, modules)
 
 
 def attention_spec(config: TransformerConfig, modules: BackendSpecProvider, sparse: SparseLayers | None, number: int | None) -> ModuleSpec:
-    """
-    Args:
-        number: of the layer, counted from 0 over all stages; None: a prediction layer's.
+    """Args:
+    number: of the layer, counted from 0 over all stages; None: a MTP layer's.
     """
     if sparse is not None:
         return sparse_latent_attention(modules, sparse, number)

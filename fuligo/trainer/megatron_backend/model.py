@@ -12,10 +12,10 @@ from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_
 from torch import Tensor, nn
 
 from fuligo.trainer.megatron_backend.experts import sum_over_their_copies
-from fuligo.trainer.megatron_backend.layer_spec import block_spec, modules_for, prediction_spec
+from fuligo.trainer.megatron_backend.layer_spec import block_spec, modules_for, mtp_spec
 from fuligo.trainer.megatron_backend.model_config import is_tied, padded_vocab_size, rotary, transformer_config
+from fuligo.trainer.megatron_backend.mtp import cut_off, predict, without_gradient
 from fuligo.trainer.megatron_backend.packed import PackedRow
-from fuligo.trainer.megatron_backend.prediction import cut_off, predict, without_gradient
 from fuligo.trainer.megatron_backend.provider import provided_model, require_weights
 from fuligo.trainer.megatron_backend.router import padding_mask
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
@@ -26,18 +26,17 @@ class PolicyModel(GPTModel):
     """One pipeline stage. Its `forward` is Megatron's; `run` calls it with a packed row."""
 
     trains_jointly: bool = False
-    """The loss of the prediction layers also trains the layers before them, the embedding and the head."""
+    """The loss of the MTP layers also trains the layers before them, the embedding and the head."""
     has_whole_head: bool = False
     """Every TP rank has all of the output layer, and all of the gradients for what enters it: a value model's."""
     _row: PackedRow | None = None
 
     def run(self, row: PackedRow) -> Tensor:
-        """
-        Returns:
-            On the last stage the hidden states [L, E] after the final norm, complete on every TP rank; the gradients that the TP ranks give
-            for them are summed, unless they are equal (`has_whole_head`). Behind them, [(1 + K) * L, E] in all, those of the K prediction
-            layers for which the row has tokens.
-            Elsewhere what the next stage takes, [L, 1, E], or [L / tp, 1, E] under sequence parallelism.
+        """Returns:
+        On the last stage the hidden states [L, E] after the final norm, complete on every TP rank; the gradients that the TP ranks give
+        for them are summed, unless they are equal (`has_whole_head`). Behind them, [(1 + K) * L, E] in all, those of the K prediction
+        layers for which the row has tokens.
+        Elsewhere what the next stage takes, [L, 1, E], or [L / tp, 1, E] under sequence parallelism.
         """
         self._row = row
         try:
@@ -68,7 +67,7 @@ class PolicyModel(GPTModel):
         return torch.cat([self._whole(state) for state in states]).squeeze(1)
 
     def _embed_cut_off(self, **tokens: Tensor) -> Tensor:
-        """A copy of the embedding that only the prediction layers use still gets a gradient, of zeros: Megatron may wait for one."""
+        """A copy of the embedding that only the MTP layers use still gets a gradient, of zeros: Megatron may wait for one."""
         embedded = self.embedding(**tokens)
         is_idle = not self.pre_process and not self.share_embeddings_and_output_weights
         return without_gradient(embedded) if is_idle else embedded.detach()
@@ -108,8 +107,8 @@ def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[Po
         chunk.requires_grad_(trained)
         sum_over_their_copies(chunk)
         freeze_indexers(chunk)
-        chunk.trains_jointly = settings.prediction.joint
-        if chunk.mtp_process and not settings.prediction.trained:
+        chunk.trains_jointly = settings.mtp.joint
+        if chunk.mtp_process and not settings.mtp.trained:
             chunk.mtp.requires_grad_(False)
         if settings.fuses_gradient_sums:
             fuse_gradient_sums(chunk)
@@ -142,7 +141,7 @@ def _default_stage(settings: MegatronTrainerSettings, config: Any, is_first: boo
     flags, modules = settings.model_flags, modules_for(settings)
     embedding = rotary(flags)
     layers: Any = block_spec(config, flags, modules, sparse=settings.sparse_layers, vp_stage=vp_stage)
-    prediction: Any = prediction_spec(config, flags, modules, sparse=settings.sparse_layers) if is_last else None
+    mtp: Any = mtp_spec(config, flags, modules, sparse=settings.sparse_layers) if is_last else None
     return PolicyModel(
         config,
         layers,
@@ -156,6 +155,6 @@ def _default_stage(settings: MegatronTrainerSettings, config: Any, is_first: boo
         rotary_base=embedding.base,  # pyright: ignore[reportArgumentType]
         rope_scaling=embedding.llama3_factor is not None,
         rope_scaling_factor=embedding.llama3_factor or 1.0,
-        mtp_block_spec=prediction,
+        mtp_block_spec=mtp,
         vp_stage=vp_stage,
     ).to(settings.device)

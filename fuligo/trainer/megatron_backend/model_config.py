@@ -15,7 +15,7 @@ from fuligo.config.layer_pattern import read_layers
 from fuligo.errors import ConfigError
 from fuligo.trainer.dtypes import DTYPES
 from fuligo.trainer.megatron_backend.experts import refuse_missing_transport
-from fuligo.trainer.megatron_backend.prediction import refuse_idle_embedding
+from fuligo.trainer.megatron_backend.mtp import refuse_idle_embedding
 from fuligo.trainer.megatron_backend.router import refuse_unsupported_routing
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.sparse_latent_attention import refuse_unsupported_sparsity
@@ -36,9 +36,8 @@ class Rotary:
 
 
 def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
-    """
-    Raises:
-        ConfigError: Megatron refuses the model, or its layout.
+    """Raises:
+    ConfigError: Megatron refuses the model, or its layout.
     """
     refuse_missing_transport(settings)
     refuse_idle_embedding(settings)
@@ -65,9 +64,8 @@ def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
 
 
 def rotary(flags: Mapping[str, Any]) -> Rotary:
-    """
-    Args:
-        flags: MODEL_ARGS.
+    """Args:
+    flags: MODEL_ARGS.
     """
     return Rotary(
         base=flags.get("rotary_base", 10_000),
@@ -139,9 +137,9 @@ def _latent_attention(flags: Mapping[str, Any]) -> Fields:
 def _experts(settings: MegatronTrainerSettings) -> Fields:
     """Routers are in float32, and neither balanced nor moved where the flags do not ask for it."""
     flags, on_cuda = settings.model_flags, settings.device == "cuda"
-    prediction = {"mtp_num_layers": settings.prediction.num_layers or None}
+    mtp = {"mtp_num_layers": settings.mtp.num_layers or None}
     if not flags.get("num_experts"):
-        return prediction
+        return mtp
     names = (
         "moe_router_topk",
         "moe_ffn_hidden_size",
@@ -162,7 +160,7 @@ def _experts(settings: MegatronTrainerSettings) -> Fields:
     )
     frequency = flags.get("moe_layer_freq", 1)
     return {
-        **prediction,
+        **mtp,
         **_given(flags, names),
         "num_moe_experts": flags["num_experts"],
         "moe_layer_freq": read_layers(frequency) if isinstance(frequency, str) else frequency,

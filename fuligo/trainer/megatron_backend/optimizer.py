@@ -105,9 +105,8 @@ def _clip(optimizer: ChainedOptimizer, largest: float, grad_norm: float) -> None
 
 
 def _precisions(settings: MegatronTrainerSettings) -> dict[str, Any]:
-    """
-    Raises:
-        ConfigError: the state is to be of low precision, and there is no GPU: Adam for that is TransformerEngine's.
+    """Raises:
+    ConfigError: the state is to be of low precision, and there is no GPU: Adam for that is TransformerEngine's.
     """
     flags = settings.model_flags
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -121,9 +120,8 @@ def _precisions(settings: MegatronTrainerSettings) -> dict[str, Any]:
 
 
 def _require_whole(weights: Sequence[Weight], trained: TrainedParameters) -> None:
-    """
-    Raises:
-        ConfigError: a regex matches, say, the queries of a matrix that holds keys and values, too.
+    """Raises:
+    ConfigError: a regex matches, say, the queries of a matrix that holds keys and values, too.
     """
     for pattern in (*trained.only, *trained.frozen):
         for weight in weights:

@@ -36,7 +36,7 @@ class RowSequences(PackedSeqParams):
 
 @dataclass(slots=True, frozen=True)
 class LaterTokens:
-    """What a prediction layer sees and predicts at each token of a row: with depth k, the token k further and the one after that."""
+    """What a MTP layer sees and predicts at each token of a row: with depth k, the token k further and the one after that."""
 
     input_ids: Tensor
     """[1, L] int64, of the same sequence; padding where it has ended."""
@@ -67,7 +67,7 @@ class PackedRow:
     source: Tensor
     """[L] int64, on the host: which of the micro-batch's tokens it is; -1 for padding."""
     later: tuple[LaterTokens, ...]
-    """Of each prediction layer that is to run, in their order."""
+    """Of each MTP layer that is to run, in their order."""
 
 
 def pack_row(
@@ -77,7 +77,7 @@ def pack_row(
     *,
     pad_multiple: int,
     num_tokens: int | None = None,
-    num_predictions: int = 0,
+    num_mtp_layers: int = 0,
     counts: bool = True,
 ) -> PackedRow:
     """The part of context-parallel rank `cp_rank`.
@@ -88,7 +88,7 @@ def pack_row(
         cp_rank: from 0 to `layout.cp` - 1.
         pad_multiple: tokens that T is a multiple of.
         num_tokens: T, where micro-batches or ranks must agree on it; not below `Layout.row_tokens` of any of them. None: that.
-        num_predictions: prediction layers that are to run.
+        num_mtp_layers: MTP layers that are to run.
         counts: off for a repeated micro-batch, whose tokens are padding to the routers, too.
     """
     device = tokens.input_ids.device
@@ -110,15 +110,14 @@ def pack_row(
         local_ids=local_ids,
         sequence_ids=_on(device, sequences if counts else np.full_like(sequences, -1)),
         source=torch.from_numpy(source),
-        later=tuple(_later_tokens(tokens, source, rows, depth) for depth in range(1, num_predictions + 1)),
+        later=tuple(_later_tokens(tokens, source, rows, depth) for depth in range(1, num_mtp_layers + 1)),
     )
 
 
 def _later_tokens(tokens: PackedTokens, source: Places, rows: Places, depth: int) -> LaterTokens:
-    """
-    Args:
-        source: as `_places` returns it, as `rows` is.
-        depth: how much further, from 1.
+    """Args:
+    source: as `_places` returns it, as `rows` is.
+    depth: how much further, from 1.
     """
     device = tokens.input_ids.device
     bounds = np.array(tokens.cu_seqlens)

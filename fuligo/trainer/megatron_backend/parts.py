@@ -59,9 +59,8 @@ class LocalWeight:
 
 
 def local_parts(weight: Weight, tensor: Tensor, index: int, count: int) -> tuple[LocalPart, ...]:
-    """
-    Args:
-        tensor: of the `index`-th of `count` ranks that share the weight, or the whole weight.
+    """Args:
+    tensor: of the `index`-th of `count` ranks that share the weight, or the whole weight.
     """
     rows = tensor.shape[0]
     if weight.is_vocabulary:  # padded so that the ranks can share it; what is added is not kept
@@ -125,9 +124,8 @@ class ParameterState:
 
     @torch.no_grad()
     def overwrite(self, tensors: dict[str, Tensor]) -> None:
-        """
-        Args:
-            tensors: those of `tensors()`, with other numbers.
+        """Args:
+        tensors: those of `tensors()`, with other numbers.
         """
         if isinstance(self.optimizer, DistributedOptimizer):  # else they are its memory
             self.optimizer._set_main_param_and_optimizer_states(self.parameter, {**self._held(), **tensors})

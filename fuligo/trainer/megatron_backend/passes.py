@@ -23,7 +23,7 @@ from fuligo.trainer.megatron_backend.data_parallel import wait_for
 from fuligo.trainer.megatron_backend.packed import PackedRow, pack_row
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.weights.local import unwrapped
-from fuligo.trainer.packing import MicroBatchPlan, Passage
+from fuligo.trainer.packing import MicroBatchPlan, MicroBatchSchedule
 from fuligo.types import TrainSample
 
 
@@ -45,7 +45,7 @@ def reports() -> bool:
 
 
 def run_rows(
-    chunks: Sequence[nn.Module], rows: list[Row], passage: Passage, at_the_end: Callable[..., Any], *, with_gradients: bool
+    chunks: Sequence[nn.Module], rows: list[Row], schedule: MicroBatchSchedule, at_the_end: Callable[..., Any], *, with_gradients: bool
 ) -> None:
     """All rows through all stages, in the schedule that the layout asks for.
 
@@ -64,7 +64,7 @@ def run_rows(
         data_iterator=[iter(rows) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(rows),
-        seq_length=passage.num_tokens or max(row.packed.num_tokens for row in rows),
+        seq_length=schedule.num_tokens or max(row.packed.num_tokens for row in rows),
         micro_batch_size=1,
         forward_only=not with_gradients,
         collect_non_loss_data=not with_gradients,
@@ -73,7 +73,7 @@ def run_rows(
 
 def rows_of(
     samples: Sequence[TrainSample],
-    passage: Passage,
+    schedule: MicroBatchSchedule,
     settings: MegatronTrainerSettings,
     device: torch.device,
     *,
@@ -81,7 +81,7 @@ def rows_of(
 ) -> list[Row]:
     cp_rank = parallel_state.get_context_parallel_rank()
     rows: list[Row] = []
-    for plan in passage.plans:
+    for plan in schedule.plans:
         inputs = inputs_of(plan)
         tokens = pack_tokens([samples[i] for i in plan.samples], device) if inputs is None else inputs.tokens
         packed = pack_row(
@@ -89,8 +89,8 @@ def rows_of(
             settings.layout,
             cp_rank,
             pad_multiple=settings.pad_multiple_tokens,
-            num_tokens=passage.num_tokens,
-            num_predictions=settings.prediction.num_layers if inputs is not None and settings.prediction.trained else 0,
+            num_tokens=schedule.num_tokens,
+            num_mtp_layers=settings.mtp.num_layers if inputs is not None and settings.mtp.trained else 0,
             counts=plan.counts,
         )
         rows.append(Row(plan, tokens, packed, inputs))

@@ -1,16 +1,17 @@
-"""`--custom-model-provider-path`: `(pre_process, post_process, vp_stage=None) -> PolicyModel`, and what it may call.
+"""Hook `--custom-model-provider-path`: `(pre_process, post_process, vp_stage=None) -> PolicyModel`.
 
-A provider changes what the model computes, not which weights it has: those are the checkpoint's, under the names and in the shapes of
-fuligo's own model, so that loading, saving and weight sync stay what they are.
+A provider changes what the model computes, not its weights: they keep the names and shapes of fuligo's own model, so that loading, saving
+and weight sync need no change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 from torch import nn
 
 from fuligo.config.hooks import load_hook
@@ -21,19 +22,16 @@ from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.weights.groups import rank_groups
 from fuligo.trainer.megatron_backend.weights.local import local_weights
 
-if TYPE_CHECKING:
-    from fuligo.trainer.megatron_backend.model import PolicyModel
-
 FLAG = "custom_model_provider_path"
 _OPTION = "--custom-model-provider-path"
 _NUM_LISTED = 3
 
-BuildStage = Callable[[bool, bool, int | None], "PolicyModel"]
-_default: ContextVar[BuildStage] = ContextVar("default_model")
+M = TypeVar("M", bound=GPTModel)
+_default: ContextVar[Callable[[bool, bool, int | None], GPTModel]] = ContextVar("default_model")
 
 
-def default_model(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> PolicyModel:
-    """The stage as fuligo builds it without a provider, to be changed; on the device, with random weights.
+def default_model(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> GPTModel:
+    """Build the stage that fuligo builds without a provider: a `PolicyModel` on the device, with random weights, to be changed.
 
     For use inside a provider, which passes its own arguments on. Megatron's configuration of the model is its `config`.
     """
@@ -41,19 +39,24 @@ def default_model(pre_process: bool, post_process: bool, vp_stage: int | None = 
 
 
 def provided_model(
-    path: str, build_default: BuildStage, kind: type[PolicyModel], pre_process: bool, post_process: bool, vp_stage: int | None
-) -> PolicyModel:
-    """What the provider at `path` returns.
+    path: str,
+    build_default: Callable[[bool, bool, int | None], M],
+    kind: type[M],
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+) -> M:
+    """Call the provider at `path` and check what it returns.
 
     Args:
-        build_default: what `default_model` is while it runs.
-        kind: what it must return.
+        build_default: called by `default_model` while the provider runs.
+        kind: class of the model that it must return.
         pre_process: the stage has the embedding.
-        post_process: it has the final norm, the head and the prediction layers.
-        vp_stage: which of the rank's interleaved stages; None: it has one.
+        post_process: the stage has the final norm, the head and the MTP layers.
+        vp_stage: number among the rank's interleaved stages; None: the rank has one stage.
 
     Raises:
-        ConfigError: it cannot be imported, or returns something else.
+        ConfigError: the provider cannot be imported, or returns another kind of model or another stage.
     """
     provider = load_hook(FLAG, path)
     token = _default.set(build_default)
@@ -63,20 +66,22 @@ def provided_model(
         _default.reset(token)
     if not isinstance(model, kind):
         raise ConfigError(
-            f"{_OPTION} {path} returns a {type(model).__name__}; it must return a {kind.__name__}: what "
-            f"{__name__}.default_model gives, changed, or one of a class derived from it"
+            f"{_OPTION} {path} returns a {type(model).__name__}; it must return a {kind.__name__}: the "
+            f"(changed) result of {__name__}.default_model, or an instance of a subclass"
         )
     for name, asked in {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}.items():
         if getattr(model, name) != asked:
-            raise ConfigError(f"{_OPTION} {path} returns a stage with {name} {getattr(model, name)}, {asked} was asked for; pass it on")
+            raise ConfigError(
+                f"{_OPTION} {path} returns a stage with {name} {getattr(model, name)} instead of {asked}; pass the argument on"
+            )
     return model
 
 
 def require_weights(path: str, chunks: Sequence[nn.Module], settings: MegatronTrainerSettings) -> None:
-    """That the stages of all pipeline ranks together have the weights of the model that config.json describes. A collective.
+    """Check that the pipeline stages together have exactly the weights of the model that config.json describes. A collective.
 
     Raises:
-        ConfigError: one is missing or unknown; on every rank of the pipeline.
+        ConfigError: a weight is missing or unknown; on every rank of the pipeline.
     """
     names = names_of(read_config_json(settings.hf_checkpoint), str(settings.hf_checkpoint / "config.json"))
     pipeline, held = rank_groups().pipeline, list(local_weights(chunks))
@@ -84,14 +89,14 @@ def require_weights(path: str, chunks: Sequence[nn.Module], settings: MegatronTr
     dist.all_gather_object(of_stages, held, group=pipeline)
     there = {name for stage in of_stages for name in stage}
     experts = {weight.expert for name in there if (weight := names.by_megatron_name.get(name)) is not None}
-    wanted = [weight.megatron for weight in names.weights(settings.prediction.num_layers) if weight.expert in experts | {None}]
+    wanted = [weight.megatron for weight in names.weights(settings.mtp.num_layers) if weight.expert in experts | {None}]
     for problem, found in {
-        "has weights that the checkpoint has no place for": sorted(there - names.by_megatron_name.keys()),
+        "has weights that are not in the checkpoint": sorted(there - names.by_megatron_name.keys()),
         "lacks weights of the checkpoint": [name for name in wanted if name not in there],
     }.items():
         if found:
             more = f" and {len(found) - _NUM_LISTED} more" if len(found) > _NUM_LISTED else ""
             raise ConfigError(
                 f"{_OPTION} {path}: the model {problem}: {', '.join(found[:_NUM_LISTED])}{more}; "
-                "replace modules by others with weights of the same names and shapes"
+                "the modules of a provider must have weights of the same names and shapes"
             )

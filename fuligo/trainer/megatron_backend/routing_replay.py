@@ -119,7 +119,7 @@ class RecordedPart:
 
 
 def replayed_routers(chunks: Iterable[nn.Module], shape: RoutingShape) -> dict[int, PackedRouter]:
-    """This rank's, by the number of their layer among the M with experts; without those of prediction layers, which no engine records."""
+    """This rank's, by the number of their layer among the M with experts; without those of MTP layers, which no engine records."""
     found: dict[int, PackedRouter] = {}
     for chunk in chunks:
         for module in unwrapped(chunk).decoder.modules():

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from fuligo.layout.megatron import Layout
 from fuligo.models.architecture import Architecture
 from fuligo.models.routing import RoutingShape
-from fuligo.trainer.packing import Capacity, Cost, Passage, pack
+from fuligo.trainer.packing import Capacity, Cost, MicroBatchSchedule, pack
 from fuligo.trainer.ranks.settings import TrainerSettings
 
 
@@ -25,7 +25,7 @@ class Recomputation:
 
 
 @dataclass(slots=True, frozen=True)
-class PredictionLayers:
+class MTPSettings:
     """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
 
     num_layers: int = 0
@@ -76,7 +76,7 @@ class MegatronTrainerSettings(TrainerSettings):
     model_provider: str | None = None
     """Path of a function that builds the stages (`provider`); None: fuligo does."""
     recomputation: Recomputation = field(default_factory=Recomputation)
-    prediction: PredictionLayers = field(default_factory=PredictionLayers)
+    mtp: MTPSettings = field(default_factory=MTPSettings)
     optimizer_place: OptimizerPlace = field(default_factory=OptimizerPlace)
     dispatcher: Literal["allgather", "alltoall", "flex"] = "allgather"
     """How tokens reach their experts."""
@@ -113,7 +113,7 @@ class MegatronTrainerSettings(TrainerSettings):
     def replica_of(self, rank: int) -> int:
         return self.layout.replica_of(rank)
 
-    def passages(self, lengths: Sequence[int], capacity: Capacity, balance_by: Cost | None) -> list[Passage]:
+    def micro_batch_schedules(self, lengths: Sequence[int], capacity: Capacity, balance_by: Cost | None) -> list[MicroBatchSchedule]:
         """As of every trainer; every row of all replicas is as long as the longest where that is needed."""
         layout = self.layout
         # The interleaved schedule goes through its stages in groups of as many micro-batches as there are pipeline ranks.
@@ -123,7 +123,7 @@ class MegatronTrainerSettings(TrainerSettings):
         if self._needs_equal_rows:
             rows = ([lengths[i] - 1 for i in plan.samples] for plans in replicas for plan in plans)
             longest = max(layout.row_tokens(row, self.pad_multiple_tokens) for row in rows)
-        return [Passage(plans, longest) for plans in replicas]
+        return [MicroBatchSchedule(plans, longest) for plans in replicas]
 
     @property
     def _needs_equal_rows(self) -> bool:

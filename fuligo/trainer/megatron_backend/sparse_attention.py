@@ -40,9 +40,8 @@ class RowPlaces:
 
 @functools.lru_cache(maxsize=8)
 def row_places(cu_seqlens: tuple[int, ...], cp: int, cp_rank: int) -> RowPlaces:
-    """
-    Args:
-        cu_seqlens: where the row's sequences start, rising from 0 to T; each length a multiple of 2 * cp where cp > 1.
+    """Args:
+    cu_seqlens: where the row's sequences start, rising from 0 to T; each length a multiple of 2 * cp where cp > 1.
     """
     positions = torch.cat([zigzag(end - start, cp) for start, end in pairwise(cu_seqlens)], dim=1)
     lengths = torch.tensor(cu_seqlens).diff()

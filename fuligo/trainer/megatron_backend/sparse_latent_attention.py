@@ -37,9 +37,8 @@ _KEY_NORM_EPSILON = 1e-6
 
 
 def sparse_latent_attention(modules: BackendSpecProvider, sparse: SparseLayers, number: int | None) -> ModuleSpec:
-    """
-    Args:
-        number: of the layer, counted from 0; None for a prediction layer, which computes a choice of its own.
+    """Args:
+    number: of the layer, counted from 0; None for a MTP layer, which computes a choice of its own.
     """
     dense = latent_attention(modules, norms_apart=True)
     assert isinstance(dense.submodules, MLASelfAttentionSubmodules)
@@ -64,8 +63,7 @@ class Indexer(nn.Module):
         self.linear_weights_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False, **made)
 
     def forward(self, hidden: Tensor, q_compressed: Tensor, angles: Tensor, mscale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """
-        Args:
+        """Args:
             hidden: [n, E]
             q_compressed: [n, q_lora_rank] normed.
             angles: as `rotate` takes them.
@@ -136,8 +134,7 @@ class SparseLatentAttention(LatentAttention):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: Tensor, attention_mask: None, *, packed_seq_params: PackedSeqParams, **_: object
     ) -> tuple[Tensor, Tensor | None]:
-        """
-        Args:
+        """Args:
             hidden_states: [L, 1, E] this rank's pieces of every sequence, in their order; L / tp under sequence parallelism.
             attention_mask: None; sequences, causality and choice say it all.
             packed_seq_params: of the whole row.
@@ -254,10 +251,9 @@ def freeze_indexers(model: nn.Module) -> None:
 
 
 def refuse_unsupported_sparsity(config: TransformerConfig, settings: MegatronTrainerSettings) -> None:
-    """
-    Raises:
-        ConfigError: a stage begins with a layer that takes over the choice of one in the stage before, or up-projections that are never
-            computed are to be recomputed.
+    """Raises:
+    ConfigError: a stage begins with a layer that takes over the choice of one in the stage before, or up-projections that are never
+        computed are to be recomputed.
     """
     sparse, layout = settings.sparse_layers, settings.layout
     if sparse is None:

@@ -171,9 +171,8 @@ class _Counters:
 
     @classmethod
     def read(cls, file: Path) -> _Counters:
-        """
-        Raises:
-            CheckpointError: it cannot be read, or another version or backend wrote it.
+        """Raises:
+        CheckpointError: it cannot be read, or another version or backend wrote it.
         """
         try:
             content = json.loads(file.read_text())
@@ -195,9 +194,8 @@ class _Opened:
 
     @classmethod
     def of(cls, directory: Path, state: MegatronState, world: World) -> _Opened:
-        """
-        Raises:
-            CheckpointError: a file is missing or truncated, or the checkpoint belongs to another model.
+        """Raises:
+        CheckpointError: a file is missing or truncated, or the checkpoint belongs to another model.
         """
         saved = _Counters.read(directory / COUNTERS)
         tensors, weights = DistributedTensors(directory), held_weights(state.chunks, state.names)

@@ -27,7 +27,7 @@ def compute_value_gradients(
         clip: distance from the old values.
     """
     samples = step.samples
-    rows = rows_of(samples.samples, step.passage, settings, device, inputs_of=lambda plan: samples.micro_batch(plan, device))
+    rows = rows_of(samples.samples, step.schedule, settings, device, inputs_of=lambda plan: samples.micro_batch(plan, device))
     results: list[Objective] = []
 
     def loss_of(chunk: nn.Module, row: Row, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -38,7 +38,7 @@ def compute_value_gradients(
         return result.loss, torch.zeros((), dtype=torch.int), {}
 
     begin_step(chunks, samples.num_tokens)
-    run_rows(chunks, rows, step.passage, loss_of, with_gradients=True)
+    run_rows(chunks, rows, step.schedule, loss_of, with_gradients=True)
     take_balance_loss(chunks)  # it trains the routers here as it does in the policy, and is a metric there
     if not reports():
         return None
@@ -52,7 +52,7 @@ def compute_values(
     chunks: Sequence[nn.Module], share: ScoreShare, settings: MegatronTrainerSettings, device: torch.device
 ) -> dict[int, FloatArray]:
     """[R] of this replica's samples by position among all, on the rank that `reports`. A collective."""
-    rows = rows_of(share.samples, share.passage, settings, device, inputs_of=lambda _: None)
+    rows = rows_of(share.samples, share.schedule, settings, device, inputs_of=lambda _: None)
     found: dict[int, FloatArray] = {}
 
     def keep(chunk: nn.Module, row: Row, hidden: Tensor, *, non_loss_data: bool = True) -> None:
@@ -62,7 +62,7 @@ def compute_values(
             columns = values.cpu().split(row.tokens.response_lengths)
             found.update((share.positions[i], column.numpy()) for i, column in zip(row.plan.samples, columns, strict=True))
 
-    run_rows(chunks, rows, share.passage, keep, with_gradients=False)
+    run_rows(chunks, rows, share.schedule, keep, with_gradients=False)
     return found
 
 

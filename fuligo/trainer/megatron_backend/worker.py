@@ -216,7 +216,7 @@ class MegatronRankWorker:
 
     def _optimizer_steps(self, step: StepShare) -> tuple[list[StepGradients | None], dict[str, float]]:
         """The value model's, then the policy's; what each gave, that of the policy last."""
-        num_micro_batches = len(step.passage.plans)
+        num_micro_batches = len(step.schedule.plans)
         found: list[StepGradients | None] = []
         metrics: dict[str, float] = {}
         if self.critic is not None:

@@ -16,7 +16,7 @@ from fuligo.types import FloatArray, StepResult
 if TYPE_CHECKING:
     from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
     from fuligo.trainer.packing import Cost
-    from fuligo.trainer.ranks.executor import RankExecutor
+    from fuligo.trainer.ranks.rank import Rank
     from fuligo.trainer.ranks.settings import TrainerSettings
     from fuligo.trainer.ranks.world import Rendezvous
     from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare
@@ -37,7 +37,7 @@ class Command(ABC, Generic[R_co]):
     """Runs in the rank's compute thread after the commands before it; else at once, in a thread of its own."""
 
     @abstractmethod
-    def run(self, rank: RankExecutor) -> R_co | None:
+    def run(self, rank: Rank) -> R_co | None:
         """Carry the command out in the rank's process."""
 
 
@@ -48,7 +48,7 @@ class Ping(Command[None]):
     name = "ping"
     is_queued = False
 
-    def run(self, rank: RankExecutor) -> None:
+    def run(self, rank: Rank) -> None:
         pass
 
 
@@ -58,7 +58,7 @@ class OpenRendezvous(Command["Rendezvous"]):
 
     name = "start"
 
-    def run(self, rank: RankExecutor) -> Rendezvous:
+    def run(self, rank: Rank) -> Rendezvous:
         return rank.open_rendezvous()
 
 
@@ -71,7 +71,7 @@ class Load(Command["Cost | None"]):
     rendezvous: Rendezvous | None
     """None: the rank is alone."""
 
-    def run(self, rank: RankExecutor) -> Cost | None:
+    def run(self, rank: Rank) -> Cost | None:
         return rank.load(self.settings, self.rendezvous)
 
 
@@ -82,7 +82,7 @@ class Score(Command["list[SampleScores]"]):
     name = "score"
     share: ScoreShare
 
-    def run(self, rank: RankExecutor) -> list[SampleScores] | None:
+    def run(self, rank: Rank) -> list[SampleScores] | None:
         return rank.worker.score(self.share)
 
 
@@ -93,7 +93,7 @@ class Logprobs(Command[list[FloatArray]]):
     name = "logprobs"
     share: ScoreShare
 
-    def run(self, rank: RankExecutor) -> list[FloatArray] | None:
+    def run(self, rank: Rank) -> list[FloatArray] | None:
         return rank.worker.logprobs(self.share)
 
 
@@ -104,7 +104,7 @@ class Train(Command[StepResult]):
     name = "train"
     steps: Sequence[StepShare]
 
-    def run(self, rank: RankExecutor) -> StepResult:
+    def run(self, rank: Rank) -> StepResult:
         return rank.worker.train(self.steps)
 
 
@@ -115,7 +115,7 @@ class SendWeights(Command["WeightManifest | Undelivered"]):
     name = "send_weights"
     target: WeightTarget
 
-    def run(self, rank: RankExecutor) -> WeightManifest | Undelivered | None:
+    def run(self, rank: Rank) -> WeightManifest | Undelivered | None:
         return rank.worker.send_weights(self.target)
 
 
@@ -126,7 +126,7 @@ class Save(Command[None]):
     name = "save"
     directory: Path
 
-    def run(self, rank: RankExecutor) -> None:
+    def run(self, rank: Rank) -> None:
         rank.worker.save(self.directory)
 
 
@@ -137,7 +137,7 @@ class BeginSave(Command[None]):
     name = "begin_save"
     directory: Path
 
-    def run(self, rank: RankExecutor) -> None:
+    def run(self, rank: Rank) -> None:
         rank.saving = rank.worker.begin_save(self.directory)
 
 
@@ -148,7 +148,7 @@ class EndSave(Command[None]):
     name = "end_save"
     is_queued = False
 
-    def run(self, rank: RankExecutor) -> None:
+    def run(self, rank: Rank) -> None:
         assert rank.saving is not None, "BeginSave first"
         rank.saving.result()
 
@@ -160,7 +160,7 @@ class Restore(Command[None]):
     name = "restore"
     directory: Path
 
-    def run(self, rank: RankExecutor) -> None:
+    def run(self, rank: Rank) -> None:
         rank.worker.restore(self.directory)
 
 
@@ -170,7 +170,7 @@ class Offload(Command[None]):
 
     name = "offload"
 
-    def run(self, rank: RankExecutor) -> None:
+    def run(self, rank: Rank) -> None:
         rank.worker.offload()
 
 
@@ -180,7 +180,7 @@ class Onload(Command[None]):
 
     name = "onload"
 
-    def run(self, rank: RankExecutor) -> None:
+    def run(self, rank: Rank) -> None:
         rank.worker.onload()
 
 
@@ -190,7 +190,7 @@ class Leave(Command[None]):
 
     name = "close"
 
-    def run(self, rank: RankExecutor) -> None:
+    def run(self, rank: Rank) -> None:
         rank.leave()
 
 

@@ -142,7 +142,7 @@ def serve(connection: Connection, executor: RankExecutor) -> None:
     sending = threading.Lock()
 
     def send(number: int, answered: Future[Answer[Any]]) -> None:
-        message = pickle.dumps((number, answered.result().for_driver(executor.rank)))
+        message = pickle.dumps((number, answered.result().for_driver(executor.rank.number)))
         with sending, suppress(OSError):
             connection.send_bytes(message)
 
@@ -155,5 +155,5 @@ def serve(connection: Connection, executor: RankExecutor) -> None:
     with suppress(EOFError, OSError):
         while True:
             serve_next()
-    if not executor.has_left:
+    if not executor.rank.has_left:
         os._exit(1)

@@ -60,12 +60,12 @@ class InProcessRank(RankHandle):
     """A rank that computes in a thread of this process. Its unexpected errors keep their type and traceback."""
 
     def __init__(self, executor: RankExecutor, host: str) -> None:
-        super().__init__(executor.rank, host)
+        super().__init__(executor.rank.number, host)
         self._executor = executor
 
     @property
     def worker(self) -> RankWorker:
-        return self._executor.worker
+        return self._executor.rank.worker
 
     async def run(self, command: SharedCommand[R]) -> Answer[R]:
         work: Command[R] = command.command

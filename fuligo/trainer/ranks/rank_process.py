@@ -16,8 +16,9 @@ def main() -> None:
 
     from fuligo.trainer.ranks.connected import serve
     from fuligo.trainer.ranks.executor import RankExecutor
+    from fuligo.trainer.ranks.rank import Rank
 
-    serve(Connection(options.connection), RankExecutor(options.rank, options.size))
+    serve(Connection(options.connection), RankExecutor(Rank(options.rank, options.size)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.trainer.objective import LossSettings
-from fuligo.trainer.packing import Capacity, Cost, Passage, pack
+from fuligo.trainer.packing import Capacity, Cost, MicroBatchSchedule, pack
 from fuligo.trainer.schedule import LearningRateSchedule
 
 
@@ -138,7 +138,7 @@ class TrainerSettings:
         """Which data-parallel replica a rank is part of; the ranks of one compute the same samples."""
         return rank
 
-    def passages(self, lengths: Sequence[int], capacity: Capacity, balance_by: Cost | None) -> list[Passage]:
+    def micro_batch_schedules(self, lengths: Sequence[int], capacity: Capacity, balance_by: Cost | None) -> list[MicroBatchSchedule]:
         """What each data-parallel replica computes of samples that go through the model together.
 
         Args:
@@ -149,4 +149,4 @@ class TrainerSettings:
         Raises:
             TrainerError: there are fewer samples than replicas.
         """
-        return [Passage(plans) for plans in pack(lengths, capacity, num_ranks=self.num_ranks, balance_by=balance_by)]
+        return [MicroBatchSchedule(plans) for plans in pack(lengths, capacity, num_ranks=self.num_ranks, balance_by=balance_by)]

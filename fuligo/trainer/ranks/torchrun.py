@@ -21,6 +21,7 @@ from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.connected import ConnectedRank, serve
 from fuligo.trainer.ranks.executor import RankExecutor
 from fuligo.trainer.ranks.handle import InProcessRank, RankHandle
+from fuligo.trainer.ranks.rank import Rank
 from fuligo.trainer.ranks.world import Rendezvous
 
 CONNECT_TIMEOUT_S = 300.0
@@ -74,7 +75,7 @@ async def connect_ranks(place: TorchrunPlace, size: int) -> list[RankHandle]:
             f"torchrun started {place.size} processes, but the flags ask for {size} trainer ranks; set --actor-num-nodes and "
             "--actor-num-gpus-per-node to what torchrun starts"
         )
-    executor = RankExecutor(0, size, rendezvous=place.rendezvous, store=place.host_store())
+    executor = RankExecutor(Rank(0, size, rendezvous=place.rendezvous, store=place.host_store()))
     connecting = ComputeThread("torchrun-ranks")  # a daemon: a rank that never connects does not keep this process from ending
     try:
         others = await asyncio.wrap_future(connecting.submit(lambda: _accept_all(place)))
@@ -87,7 +88,7 @@ def follow(place: TorchrunPlace) -> None:
     """Be a rank other than the first until the driver ends."""
     connection = _connect(place)
     connection.send((place.rank, socket.gethostname()))
-    serve(connection, RankExecutor(place.rank, place.size))
+    serve(connection, RankExecutor(Rank(place.rank, place.size)))
 
 
 def _accept_all(place: TorchrunPlace) -> list[ConnectedRank]:

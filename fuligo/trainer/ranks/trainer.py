@@ -33,6 +33,7 @@ from fuligo.trainer.ranks.commands import (
 from fuligo.trainer.ranks.connected import ConnectedRank, start_process
 from fuligo.trainer.ranks.executor import RankExecutor
 from fuligo.trainer.ranks.handle import InProcessRank, RankHandle
+from fuligo.trainer.ranks.rank import Rank
 from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.ranks.torchrun import connect_ranks, torchrun_place
 from fuligo.trainer.ranks.worker import RankWorker
@@ -204,4 +205,4 @@ async def _start_local_ranks(size: int) -> list[RankHandle]:
     if place is not None:
         return await connect_ranks(place, size)
     host = socket.gethostname()
-    return [InProcessRank(RankExecutor(0, size), host), *(start_process(rank, size, host) for rank in range(1, size))]
+    return [InProcessRank(RankExecutor(Rank(0, size)), host), *(start_process(rank, size, host) for rank in range(1, size))]

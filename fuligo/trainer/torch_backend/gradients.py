@@ -33,7 +33,7 @@ def compute_gradients(policy: PolicyFn, step: StepShare, *, settings: LossSettin
     losses: list[Tensor] = []
     scores: dict[int, TokenScores] = {}
     num_tokens = 0
-    for plan in step.passage.plans:
+    for plan in step.schedule.plans:
         inputs = step.samples.micro_batch(plan, device)
         outputs = policy(inputs.tokens)
         result = objective(loss_inputs(inputs, outputs, settings), settings)
@@ -55,7 +55,7 @@ def compute_value_gradients(value_model: ValueFn, step: StepShare, *, clip: floa
     sums: list[MetricSums] = []
     losses: list[Tensor] = []
     num_tokens = 0
-    for plan in step.passage.plans:
+    for plan in step.schedule.plans:
         inputs = step.samples.micro_batch(plan, device)
         result = value_objective(value_model(inputs.tokens), inputs, clip)
         result.loss.backward()

@@ -127,9 +127,8 @@ def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
 
 
 def require_whole(directory: Path, lacking: Mapping[str, str]) -> None:
-    """
-    Raises:
-        CheckpointError: something is lacking.
+    """Raises:
+    CheckpointError: something is lacking.
     """
     if lacking:
         some = ", ".join(sorted(lacking.values())[:5])

@@ -160,8 +160,7 @@ class _Saved:
 
     @classmethod
     def open(cls, learner: Learner, progress: Progress, *, weights: TensorFiles, directory: Path) -> _Saved:
-        """
-        Args:
+        """Args:
             directory: of the optimizer's state.
 
         Raises:

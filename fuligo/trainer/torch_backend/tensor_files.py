@@ -44,9 +44,8 @@ class TensorFiles:
     """What `write_tensors` wrote; opening it reads and checks headers only."""
 
     def __init__(self, directory: Path, *, stem: str = "model") -> None:
-        """
-        Raises:
-            CheckpointError: the index or a file is missing, truncated, or lacks a tensor of the index.
+        """Raises:
+        CheckpointError: the index or a file is missing, truncated, or lacks a tensor of the index.
         """
         self._directory = directory
         index = directory / f"{stem}.safetensors.index.json"
@@ -70,9 +69,8 @@ class TensorFiles:
                     yield name, tensors.get_tensor(name)
 
     def check_shapes(self, expected: dict[str, tuple[int, ...]]) -> None:
-        """
-        Raises:
-            CheckpointError: it holds other names or shapes than `expected`.
+        """Raises:
+        CheckpointError: it holds other names or shapes than `expected`.
         """
         for name in sorted(expected.keys() | self.shapes.keys()):
             held, wanted = self.shapes.get(name), expected.get(name)

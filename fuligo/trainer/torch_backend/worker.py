@@ -97,8 +97,7 @@ class TorchRankWorker:
         return None if gathered is None else in_order(gathered)
 
     def train(self, steps: Sequence[StepShare]) -> StepResult:
-        """
-        Args:
+        """Args:
             steps: this rank's samples of each optimizer step.
 
         Raises:
@@ -203,7 +202,7 @@ class TorchRankWorker:
             of: what is wanted [N] of the model's outputs.
         """
         found: dict[int, FloatArray] = {}
-        for plan in share.passage.plans:
+        for plan in share.schedule.plans:
             tokens = pack_tokens([share.samples[i] for i in plan.samples], self.world.device)
             columns = of(model(tokens)).cpu().split(tokens.response_lengths)
             found |= {share.positions[i]: column.numpy() for i, column in zip(plan.samples, columns, strict=True)}

@@ -25,6 +25,7 @@ from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.connected import ConnectedRank, serve
 from fuligo.trainer.ranks.executor import RankExecutor
 from fuligo.trainer.ranks.handle import InProcessRank, RankHandle, RankLostError
+from fuligo.trainer.ranks.rank import Rank
 from fuligo.trainer.ranks.torchrun import TorchrunPlace, connect_ranks, follow
 from fuligo.trainer.ranks.world import Rendezvous
 
@@ -55,9 +56,9 @@ class Worker:
 
 
 def executor_of(rank: int, worker: Worker) -> RankExecutor:
-    executor = RankExecutor(rank, 2)
-    executor._worker = worker  # pyright: ignore[reportAttributeAccessIssue]
-    return executor
+    there = Rank(rank, 2)
+    there._worker = worker  # pyright: ignore[reportAttributeAccessIssue]
+    return RankExecutor(there)
 
 
 def soon(condition: Callable[[], bool]) -> bool:
@@ -116,7 +117,7 @@ class Fail(Command[None]):
     name = "fail"
     error: Exception
 
-    def run(self, rank: RankExecutor) -> None:
+    def run(self, rank: Rank) -> None:
         raise self.error
 
 
@@ -207,6 +208,6 @@ async def test_a_process_without_torchruns_secret_gets_no_rank(monkeypatch: pyte
 
 
 def test_leave_can_be_sent_to_a_rank_that_was_never_loaded() -> None:
-    executor = RankExecutor(0, 1)
+    executor = RankExecutor(Rank(0, 1))
     assert executor.answer(Leave, is_queued=True).result(10).error is None
-    assert executor.has_left
+    assert executor.rank.has_left

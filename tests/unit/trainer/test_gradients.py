@@ -10,7 +10,7 @@ import torch
 
 from fuligo.algorithms.off_policy import Correction
 from fuligo.trainer.objective import KlLoss, LossSettings
-from fuligo.trainer.packing import Capacity, MicroBatchPlan, Passage
+from fuligo.trainer.packing import Capacity, MicroBatchPlan, MicroBatchSchedule
 from fuligo.trainer.ranks.settings import OptimizerSettings
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.schedule import LearningRateSchedule
@@ -103,7 +103,7 @@ def test_a_repeated_micro_batch_weighs_nothing(worker, batch):
     want = gradient(worker, batch, LOSSES["grpo"], Capacity())
     for padded in ([*plans, MicroBatchPlan((3,), counts=False)], [MicroBatchPlan((0, 8), counts=False), *plans]):
         worker.optimizer.zero_grad()
-        step = StepShare(StepSamples.of(batch, 0, LOSSES["grpo"]), Passage(padded))
+        step = StepShare(StepSamples.of(batch, 0, LOSSES["grpo"]), MicroBatchSchedule(padded))
         result = compute_gradients(worker.policy, step, settings=LOSSES["grpo"], device=worker.world.device)
         assert_same({name: p.grad for name, p in worker.policy.model.named_parameters()}, want)
         assert result.num_tokens == sum(len(s.tokens) - 1 for s in batch.samples)

@@ -66,13 +66,13 @@ def test_replicas_take_what_is_planned_for_all_and_together_every_sample(setting
     batch = train_batches.batch(samples(), num_steps=2)
     of_replicas = step_shares(batch, settings, balance_by)
     for step, positions in enumerate(batch.steps):
-        planned = settings.passages([len(batch.samples[i].tokens) for i in positions], settings.capacity, balance_by)
+        planned = settings.micro_batch_schedules([len(batch.samples[i].tokens) for i in positions], settings.capacity, balance_by)
         shares = [of_replica[step] for of_replica in of_replicas]
-        for passage, share in zip(planned, shares, strict=True):
-            meant = [[positions[i] for i in plan.samples] for plan in passage.plans]
-            assert [[share.samples.positions[i] for i in plan.samples] for plan in share.passage.plans] == meant
-            assert [plan.counts for plan in share.passage.plans] == [plan.counts for plan in passage.plans]
-            assert share.passage.num_tokens == passage.num_tokens
+        for schedule, share in zip(planned, shares, strict=True):
+            meant = [[positions[i] for i in plan.samples] for plan in schedule.plans]
+            assert [[share.samples.positions[i] for i in plan.samples] for plan in share.schedule.plans] == meant
+            assert [plan.counts for plan in share.schedule.plans] == [plan.counts for plan in schedule.plans]
+            assert share.schedule.num_tokens == schedule.num_tokens
             assert set(share.samples.positions) == {i for row in meant for i in row}, "no sample that it does not compute"
             assert all(sample is batch.samples[i] for sample, i in zip(share.samples.samples, share.samples.positions, strict=True))
         assert {i for share in shares for i in share.samples.positions} == set(positions)
@@ -85,7 +85,7 @@ def test_samples_are_scored_by_the_replica_that_has_them(settings: TrainerSettin
     found = [
         {
             share.positions[i]: SampleScores(old_logprobs=np.full(1, share.samples[i].index, np.float32))
-            for plan in share.passage.plans
+            for plan in share.schedule.plans
             for i in plan.samples
         }
         for share in shares

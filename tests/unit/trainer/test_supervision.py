@@ -35,7 +35,7 @@ class ScriptedRank(RankHandle):
 
 RANKS = [ScriptedRank(rank) for rank in range(3)]
 ECHO: Answer[Any] = Answer(error=UnexpectedError("RuntimeError: connection closed by peer"))
-HANGS_S = 60.0
+HANGS_S = 600.0
 
 
 @pytest.fixture(autouse=True)
@@ -51,18 +51,18 @@ async def says(answer: Answer[Any] | RankLostError, after_s: float = 0.0) -> Ans
     return answer
 
 
-async def failure(*answers: Coroutine[Any, Any, Any], timeout_s: float = 5.0) -> str:
+async def failure(*answers: Coroutine[Any, Any, Any], timeout_s: float = 120.0) -> str:
     with pytest.raises(TrainerError) as raised:
         await finish("train", RANKS, answers, timeout_s=timeout_s)
     return str(raised.value)
 
 
 async def test_the_result_is_rank_0s_when_all_have_answered() -> None:
-    done = asyncio.create_task(finish("train", RANKS, [says(Answer("result")), says(Answer()), says(Answer(), 0.1)], timeout_s=5))
+    done = asyncio.create_task(finish("train", RANKS, [says(Answer("result")), says(Answer()), says(Answer(), 0.1)], timeout_s=120))
     await asyncio.sleep(0.05)
     assert not done.done(), "rank 2 has not answered"
     assert await done == "result"
-    assert await finish("train", RANKS[:1], [says(Answer("alone"))], timeout_s=5) == "alone"
+    assert await finish("train", RANKS[:1], [says(Answer("alone"))], timeout_s=120) == "alone"
 
 
 async def test_ranks_that_are_slower_than_others_are_not_polled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,12 +75,13 @@ async def test_ranks_that_are_slower_than_others_are_not_polled(monkeypatch: pyt
         return await wait(*arguments, **options)
 
     monkeypatch.setattr(asyncio, "wait", counted)
-    await finish("train", RANKS, [says(Answer("result"), 0.2), says(Answer()), says(Answer(), 0.1)], timeout_s=5)
+    await finish("train", RANKS, [says(Answer("result"), 0.2), says(Answer()), says(Answer(), 0.1)], timeout_s=120)
     assert num_waits <= len(RANKS) + 1, "the driver's loop would have no time for anything else"
 
 
-async def test_a_lost_rank_is_the_cause_of_everything_else() -> None:
+async def test_a_lost_rank_is_the_cause_of_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's collective breaks, and rank 2's too: both only because rank 1 is gone, which shows a moment later."""
+    monkeypatch.setattr(supervision, "GRACE_S", HANGS_S)
     lost = RankLostError("ended with exit code -9 (killed, often because memory ran out)")
     said = await failure(says(Answer(error=RuntimeError("connection closed by peer"))), says(lost, 0.1), says(ECHO))
     assert "trainer rank 1 on 10.0.0.1 ended with exit code -9 (killed, often because memory ran out) during `train`" in said
@@ -90,7 +91,7 @@ async def test_a_lost_rank_is_the_cause_of_everything_else() -> None:
 
 async def test_a_lost_rank_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "GRACE_S", HANGS_S)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         assert "rank 2 on 10.0.0.2 is gone" in await failure(
             says(Answer(), HANGS_S), says(Answer(), HANGS_S), says(RankLostError("is gone"))
         )
@@ -121,15 +122,15 @@ async def test_what_all_ranks_refuse_keeps_its_text_and_type() -> None:
     error = CheckpointError("the checkpoint is of another model")
     refused: Answer[Any] = Answer(error=CheckpointError(str(error)))
     with pytest.raises(CheckpointError) as raised:
-        await finish("restore", RANKS, [says(Answer(error=error)), says(refused), says(refused)], timeout_s=5)
+        await finish("restore", RANKS, [says(Answer(error=error)), says(refused), says(refused)], timeout_s=120)
     assert raised.value is error
 
 
 async def test_an_unexpected_error_of_rank_0_alone_is_raised_as_it_is_in_this_process() -> None:
     with pytest.raises(ZeroDivisionError):
-        await finish("train", RANKS[:1], [says(Answer(error=ZeroDivisionError()))], timeout_s=5)
+        await finish("train", RANKS[:1], [says(Answer(error=ZeroDivisionError()))], timeout_s=120)
     with pytest.raises(TrainerError, match=r"trainer rank 0 on 10\.0\.0\.0 failed during `train`: RuntimeError"):
-        await finish("train", RANKS[:1], [says(ECHO)], timeout_s=5)
+        await finish("train", RANKS[:1], [says(ECHO)], timeout_s=120)
 
 
 async def test_heartbeat_names_a_rank_that_is_silent_or_gone() -> None:

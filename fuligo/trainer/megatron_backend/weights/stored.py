@@ -25,7 +25,7 @@ class StoredWeights:
     any thread may read.
 
     Args:
-        num_mtp_layers: prediction layers that the model has; the checkpoint may have more.
+        num_mtp_layers: MTP layers that the model has; the checkpoint may have more.
 
     Raises:
         CheckpointError: the files are damaged, or hold too little, too much, or other shapes than config.json says.
@@ -132,9 +132,7 @@ def _read_headers(directory: Path, names: ModelNames, num_mtp_layers: int) -> di
     if names.architecture.is_quantised:
         raise CheckpointError(f"{directory} stores quantised weights, which training cannot start from; give the checkpoint in bf16")
     if num_mtp_layers > len(names.architecture.mtp_layers):
-        raise CheckpointError(
-            f"--mtp-num-layers {num_mtp_layers}: {directory} has {len(names.architecture.mtp_layers)} multi-token-prediction layers"
-        )
+        raise CheckpointError(f"--mtp-num-layers {num_mtp_layers}: {directory} has {len(names.architecture.mtp_layers)} MTP layers")
     try:
         return read_stored_tensors(directory)
     except DamagedFileError as error:

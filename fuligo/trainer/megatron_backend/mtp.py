@@ -29,7 +29,7 @@ from fuligo.trainer.megatron_backend.packed import PackedRow
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 
 
-class PredictionLayer(MultiTokenPredictionLayer):
+class MTPLayer(MultiTokenPredictionLayer):
     """Joins each token's hidden state with the embedding of a later token, and transforms them as a layer of the model does."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -41,9 +41,8 @@ class PredictionLayer(MultiTokenPredictionLayer):
         packed_seq_params: PackedSeqParams,
         padding_mask: Tensor | None,
     ) -> Tensor:
-        """
-        Args:
-            hidden: [L, 1, E] after the final norm of the model, or of the prediction layer before; L / tp under sequence parallelism.
+        """Args:
+            hidden: [L, 1, E] after the final norm of the model, or of the MTP layer before; L / tp under sequence parallelism.
             embedded: as `hidden`, the embeddings of the later tokens.
             rotary_pos_emb: as for the model's layers.
             packed_seq_params: likewise.
@@ -69,28 +68,26 @@ class PredictionLayer(MultiTokenPredictionLayer):
         return run(hidden, embedded, rotary_pos_emb, padding_mask)
 
 
-def prediction_layers(num_layers: int, layer: ModuleSpec, modules: BackendSpecProvider) -> MultiTokenPredictionBlockSubmodules:
-    """
-    Args:
-        num_layers: for as many tokens further.
-        layer: of the model, the kind that each prediction layer contains.
-        modules: what layers are made of.
+def mtp_submodules(num_layers: int, layer: ModuleSpec, modules: BackendSpecProvider) -> MultiTokenPredictionBlockSubmodules:
+    """Args:
+    num_layers: for as many tokens further.
+    layer: of the model, the kind that each MTP layer contains.
+    modules: what layers are made of.
     """
     spec = get_mtp_layer_spec_for_backend(layer, modules)
-    spec.module = PredictionLayer
+    spec.module = MTPLayer
     return MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * num_layers)
 
 
 def refuse_idle_embedding(settings: MegatronTrainerSettings) -> None:
+    """Raises:
+    ConfigError: the last stage would hold the MTP layers' copy of the embedding, and Megatron wait for its gradient for ever.
     """
-    Raises:
-        ConfigError: the last stage would hold the prediction layers' copy of the embedding, and Megatron wait for its gradient for ever.
-    """
-    flags, prediction = settings.model_flags, settings.prediction
-    is_idle = prediction.num_layers > 0 and not prediction.trained and settings.layout.pp > 1
+    flags, mtp = settings.model_flags, settings.mtp
+    is_idle = mtp.num_layers > 0 and not mtp.trained and settings.layout.pp > 1
     if is_idle and flags.get("untie_embeddings_and_output_weights") and flags.get("overlap_grad_reduce"):
         raise ConfigError(
-            f"--overlap-grad-reduce with --mtp-num-layers {prediction.num_layers} and {settings.layout.pp} pipeline stages needs "
+            f"--overlap-grad-reduce with --mtp-num-layers {mtp.num_layers} and {settings.layout.pp} pipeline stages needs "
             "--enable-mtp-training: the last stage has a copy of the embedding for the layers, which gets no gradient without it"
         )
 
@@ -104,7 +101,7 @@ def predict(
     rotary_pos_emb: Tensor | None,
     padding_mask: Tensor | None,
 ) -> list[Tensor]:
-    """The hidden states of each prediction layer, which takes those of the layer before; [L, 1, E], or L / tp under sequence parallelism.
+    """The hidden states of each MTP layer, which takes those of the layer before; [L, 1, E], or L / tp under sequence parallelism.
 
     Args:
         block: one layer for each of `row.later`.
@@ -149,7 +146,7 @@ class _WithoutGradient(torch.autograd.Function):
         return torch.zeros_like(gradient)
 
 
-def prediction_loss(
+def mtp_loss(
     hidden: Tensor,
     weight: Tensor,
     row: PackedRow,
@@ -160,7 +157,7 @@ def prediction_loss(
     num_vocab: int,
     tp_group: dist.ProcessGroup,
 ) -> Tensor:
-    """Scalar: sum_k sum_n weights_n * -log p_k(token n) / K, the cross-entropy of response tokens of which prediction layer k sees all but
+    """Scalar: sum_k sum_n weights_n * -log p_k(token n) / K, the cross-entropy of response tokens of which MTP layer k sees all but
     the last k before. This context-parallel rank's part of the sum; not yet times `--mtp-loss-scaling-factor`.
 
     A token counts for layer k only where the position that it is predicted from lies within its own sequence. Logits are not tempered.
@@ -168,7 +165,7 @@ def prediction_loss(
     Args:
         hidden: [(1 + K) * L, E] what `PolicyModel.run` returns for `row`.
         weight: [V' / tp, E] of the output layer; detached where the loss is not to train it.
-        row: of K prediction layers.
+        row: of K MTP layers.
         targets: [N] the micro-batch's response tokens.
         weights: [N] float32 of each in the loss of the optimizer step; 0 where masked.
         chunk_tokens: tokens whose logits exist at a time.

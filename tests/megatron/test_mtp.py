@@ -13,7 +13,7 @@ from torch import Tensor
 from fuligo.errors import ConfigError
 from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.model_config import transformer_config
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, PredictionLayers, Recomputation
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, MTPSettings, OptimizerPlace, Recomputation
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.world import World
@@ -96,7 +96,7 @@ def prediction_settings(
         "loss": LOSS,
         "dispatcher": "alltoall",
         "optimizer_place": OptimizerPlace(distributed=False),
-        "prediction": PredictionLayers(len(reference.model.layers), trained=trained, loss_scale=SCALE, joint=joint),
+        "mtp": MTPSettings(len(reference.model.layers), trained=trained, loss_scale=SCALE, joint=joint),
     }
     return settings_of(reference.directory, layout, **{**given, **overrides})
 
@@ -137,9 +137,7 @@ def test_else_their_loss_trains_the_layers_alone(pool: RankPool, references, lay
     """The model's own gradients are those without MTP layers; the layers' gradients are those of joint training."""
     reference, shape = references("mimo", 2), LAYOUTS[layout]
     apart, *_ = pool.run(shape.num_ranks, megatron_gradients, prediction_settings(reference, shape, joint=False, **overrides), batch())
-    without, *_ = pool.run(
-        shape.num_ranks, megatron_gradients, prediction_settings(reference, shape, prediction=PredictionLayers()), batch()
-    )
+    without, *_ = pool.run(shape.num_ranks, megatron_gradients, prediction_settings(reference, shape, mtp=MTPSettings()), batch())
     assert apart is not None and without is not None
     layers = {name: gradient for name, gradient in reference.model.gradients().items() if ".mtp_layers." in name}
     assert_gradients_agree(apart, without | layers)
@@ -191,7 +189,7 @@ def untrained(world: World, settings: MegatronTrainerSettings, of: TrainBatch) -
 def test_layers_that_are_not_trained_stay_as_they_are_and_leave_the_model_alone(pool: RankPool, references) -> None:
     reference = references("mimo", 1)
     (after, before), _ = pool.run(2, untrained, prediction_settings(reference, LAYOUTS["pp2"], trained=False), batch())
-    (without, _), _ = pool.run(2, untrained, prediction_settings(reference, LAYOUTS["pp2"], prediction=PredictionLayers()), batch())
+    (without, _), _ = pool.run(2, untrained, prediction_settings(reference, LAYOUTS["pp2"], mtp=MTPSettings()), batch())
     layers = {name for name in after if ".mtp_layers." in name}
     assert layers and after.keys() - layers == without.keys()
     for name, tensor in after.items():

@@ -1,0 +1,79 @@
+"""One rank in the process that computes it: what commands act on."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    from fuligo.trainer.packing import Cost
+    from fuligo.trainer.ranks.settings import TrainerSettings
+    from fuligo.trainer.ranks.worker import RankWorker
+    from fuligo.trainer.ranks.world import Rendezvous
+
+
+class Rank:
+    """A rank before and after it has a worker. Imports torch when it opens the rendezvous or loads.
+
+    Args:
+        host: address at which rank 0's rendezvous store listens
+        rendezvous: of a store that is already open (torchrun's); None: rank 0 opens one
+        store: that store, where this process serves it
+    """
+
+    def __init__(
+        self, number: int, size: int, *, host: str = "127.0.0.1", rendezvous: Rendezvous | None = None, store: TCPStore | None = None
+    ) -> None:
+        self.number = number
+        self.saving: Future[None] | None = None
+        """Of the last `BeginSave`."""
+        self.has_left = False
+        self._size = size
+        self._host = host
+        self._rendezvous = rendezvous
+        self._store = store
+        self._worker: RankWorker | None = None
+
+    @property
+    def worker(self) -> RankWorker:
+        assert self._worker is not None, "Load first"
+        return self._worker
+
+    def open_rendezvous(self) -> Rendezvous:
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+        from fuligo.trainer.ranks.world import Rendezvous
+
+        if self._rendezvous is None:
+            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+            self._rendezvous = Rendezvous(self._host, self._store.port)
+        return self._rendezvous
+
+    def load(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> Cost | None:
+        from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+        from fuligo.trainer.ranks import worker, world
+
+        joined = world.World()
+        if settings.needs_process_group:
+            store = HashStore() if rendezvous is None else rendezvous.connect()
+            joined = world.join_trainer(settings, self.number, self._size, store)
+        self._worker = worker.build_worker(settings, joined)
+        return self._worker.balance_by
+
+    def leave(self) -> None:
+        """Leave the process group; the process may form another one, for the next trainer."""
+        import torch.distributed as dist
+
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.has_left = True
+
+    def close_store(self) -> None:
+        """Close the rendezvous store, where this process serves it."""
+        self._store = None

@@ -69,7 +69,7 @@ def test_a_rank_that_is_killed_or_stops_ends_the_run_and_it_resumes(
     [
         (signal.SIGINT, True, INTERRUPTED),
         pytest.param(signal.SIGTERM, False, INTERRUPTED, marks=pytest.mark.slow),
-        (signal.SIGKILL, False, -signal.SIGKILL),
+        pytest.param(signal.SIGKILL, False, -signal.SIGKILL, marks=pytest.mark.slow),  # test_launch.py kills a driver of two nodes
     ],
     ids=["ctrl-c", "sigterm", "sigkill"],
 )

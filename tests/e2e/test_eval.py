@@ -30,7 +30,7 @@ def answers(directory: Path, num_rollouts: int) -> list[dict]:
     return pq.read_table(directory / "eval" / f"eval_{num_rollouts:06d}.parquet", columns=columns).to_pylist()
 
 
-@pytest.mark.parametrize("num_rollouts", [0, 1, 2])
+@pytest.mark.parametrize("num_rollouts", [0, 1, pytest.param(2, marks=pytest.mark.slow)])  # the test below has the newest
 def test_it_is_the_evaluation_of_the_run(num_rollouts: int, run_dir: Path, tmp_path: Path) -> None:
     """With the initial model, an earlier checkpoint and the newest one."""
     weights = {0: [], 1: ["--load", run_dir / "checkpoints", "--ckpt-step", 1], 2: ["--load", run_dir / "checkpoints"]}[num_rollouts]
@@ -48,6 +48,7 @@ def test_the_configuration_of_a_run_evaluates_its_checkpoints(run_dir: Path, tmp
     before = sorted(run_dir.rglob("*"))
     succeed("eval", "--config", run_dir / "config.yaml", "--load", run_dir / "checkpoints", "--run-dir", tmp_path / "eval")
     assert evaluations(tmp_path / "eval") == evaluations(run_dir)[2:]
+    assert answers(tmp_path / "eval", 2) == answers(run_dir, 2)
     said = fail(2, "eval", "--config", run_dir / "config.yaml", "--load", run_dir / "checkpoints", "--run-dir", run_dir)
     assert f"--run-dir {run_dir} holds a run" in said
     assert sorted(run_dir.rglob("*")) == before

@@ -35,7 +35,7 @@ def weight_version(url: str) -> int:
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize("transport", ["tensor", "disk"])
+@pytest.mark.parametrize("transport", ["tensor", pytest.param("disk", marks=pytest.mark.slow)])  # test_modes.py sends by disk
 def test_nothing_stays_but_the_engine(transport: str, engine: EmbeddedEngineProcess, job: Job, start: Start, tmp_path: Path) -> None:
     changes = {"embedded_num_threads": None, "rollout_external_engine_addrs": [engine.url.removeprefix("http://")]}
     process = start(*job(**changes, num_rollout=10, update_weight_transport=transport, run_dir=tmp_path / "run"))

@@ -19,7 +19,7 @@ INTERRUPTED = 130
     ("number", "to_all", "while_loading", "exit_code"),
     [
         (signal.SIGINT, True, False, INTERRUPTED),
-        (signal.SIGINT, True, True, INTERRUPTED),
+        pytest.param(signal.SIGINT, True, True, INTERRUPTED, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, False, False, INTERRUPTED, marks=pytest.mark.slow),
         (signal.SIGTERM, False, True, INTERRUPTED),
         (signal.SIGKILL, False, False, -signal.SIGKILL),

@@ -58,7 +58,7 @@ def save_glm4_moe_lite(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("save", "flags"),
     [
-        (save_qwen3_moe, {}),
+        pytest.param(save_qwen3_moe, {}, marks=pytest.mark.slow),
         (save_glm4_moe_lite, {"mtp_num_layers": 1, "enable_mtp_training": True, "moe_router_bias_update_rate": 0.01, **PPO}),
     ],
 )

@@ -132,9 +132,15 @@ def test_training_alone_is_that_of_a_whole_run(full: Path, train_on_saved) -> No
             {"advantage_estimator": "gspo", "eps_clip": 3e-4, "entropy_coef": 0.01, "use_opsm": True, "opsm_delta": 0.0},
             {"clip_fraction", "entropy_loss", "opsm_masked_fraction"},
         ),
-        ({"advantage_estimator": "cispo", "use_tis": True, "tis_mode": "icepop"}, {"clip_fraction", "tis_cut_fraction"}),
+        pytest.param(
+            {"advantage_estimator": "cispo", "use_tis": True, "tis_mode": "icepop"},
+            {"clip_fraction", "tis_cut_fraction"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"advantage_estimator": "rloo", "calculate_per_token_loss": True}, {"pg_loss"}, marks=pytest.mark.slow),
-        ({"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "kl_coef": 0.01}, {"kl"}),
+        pytest.param(
+            {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "kl_coef": 0.01}, {"kl"}, marks=pytest.mark.slow
+        ),
         pytest.param(
             {"advantage_estimator": "reinforce_plus_plus_baseline", "normalize_advantages": True}, {"pg_loss"}, marks=pytest.mark.slow
         ),
@@ -142,6 +148,7 @@ def test_training_alone_is_that_of_a_whole_run(full: Path, train_on_saved) -> No
     ids=lambda value: value.get("advantage_estimator", "grpo") if isinstance(value, dict) else "",
 )
 def test_every_estimator_and_correction_trains(flags: dict, reported: set[str], train_on_saved) -> None:
+    """tests/parity has their arithmetic, tests/unit/trainer/test_settings.py the way of every flag."""
     records = train_on_saved(**TWO_STEPS, **flags, num_rollout=2)
     assert len(records) == 2
     for record in records:

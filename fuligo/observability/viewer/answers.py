@@ -5,19 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from fuligo.observability.viewer.alarms import watched_keys
 from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.run_files import SampleSet
-from fuligo.observability.viewer.sample_columns import STATUSES, SampleColumns, read_sample_columns
-from fuligo.observability.viewer.sample_index import SampleIndex
-from fuligo.observability.viewer.sample_query import Order, SampleFilter, matching, ordered
+from fuligo.observability.viewer.sample_index import SampleIndex, read_index_table
+from fuligo.observability.viewer.sample_query import Order, SampleFilter, in_order, matching
 from fuligo.observability.viewer.sample_rows import LINE_COLUMNS, Row, message_texts, read_rows, short, short_prompt
 from fuligo.observability.viewer.settings import differences, rows_of
 from fuligo.observability.viewer.step_time import StepTime
@@ -51,8 +52,8 @@ def run_answer(run: RunReader) -> Answer:
         "eval_keys": [key for key in run.evaluations.columns if "/" in key],
         "generation": metrics.generation,
         "num_rows": metrics.num_rows,
-        "num_samples": len(run.samples.columns()),
-        "num_eval_samples": len(run.eval_samples.columns()),
+        "num_samples": run.samples.table().num_rows,
+        "num_eval_samples": run.eval_samples.table().num_rows,
         "engines": run.samples.engines(),
         "datasets": run.datasets,
         "indexed": run.samples.progress,
@@ -89,31 +90,32 @@ def settings_answer(run: RunReader) -> Answer:
 
 
 def samples_answer(run: RunReader, wanted: SampleFilter, order: Order, offset: int, limit: int, of: SampleSet = "train") -> Answer:
-    """A page of the list. With a text, what was found so far; asking again goes on."""
+    """Return a page of the list. With a text, of what was found so far; asking again continues the search."""
     index = run.index(of)
-    columns = index.columns()
-    positions, share = matching(columns, wanted), 1.0
-    if wanted.text:
+    found, share = matching(index.table(), wanted), 1.0
+    if text := wanted.text.strip():
         with run.lock:
-            positions, share = run.search(of, wanted.text).go_on(index, columns, positions, SEARCH_BUDGET_S)
-    positions = ordered(columns, positions, order)
-    shown = columns.take(positions[offset : offset + limit])
+            found, share = run.search(of, text).go_on(index, found, SEARCH_BUDGET_S)
     return {
-        "total": len(positions),
+        "total": found.num_rows,
         "offset": offset,
-        "rows": sample_lines(index, shown),
+        "rows": sample_lines(index, in_order(found, order, offset, limit)),
         "searched": share,
         "indexed": index.progress,
     }
 
 
-def sample_lines(index: SampleIndex, shown: SampleColumns) -> list[Answer]:
-    """With texts, which are read from the files of these rows alone."""
-    texts: dict[tuple[int, int], Row] = {}
-    for step in np.unique(shown.step).tolist():
-        rows = sorted(shown.row[shown.step == step].tolist())
-        texts.update({(step, row): text for row, text in zip(rows, _texts(index, step, rows), strict=False)})
-    return [{**_numbers(shown, at), **_line_texts(texts.get((int(shown.step[at]), int(shown.row[at])), {}))} for at in range(len(shown))]
+def sample_lines(index: SampleIndex, shown: pa.Table) -> list[Answer]:
+    """Return lines of the list for rows of the index; their texts are read from their files."""
+    lines = _numbers(shown)
+    by_step: dict[int, list[Answer]] = {}
+    for line in sorted(lines, key=lambda line: line["row"]):
+        by_step.setdefault(line["step"], []).append(line)
+    for step, of_step in by_step.items():
+        texts = _texts(index, step, [line["row"] for line in of_step])
+        for line, text in zip_longest(of_step, texts, fillvalue={}):
+            line.update(_line_texts(text))
+    return lines
 
 
 def _texts(index: SampleIndex, step: int, rows: list[int]) -> list[Row]:
@@ -124,22 +126,17 @@ def _texts(index: SampleIndex, step: int, rows: list[int]) -> list[Row]:
         return []
 
 
-def _numbers(columns: SampleColumns, at: int) -> Answer:
-    code = int(columns.status[at])
-    return {
-        "step": int(columns.step[at]),
-        "row": int(columns.row[at]),
-        "index": int(columns.index[at]),
-        "group": int(columns.group[at]),
-        "reward": _number(columns.reward[at]),
-        "length": int(columns.length[at]),
-        "advantage": _number(columns.advantage[at]),
-        "staleness": int(columns.staleness[at]),
-        "engine": int(columns.engine[at]) if columns.engine[at] >= 0 else None,
-        "status": STATUSES[code] if code < len(STATUSES) else "unknown",
-        "kept": bool(columns.kept[at]),
-        "prompt_key": str(int(columns.prompt[at])),  # 63 bits: more than a number of JavaScript holds
-    }
+def _numbers(rows: pa.Table) -> list[Answer]:
+    """Return rows of the index as JSON values."""
+    return [
+        {
+            **row,
+            "reward": _number(row["reward"]),
+            "advantage": _number(row["advantage"]),
+            "prompt_key": str(row["prompt"]),  # 63 bits: more than a number of JavaScript holds
+        }
+        for row in rows.to_pylist()
+    ]
 
 
 def _line_texts(row: Row) -> Answer:
@@ -150,7 +147,6 @@ def _line_texts(row: Row) -> Answer:
         "finish_reason": row.get("finish_reason"),
         "drop_reason": row.get("drop_reason"),
         "error": short(row.get("error")),
-        "dataset": row.get("dataset"),
     }
 
 
@@ -158,36 +154,34 @@ def _number(value: Any) -> float | None:
     return float(f"{value:.5g}") if value is not None and np.isfinite(value) else None
 
 
-def _of_step(index: SampleIndex, step: int) -> SampleColumns | None:
-    """From the index; a step that it does not know yet is read by itself."""
-    columns = index.columns()
-    here = np.flatnonzero(columns.step == step)
-    if len(here):
-        return columns.take(here)
+def _of_step(index: SampleIndex, step: int) -> pa.Table | None:
+    """Return a step's rows of the index; read its file if the index does not know it yet."""
+    known = index.table().filter(pc.field("step") == step)
     path = index.file(step)
+    if known.num_rows or path is None:
+        return known
     try:
-        return read_sample_columns(path, step) if path is not None else None
+        return read_index_table(path, step)
     except (OSError, pa.ArrowException):
         return None
 
 
 def sample_answer(run: RunReader, step: int, row: int, of: SampleSet = "train") -> Answer | None:
-    """One sample, token by token, with the lines of its group; None where there is none."""
+    """Return one sample, token by token, with the lines of its group; None if there is no such sample."""
     index = run.index(of)
-    columns = _of_step(index, step)
-    at = np.empty(0, np.int64) if columns is None else np.flatnonzero(columns.row == row)
+    rows = _of_step(index, step)
     path = index.file(step)
-    if columns is None or not len(at) or path is None:
+    if rows is None or path is None:
         return None
+    mine = next(iter(_numbers(rows.filter(pc.field("row") == row))), None)
     try:
         whole = next(iter(read_rows(path, [row])), None)
     except (OSError, pa.ArrowException):
         return None
-    if whole is None:
+    if mine is None or whole is None:
         return None
-    members = columns.take(_group_of(columns, int(at[0])))
     return {
-        **_numbers(columns, int(at[0])),
+        **mine,
         **{name: whole.get(name) for name in ("label", "finish_reason", "drop_reason", "error", "dataset")},
         "messages": message_texts(whole.get("prompt")),
         "response": whole.get("response") or "",
@@ -195,25 +189,22 @@ def sample_answer(run: RunReader, step: int, row: int, of: SampleSet = "train") 
         "spans": whole.get("spans") or [],
         "prompt_tokens": len(whole.get("prompt_ids") or []),
         "tokens": _tokens(run, whole),
-        "members": _members(path, members),
+        "members": _members(path, rows, mine),
     }
 
 
-def _group_of(columns: SampleColumns, at: int) -> np.ndarray:
-    """Positions of the samples of the same group; data sets of an evaluation number their groups each by itself."""
-    if columns.group[at] < 0:
-        return np.array([at])
-    return np.flatnonzero((columns.group == columns.group[at]) & (columns.dataset == columns.dataset[at]))
-
-
-def _members(path: Path, members: SampleColumns) -> list[Answer]:
-    """The samples of a group with their whole responses, to be read side by side."""
-    rows = members.row.tolist()
+def _members(path: Path, rows: pa.Table, mine: Answer) -> list[Answer]:
+    """Return the samples of the same group with their whole responses, to be read side by side."""
+    # The data sets of an evaluation number their groups independently.
+    members = [mine]
+    if mine["group"] is not None:
+        of_group = rows.filter(pc.field("group") == mine["group"])
+        members = [member for member in _numbers(of_group) if member["dataset"] == mine["dataset"]]
     try:
-        texts = read_rows(path, rows, ["response", "drop_reason", "error"])
+        texts = read_rows(path, [member["row"] for member in members], ["response", "drop_reason", "error"])
     except (OSError, pa.ArrowException):
         texts = []
-    return [{**_numbers(members, at), **{name: text.get(name) for name in text}} for at, text in enumerate(texts)]
+    return [{**member, **text} for member, text in zip(members, texts, strict=False)]
 
 
 def _tokens(run: RunReader, whole: Row) -> Answer:
@@ -253,13 +244,8 @@ def _metadata(text: Any) -> Any:
 def history_answer(run: RunReader, prompt_key: int, of: SampleSet = "train") -> Answer:
     """All samples of the same prompt, oldest first."""
     index = run.index(of)
-    columns = index.columns()
-    positions = np.flatnonzero(columns.prompt == prompt_key)
-    return {
-        "total": len(positions),
-        "rows": [_numbers(columns, int(at)) for at in positions[-MAX_HISTORY:]],
-        "indexed": index.progress,
-    }
+    found = index.table().filter(pc.field("prompt") == prompt_key)
+    return {"total": found.num_rows, "rows": _numbers(found)[-MAX_HISTORY:], "indexed": index.progress}
 
 
 def steps_answer(run: RunReader) -> Answer:

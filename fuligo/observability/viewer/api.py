@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import orjson
 from fastapi import FastAPI, HTTPException, Query
 from fastapi.responses import FileResponse, HTMLResponse, Response
+from pydantic import Field
 from starlette.middleware.gzip import GZipMiddleware
 
 from fuligo.observability.viewer import answers
@@ -20,6 +21,16 @@ from fuligo.observability.viewer.sample_query import Order, SampleFilter
 from fuligo.observability.viewer.watcher import Watcher
 
 MAX_LIMIT = 200
+
+
+class SampleQuery(SampleFilter):
+    """Parameters of `/api/samples`."""
+
+    run: str
+    of: SampleSet = "train"
+    order: Order = "newest"
+    offset: int = Field(0, ge=0)
+    limit: int = Field(50, ge=0, le=MAX_LIMIT)
 
 
 def make_app(
@@ -103,34 +114,8 @@ def _add_steps(app: FastAPI, chosen: Callable[[str], RunReader]) -> None:
 
 def _add_samples(app: FastAPI, chosen: Any) -> None:
     @app.get("/api/samples")
-    def samples(
-        run: str,
-        of: SampleSet = "train",
-        order: Order = "newest",
-        offset: Annotated[int, Query(ge=0)] = 0,
-        limit: Annotated[int, Query(ge=0, le=MAX_LIMIT)] = 50,
-        step_min: int | None = None,
-        step_max: int | None = None,
-        reward_min: float | None = None,
-        reward_max: float | None = None,
-        length_min: int | None = None,
-        length_max: int | None = None,
-        advantage_min: float | None = None,
-        advantage_max: float | None = None,
-        staleness_min: int | None = None,
-        engine: int | None = None,
-        status: str | None = None,
-        kept: bool | None = None,
-        group: int | None = None,
-        prompt: int | None = None,
-        dataset: str = "",
-        text: Annotated[str, Query(max_length=500)] = "",
-    ) -> Response:
-        wanted = SampleFilter(
-            step_min, step_max, reward_min, reward_max, length_min, length_max, advantage_min, advantage_max,
-            staleness_min, engine, status, kept, group, prompt, dataset, text.strip(),
-        )  # fmt: skip
-        return _json(answers.samples_answer(chosen(run), wanted, order, offset, limit, of))
+    def samples(query: Annotated[SampleQuery, Query()]) -> Response:
+        return _json(answers.samples_answer(chosen(query.run), query, query.order, query.offset, query.limit, query.of))
 
 
 def _json(answer: dict[str, Any] | None, missing: str = "") -> Response:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from fuligo.errors import ConfigError
 from fuligo.observability.viewer import answers
 from fuligo.observability.viewer.page import page
 from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.run_files import SampleSet
-from fuligo.observability.viewer.sample_columns import SampleColumns
 
 _SETS: tuple[SampleSet, ...] = ("train", "eval")
 
@@ -79,16 +79,17 @@ def chosen_steps(steps: Sequence[int], most: int) -> list[int]:
     return [steps[round(at * (len(steps) - 1) / (most - 1))] for at in range(most)]
 
 
-def chosen_samples(columns: SampleColumns, steps: Sequence[int], size: ReportSize) -> np.ndarray:
-    """Positions in the index: whole groups of the steps, then troubled samples of any step."""
+def chosen_samples(table: pa.Table, steps: Sequence[int], size: ReportSize) -> np.ndarray:
+    """Return positions in the index: whole groups of the steps, then troubled samples of any step."""
+    all_steps, rewards = table["step"].to_numpy(), table["reward"].to_numpy()
+    groups = table["group"].fill_null(-1).to_numpy()
     chosen: list[int] = []
     for step in steps:
-        here = np.flatnonzero(columns.step == step)
-        groups = list(dict.fromkeys(columns.group[here].tolist()))
-        members = {group: here[columns.group[here] == group] for group in groups}
-        mixed = sorted(groups, key=lambda group: -_spread(columns.reward[members[group]]))
-        chosen += [at for group in mixed[: size.num_groups] for at in members[group].tolist()]
-    troubled = np.flatnonzero((columns.status != 0) | ~columns.kept)
+        here = np.flatnonzero(all_steps == step)
+        members = {group: here[groups[here] == group] for group in dict.fromkeys(groups[here].tolist())}
+        mixed = sorted(members.values(), key=lambda rows: -_spread(rewards[rows]))
+        chosen += [at for rows in mixed[: size.num_groups] for at in rows.tolist()]
+    troubled = np.flatnonzero((table["status"].to_numpy() != "completed") | ~table["kept"].to_numpy())
     chosen += troubled[len(troubled) - min(size.num_troubled, len(troubled)) :].tolist()
     return np.array(sorted(set(chosen)), np.int64)
 
@@ -109,9 +110,9 @@ def _timelines(run: RunReader, size: ReportSize) -> dict[str, Any]:
 
 def _samples(run: RunReader, of: SampleSet, size: ReportSize) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     index = run.index(of)
-    columns = index.columns()
+    table = index.table()
     steps = chosen_steps(index.steps(), size.num_steps if of == "train" else size.num_evaluations)
-    chosen = columns.take(chosen_samples(columns, steps, size))
+    chosen = table.take(pa.array(chosen_samples(table, steps, size)))
     lines = answers.sample_lines(index, chosen)
     left = size.max_tokens
     whole: dict[str, Any] = {}

@@ -1,45 +1,81 @@
-"""Where every sample of a run is, kept up to date file by file: newest steps first, so that one never waits for all of them."""
+"""Index of a run's samples: a table of a few numbers per sample, no text and no tokens, kept up to date file by file."""
 
 from __future__ import annotations
 
 import threading
 import time
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 
+from fuligo.observability.samples import VERSIONS_IN_FOOTER, prompt_key
 from fuligo.observability.viewer.run_files import SampleFile, SampleSet, sample_files, sample_path
-from fuligo.observability.viewer.sample_columns import SampleColumns, joined, no_samples, read_sample_columns
+
+INDEX_SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("row", pa.int32()),
+        ("index", pa.int64()),
+        ("group", pa.int64()),
+        ("reward", pa.float32()),
+        ("length", pa.int32()),
+        ("advantage", pa.float32()),
+        ("staleness", pa.int32()),
+        ("engine", pa.int16()),
+        ("status", pa.string()),
+        ("kept", pa.bool_()),
+        ("prompt", pa.int64()),
+        ("dataset", pa.string()),
+    ]
+)
+"""Null where the file of a step does not say. `row`: position in that file; `length`: response tokens; `advantage`: mean over the response;
+`staleness`: versions between the sample's oldest token and the newest token of its step; `engine`: the last one that sampled it;
+`prompt`: key of the prompt's text (`prompt_key`); `dataset`: name, in evaluations."""
+_STORED = {
+    "index": "index",
+    "group": "group_index",
+    "reward": "reward",
+    "engine": "engine",
+    "status": "status",
+    "kept": "kept",
+    "dataset": "dataset",
+}
+"""Columns of the index that are columns of the file."""
+_SOURCES = {"response_length": "loss_mask", "advantage_mean": "advantages", "oldest_version": "versions", "prompt_key": "prompt"}
+"""Columns of the file, and the columns to compute them from in files of earlier versions, which lack them."""
 
 
 class SampleIndex:
-    """Columns of the files read so far. `update` is called from a thread of its own; `columns` never reads a file."""
+    """Index of the files read so far, newest steps first. One thread calls `update`; `table` never reads a file."""
 
     def __init__(self, run: Path, of: SampleSet = "train") -> None:
         self._run = run
         self._of: SampleSet = of
         self._lock = threading.Lock()
-        self._known: dict[int, tuple[SampleFile, SampleColumns | None]] = {}
+        self._known: dict[int, tuple[SampleFile, pa.Table | None]] = {}
         self._num_files = 0
-        self._joined: tuple[int, SampleColumns] = (0, no_samples())
-        self._engines: tuple[int, list[int]] = (0, [])
-        self.version = 0
-        """Rises with every change."""
+        self._joined: tuple[int, pa.Table, list[int]] = (0, INDEX_SCHEMA.empty_table(), [])
+        self._version = 0
+        """Incremented with every change."""
         self.damaged: dict[int, str] = {}
-        """By step: files that cannot be read, and why."""
+        """Step -> why its file cannot be read."""
 
     def update(self, budget_s: float = float("inf")) -> bool:
-        """Read files that are new or have changed, until all are known or the time is over; whether something changed."""
+        """Read new and changed files until all are known or the time is over; return whether anything changed."""
         files = {file.step: file for file in sample_files(self._run, self._of)}
-        gone = [step for step in self._known if step not in files]
-        pending = [file for step, file in sorted(files.items(), reverse=True) if self._is_new(file)]
+        gone = self._known.keys() - files.keys()
+        pending = [file for step, file in sorted(files.items(), reverse=True) if step not in self._known or self._known[step][0] != file]
         with self._lock:
             self._num_files = len(files)
             for step in gone:
                 del self._known[step]
                 self.damaged.pop(step, None)
-            self.version += bool(gone)
+            self._version += bool(gone)
         end = time.monotonic() + budget_s
         for file in pending:
             self._read(file)
@@ -49,54 +85,112 @@ class SampleIndex:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Files known, and files there are."""
+        """Number of files known, and of files there are."""
         return len(self._known), self._num_files
 
-    def columns(self) -> SampleColumns:
-        """Of everything known, in the order of steps."""
-        with self._lock:
-            version, columns = self._joined
-            if version != self.version:
-                parts = [columns for _, (_, columns) in sorted(self._known.items()) if columns is not None]
-                columns = joined(parts) if parts else no_samples()
-                self._joined = (self.version, columns)
-            return columns
+    def table(self) -> pa.Table:
+        """Return the index (`INDEX_SCHEMA`) of everything known, ordered by step and row."""
+        return self._up_to_date()[1]
 
     def engines(self) -> list[int]:
-        """Numbers of those that sampled, as far as is known."""
-        columns = self.columns()
-        version = self._joined[0]
-        if self._engines[0] != version:
-            self._engines = (version, [int(number) for number in np.unique(columns.engine) if number >= 0])
-        return self._engines[1]
+        """Return the numbers of the engines that sampled."""
+        return self._up_to_date()[2]
 
     def file(self, step: int) -> Path | None:
-        """Of a step; found without the index, too."""
+        """Return the file of a step, also of a step that is not indexed yet."""
         known = self._known.get(step)
         return known[0].path if known is not None else sample_path(self._run, self._of, step)
 
     def file_version(self, step: int) -> tuple[int, int] | None:
-        """Of the file that is known of a step."""
+        """Return the version of the file that is indexed for a step."""
         known = self._known.get(step)
         return None if known is None else known[0].version
 
     def steps(self) -> list[int]:
+        """Return the steps that are known, in order."""
         with self._lock:
             return sorted(self._known)
 
-    def _is_new(self, file: SampleFile) -> bool:
-        known = self._known.get(file.step)
-        return known is None or known[0] != file
+    def _up_to_date(self) -> tuple[int, pa.Table, list[int]]:
+        with self._lock:
+            if self._joined[0] != self._version:
+                parts = [part for _, (_, part) in sorted(self._known.items()) if part is not None]
+                table = pa.concat_tables([INDEX_SCHEMA.empty_table(), *parts]).combine_chunks()
+                engines = sorted(table["engine"].unique().drop_null().to_pylist())
+                self._joined = (self._version, table, engines)
+            return self._joined
 
     def _read(self, file: SampleFile) -> None:
+        table, problem = None, ""
         try:
-            columns, problem = read_sample_columns(file.path, file.step), None
+            table = read_index_table(file.path, file.step)
         except (OSError, pa.ArrowException, ValueError, KeyError) as error:
-            columns, problem = None, " ".join(str(error).split())[:200]
+            problem = " ".join(str(error).split())[:200]
         with self._lock:
-            self._known[file.step] = (file, columns)
-            self.version += 1
-            if problem is None:
-                self.damaged.pop(file.step, None)
-            else:
+            self._known[file.step] = (file, table)
+            self._version += 1
+            self.damaged.pop(file.step, None)
+            if problem:
                 self.damaged[file.step] = problem
+
+
+def read_index_table(path: Path, step: int) -> pa.Table:
+    """Return the index (`INDEX_SCHEMA`) of one file.
+
+    Raises:
+        OSError, pa.ArrowException: the file is not a parquet file, or is damaged.
+    """
+    fragment = next(iter(ds.dataset(path, format="parquet").get_fragments()))
+    present = set(fragment.physical_schema.names)
+    newest = _newest_version(fragment.metadata)
+    wanted = {*_STORED.values(), *(name if name in present else source for name, source in _SOURCES.items())}
+    if newest is None:
+        wanted.add("versions")
+    table = fragment.to_table(columns=sorted(wanted & present), use_threads=False)
+    num, none = table.num_rows, pa.nulls(table.num_rows)
+
+    def column(name: str) -> pa.ChunkedArray | pa.Array:
+        return table[name] if name in table.column_names else none
+
+    derived = {name: column(name) if name in present else _derived(name, column(source)) for name, source in _SOURCES.items()}
+    if newest is None:
+        newest = max(chain.from_iterable(filter(None, column("versions").to_pylist())), default=None)
+    columns = {
+        "step": pa.repeat(pa.scalar(step, pa.int32()), num),
+        "row": pa.array(np.arange(num, dtype=np.int32)),
+        **{name: column(stored) for name, stored in _STORED.items()},
+        "kept": pc.fill_null(column("kept").cast(pa.bool_()), True),
+        "length": derived["response_length"],
+        "advantage": derived["advantage_mean"],
+        "staleness": pc.call_function("subtract", [pa.scalar(newest, pa.int32()), derived["oldest_version"].cast(pa.int32())]),
+        "prompt": derived["prompt_key"],
+    }
+    return pa.table([columns[field.name].cast(field.type) for field in INDEX_SCHEMA], schema=INDEX_SCHEMA)
+
+
+def _newest_version(metadata: pq.FileMetaData) -> int | None:
+    """Return the greatest version of any token, from the statistics in the footer; None where it has none."""
+    places = [at for at in range(metadata.num_columns) if metadata.schema.column(at).path == VERSIONS_IN_FOOTER]
+    found = [metadata.row_group(group).column(at).statistics for group in range(metadata.num_row_groups) for at in places]
+    return max((each.max for each in found if each is not None and each.has_min_max), default=None)
+
+
+def _derived(name: str, source: pa.ChunkedArray | pa.Array) -> pa.Array | pa.ChunkedArray:
+    """Compute a column that files of earlier versions lack."""
+    if name == "prompt_key":
+        return pa.array([None if text is None else prompt_key(text) for text in source.to_pylist()], pa.int64())
+    if pa.types.is_null(source.type):
+        return pa.array([0 if name == "response_length" else None] * len(source), pa.int32())
+    lists = source.combine_chunks()
+    counts = lists.value_lengths().fill_null(0).to_numpy()
+    if name == "response_length":
+        return pa.array(counts)
+    reduced = np.full(len(counts), np.nan)
+    filled = counts > 0
+    if filled.any():
+        reduce = np.add if name == "advantage_mean" else np.minimum
+        starts = (np.cumsum(counts) - counts)[filled]
+        reduced[filled] = reduce.reduceat(lists.flatten().to_numpy().astype(np.float64), starts)
+    if name == "advantage_mean":
+        return pa.array(reduced / np.maximum(counts, 1), from_pandas=True)
+    return pa.array(reduced, from_pandas=True).cast(pa.int32())

@@ -1,20 +1,21 @@
-"""Finding samples: filters and orders over the index; text is searched file by file, for a bounded time a call."""
+"""Search for samples: filters and orders over the index; text is searched file by file, for a bounded time per call."""
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
+import pyarrow.dataset as ds
+from pydantic import BaseModel, Field
 
-from fuligo.observability.samples import prompt_key
-from fuligo.observability.viewer.sample_columns import STATUSES, SampleColumns
 from fuligo.observability.viewer.sample_index import SampleIndex
 
 Order = Literal[
@@ -22,11 +23,12 @@ Order = Literal[
 ]
 MAX_FOUND = 5000
 """Samples that a search for text collects."""
+NO_ENGINE = -1
+"""Value of the filter `engine` that finds samples whose engine is not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleFilter:
-    """None and empty: not asked for. Bounds are inclusive."""
+class SampleFilter(BaseModel):
+    """Filters by column of the index: `NAME_min` and `NAME_max` are inclusive bounds, `NAME` is an exact value. None: no filter."""
 
     step_min: int | None = None
     step_max: int | None = None
@@ -38,101 +40,85 @@ class SampleFilter:
     advantage_max: float | None = None
     staleness_min: int | None = None
     engine: int | None = None
-    """-1: nobody knows which."""
     status: str | None = None
     kept: bool | None = None
     group: int | None = None
     prompt: int | None = None
     """Key of the prompt's text."""
-    dataset: str = ""
+    dataset: str | None = None
     """Name, of an evaluation."""
-    text: str = ""
-    """In prompt or response, in any case of letters."""
+    text: str = Field("", max_length=500)
+    """In the prompt or the response, ignoring case."""
 
 
-def matching(columns: SampleColumns, wanted: SampleFilter) -> np.ndarray:
-    """Positions in the index that fit all but the text."""
-    mask = np.ones(len(columns), bool)
-    for values, least, most in (
-        (columns.step, wanted.step_min, wanted.step_max),
-        (columns.reward, wanted.reward_min, wanted.reward_max),
-        (columns.length, wanted.length_min, wanted.length_max),
-        (columns.advantage, wanted.advantage_min, wanted.advantage_max),
-        (columns.staleness, wanted.staleness_min, None),
-    ):
-        if least is not None:
-            mask &= values >= least
-        if most is not None:
-            mask &= values <= most
-    for values, value in (
-        (columns.kept, wanted.kept),
-        (columns.group, wanted.group),
-        (columns.prompt, wanted.prompt),
-        (columns.engine, wanted.engine),
-        (columns.dataset, prompt_key(wanted.dataset) if wanted.dataset else None),
-    ):
-        if value is not None:
-            mask &= values == value
-    if wanted.status is not None:
-        mask &= columns.status == (STATUSES.index(wanted.status) if wanted.status in STATUSES else -1)
-    return np.flatnonzero(mask)
+def matching(table: pa.Table, wanted: SampleFilter) -> pa.Table:
+    """Return the rows of the index that pass all filters except the text."""
+    given = {name: value for name in SampleFilter.model_fields if (value := getattr(wanted, name)) not in (None, "") and name != "text"}
+    conditions = [_condition(name, value) for name, value in given.items()]
+    return table.filter(functools.reduce(operator.and_, conditions)) if conditions else table
 
 
-def ordered(columns: SampleColumns, positions: np.ndarray, order: Order) -> np.ndarray:
-    """Newest steps first; within a step, and where values are equal, as in its file. What has no value comes last."""
-    newest = np.argsort(-columns.step[positions], kind="stable")  # the index is in the order of steps and rows
-    if order == "oldest":
-        return positions
-    if order == "newest":
-        return positions[newest]
-    positions = positions[newest]
-    values = getattr(columns, order.removeprefix("-"))[positions].astype(np.float64)
-    return positions[np.argsort(-values if order.startswith("-") else values, kind="stable")]
+def _condition(name: str, value: Any) -> pc.Expression:
+    if (name, value) == ("engine", NO_ENGINE):
+        return pc.field("engine").is_null()
+    column, _, bound = name.partition("_")
+    compare = {"min": operator.ge, "max": operator.le}.get(bound, operator.eq)
+    return compare(pc.field(column), value)
+
+
+def in_order(table: pa.Table, order: Order, offset: int, limit: int) -> pa.Table:
+    """Return rows `offset` to `offset + limit` of the index in an order.
+
+    Rows with equal values follow each other by step, newest first, then by row. Rows without a value come last.
+    """
+    by_step = ("step", "ascending" if order == "oldest" else "descending"), ("row", "ascending")
+    direction = "descending" if order.startswith("-") else "ascending"
+    first = () if order in ("newest", "oldest") else ((order.removeprefix("-"), direction),)
+    most = min(offset + limit, table.num_rows)
+    positions = pc.call_function("select_k_unstable", [table], pc.SelectKOptions(most, [*first, *by_step]))
+    return table.take(positions.slice(offset))
 
 
 @dataclass(slots=True, frozen=True)
 class Hits:
-    """Rows of one file that hold the text."""
+    """Rows of one file whose text matches."""
 
     version: tuple[int, int] | None
-    """Of the file."""
+    """Version of the file."""
     rows: np.ndarray
 
 
 class TextSearch:
-    """One text, looked for in the files of a run. What is known of a file stays known: a new step is searched, no old one again."""
+    """Search for one text in the files of a run. Results are kept, so that only new and changed files are searched again."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._hits: dict[int, Hits] = {}
         """By step."""
 
-    def go_on(self, index: SampleIndex, columns: SampleColumns, positions: np.ndarray, budget_s: float) -> tuple[np.ndarray, float]:
-        """Search one file at least, newest first, of those that hold `positions`.
+    def go_on(self, index: SampleIndex, table: pa.Table, budget_s: float) -> tuple[pa.Table, float]:
+        """Search the files of the rows in `table`, newest first; at least one file, then until the time is over.
 
         Returns:
-            Those of `positions` that hold the text, as far as is known, and the share of their files that is.
+            The rows of `table` found so far, and the share of the files that has been searched.
         """
         end = time.monotonic() + budget_s
-        wanted = np.unique(columns.step[positions])[::-1].tolist()
-        starts = np.searchsorted(columns.step, wanted).tolist()
-        is_wanted = np.zeros(len(columns), bool)
-        is_wanted[positions] = True
-        found: list[np.ndarray] = []
-        num_found = num_searched = 0
-        for step, start in zip(wanted, starts, strict=True):
+        steps, rows = table["step"].to_numpy(), table["row"].to_numpy()
+        wanted = np.unique(steps)[::-1].tolist()
+        found = np.zeros(len(steps), bool)
+        num_known = num_searched = 0
+        for step in wanted:
             hits = self._known(index, step)
-            if hits is None and num_found < MAX_FOUND and (time.monotonic() <= end or not num_searched):
+            if hits is None and found.sum() < MAX_FOUND and (time.monotonic() <= end or not num_searched):
                 hits = self._search(index, step)
                 num_searched += 1
             if hits is None:
                 break
-            at = start + hits.rows
-            at = at[at < len(columns)]
-            found.append(at[is_wanted[at] & (columns.step[at] == step)])
-            num_found += len(found[-1])
-        share = 1.0 if num_found >= MAX_FOUND or not wanted else len(found) / len(wanted)
-        return np.concatenate(found) if found else np.empty(0, np.int64), share
+            num_known += 1
+            here = slice(*np.searchsorted(steps, [step, step + 1]))
+            found[here] = np.isin(rows[here], hits.rows)
+        share = 1.0 if found.sum() >= MAX_FOUND or not wanted else num_known / len(wanted)
+        return table.filter(pa.array(found)), share
 
     def _known(self, index: SampleIndex, step: int) -> Hits | None:
         hits = self._hits.get(step)
@@ -146,25 +132,13 @@ class TextSearch:
 
 
 def rows_with_text(path: Path, text: str) -> np.ndarray:
-    """Rows of a file whose prompt or response holds the text; none of a file that cannot be read."""
+    """Return the rows of a file whose prompt or response contains the text; none for a file that cannot be read."""
+    # Chat messages are stored as JSON, which escapes quotation marks and line ends.
+    escaped = orjson.dumps(text).decode()[1:-1]
+    needles = {("prompt", text), ("prompt", escaped), ("response", text)}
+    hits = [pc.match_substring(pc.field(column), needle, ignore_case=True) for column, needle in needles]  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        with pq.ParquetFile(path, read_dictionary=["prompt", "response"]) as file:
-            table = file.read(["prompt", "response"], use_threads=False)
+        table = ds.dataset(path, format="parquet").to_table(columns={"hit": functools.reduce(operator.or_, hits)}, use_threads=False)
     except (OSError, pa.ArrowException, KeyError):
         return np.empty(0, np.int64)
-    # Chat messages are stored as JSON: a quotation mark or a line end in the text stands escaped there.
-    escaped = orjson.dumps(text).decode()[1:-1]
-    hit = np.zeros(table.num_rows, bool)
-    for column, needle in (("prompt", text), ("prompt", escaped), ("response", text)):
-        hit |= _holds(table[column], needle)
-    return np.flatnonzero(hit)
-
-
-def _holds(column: pa.ChunkedArray, text: str) -> np.ndarray:
-    options = pc.MatchSubstringOptions(text, ignore_case=True)
-    parts = []
-    for chunk in column.chunks:
-        words = pc.call_function("match_substring", [chunk.dictionary], options).fill_null(False).to_numpy(zero_copy_only=False)
-        codes = chunk.indices.fill_null(-1).to_numpy()
-        parts.append(np.append(words, False)[codes])  # -1 is the last
-    return np.concatenate(parts) if parts else np.empty(0, bool)
+    return np.flatnonzero(table["hit"].fill_null(False).to_numpy())

@@ -1,4 +1,4 @@
-"""Reading samples whole: single rows of one file, by its row groups."""
+"""Whole samples: single rows of a file, read by row group, and the texts that a list shows of them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 Row = dict[str, Any]
-LINE_COLUMNS = ["prompt", "response", "label", "finish_reason", "drop_reason", "error", "dataset"]
-"""Read for a line of the list, beside what the index knows."""
+LINE_COLUMNS = ["prompt", "response", "label", "finish_reason", "drop_reason", "error"]
+"""Columns read for a line of the list, in addition to the index."""
 MAX_TEXT = 300
 """Characters of a text in a list."""
 
 
 def read_rows(path: Path, rows: Sequence[int], columns: Iterable[str] | None = None) -> list[Row]:
-    """In the order asked for; only their row groups are read. Rows that the file does not have are left out.
+    """Return rows of a file in the order asked for, reading their row groups only. Rows that the file does not have are left out.
 
     Raises:
         OSError, pa.ArrowException: the file is gone or damaged.
@@ -40,21 +40,21 @@ def read_rows(path: Path, rows: Sequence[int], columns: Iterable[str] | None = N
 
 @lru_cache(maxsize=256)
 def _group_sizes(path: Path, version: tuple[int, int]) -> list[int]:
-    """Rows of each row group."""
+    """Return the number of rows of each row group."""
     metadata = pq.read_metadata(path)
     return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=4)  # few, because long responses take megabytes
 def _row_group(path: Path, version: tuple[int, int], group: int, names: tuple[str, ...] | None) -> pa.Table:
-    """The samples of a group are read one after the other: they mostly share a row group. Few are kept, long answers take megabytes."""
+    """Read a row group. The samples of a group are opened one after the other and mostly share one."""
     with pq.ParquetFile(path) as file:
         present = [name for name in names if name in file.schema_arrow.names] if names is not None else None
         return file.read_row_group(group, columns=present, use_threads=False)
 
 
 def message_texts(prompt: str | None) -> list[tuple[str, str]]:
-    """Role and text of each chat message; a prompt that is plain text has the role "prompt"."""
+    """Return the role and text of each chat message; a prompt that is plain text has the role "prompt"."""
     try:
         messages = orjson.loads(prompt or "")
     except orjson.JSONDecodeError:
@@ -72,11 +72,11 @@ def _content(message: dict[str, Any]) -> str:
 
 
 def short(text: str | None) -> str:
-    """One line for a list."""
+    """Return the text as one line for a list."""
     line = " ".join((text or "")[: 4 * MAX_TEXT].split())
     return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
 
 
 def short_prompt(prompt: str | None) -> str:
-    """What was asked last: that is where prompts differ."""
+    """Return the last message as one line: prompts differ in what was asked last."""
     return short(message_texts(prompt)[-1][1])

@@ -13,34 +13,16 @@ async function ask(name, params = {}) {
   return response.json();
 }
 
-const BOUNDS = [
-  ["step", "step"],
-  ["reward", "reward"],
-  ["length", "length"],
-  ["advantage", "advantage"],
-  ["staleness", "staleness"],
-];
-const EXACT = [
-  ["group", "group"],
-  ["engine", "engine"],
-];
-
-function fitsFilter(row, params) {
-  const within = BOUNDS.every(([name, field]) => {
-    const [least, most] = [params[`${name}_min`], params[`${name}_max`]];
-    if (!least && !most) return true;
-    return row[field] !== null && (!least || row[field] >= Number(least)) && (!most || row[field] <= Number(most));
+// A report has no server to ask: the names of the server's filters say what to compare (`reward_min`, `reward_max`, `status`).
+function passes(row, filters) {
+  return Object.entries(filters).every(([name, wanted]) => {
+    if (!wanted) return true;
+    const [column, bound] = name.split("_");
+    const value = name === "prompt" ? row.prompt_key : row[column];
+    if (name === "text") return `${row.prompt}\n${row.response}`.toLowerCase().includes(wanted.trim().toLowerCase());
+    if (bound) return value !== null && (bound === "min" ? value >= Number(wanted) : value <= Number(wanted));
+    return String(value) === wanted;
   });
-  const text = (params.text ?? "").trim().toLowerCase();
-  return (
-    within &&
-    (!params.status || row.status === params.status) &&
-    (!params.kept || row.kept === (params.kept === "true")) &&
-    EXACT.every(([name, field]) => !params[name] || (row[field] ?? -1) === Number(params[name])) &&
-    (!params.dataset || row.dataset === params.dataset) &&
-    (!params.prompt || row.prompt_key === params.prompt) &&
-    (!text || `${row.prompt}\n${row.response}`.toLowerCase().includes(text))
-  );
 }
 
 function ordering(order) {
@@ -64,10 +46,9 @@ const FROM_REPORT = {
     const rows = embedded.samples[run][of].filter((row) => row.prompt_key === prompt).sort(ordering("oldest"));
     return { total: rows.length, rows, indexed: [1, 1] };
   },
-  samples: (params) => {
-    const rows = embedded.samples[params.run][params.of].filter((row) => fitsFilter(row, params)).sort(ordering(params.order || "newest"));
-    const page = rows.slice(params.offset, params.offset + params.limit);
-    return { total: rows.length, offset: params.offset, rows: page, searched: 1, indexed: [1, 1] };
+  samples: ({ run, of, order, offset, limit, ...filters }) => {
+    const rows = embedded.samples[run][of].filter((row) => passes(row, filters)).sort(ordering(order || "newest"));
+    return { total: rows.length, offset, rows: rows.slice(offset, offset + limit), searched: 1, indexed: [1, 1] };
   },
 };
 

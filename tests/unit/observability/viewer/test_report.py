@@ -1,8 +1,9 @@
 """A report holds what its pages ask, within its size."""
 
+from collections import Counter
 from pathlib import Path
 
-import numpy as np
+import pyarrow.compute as pc
 import pytest
 
 from fuligo.cli import main
@@ -18,13 +19,13 @@ def test_steps_are_spread(steps, most: int, chosen: list[int]) -> None:
 
 
 def test_whole_groups_and_troubled_samples(run: RunReader) -> None:
-    columns = run.samples.columns()
-    picked = columns.take(chosen_samples(columns, [0, NUM_STEPS - 1], ReportSize(num_groups=2)))
-    places = set(zip(picked.step.tolist(), picked.row.tolist(), strict=True))
+    table = run.samples.table()
+    picked = table.take(chosen_samples(table, [0, NUM_STEPS - 1], ReportSize(num_groups=2)))
+    places = set(zip(picked["step"].to_pylist(), picked["row"].to_pylist(), strict=True))
     assert FAILED in places
     for step in (0, NUM_STEPS - 1):
-        groups, sizes = np.unique(picked.group[picked.step == step], return_counts=True)
-        assert sizes.tolist() == [4] * len(groups)
+        sizes = Counter(picked.filter(pc.field("step") == step)["group"].to_pylist())
+        assert set(sizes.values()) == {4}
 
 
 def test_tokens_are_bounded(run: RunReader) -> None:

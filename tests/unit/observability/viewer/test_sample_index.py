@@ -1,18 +1,18 @@
 """The index follows the files: new ones, changed ones, ones that are gone, damaged ones."""
 
 import shutil
-from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from fuligo.observability.samples import prompt_key
 from fuligo.observability.viewer import sample_index
-from fuligo.observability.viewer.sample_columns import read_sample_columns
-from fuligo.observability.viewer.sample_index import SampleIndex
+from fuligo.observability.viewer.sample_index import SampleIndex, read_index_table
 from tests.unit.observability.viewer.recorded_run import NUM_STEPS, STALE_FROM
 
 
@@ -25,19 +25,19 @@ def test_newest_first_and_as_much_as_there_is_time_for(recorded: Path) -> None:
     index = SampleIndex(recorded)
     index.update(0.0)
     assert index.progress == (1, NUM_STEPS)
-    assert set(index.columns().step.tolist()) == {NUM_STEPS - 1}
+    assert set(index.table()["step"].to_pylist()) == {NUM_STEPS - 1}
     assert index.update() and not index.update()
     assert index.progress == (NUM_STEPS, NUM_STEPS)
 
 
 def test_a_file_is_read_once(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    original = sample_index.read_sample_columns
-    monkeypatch.setattr(sample_index, "read_sample_columns", lambda path, step: read.append(step) or original(path, step))
+    original = sample_index.read_index_table
+    monkeypatch.setattr(sample_index, "read_index_table", lambda path, step: read.append(step) or original(path, step))
     index = SampleIndex(recorded)
     for _ in range(3):
         index.update()
-        index.columns()
+        index.table()
     assert sorted(read) == list(range(NUM_STEPS))
 
 
@@ -48,7 +48,7 @@ def test_files_that_change_or_go(copy: Path) -> None:
     files[-1].unlink()
     pq.write_table(pq.read_table(files[0]).slice(0, 3), files[0])
     index.update()
-    steps = index.columns().step.tolist()
+    steps = index.table()["step"].to_pylist()
     assert steps.count(0) == 3
     assert NUM_STEPS - 1 not in steps
 
@@ -59,7 +59,7 @@ def test_a_damaged_file_is_named_and_the_others_read(copy: Path, damage: bytes) 
     index = SampleIndex(copy)
     index.update()
     assert list(index.damaged) == [4]
-    assert len(index.columns()) == 16 * (NUM_STEPS - 1)
+    assert index.table().num_rows == 16 * (NUM_STEPS - 1)
 
 
 def test_a_file_of_another_version_shows_what_it_has(copy: Path) -> None:
@@ -67,39 +67,59 @@ def test_a_file_of_another_version_shows_what_it_has(copy: Path) -> None:
     pq.write_table(table, copy / "samples" / "rollout_000099.parquet")
     index = SampleIndex(copy)
     index.update()
-    columns = index.columns()
-    last = columns.take(columns.step == 99)
-    assert last.index.tolist() == [7, 8]
-    assert last.length.tolist() == [0, 0]
-    assert last.kept.all()
+    last = index.table().filter(pc.field("step") == 99)
+    assert last["index"].to_pylist() == [7, 8]
+    assert last["length"].to_pylist() == [0, 0]
+    assert last["kept"].to_pylist() == [True, True]
 
 
 def test_files_without_columns_of_their_own_for_it_tell_the_same(recorded: Path, tmp_path: Path) -> None:
     path = recorded / "samples" / f"rollout_{STALE_FROM:06d}.parquet"
     added = ["response_length", "advantage_mean", "oldest_version", "prompt_key"]
     pq.write_table(pq.read_table(path).drop_columns(added), tmp_path / "older.parquet", write_statistics=False)
-    now, then = read_sample_columns(path, 8), read_sample_columns(tmp_path / "older.parquet", 8)
-    for field in fields(now):
-        np.testing.assert_array_equal(getattr(now, field.name), getattr(then, field.name), err_msg=field.name)
+    now, then = read_index_table(path, 8), read_index_table(tmp_path / "older.parquet", 8)
+    for name in now.column_names:
+        assert now[name].to_pylist() == then[name].to_pylist(), name
 
 
-def test_no_text_no_tokens_and_nothing_that_all_rows_share_is_read(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_reads_no_text_and_no_tokens(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    original = pq.ParquetFile.read
-    monkeypatch.setattr(pq.ParquetFile, "read", lambda file, names, **given: read.extend(names) or original(file, names, **given))
-    columns = read_sample_columns(recorded / "samples" / "rollout_000004.parquet", 4)
-    assert set(read) == {"index", "group_index", "reward", "engine", "response_length", "advantage_mean", "prompt_key"}
-    assert columns.kept.all() and not columns.status.any() and not columns.staleness.any()
+
+    class Dataset:
+        def __init__(self, path: Path, format: str) -> None:
+            self._dataset = ds.dataset(path, format=format)
+
+        def get_fragments(self) -> list["Fragment"]:
+            return [Fragment(fragment) for fragment in self._dataset.get_fragments()]
+
+    class Fragment:
+        def __init__(self, fragment: ds.Fragment) -> None:
+            self._fragment = fragment
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._fragment, name)
+
+        def to_table(self, columns: list[str], **given: Any) -> pa.Table:
+            read.extend(columns)
+            return self._fragment.to_table(columns=columns, **given)
+
+    monkeypatch.setattr(sample_index, "ds", SimpleNamespace(dataset=Dataset))
+    read_index_table(recorded / "samples" / "rollout_000004.parquet", 4)
+    assert sorted(read) == [
+        *("advantage_mean", "engine", "group_index", "index", "kept"),
+        *("oldest_version", "prompt_key", "response_length", "reward", "status"),
+    ]
 
 
 def test_samples_of_evaluations_are_an_index_of_their_own(recorded: Path) -> None:
     index = SampleIndex(recorded, "eval")
     index.update()
-    columns = index.columns()
-    assert np.unique(columns.step).tolist() == [0, NUM_STEPS]
-    assert len(columns) == 2 * 2 * 4
-    of_set = columns.take(columns.dataset == prompt_key("long_sums"))
-    assert (len(of_set), of_set.reward[of_set.step == NUM_STEPS].mean()) == (8, 0.75)
+    table = index.table()
+    assert set(table["step"].to_pylist()) == {0, NUM_STEPS}
+    assert table.num_rows == 2 * 2 * 4
+    of_set = table.filter(pc.field("dataset") == "long_sums")
+    assert of_set.num_rows == 8
+    assert pc.mean(of_set.filter(pc.field("step") == NUM_STEPS)["reward"]).as_py() == 0.75
     assert index.file(NUM_STEPS) == recorded / "eval" / f"eval_{NUM_STEPS:06d}.parquet"
 
 
@@ -109,7 +129,7 @@ def test_links_lead_nowhere(copy: Path, tmp_path: Path) -> None:
     (copy / "samples" / "rollout_000003.parquet").symlink_to(secret)
     index = SampleIndex(copy)
     index.update()
-    assert 3 not in index.columns().step
+    assert 3 not in index.table()["step"].to_pylist()
     assert index.file(3) is None
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -10,7 +11,7 @@ from fuligo.observability.samples import prompt_key
 from fuligo.observability.viewer import sample_query
 from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.sample_index import SampleIndex
-from fuligo.observability.viewer.sample_query import Order, SampleFilter, TextSearch, matching, ordered
+from fuligo.observability.viewer.sample_query import Order, SampleFilter, TextSearch, in_order, matching
 from tests.unit.observability.viewer.recorded_run import NUM_STEPS, STALE_FROM, begin_run, groups_of
 
 
@@ -46,44 +47,48 @@ CASES = [
 
 @pytest.mark.parametrize(("wanted", "oracle"), CASES)
 def test_filters(run: RunReader, rows: list[dict], wanted: SampleFilter, oracle) -> None:
-    columns = run.samples.columns()
     expected = [row["index"] for row in rows if oracle(row)]
-    assert columns.index[matching(columns, wanted)].tolist() == expected
+    assert matching(run.samples.table(), wanted)["index"].to_pylist() == expected
 
 
 @pytest.mark.parametrize("order", ["reward", "-reward", "length", "-length", "advantage", "-advantage", "-staleness", "engine"])
 def test_orders(run: RunReader, order: Order) -> None:
-    columns = run.samples.columns()
-    positions = ordered(columns, matching(columns, SampleFilter()), order)
-    values = getattr(columns, order.removeprefix("-"))[positions].astype(float)
-    known = values[np.isfinite(values)]
-    assert sorted(positions.tolist()) == list(range(len(columns)))
-    assert np.all(np.diff(known) <= 0) if order.startswith("-") else np.all(np.diff(known) >= 0)
-    assert np.isfinite(values[: len(known)]).all(), "what has no value comes last"
+    table = run.samples.table()
+    found = in_order(table, order, 0, table.num_rows)
+    values = found[order.removeprefix("-")].to_pylist()
+    known = [value for value in values if value is not None]
+    assert sorted(found["index"].to_pylist()) == sorted(table["index"].to_pylist())
+    assert known == sorted(known, reverse=order.startswith("-"))
+    assert values[: len(known)] == known, "rows without a value come last"
+
+
+@pytest.mark.parametrize("order", ["newest", "oldest", "reward", "-staleness"])
+def test_pages_are_slices_of_the_whole_order(run: RunReader, order: Order) -> None:
+    table = run.samples.table()
+    whole = in_order(table, order, 0, table.num_rows)
+    for offset in range(0, table.num_rows + 20, 37):
+        assert in_order(table, order, offset, 37).equals(whole.slice(offset, 37))
 
 
 def test_newest_first_in_the_order_of_the_file(run: RunReader) -> None:
-    columns = run.samples.columns()
-    positions = ordered(columns, matching(columns, SampleFilter()), "newest")
-    places = list(zip(columns.step[positions].tolist(), columns.row[positions].tolist(), strict=True))
+    found = in_order(run.samples.table(), "newest", 0, run.samples.table().num_rows)
+    places = list(zip(found["step"].to_pylist(), found["row"].to_pylist(), strict=True))
     assert places == sorted(places, key=lambda place: (-place[0], place[1]))
 
 
 @pytest.mark.parametrize("text", ["row 11<", "ADD 70", "</script>", "nowhere", "}", '"', "\u2028"])
 def test_search(run: RunReader, rows: list[dict], text: str) -> None:
-    columns = run.samples.columns()
-    search, share, found = TextSearch(text), 0.0, np.empty(0, np.int64)
+    search, share, found = TextSearch(text), 0.0, run.samples.table()
     while share < 1:
-        found, share = search.go_on(run.samples, columns, matching(columns, SampleFilter(step_min=2)), 0.0)
+        found, share = search.go_on(run.samples, matching(run.samples.table(), SampleFilter(step_min=2)), 0.0)
     expected = [row["index"] for row in rows if row["step"] >= 2 and text.lower() in f"{row['prompt']}\n{row['response']}".lower()]
-    assert sorted(columns.index[found].tolist()) == expected
+    assert sorted(found["index"].to_pylist()) == expected
 
 
 def test_a_search_reads_one_file_where_there_is_no_time(run: RunReader) -> None:
-    columns = run.samples.columns()
-    found, share = TextSearch("row").go_on(run.samples, columns, matching(columns, SampleFilter()), -1.0)
+    found, share = TextSearch("row").go_on(run.samples, run.samples.table(), -1.0)
     assert share == pytest.approx(1 / NUM_STEPS)
-    assert set(columns.step[found].tolist()) == {NUM_STEPS - 1}, "the newest first"
+    assert set(found["step"].to_pylist()) == {NUM_STEPS - 1}, "the newest first"
 
 
 def test_a_search_goes_on_when_a_step_is_added_or_the_filter_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +99,7 @@ def test_a_search_goes_on_when_a_step_is_added_or_the_filter_changes(tmp_path: P
 
     def found(wanted: SampleFilter) -> int:
         index.update()
-        columns = index.columns()
-        return len(search.go_on(index, columns, matching(columns, wanted), 60.0)[0])
+        return search.go_on(index, matching(index.table(), wanted), 60.0)[0].num_rows
 
     for step in range(3):
         live.step(step)
@@ -113,6 +117,6 @@ def test_a_search_goes_on_when_a_step_is_added_or_the_filter_changes(tmp_path: P
 
 
 def test_staleness_is_counted_from_the_newest_version_of_the_step(run: RunReader) -> None:
-    columns = run.samples.columns()
-    assert set(columns.step[columns.staleness == 1].tolist()) == set(range(STALE_FROM, NUM_STEPS))
-    assert columns.staleness.max() == 1
+    table = run.samples.table()
+    assert set(table.filter(pc.field("staleness") == 1)["step"].to_pylist()) == set(range(STALE_FROM, NUM_STEPS))
+    assert pc.max(table["staleness"]).as_py() == 1

@@ -1,4 +1,4 @@
-"""Rewards: built-in rules by name, a remote reward model, a user's own function; each under a deadline, off the event loop."""
+"""Rewards: built-in rules by name, a remote reward model, or a user's own function, each under a deadline and off the event loop."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = [
 
 
 def reward_runner(config: Config) -> RewardRunner:
-    """The rewards of a run.
+    """Return the reward runner that the flags of a run ask for.
 
     Raises:
-        ConfigError: an unknown reward type, or one that lacks a flag.
+        ConfigError: an reward type is unknown or lacks a flag.
         HookError: the custom reward cannot be imported.
     """
     from fuligo.config.args_view import ArgsView

@@ -1,4 +1,4 @@
-"""Calls a user's reward function, async or not, under a deadline that it cannot outlast."""
+"""Custom rewards: a user's function, async or not, under a deadline that it cannot outlast."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 from fuligo.types import Sample
 
 _MAX_THREADS = 64
-"""Synchronous rewards at work at a time; abandoned ones do not count."""
+"""Synchronous rewards that run at the same time; abandoned ones do not count."""
 
 
 class CustomReward:
-    """`(args, sample)` or, for group rewards, `(args, samples)`. An async one runs on the event loop, another in a thread."""
+    """A user's function of `(args, sample)` or, for group rewards, `(args, samples)`.
+
+    An async function runs on the event loop, any other in a thread.
+    """
 
     def __init__(self, function: Callable[..., Any], args: Any, timeout_s: float) -> None:
-        """
+        """Wrap a function.
+
         Args:
             args: the read-only view of all flags.
-            timeout_s: seconds of one call.
+            timeout_s: seconds per call.
         """
         self._function = function
         self._args = args
@@ -34,10 +38,10 @@ class CustomReward:
         self.name = getattr(function, "__qualname__", type(function).__qualname__)
 
     async def __call__(self, samples: Sample | list[Sample]) -> Any:
-        """What the function returned.
+        """Return what the function returns.
 
         Raises:
-            RewardFailure: it raised, or outlasted the deadline.
+            RewardFailure: the function raised, or did not return within the deadline.
         """
         if self._is_async:
             return await self._within_deadline(self._call_async(samples))
@@ -52,7 +56,7 @@ class CustomReward:
     async def _within_deadline(self, work: Awaitable[Any]) -> Any:
         task = asyncio.ensure_future(self._with_exceptions_as_failures(work))
         try:
-            # Not asyncio.timeout: that waits for the work to end, and the user's code may swallow its cancellation.
+            # Not asyncio.timeout: it waits for the work to end, and the user's code may swallow the cancellation.
             await asyncio.wait({task}, timeout=self._timeout_s)
         finally:
             if not task.done():
@@ -74,7 +78,10 @@ class CustomReward:
 
 
 async def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function's result. Unlike `asyncio.to_thread`, a call that never returns neither blocks a pool nor the end of the process."""
+    """Run a function in a thread of its own and return its result.
+
+    Unlike with `asyncio.to_thread`, a call that never returns blocks neither a thread pool nor the exit of the process.
+    """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Any] = loop.create_future()
 
@@ -90,11 +97,11 @@ async def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> Any
         result, error = None, None
         try:
             result = function(*arguments)
-        except StopIteration as stop:  # cannot be set on a future
+        except StopIteration as stop:  # a future cannot hold it
             error = RuntimeError(f"StopIteration: {stop}")
-        except BaseException as raised:  # belongs to whoever awaits the result
+        except BaseException as raised:  # raised again where the result is awaited
             error = raised
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed, so nothing waits for the result
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, name="custom-reward", daemon=True).start()

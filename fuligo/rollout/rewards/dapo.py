@@ -1,4 +1,4 @@
-"""DAPO's rule: the answer line, normalised as text and compared letter by letter.
+"""DAPO's reward: the answer line, normalised as text and compared character by character.
 
 Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale"; the normalisation is that of Minerva (Lewkowycz et al.
 2022, appendix D.1) in the variant that DAPO's released reward uses.
@@ -22,7 +22,7 @@ _REPLACED = (
     (r"\text{and}", ","),
     (r"\text{m}", r"\text{}"),
 )
-"""In this order: later rules see what earlier ones left."""
+"""Replacements in this order; later ones apply to the result of earlier ones."""
 _UNITS = (
     *(
         "square",
@@ -67,7 +67,7 @@ _SHORT_ROOT = re.compile(r"sqrt([^{])")
 
 
 def normalise(answer: str) -> str:
-    """What is compared: the right-hand side, without units, spaces and markup."""
+    """Return the text that is compared: the right-hand side, without units, spaces and markup."""
     answer = answer.rsplit("=", 1)[-1]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)
@@ -85,7 +85,7 @@ def normalise(answer: str) -> str:
 
 
 def dapo_reward(answer: str | None, golds: list[str]) -> dict[str, float | str]:
-    """`score`: 1 or -1, what DAPO learns from; `acc`: 1 or 0; `pred`: the answer as it was compared."""
+    """Return `score` (1 or -1, the reward that DAPO trains on), `acc` (1 or 0) and `pred` (the normalised answer)."""
     pred = "[INVALID]" if answer is None else normalise(answer[-DAPO_TAIL_CHARS:])
     correct = answer is not None and any(pred == normalise(gold) for gold in golds)
     return {"score": 1.0 if correct else -1.0, "acc": float(correct), "pred": pred}

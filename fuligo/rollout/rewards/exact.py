@@ -1,4 +1,4 @@
-"""Answers that need no algebra: decided in microseconds, without importing any."""
+"""Equality of answers that needs no algebra: decided in microseconds, without importing sympy."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from decimal import Decimal
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d*)?", re.ASCII)
 _FINDABLE = re.compile(r"[\d$\\\[]")
-"""Text without any of these holds neither a number nor a formula."""
+"""Characters of which every number and formula has at least one."""
 _MAX_DIGITS = 100
 _CLOSE = Decimal("1e-5")
-"""Numbers further apart are different; the rounding of closer ones is left to the symbolic comparison (6 decimals)."""
+"""Numbers further apart than this differ; closer ones are left to the symbolic comparison, which rounds to 6 decimals."""
 
 
 def equal_exactly(answer: str, gold: str) -> bool | None:
-    """Whether two answers are equal, where spelling or plain numbers decide it; None where it takes algebra."""
+    """Return whether two answers are equal if spelling or plain numbers decide it; None if it takes algebra."""
     answer, gold = _bare(answer), _bare(gold)
     if not answer or not gold:
         return False
@@ -30,16 +30,17 @@ def equal_exactly(answer: str, gold: str) -> bool | None:
 
 
 def nothing_to_find(text: str) -> bool:
-    """The text holds no answer in any form that the symbolic comparison reads."""
+    """Return whether the text has no answer in any form that the symbolic comparison reads."""
     return _FINDABLE.search(text) is None
 
 
 def is_number(text: str) -> bool:
+    """Return whether the text is a plain number."""
     return _number(_bare(text)) is not None
 
 
 def _bare(answer: str) -> str:
-    """Without surrounding space and dollar signs."""
+    """Remove surrounding white space and dollar signs."""
     answer = answer.strip()
     for delimiter in ("$$", "$"):
         if len(answer) > 2 * len(delimiter) and answer.startswith(delimiter) and answer.endswith(delimiter):

@@ -1,4 +1,4 @@
-"""What part of a response is its answer."""
+"""Extraction of the answer from a response."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 DAPO_TAIL_CHARS = 300
-"""DAPO looks at the end of a response only."""
+"""Characters at the end of a response in which DAPO looks for the answer."""
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}` (or `\fbox{...}`); None where there is none or the last one is never closed.
+    r"""Return the content of the last `\boxed{...}` (or `\fbox{...}`); None if there is none or the last one is never closed.
 
     Braces nest; escaped ones (`\{`) are text. Linear in the length of the text.
     """
@@ -33,11 +33,12 @@ def last_boxed(text: str) -> str | None:
 
 
 def num_boxes(text: str) -> int:
+    """Count the boxes, closed or not."""
     return len(_BOX.findall(text))
 
 
 def after_thinking(response: str) -> str | None:
-    """What follows the last `</think>`, or else the first `###Response`; None without either marker."""
+    """Return the text after the last `</think>`, or else after the first `###Response`; None without either marker."""
     _, thought, solution = response.rpartition("</think>")
     if thought:
         return solution
@@ -46,12 +47,12 @@ def after_thinking(response: str) -> str | None:
 
 
 def deepscaler_answer(response: str) -> str | None:
-    """The last box after the thinking; None without the end of thinking, or without a box."""
+    """Return the content of the last box after the thinking; None if the thinking does not end or there is no box."""
     solution = after_thinking(response)
     return None if solution is None else last_boxed(solution)
 
 
 def answer_line(response: str) -> str | None:
-    """What the last `Answer: ...` among the last 300 characters says, to the end of its line."""
+    """Return the text after the last `Answer:` within the last 300 characters, to the end of its line; None without one."""
     lines = _ANSWER_LINE.findall(response[-DAPO_TAIL_CHARS:])
     return lines[-1] if lines else None

@@ -11,12 +11,12 @@ _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def squad_tokens(text: str) -> list[str]:
-    """Lower case, without ASCII punctuation and articles, split at white space."""
+    """Split a text at white space, in lower case and without ASCII punctuation and articles."""
     return _ARTICLES.sub(" ", text.lower().translate(_WITHOUT_PUNCTUATION)).split()
 
 
 def f1_score(answer: str, gold: str) -> float:
-    """Harmonic mean of precision and recall over the multisets of tokens; 1 where both are empty."""
+    """Return the harmonic mean of precision and recall over the multisets of tokens; 1 if both are empty."""
     answer_tokens, gold_tokens = squad_tokens(answer), squad_tokens(gold)
     if not answer_tokens or not gold_tokens:
         return float(answer_tokens == gold_tokens)

@@ -1,4 +1,4 @@
-"""Why a sample has no reward."""
+"""Failures of rewards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fuligo.errors import RewardError
 
 
 class FailureReason(StrEnum):
-    """What failures are counted by."""
+    """Reason why a sample has no reward; failures are counted by it."""
 
     NO_REWARD = "no_reward"
     """Neither a reward type nor a custom reward applies to the sample."""
@@ -23,7 +23,7 @@ class FailureReason(StrEnum):
 
 
 class RewardFailure(RewardError):
-    """A reward that could not be computed: its sample fails, the run goes on."""
+    """A reward that could not be computed. Its sample fails and the run continues."""
 
     def __init__(self, reason: FailureReason, text: str) -> None:
         super().__init__(text)

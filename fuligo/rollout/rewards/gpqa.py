@@ -1,6 +1,6 @@
-r"""Multiple choice, as in GPQA (Rein et al. 2023, arXiv:2311.12022): which letter a response chooses, and which is right.
+r"""Multiple choice, as in GPQA (Rein et al. 2023, arXiv:2311.12022): finds the letter that a response chooses and the one that is right.
 
-What the data say follows the rows of slime (`slime/rollout/rm_hub/gpqa.py`): a label, and in the metadata `choices`, `valid_letters` and
+Rows are those of slime (`slime/rollout/rm_hub/gpqa.py`): a label, and in the metadata `choices`, `valid_letters` and
 `correct_letter`, each optional.
 """
 
@@ -16,11 +16,11 @@ from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 from fuligo.rollout.rewards.labels import gold_answers
 
 _LETTERS = tuple(string.ascii_uppercase[:10])
-"""Where the data do not say which there are."""
+"""Letters of a question whose data name none."""
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|boxed)\s*\{([^{}]*)\}")
 _MARKUP = re.compile(r"\*\*|__|[`$]|\\[()\[\]]")
 _MAX_WRAPPERS = 4
-"""Around one another."""
+"""Nested wrappers that are removed."""
 _ALONE = re.compile(r"[(\[{]?([A-Za-z])[)\]}]?[.:,;!]?")
 _LEADING = re.compile(r"[(\[{]([A-Za-z])[)\]}](?!\w)|(?!I [a-z])([A-Z])(?![\w'’^/=+-]|\s*[=+<>])")
 _LEADING_BRACKET = re.compile(r"([A-Za-z])[)\]](?=\s|$)")
@@ -35,17 +35,18 @@ _LONE = re.compile(r"[(\[]([A-Za-z])[)\]]|(?<![\w'’^/=+-])(?!I [a-z])(?!A [a-z
 
 @dataclass(slots=True, frozen=True)
 class Question:
-    """What there is to choose from, and what is right."""
+    """Choices of a question and the right ones."""
 
     letters: tuple[str, ...]
     choices: tuple[str, ...] = ()
-    """Their texts, as many as letters; none where the data do not have them."""
+    """Texts, one per letter; empty if the data have none."""
     correct: frozenset[str] = frozenset()
-    """Letters, any of which is right."""
+    """Letters, each of which is right."""
 
     @classmethod
     def of(cls, label: Any, metadata: dict[str, Any]) -> Question:
-        """
+        """Return the question of a row.
+
         Raises:
             RewardFailure: label and metadata do not say which choice is right, or contradict each other.
         """
@@ -54,36 +55,36 @@ class Question:
         if label is None and given is None:
             raise RewardFailure(
                 FailureReason.BAD_LABEL,
-                'nothing says which choice is right: name the label\'s column with --label-key, or give metadata["correct_letter"]',
+                'neither --label-key nor metadata["correct_letter"] says which choice is right; set one of them',
             )
         by_letter = None if given is None else offered.letter_of(given, 'metadata["correct_letter"]')
         if by_letter is not None and (label is None or (isinstance(label, str) and offered.named_alone(label) is None)):
-            return cls(offered.letters, offered.choices, frozenset({by_letter}))  # a label of other words says nothing against it
+            return cls(offered.letters, offered.choices, frozenset({by_letter}))  # a label that names no choice does not contradict it
         entries = label if isinstance(label, list | tuple) and label else [label]
         by_label = frozenset(offered.letter_of(entry, "the label") for entry in entries)
         if by_letter is not None and by_letter not in by_label:
             raise RewardFailure(
-                FailureReason.BAD_LABEL, f'the label says {", ".join(sorted(by_label))}, metadata["correct_letter"] {by_letter}'
+                FailureReason.BAD_LABEL, f'the label says {", ".join(sorted(by_label))} but metadata["correct_letter"] says {by_letter}'
             )
         return cls(offered.letters, offered.choices, by_label if by_letter is None else frozenset({by_letter}))
 
     def letter_of(self, value: Any, what: str) -> str:
-        """The letter that a letter, a position (from 0) or a choice's text stands for."""
+        """Return the letter of a choice given by its letter, its position (from 0) or its text."""
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, int) and not isinstance(value, bool):
             if 0 <= value < len(self.letters):
                 return self.letters[value]
-            raise RewardFailure(FailureReason.BAD_LABEL, f"{what} is {value}: positions count from 0 to {len(self.letters) - 1}")
+            raise RewardFailure(FailureReason.BAD_LABEL, f"{what} is {value}, but positions range from 0 to {len(self.letters) - 1}")
         (text,) = gold_answers(value)
         letter = self.named_alone(text)
         if letter is None:
             known = ", ".join(self.letters) + (f" or the text of one of {len(self.choices)} choices" if self.choices else "")
-            raise RewardFailure(FailureReason.BAD_LABEL, f"{what} is {value!r:.80}: it must be {known}")
+            raise RewardFailure(FailureReason.BAD_LABEL, f"{what} is {value!r:.80}, but it must be {known}")
         return letter
 
     def named_alone(self, text: str) -> str | None:
-        """The choice that `text` is, as a whole: a letter, bracketed or not, or a choice's text."""
+        """Return the choice that all of `text` names: a letter, bracketed or not, or a choice's text."""
         text = _bare(text)
         alone = _ALONE.fullmatch(text)
         if alone is not None and alone[1].upper() in self.letters:
@@ -92,7 +93,7 @@ class Question:
         return same[0] if len(same) == 1 else None
 
     def named_first(self, text: str) -> str | None:
-        """The choice that `text` is, or begins with; its text before its letter, which may be the article "A"."""
+        """Return the choice that `text` names or begins with. A text wins over a letter, which may be the article "A"."""
         letter = self.named_alone(text)
         if letter is not None:
             return letter
@@ -105,7 +106,7 @@ class Question:
         return letter if letter in self.letters else None
 
     def mentioned(self, text: str) -> str | None:
-        """The only choice whose text stands in `text`; a text within a longer one that stands there does not count."""
+        """Return the only choice whose text occurs in `text`; a choice's text that is part of a longer choice's text does not count."""
         text = f" {_folded(text)} "
         found: dict[str, str] = {}
         for letter, choice in zip(self.letters, self.choices):
@@ -117,11 +118,13 @@ class Question:
 
 
 def chosen(response: str, question: Question) -> str | None:
-    r"""The letter that a response chooses, or None. What follows the last `</think>` is searched, in this order:
+    r"""Return the letter that a response chooses, or None.
 
-    1. the last `\boxed{}`, where it names a choice: by its letter, or by its text;
+    The text after the last `</think>` is searched in this order:
+
+    1. the last `\boxed{}`, if it names a choice by its letter or text;
     2. the last sentence of the kinds "answer: (C)", "the correct option is C" and "C is correct" that names a choice;
-    3. the last line, where it is a choice, or the last letter that stands alone in it;
+    3. the last line, if it is a choice, or else the last letter that stands alone in it;
     4. the only choice whose text is mentioned.
     """
     solution = response.rpartition("</think>")[2]
@@ -132,17 +135,17 @@ def chosen(response: str, question: Question) -> str | None:
 
 
 def gpqa_reward(answer: str | None, label: Any, metadata: dict[str, Any]) -> float:
-    """1 for the right choice, 0 for another or none.
+    """Return 1 for the right choice, 0 for another or none.
 
     Raises:
-        RewardFailure: as `Question.of`.
+        RewardFailure: see `Question.of`.
     """
     question = Question.of(label, metadata)
     return float(answer is not None and chosen(answer, question) in question.correct)
 
 
 def _offered(metadata: dict[str, Any]) -> Question:
-    """Letters and choices, whichever the metadata give."""
+    """Return the letters and choices of the metadata."""
     choices, letters = metadata.get("choices"), metadata.get("valid_letters")
     if isinstance(choices, dict):
         keys = [str(key).strip().upper() for key in choices]
@@ -150,7 +153,8 @@ def _offered(metadata: dict[str, Any]) -> Question:
         choices = list(choices.values())
     if not isinstance(choices, list | tuple | None) or not isinstance(letters, list | tuple | str | None):
         raise RewardFailure(
-            FailureReason.BAD_LABEL, f'metadata["choices"] and ["valid_letters"] are lists, not {choices!r:.60} and {letters!r:.60}'
+            FailureReason.BAD_LABEL,
+            f'metadata["choices"] and ["valid_letters"] must be lists, not {choices!r:.60} and {letters!r:.60}',
         )
     texts = tuple(str(choice) for choice in choices or ())
     if letters:
@@ -159,7 +163,7 @@ def _offered(metadata: dict[str, Any]) -> Question:
         named = tuple(string.ascii_uppercase[: len(texts)]) if texts else _LETTERS
     if any(len(letter) != 1 or letter not in string.ascii_uppercase for letter in named) or (texts and len(named) != len(texts)):
         raise RewardFailure(
-            FailureReason.BAD_LABEL, f"{len(texts)} choices cannot have the letters {', '.join(named)}: one from A to Z each"
+            FailureReason.BAD_LABEL, f"{len(texts)} choices cannot have the letters {', '.join(named)}: each needs one letter from A to Z"
         )
     return Question(named, texts)
 
@@ -186,12 +190,12 @@ def _begins(text: str, words: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    """Without LaTeX's and Markdown's markup of text."""
+    """Remove the text markup of LaTeX and Markdown."""
     for _ in range(_MAX_WRAPPERS):
         text = _WRAPPER.sub(r"\1", text)
     return _MARKUP.sub("", text).strip(" \t\n*_")
 
 
 def _folded(text: str) -> str:
-    """What texts are compared by: lower case, single spaces, no markup and no full stop at the end."""
+    """Normalise a text for comparison: lower case, single spaces, no markup and no final full stop."""
     return " ".join(_bare(text).casefold().split()).rstrip(" .")

@@ -1,4 +1,4 @@
-"""A data set's label as the answers that count as right."""
+"""Labels of a data set as the answers that count as right."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 
 
 def gold_answers(label: Any) -> list[str]:
-    r"""A string, a number, an answer in a `\boxed{}`, or a list of these, any of which is right.
+    r"""Return the answers of a label: a string, a number, an answer in a `\boxed{}`, or a list of these, each of which is right.
 
     Raises:
-        RewardFailure: there is no label, or it is of another kind.
+        RewardFailure: there is no label, or it is of another type.
     """
     if isinstance(label, list | tuple):
         if not label:
-            raise RewardFailure(FailureReason.BAD_LABEL, "the label is an empty list: no answer would be right")
+            raise RewardFailure(FailureReason.BAD_LABEL, "the label is an empty list, so no answer would be right")
         return [answer for entry in label for answer in gold_answers(entry)]
     if isinstance(label, str):
         boxed = last_boxed(label)
@@ -24,5 +24,5 @@ def gold_answers(label: Any) -> list[str]:
     if isinstance(label, int | float) and not isinstance(label, bool):
         return [str(label)]
     if label is None:
-        raise RewardFailure(FailureReason.BAD_LABEL, "the sample has no label to compare with; name its column with --label-key")
-    raise RewardFailure(FailureReason.BAD_LABEL, f"a label is a string, a number or a list of these, not {label!r:.80}")
+        raise RewardFailure(FailureReason.BAD_LABEL, "the sample has no label to compare with; name the column with --label-key")
+    raise RewardFailure(FailureReason.BAD_LABEL, f"a label must be a string, a number or a list of these, not {label!r:.80}")

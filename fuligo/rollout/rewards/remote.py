@@ -1,4 +1,4 @@
-"""A reward model behind HTTP: `POST {prompt, response, label}`, answered by the reward as JSON (a number, or an object)."""
+"""Client of a remote reward model: `POST {prompt, response, label}` returns the reward as JSON (a number or an object)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORTH_RETRYING = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class RemoteReward:
-    """Retries what may pass (no connection, 429, 5xx) with doubling pauses, all within one deadline."""
+    """Reward from a URL. Transient errors (no connection, 408, 425, 429, 5xx) are retried with doubling pauses within one deadline."""
 
     def __init__(self, url: str | None, *, timeout_s: float, retries: int) -> None:
         self._url = url
@@ -25,14 +25,14 @@ class RemoteReward:
         self._session: aiohttp.ClientSession | None = None
 
     async def judge(self, sample: Sample, response: str) -> Any:
-        """The answer's JSON.
+        """Return the JSON of the reply.
 
         Raises:
-            RewardFailure: no usable answer came in time.
+            RewardFailure: no usable reply arrived in time.
         """
         if self._url is None:
-            raise RewardFailure(FailureReason.REMOTE, "the sample asks for remote_rm, and --rm-url is not given")
-        last_problem = "no answer"
+            raise RewardFailure(FailureReason.REMOTE, "the sample asks for remote_rm, but --rm-url is not set")
+        last_problem = "no reply"
         try:
             async with asyncio.timeout(self._timeout_s):
                 for attempt in range(self._retries + 1):
@@ -46,11 +46,12 @@ class RemoteReward:
                             break
         except TimeoutError:
             raise RewardFailure(
-                FailureReason.TIMEOUT, f"{self._url} gave no reward within {self._timeout_s:g} s; last: {last_problem}"
+                FailureReason.TIMEOUT, f"{self._url} gave no reward within {self._timeout_s:g} s; last problem: {last_problem}"
             ) from None
         raise RewardFailure(FailureReason.REMOTE, f"{self._url}: {last_problem}")
 
     async def close(self) -> None:
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -63,4 +64,4 @@ class RemoteReward:
             try:
                 return await response.json(content_type=None)
             except ValueError as error:
-                raise RewardFailure(FailureReason.REMOTE, f"{url} answered what is not JSON: {error}") from error
+                raise RewardFailure(FailureReason.REMOTE, f"{url} returned invalid JSON: {error}") from error

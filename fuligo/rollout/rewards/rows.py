@@ -1,4 +1,4 @@
-"""Whether the rows of a prompt file say what the built-in rewards judge by, as far as that is known before anything is sampled."""
+"""Check that the built-in rewards can judge the rows of a prompt file, before anything is sampled."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fuligo.rollout.rewards.failure import RewardFailure
 from fuligo.rollout.rewards.rules import find_rule
 
 _ROWS_READ = 1000
-"""Milliseconds; the samples of later rows fail one by one, with the reason."""
+"""Rows checked, which takes milliseconds; samples of later rows fail one by one with the reason."""
 
 
 def unjudged(path: str, settings: DataSettings, rm_type: str | None) -> str | None:
-    """What is wrong with the first row that cannot be judged, and how many there are among the first ones; None: none.
+    """Describe the first row that cannot be judged and count such rows among the first ones; None if all can be judged.
 
     Args:
-        path: jsonl or parquet, with an optional slice; `check_file` has found nothing.
-        rm_type: reward of rows whose metadata name none.
+        path: jsonl or parquet, with an optional slice; must have passed `check_file`.
+        rm_type: reward type of rows whose metadata name none.
     """
     if settings.metadata_key is None and (rm_type is None or find_rule(rm_type).check_row is None):
         return None
@@ -31,19 +31,19 @@ def unjudged(path: str, settings: DataSettings, rm_type: str | None) -> str | No
         return None
     row, problem = next(islice(problems.items(), 1))
     more = f" ({len(problems)} of the first {num_read} rows cannot be judged)" if len(problems) > 1 else ""
-    return f"{rows.place(row)}: {problem}{more}; mend or leave out such rows, or let their samples fail with --skip-bad-rows"
+    return f"{rows.place(row)}: {problem}{more}; fix or remove such rows, or let their samples fail with --skip-bad-rows"
 
 
 def _problem(rows: Rows, row: int, rm_type: str | None) -> str | None:
     try:
         fields = rows[row]
     except DataError:
-        return None  # said by who reads them
+        return None  # reported when the data set is read
     return row_problem(fields.label, fields.metadata, rm_type)
 
 
 def row_problem(label: Any, metadata: dict[str, Any], rm_type: str | None) -> str | None:
-    """Why a row cannot be judged whatever the response is."""
+    """Return the reason why no response to a row can be judged; None if there is none."""
     own = metadata.get("rm_type")
     name = own or rm_type
     if name is None:

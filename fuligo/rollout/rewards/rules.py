@@ -1,4 +1,4 @@
-"""The built-in rewards by name: what each takes for the answer, and how it judges it."""
+"""Built-in rewards by name: how each extracts the answer and judges it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BOXED_PREFIX = "boxed_"
 
 @dataclass(slots=True, frozen=True)
 class Services:
-    """What judging may need beside the sample."""
+    """Services that rewards use in addition to the sample."""
 
     symbolic: SymbolicComparison
     instructions: WorkerPool
@@ -35,15 +35,15 @@ class Services:
 
 @dataclass(slots=True, frozen=True)
 class Rule:
-    """A reward: it extracts an answer from the response, then judges it."""
+    """A built-in reward: extracts an answer from the response and judges it."""
 
     judge: Callable[[str | None, Sample, Services], Awaitable[Any]]
-    """Gets the extracted answer, None where the response has none."""
+    """(answer, sample, services) -> reward; the answer is None if the response has none."""
     extract: Callable[[str], str | None] = lambda response: response
     keys: tuple[str, ...] = ()
-    """Of the dict that it gives; none where it gives a number."""
+    """Keys of the dict that it returns; empty if it returns a number."""
     check_row: Callable[[Any, dict[str, Any]], object] | None = None
-    """(label, metadata) of a row -> raises RewardFailure where they say nothing to judge by; None: not known before there is a response."""
+    """(label, metadata) of a row -> raises RewardFailure if no response to it can be judged; None: known only with a response."""
 
 
 async def _answer_equals(answer: str | None, sample: Sample, services: Services) -> float:
@@ -105,14 +105,14 @@ RULES = {
     **{BOXED_PREFIX + name: replace(rule, extract=last_boxed) for name, rule in NAMED.items()},
     BOXED_PREFIX + "math": Rule(_answer_equals, last_boxed),
 }
-"""Every name that --rm-type and a sample's metadata["rm_type"] may have. With `boxed_` the last box is the answer, whatever the reward
-itself would have looked for."""
+"""Valid names for --rm-type and metadata["rm_type"]. With the prefix `boxed_` the answer is the content of the last box."""
 
 
 def find_rule(name: str) -> Rule:
-    """
+    """Return the reward of a name.
+
     Raises:
-        ConfigError: no reward has this name; lists those that there are.
+        ConfigError: no reward has this name.
     """
     if isinstance(name, str) and name in RULES:
         return RULES[name]
@@ -120,5 +120,5 @@ def find_rule(name: str) -> Rule:
     hint = f"; did you mean {' or '.join(near)}?" if near else "."
     raise ConfigError(
         f"--rm-type {name}: there is no such reward{hint} Known: {', '.join(NAMED)}, each also as {BOXED_PREFIX}<name>; "
-        "your own is --custom-rm-path"
+        "use --custom-rm-path for your own"
     )

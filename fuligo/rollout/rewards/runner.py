@@ -1,4 +1,4 @@
-"""Judges groups of samples; whatever goes wrong with a reward becomes the sample's failure, never the run's."""
+"""Runner of rewards: judges groups of samples. An error in a reward fails its sample, never the run."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from fuligo.types import Sample, SampleGroup, SampleStatus, Span
 
 
 class RewardRunner:
-    """Implements `RewardFn`. Groups may be judged concurrently.
+    """Implementation of `RewardFn`; groups may be judged concurrently.
 
-    A sample that is not finished, has failed, or already has a reward (from the user's own generation function) keeps what it has; a reward
-    that it has must be a number like any other.
+    Samples that are unfinished, failed, or already have a reward (from a custom generation function) are not judged. An existing reward
+    must be a finite number like any other.
     """
 
     def __init__(self, settings: RewardSettings, custom: CustomReward | None = None) -> None:
-        """
+        """Check the settings and prepare the services; nothing starts before the first sample.
+
         Raises:
-            ConfigError: the settings contradict themselves.
+            ConfigError: the settings contradict each other.
         """
         settings.check()
         if settings.group_rm and custom is None:
             raise ConfigError("--group-rm needs --custom-rm-path: the built-in rewards judge one sample at a time")
         self.failures: Counter[FailureReason] = Counter()
-        """Samples that got no reward, by reason, since the run began."""
+        """Samples without a reward since the start of the run, by reason."""
         self._settings = settings
         self._custom = custom
         self._symbolic = WorkerPool("symbolic_judge.py", settings.num_workers, settings.timeout_s)
@@ -52,7 +53,7 @@ class RewardRunner:
         await asyncio.gather(*(self._judge(sample) for sample in judged))
 
     async def close(self) -> None:
-        """End the worker processes and connections."""
+        """Stop the worker processes and close the connections."""
         await self._services.remote.close()
         await self._symbolic.close()
         await self._instructions.close()
@@ -81,7 +82,7 @@ class RewardRunner:
             return 0.0
         if name is None:
             raise RewardFailure(
-                FailureReason.NO_REWARD, 'nothing judges the sample: give --rm-type, --custom-rm-path or metadata["rm_type"]'
+                FailureReason.NO_REWARD, 'no reward is configured for the sample; set --rm-type, --custom-rm-path or metadata["rm_type"]'
             )
         try:
             rule = find_rule(name)
@@ -99,7 +100,7 @@ class RewardRunner:
             if not isinstance(rewards, list | tuple) or len(rewards) != len(samples):
                 given = f"{len(rewards)} rewards" if isinstance(rewards, list | tuple) else f"{rewards!r:.80}"
                 raise RewardFailure(
-                    FailureReason.BAD_VALUE, f"{self._custom.name} must return a list of {len(samples)} rewards, it returned {given}"
+                    FailureReason.BAD_VALUE, f"{self._custom.name} must return a list of {len(samples)} rewards, not {given}"
                 )
             for sample, reward in zip(samples, rewards, strict=True):
                 sample.reward = reward
@@ -120,7 +121,7 @@ class RewardRunner:
             return reward
         raise RewardFailure(
             FailureReason.BAD_VALUE,
-            f"the reward is a dict with the keys {', '.join(map(str, reward))}; --reward-key is {key} and must name one",
+            f"the reward is a dict with the keys {', '.join(map(str, reward))}; --reward-key ({key}) must name one of them",
         )
 
     def _fail(self, sample: Sample, failure: RewardFailure) -> None:
@@ -131,7 +132,7 @@ class RewardRunner:
 
 
 def finite(value: Any, what: str) -> float:
-    """`value` as a float; numbers of numpy and 0-d tensors are numbers too.
+    """Return `value` as a float; NumPy numbers and 0-d tensors are accepted.
 
     Raises:
         RewardFailure: it is not a finite number.
@@ -141,5 +142,5 @@ def finite(value: Any, what: str) -> float:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not math.isfinite(number):
-        raise RewardFailure(FailureReason.BAD_VALUE, f"{what} must be a finite number, it is {value!r:.80}")
+        raise RewardFailure(FailureReason.BAD_VALUE, f"{what} must be a finite number, not {value!r:.80}")
     return number

@@ -1,4 +1,4 @@
-"""What judging depends on, free of the configuration as a whole."""
+"""Settings of rewards, independent of the configuration as a whole."""
 
 from __future__ import annotations
 
@@ -15,49 +15,50 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class RewardSettings:
-    """How samples are judged."""
+    """Settings of the reward runner."""
 
     rm_type: str | None = None
-    """Reward of samples whose metadata names none; None: a custom reward, or metadata alone."""
+    """Reward type of samples whose metadata name none; None: a custom reward, or metadata only."""
     rm_url: str | None = None
     timeout_s: float = 30.0
-    """Seconds of one reward."""
+    """Seconds per reward."""
     retries: int = 3
-    """Further tries of a remote reward."""
+    """Retries of a remote reward."""
     num_workers: int | None = None
-    """Processes of the symbolic comparison; None: as many as there are cores, at most 4."""
+    """Worker processes per judge; None: one per core, at most 4."""
     group_rm: bool = False
     reward_key: str | None = None
-    """The value of a dict reward that must be a finite number."""
+    """Key of a dict reward whose value is the scalar reward."""
     optional: bool = False
-    """A sample that nothing judges has the reward 0: another teaches it (--use-opd)."""
+    """Samples without a reward type get the reward 0, because a teacher trains them (--use-opd)."""
     keyless_dicts: bool = False
-    """A dict without `reward_key` is fine: a post-processing hook makes the scalar."""
+    """Dict rewards need no `reward_key`, because a post-processing hook computes the scalar."""
 
     def check(self) -> None:
-        """
+        """Check that the settings fit each other and the installed packages.
+
         Raises:
-            ConfigError: the reward type is unknown, or lacks a flag that it needs.
+            ConfigError: the reward type is unknown, or lacks a flag or a package.
         """
         if self.rm_type is None:
             return
         rule = find_rule(self.rm_type)
         if self.rm_type.removeprefix(BOXED_PREFIX) == "remote_rm" and self.rm_url is None:
-            raise ConfigError(f"--rm-type {self.rm_type} needs --rm-url, the address of the reward model")
+            raise ConfigError(f"--rm-type {self.rm_type} needs --rm-url, the URL of the reward model")
         if self.rm_type.removeprefix(BOXED_PREFIX) == "ifbench" and importlib.util.find_spec("if_verifiable") is None:
             raise ConfigError(
                 f"--rm-type {self.rm_type} needs the package if-verifiable, which is not installed: pip install 'fuligo[ifbench]'"
             )
         if rule.keys and self.reward_key not in rule.keys and not self.keyless_dicts:
-            given = "is not given" if self.reward_key is None else f"{self.reward_key} is none of them"
+            given = "is not set" if self.reward_key is None else f"({self.reward_key}) is none of them"
             raise ConfigError(
-                f"--rm-type {self.rm_type} gives a dict of {', '.join(rule.keys)} and --reward-key {given}: "
+                f"--rm-type {self.rm_type} returns a dict of {', '.join(rule.keys)}, but --reward-key {given}; "
                 "choose --reward-key score (1 or -1) or --reward-key acc (1 or 0)"
             )
 
 
 def reward_settings(config: Config) -> RewardSettings:
-    """The reward flags of a run, checked.
+    """Return the reward settings of a run, checked.
 
     Raises:
         ConfigError: see `RewardSettings.check`.

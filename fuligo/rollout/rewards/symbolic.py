@@ -1,4 +1,4 @@
-"""Mathematical equality: by spelling and plain numbers where they decide it, by math-verify in a worker process where not."""
+"""Mathematical equality: decided by spelling and plain numbers if possible, else by math-verify in a worker process."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from fuligo.rollout.rewards.extraction import last_boxed, num_boxes
 from fuligo.rollout.rewards.worker_pool import WorkerPool
 
 _REMEMBERED = 8192
-"""Verdicts kept: the samples of a group, and of later epochs, often give the same answers."""
+"""Verdicts kept, because samples of a group and of later epochs often give the same answers."""
 
 
 class SymbolicComparison:
-    """Compares answers with the label's golds, any of which is right."""
+    """Comparison of answers with the label's golds, each of which is right."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
         self._verdicts: OrderedDict[tuple[str, tuple[str, ...], bool], bool] = OrderedDict()
 
     async def answer_equals(self, answer: str, golds: list[str]) -> bool:
-        """All of `answer` is the answer.
+        """Return whether `answer` as a whole equals a gold.
 
         Raises:
-            RewardFailure: it takes algebra, and that raised or outlasted its deadline.
+            RewardFailure: the symbolic comparison raised or exceeded its deadline.
         """
         undecided: list[str] = []
         for gold in golds:
@@ -35,10 +35,10 @@ class SymbolicComparison:
         return bool(undecided) and await self._ask(answer, undecided, is_text=False)
 
     async def text_answers(self, text: str, golds: list[str]) -> bool:
-        """The answer stands in `text`: in its only box, or else wherever math-verify finds it.
+        """Return whether the answer in `text` equals a gold: that of its only box, or else the one that math-verify finds.
 
         Raises:
-            RewardFailure: as `answer_equals`.
+            RewardFailure: see `answer_equals`.
         """
         if num_boxes(text) == 1 and (boxed := last_boxed(text)) is not None:
             return await self.answer_equals(boxed, golds)

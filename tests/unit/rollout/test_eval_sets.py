@@ -69,7 +69,7 @@ def test_an_entry_overrides_the_defaults_and_they_override_the_flags(tmp_path: P
         ("eval: {datasets: [a]}", r"must be a mapping"),
         ("eval: {datasets: [", r"not a YAML file"),
         ("eval: {datasets: [{name: a, path: p, rm_type: deepscalar}]}", r"data set a: --rm-type deepscalar.*did you mean deepscaler"),
-        ("eval: {datasets: [{name: a, path: p, rm_type: dapo}]}", r"data set a: --rm-type dapo gives a dict"),
+        ("eval: {datasets: [{name: a, path: p, rm_type: dapo}]}", r"data set a: --rm-type dapo returns a dict"),
         ("eval: {datasets: [{name: a, path: p, rm_type: remote_rm}]}", r"data set a: --rm-type remote_rm needs --rm-url"),
     ],
 )

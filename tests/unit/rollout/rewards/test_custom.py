@@ -137,7 +137,7 @@ async def test_a_dict_must_hold_the_reward_key(make_group: MakeGroup) -> None:
     group = make_group("a", "b")
     await judge(function, group, reward_key="score")
     assert group.samples[0].reward == {"score": 1.0, "note": "kept"}
-    assert "the reward's 'score' must be a finite number, it is nan" in str(group.samples[1].error)
+    assert "the reward's 'score' must be a finite number, not nan" in str(group.samples[1].error)
 
     group = make_group("a")
     await judge(function, group, reward_key="acc")
@@ -200,7 +200,7 @@ async def test_with_nothing_that_judges_the_sample_fails(make_group: MakeGroup) 
         group, unknown = make_group("a"), make_group("a", rm_type="maths")
         await runner(group)
         await runner(unknown)
-    assert "nothing judges the sample" in str(group.samples[0].error)
+    assert "no reward is configured for the sample" in str(group.samples[0].error)
     assert "did you mean math" in str(unknown.samples[0].error)
     assert runner.failures == {FailureReason.NO_REWARD: 2}
 

@@ -1,4 +1,4 @@
-"""The table at the end of a quickstart: what the policy answered before training, and after."""
+"""Table at the end of a quickstart: responses of the policy before and after training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Answer:
 
 @dataclass(slots=True, frozen=True)
 class BeforeAfter:
-    """One held-out prompt, answered twice."""
+    """A held-out prompt with the responses before and after training."""
 
     prompt: str
     label: str
@@ -29,7 +29,7 @@ class BeforeAfter:
 
 
 def before_after_table(rows: Sequence[BeforeAfter]) -> Table:
-    """Right answers are green with a check mark, wrong ones red with a cross: readable without colours too."""
+    """Return the table. Right answers are green with a check mark, wrong ones red with a cross, to be readable without colours."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column("prompt", overflow="fold", ratio=3)
     table.add_column("before", overflow="fold", ratio=2)

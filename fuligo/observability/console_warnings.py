@@ -1,4 +1,4 @@
-"""Warnings of the log on the console too, without flooding it."""
+"""Warnings of the log on the console, without flooding it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 MAX_ALIKE = 3
-"""Warnings from one place in the code that are shown; the rest stands in log.txt."""
+"""Warnings shown per place in the code; the others are in log.txt only."""
 
 
 @contextmanager
 def warnings_shown_on(console: Console) -> Iterator[None]:
-    """Show what the package logs as a warning or worse, without tracebacks."""
+    """Show warnings and errors that fuligo logs, without tracebacks."""
     handler = _ConsoleHandler(console)
     logger = logging.getLogger("fuligo")
     logger.addHandler(handler)
@@ -37,6 +37,6 @@ class _ConsoleHandler(logging.Handler):
         self._num_alike[place] += 1
         if self._num_alike[place] > MAX_ALIKE:
             return
-        last = " (more of these: log.txt)" if self._num_alike[place] == MAX_ALIKE else ""
+        last = " (further ones are in log.txt)" if self._num_alike[place] == MAX_ALIKE else ""
         style = "red" if record.levelno >= logging.ERROR else "yellow"
         self._console.print(Text.assemble((record.levelname.lower(), style), f": {record.getMessage()}{last}"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line that survive a crash: a line is written whole, a torn one is noticed and cut off."""
+"""Files of one JSON object per line that survive a crash, which can tear the last line at most."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from fuligo.errors import ConfigError
 from fuligo.observability.files import append, open_to_append
 
 Record = dict[str, Any]
-"""One line: flat, JSON values only. A float that is not finite is written as null."""
+"""One line: a flat object of JSON values. A float that is not finite is written as null."""
 
 
 class JsonLines:
-    """Appends records to a file; each is on the operating system's side before `append` returns."""
+    """File to which records are appended; each is handed to the operating system before `append` returns."""
 
     def __init__(self, path: Path) -> None:
-        """Opens `path` to continue it; a last line that a crash tore is cut off."""
+        """Open `path` to continue it; a last line torn by a crash is removed."""
         self.path = path
         self._fd = open_to_append(path)
 
     def append(self, record: Record) -> None:
-        """
+        """Append a record.
+
         Raises:
             FuligoError: the file cannot be written.
         """
         append(self._fd, orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE), self.path)
 
     def cut_back(self, keep: Callable[[Record], bool]) -> None:
-        """Shorten the file to its records before the first that is not to be kept.
+        """Truncate the file before the first record that `keep` rejects.
 
         Raises:
             ConfigError: a line is not JSON.
@@ -49,7 +50,7 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[Record]:
-    """All whole records of a file that may still be written to.
+    """Read all complete records of a file that may still be growing.
 
     Raises:
         ConfigError: a line is not JSON.
@@ -58,7 +59,7 @@ def read_json_lines(path: Path) -> list[Record]:
 
 
 def _parse(path: Path) -> list[tuple[int, Record]]:
-    """Every whole record with the offset of its line's end."""
+    """Return every complete record with the offset of the end of its line."""
     records: list[tuple[int, Record]] = []
     offset = 0
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
@@ -66,5 +67,5 @@ def _parse(path: Path) -> list[tuple[int, Record]]:
         try:
             records.append((offset, orjson.loads(line)))
         except orjson.JSONDecodeError as error:
-            raise ConfigError(f"{path}: line {number} is not JSON ({error}); mend or remove the file, then resume") from None
+            raise ConfigError(f"{path}: line {number} is not JSON ({error}); fix or remove the file, then resume") from None
     return records

@@ -1,4 +1,4 @@
-"""One flat record a step: how it is put together, and which of its keys depend on the clock."""
+"""Metrics of a step as one flat record, and which of its keys depend on the clock."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TRAINER_PHASES = ("score", "train")
 
 
 def is_timing(key: str) -> bool:
-    """The value depends on the clock: it differs between two runs that are otherwise equal bit for bit."""
+    """Return whether the value depends on the clock and so differs between two runs that are otherwise equal bit for bit."""
     return key in TIMING_KEYS or key.startswith(TIMING_PREFIXES)
 
 
 def without_timings(record: Mapping[str, object]) -> Record:
-    """What two runs with the same seed on the same machine have in common."""
+    """Return the part of a record that is equal in two runs with the same seed on the same machine."""
     return {key: value for key, value in record.items() if not is_timing(key)}
 
 
@@ -31,26 +31,26 @@ def step_record(
     result: StepResult | None,
     perf: Mapping[str, float],
 ) -> Record:
-    """The line of `metrics.jsonl` of one step.
+    """Return the line of `metrics.jsonl` for one step.
 
     Args:
         step: rollout id.
-        policy_version: of the weights after the step.
+        policy_version: version of the weights after the step.
         rollout: `rollout/*`, `engine/*`.
-        result: of training; None where nothing is trained.
-        perf: `perf/*`, of `perf_metrics`.
+        result: result of training; None if nothing was trained.
+        perf: `perf/*`, from `perf_metrics`.
     """
     train = result.metrics if result is not None else {}
     return {"step": step, "policy_version": policy_version, "time": time.time(), **_numbers(rollout), **_numbers(train), **_numbers(perf)}
 
 
 def perf_metrics(durations: Mapping[str, float], step_s: float) -> dict[str, float]:
-    """`perf/*` of one step.
+    """Return the metrics `perf/*` of one step.
 
     Args:
         durations: seconds of each phase of the step, by name (`Trace.take_durations`).
-        step_s: from the end of the step before to the end of this one. With rollouts ahead of training, phases of other
-            steps run at the same time: the phases need not add up to it.
+        step_s: seconds from the end of the previous step to the end of this one. If rollouts run ahead of training, phases of
+            other steps run at the same time, so the phases need not add up to it.
     """
     trained_s = sum(durations.get(phase, 0.0) for phase in TRAINER_PHASES)
     idle = max(0.0, 1.0 - trained_s / step_s) if step_s > 0 else 0.0
@@ -58,5 +58,5 @@ def perf_metrics(durations: Mapping[str, float], step_s: float) -> dict[str, flo
 
 
 def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
-    """numpy scalars become plain ones."""
+    """Convert NumPy scalars to plain ones."""
     return {key: value if isinstance(value, int) else float(value) for key, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""What the console shows while a run goes on: a live panel on a terminal, a line a step elsewhere, or nothing."""
+"""Progress on the console during a run: a live panel on a terminal, otherwise one line per step, or nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DOING = {
     "rollout": "sampling",
     "score": "scoring",
     "train": "training",
-    "sync": "sending weights to the engine",
+    "sync": "syncing weights",
     "eval": "evaluating",
     "save": "saving a checkpoint",
     "record": "writing the samples",
@@ -32,31 +32,32 @@ _OF_A_STEP = ("rollout", "score", "train")
 
 
 class Progress(Protocol):
-    """Told of phases and steps; a context manager, so that the terminal is left as it was found."""
+    """Receiver of phases and steps; a context manager, so that it can restore the terminal."""
 
     def __enter__(self) -> Progress: ...
 
     def __exit__(self, *exception: object) -> None: ...
 
     def phase(self, name: str, step: int) -> None:
-        """A phase begins (`Trace` calls this)."""
+        """Show that a phase begins (called by `Trace`)."""
         ...
 
     def record(self, record: Record) -> None:
-        """A step is complete."""
+        """Show that a step is complete."""
         ...
 
 
 def open_progress(
     mode: Literal["auto", "rich", "plain", "none"], title: str, num_rollouts: int, *, start: int = 0, console: Console | None = None
 ) -> Progress:
-    """
+    """Return the progress display of a mode.
+
     Args:
-        mode: auto is rich on a terminal, plain elsewhere.
-        title: the run's name or directory.
-        num_rollouts: of the whole run.
-        start: step where it begins or goes on.
-        console: where to show it (default: standard output).
+        mode: auto is rich on a terminal and plain elsewhere.
+        title: name or directory of the run.
+        num_rollouts: number of rollouts of the whole run.
+        start: step at which the run starts or resumes.
+        console: console to write to (default: standard output).
     """
     if mode == "none":
         return SilentProgress()
@@ -67,7 +68,7 @@ def open_progress(
 
 
 class SilentProgress:
-    """Shows nothing."""
+    """Progress that shows nothing."""
 
     def __enter__(self) -> Progress:
         return self
@@ -83,7 +84,7 @@ class SilentProgress:
 
 
 class PlainProgress(SilentProgress):
-    """A line a step, for logs and pipes."""
+    """Progress as one line per step, for logs and pipes."""
 
     def __init__(self, console: Console, num_rollouts: int) -> None:
         self._console = console
@@ -113,7 +114,7 @@ class PlainProgress(SilentProgress):
 
 @dataclass(slots=True)
 class Curves:
-    """What the panel shows, apart from how."""
+    """State that the panel shows."""
 
     title: str
     num_rollouts: int
@@ -144,13 +145,13 @@ class Curves:
         return self.latest["step"] + 1 if self.latest else self.start
 
     def eta_s(self) -> float | None:
-        """Seconds that the rest takes at the pace so far; None before the first step."""
+        """Return the seconds until the end of the run at the pace so far; None before the first step."""
         here = self.num_done - self.start
         return (self.clock() - self.begun_s) / here * (self.num_rollouts - self.num_done) if here else None
 
 
 class LiveProgress:
-    """A quiet panel of five lines that is redrawn in place; it stays as it was last when the run ends."""
+    """Progress as a panel of five lines, redrawn in place. The last state stays on the terminal when the run ends."""
 
     def __init__(self, console: Console, curves: Curves) -> None:
         self._curves = curves
@@ -176,7 +177,7 @@ class LiveProgress:
 
 @dataclass(slots=True)
 class Panel:
-    """Draws `curves` at the width there is."""
+    """Rendering of the panel at the available width."""
 
     curves: Curves
 
@@ -210,7 +211,7 @@ class Panel:
         parts = [
             _field(latest, "", "rollout/tokens_per_s", ",.0f", " tokens/s sampled"),
             _field(latest, "", "train/tokens_per_s", ",.0f", " trained"),
-            _field(latest, "", "perf/step_s", ".2f", " s a step"),
+            _field(latest, "", "perf/step_s", ".2f", " s per step"),
         ]
         return Text(" · ".join(part.strip() for part in parts if part) or "-")
 
@@ -238,7 +239,7 @@ def _field(record: Record, name: str, key: str, spec: str, unit: str = "") -> st
 
 
 def _duration(seconds: float) -> str:
-    """`4 s`, `3:07`, `2:03:07`."""
+    """Format seconds as `4 s`, `3:07` or `2:03:07`."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -1,4 +1,4 @@
-"""The directory that a run leaves behind, and the only place that knows its file names."""
+"""Directory of a run, and the only module that knows its file names."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ _NUMBERED = re.compile(r"(?:rollout|eval)_(\d+)\.parquet")
 
 
 class RunDirectory:
-    """`config.yaml`, `metrics.jsonl`, `samples/`, `eval/`, `trace.json`, `log.txt`, `checkpoints/`; one process writes to it."""
+    """Writer of a run directory: `config.yaml`, `metrics.jsonl`, `samples/`, `eval/`, `trace.json`, `log.txt`, `checkpoints/`.
+
+    A lock ensures that only one process writes to it.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Use `create`; this opens a directory that was made before."""
+        """Open an existing directory; use `create` for a run."""
         self.path = path
         self.checkpoints = path / CHECKPOINTS
         self.samples = path / "samples"
@@ -44,19 +47,19 @@ class RunDirectory:
         self.evaluations = JsonLines(self.eval / "metrics.jsonl")
         self.trace = Trace(path / "trace.json")
         self._log = _log_to(self.log_file)
-        sample_table([])  # pyarrow imports what it needs at the first table: not in the first step
+        sample_table([])  # pyarrow imports lazily with its first table, which should not slow down the first step
 
     @classmethod
     def create(cls, path: Path, config: Config, *, resume: bool) -> RunDirectory:
-        """Make the directory, or go on in the one of an earlier run; write `config.yaml`.
+        """Create the directory, or continue in that of an earlier run, and write `config.yaml`.
 
         Args:
             path: new, empty, or the directory of an earlier run.
-            config: of this run, everything resolved.
-            resume: recorded steps may be cut back, to where a checkpoint goes on; without it they are never overwritten.
+            config: resolved configuration of this run.
+            resume: allow recorded steps to be cut back to where a checkpoint resumes; otherwise they are never overwritten.
 
         Raises:
-            ConfigError: it cannot be written to, holds other files, holds a run that would be overwritten, or is in use.
+            ConfigError: it is not writable, has other files, has a run that would be overwritten, or is in use.
         """
         _check(path, resume=resume)
         try:
@@ -75,7 +78,7 @@ class RunDirectory:
     def write_samples(
         self, step: int, groups: Sequence[SampleGroup], training: Training | None = None, *, reward_key: str | None = None
     ) -> Path:
-        """`samples/rollout_000123.parquet`: every sample of the rollout, dropped and aborted ones too."""
+        """Write `samples/rollout_000123.parquet`: every sample of the rollout, including dropped and aborted ones."""
         path = self.samples / f"rollout_{step:06d}.parquet"
         write_table(path, sample_table(groups, training, reward_key=reward_key))
         return path
@@ -88,13 +91,13 @@ class RunDirectory:
         *,
         reward_key: str | None = None,
     ) -> Path:
-        """`eval/eval_000020.parquet` and a line of `eval/metrics.jsonl`: an evaluation after 20 complete rollouts.
+        """Write `eval/eval_000020.parquet` and a line of `eval/metrics.jsonl` for an evaluation after 20 complete rollouts.
 
         Args:
             num_rollouts: complete rollouts; 0 is the untrained policy.
-            groups: by name of the data set, which becomes the column `dataset`.
+            groups: groups by name of the data set, which becomes the column `dataset`.
             record: `eval/*` metrics.
-            reward_key: value to report where a reward is a dict.
+            reward_key: key of the value to report if rewards are dicts.
         """
         table = sample_table([group for of_set in groups.values() for group in of_set], reward_key=reward_key)
         datasets = [name for name, of_set in groups.items() for group in of_set for _ in group.samples]
@@ -104,7 +107,7 @@ class RunDirectory:
         return path
 
     def cut_back(self, step: int) -> None:
-        """Forget `step` and what followed it: the run goes on there. The evaluation before `step` stays, unless the run starts over."""
+        """Remove `step` and all later ones, because the run resumes there. The evaluation before `step` stays unless `step` is 0."""
         self.metrics.cut_back(lambda record: record["step"] < step)
         self.evaluations.cut_back(lambda record: step > 0 and record["num_rollouts"] <= step)
         self.trace.cut_back(step)
@@ -112,10 +115,11 @@ class RunDirectory:
         _remove_from(self.eval, step + 1 if step else 0)
 
     def records(self) -> list[Record]:
-        """The steps recorded so far."""
+        """Return the steps recorded so far."""
         return read_json_lines(self.metrics.path)
 
     def close(self) -> None:
+        """Close all files and release the lock."""
         self.metrics.close()
         self.evaluations.close()
         self.trace.close()
@@ -125,7 +129,7 @@ class RunDirectory:
 
 
 def _check(path: Path, *, resume: bool) -> None:
-    """Refuse a path that is not new, empty, or ours."""
+    """Refuse a path that is not new, empty, or a run directory."""
     if not path.exists():
         return
     if not path.is_dir():
@@ -135,31 +139,31 @@ def _check(path: Path, *, resume: bool) -> None:
     except OSError as error:
         raise ConfigError(f"the run directory {path} cannot be read: {error.strerror}; choose another with --run-dir") from None
     if names and "metrics.jsonl" not in names:
-        raise ConfigError(f"--run-dir {path} holds files that are no run's ({', '.join(names[:3])}); give a new or an empty directory")
+        raise ConfigError(f"--run-dir {path} has files that are not a run's ({', '.join(names[:3])}); give a new or empty directory")
     if names and not resume and (path / "metrics.jsonl").stat().st_size > 0:
         raise ConfigError(
-            f"--run-dir {path} holds a run that has recorded steps; give a new directory, or, to train on, that run's checkpoints: "
+            f"--run-dir {path} already has recorded steps; give a new directory, or continue that run: "
             f"fuligo train --load {path / CHECKPOINTS}"
         )
 
 
 def _lock(path: Path) -> int:
-    """Held until the process ends, however it ends.
+    """Take the lock of a run directory, which the kernel releases when the process ends.
 
     Raises:
-        ConfigError: another process has it.
+        ConfigError: another process has the lock.
     """
     fd = os.open(path / "metrics.jsonl", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        raise ConfigError(f"--run-dir {path} is in use by a run that has not ended; wait for it, or give another directory") from None
+        raise ConfigError(f"--run-dir {path} is in use by a running job; wait for it, or give another directory") from None
     return fd
 
 
 class _LogFile(logging.FileHandler):
-    """A line that it cannot write ends nothing and has no traceback: what the run must record says itself that the disk is full."""
+    """Log file that ignores failed writes: the records that the run needs report a full disk themselves."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -180,7 +184,7 @@ def _log_to(path: Path) -> logging.Handler:
 
 
 def _remove_from(directory: Path, first: int) -> None:
-    """Remove numbered files from `first` on, and unfinished ones."""
+    """Remove unfinished files and those numbered `first` or higher."""
     for file in directory.iterdir():
         match = _NUMBERED.fullmatch(file.name)
         if file.suffix == ".tmp" or (match and int(match[1]) >= first):

@@ -1,8 +1,7 @@
-"""`samples/rollout_000123.parquet`: every sample of a rollout with everything that is known about it, token by token.
+"""Sample files (`samples/rollout_000123.parquet`): every sample of a rollout with everything known about it, token by token.
 
-Columns are built whole from flat arrays: a rollout of thousands of samples costs milliseconds. Row groups of 64 let a reader
-fetch one sample without the file; what samples are looked for by stands in plain columns of its own, with least and greatest values
-in the footer, so that finding them reads no text and no tokens.
+Columns are built from flat arrays, so that a rollout of thousands of samples takes milliseconds. Row groups of 64 let a reader fetch one
+sample without reading the file. Properties to search by have columns of their own, so that a search reads no tokens.
 """
 
 from __future__ import annotations
@@ -66,21 +65,21 @@ SCHEMA = pa.schema(
         ("spans", pa.list_(_SPAN)),
     ]
 )
-"""Chat messages, labels that are no strings, and metadata are JSON. What the trainer did not see or compute is null."""
+"""Chat messages, metadata, and labels other than strings are JSON. Values that the trainer did not see or compute are null."""
 _REPETITIVE = ["prompt", "response", "label", "status", "finish_reason", "drop_reason", "error", "metadata"]
-"""Columns worth a dictionary; for token arrays building one costs more than it saves."""
+"""Columns written with a dictionary; for token arrays, building one costs more than it saves."""
 VERSIONS_IN_FOOTER = "versions.list.element"
 _IN_FOOTER = (
     *("index", "group_index", "reward", "status", "kept", "engine", "response_length", "advantage_mean", "oldest_version", "prompt_key"),
     VERSIONS_IN_FOOTER,
 )
-"""Columns with their least and greatest values of each row group in the footer."""
+"""Columns whose minimum and maximum per row group are in the footer."""
 _JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 @dataclass(slots=True, frozen=True)
 class Training:
-    """What the trainer knows about the rollout's samples; empty where nothing was trained."""
+    """Trainer's view of the rollout's samples; empty if nothing was trained."""
 
     samples: Sequence[TrainSample] = ()
     scores: Mapping[int, TokenScores] | None = None
@@ -88,11 +87,10 @@ class Training:
 
 
 def sample_table(groups: Sequence[SampleGroup], training: Training | None = None, *, reward_key: str | None = None) -> pa.Table:
-    """One row a sample, in the order of the groups.
+    """Return a table with one row per sample, in the order of the groups.
 
-    `reward` is the scalar that is learnt from; a reward that is a dict stands whole in metadata, as `reward`.
-    `trainer_logprobs` are those of the weights that sampled where they were computed (old log-probabilities), else those of
-    the training forward pass.
+    `reward` is the scalar that is trained on; a dict reward is in the metadata, as `reward`. `trainer_logprobs` are the old
+    log-probabilities if they were computed, else those of the training forward pass.
     """
     training = training or Training()
     samples = [sample for group in groups for sample in group.samples]
@@ -137,10 +135,10 @@ def sample_table(groups: Sequence[SampleGroup], training: Training | None = None
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """Write a parquet file that appears whole or not at all.
+    """Write a parquet file atomically.
 
     Raises:
-        FuligoError: it cannot be written.
+        FuligoError: the file cannot be written.
     """
     unfinished = path.with_name(f".{path.name}.tmp")
     dictionaries = [name for name in table.schema.names if name in _REPETITIVE]
@@ -150,24 +148,24 @@ def write_table(path: Path, table: pa.Table) -> None:
             unfinished,
             compression="zstd",
             row_group_size=ROWS_PER_GROUP,
-            use_dictionary=dictionaries,  # pyright: ignore[reportArgumentType] names are taken, the annotation says bool alone
+            use_dictionary=dictionaries,  # pyright: ignore[reportArgumentType] names are accepted, but the annotation says bool
             write_statistics=[name for name in _IN_FOOTER if name.partition(".")[0] in table.schema.names],  # pyright: ignore[reportArgumentType]
         )
         unfinished.replace(path)
 
 
 def prompt_key(text: str | None) -> int:
-    """Finds the same prompt in other files without reading it; the same in every process; 63 bits."""
+    """Return a 63-bit hash of a prompt's text, equal in every process, to find the prompt in other files without reading texts."""
     return int.from_bytes(hashlib.blake2b((text or "").encode(), digest_size=8).digest()) >> 1
 
 
 def _in_order(columns: dict[str, Any]) -> list[tuple[pa.Field, Any]]:
-    assert list(columns) == SCHEMA.names, "the columns are written as the schema orders them"
+    assert list(columns) == SCHEMA.names, "columns must be in the order of the schema"
     return [(SCHEMA.field(name), values) for name, values in columns.items()]
 
 
 def _match(samples: Sequence[Sample], trained: Sequence[TrainSample]) -> list[int | None]:
-    """Each sample's position in `trained`. Samples split from one rollout share an index: they are matched in their order."""
+    """Return the position in `trained` of each sample. Samples split from one rollout share an index and are matched in order."""
     by_index: dict[int, list[int]] = {}
     for position in reversed(range(len(trained))):
         by_index.setdefault(trained[position].index, []).append(position)
@@ -200,7 +198,7 @@ def _mean(values: np.ndarray) -> float | None:
 
 
 def _prompt_keys(groups: Sequence[SampleGroup]) -> list[int]:
-    """Samples of a group that share their prompt, as most do, share the work."""
+    """Return the key of each sample's prompt. Samples of a group that share a prompt object share the work."""
     keys: list[int] = []
     for group in groups:
         known: dict[int, int] = {}
@@ -224,7 +222,7 @@ def _metadata(sample: Sample) -> str:
 
 
 def _lists(rows: Sequence[np.ndarray | None], dtype: type[np.generic]) -> pa.Array:
-    """A list column from one flat array."""
+    """Build a list column from one flat array."""
     present = [row for row in rows if row is not None]
     lengths = np.fromiter((0 if row is None else len(row) for row in rows), np.int32, len(rows))
     values = np.concatenate(present, dtype=dtype, casting="unsafe") if present else np.empty(0, dtype)

@@ -1,4 +1,4 @@
-"""The records of `metrics.jsonl`, also sent to TensorBoard and Weights & Biases."""
+"""Sinks that also receive the records of `metrics.jsonl`: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fuligo.observability.jsonl import Record
 
 
 class Sink(Protocol):
-    """Takes records as they come; `start` is the step at which the run begins or goes on."""
+    """Receiver of records."""
 
     def write(self, record: Record) -> None: ...
 
@@ -24,10 +24,13 @@ class Sink(Protocol):
 
 
 def open_sinks(config: Config, run_dir: Path, *, start: int) -> list[Sink]:
-    """The sinks that the flags ask for.
+    """Open the sinks that the flags ask for.
+
+    Args:
+        start: step at which the run starts or resumes.
 
     Raises:
-        ConfigError: a package is not installed, or W&B refuses.
+        ConfigError: a package is not installed, or W&B rejects the run.
     """
     flags = config.observability
     if flags.use_tensorboard:
@@ -43,7 +46,7 @@ def open_sinks(config: Config, run_dir: Path, *, start: int) -> list[Sink]:
 
 
 class TensorBoardSink:
-    """Event files; what an earlier process wrote from `start` on is purged by TensorBoard when it reads them."""
+    """TensorBoard event files. TensorBoard discards what an earlier process wrote from step `start` on."""
 
     def __init__(self, directory: Path, *, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -52,7 +55,8 @@ class TensorBoardSink:
         self._directory = directory
 
     def write(self, record: Record) -> None:
-        """
+        """Write and flush a record.
+
         Raises:
             FuligoError: an event file cannot be written.
         """
@@ -63,13 +67,13 @@ class TensorBoardSink:
             self._writer.flush()
 
     def close(self) -> None:
-        """All is on disk, or `write` has said why not."""
+        """Close the event file. `write` has flushed everything or reported why it could not."""
         with suppress(OSError):
             self._writer.close()
 
 
 class WandbSink:
-    """A W&B run that a resumed run continues. `step` is an ordinary metric there, for a resume may go back."""
+    """W&B run, continued when the run resumes. `step` is an ordinary metric, because W&B's own step cannot go back on resume."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         wandb = importlib.import_module("wandb")
@@ -86,7 +90,7 @@ class WandbSink:
                 config=config.model_dump(mode="json"),
             )
         except wandb.Error as error:
-            raise ConfigError(f"--use-wandb: {error}; log in by `wandb login`, or give --wandb-mode offline") from None
+            raise ConfigError(f"--use-wandb: {error}; run `wandb login`, or give --wandb-mode offline") from None
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: Record) -> None:

@@ -1,4 +1,4 @@
-"""A curve in one line of text."""
+"""Sparkline: a curve in one line of text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int, *, low: float | None = None, high: float | None = None) -> str:
-    """The curve of `values`, at most `width` characters wide; longer curves are averaged over equal stretches.
+    """Return the curve of `values` in at most `width` characters; more values are averaged over equal intervals.
 
     Args:
         values: finite numbers, oldest first.

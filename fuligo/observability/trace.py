@@ -1,6 +1,6 @@
-"""`trace.json`: what driver and trainer ranks did when, what engines and samples were busy with; Chrome's trace format, for Perfetto.
+"""Trace of a run (`trace.json`): phases of the driver and the trainer ranks, spans of engines and samples; Chrome's format, for Perfetto.
 
-The file is a JSON array without its closing bracket, which the format allows: it can be opened at any time, also after a kill.
+The file is a JSON array without its closing bracket, which the format allows, so that it can be opened at any time, even after a kill.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from fuligo.types import Sample, Span
 DRIVER_PID = 1
 SAMPLE_PIDS = {"generate": 2, "reward": 3, "wait": 4}
 OTHER_PID = 5
-"""Spans that hooks name themselves."""
+"""Process of spans named by hooks."""
 RANK_PID = 1_000
-"""Of trainer rank 0; the others follow."""
+"""Process of trainer rank 0; the other ranks follow."""
 ENGINE_PID = 1_000_000
-"""Of engine 0; the others follow. What was generated nobody knows where has a process of its own."""
+"""Process of engine 0; the other engines follow. Spans whose engine is not known have a process of their own."""
 BEGIN = "phase_begins"
-"""An event that viewers of traces pass over: what the driver does now, before its end is known."""
+"""Event at the beginning of a phase, whose end is not known yet; trace viewers ignore it."""
 SEND = "send"
-"""What a rank calls the time in which it hands weights to the engines."""
+"""Span in which a rank sends weights to the engines."""
 MAX_RANKS = 32
-"""Ranks of a step that are written: rank 0, and those that computed longest."""
+"""Ranks written per step: rank 0 and those that computed longest."""
 MAX_LANES = 64
-"""Tracks of one kind of span, or of one engine; more cannot be looked at, and a wide rollout would need thousands."""
+"""Tracks per kind of span or engine; a large rollout would need thousands, which no viewer shows usefully."""
 MAX_SPANS_PER_STEP = 512
-"""The longest ones are kept: it is the stragglers that one looks for. All spans are in samples/."""
+"""Spans written per step: the longest, because one looks for stragglers. All spans are in samples/."""
 
 _ARRAY_START = b"[\n"
 
@@ -51,7 +51,7 @@ Event = dict[str, Any]
 
 @dataclass(eq=False)
 class Phase:
-    """A stretch of the driver's time; `with trace.phase("train", step): ...`. May hold others, and run beside others."""
+    """Phase of the driver: `with trace.phase("train", step): ...`. Phases may nest and overlap."""
 
     trace: Trace
     name: str
@@ -72,13 +72,14 @@ _current_phase: ContextVar[Phase | None] = ContextVar("current_phase", default=N
 
 
 class Trace:
-    """Writes events as they end. Safe to use from several tasks and threads: phases that overlap get tracks of their own."""
+    """Writer of a trace. Safe to use from several tasks and threads; phases that overlap get tracks of their own."""
 
     def __init__(self, path: Path, *, max_bytes: int = 64 * 1024**2) -> None:
-        """
+        """Open a trace.
+
         Args:
-            path: continued where it exists.
-            max_bytes: beyond it phases alone are written, no spans of samples.
+            path: continued if it exists.
+            max_bytes: size beyond which only phases are written.
         """
         self.on_phase: PhaseListener | None = None
         """Called with name and step when a phase begins."""
@@ -91,26 +92,26 @@ class Trace:
         self._open()
 
     def phase(self, name: str, step: int) -> Phase:
-        """A phase of rollout `step`; `name` is a word such as rollout, score, train, sync, eval, save."""
+        """Return a phase of rollout `step`; `name` is a word such as rollout, score, train, sync, eval, save."""
         return Phase(self, name, step)
 
     def samples(self, step: int, samples: Iterable[Sample]) -> None:
-        """The spans of a rollout's samples, packed to few tracks."""
+        """Write the spans of a rollout's samples, packed into few tracks."""
         if self._num_bytes < self._max_bytes:
             self._write_named(_sample_events(step, samples))
 
     def ranks(self, step: int, spans: Sequence[Sequence[Span]]) -> None:
-        """What the trainer's ranks did since the training before, by rank, each by its own clock."""
+        """Write the spans of the trainer ranks since the previous training, each by the clock of its rank."""
         if self._num_bytes < self._max_bytes:
             self._write_named(_rank_events(step, spans))
 
     def take_durations(self, step: int) -> dict[str, float]:
-        """Seconds spent in each phase of a step so far, by name; forgets them."""
+        """Return the seconds spent in each phase of a step so far, by name, and forget them."""
         with self._lock:
             return dict(self._durations.pop(step, {}))
 
     def cut_back(self, step: int) -> None:
-        """Take out what belongs to `step` and later ones."""
+        """Remove the events of `step` and later ones."""
         kept = [event for event in read_trace(self.path) if event["args"].get("step", -1) < step]
         replacement = self.path.with_name(f".{self.path.name}.tmp")
         with writing(self.path):
@@ -120,13 +121,14 @@ class Trace:
         self._open()
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._fd)
 
     def _open(self) -> None:
         self._fd = open_to_append(self.path)
         self._num_bytes = os.fstat(self._fd).st_size
         self._named: set[int] = set()
-        """Processes beside the fixed ones that this process wrote the names of."""
+        """Ranks and engines whose names have been written."""
         if self._num_bytes == 0:
             append(self._fd, _ARRAY_START, self.path)
             self._write(_track_names())
@@ -150,11 +152,11 @@ class Trace:
             self._lanes[phase.lane].remove(phase)
             self._durations[phase.step][phase.name] += duration
         args = {"step": phase.step, "failed": True} if failed else {"step": phase.step}
-        with suppress(FuligoError) if failed else nullcontext():  # the phase's own error is the cause
+        with suppress(FuligoError) if failed else nullcontext():  # the phase's own error must be raised
             self._write([_complete(phase.name, (DRIVER_PID, phase.lane), self._epoch_s + phase.start_s, duration, args)])
 
     def _innermost(self, phase: Phase) -> bool:
-        """Nothing else runs inside: a second child at the same time would overlap on the track."""
+        """Return whether no other phase runs inside; a second child at the same time would overlap on the track."""
         stack = self._lanes[phase.lane]
         return bool(stack) and stack[-1] is phase
 
@@ -166,7 +168,7 @@ class Trace:
         return len(self._lanes) - 1
 
     def _write_named(self, events: list[Event]) -> None:
-        """With the names of ranks and engines that appear for the first time."""
+        """Write events, preceded by the names of ranks and engines that appear for the first time."""
         new = {pid for event in events if (pid := event["pid"]) >= RANK_PID} - self._named
         self._named |= new
         self._write([*(_process_name(pid, _name_of(pid)) for pid in sorted(new)), *events])
@@ -179,7 +181,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> list[Event]:
-    """All whole events of a trace that may still be written to, or that a crash tore."""
+    """Read all complete events of a trace that may still be growing, or was torn by a crash."""
     return [event for line in path.read_bytes().splitlines() if (event := _parse(line)) is not None]
 
 
@@ -196,7 +198,7 @@ def _parse(line: bytes) -> Event | None:
 
 
 def _complete(name: str, track: tuple[int, int], start_s: float, duration_s: float, args: dict[str, Any]) -> Event:
-    """An event with a duration on the track (process, thread)."""
+    """Return an event with a duration on the track (process, thread)."""
     return {
         "name": name,
         "ph": "X",
@@ -227,7 +229,7 @@ def _name_of(pid: int) -> str:
 
 
 def _sample_events(step: int, samples: Iterable[Sample]) -> list[Event]:
-    """Spans sorted into lanes in which no two overlap; those for which no lane is free are left out."""
+    """Assign spans to lanes without overlaps; spans for which no lane is free are left out."""
     spans = [(span, sample) for sample in samples for span in sample.spans]
     longest = sorted(spans, key=lambda pair: pair[0].start_s - pair[0].end_s)[:MAX_SPANS_PER_STEP]
     lane_ends: dict[int, list[float]] = defaultdict(list)
@@ -250,7 +252,7 @@ def _rank_events(step: int, by_rank: Sequence[Sequence[Span]]) -> list[Event]:
 
     longest = sorted(range(1, len(by_rank)), key=busy_s, reverse=True)[: MAX_RANKS - 1]
     return [
-        # Weights that were sent since the training before are those of the step before.
+        # Weights sent since the previous training belong to the previous step.
         _complete(span.name, (RANK_PID + rank, 0), span.start_s, span.end_s - span.start_s, {"step": max(0, step - (span.name == SEND))})
         for rank in ([0, *sorted(longest)] if by_rank else [])
         for span in by_rank[rank]

@@ -1,4 +1,4 @@
-"""A page that needs nothing else: markup, style, scripts and data in one file. `fuligo plan --html` and `fuligo view` are such pages."""
+"""Self-contained pages: markup, style, scripts and data in one file, for `fuligo plan --html` and `fuligo view`."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from importlib import resources
 
 _SCRIPTS = ("dom.js", "tooltip.js", "theme.js")
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-"""What could end the element, begin a tag, or trip over an older parser."""
+"""Characters that could end the element, begin a tag, or confuse an old parser."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What one page adds to the frame, the style and the scripts that all share."""
+    """Parts that one page adds to the shared frame, style and scripts."""
 
     package: str
-    """Has `body.html`, `page.css` and the scripts."""
+    """Package with `body.html`, `page.css` and the scripts."""
     scripts: tuple[str, ...]
-    """In the order in which they build on each other; together with the shared ones they are one module."""
+    """Scripts in the order of their dependencies; together with the shared ones they form one module."""
     asks_server: bool = False
-    """It may talk to the server that sent it."""
+    """Whether the page may send requests to its server."""
 
     def html(self, title: str, document: str) -> str:
-        """
+        """Return the page.
+
         Args:
-            title: of the window.
-            document: JSON, which the scripts find as `embedded`. Names and texts in it may be anything: they are shown, never run.
+            title: title of the window.
+            document: JSON, which the scripts see as `embedded`. Any text in it is shown, never run.
         """
         style = _source(__name__, "page.css") + _source(self.package, "page.css")
         script = "\n".join([*(_source(__name__, name) for name in _SCRIPTS), *(_source(self.package, name) for name in self.scripts)])
@@ -48,7 +49,7 @@ class Page:
         return "".join(pieces)
 
     def _content_security_policy(self, style: str, script: str) -> str:
-        """The browser runs this page's own script and style, and asks nobody but its server: a second wall behind the escaping."""
+        """Allow this page's own script and style and requests to its own server only: a second barrier behind the escaping."""
         own = f"style-src '{_digest(style)}'; script-src '{_digest(script)}'"
         connect = f"connect-src {chr(39)}{'self' if self.asks_server else 'none'}{chr(39)}"
         return f"default-src 'none'; img-src data:; {own}; {connect}; base-uri 'none'; form-action 'none'"
@@ -59,7 +60,7 @@ def _digest(text: str) -> str:
 
 
 def _json_in_html(text: str) -> str:
-    """Escaped as JSON has it: the value is the same."""
+    """Escape JSON for embedding in HTML; its value stays the same."""
     for character, escaped in _ESCAPES.items():
         text = text.replace(character, escaped)
     return text

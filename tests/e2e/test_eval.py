@@ -50,7 +50,7 @@ def test_the_configuration_of_a_run_evaluates_its_checkpoints(run_dir: Path, tmp
     assert evaluations(tmp_path / "eval") == evaluations(run_dir)[2:]
     assert answers(tmp_path / "eval", 2) == answers(run_dir, 2)
     said = fail(2, "eval", "--config", run_dir / "config.yaml", "--load", run_dir / "checkpoints", "--run-dir", run_dir)
-    assert f"--run-dir {run_dir} holds a run" in said
+    assert f"--run-dir {run_dir} already has recorded steps" in said
     assert sorted(run_dir.rglob("*")) == before
 
 

@@ -1,1 +1,1 @@
-"""`fuligo view`: a local page over run directories, live or finished. Reads their files as they grow; writes nothing."""
+"""`fuligo view`: a local page over run directories, live or finished. It reads their files as they grow and writes nothing."""

@@ -1,4 +1,4 @@
-"""Who may look: this machine alone, or whoever has the token."""
+"""Access control of the server: this machine only, or visitors with the token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-r
 
 
 def is_loopback(host: str) -> bool:
-    """Only this machine can reach it."""
+    """Return whether only this machine can reach the host."""
     if host == "localhost":
         return True
     try:
@@ -25,10 +25,10 @@ def is_loopback(host: str) -> bool:
 
 
 class Access:
-    """Lets a request through, or answers it.
+    """Middleware that rejects requests without access.
 
-    Without a token a page elsewhere could make a browser ask us under a name of its own that leads here (DNS rebinding): only the
-    machine's own names are answered. With one, `?token=` becomes a cookie, and leaves the address.
+    Without a token, only the machine's own names are served; otherwise a foreign page could make a browser send requests under a name of
+    its own that resolves to this machine (DNS rebinding). With a token, `?token=` moves from the address to a cookie.
     """
 
     def __init__(self, app: ASGIApp, token: str | None, cookie: str) -> None:
@@ -55,10 +55,10 @@ class Access:
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
         if scope["method"] not in ("GET", "HEAD"):
-            return PlainTextResponse("this page only reads", 405)
+            return PlainTextResponse("this server is read-only", 405)
         if self._token is None:
             name = _without_port(headers.get("host", ""))
-            return None if is_loopback(name) else PlainTextResponse(f"this server answers to localhost, not to {name!r}", 403)
+            return None if is_loopback(name) else PlainTextResponse(f"this server is reachable as localhost, not as {name!r}", 403)
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         given = dict(query).get("token")
         if given is not None and self._fits(given):
@@ -68,7 +68,7 @@ class Access:
             return answer
         if self._fits(_bearer(headers)) or self._fits(_cookie(headers, self._cookie)):
             return None
-        return PlainTextResponse("open the address that fuligo view printed: it ends with the token", 401)
+        return PlainTextResponse("token missing or wrong; open the address that fuligo view printed, which ends with the token", 401)
 
     def _fits(self, given: str) -> bool:
         return self._token is not None and hmac.compare_digest(given.encode(), self._token.encode())

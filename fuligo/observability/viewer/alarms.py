@@ -1,4 +1,4 @@
-"""What is wrong with a run, in plain words: pure functions of its metrics."""
+"""Alarms of a run in plain words, as pure functions of its metrics."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from fuligo.observability.viewer.metric_columns import MetricColumns, Values, fi
 from fuligo.observability.viewer.mismatch import Explanation
 
 BASE_STEPS = 50
-"""Recent good steps that a value is compared with."""
+"""Number of recent good steps that a value is compared with."""
 MIN_BASE_STEPS = 3
 LASTING_STEPS = 3
-"""A single step may be bad luck; where noted, an alarm needs so many in a row."""
+"""Consecutive steps that some alarms need, because a single step may be an outlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
     key: str
-    """The metric."""
+    """Metric."""
     severity: Literal["error", "warning", "note"]
     title: str
     text: str
     first_step: int
     last_step: int
     ongoing: bool
-    """It holds at the latest step."""
+    """Whether it holds at the latest step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Rows in a row at which something holds."""
+    """Consecutive rows at which a condition holds."""
 
     first: int
     last: int
@@ -39,7 +39,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
-    """Which values of one metric are bad, and what to say of them."""
+    """Rule for one metric: which values are bad, and the text of the alarm."""
 
     key: str
     severity: Literal["error", "warning", "note"]
@@ -50,7 +50,7 @@ class _Watch:
 
 
 def alarms(metrics: MetricColumns) -> list[Alarm]:
-    """What holds now first, then by severity and step. Of each kind the latest stretch is told, and how many there were before."""
+    """Return the alarms, ongoing ones first, then by severity and step: of each kind the latest one and the number of earlier ones."""
     found = [*_watched(metrics), *_not_finite(metrics)]
     severities = ("error", "warning", "note")
     return sorted(found, key=lambda alarm: (not alarm.ongoing, severities.index(alarm.severity), -alarm.last_step))
@@ -61,7 +61,7 @@ def with_cause(alarm: Alarm, cause: Explanation | None) -> Alarm:
 
 
 def stretches(bad: Sequence[bool], lasting: int = 1) -> list[Stretch]:
-    """At least `lasting` rows long; a single good row does not end one."""
+    """Return the stretches of at least `lasting` rows; a single good row does not end one."""
     found: list[Stretch] = []
     for row in (row for row, is_bad in enumerate(bad) if is_bad):
         if found and row - found[-1].last <= 2:
@@ -109,19 +109,19 @@ def _not_finite(metrics: MetricColumns) -> Iterator[Alarm]:
         found = stretches([row > began and value is None for row, value in enumerate(metrics.column(key))])
         if found:
             watch = _Watch(key, "error", f"{key} is not a number", lambda _: [], lambda *_: "")
-            text = "The update was lost, or has spoilt the weights: look at that step's samples, then resume from a checkpoint before it."
+            text = "The update was skipped or corrupted the weights. Look at that step's samples and resume from a checkpoint before it."
             yield _alarm(metrics, watch, found[-1], text)
 
 
 def _base(values: Values, row: int, bad: Sequence[bool]) -> float | None:
-    """The median of good rows before."""
+    """Return the median of the good rows before a row."""
     good = [value for at, value in enumerate(values[max(0, row - BASE_STEPS) : row], max(0, row - BASE_STEPS)) if not bad[at]]
     known = finite(good)
     return median(known) if len(known) >= MIN_BASE_STEPS else None
 
 
 def _rises(factor: float, least: float, at_once: float | None = None) -> Callable[[Values], list[bool]]:
-    """Above `least` and so many times the good steps before; or above `at_once`, whatever was before."""
+    """Return a rule for values above `least` and `factor` times the good steps before, or above `at_once` in any case."""
 
     def bad(values: Values) -> list[bool]:
         found: list[bool] = []
@@ -144,7 +144,7 @@ def _entropy_collapses(values: Values) -> list[bool]:
 
 
 def _compared(values: Values, stretch: Stretch, unit: str = "") -> str:
-    """`0.31 nats, 18 times the 0.017 before`."""
+    """Format the worst value with the value before, as in `0.31 nats, 18 times the 0.017 before`."""
     worst = max(finite(values[stretch.first : stretch.last + 1]))
     base = median(finite(values[max(0, stretch.first - BASE_STEPS) : stretch.first]))
     return f"{worst:.3g}{unit}" + (f", {worst / base:.3g} times the {base:.3g} before" if base else "")
@@ -157,52 +157,52 @@ def _mismatch_text(values: Values, stretch: Stretch) -> str:
 def _clip_text(values: Values, stretch: Stretch) -> str:
     worst = max(finite(values[stretch.first : stretch.last + 1]))
     return (
-        f"Up to {worst:.0%} of the tokens have no gradient: the policy moves too far within a step. "
-        "Fewer optimizer steps a rollout, a smaller learning rate or a wider clip range."
+        f"Up to {worst:.0%} of the tokens have no gradient because the policy moves too far within a step. "
+        "Try fewer optimizer steps per rollout, a smaller learning rate or a wider clip range."
     )
 
 
 def _kl_text(values: Values, stretch: Stretch) -> str:
-    return f"It reaches {_compared(values, stretch, ' nats')}. Read samples: the policy may have found a way around the reward."
+    return f"It reaches {_compared(values, stretch, ' nats')}. Read samples: the policy may be exploiting the reward."
 
 
 def _entropy_text(values: Values, stretch: Stretch) -> str:
     start = median(finite(values[:10])[:5]) or 0.0
     low = min(finite(values[stretch.first : stretch.last + 1]))
-    return f"It fell from {start:.3g} to {low:.3g} nats: samples of a group are nearly alike, and there is little left to learn from."
+    return f"It fell from {start:.3g} to {low:.3g} nats. The samples of a group are nearly identical, so there is little left to learn."
 
 
 def _grad_text(values: Values, stretch: Stretch) -> str:
-    return f"It reaches {_compared(values, stretch)}. Look at the samples of that step: very long ones, or a reward out of range."
+    return f"It reaches {_compared(values, stretch)}. Look at the samples of that step for very long responses or rewards out of range."
 
 
 def _truncated_text(values: Values, stretch: Stretch) -> str:
     worst = max(finite(values[stretch.first : stretch.last + 1]))
-    return f"Up to {worst:.0%} are cut off at the longest length allowed, and judged without their end."
+    return f"Up to {worst:.0%} are truncated at the maximum length and judged without their end."
 
 
 def _zero_std_text(values: Values, stretch: Stretch) -> str:
     worst = max(finite(values[stretch.first : stretch.last + 1]))
-    return f"In up to {worst:.0%} of the groups all rewards are equal. Harder or easier prompts, or dynamic sampling, would help."
+    return f"In up to {worst:.0%} of the groups all rewards are equal. Try harder or easier prompts, or dynamic sampling."
 
 
 def _failed_text(values: Values, stretch: Stretch) -> str:
     total = sum(finite(values[stretch.first : stretch.last + 1]))
-    return f"{total:.0f} in all; each sample says why (Samples, status failed)."
+    return f"{total:.0f} in total. Each failed sample shows its reason (Samples, filter by failed)."
 
 
 WATCHES = (
-    # bf16 engines and trainers differ by 0.005 to 0.02 nats; 0.1 is wrong weights, sampling parameters or routing from the start.
+    # bf16 engines and trainers differ by 0.005 to 0.02 nats; 0.1 means wrong weights, sampling parameters or routing.
     _Watch("train/logprob_abs_diff", "error", "Engine and trainer disagree", _rises(3, 0.03, at_once=0.1), _mismatch_text),
     _Watch("train/clip_fraction", "warning", "Much of the update is clipped", _above(0.3), _clip_text, LASTING_STEPS),
-    _Watch("train/kl", "warning", "The policy runs away from its reference", _rises(5, 0.1), _kl_text, LASTING_STEPS),
+    _Watch("train/kl", "warning", "KL to the reference is growing", _rises(5, 0.1), _kl_text, LASTING_STEPS),
     _Watch("train/entropy", "warning", "Entropy has collapsed", _entropy_collapses, _entropy_text, LASTING_STEPS),
-    _Watch("train/grad_norm", "warning", "The gradient jumps", _rises(10, 0.0), _grad_text),
-    _Watch("rollout/truncated_ratio", "warning", "Many answers are cut off", _above(0.25), _truncated_text, LASTING_STEPS),
-    _Watch("rollout/zero_std_ratio", "note", "Most groups teach nothing", _above(0.8), _zero_std_text, LASTING_STEPS),
+    _Watch("train/grad_norm", "warning", "The gradient norm jumps", _rises(10, 0.0), _grad_text),
+    _Watch("rollout/truncated_ratio", "warning", "Many responses are truncated", _above(0.25), _truncated_text, LASTING_STEPS),
+    _Watch("rollout/zero_std_ratio", "note", "Most groups have equal rewards", _above(0.8), _zero_std_text, LASTING_STEPS),
     _Watch("rollout/num_failed", "warning", "Samples failed", _above(0), _failed_text),
 )
-"""Limits are rules of thumb, chosen so that ordinary runs are silent."""
+"""Limits are rules of thumb, chosen so that ordinary runs raise no alarm."""
 
 
 def watched_keys() -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""What the page asks, as plain JSON values: the same for the server and for a page in one file."""
+"""Answers to the page's requests as plain JSON values, for the server and for reports alike."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from fuligo.observability.viewer.step_time import StepTime
 
 Answer = dict[str, Any]
 SEARCH_BUDGET_S = 0.15
-"""Of one request; the page asks again where more is left."""
+"""Seconds of search per request; the page asks again if more is left."""
 MAX_HISTORY = 400
 _TOKEN_COLUMNS = ("engine_logprobs", "trainer_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "values", "returns", "advantages")
 _SHOWN_LATEST = ("rollout/reward_mean", "rollout/response_len_mean", "rollout/tokens_per_s", "train/tokens_per_s", "perf/step_s")
 
 
 def run_answer(run: RunReader) -> Answer:
-    """What is known of a run at a glance."""
+    """Return the overview of a run."""
     run.update_metrics()
     metrics = run.metrics
     state, age_s = run.state()
@@ -63,7 +63,7 @@ def run_answer(run: RunReader) -> Answer:
 
 
 def metrics_answer(run: RunReader, keys: Sequence[str], after: int, generation: int) -> Answer:
-    """Rows from `after` on; all of them where the page knows another generation of the file."""
+    """Return the rows from `after` on, or all of them if the page has another generation of the file."""
     run.update_metrics()
     metrics = run.metrics
     start = after if generation == metrics.generation else 0
@@ -208,7 +208,7 @@ def _members(path: Path, rows: pa.Table, mine: Answer) -> list[Answer]:
 
 
 def _tokens(run: RunReader, whole: Row) -> Answer:
-    """Lists of one entry a response token; null where the run does not know it."""
+    """Return lists with one entry per response token; null for values that the run did not record."""
     ids = whole.get("response_ids") or []
     return {
         "ids": ids,
@@ -221,7 +221,7 @@ def _tokens(run: RunReader, whole: Row) -> Answer:
 
 
 def engines_of_tokens(num_tokens: int, spans: Sequence[Row]) -> list[int | None] | None:
-    """The engine that sampled each token; None where nobody knows any."""
+    """Return the engine that sampled each token; None if none is known."""
     engines: list[int | None] = [None] * num_tokens
     for span in spans:
         if span.get("engine") is not None:
@@ -242,14 +242,14 @@ def _metadata(text: Any) -> Any:
 
 
 def history_answer(run: RunReader, prompt_key: int, of: SampleSet = "train") -> Answer:
-    """All samples of the same prompt, oldest first."""
+    """Return all samples of a prompt, oldest first."""
     index = run.index(of)
     found = index.table().filter(pc.field("prompt") == prompt_key)
     return {"total": found.num_rows, "rows": _numbers(found)[-MAX_HISTORY:], "indexed": index.progress}
 
 
 def steps_answer(run: RunReader) -> Answer:
-    """Seconds of every step by cause: one list a cause, one entry a step."""
+    """Return the seconds of every step by cause: one list per cause, one entry per step."""
     run.update_metrics()
     causes = run.causes()
     names = list(dict.fromkeys(cause.name for _, of_step in causes for cause in of_step))
@@ -262,7 +262,7 @@ def steps_answer(run: RunReader) -> Answer:
 
 
 def step_answer(run: RunReader, step: int) -> Answer | None:
-    """The timeline of one step; times are seconds since its start."""
+    """Return the timeline of one step; times are seconds since its start."""
     run.update_metrics()
     found = run.step_time(step)
     return None if found is None else _step_answer(found)

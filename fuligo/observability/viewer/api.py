@@ -1,4 +1,4 @@
-"""The server's addresses. All of them read; runs are chosen by name from those that were given, never by a path."""
+"""HTTP endpoints of the server. All are read-only; runs are selected by name, never by path."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ class SampleQuery(SampleFilter):
 def make_app(
     runs: Sequence[RunReader], *, token: str | None = None, cookie: str = "fuligo_view", watcher: Watcher | None = None
 ) -> FastAPI:
-    """
+    """Return the application that serves the page and its data.
+
     Args:
-        runs: to look at, of different names.
-        token: asked of every visitor; None answers to this machine's own names alone.
-        cookie: that keeps the token in the browser.
-        watcher: told of every request.
+        runs: runs with different names.
+        token: required of every visitor; None serves only this machine's own names.
+        cookie: name of the cookie that keeps the token in the browser.
+        watcher: woken by every request.
     """
     app = FastAPI(title="fuligo view", docs_url=None, redoc_url=None, openapi_url=None)
     by_name = {run.name: run for run in runs}
@@ -51,7 +52,7 @@ def make_app(
         if watcher is not None:
             watcher.wake()
         if name not in by_name:
-            raise HTTPException(404, f"there is no run {name!r} here")
+            raise HTTPException(404, f"there is no run {name!r} on this server")
         return by_name[name]
 
     @app.get("/")

@@ -1,4 +1,4 @@
-"""Where the seconds of a step went: every instant belongs to one cause, so that they add up to the step."""
+"""Attribution of a step's seconds to causes: every instant has one cause, so that they add up to the step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fuligo.observability.viewer.trace_reader import PhaseEvent
 Interval = tuple[float, float]
 """Start and end, seconds since the epoch."""
 PRIORITY = ("sync", "train", "score", "save", "eval", "record")
-"""Of phases at the same time the first here is the cause; a rollout that runs beside training costs nothing and comes last."""
+"""Phases by priority: of several at the same time, the first is the cause. A rollout that runs beside training comes last."""
 ROLLOUT = "rollout"
 SAMPLING = "sampling"
 STRAGGLERS = "last samples"
 REWARD = "reward"
 BETWEEN = "between phases"
 TAIL_SHARE = 0.25
-"""Of the most samples generated at one time: with fewer than this the rollout waits for its last ones."""
+"""Share of the peak number of concurrent samples below which the rollout waits for its last samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +30,19 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class SampleSpans:
-    """Intervals of a rollout's samples; empty where they are not known."""
+    """Intervals of a rollout's samples; empty if they are not known."""
 
     generate: Sequence[Interval] = ()
     reward: Sequence[Interval] = ()
 
 
 def attribute(window: Interval, phases: Iterable[PhaseEvent], spans: SampleSpans | None = None) -> list[Cause]:
-    """The seconds of `window` by cause, the longest first; they sum to its length.
+    """Return the seconds of `window` by cause, longest first; they sum to its length.
 
     Args:
-        window: of the step.
-        phases: of any step.
-        spans: of samples at work in it: they divide the time of the rollout that nothing else covers.
+        window: start and end of the step.
+        phases: phases of any step.
+        spans: spans of the samples in progress; they divide the time of the rollout that no other phase covers.
     """
     start, end = window
     if end <= start:
@@ -67,14 +67,14 @@ def attribute(window: Interval, phases: Iterable[PhaseEvent], spans: SampleSpans
 
 
 def covered(window: Interval, intervals: Iterable[Interval]) -> float:
-    """Seconds of `window` in which at least one interval runs."""
+    """Return the seconds of `window` that at least one interval covers."""
     clipped = _clipped(list(intervals), window)
     cuts = np.unique(np.concatenate([np.array(window), clipped.ravel()]))
     return float(np.diff(cuts)[_active(clipped, cuts) > 0].sum())
 
 
 def concurrency(window: Interval, intervals: Sequence[Interval], num_points: int) -> list[int]:
-    """How many intervals run, at the middle of each of so many equal parts of the window."""
+    """Return the number of intervals at the middle of each of `num_points` equal parts of the window."""
     clipped = _clipped(intervals, window)
     edges = np.linspace(*window, num_points + 1)
     middles = (edges[1:] + edges[:-1]) / 2
@@ -91,13 +91,13 @@ def _divide_rollout(labels: np.ndarray, generating: np.ndarray, rewarding: np.nd
 
 
 def _clipped(intervals: Sequence[Interval], window: Interval) -> np.ndarray:
-    """[N, 2] the parts inside the window."""
+    """Return the parts of the intervals inside the window, [N, 2]."""
     array = np.clip(np.array(intervals, np.float64).reshape(-1, 2), *window)
     return array[array[:, 1] > array[:, 0]]
 
 
 def _active(intervals: np.ndarray, cuts: np.ndarray) -> np.ndarray:
-    """How many intervals cover each stretch between two cuts."""
+    """Return the number of intervals between each two consecutive cuts."""
     change = np.zeros(len(cuts), np.int64)
     np.add.at(change, np.searchsorted(cuts, intervals[:, 0]), 1)
     np.add.at(change, np.searchsorted(cuts, intervals[:, 1]), -1)

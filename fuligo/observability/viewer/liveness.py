@@ -1,4 +1,4 @@
-"""Whether a run goes on, seen from outside and without touching it."""
+"""State of a run, determined from outside without touching it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from typing import Literal
 
 State = Literal["finished", "running", "quiet", "stopped", "empty"]
 STALE_STEPS = 5
-"""A run that wrote nothing for so many of its steps has stopped, or hangs."""
+"""Usual steps without a write after which a run counts as stopped or hanging."""
 FRESH_S = 60.0
 START_S = 900.0
-"""The same before the first step is over: models are loaded, engines capture graphs."""
+"""Seconds of the same before the end of the first step, when models load and engines capture graphs."""
 
 
 def run_state(*, num_done: int, num_rollouts: int | None, locked: bool, age_s: float | None, step_s: float | None) -> State:
-    """
+    """Return the state of a run.
+
     Args:
         num_done: complete rollouts.
-        num_rollouts: of the whole run, where known.
-        locked: its process holds the lock.
-        age_s: since a file last changed.
-        step_s: a usual step.
+        num_rollouts: rollouts of the whole run, if known.
+        locked: whether a process has the lock.
+        age_s: seconds since a file last changed.
+        step_s: seconds of a usual step.
     """
     if num_rollouts is not None and num_done >= num_rollouts and not locked:
         return "finished"
@@ -33,9 +34,9 @@ def run_state(*, num_done: int, num_rollouts: int | None, locked: bool, age_s: f
 
 
 def is_locked(path: Path) -> bool | None:
-    """Whether a process holds the lock of a run, by its `metrics.jsonl`; None where this cannot be told.
+    """Return whether a process has the lock of a run, given its `metrics.jsonl`; None if this is not known.
 
-    Read from the kernel's table: trying the lock would be in the way of a run that starts at that moment.
+    The kernel's table is read, because trying the lock could make a run fail that starts at that moment.
     """
     try:
         inode = path.stat().st_ino

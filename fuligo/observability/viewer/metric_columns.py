@@ -1,4 +1,4 @@
-"""`metrics.jsonl` as columns that grow with the file."""
+"""Columns of `metrics.jsonl`, which grow with the file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import orjson
 from fuligo.observability.viewer.tail import Tail
 
 Values = list[float | None]
-"""None where a step lacks the key, or its value was not finite."""
+"""Values by row; None if a step lacks the key or its value was not finite."""
 
 
 class MetricColumns:
-    """Every key of the records by row; rows are steps, in the order of the file."""
+    """Columns of all keys; rows are steps, in the order of the file."""
 
     def __init__(self, path: Path, step_key: str = "step") -> None:
         self._tail = Tail(path)
@@ -32,11 +32,11 @@ class MetricColumns:
 
     @property
     def generation(self) -> int:
-        """Rises when rows were taken back: the run was resumed from an earlier step."""
+        """Counter, incremented when rows were removed because the run resumed from an earlier step."""
         return self._tail.generation
 
     def update(self) -> None:
-        """Read what was added."""
+        """Read the lines that were added."""
         while lines := self._tail.read():
             if self._tail.generation != self._generation:
                 self._reset()
@@ -46,7 +46,7 @@ class MetricColumns:
             self._reset()
 
     def column(self, key: str) -> Values:
-        """As long as there are rows."""
+        """Return the values of a key, one per row."""
         values = self.columns.get(key, [])
         return values + [None] * (self.num_rows - len(values))
 
@@ -59,7 +59,7 @@ class MetricColumns:
         return self.column(self._step_key)
 
     def tokens(self) -> list[float]:
-        """Sampled up to each row."""
+        """Return the tokens sampled up to each row."""
         total, sums = 0.0, []
         for value in self.column("rollout/num_tokens"):
             total += value or 0
@@ -67,7 +67,7 @@ class MetricColumns:
         return sums
 
     def row_of_step(self, step: int) -> int | None:
-        """Rows are mostly the steps themselves."""
+        """Return the row of a step; it mostly equals the step."""
         steps = self.columns.get(self._step_key, [])
         if step < len(steps) and steps[step] == step:
             return step
@@ -95,7 +95,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _rounded(key: str, value: Any) -> float | None:
-    """Six digits are more than a curve shows, and a third of the bytes."""
+    """Round to six digits, which is more than a curve shows and a third of the bytes."""
     if not _is_number(value):
         return None
     if key == "time":
@@ -104,12 +104,12 @@ def _rounded(key: str, value: Any) -> float | None:
 
 
 def finite(values: Iterable[float | None]) -> list[float]:
-    """Those that are there."""
+    """Return the values that are not None."""
     return [value for value in values if value is not None]
 
 
 def median(values: Sequence[float]) -> float | None:
-    """None of nothing."""
+    """Return the median; None without values."""
     ordered = sorted(values)
     if not ordered:
         return None

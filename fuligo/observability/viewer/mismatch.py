@@ -1,4 +1,4 @@
-"""Why engine and trainer disagree, by the tokens of one step: an engine with stale weights, a wrong engine, or everything."""
+"""Diagnosis of a disagreement between engine and trainer from the tokens of one step: stale weights, one engine, or all tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 STANDS_OUT = 3.0
-"""Tokens that differ so many times as much as the others are the cause."""
+"""Factor by which tokens must differ more than the others to be the cause."""
 UNKNOWN = -1
 _NOT_AGE = "precision, sampling parameters or routing"
 _NAMES = ["loss_mask", "engine_logprobs", "trainer_logprobs", "versions"]
@@ -23,23 +23,23 @@ class Mismatch:
 
     version: int
     engine: int
-    """`UNKNOWN` where the samples do not say."""
+    """Number of the engine, or `UNKNOWN`."""
     num_tokens: int
     abs_diff: float
-    """Mean distance of the trainer's log-probabilities from the engine's, nats."""
+    """Mean absolute difference between the trainer's and the engine's log-probabilities, nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What the tokens say."""
+    """Cause of a disagreement."""
 
     brief: str
-    """To stand behind "Engine and trainer disagree since step 41: "."""
+    """Text that follows "Engine and trainer disagree since step 41: "."""
     text: str
 
 
 def mismatches(path: Path) -> list[Mismatch]:
-    """Of one samples file, oldest version first; nothing where it does not hold both sides.
+    """Return the mismatches of one samples file, oldest version first; empty if it lacks one of the log-probabilities.
 
     Raises:
         OSError, pa.ArrowException: the file cannot be read.
@@ -64,17 +64,17 @@ def mismatches(path: Path) -> list[Mismatch]:
 
 
 def explanation(step: int, parts: Sequence[Mismatch], expected: int | None) -> Explanation | None:
-    """What the tokens of the step say.
+    """Explain the disagreement of a step; None if its tokens do not show a cause.
 
     Args:
-        expected: version of the weights that the step was trained from, where known.
+        expected: version of the weights from which the step was trained, if known.
     """
     if not parts:
         return None
     newest = max(part.version for part in parts)
     if expected is not None and newest < expected:
         served = _served_by({part.engine for part in parts})
-        late = f"the trainer stood at {expected}: the engines were not updated"
+        late = f"the trainer was at {expected}, so the engines were not updated"
         return Explanation(f"weight version {newest} still served by {served}", f"No token of step {step} is newer than that; {late}.")
     of_version = _outstanding(parts, lambda part: part.version)
     if of_version and of_version[0].version < newest:
@@ -82,30 +82,30 @@ def explanation(step: int, parts: Sequence[Mismatch], expected: int | None) -> E
     of_engine = _outstanding(parts, lambda part: part.engine)
     if of_engine and of_engine[0].engine != UNKNOWN:
         engine = of_engine[0].engine
-        text = f"{_compared(step, parts, of_engine, f'engine {engine}')}: it has other weights or settings than it says."
+        text = f"{_compared(step, parts, of_engine, f'engine {engine}')}: its weights or settings differ from those that it reports."
         return Explanation(f"engine {engine} alone", text)
     if of_version:
         text = f"{_compared(step, parts, of_version, f'version {newest}')}: the newest weights are wrong."
         return Explanation(f"weight version {newest} alone", text)
     versions = sorted({part.version for part in parts})
     those = f"of version {versions[0]}" if len(versions) == 1 else f"of all versions ({', '.join(map(str, versions))})"
-    return Explanation("all tokens alike", f"In step {step} tokens {those} and of all engines differ alike: it is {_NOT_AGE}.")
+    return Explanation("all tokens equally", f"In step {step} tokens {those} and of all engines differ equally: it is {_NOT_AGE}.")
 
 
 def _stale(step: int, parts: Sequence[Mismatch], stale: Sequence[Mismatch], newest: int) -> Explanation:
-    """Tokens of an older version are those that differ."""
+    """Explain that the tokens of older versions differ."""
     version = stale[0].version
     compared = _compared(step, parts, stale, f"version {version}")
     updated = {part.engine for part in parts if part.version == newest}
     behind = {part.engine for part in stale} - updated
     if not behind and updated != {UNKNOWN}:
-        text = f"{compared}. Every engine sampled with version {newest}, too: these responses were begun before it and continued."
+        text = f"{compared}. Every engine also sampled with version {newest}: these responses were started before it and continued."
         return Explanation(f"tokens of weight version {version}", text)
     return Explanation(f"weight version {version} still served by {_served_by(behind)}", f"{compared}; others had {newest}.")
 
 
 def _outstanding(parts: Sequence[Mismatch], key: Callable[[Mismatch], int]) -> list[Mismatch]:
-    """The parts of the one version, or of the one engine, that differs far more than the rest; none where there is no such."""
+    """Return the parts of the one version, or of the one engine, that differs far more than the rest; empty if there is none."""
     values = {key(part) for part in parts}
     worst = max(values, key=lambda value: _mean(part for part in parts if key(part) == value))
     rest = [part for part in parts if key(part) != worst]
@@ -120,7 +120,7 @@ def _compared(step: int, parts: Sequence[Mismatch], own: Sequence[Mismatch], who
 
 
 def _served_by(engines: set[int]) -> str:
-    """`engine 2`, `engines 2 and 5`."""
+    """Format engines as `engine 2` or `engines 2 and 5`."""
     known = sorted(engines - {UNKNOWN})
     if not known:
         return "an engine"
@@ -128,13 +128,13 @@ def _served_by(engines: set[int]) -> str:
 
 
 def _mean(parts: Iterable[Mismatch]) -> float:
-    """Over tokens, nats."""
+    """Return the mean absolute difference over tokens, nats."""
     listed = list(parts)
     return sum(part.abs_diff * part.num_tokens for part in listed) / sum(part.num_tokens for part in listed)
 
 
 def _engines(table: pa.Table) -> np.ndarray:
-    """[T] of every response token of the table."""
+    """Return the engine of every response token of the table, [T]."""
     counts = table["versions"].combine_chunks().value_lengths().fill_null(0).to_numpy()
     engines = np.full(int(counts.sum()), UNKNOWN, np.int64)
     if "spans" not in table.schema.names or table.schema.field("spans").type.value_type.get_field_index("engine") < 0:

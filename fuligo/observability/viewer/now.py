@@ -1,4 +1,4 @@
-"""What a run does right now, how fast, and when it will end."""
+"""Current phase, pace and expected end of a run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fuligo.observability.viewer.metric_columns import MetricColumns, finite, me
 from fuligo.observability.viewer.trace_reader import PhaseEvent, TraceReader
 
 WINDOW_STEPS = 20
-"""Recent steps that the pace is taken from."""
+"""Number of recent steps that determine the pace."""
 DOING = {
     "start": "loading",
     "rollout": "sampling",
     "score": "scoring",
     "train": "training",
-    "sync": "sending weights",
+    "sync": "syncing weights",
     "eval": "evaluating",
     "save": "saving a checkpoint",
     "record": "writing samples",
@@ -27,18 +27,18 @@ DOING = {
 @dataclass(frozen=True, slots=True)
 class Now:
     doing: str | None
-    """None where this is unknown."""
+    """Current activity; None if unknown."""
     doing_step: int | None
     since_s: float | None
-    """Seconds since the epoch."""
+    """Start of the activity, seconds since the epoch."""
     step_s: float | None
-    """Of a recent step (median)."""
+    """Median seconds of recent steps."""
     left_s: float | None
-    """Until the last step is done, at this pace."""
+    """Seconds until the end of the run at this pace."""
 
 
 def what_now(metrics: MetricColumns, num_rollouts: int | None, trace: TraceReader) -> Now:
-    """By the phase that has begun; where a run of an earlier version does not tell, by what followed the last one in the steps before."""
+    """Return the current activity: the phase that has begun, or, in traces of earlier versions, the usual successor of the last phase."""
     step_s = median(finite(metrics.column("perf/step_s")[-WINDOW_STEPS:]))
     latest = metrics.latest("step")
     num_done = 0 if latest is None else int(latest) + 1
@@ -54,13 +54,13 @@ def what_now(metrics: MetricColumns, num_rollouts: int | None, trace: TraceReade
 
 
 def _rank(phase: tuple[str, int]) -> int:
-    """Rollouts run beside other phases, and are what the run does where there is no other."""
+    """Return the sort key of a phase. A rollout runs beside other phases and counts only if there is no other."""
     name = phase[0]
     return PRIORITY.index(name) if name in PRIORITY else len(PRIORITY) + (name == ROLLOUT)
 
 
 def _successor(last: PhaseEvent, by_step: Mapping[int, Sequence[PhaseEvent]]) -> str | None:
-    """The name of the phase that came after one like `last`, most recently."""
+    """Return the name of the phase that most recently followed one like `last`."""
     for step in range(last.step - 1, max(-1, last.step - WINDOW_STEPS), -1):
         phases = sorted([*by_step.get(step, ()), *by_step.get(step + 1, ())], key=lambda phase: phase.start_s)
         for before, after in pairwise(phases):

@@ -1,4 +1,4 @@
-"""The page: as the server sends it, and as a report carries it."""
+"""Page of `fuligo view`, as sent by the server or as a report."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ _SCRIPTS = (
 
 
 def page(title: str, document: dict[str, Any] | None = None) -> str:
-    """
+    """Return the page.
+
     Args:
-        title: of the window.
-        document: everything the page shows, for one that asks no server.
+        title: title of the window.
+        document: everything that a report shows; None for a page that asks its server.
     """
     return Page(_PACKAGE, _SCRIPTS, asks_server=document is None).html(title, orjson.dumps(document).decode())

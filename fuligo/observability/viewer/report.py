@@ -1,4 +1,4 @@
-"""A run in one page that asks no server: to send to a colleague. Curves whole, samples and timelines chosen."""
+"""Report: a run in one page that needs no server, with all curves and a selection of samples and timelines."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _SETS: tuple[SampleSet, ...] = ("train", "eval")
 
 @dataclass(frozen=True, slots=True)
 class ReportSize:
-    """What a report holds of each run."""
+    """Size of the selection in a report, per run."""
 
     num_steps: int = 12
-    """Steps whose samples and timelines are in it: the first, the last, and some evenly between."""
+    """Steps with samples and timelines: the first, the last, and some evenly spaced between."""
     num_evaluations: int = 3
-    """The same of evaluations."""
+    """Evaluations with samples, chosen in the same way."""
     num_groups: int = 4
-    """Whole groups of each of these steps; those with mixed rewards first."""
+    """Whole groups per step; those with mixed rewards first."""
     num_troubled: int = 24
-    """Further samples of the run that failed, were cut off, or were dropped; the newest."""
+    """Newest further samples that failed, were truncated or were dropped."""
     max_tokens: int = 200_000
-    """Response tokens in all, of training and of evaluations each; samples beyond it are listed without their tokens."""
+    """Total response tokens, for training and evaluations each; samples beyond are listed without their tokens."""
 
 
 def write_report(runs: Sequence[RunReader], path: Path, size: ReportSize | None = None) -> int:
-    """Write the page; its bytes.
+    """Write the report and return its size in bytes.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     for run in runs:
         run.update_metrics()
@@ -53,12 +53,12 @@ def write_report(runs: Sequence[RunReader], path: Path, size: ReportSize | None 
         unfinished.write_bytes(data)
         unfinished.replace(path)
     except OSError as error:
-        raise ConfigError(f"--export {path} cannot be written: {error.strerror}; choose another place") from None
+        raise ConfigError(f"--export {path} cannot be written: {error.strerror}; choose another path") from None
     return len(data)
 
 
 def report_document(runs: Sequence[RunReader], size: ReportSize) -> dict[str, Any]:
-    """Answers to everything that the page can ask of these runs, as far as the report goes."""
+    """Return the answers to all requests that the page can make, as far as the report has them."""
     samples = {run.name: {of: _samples(run, of, size) for of in _SETS} for run in runs}
     return {
         "runs": [answers.run_answer(run) for run in runs],
@@ -73,7 +73,7 @@ def report_document(runs: Sequence[RunReader], size: ReportSize) -> dict[str, An
 
 
 def chosen_steps(steps: Sequence[int], most: int) -> list[int]:
-    """The first, the last, and some evenly between."""
+    """Return the first step, the last one, and some evenly spaced between."""
     if len(steps) <= most:
         return list(steps)
     return [steps[round(at * (len(steps) - 1) / (most - 1))] for at in range(most)]

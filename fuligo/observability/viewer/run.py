@@ -1,4 +1,4 @@
-"""One run directory as the page sees it; everything is read when it is new, and once."""
+"""Reader of a run directory for the page; every file is read incrementally, when it has changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TOKENIZER_SETTINGS = ("model.hf_checkpoint", "checkpoint.hf_checkpoint")
 
 
 class RunReader:
-    """Of one run. Methods may be called from several threads."""
+    """Reader of one run. Methods may be called from several threads."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
@@ -47,14 +47,14 @@ class RunReader:
         self._tokens: TokenTexts | None = None
 
     def update_metrics(self) -> None:
-        """What was added to metrics and evaluations: a few lines, on every request."""
+        """Read new lines of metrics and evaluations, which is fast enough for every request."""
         with self.lock:
             for columns, name in ((self.metrics, "metrics.jsonl"), (self.evaluations, "eval/metrics.jsonl")):
                 if inside(self.path, self.path / name):
                     columns.update()
 
     def update_rest(self, budget_s: float) -> bool:
-        """What may take long, for about so long: trace and samples; whether there was something."""
+        """Read trace and samples for about `budget_s` seconds; return whether anything was new."""
         with self.lock:
             read = inside(self.path, self.path / "trace.json") and self.trace.update(max_chunks=1)
         changed = self.samples.update(budget_s)
@@ -65,7 +65,7 @@ class RunReader:
 
     @property
     def settings(self) -> Settings:
-        """Of `config.yaml`, read again when it changes."""
+        """Settings in `config.yaml`, read again when it changes."""
         path = self.path / "config.yaml"
         try:
             changed = path.stat().st_mtime
@@ -87,7 +87,7 @@ class RunReader:
         return list(dict.fromkeys("/".join(parts[1:-1]) for parts in keys if len(parts) > 2 and parts[0] == "eval"))
 
     def state(self) -> tuple[State, float | None]:
-        """And the seconds since a file changed."""
+        """Return the state and the seconds since a file changed."""
         ages = [
             time.time() - changed for name in ("metrics.jsonl", "trace.json", "log.txt") if (changed := self._changed(name)) is not None
         ]
@@ -114,11 +114,11 @@ class RunReader:
             return what_now(self.metrics, self.num_rollouts, self.trace)
 
     def problems(self) -> list[str]:
-        """What is missing or damaged, and what cannot be shown for it."""
+        """Describe what is missing or damaged, and what cannot be shown as a result."""
         texts = missing_files(self.path)
         for number, name in ((self.metrics.num_damaged, "metrics.jsonl"), (self.trace.num_damaged, "trace.json")):
             if number:
-                texts.append(f"{name}: {number} line{'s' * (number > 1)} cannot be read and {'are' if number > 1 else 'is'} left out")
+                texts.append(f"{name}: {number} line{'s' * (number > 1)} cannot be read and {'are' if number > 1 else 'is'} skipped")
         for index, what in ((self.samples, "step"), (self.eval_samples, "evaluation")):
             damaged = dict(index.damaged)
             for step, problem in sorted(damaged.items())[:3]:
@@ -128,7 +128,7 @@ class RunReader:
         return texts
 
     def alarms(self) -> list[Alarm]:
-        """With the cause of a disagreement, where the samples of its first step tell it."""
+        """Return the alarms, with the cause of a disagreement if the samples of its first step show it."""
         return [
             with_cause(alarm, self._cause(alarm.first_step)) if alarm.key == "train/logprob_abs_diff" else alarm
             for alarm in alarms(self.metrics)
@@ -147,14 +147,14 @@ class RunReader:
         return self._explained[key]
 
     def _expected_version(self, step: int) -> int | None:
-        """Of the newest tokens of a step: what its training starts from, less what rollouts run ahead by in this run."""
+        """Return the version expected of a step's newest tokens: that before its training, minus the usual policy lag."""
         row = self.metrics.row_of_step(step)
         before = self.metrics.column("policy_version")[row - 1] if row else None
         ahead = median(finite(self.metrics.column("rollout/staleness")[:row])) or 0.0
         return None if before is None else int(before) - round(ahead)
 
     def causes(self) -> list[tuple[int, list[Cause]]]:
-        """Of every step, by phases alone. Kept, as long as no phase is added to a step or its neighbours."""
+        """Return the causes of every step, from phases only. They are cached until a phase is added to a step or its neighbours."""
         with self.lock:
             result = []
             for value in self.metrics.steps:
@@ -181,7 +181,7 @@ class RunReader:
         return self._tokens
 
     def log_warnings(self, limit: int = 20) -> list[str]:
-        """The last warnings and errors of `log.txt`, newest first; its end alone is read."""
+        """Return the last warnings and errors of `log.txt`, newest first; only the end of the file is read."""
         path = self.path / "log.txt"
         if not inside(self.path, path):
             return []
@@ -191,7 +191,7 @@ class RunReader:
         return [line[:500] for line in reversed(lines) if " WARNING " in line or " ERROR " in line][:limit]
 
     def search(self, of: SampleSet, text: str) -> TextSearch:
-        """One that goes on, or a new one."""
+        """Return the search for a text, continued if there is one."""
         key = (of, text.lower())
         with self.lock:
             if key not in self._searches:

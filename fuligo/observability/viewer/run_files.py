@@ -1,4 +1,4 @@
-"""The files of a run directory, none outside it."""
+"""Files of a run directory; no link leads outside it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Literal
 
 SampleSet = Literal["train", "eval"]
 _FILES: dict[SampleSet, tuple[str, str]] = {"train": ("samples", "rollout"), "eval": ("eval", "eval")}
-"""Directory, and what names begin with."""
+"""Directory and prefix of file names."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleFile:
-    """The samples of one rollout, or of one evaluation."""
+    """Sample file of one rollout or one evaluation."""
 
     step: int
-    """Rollout id; of an evaluation, complete rollouts before it."""
+    """Rollout id; for an evaluation, complete rollouts before it."""
     path: Path
     version: tuple[int, int]
-    """Modification time and size: another file in its place is another version."""
+    """Modification time and size, which change if the file is replaced."""
 
 
 def inside(run: Path, path: Path) -> bool:
-    """A link could lead anywhere: only what lies in the run directory itself is read."""
+    """Return whether a path is inside the run directory; links that lead elsewhere are not read."""
     try:
         return path.resolve(strict=True).is_relative_to(run.resolve(strict=True))
     except OSError:
@@ -33,14 +33,14 @@ def inside(run: Path, path: Path) -> bool:
 
 
 def sample_path(run: Path, of: SampleSet, step: int) -> Path | None:
-    """Where the samples of a step are, if they are there."""
+    """Return the sample file of a step; None if there is none."""
     directory, prefix = _FILES[of]
     path = run / directory / f"{prefix}_{step:06d}.parquet"
     return path if path.is_file() and not path.is_symlink() and inside(run, path) else None
 
 
 def sample_files(run: Path, of: SampleSet = "train") -> Iterator[SampleFile]:
-    """In the directory's order."""
+    """Iterate over the sample files, in the order of the directory."""
     name, prefix = _FILES[of]
     directory = run / name
     try:
@@ -58,13 +58,13 @@ def sample_files(run: Path, of: SampleSet = "train") -> Iterator[SampleFile]:
 
 
 def missing_files(run: Path) -> list[str]:
-    """What a run usually leaves and this one did not, each with what cannot be shown for it."""
+    """Describe the usual files that the run lacks, and what cannot be shown without them."""
     found = [
         ("metrics.jsonl", "no curves, no health"),
         ("config.yaml", "no settings to compare, no expected end, no token texts"),
-        ("trace.json", "no phases: the time view knows the metrics' seconds alone"),
+        ("trace.json", "no phases: the time view has only the seconds in the metrics"),
     ]
     texts = [f"{name} is missing: {lost}" for name, lost in found if not (run / name).is_file()]
     if not any(sample_files(run)):
-        texts.append("samples/ is missing or empty: no samples to look at (save_samples off, or no step is over yet)")
+        texts.append("samples/ is missing or empty: no samples to look at (--save-samples is off, or no step is complete yet)")
     return texts

@@ -1,4 +1,4 @@
-"""The server of `fuligo view`."""
+"""Server of `fuligo view`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ SHUTDOWN_S = 1
 
 
 def token_for(host: str, token: str | None) -> str | None:
-    """The one given; where others can reach us there is always one."""
+    """Return the given token, or a new one if other machines can reach the server."""
     return token or (None if is_loopback(host) else secrets.token_urlsafe(18))
 
 
 def address(host: str, port: int, token: str | None) -> str:
-    """To open in a browser."""
+    """Return the address to open in a browser."""
     name = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
     shown = f"[{name}]" if ":" in name else name
     return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
 
 
 def serve(runs: Sequence[RunReader], listener: socket.socket, token: str | None) -> None:
-    """Until SIGINT or SIGTERM."""
+    """Serve until SIGINT or SIGTERM."""
     watcher = Watcher(runs)
     app = make_app(runs, token=token, cookie=f"fuligo_view_{listener.getsockname()[1]}", watcher=watcher)
     config = uvicorn.Config(

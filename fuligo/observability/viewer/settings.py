@@ -1,4 +1,4 @@
-"""`config.yaml` as flat names; what differs between runs."""
+"""Settings of `config.yaml` by flat name, and their differences between runs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class SettingRow:
     group: str
     name: str
     values: tuple[str, ...]
-    """By run, as in the file; `–` where a run lacks it."""
+    """Values by run, as in the file; `–` if a run lacks the setting."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """`group.name` -> value, as written: the config of another version is read, too. Nothing where there is no such file."""
+    """Return `group.name` -> value as written, also of another version's config; empty if there is no such file."""
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -38,12 +38,12 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def rows_of(settings: Settings) -> list[SettingRow]:
-    """All settings of one run, in the order of the file."""
+    """Return all settings of one run, in the order of the file."""
     return [SettingRow(*_names(name), (_text(value),)) for name, value in settings.items()]
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> list[SettingRow]:
-    """Settings that are not the same in all runs, in the order of the files."""
+    """Return the settings that differ between runs, in the order of the files."""
     names = list(dict.fromkeys(name for settings in runs for name in settings))
     rows: list[SettingRow] = []
     for name in names:

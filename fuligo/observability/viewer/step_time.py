@@ -1,4 +1,4 @@
-"""The timeline of one step, and every step's seconds by cause."""
+"""Timeline of one step, and the seconds of every step by cause."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fuligo.observability.viewer.trace_reader import PhaseEvent, TraceReader
 
 NUM_LONGEST = 12
 NUM_POINTS = 240
-"""Of the curve of samples generated at the same time."""
+"""Points of the curve of concurrent samples."""
 TRAINER_PHASES = ("score", "train")
 NEIGHBOURS = 2
-"""Steps whose samples may be at work in a step: rollouts run ahead of training."""
+"""Distance in steps of rollouts that may overlap a step, because rollouts run ahead of training."""
 
 
 @dataclass(frozen=True, slots=True)
 class LongSample:
-    """One of the last to be done."""
+    """One of the samples that finished last."""
 
     row: int
     index: int
@@ -34,16 +34,16 @@ class LongSample:
     start_s: float
     end_s: float
     alone_s: float
-    """How much earlier all would have been done without it and those after it."""
+    """Seconds by which the rollout would have ended earlier without it and those after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTime:
-    """One engine during a step."""
+    """Load of one engine during a step."""
 
     number: int
     in_flight: list[int]
-    """Requests at the same time, over the window."""
+    """Concurrent requests over the window."""
     idle: float
     """Share of the step without a request."""
 
@@ -54,20 +54,20 @@ class StepTime:
     window: Interval
     causes: list[Cause]
     phases: list[tuple[str, PhaseEvent]]
-    """Track and phase, of all steps that reach into the window."""
+    """Track and phase, of all steps that overlap the window."""
     generating: list[int]
-    """Samples generated at the same time, over the window."""
+    """Concurrent samples over the window."""
     engines: list[EngineTime]
-    """Where the samples know theirs."""
+    """Engines, if the samples record theirs."""
     longest: list[LongSample]
     trainer_idle: float
-    """Share of the step."""
+    """Share of the step in which the trainer was idle."""
     engines_idle: float | None
-    """Share of the step in which no sample was generated; None where spans are not known."""
+    """Share of the step in which no sample was generated; None if spans are not known."""
 
 
 def step_window(metrics: MetricColumns, trace: TraceReader, step: int) -> Interval | None:
-    """From the end of the step before to the end of this one; by its phases where the metrics do not say. None where nothing lasts."""
+    """Return the window from the end of the previous step to the end of this one, else that of its phases; None if it is empty."""
     row = metrics.row_of_step(step)
     end, seconds = (None, None) if row is None else (metrics.column("time")[row], metrics.column("perf/step_s")[row])
     if end is not None and seconds:
@@ -78,12 +78,12 @@ def step_window(metrics: MetricColumns, trace: TraceReader, step: int) -> Interv
 
 
 def phases_near(by_step: Mapping[int, Sequence[PhaseEvent]], step: int) -> list[PhaseEvent]:
-    """Those that can reach into a step: rollouts run ahead, evaluations follow."""
+    """Return the phases that can overlap a step: rollouts run ahead, evaluations follow."""
     return [phase for near in range(step - NEIGHBOURS, step + NEIGHBOURS + 1) for phase in by_step.get(near, ())]
 
 
 def step_causes(metrics: MetricColumns, trace: TraceReader, step: int) -> list[Cause]:
-    """By phases alone, which costs no file."""
+    """Return the causes of a step from its phases, without reading its samples."""
     window = step_window(metrics, trace, step)
     if window is None:
         return []
@@ -92,7 +92,7 @@ def step_causes(metrics: MetricColumns, trace: TraceReader, step: int) -> list[C
 
 
 def _causes_of_metrics(metrics: MetricColumns, step: int, window: Interval) -> list[Cause]:
-    """Without a trace: the phases' seconds, where they fit into the step."""
+    """Return the causes of a step without a trace: the seconds of its phases, if they fit into the step."""
     row = metrics.row_of_step(step)
     if row is None:
         return []
@@ -100,14 +100,15 @@ def _causes_of_metrics(metrics: MetricColumns, step: int, window: Interval) -> l
     causes = [Cause(key[5:-2], seconds) for key in names if (seconds := metrics.column(key)[row])]
     rest = window[1] - window[0] - sum(cause.seconds for cause in causes)
     if rest < 0:
-        return []  # phases overlap: their seconds cannot be told apart
+        return []  # phases overlap, so their seconds cannot be separated
     return sorted([*causes, Cause("between phases", rest)], key=lambda cause: -cause.seconds)
 
 
 def step_time(metrics: MetricColumns, trace: TraceReader, step: int, files: dict[int, Path]) -> StepTime | None:
-    """
+    """Return the timeline of a step; None if it was not recorded.
+
     Args:
-        files: samples of the step and of its neighbours, where there are any.
+        files: sample files of the step and of its neighbours, as far as they exist.
     """
     window = step_window(metrics, trace, step)
     if window is None:
@@ -147,14 +148,14 @@ def _spans_table(path: Path) -> pa.Table | None:
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
-    """[N] of all samples of a file."""
+    """Spans of all samples of a file, [N] each."""
 
     row: np.ndarray
     name: np.ndarray
     start: np.ndarray
     end: np.ndarray
     engine: np.ndarray
-    """-1: unknown."""
+    """Number of the engine, -1 if unknown."""
 
     def intervals(self, wanted: np.ndarray) -> list[Interval]:
         return list(zip(self.start[wanted].tolist(), self.end[wanted].tolist(), strict=True))
@@ -172,7 +173,7 @@ def _spans(table: pa.Table) -> _Spans:
 
 
 def _engine_times(window: Interval, spans: Sequence[_Spans]) -> list[EngineTime]:
-    """In the order of their numbers."""
+    """Return the load of each engine, by number."""
     length = window[1] - window[0]
     times = []
     for number in sorted({int(engine) for part in spans for engine in np.unique(part.engine)} - {-1}):
@@ -186,7 +187,7 @@ def _track_and_start(phase: PhaseEvent) -> tuple[int, int, float]:
 
 
 def _longest(table: pa.Table) -> list[LongSample]:
-    """The samples that were done last, latest first."""
+    """Return the samples that finished last, latest first."""
     spans = _spans(table)
     num = table.num_rows
     first, last = np.full(num, np.inf), np.full(num, -np.inf)

@@ -1,4 +1,4 @@
-"""Reading a file that grows, a line at a time and never twice."""
+"""Incremental reading of a growing file of lines."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ CHUNK_BYTES = 4 * 1024**2
 
 
 class Tail:
-    """Whole lines of a file as they are added; a cut-off last line waits for its end."""
+    """Reader of complete lines as they are added; an incomplete last line is read once it is complete."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.generation = 0
-        """Rises when the file was cut back or replaced: what was read before no longer counts."""
+        """Counter, incremented when the file was truncated or replaced, which invalidates what was read before."""
         self.offset = 0
-        """Bytes read, whole lines only."""
+        """Bytes read, complete lines only."""
         self._identity: int | None = None
         self._last_byte = b""
 
     def read(self, max_bytes: int = CHUNK_BYTES) -> list[bytes]:
-        """The next whole lines without their ends; none where there is nothing new, or no file."""
+        """Return the next complete lines without their ends; empty if nothing is new or there is no file."""
         try:
             with self.path.open("rb") as file:
                 self._notice_restart(file)
@@ -41,14 +41,14 @@ class Tail:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file now; 0 without one."""
+        """Return the current size of the file; 0 without one."""
         try:
             return self.path.stat().st_size
         except OSError:
             return 0
 
     def _notice_restart(self, file: BufferedReader) -> None:
-        """A run that was resumed cut its files back, and may have grown them again since: then what ended our part differs."""
+        """Detect that the file was truncated by a resumed run, even if it has grown again since: the end of the part read differs then."""
         state = os.fstat(file.fileno())
         file.seek(max(0, self.offset - len(self._last_byte)))
         same = state.st_ino == self._identity or self._identity is None

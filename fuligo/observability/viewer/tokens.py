@@ -1,4 +1,4 @@
-"""The text of single tokens, by the run's tokenizer; where it is not on this machine, tokens are shown by their ids."""
+"""Texts of single tokens by the run's tokenizer. If it is not on this machine, tokens are shown by id."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 _BROKEN = "\ufffd"
-"""What a part of a character is decoded to."""
+"""Text to which a part of a character is decoded."""
 MAX_PARTS = 8
-"""Tokens that characters which share tokens may have in all."""
+"""Maximum number of tokens that are decoded together."""
 
 
 class TokenTexts:
-    """Loaded when first asked."""
+    """Texts of tokens; the tokenizer is loaded on first use."""
 
     def __init__(self, candidates: Iterable[Path]) -> None:
         self._candidates = list(candidates)
@@ -22,7 +22,7 @@ class TokenTexts:
         self._searched = False
 
     def texts(self, ids: Sequence[int]) -> list[str] | None:
-        """One text a token, None without a tokenizer. Of several tokens that make up a character the first has it, the others nothing."""
+        """Return one text per token; None without a tokenizer. A character of several tokens belongs to the first, the others are empty."""
         tokenizer = self._load()
         if tokenizer is None:
             return None
@@ -41,7 +41,7 @@ class TokenTexts:
 
 
 def _joined(tokenizer: Any, ids: Sequence[int], texts: list[str], at: int) -> int:
-    """Give the characters of the tokens from `at` on to the first of them; where the next ones begin."""
+    """Assign the characters of the tokens from `at` on to the first of them; return the position of the next token."""
     for end in range(at + 2, min(at + MAX_PARTS, len(ids)) + 1):
         text = tokenizer.decode(list(ids[at:end]), skip_special_tokens=False)
         if _BROKEN not in text:
@@ -57,5 +57,5 @@ def _tokenizer(directory: Path) -> Any:
     file = directory / "tokenizer.json"
     try:
         return Tokenizer.from_file(str(file)) if file.is_file() else None
-    except Exception:  # the library raises plain Exceptions for files it cannot read
+    except Exception:  # the library raises plain Exception for unreadable files
         return None

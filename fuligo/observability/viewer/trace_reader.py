@@ -1,4 +1,4 @@
-"""The phases of a trace, as it grows. Spans of samples, by engine or not, are skipped: those of a step stand whole in its samples file."""
+"""Reader of the phases of a growing trace. Spans of samples are skipped, because the sample files have all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SAMPLE_PIDS = {*SAMPLE_PIDS.values(), OTHER_PID}
 
 @dataclass(frozen=True, slots=True)
 class PhaseEvent:
-    """A stretch of time on a track of the trace."""
+    """Phase on a track of the trace."""
 
     name: str
     step: int
@@ -30,7 +30,7 @@ class PhaseEvent:
 
 
 class TraceReader:
-    """Phases of the driver by step, in the order in which they ended; beside them those of others, above all the trainer's ranks."""
+    """Phases of the driver by step, in the order in which they ended, and those of other processes such as trainer ranks."""
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
@@ -38,15 +38,15 @@ class TraceReader:
         self.by_step: dict[int, list[PhaseEvent]] = defaultdict(list)
         self.others_by_step: dict[int, list[PhaseEvent]] = defaultdict(list)
         self.names: dict[int, str] = {}
-        """Of processes."""
+        """Names of processes."""
         self.last: PhaseEvent | None = None
-        """That ended."""
+        """Phase that ended last."""
         self.begun: dict[tuple[str, int], float] = {}
-        """Phases of the driver that have not ended, by name and step: when they began, seconds since the epoch."""
+        """Start of the driver's phases that have not ended, by name and step, seconds since the epoch."""
         self.num_damaged = 0
 
     def update(self, max_chunks: int = 1_000_000) -> bool:
-        """Read what was added; whether something was."""
+        """Read the events that were added; return whether there were any."""
         anything = False
         for _ in range(max_chunks):
             lines = self._tail.read()
@@ -63,7 +63,7 @@ class TraceReader:
 
     @property
     def share_read(self) -> float:
-        """1.0 when all of the file is known."""
+        """Share of the file that has been read."""
         size = self._tail.size_bytes
         return min(1.0, self._tail.offset / size) if size else 1.0
 

@@ -1,4 +1,4 @@
-"""The thread that reads traces and samples ahead of the page's questions."""
+"""Thread that reads traces and samples ahead of the page's requests."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fuligo.observability.viewer.run import RunReader
 
 logger = logging.getLogger(__name__)
 BUDGET_S = 0.2
-"""Of one run before the next has its turn."""
+"""Seconds per run before the next run's turn."""
 PAUSE_S = 1.0
-"""Where nothing was new."""
+"""Seconds to wait if nothing was new."""
 ASLEEP_S = 60.0
-"""Without a visitor for so long nothing is read."""
+"""Seconds without a request after which reading pauses."""
 
 
 class Watcher:
-    """Keeps the runs up to date while somebody looks."""
+    """Thread that keeps runs up to date while the page is open."""
 
     def __init__(self, runs: Sequence[RunReader]) -> None:
         self._runs = runs
@@ -31,7 +31,7 @@ class Watcher:
         self._thread.start()
 
     def wake(self) -> None:
-        """Somebody looks."""
+        """Continue reading, because a request arrived."""
         self._last_visit_s = time.monotonic()
         self._woken.set()
 
@@ -41,8 +41,8 @@ class Watcher:
             for run in self._runs:
                 try:
                     changed |= run.update_rest(BUDGET_S)
-                except Exception:  # the page shows what there is; one broken run must not blind it for the others
-                    logger.exception("%s cannot be read", run.path)
+                except Exception:  # one broken run must not stop the others from updating
+                    logger.exception("cannot read the run %s", run.path)
             if not changed:
                 time.sleep(PAUSE_S)
             if time.monotonic() - self._last_visit_s > ASLEEP_S:

@@ -66,7 +66,7 @@ def test_curves_and_pace_follow_the_records() -> None:
     assert lines[0].endswith("step 10/40  1:00 left")
     assert lines[1] == "reward    1.000  ▁▂▃▃▄▅▆▆▇█  from 0.000"
     assert lines[2].startswith("length     11.0  █") and lines[2].endswith("from 20.0")
-    assert lines[3] == "speed   12,346 tokens/s sampled · 23,457 trained · 1.25 s a step"
+    assert lines[3] == "speed   12,346 tokens/s sampled · 23,457 trained · 1.25 s per step"
     assert lines[4] == "now     training, step 11  0 s"
     curves.phase("eval", 10)
     assert drawn(curves)[4] == "now     evaluating  0 s"
@@ -94,7 +94,7 @@ def test_a_resumed_run_counts_from_where_it_goes_on() -> None:
 def test_a_run_without_rewards_has_a_panel() -> None:
     curves = Curves("sft", 2)
     curves.record({"step": 0, "train/loss": 2.0, "perf/step_s": 0.5})
-    assert drawn(curves)[1:4] == ["reward  -", "length  -", "speed   0.50 s a step"]
+    assert drawn(curves)[1:4] == ["reward  -", "length  -", "speed   0.50 s per step"]
 
 
 def test_what_is_not_finite_is_left_out_of_the_curve() -> None:
@@ -143,7 +143,7 @@ def test_warnings_of_the_log_are_shown_while_it_is_open_a_few_of_a_kind(mode: st
     logger.warning("not shown after the end")
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     lines = [line for line in shown.splitlines() if "warning: " in line]
-    assert len(lines) == 3 and "sample 2: [the reward] raised something that takes more than a line (more of these: log.txt)" in lines[2]
+    assert len(lines) == 3 and "sample 2: [the reward] raised something that takes more than a line (further ones are in log.txt)" in lines[2]
     assert "not shown" not in shown
 
 

@@ -87,7 +87,7 @@ def test_a_resume_before_the_first_checkpoint_starts_over(recorded: RunDirectory
 
 def test_recorded_steps_are_not_overwritten_unasked(recorded: RunDirectory) -> None:
     recorded.close()
-    with pytest.raises(ConfigError, match=r"holds a run that has recorded steps; .*to train on, .* --load .*run/checkpoints"):
+    with pytest.raises(ConfigError, match=r"already has recorded steps; .*continue that run: .* --load .*run/checkpoints"):
         create(recorded.path)
     assert len(recorded.records()) == 4
 
@@ -99,7 +99,7 @@ def test_a_run_that_recorded_nothing_yet_may_be_started_again(tmp_path: Path) ->
 
 def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("mine: true")
-    with pytest.raises(ConfigError, match=r"holds files that are no run's \(config\.yaml\)"):
+    with pytest.raises(ConfigError, match=r"has files that are not a run's \(config\.yaml\)"):
         create(tmp_path)
     assert names(tmp_path) == ["config.yaml"] and (tmp_path / "config.yaml").read_text() == "mine: true"
 
@@ -161,7 +161,7 @@ def test_a_line_of_the_log_that_does_not_fit_is_left_out_quietly(small_disk: Sma
 
 def test_two_processes_cannot_write_to_one_run(tmp_path: Path) -> None:
     create(tmp_path / "run")
-    with pytest.raises(ConfigError, match="is in use by a run that has not ended"):
+    with pytest.raises(ConfigError, match="is in use by a running job"):
         create(tmp_path / "run")
 
 

@@ -47,5 +47,5 @@ def test_the_command_writes_it(recorded: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_where_it_cannot_be_written(run: RunReader, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="choose another place"):
+    with pytest.raises(ConfigError, match="choose another path"):
         write_report([run], tmp_path / "missing" / "report.html")

@@ -64,7 +64,7 @@ def test_what_a_run_of_an_earlier_version_does_is_what_followed_before(tmp_path:
     trace, metrics = TraceReader(tmp_path / "run" / "trace.json"), MetricColumns(tmp_path / "run" / "metrics.jsonl")
     trace.update()
     metrics.update()
-    expected = {"rollout": "scoring", "score": "training", "train": "sending weights", "sync": "writing samples", "record": "sampling"}
+    expected = {"rollout": "scoring", "score": "training", "train": "syncing weights", "sync": "writing samples", "record": "sampling"}
     for phase in trace.by_step[2]:
         trace.last = phase
         now = what_now(metrics, 10, trace)

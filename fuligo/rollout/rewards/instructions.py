@@ -6,6 +6,7 @@ the event loop for as long.
 
 from __future__ import annotations
 
+import csv
 import difflib
 import functools
 import inspect
@@ -17,6 +18,9 @@ _NLTK_DATA = Path(__file__).with_name("nltk_data")
 """Abbreviations for NLTK's sentence splitter, used where its own model (punkt_tab) is not installed."""
 _TRIAL = "A first sentence. Is it followed by a second one?"
 """A response to try a check with, before the run starts."""
+
+_MALFORMED = (IndexError, ValueError, csv.Error)
+"""Errors that checks raise on responses of an unexpected form: they take a character of an empty piece, or read a number or CSV."""
 
 
 class BadMetadataError(ValueError):
@@ -39,7 +43,7 @@ def judge(response: str, metadata: dict[str, Any]) -> bool:
     checks = checkers(metadata)
     try:
         return bool(response.strip()) and all(check.check_following(response) for check in checks)
-    except IndexError:  # some checks take the first character of a piece of the response without asking if there is one
+    except _MALFORMED:
         return False
 
 
@@ -52,8 +56,8 @@ def check_metadata(metadata: dict[str, Any]) -> None:
     for name, check in zip(metadata.get("instruction_id_list") or (), checkers(metadata)):
         try:
             check.check_following(_TRIAL)
-        except IndexError:
-            continue  # see `judge`
+        except _MALFORMED:
+            continue
         except Exception as error:
             if type(error) is LookupError:  # NLTK's text begins with "Resource 'stopwords' not found"
                 resource = str(error).split("'")[1]

@@ -143,7 +143,8 @@ def test_warnings_of_the_log_are_shown_while_it_is_open_a_few_of_a_kind(mode: st
     logger.warning("not shown after the end")
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     lines = [line for line in shown.splitlines() if "warning: " in line]
-    assert len(lines) == 3 and "sample 2: [the reward] raised something that takes more than a line (further ones are in log.txt)" in lines[2]
+    assert len(lines) == 3
+    assert "sample 2: [the reward] raised something that takes more than a line (further ones are in log.txt)" in lines[2]
     assert "not shown" not in shown
 
 

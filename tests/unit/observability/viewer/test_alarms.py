@@ -113,9 +113,9 @@ def tokens(version: int, engine: int, abs_diff: float, num_tokens: int = 10) -> 
         ([tokens(40, UNKNOWN, 0.5), tokens(41, UNKNOWN, 0.01)], "weight version 40 still served by an engine", "others had 41"),
         ([tokens(40, 0, 0.5), tokens(41, 0, 0.01)], "tokens of weight version 40", "started before it and continued"),
         ([tokens(39, 0, 0.2), tokens(39, 1, 0.2)], "weight version 39 still served by engines 0 and 1", "the engines were not updated"),
-        ([tokens(41, 2, 0.5), tokens(41, 0, 0.01), tokens(41, 1, 0.01)], "engine 2 alone", "weights or settings differ from those that it reports"),
+        ([tokens(41, 2, 0.5), tokens(41, 0, 0.01), tokens(41, 1, 0.01)], "engine 2 alone", "its weights or settings differ"),
         ([tokens(40, 0, 0.01), tokens(41, 0, 0.25)], "weight version 41 alone", "the newest weights are wrong"),
-        ([tokens(41, 0, 0.2), tokens(41, 1, 0.25)], "all tokens equally", "of version 41 and of all engines differ equally: it is precision"),
+        ([tokens(41, 0, 0.2), tokens(41, 1, 0.25)], "all tokens equally", "of version 41 and of all engines differ equally: it is"),
         ([tokens(40, 0, 0.2), tokens(41, 0, 0.25)], "all tokens equally", "of all versions (40, 41)"),
     ],
 )

@@ -141,7 +141,7 @@ async def test_a_dict_must_hold_the_reward_key(make_group: MakeGroup) -> None:
 
     group = make_group("a")
     await judge(function, group, reward_key="acc")
-    assert "a dict with the keys score, note; --reward-key is acc" in str(group.samples[0].error)
+    assert "a dict with the keys score, note; --reward-key (acc)" in str(group.samples[0].error)
 
     group = make_group("a")
     await judge(function, group, keyless_dicts=True)

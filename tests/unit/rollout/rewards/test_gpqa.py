@@ -151,8 +151,8 @@ def test_several_right_answers_may_be_listed() -> None:
         ([], {}, "empty list"),
         ("A", {"correct_letter": "B"}, r'the label says A but metadata\["correct_letter"\] says B'),
         ("A", {"choices": TEXTS, "valid_letters": ["A", "B"]}, "4 choices cannot have the letters A, B"),
-        ("A", {"choices": "abc"}, "are lists"),
-        ("A", {"valid_letters": ["A", "BB"]}, "one from A to Z each"),
+        ("A", {"choices": "abc"}, "must be lists"),
+        ("A", {"valid_letters": ["A", "BB"]}, "each needs one letter from A to Z"),
     ],
 )
 def test_data_that_do_not_say_what_is_right_fail_with_the_reason(label: Any, metadata: dict[str, Any], text: str) -> None:

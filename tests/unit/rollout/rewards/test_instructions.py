@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fuligo.data import DataSettings
@@ -190,6 +190,8 @@ def test_check_metadata_names_the_data_that_nltk_lacks(name: str, monkeypatch: p
 @given(
     st.text(max_size=120) | st.lists(st.sampled_from([*"\"'*<([{}])>.!?-# \n", "a", "Be", "<i>", "***", "1."]), max_size=40).map("".join)
 )
+@example("\r0")  # no CSV
+@example("!}):;")  # nothing but punctuation
 def test_judge_has_a_verdict_on_any_text(response: str) -> None:
     for name, cases in CASES.items():
         assert follows(response, name, **cases[0][0]) in (True, False)

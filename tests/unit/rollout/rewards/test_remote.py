@@ -74,7 +74,7 @@ async def test_a_passing_failure_is_retried(make_group: MakeGroup, serve: Any) -
     [
         (lambda: web.Response(status=500), 2, FailureReason.REMOTE, "500"),
         (lambda: web.Response(status=404), 1, FailureReason.REMOTE, "404"),
-        (lambda: web.Response(text="very good"), 1, FailureReason.REMOTE, "not JSON"),
+        (lambda: web.Response(text="very good"), 1, FailureReason.REMOTE, "invalid JSON"),
         (lambda: web.Response(text="NaN"), 1, FailureReason.BAD_VALUE, "must be a finite number"),
         (lambda: web.json_response("1.0"), 1, FailureReason.BAD_VALUE, "must be a finite number"),
     ],

@@ -14,7 +14,7 @@ _PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-
 _SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
 
 DEADLINE_MS = 60_000
-"""Of whatever a page is waited for: on a busy machine it is slow, not wrong."""
+"""Deadline of every wait for a page: on a busy machine a page is slow, not wrong."""
 expect.set_options(timeout=DEADLINE_MS)
 
 

@@ -22,7 +22,7 @@ OpenPlan = Callable[..., Page]
 
 @pytest.fixture
 def open_plan(browser: Browser, tmp_path: Path) -> Iterator[OpenPlan]:
-    """Opens a plan's page from its file, and fails the test if the page complained or asked for anything else."""
+    """Open a plan's page from its file; fail the test if the page logs an error or loads anything else."""
     complaints: list[str] = []
     requests: list[str] = []
     pages: list[Page] = []
@@ -100,7 +100,7 @@ PEERS = {
     "ep": set(range(32, 64)),
     "engine": set(range(64)),
 }
-"""Of GPU 41 under TP 4, CP 8, PP 8 on 256 GPUs, tp innermost; engines of 64."""
+"""Ranks in the groups of GPU 41, by dimension, under TP 4, CP 8, PP 8 on 256 GPUs, tp innermost; engines of 64."""
 
 
 def test_pointing_at_a_gpu_shows_its_peers_in_the_chosen_dimension(open_plan: OpenPlan):

@@ -30,7 +30,7 @@ SIGNS = {
     "time": ".phase",
     "health": ".alarm.error",
 }
-"""What shows that a view is there."""
+"""Selectors of elements that show that a view is ready."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def serve() -> Iterator[Serve]:
-    """Serves run directories on a free port of this machine; returns the address."""
+    """Serve run directories on a free port of this machine; return the address."""
     servers: list[tuple[uvicorn.Server, threading.Thread]] = []
 
     def start(paths: list[Path]) -> str:
@@ -64,7 +64,7 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[OpenView]:
-    """Opens an address, and fails the test if the page complained or asked anybody but its own server."""
+    """Open an address; fail the test if the page logs an error or asks any server but its own."""
     complaints: list[str] = []
     foreign: list[str] = []
     pages: list[Page] = []
@@ -89,13 +89,13 @@ def open_page(browser: Browser) -> Iterator[OpenView]:
 
 @pytest.fixture(scope="module")
 def address(serve: Serve, recorded: Path) -> str:
-    """Of the recorded run."""
+    """Serve the recorded run; return its address."""
     return serve([recorded])
 
 
 @pytest.fixture
 def open_view(open_page: OpenView, address: str) -> OpenView:
-    """Opens the recorded run at `#...`."""
+    """Open the recorded run at `#...`."""
 
     def open_it(fragment: str = "", width: int = 1280, scheme: str = "light") -> Page:
         return open_page(f"{address}#{fragment}", width, scheme)

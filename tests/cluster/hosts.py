@@ -124,9 +124,10 @@ class Network:
 
 @contextmanager
 def network_of(num_hosts: int, directory: Path) -> Iterator[Network]:
-    """
+    """Start hosts on a network of their own; end them with the block.
+
     Args:
-        directory: takes throwaway keys, configuration and logs
+        directory: takes throwaway keys, configuration and logs.
     """
     for key in ("host_key", "user_key"):
         _run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / key)])

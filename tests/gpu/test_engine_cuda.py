@@ -56,7 +56,7 @@ def plain_logprobs(model: torch.nn.Module, request: Request) -> torch.Tensor:
 
 
 def differences(checkpoint: Path, dtype: torch.dtype, requests: list[Request], logprobs: list[torch.Tensor]) -> torch.Tensor:
-    """Of all tokens, from transformers' eager forward in `dtype`."""
+    """Return log-probabilities of all tokens from transformers' eager forward pass in `dtype`."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="eager").cuda().eval()
     return torch.cat([(plain_logprobs(model, request) - ours).abs() for request, ours in zip(requests, logprobs, strict=True)])
 

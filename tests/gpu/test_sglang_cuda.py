@@ -71,7 +71,7 @@ def test_a_value_model_learns_beside_the_policy(tmp_path: Path, backend: str) ->
 
 @pytest.mark.parametrize("backend", ["torch", MEGATRON])
 def test_a_student_comes_near_its_teacher(tmp_path: Path, backend: str) -> None:
-    """Which is what the first run has made of the model."""
+    """The teacher is the model that a first run trained."""
     train(
         tmp_path / "teacher", update_weight_transport="nccl", save_hf=tmp_path / "saved" / "{rollout_id}", save_interval=12, num_rollout=12
     )
@@ -203,5 +203,5 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
 
 
 def rise(steps: list[dict[str, float]]) -> float:
-    """Of the mean reward, from the first step to the last."""
+    """Return how much the mean reward rises from the first step to the last."""
     return steps[-1]["rollout/reward_mean"] - steps[0]["rollout/reward_mean"]

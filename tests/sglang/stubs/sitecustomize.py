@@ -1,4 +1,4 @@
-"""Where asked, pinned memory is plain memory: SGLang 0.5.15 keeps its record of experts in pinned memory, also where no GPU is."""
+"""Replacement of pinned memory by plain memory on request: SGLang 0.5.15 pins its record of experts, also without a GPU."""
 
 import os
 

@@ -1,8 +1,8 @@
-"""The exceptions that fuligo raises on purpose.
+"""Exceptions that fuligo raises deliberately.
 
-Everything a user can cause or must act on derives from `FuligoError`; its text names the value, the rule and the fix.
+Every error that a user can cause or must act on derives from `FuligoError`; its text names the value, the rule and the fix.
 `ConfigError` and `DataError` end a command with exit code 2 (bad input), the others with 1 (failure at run time).
-`assert` is kept for our own invariants.
+`assert` is reserved for internal invariants.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ class FuligoError(Exception):
 
 
 class ConfigError(FuligoError):
-    """A flag, a config file or a combination of both is wrong; found before anything expensive starts.
+    """Wrong flag, config file or combination of both, found before anything expensive starts.
 
-    Several problems are reported at once: one line each.
+    Several problems are reported at once, one per line.
     """
 
     exit_code = 2
@@ -28,42 +28,42 @@ class ConfigError(FuligoError):
 
 
 class DataError(FuligoError):
-    """A prompt file is missing, malformed, or lacks a key; names the file and the line."""
+    """Missing or malformed prompt file, or missing key; names the file and the line."""
 
     exit_code = 2
 
 
 class HookError(ConfigError):
-    """A user-supplied function cannot be imported or its signature does not fit."""
+    """User function that cannot be imported or does not fit its call."""
 
 
 class RolloutError(FuligoError):
-    """Sampling as a whole cannot go on (for instance: every group was dropped); one bad sample is data, not an error."""
+    """Sampling as a whole cannot continue (for instance, every group was dropped); one bad sample is data, not an error."""
 
 
 class EngineError(FuligoError):
-    """An inference engine did not start, answered nonsense, or stopped answering; names the engine and the request."""
+    """Inference engine that did not start, gave an invalid answer or stopped answering; names the engine and the request."""
 
 
 class RewardError(FuligoError):
-    """A reward function raised, timed out, or returned something that is not a number."""
+    """Reward function that raised, timed out, or did not return a number."""
 
 
 class TrainerError(FuligoError):
-    """The trainer cannot run the model or the step (unsupported attention, non-finite loss, a lost rank)."""
+    """Failure of the trainer (unsupported attention, non-finite loss, a lost rank)."""
 
 
 class WeightSyncError(FuligoError):
-    """Engine weights could not be brought to the trainer's version, or do not equal the trainer's."""
+    """Engine weights that could not be synced, or differ from the trainer's."""
 
 
 class CheckpointError(FuligoError):
-    """A checkpoint is missing, truncated, or belongs to another architecture; names the directory and the file."""
+    """Checkpoint that is missing, truncated, or of another architecture; names the directory and the file."""
 
     exit_code = 2
 
 
 class CheckpointWriteError(CheckpointError):
-    """A checkpoint could not be written; names the file system. Those before it are as they were."""
+    """Checkpoint that could not be written; names the file system. Earlier checkpoints are unchanged."""
 
     exit_code = 1

@@ -1,35 +1,26 @@
-"""THE loop: prompts -> rollout -> samples -> advantages -> packed batch -> loss -> weights -> engines.
+"""Training loop: prompts -> rollout -> samples -> advantages -> packed batch -> loss -> weights -> engines.
 
-It knows protocols only: what runs where, on how many devices, under which backend is decided in `job/`.
+It depends on contracts only; `job/` decides backends, devices and processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from fuligo.algorithms.assign import assign_advantages
 from fuligo.algorithms.settings import AdvantageSettings
+from fuligo.rollout.modes import PacedRollouts
 from fuligo.rollout.protocol import Rollout
 from fuligo.trainer.protocol import Trainer
 from fuligo.trainer.samples import SampleSettings, train_samples
 from fuligo.types import StepResult, TrainBatch
 
 
-class Rollouts(Protocol):
-    """Rollouts in order, from the step where the run starts or resumes; see `rollout.modes.PacedRollouts`."""
-
-    def __aiter__(self) -> AsyncIterator[Rollout]: ...
-
-    async def settle(self) -> None:
-        """Return when no sampling is under way, so that weights may change."""
-        ...
-
-
 class WeightSyncing(Protocol):
-    """Brings the engines to the trainer's weights; see `weights.sync.WeightSync`."""
+    """Sync of the engines to the trainer's weights; see `weights.sync.WeightSync`."""
 
     @property
     def version(self) -> int: ...
@@ -38,7 +29,7 @@ class WeightSyncing(Protocol):
 
 
 class Recorder(Protocol):
-    """What a run leaves behind: metrics, samples, trace, console; see `job.recorder.RunRecorder`."""
+    """Record of a run: metrics, samples, trace, console; see `job.recorder.RunRecorder`."""
 
     def phase(self, name: str, step: int) -> AbstractContextManager[object]: ...
 
@@ -46,22 +37,22 @@ class Recorder(Protocol):
 
 
 class Periodic(Protocol):
-    """Something to do after some rollouts: evaluate, save a checkpoint; see `job.periodic`."""
+    """Task after some of the rollouts (evaluation, checkpoint); see `job.periodic`."""
 
     def due(self, step: int) -> bool: ...
 
     async def run(self, rollout: Rollout, version: int) -> None: ...
 
     async def finish(self) -> None:
-        """After the last rollout: return when nothing of it is under way any more."""
+        """Wait, after the last rollout, until no background work is left."""
         ...
 
 
 @dataclass(slots=True)
 class Loop:
-    """The parts of a run, each behind a protocol."""
+    """Parts of a run, and the walk over its data."""
 
-    rollouts: Rollouts
+    rollouts: PacedRollouts
     trainer: Trainer
     weights: WeightSyncing
     recorder: Recorder
@@ -71,7 +62,7 @@ class Loop:
     update_interval: int = 1
     """Rollouts between weight syncs."""
     before_train_step: Callable[[int, TrainBatch], None] | None = None
-    """Hook: sees (and may change) what a rollout's training is about to get."""
+    """Hook that sees, and may change, the batch before it is trained on."""
 
     async def run(self) -> None:
         async for rollout in self.rollouts:
@@ -79,7 +70,7 @@ class Loop:
         await finish(self.periodic)
 
     async def step(self, rollout: Rollout) -> None:
-        """One rollout's samples become new weights in the engines."""
+        """Train on one rollout and bring the engines to the new weights."""
         step, phase = rollout.step, self.recorder.phase
         with phase("score", step):
             samples = await self.trainer.score(train_samples(rollout.kept, self.sample_settings))
@@ -100,8 +91,8 @@ class Loop:
         return await self.weights.sync()
 
 
-async def sample_only(rollouts: Rollouts, recorder: Recorder, periodic: list[Periodic]) -> None:
-    """Sample and judge, train nothing (--debug-rollout-only)."""
+async def sample_only(rollouts: PacedRollouts, recorder: Recorder, periodic: list[Periodic]) -> None:
+    """Sample and judge without training (--debug-rollout-only)."""
     async for rollout in rollouts:
         recorder.record(rollout, None, None, 0)
         await run_due(periodic, rollout, 0)
@@ -109,7 +100,7 @@ async def sample_only(rollouts: Rollouts, recorder: Recorder, periodic: list[Per
 
 
 async def run_due(periodic: list[Periodic], rollout: Rollout, version: int) -> None:
-    """What is due after this rollout, in order."""
+    """Run the tasks that are due after this rollout, in order."""
     for task in periodic:
         if task.due(rollout.step):
             await task.run(rollout, version)

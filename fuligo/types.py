@@ -1,6 +1,6 @@
-"""What crosses the boundaries between stages: prompts -> samples -> train batch -> step result.
+"""Types that cross the boundaries between stages: prompts -> samples -> train batch -> step result.
 
-Plain dataclasses of numpy arrays. No torch here: the rollout side, the hooks and the tools that read a run need none.
+Plain dataclasses of numpy arrays, without torch: the rollout side, hooks and the tools that read a run do not need it.
 Axes: P prompt tokens, R response tokens, T = P + R.
 """
 
@@ -17,13 +17,13 @@ IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 MaskArray = NDArray[np.int8]
 RoutedExperts = NDArray[np.uint8 | np.uint16]
-"""[tokens, M, K] the K experts that each token went to in each of the M layers that have experts."""
+"""[tokens, M, K] ids of the K experts of each token in each of the M layers with experts."""
 Messages = list[dict[str, Any]]
-"""Chat messages: `{"role": ..., "content": ...}` each."""
+"""Chat messages, each `{"role": ..., "content": ...}`."""
 
 
 class SampleStatus(StrEnum):
-    """Where a sample stands. `PENDING` and `ABORTED` samples can be continued; the others are final."""
+    """Status of a sample. `PENDING` and `ABORTED` samples can be continued; the others are final."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -34,31 +34,31 @@ class SampleStatus(StrEnum):
 
 @dataclass(slots=True, frozen=True)
 class Prompt:
-    """One row of a data set, ready to be sampled from."""
+    """One row of a data set, ready for sampling."""
 
     row: int
     """Row number in the data set (0-based, after slicing); the same in every epoch."""
     prompt: str | Messages
-    """The text, or the chat messages before the template was applied."""
+    """Text, or the chat messages before the template is applied."""
     prompt_ids: IntArray
-    """[P] token ids, chat template applied where asked for."""
+    """[P] token ids, with the chat template applied if --apply-chat-template is set."""
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Span:
-    """One interval in the life of a sample, or of a trainer's rank; for the trace and the inspector."""
+    """Time interval of a sample or of a trainer rank, for the trace and the inspector."""
 
     name: str
-    """Of a sample: `generate`, `reward`, `wait`, or what a hook calls it; of a rank: `score`, `forward, backward`, `optimizer`, `send`."""
+    """For a sample: `generate`, `reward`, `wait`, or a hook's own name; for a rank: `score`, `forward, backward`, `optimizer`, `send`."""
     start_s: float
     """Seconds since the epoch (`time.time()`)."""
     end_s: float
     engine: int | None = None
-    """Number of the engine that answered; None where none did, or nobody knows which."""
+    """Number of the engine that answered; None if none did, or if it is unknown."""
     first_token: int = 0
-    """`response_ids[first_token : first_token + num_tokens]` came of it."""
+    """First of the tokens that the interval produced: `response_ids[first_token : first_token + num_tokens]`."""
     num_tokens: int = 0
 
 
@@ -76,71 +76,71 @@ def _empty_mask() -> MaskArray:
 
 @dataclass(slots=True)
 class Sample:
-    """One response to one prompt, with everything that is known about how it came to be.
+    """One response to one prompt, with its history.
 
-    Token ids are the truth; `response` is their decoding, for people and reward functions.
+    Token ids are authoritative; `response` is their decoding, for people and reward functions.
     """
 
     index: int
-    """Unique in the run: the n-th sample ever drawn (0-based)."""
+    """Number of the sample in the run, 0-based and unique."""
     group_index: int
-    """Unique in the run: the n-th prompt ever drawn. Samples of one prompt drawn together share it."""
+    """Number of the drawn prompt in the run, 0-based; samples of one prompt that are drawn together share it."""
     prompt: str | Messages
     prompt_ids: IntArray
     """[P]"""
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    """From the data set, and free for hooks. `start_rollout_id`: the rollout in which generation began."""
+    """Columns of the data set, and data of hooks. `start_rollout_id` is the rollout in which generation began."""
 
     response_ids: IntArray = field(default_factory=_empty_ids)
-    """[R] as sampled, end token included."""
+    """[R] sampled token ids, end token included."""
     loss_mask: MaskArray = field(default_factory=_empty_mask)
-    """[R] 1 on tokens to train."""
+    """[R] 1 on tokens to train on."""
     engine_logprobs: FloatArray = field(default_factory=_empty_floats)
-    """[R] log softmax(logits / T) over the full vocabulary, of the engine that sampled the token."""
+    """[R] log softmax(logits / T) over the full vocabulary, from the engine that sampled the token."""
     versions: IntArray = field(default_factory=_empty_ids)
-    """[R] policy_version that sampled the token."""
+    """[R] policy_version of the weights that sampled the token."""
     routed_experts: RoutedExperts | None = None
-    """[T - 1, M, K] of the engine that computed the token first; None where engines are not asked (--use-rollout-routing-replay). The last
-    token has none, nor have tokens that were appended since."""
+    """[T - 1, M, K] experts chosen by the engine that computed the token first; None without --use-rollout-routing-replay. The last token
+    has none, nor have tokens that were appended since."""
     teacher_logprobs: FloatArray | None = None
-    """[R] log softmax(logits / T) of the teacher, where an engine serves it (--use-opd); None until the sample is finished."""
+    """[R] log softmax(logits / T) of a teacher that an engine serves (--use-opd); None until the sample is finished."""
 
     status: SampleStatus = SampleStatus.PENDING
     finish_reason: str | None = None
-    """The engine's word: `stop`, `length`, `abort`."""
+    """Finish reason of the engine: `stop`, `length` or `abort`."""
     error: str | None = None
-    """Why the sample failed."""
+    """Cause of the failure of a failed sample."""
     reward: float | dict[str, Any] | None = None
     response: str = ""
-    """Text of `response_ids`, decoded from all of them at once."""
+    """Text of `response_ids`, all decoded at once."""
     spans: list[Span] = field(default_factory=list)
 
     @property
     def tokens(self) -> IntArray:
-        """[T] prompt and response."""
+        """[T] token ids of prompt and response."""
         return np.concatenate([self.prompt_ids, self.response_ids])
 
     @property
     def response_length(self) -> int:
-        """R, in tokens."""
+        """R, the number of response tokens."""
         return len(self.response_ids)
 
     @property
     def engine(self) -> int | None:
-        """Number of the engine that sampled the last tokens, where known; a response that was continued may be of several."""
+        """Number of the engine that sampled the last tokens, if known; a continued response may have several."""
         return next((span.engine for span in reversed(self.spans) if span.engine is not None), None)
 
     @property
     def finished(self) -> bool:
-        """No more tokens will be sampled."""
+        """Whether no more tokens will be sampled."""
         return self.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED, SampleStatus.FAILED)
 
     def reward_value(self, reward_key: str | None = None) -> float:
-        """The scalar to learn from: `reward` itself, or `reward[reward_key]` where the reward is a dict.
+        """Return the scalar reward: `reward` itself, or `reward[reward_key]` if the reward is a dict.
 
         Raises:
-            ValueError: the sample has no reward, or the key does not fit it.
+            ValueError: the sample has no reward, or no value under the key
         """
         reward = self.reward
         if isinstance(reward, dict):
@@ -162,10 +162,10 @@ class SampleGroup:
     index: int
     """The samples' `group_index`."""
     row: int
-    """Row of the data set that the prompt came from."""
+    """Row of the prompt in the data set."""
     samples: list[Sample]
     kept: bool = True
-    """False: not trained on (dropped by a filter, surplus, aborted); recorded all the same."""
+    """False: recorded but not trained on (dropped by a filter, surplus, aborted)."""
     drop_reason: str | None = None
 
     @property
@@ -175,7 +175,7 @@ class SampleGroup:
 
 @dataclass(slots=True)
 class TrainSample:
-    """A scored sample: what the loss needs, per response token."""
+    """Scored sample: inputs of the loss per response token."""
 
     index: int
     group_index: int
@@ -186,26 +186,26 @@ class TrainSample:
     loss_mask: MaskArray
     """[R]"""
     reward: float
-    """Scalar reward as the estimator sees it (after --reward-key and post-processing)."""
+    """Scalar reward of the estimator, after --reward-key and post-processing."""
     engine_logprobs: FloatArray
-    """[R]; for data without an engine (SFT) zeros."""
+    """[R]; zeros for data without an engine (SFT)."""
     versions: IntArray
     """[R]"""
     mask_sum: float
-    """Denominator of this sample's mean: mask sum of the whole rollout, shared by parts split from one rollout."""
+    """Denominator of this sample's mean: mask sum of the whole response, shared by samples split from one response."""
     status: SampleStatus = SampleStatus.COMPLETED
     old_logprobs: FloatArray | None = None
-    """[R] trainer, before the rollout's first optimizer step; None where one step a rollout needs none."""
+    """[R] log-probabilities of the trainer before the first optimizer step of the rollout; None if the loss does not need them."""
     ref_logprobs: FloatArray | None = None
-    """[R] reference model; None without one."""
+    """[R] log-probabilities of the reference model; None without one."""
     teacher_logprobs: FloatArray | None = None
-    """[R] teacher (--use-opd); None without one."""
+    """[R] log-probabilities of the teacher (--use-opd); None without one."""
     values: FloatArray | None = None
-    """[R] value model, before the rollout's first optimizer step: what is expected from before each token on; None without one."""
+    """[R] expected return before each token, from the value model before the first optimizer step; None without one."""
     returns: FloatArray | None = None
-    """[R] what the value model learns, set by `assign_advantages`; None without one."""
+    """[R] targets of the value model, set by `assign_advantages`; None without one."""
     routed_experts: RoutedExperts | None = None
-    """[n, M, K] of the first n <= T - 1 tokens, which training sends to the same experts again; None, and beyond n: the routers choose."""
+    """[n, M, K] experts of the first n <= T - 1 tokens, which training reuses; the routers choose for later tokens, and for all if None."""
     advantages: FloatArray = field(default_factory=_empty_floats)
     """[R], set by `assign_advantages`."""
 
@@ -216,34 +216,34 @@ class TrainSample:
 
 @dataclass(slots=True)
 class TrainBatch:
-    """A rollout's samples with advantages, cut into optimizer steps."""
+    """Samples of a rollout with advantages, split into optimizer steps."""
 
     samples: list[TrainSample]
     steps: list[list[int]]
-    """For every optimizer step the positions in `samples` that it trains on; no sample moves between steps."""
+    """Positions in `samples` of every optimizer step; no sample moves between steps."""
     num_rollouts_per_step: list[int]
-    """The fixed count that a step's per-sample mean divides by: rollouts, however they were split into samples."""
+    """Divisor of the per-sample mean of every step: number of responses, however they were split into samples."""
 
 
 @dataclass(slots=True)
 class TokenScores:
-    """What the trainer saw at one sample's response tokens in the step's forward pass."""
+    """Scores of one sample's response tokens in the forward pass of the step."""
 
     logprobs: FloatArray
     """[R]"""
     entropy: FloatArray
-    """[R] nats"""
+    """[R] in nats"""
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What one rollout's training gave."""
+    """Result of training on one rollout."""
 
     metrics: dict[str, float]
-    """`train/*`: means over the rollout's optimizer steps."""
+    """`train/*`: means over the optimizer steps of the rollout."""
     scores: dict[int, TokenScores]
-    """By position in `TrainBatch.samples`; empty on ranks other than the first."""
+    """Scores by position in `TrainBatch.samples`; empty on ranks other than the first."""
     num_tokens: int
-    """Tokens that went through forward and backward: all but each sample's last, which predicts nothing."""
+    """Tokens of the forward and backward passes: all but the last of each sample, which predicts nothing."""
     rank_spans: list[list[Span]] = field(default_factory=list)
-    """By rank: what it did when, since the training before; empty on ranks other than the first."""
+    """Intervals of each rank since the previous training; empty on ranks other than the first."""

@@ -1,4 +1,4 @@
-"""Prompt files: rows by number, chat template, order and its exact resume."""
+"""Prompt files: random access to rows, chat template, order and its exact resume."""
 
 from fuligo.data.conversation import Conversation, ConversationDataset, ConversationSource
 from fuligo.data.dataset import PromptDataset, PromptTooLongError, check_file

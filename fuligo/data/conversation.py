@@ -1,4 +1,4 @@
-"""Supervised data: whole conversations, and which of their tokens the assistant wrote."""
+"""Supervised data: whole conversations with a mask of the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Segment = tuple[list[int], bool]
-"""Token ids, and whether the assistant wrote them."""
+"""Token ids, and whether they are trained on."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -28,16 +28,16 @@ class Conversation:
 
     row: int
     prompt: str | Messages
-    """As in the row; for chat messages the assistant's turns included."""
+    """Prompt of the row; chat messages include the assistant's turns."""
     tokens: IntArray
-    """[T] up to the last token that is trained."""
+    """[T] token ids up to the last token that is trained on."""
     loss_mask: MaskArray
-    """[T] 1 on what the assistant wrote, the token that ends its turn included."""
+    """[T] 1 on the assistant's tokens, including the one that ends its turn."""
     label: Any
     metadata: dict[str, Any]
 
     def as_sample(self, index: int) -> Sample:
-        """The sample that a rollout would have given: everything before the first trained token is its prompt."""
+        """Return the conversation as a sample; its prompt is everything before the first trained token."""
         start = int(np.argmax(self.loss_mask))
         response = self.tokens[start:]
         return Sample(
@@ -57,9 +57,9 @@ class Conversation:
 
 
 class ConversationDataset(Dataset[Conversation]):
-    """Conversations of a file: chat messages with the assistant's turns in them, or, with a label key, a prompt and its answer.
+    """Conversations of a file: chat messages with the assistant's turns, or prompt and answer if there is a label key.
 
-    The length limit counts the whole conversation.
+    The length limit applies to the whole conversation.
     """
 
     def _make(self, row: int, fields: Fields) -> tuple[Conversation, int]:
@@ -76,14 +76,14 @@ class ConversationDataset(Dataset[Conversation]):
 
 
 class ConversationSource(RowSource[Conversation]):
-    """The conversations that a supervised run draws."""
+    """Source of the conversations of a supervised run."""
 
 
 def join_segments(segments: list[Segment]) -> tuple[IntArray, MaskArray]:
-    """([T] ids, [T] mask), cut after the last trained token.
+    """Return ([T] ids, [T] mask), cut after the last trained token.
 
     Raises:
-        DataError: nothing is trained, or the first token is (it has no context to be predicted from).
+        DataError: no token is trained on, or the first one is, which has no context
     """
     tokens = as_ids(list(chain.from_iterable(ids for ids, _ in segments)))
     mask = np.asarray([trained for ids, trained in segments for _ in ids], np.int8)
@@ -91,20 +91,20 @@ def join_segments(segments: list[Segment]) -> tuple[IntArray, MaskArray]:
     if len(trained_at) == 0:
         raise DataError("the conversation has no assistant turn to train on")
     if trained_at[0] == 0:
-        raise DataError("the conversation begins with the assistant: its first token has nothing to be predicted from")
+        raise DataError("the conversation begins with the assistant; its first token has no context to be predicted from")
     end = int(trained_at[-1]) + 1
     return tokens[:end], mask[:end]
 
 
 def chat_segments(messages: Messages, tools: list[Any] | None, template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> list[Segment]:
-    """Cut a conversation where the assistant's turns begin and end.
+    """Split a conversation where the assistant's turns begin and end.
 
-    A template that marks assistant text itself (`{% generation %}`) is taken at its word. Otherwise a turn is what the template adds
-    between the messages before it, opened for the assistant, and the messages up to it. Both renderings must be beginnings of the whole
-    conversation's; the ids before a turn are then those of a rollout's prompt.
+    If the template marks assistant text itself (`{% generation %}`), its marks are used. Otherwise a turn is the text that the template
+    adds between the messages before it, with the generation prompt, and the messages up to it. Both renderings must be prefixes of the
+    whole conversation; the ids before a turn are then those of a rollout's prompt.
 
     Raises:
-        DataError: the template writes earlier turns differently once later ones follow.
+        DataError: the template renders earlier turns differently when later ones follow
     """
     if (marked := template.masked_transcript(messages, tools)) is not None:
         return [([token], bool(mask)) for token, mask in zip(*marked, strict=True)]
@@ -118,21 +118,21 @@ def chat_segments(messages: Messages, tools: list[Any] | None, template: ChatTem
         closed = template.transcript(messages[: turn + 1], tools)
         if not (position <= len(opened) <= len(closed) and closed.startswith(opened) and whole.startswith(closed)):
             raise DataError(
-                f"message {turn + 1} of {len(messages)}: the chat template renders this assistant turn differently inside the whole "
-                "conversation, so its tokens cannot be told apart; use a template with {% generation %} marks, or one row for each turn"
+                f"message {turn + 1} of {len(messages)}: cannot find the tokens of this assistant turn: the chat template renders it "
+                "differently inside the whole conversation; use a template with {% generation %} marks, or one row per turn"
             )
         texts += [(whole[position : len(opened)], False), (whole[len(opened) : len(closed)], True)]
         position = len(closed)
     segments: list[Segment] = []
     for text, trained in texts:
         ids = rendered_ids(tokenizer, text)
-        segments += _cut_after_end_token(ids, tokenizer) if trained else [(ids, False)]
+        segments += _split_after_end_token(ids, tokenizer) if trained else [(ids, False)]
     _check_tokens(segments, whole[:position], tokenizer)
     return segments
 
 
-def _cut_after_end_token(turn: list[int], tokenizer: PreTrainedTokenizerBase) -> list[Segment]:
-    """What a template writes after the token that ends the turn (a newline) is never sampled, so it is not trained."""
+def _split_after_end_token(turn: list[int], tokenizer: PreTrainedTokenizerBase) -> list[Segment]:
+    """Split off the text after the token that ends the turn (a newline), which is never sampled and so not trained on."""
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)  # pyright: ignore[reportAttributeAccessIssue]
     ends = [position for position, token in enumerate(turn) if token in special]
     tail = turn[ends[-1] + 1 :] if ends else []
@@ -142,12 +142,13 @@ def _cut_after_end_token(turn: list[int], tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _check_tokens(segments: list[Segment], text: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Tokenizing piece by piece must not change the text (a tokenizer that prepends a space to every piece would)."""
+    """Check that tokenizing piece by piece keeps the text (a tokenizer that prepends a space to every piece would not)."""
     pieces = list(chain.from_iterable(ids for ids, _ in segments))
     whole = rendered_ids(tokenizer, text)
     if pieces != whole and tokenizer.decode(pieces) != tokenizer.decode(whole):
         raise DataError(
-            "the tokenizer changes the text where an assistant turn begins or ends; use a chat template with {% generation %} marks"
+            "cannot split the conversation: the tokenizer changes the text at an assistant turn; use a chat template with "
+            "{% generation %} marks"
         )
 
 
@@ -155,7 +156,7 @@ def _plain_segments(fields: Fields, tokenizer: PreTrainedTokenizerBase) -> list[
     if fields.label is None:
         raise DataError("a plain prompt has no answer to train on; give --label-key, or chat messages with --apply-chat-template")
     if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no end-of-text token to close the answer with")
+        raise DataError("the tokenizer has no end-of-text token to end the answer")
     assert isinstance(fields.prompt, str)
     answer = rendered_ids(tokenizer, str(fields.label))
     return [(plain_ids(tokenizer, fields.prompt), False), ([*answer, int(tokenizer.eos_token_id)], True)]  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""A prompt file as a sequence of `Prompt`s."""
+"""Prompt files as sequences of prompts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 from fuligo.data.fields import Fields, read_fields
-from fuligo.data.prompt_path import PromptPath
-from fuligo.data.row_file import RowFile, open_rows
+from fuligo.data.row_file import PromptPath, RowFile, open_rows
 from fuligo.data.settings import DataSettings
 from fuligo.data.template import ChatTemplate, as_ids, plain_ids, rendered_ids
 from fuligo.errors import DataError
@@ -18,11 +17,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ROWS_CHECKED = 8
-"""Rows that are read when a file is opened, so that a wrong key or template shows before anything expensive starts."""
+"""Rows that are read when a file is opened, to find a wrong key or template before anything expensive starts."""
 
 
 class HasRow(Protocol):
-    """Something made from one row."""
+    """Item made from one row."""
 
     @property
     def row(self) -> int: ...
@@ -32,11 +31,11 @@ Item = TypeVar("Item", bound=HasRow)
 
 
 class PromptTooLongError(DataError):
-    """The row is well formed and longer than --rollout-max-prompt-len."""
+    """Well-formed row that is longer than --rollout-max-prompt-len."""
 
 
 class Rows:
-    """The selected rows of a file, numbered from 0, read by the configured keys."""
+    """Selected rows of a file, numbered from 0, read by the configured keys."""
 
     def __init__(self, file: RowFile, selected: range, settings: DataSettings) -> None:
         self._file = file
@@ -61,7 +60,7 @@ class Rows:
 
 
 class Dataset(Generic[Item]):
-    """Random access to what the rows of a file are made into. Nothing is kept: a row is parsed and tokenized when it is asked for."""
+    """Random access to the items made from the rows of a file. Each access parses and tokenizes its row."""
 
     def __init__(self, rows: Rows, settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> None:
         self.settings = settings
@@ -71,15 +70,15 @@ class Dataset(Generic[Item]):
 
     @classmethod
     def open(cls, path: str | Path, settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Self:
-        """Index the file and check its first rows; at least one usable row is certain afterwards.
+        """Index the file, check its first rows, and make sure that at least one row is usable.
 
         Args:
-            path: jsonl or parquet, with an optional slice: `FILE@[a:b]`.
+            path: jsonl or parquet file, with an optional slice: `FILE@[a:b]`
 
         Raises:
             DataError: the file is missing, unreadable, empty or of an unknown format; one of its first rows is malformed
-                (unless `skip_bad_rows`); or no row at all is usable.
-            ConfigError: a chat template is asked for and the tokenizer has none.
+                (unless `skip_bad_rows`); or no row is usable
+            ConfigError: the tokenizer has no chat template, and one is requested
         """
         dataset = cls(Rows.open(path, settings), settings, tokenizer)
         dataset._check_first_rows(path)
@@ -89,9 +88,11 @@ class Dataset(Generic[Item]):
         return len(self._rows)
 
     def __getitem__(self, row: int) -> Item:
-        """Raises:
-        PromptTooLongError: it is longer than `max_prompt_tokens`.
-        DataError: the row is malformed; names the file and the line.
+        """Make the item of a row.
+
+        Raises:
+            PromptTooLongError: it is longer than `max_prompt_tokens`
+            DataError: the row is malformed; names the file and the line
         """
         fields = self._rows[row]
         try:
@@ -104,7 +105,7 @@ class Dataset(Generic[Item]):
         return item
 
     def _make(self, row: int, fields: Fields) -> tuple[Item, int]:
-        """The item and the number of tokens that the length limit counts."""
+        """Make the item, and return it with the number of tokens that the length limit applies to."""
         raise NotImplementedError
 
     def _check_first_rows(self, path: str | Path) -> None:
@@ -123,11 +124,11 @@ class Dataset(Generic[Item]):
                     raise
                 reason = reason or str(error)
         if not usable:
-            raise DataError(f"{path}: none of its {len(self)} rows can be used; the first: {reason}")
+            raise DataError(f"{path}: none of its {len(self)} rows is usable; the first: {reason}")
 
 
 class PromptDataset(Dataset[Prompt]):
-    """The prompts of a file. `dataset[row]` is a `Prompt`, chat template applied where asked for."""
+    """Prompts of a file, with the chat template applied if --apply-chat-template is set."""
 
     def _make(self, row: int, fields: Fields) -> tuple[Prompt, int]:
         if isinstance(fields.prompt, str):
@@ -141,13 +142,10 @@ class PromptDataset(Dataset[Prompt]):
 
 
 def check_file(path: str | Path, settings: DataSettings) -> int:
-    """What can be known about a prompt file without a tokenizer: it exists, is readable, not empty, and its first rows have the keys.
-
-    Returns:
-        The number of selected rows.
+    """Check a prompt file without a tokenizer (it is readable and not empty, its first rows have the keys) and count its selected rows.
 
     Raises:
-        DataError: names the file, the line and the fix.
+        DataError: the file is unusable; names the file, the line and the fix
     """
     rows = Rows.open(path, settings)
     for row in islice(range(len(rows)), _ROWS_CHECKED):

@@ -1,4 +1,4 @@
-"""A row of a prompt file, read by the configured keys and checked."""
+"""Fields of a row, read by the configured keys and checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fuligo.types import Messages
 
 @dataclass(slots=True, frozen=True)
 class Fields:
-    """What one row says, before the tokenizer sees it."""
+    """Content of one row before tokenization."""
 
     prompt: str | Messages
     label: Any
@@ -23,12 +23,13 @@ class Fields:
 
 
 def read_fields(row: dict[str, Any], settings: DataSettings, place: Callable[[], str]) -> Fields:
-    """
+    """Read the fields of a row.
+
     Args:
-        place: gives the row's file and line; called for an error only.
+        place: returns the file and line of the row; called for errors only
 
     Raises:
-        DataError: a key is missing, or its value is not what it must be.
+        DataError: a key is missing, or its value is invalid
     """
     try:
         tools = _tools(row, settings.tool_key)
@@ -63,10 +64,10 @@ def _prompt(row: dict[str, Any], settings: DataSettings) -> str | Messages:
 
 
 def check_messages(value: Any, key: str) -> Messages:
-    """Chat messages without their null fields (columnar files fill absent ones with null).
+    """Return chat messages without their null fields (columnar files fill missing fields with null).
 
     Raises:
-        DataError: `value` is not a list of messages with a role and something said.
+        DataError: `value` is not a list of messages with a role and content
     """
     if not isinstance(value, list) or not value:
         raise DataError(f"{key!r} must be a string or a list of chat messages, not {value!r:.80}")
@@ -83,13 +84,13 @@ def check_messages(value: Any, key: str) -> Messages:
     return messages
 
 
-def _text(content: Any, what: str) -> str:
-    """Parts of text are joined: many a chat template leaves out, without a word, what is no string."""
+def _text(content: Any, name: str) -> str:
+    """Join the text parts of a message, because many chat templates silently drop content that is not a string."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
     if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
-        raise DataError(f'{what} must be text, or a list of {{"type": "text", "text": ...}}; it is {content!r:.80}')
+        raise DataError(f'{name} must be text, or a list of {{"type": "text", "text": ...}}, not {content!r:.80}')
     return "".join(part["text"] for part in parts)
 
 

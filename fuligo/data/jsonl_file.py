@@ -1,4 +1,4 @@
-"""jsonl by row number: one pass finds where the lines begin, rows are parsed when they are asked for."""
+"""Random access to jsonl: one pass indexes the lines, each access parses its row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class JsonlFile:
-    """One JSON object a line; empty lines are no rows. Memory: 8 bytes a row, and one chunk while opening."""
+    """File with one JSON object per line; empty lines are skipped. Takes 8 bytes per row, and one chunk while opening."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,27 +37,27 @@ class JsonlFile:
             line = line.removeprefix(_BYTE_ORDER_MARK)
         try:
             value = json.loads(line.decode().strip())
-            _refuse_half_characters(line, value)
+            _check_surrogates(line, value)
         except UnicodeDecodeError as error:
             raise DataError(f"{self.place(row)}: not UTF-8: {error}") from error
         except UnicodeEncodeError as error:
             half = f"\\u{ord(error.object[error.start]):04x}"
-            raise DataError(f"{self.place(row)}: {half} is half of a character, without its other half: it is no text") from error
+            raise DataError(f"{self.place(row)}: {half} is an unpaired surrogate, which is not valid text") from error
         except json.JSONDecodeError as error:
             if row == 0 and line.lstrip().startswith(b"["):
-                raise DataError(f"{self.path} is one JSON array over many lines; write each of its objects on a line of its own") from error
+                raise DataError(f"{self.path} is one JSON array over several lines; write one object per line") from error
             raise DataError(f"{self.place(row)}: not JSON: {error.msg} at column {error.colno}") from error
         except RecursionError as error:
-            raise DataError(f"{self.place(row)}: not JSON that can be read: {error}") from error
+            raise DataError(f"{self.place(row)}: not JSON that can be parsed: {error}") from error
         if not isinstance(value, dict):
-            raise DataError(f"{self.place(row)}: a row is a JSON object, this is {_json_name(value)}")
+            raise DataError(f"{self.place(row)}: a row must be a JSON object, not {_json_name(value)}")
         return value
 
     def place(self, row: int) -> str:
         return f"{self.path}, line {self._line_number(int(self._starts[row]))}"
 
     def _line_number(self, offset: int) -> int:
-        """1-based. Counted only for an error text, so that the index needs no second array."""
+        """Return the 1-based line number. It is counted for errors only, so the index needs no second array."""
         newlines = 0
         for start in range(0, offset, _CHUNK_BYTES):
             newlines += os.pread(self._descriptor, min(_CHUNK_BYTES, offset - start), start).count(b"\n")
@@ -65,7 +65,7 @@ class JsonlFile:
 
 
 def line_starts(descriptor: int) -> NDArray[np.int64]:
-    """[rows + 1] byte offsets where the lines that are not empty begin; the last entry is the file's size."""
+    """Return [rows + 1] byte offsets of the lines that are not empty; the last entry is the size of the file."""
     newline_chunks: list[NDArray[np.int64]] = []
     returns_seen = False
     size = 0
@@ -83,11 +83,11 @@ def line_starts(descriptor: int) -> NDArray[np.int64]:
     return np.append(starts[~blank], size)
 
 
-def _refuse_half_characters(line: bytes, value: object) -> None:
-    """JSON can spell half of a surrogate pair, which no tokenizer takes and no file of text holds.
+def _check_surrogates(line: bytes, value: object) -> None:
+    """Check that no JSON escape leaves an unpaired surrogate, which tokenizers and text files cannot hold.
 
     Raises:
-        UnicodeEncodeError: it does.
+        UnicodeEncodeError: there is one
     """
     if b"\\ud" in line or b"\\uD" in line:
         json.dumps(value, ensure_ascii=False).encode()

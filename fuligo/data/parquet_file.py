@@ -1,4 +1,4 @@
-"""parquet by row number, row group by row group."""
+"""Random access to parquet, by row group."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 from fuligo.errors import DataError
 
 _CACHE_BYTES = 256 * 1024**2
-"""Decoded row groups kept. A shuffled file that is larger is decoded again and again: write it with small row groups, or as jsonl."""
+"""Size of the cache of decoded row groups. Shuffling a larger file decodes groups repeatedly: write small row groups, or jsonl."""
 
 
 class ParquetFile:
-    """Reads only the columns asked for and keeps the most recently used row groups, up to 256 MiB."""
+    """File of which only the given columns are read; the most recently used row groups are cached, up to 256 MiB."""
 
     def __init__(self, path: Path, columns: list[str]) -> None:
         self.path = path
@@ -53,7 +53,7 @@ class ParquetFile:
         try:
             table = self._file.read_row_group(group, columns=self._columns)
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{self.path}: row group {group} cannot be read: {error}") from error
+            raise DataError(f"{self.path}: cannot read row group {group}: {error}") from error
         self._cached[group] = table
         while len(self._cached) > 1 and sum(cached.nbytes for cached in self._cached.values()) > _CACHE_BYTES:
             self._cached.popitem(last=False)

@@ -1,4 +1,4 @@
-"""What reading prompts depends on, free of the configuration as a whole."""
+"""Settings of the data, independent of the configuration as a whole."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class DataSettings:
-    """How the rows of a file become prompts, and in which order they are drawn."""
+    """Conversion of rows to prompts, and their order."""
 
     input_key: str = "input"
-    """Column with the prompt: a string, or chat messages."""
+    """Column with the prompt: a string or chat messages."""
     label_key: str | None = None
     metadata_key: str | None = None
     tool_key: str | None = None
-    """Column with tool definitions: a list, or a JSON string of one."""
+    """Column with tool definitions: a list, or a list as JSON string."""
     apply_chat_template: bool = False
-    """A plain string becomes one user message; messages are rendered by the tokenizer's template."""
+    """Render messages with the tokenizer's template; a plain string becomes one user message."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     max_prompt_tokens: int | None = None
-    """Longer rows are dropped and counted."""
+    """Limit above which rows are dropped and counted."""
     skip_bad_rows: bool = False
-    """Count malformed rows instead of raising on the first one."""
+    """Skip and count malformed rows instead of raising."""
     shuffle: bool = False
     seed: int = 42
 
     @property
     def keys(self) -> list[str]:
-        """The columns that are read."""
+        """Columns that are read."""
         return [key for key in (self.input_key, self.label_key, self.metadata_key, self.tool_key) if key is not None]
 
 
 def data_settings(config: Config) -> DataSettings:
-    """The data flags of a run. For supervised training the length limit is the whole conversation's."""
+    """Build the settings from the data flags. In supervised training the length limit applies to the whole conversation."""
     data = config.data
     return DataSettings(
         input_key=data.input_key,

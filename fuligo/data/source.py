@@ -1,4 +1,4 @@
-"""Where rollouts draw their prompts from: the order, what came back unused, and an exact position in both."""
+"""Sources of prompts: order, returned rows, and an exact position in both."""
 
 from __future__ import annotations
 
@@ -7,25 +7,63 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fuligo.data.dataset import Dataset, Item, PromptTooLongError
-from fuligo.data.order import PromptOrder
 from fuligo.errors import DataError
 from fuligo.types import Prompt
 
 SourceState = dict[str, int | list[int]]
-"""Plain data for a checkpoint: `num_rows`, `epoch`, `offset`, `returned`, `dropped_too_long`, `bad_rows`."""
+"""State for a checkpoint: `num_rows`, `epoch`, `offset`, `returned`, `dropped_too_long`, `bad_rows`."""
 
 
 @dataclass(slots=True)
 class SourceCounts:
-    """Rows passed over since the run began; a row counts again in every epoch."""
+    """Rows skipped since the run began; a row counts again in every epoch."""
 
     dropped_too_long: int = 0
     bad_rows: int = 0
 
 
+class PromptOrder:
+    """Endless sequence of row numbers: every epoch has each row once, in file order or in its own permutation.
+
+    The permutation is a function of (seed, epoch) alone, so it is recomputed on resume and never saved.
+    """
+
+    def __init__(self, num_rows: int, *, shuffle: bool, seed: int) -> None:
+        self.num_rows = num_rows
+        self.epoch = 0
+        """Complete passes over the rows."""
+        self.offset = 0
+        """Rows drawn in this epoch; less than `num_rows`."""
+        self._shuffle = shuffle
+        self._seed = seed
+        self._permuted: tuple[int, NDArray[np.integer]] | None = None
+
+    def next(self) -> int:
+        """Draw the next row."""
+        row = int(self._permutation()[self.offset]) if self._shuffle else self.offset
+        self.offset += 1
+        if self.offset == self.num_rows:
+            self.epoch, self.offset = self.epoch + 1, 0
+        return row
+
+    def seek(self, epoch: int, offset: int) -> None:
+        """Continue as if `epoch` passes and `offset` rows had been drawn."""
+        self.epoch, self.offset = epoch, offset
+
+    def _permutation(self) -> NDArray[np.integer]:
+        if self._permuted is None or self._permuted[0] != self.epoch:
+            # RandomState, unlike Generator, gives the same permutation in every version of numpy (NEP 19).
+            random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([self._seed, self.epoch])))
+            self._permuted = self.epoch, random.permutation(self.num_rows)
+        return self._permuted[1]
+
+
 class RowSource(Generic[Item]):
-    """Draws items of a data set, epoch after epoch; rows that came back unused go first."""
+    """Source of the items of a data set, epoch after epoch; returned rows come first."""
 
     def __init__(self, dataset: Dataset[Item]) -> None:
         settings = dataset.settings
@@ -36,7 +74,7 @@ class RowSource(Generic[Item]):
         self._returned: deque[int] = deque()
 
     def __len__(self) -> int:
-        """Rows of one epoch, those that will be passed over included."""
+        """Return the number of rows of one epoch, skipped ones included."""
         return len(self._dataset)
 
     @property
@@ -45,15 +83,15 @@ class RowSource(Generic[Item]):
         return self._order.epoch
 
     def take(self, num_items: int) -> list[Item]:
-        """The next `num_items` items. Rows that are too long are passed over and counted, and so are bad ones where that is allowed.
+        """Return the next `num_items` items. Rows that are too long are skipped and counted, and malformed ones with `skip_bad_rows`.
 
         Raises:
-            DataError: a row is malformed (without `skip_bad_rows`), or a whole epoch held no usable row.
+            DataError: a row is malformed (without `skip_bad_rows`), or a whole epoch has no usable row
         """
         return [self._next() for _ in range(num_items)]
 
     def give_back(self, items: Iterable[Item]) -> None:
-        """Return items that were taken and not used: they are drawn next, in the order given."""
+        """Take back items that were not used; they are drawn next, in the given order."""
         self._returned.extendleft(reversed([item.row for item in items]))
 
     def state(self) -> SourceState:
@@ -67,21 +105,22 @@ class RowSource(Generic[Item]):
         }
 
     def check(self, state: SourceState) -> None:
-        """
+        """Check that the state belongs to this data set.
+
         Raises:
-            DataError: the data set is not the one that the state belongs to.
+            DataError: the data sets differ
         """
         if state.get("num_rows") != len(self._dataset):
             raise DataError(
-                f"the data set has {len(self._dataset)} rows, that of the checkpoint had {state.get('num_rows', 'none')}: "
+                f"cannot resume: the data set has {len(self._dataset)} rows, that of the checkpoint had {state.get('num_rows', 'none')}; "
                 "resume with the same --prompt-data, or start a new run from the checkpoint's weights with --ref-load"
             )
 
     def restore(self, state: SourceState) -> None:
-        """Go on exactly where `state()` was called.
+        """Continue exactly where `state()` was called.
 
         Raises:
-            DataError: see `check`.
+            DataError: the state belongs to another data set
         """
         self.check(state)
         position = {name: value for name, value in state.items() if isinstance(value, int)}
@@ -103,10 +142,10 @@ class RowSource(Generic[Item]):
                     raise
                 self.counts.bad_rows += 1
         raise DataError(
-            f"a whole epoch of {len(self._dataset)} rows held none that can be used "
+            f"a whole epoch of {len(self._dataset)} rows has no usable row "
             f"(so far {self.counts.bad_rows} malformed, {self.counts.dropped_too_long} too long)"
         )
 
 
 class PromptSource(RowSource[Prompt]):
-    """The prompts that a run draws."""
+    """Source of the prompts of a run."""

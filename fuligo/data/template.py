@@ -1,4 +1,4 @@
-"""Text of chat messages, and token ids of text, as the tokenizer's own template and rules have them."""
+"""Rendering of chat messages by the tokenizer's template, and token ids of text."""
 
 from __future__ import annotations
 
@@ -14,46 +14,45 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_OURS = frozenset({"tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"})
+_RESERVED = frozenset({"tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"})
 
 
-def no_chat_template(of: str) -> str:
-    """
-    Args:
-        of: whose tokenizer has none.
-    """
+def no_chat_template(model: str) -> str:
+    """Return the error for a model whose tokenizer has no chat template."""
     return (
-        f"--apply-chat-template: the tokenizer of {of} has no chat template: take a model that was trained to chat, put a template "
-        "beside its tokenizer (chat_template.jinja), or leave the flag out and give prompts as text"
+        f"--apply-chat-template: the tokenizer of {model} has no chat template; use a chat model, add a template beside its tokenizer "
+        "(chat_template.jinja), or remove the flag and give prompts as text"
     )
 
 
 class ChatTemplate:
-    """The template of one tokenizer, with the arguments that the user added."""
+    """Chat template of a tokenizer, with the user's arguments."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> None:
-        """Raises:
-        ConfigError: the tokenizer has no template, or `kwargs` would change what is returned.
+        """Check template and arguments.
+
+        Raises:
+            ConfigError: the tokenizer has no template, or `kwargs` sets arguments that are not the template's
         """
         if not tokenizer.chat_template and "chat_template" not in kwargs:
             raise ConfigError(no_chat_template(tokenizer.name_or_path or "the model"))
-        if reserved := _OURS & kwargs.keys():
+        if reserved := _RESERVED & kwargs.keys():
             raise ConfigError(
-                f"--apply-chat-template-kwargs: {', '.join(sorted(reserved))} cannot be set; only what the template itself reads"
+                f"--apply-chat-template-kwargs: {', '.join(sorted(reserved))} cannot be set; only variables of the template can"
             )
         self._tokenizer = tokenizer
         self._kwargs = kwargs
 
     def prompt(self, messages: Messages, tools: list[Any] | None = None) -> str:
-        """The messages followed by what opens the assistant's turn."""
+        """Render the messages with the generation prompt."""
         return self._render(messages, tools, {"add_generation_prompt": True, **self._kwargs})
 
     def transcript(self, messages: Messages, tools: list[Any] | None = None) -> str:
-        """The messages alone."""
+        """Render the messages without the generation prompt."""
         return self._render(messages, tools, {**self._kwargs, "add_generation_prompt": False})
 
     def masked_transcript(self, messages: Messages, tools: list[Any] | None = None) -> tuple[list[int], list[int]] | None:
-        """Token ids and assistant mask of a template that marks assistant text with `{% generation %}`; None for one that does not."""
+        """Return token ids and assistant mask; None if the template does not mark assistant text with `{% generation %}`."""
         template = str(self._kwargs.get("chat_template", self._tokenizer.chat_template))
         if _GENERATION_MARK.search(template) is None:
             return None
@@ -70,17 +69,17 @@ class ChatTemplate:
     def _render(self, messages: Messages, tools: list[Any] | None, arguments: dict[str, Any]) -> Any:
         try:
             return self._tokenizer.apply_chat_template(messages, tools=tools, **{"tokenize": False, **arguments})  # pyright: ignore[reportArgumentType]
-        except Exception as error:  # a template raises whatever its author chose
-            raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
+        except Exception as error:  # a template may raise any exception
+            raise DataError(f"the chat template rejects the messages: {type(error).__name__}: {error}") from error
 
 
 def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of text that a chat template made: its special tokens stand in the text already."""
+    """Tokenize text from a chat template, which contains its special tokens already."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of text without a template: begun by the beginning-of-text token where the tokenizer begins texts so, and only once."""
+    """Tokenize text without a template, with one beginning-of-text token if the tokenizer adds it."""
     ids = rendered_ids(tokenizer, text)
     bos = tokenizer.bos_token_id
     begins_with_bos = bos is not None and list(tokenizer("")["input_ids"])[:1] == [bos]  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Puts a run together from its configuration, and runs it: the only place that knows every part."""
+"""Assembly and execution of a run: the only package that knows every part."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 def run_job(config: Config) -> int:
-    """`fuligo train`; returns the exit code 0. Of several processes that torchrun started the first one drives, the others follow it.
+    """Run `fuligo train` and return the exit code 0. Under torchrun, the first process drives and the others follow it.
 
     Raises:
-        FuligoError: what ended the run
+        FuligoError: the run failed
     """
     from rich.console import Console
 
@@ -38,23 +38,23 @@ def run_job(config: Config) -> int:
 
 
 def run(config: Config) -> Outcome:
-    """One run to its end.
+    """Run a configuration to its end.
 
-    SIGTERM ends it as Ctrl-C does: engines and ranks are stopped, what is recorded stays.
+    SIGTERM ends it like Ctrl-C: engines and ranks are stopped, and everything recorded stays.
     """
     from fuligo.job.run import run_config
 
-    return asyncio.run(_until_terminated(run_config(config)))
+    return asyncio.run(_run_until_terminated(run_config(config)))
 
 
 def evaluate(config: Config, run_dir: Path) -> Evaluated:
-    """`fuligo eval`; ends as a run does."""
+    """Run `fuligo eval`; signals end it like a run."""
     from fuligo.job.evaluation import evaluate_config
 
-    return asyncio.run(_until_terminated(evaluate_config(config, run_dir)))
+    return asyncio.run(_run_until_terminated(evaluate_config(config, run_dir)))
 
 
-async def _until_terminated(work: Coroutine[Any, Any, T]) -> T:
+async def _run_until_terminated(work: Coroutine[Any, Any, T]) -> T:
     task = asyncio.ensure_future(work)
     terminated = False
 

@@ -1,4 +1,4 @@
-"""From the configuration to what the Megatron trainer needs beside what every trainer does."""
+"""Settings of the Megatron trainer, from the configuration."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from fuligo.trainer.ranks.settings import TrainerSettings
 
 
 def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTrainerSettings:
-    """
+    """Complete the common settings with those of the Megatron trainer.
+
     Args:
-        common: of any trainer.
+        common: settings of any trainer
 
     Raises:
-        ConfigError: config.json cannot be read, or the layout does not divide the ranks.
+        ConfigError: config.json cannot be read, or the layout does not divide the ranks
     """
     sizes, optimizer, train = config.parallel, config.optimizer, config.train
     config_json, source = read_config_json(common.hf_checkpoint), str(common.hf_checkpoint / "config.json")
@@ -29,7 +30,7 @@ def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTraine
     return MegatronTrainerSettings(
         **{each.name: getattr(common, each.name) for each in fields(TrainerSettings)},
         layout=layout_of(config),
-        # MODEL_ARGS that disagree with config.json were refused, unless --override-model-config is given.
+        # Without --override-model-config, MODEL_ARGS that contradict config.json were rejected.
         model_flags={**stated_flags(config_json, source), **dict(config.megatron.items())},
         sparse_layers=SparseLayers.of(architecture),
         model_provider=config.model.custom_model_provider_path,
@@ -54,9 +55,10 @@ def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTraine
 
 
 def layout_of(config: Config) -> Layout:
-    """
+    """Return the parallel layout of the trainer.
+
     Raises:
-        ConfigError: the sizes do not divide the trainer's ranks.
+        ConfigError: the sizes do not divide the trainer's ranks
     """
     shape, sizes = trainer_shape(config), config.parallel
     return Layout(

@@ -1,4 +1,4 @@
-"""What happens after some of the rollouts: evaluation, checkpoints."""
+"""Periodic tasks after rollouts: evaluation, checkpoints, debug data."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fuligo.checkpoint.store import CheckpointStore
 from fuligo.convert.export import export
 from fuligo.job.recorder import RunRecorder
 from fuligo.observability.run_directory import RunDirectory
+from fuligo.rollout.debug_data import save_rollout
 from fuligo.rollout.evaluate import Evaluation, Evaluator
 from fuligo.rollout.protocol import Rollout
 from fuligo.trainer.protocol import Trainer
@@ -19,7 +20,7 @@ from fuligo.trainer.protocol import Trainer
 
 @dataclass(slots=True, frozen=True)
 class Schedule:
-    """Every `interval` rollouts, and after the last."""
+    """Every `interval` rollouts, and after the last one."""
 
     interval: int | None
     num_rollout: int
@@ -31,7 +32,7 @@ class Schedule:
 
 @dataclass(slots=True)
 class Evaluate:
-    """Samples the held-out prompts with the weights that the engines hold."""
+    """Evaluation with the current weights of the engines."""
 
     evaluator: Evaluator
     schedule: Schedule
@@ -47,9 +48,10 @@ class Evaluate:
         await self.evaluate(num_rollouts=rollout.step + 1)
 
     async def evaluate(self, num_rollouts: int) -> None:
-        """
+        """Evaluate and record the result.
+
         Args:
-            num_rollouts: complete ones; 0 is the untrained policy.
+            num_rollouts: complete rollouts; 0 is the untrained policy
         """
         with self.recorder.phase("eval", num_rollouts):
             evaluation = await self.evaluator.evaluate()
@@ -57,12 +59,12 @@ class Evaluate:
         self.directory.write_evaluation(num_rollouts, evaluation.groups, dict(evaluation.metrics), reward_key=self.reward_key)
 
     async def finish(self) -> None:
-        """Each evaluation is complete when `run` returns."""
+        """Do nothing: an evaluation is complete when `run` returns."""
 
 
 @dataclass(slots=True)
 class SaveCheckpoint:
-    """Weights, optimizer, random numbers, data order, buffer, version: all that an exact resume needs."""
+    """Checkpoints with everything that an exact resume needs: weights, optimizer, random state, data order, buffer, version."""
 
     store: CheckpointStore
     trainer: Trainer
@@ -70,20 +72,21 @@ class SaveCheckpoint:
     recorder: RunRecorder
     config_text: str
     export_to: str | None
-    """Where a Hugging Face directory goes too; `{rollout_id}` is replaced."""
+    """Path of an additional Hugging Face directory; `{rollout_id}` is replaced."""
     in_background: bool = False
-    """--async-save: training goes on while a copy is written. The next save, or the end of the run, waits for it."""
+    """--async-save: training continues while a copy is written; the next save or the end of the run waits for it."""
     _writing: asyncio.Task[Path] | None = None
     _saving: asyncio.Task[None] | None = None
-    """The writing, and the export after it."""
+    """The write and the export after it."""
 
     def due(self, step: int) -> bool:
         return self.schedule.due(step) or (self._saving is not None and self._saving.done())
 
     async def run(self, rollout: Rollout, version: int) -> None:
-        """
+        """Save a checkpoint if one is due.
+
         Raises:
-            FuligoError: this one or the one before it could not be written or exported.
+            FuligoError: this checkpoint, or the one before it, could not be written or exported
         """
         if self._saving is not None:
             await self.finish()
@@ -104,7 +107,7 @@ class SaveCheckpoint:
             await saving
 
     async def abandon(self) -> None:
-        """The run ends before its time: a checkpoint that is not complete does not appear."""
+        """Cancel the write when the run ends early; an incomplete checkpoint does not appear."""
         tasks: list[asyncio.Task[Any]] = [task for task in (self._writing, self._saving) if task is not None]
         for task in tasks:
             task.cancel()
@@ -121,7 +124,7 @@ class SaveCheckpoint:
 
 @dataclass(slots=True)
 class SaveDebugRollout:
-    """--save-debug-rollout-data: the rollout itself, to train on again without an engine."""
+    """Copies of the rollouts, to train on them again without an engine (--save-debug-rollout-data)."""
 
     template: str
 
@@ -129,9 +132,7 @@ class SaveDebugRollout:
         return True
 
     async def run(self, rollout: Rollout, version: int) -> None:
-        from fuligo.rollout.debug_data import save_rollout
-
         save_rollout(self.template, rollout)
 
     async def finish(self) -> None:
-        """Each is written when `run` returns."""
+        """Do nothing: a rollout is written when `run` returns."""

@@ -1,4 +1,4 @@
-"""What a run leaves behind, step by step: metrics, samples, trace, sinks, console."""
+"""Record of a run, step by step: metrics, samples, trace, sinks, console."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunRecorder:
-    """Writes every step to the run directory, and tells sinks and console of it."""
+    """Writes every step to the run directory, the sinks and the console."""
 
     def __init__(
         self,
@@ -38,16 +38,16 @@ class RunRecorder:
         self._last_step_end_s = time.perf_counter()
 
     def phase(self, name: str, step: int) -> Phase:
-        """Time of the driver under a name; becomes `perf/<name>_s` of the step and an event of the trace."""
+        """Time a phase of the driver; it becomes `perf/<name>_s` of the step and an event of the trace."""
         return self._directory.trace.phase(name, step)
 
     def start(self, step: int) -> None:
-        """The first step's clock runs from here; what went before (loading, the first weight sync) is in the trace alone."""
+        """Start the clock of the first step; time before it (loading, the first weight sync) is in the trace alone."""
         self._directory.trace.take_durations(step)
         self._last_step_end_s = time.perf_counter()
 
     def record(self, rollout: Rollout, batch: TrainBatch | None, result: StepResult | None, version: int) -> None:
-        """Everything about a step that is over; on disk when this returns. Without training, `batch` and `result` are None."""
+        """Write everything about a completed step to disk. Without training, `batch` and `result` are None."""
         step = rollout.step
         if warning := failure_warning(step, rollout.groups):
             logger.warning("%s", warning)

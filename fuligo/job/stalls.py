@@ -1,4 +1,4 @@
-"""Names who holds up the event loop. An async hook that blocks stops everything there, its own deadline included."""
+"""Report of user functions that block the event loop. A blocking async hook stops the whole driver, its own deadline included."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 LIMIT_S = 30.0
-"""As long as the default deadline of a reward."""
-_LOOKS = 10
-"""Within the limit."""
+"""Equal to the default deadline of a reward."""
+_CHECKS_PER_LIMIT = 10
 _OURS = str(Path(__file__).parents[1])
 _EVENT_LOOP = str(Path(asyncio.__file__).parent)
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
@@ -26,8 +25,8 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "
 
 @contextmanager
 def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
-    """Within it, inside a running event loop: a function of the user's that keeps the loop for longer is named in a warning, once."""
-    loop, stop, period_s = asyncio.get_running_loop(), threading.Event(), limit_s / _LOOKS
+    """Warn once about each user function that blocks the running event loop for longer than `limit_s` within the block."""
+    loop, stop, period_s = asyncio.get_running_loop(), threading.Event(), limit_s / _CHECKS_PER_LIMIT
     last_beat_s = 0.0
 
     def beat() -> None:
@@ -45,8 +44,8 @@ def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
             culprit = _user_frame(loop_thread)
             if culprit is not None:
                 logger.warning(
-                    "for %g s everything has waited for %s (%s:%s): an async function must await what takes long; "
-                    "a reward that is a plain function runs in a thread of its own",
+                    "event loop blocked for %g s in %s (%s:%s); an async function must await slow work, or be a plain function, which runs "
+                    "in a thread if it is a reward",
                     limit_s,
                     culprit.name,
                     culprit.filename,
@@ -64,8 +63,8 @@ def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
 
 
 def _user_frame(thread: int) -> traceback.FrameSummary | None:
-    """The first frame of that thread beyond the event loop and fuligo, where it is no installed package's."""
+    """Return the first frame of the thread beyond the event loop and fuligo, unless it belongs to an installed package."""
     stack = traceback.extract_stack(sys._current_frames()[thread])
-    known = [place for place, frame in enumerate(stack) if frame.filename.startswith((_OURS, _EVENT_LOOP))]
-    beyond = stack[known[-1] + 1 :] if known else []
+    ours = [place for place, frame in enumerate(stack) if frame.filename.startswith((_OURS, _EVENT_LOOP))]
+    beyond = stack[ours[-1] + 1 :] if ours else []
     return beyond[0] if beyond and not beyond[0].filename.startswith((*_INSTALLED, "<frozen")) else None

@@ -1,4 +1,4 @@
-"""From the configuration to whoever serves the teacher (--use-opd)."""
+"""Teacher that an engine serves (--use-opd), found from the configuration."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fuligo.rollout.teacher import Scorer, ServedTeacher
 
 
 async def find_teacher(config: Config, engines: Engines, stack: AsyncExitStack) -> ServedTeacher | None:
-    """None without a teacher, and where the trainer has it. It has scored a few tokens when this returns.
+    """Connect to the teacher and let it score a few tokens; None without a teacher, or if the trainer has it.
 
     Args:
-        engines: of the run; a teacher may be among them
+        engines: engines of the run, which may include the teacher
         stack: closes connections
 
     Raises:
-        EngineError: it does not answer, or not with log-probabilities of what it was sent.
+        EngineError: the teacher does not answer, or not with log-probabilities of the tokens that it was sent
     """
     if config.teacher_from != "engine":
         return None

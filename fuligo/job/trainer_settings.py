@@ -1,4 +1,4 @@
-"""From the configuration to the trainer."""
+"""Settings of the trainer, from the configuration."""
 
 from __future__ import annotations
 
@@ -24,45 +24,46 @@ from fuligo.trainer.settings import loss_settings
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 
 DEFAULT_MAX_TOKENS = 8192
-"""Of a micro-batch where no flag says how to cut them; the loss does not depend on it."""
+"""Tokens of a micro-batch if no flag limits it; the loss does not depend on it."""
 Device = Literal["cpu", "cuda"]
 Precision = Literal["fp32", "bf16"]
 _SGLANG_DTYPES: Mapping[str, Precision] = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
-"""Of `--sglang-dtype` those that weights are sent in."""
+"""Values of `--sglang-dtype` in which weights are sent."""
 
 
 def resolve_device(config: Config) -> Device:
-    """
+    """Resolve `--device`.
+
     Raises:
-        ConfigError: CUDA is asked for and there is none.
+        ConfigError: `--device cuda` without a CUDA device
     """
     import torch
 
     asked = config.cluster.device
     if asked != "auto" and chosen_launcher(config) == "ray":
-        return asked  # the nodes have it, whatever this machine has
+        return asked  # the nodes compute, not this machine
     if asked == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device here; give --device cpu, or auto")
     return "cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def resolve_precision(asked: Literal["auto", "fp32", "bf16"], device: Device) -> Precision:
-    """auto is bf16 on CUDA and fp32 on a CPU."""
+    """Resolve `auto` to bf16 on CUDA and to fp32 on a CPU."""
     if asked == "auto":
         return "bf16" if device == "cuda" else "fp32"
     return asked
 
 
 def trainer_settings(config: Config, device: Device, *, initial_weights: Path, num_rollout: int) -> TrainerSettings:
-    """Of the backend that the configuration asks for.
+    """Build the settings of the trainer for the backend of the configuration.
 
     Args:
-        device: resolved.
-        initial_weights: Hugging Face directory or distributed checkpoint of the first weights.
-        num_rollout: of the whole run; the schedule's length where --lr-decay-iters does not give it.
+        device: resolved device
+        initial_weights: Hugging Face directory or distributed checkpoint of the initial weights
+        num_rollout: rollouts of the whole run; the length of the schedule unless --lr-decay-iters gives it
 
     Raises:
-        ConfigError: the backend does not know the model, or `--hf-checkpoint` is quantised in a way that takes no new weights.
+        ConfigError: the backend does not support the model, or the quantisation of `--hf-checkpoint` accepts no new weights
     """
     common = _common_settings(config, device, initial_weights, num_rollout)
     if config.resolved_train_backend == "megatron":
@@ -107,9 +108,10 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
 
 
 def _optimizer(config: Config, lr: float, warmup_steps: int, *, num_rollout: int) -> OptimizerSettings:
-    """
+    """Build the settings of one optimizer.
+
     Args:
-        num_rollout: from which the model learns; the schedule's length where --lr-decay-iters does not give it.
+        num_rollout: rollouts that train the model; the length of the schedule unless --lr-decay-iters gives it
     """
     flags = config.optimizer
     schedule = LearningRateSchedule(
@@ -124,9 +126,10 @@ def _optimizer(config: Config, lr: float, warmup_steps: int, *, num_rollout: int
 
 
 def _critic(config: Config, policy_weights: Path, num_rollout: int) -> CriticSettings:
-    """
+    """Build the settings of the value model.
+
     Raises:
-        CheckpointError: `--critic-load` has a tracker, and what that names is missing or damaged.
+        CheckpointError: the checkpoint that the tracker of `--critic-load` names is missing or damaged
     """
     given, flags = config.checkpoint.critic_load, config.optimizer
     lr = flags.lr if flags.critic_lr is None else flags.critic_lr
@@ -140,10 +143,10 @@ def _critic(config: Config, policy_weights: Path, num_rollout: int) -> CriticSet
 
 
 def _engine_format(config: Config) -> EngineFormat:
-    """The embedded engine has transformers' models: no prediction layers, and of an FP8 checkpoint what that stands for.
+    """Return the form of the weights that engines load. The embedded engine runs transformers' models: no MTP layers, FP8 dequantised.
 
     Raises:
-        ConfigError: the embedded engine does not serve `--hf-checkpoint`, or it is quantised in a way that takes no new weights.
+        ConfigError: the embedded engine does not serve `--hf-checkpoint`, or its quantisation accepts no new weights
     """
     if not config.needs_engine:
         return EngineFormat()
@@ -153,17 +156,17 @@ def _engine_format(config: Config) -> EngineFormat:
         return EngineFormat(quantisation=EngineQuantisation.read(directory))
     from fuligo.engines.embedded.model import servable_config
 
-    read_config_json(directory)  # that it is there has nothing to do with the engine
+    read_config_json(directory)  # a missing config.json is an error of its own, not one of the engine
     try:
         served = servable_config(str(directory))
     except FuligoError as error:
         fix = "--rollout-backend sglang" + (" --train-backend megatron" if config.resolved_train_backend == "torch" else "")
-        raise ConfigError(f"the embedded engine does not serve --hf-checkpoint {directory}, give {fix}: {error}") from error
+        raise ConfigError(f"the embedded engine does not serve --hf-checkpoint {directory}; give {fix}: {error}") from error
     return EngineFormat(left_out=prediction_prefixes(served.to_dict()))
 
 
 def _sync_dtype(config: Config, device: Device, engine_format: EngineFormat) -> Precision | None:
-    """What engines compute in, as far as flags say it. None: the type of `--hf-checkpoint`; they cast as they did when they started."""
+    """Return the data type of the engines if flags set it. None means that of `--hf-checkpoint`, which they cast as they did at start."""
     if engine_format.quantisation is not None:
         return None
     if config.resolved_rollout_backend == "embedded":
@@ -176,7 +179,7 @@ def _sync_dtype(config: Config, device: Device, engine_format: EngineFormat) -> 
 
 
 def _capacity(config: Config, max_tokens: int | None) -> Capacity:
-    """Limits of tokens are per GPU: the ranks that share a sequence hold as many times more."""
+    """Return the capacity of a micro-batch. Token limits are per GPU, so ranks that share a sequence hold a multiple."""
     num_sharing = config.parallel.context_parallel_size if config.resolved_train_backend == "megatron" else 1
     if config.train.use_dynamic_batch_size:
         return Capacity(max_tokens=None if max_tokens is None else max_tokens * num_sharing)

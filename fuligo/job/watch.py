@@ -1,4 +1,4 @@
-"""Something that goes on beside a part of a run, and whose failure ends it."""
+"""Background tasks whose failure ends a part of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @asynccontextmanager
 async def while_watching(watch: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `watch`, which has no end of its own, beside the block. An error of it cancels the block and is raised instead."""
+    """Run `watch`, which never ends by itself, beside the block. Its error cancels the block and is raised instead."""
     watching = asyncio.create_task(watch)
     try:
         async with failing_with(watching):
@@ -22,7 +22,7 @@ async def while_watching(watch: Coroutine[Any, Any, None]) -> AsyncIterator[None
 
 @asynccontextmanager
 async def failing_with(task: asyncio.Task[Any]) -> AsyncIterator[None]:
-    """An error of the task, which may outlast the block, cancels the block and is raised instead."""
+    """Cancel the block if the task, which may outlast it, fails; the error of the task is raised instead."""
     block = asyncio.current_task()
     assert block is not None
     is_over = False

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from fuligo.errors import RolloutError
 from fuligo.rollout.dynamic_sampling import too_many_dropped
-from fuligo.rollout.group_tasks import GroupTasks, frozen
+from fuligo.rollout.group_tasks import GroupTasks, snapshot
 from fuligo.rollout.judging import STALE, FailureWatch, drop_reason, judged
 from fuligo.rollout.metrics import continuous_metrics, epoch_metric, sample_metrics
 from fuligo.rollout.protocol import Rollout, RolloutState
@@ -73,7 +73,9 @@ class ContinuousRunner:
     def __init__(self, parts: RunnerParts, *, admission: Admission) -> None:
         self._parts = parts
         self._admission = admission
-        self._tasks = GroupTasks(parts.sampler, parts.reward, parts.engines, parts.params, goes_on=lambda group: not self._is_stale(group))
+        self._tasks = GroupTasks(
+            parts.sampler, parts.reward, parts.engines, parts.params, may_continue=lambda group: not self._is_stale(group)
+        )
         self._coming_version = 0
         self._request: Request | None = None
         self._next_step = 0
@@ -225,7 +227,7 @@ class ContinuousRunner:
         """Remove a rollout from the queue and add the groups dropped since the last one."""
         for group in kept:
             del self._queue[group.index]
-        num_tokens_left = sum(_num_tokens(group) for group in [*self._queue.values(), *self._tasks.standing()])
+        num_tokens_left = sum(_num_tokens(group) for group in [*self._queue.values(), *self._tasks.snapshots()])
         since, self._since = self._since, _Interval(num_tokens_before=num_tokens_left)
         self._next_step = step + 1
         groups = sorted([*kept, *since.dropped], key=lambda group: group.index)
@@ -240,7 +242,7 @@ class ContinuousRunner:
             num_queued=len(self._queue),
             num_in_flight=self._tasks.num_running,
             num_tokens=num_tokens,
-            elapsed_s=time.monotonic() - since.began_s,
+            elapsed_s=time.monotonic() - since.start_s,
             reward_key=self._parts.reward_key,
         )
         state = self._state(step)
@@ -248,8 +250,8 @@ class ContinuousRunner:
 
     def _state(self, step: int) -> RolloutState:
         """Return the state after rollout `step`, including the groups that are queued and in flight now."""
-        queued = [SampleGroup(group.index, group.row, list(map(frozen, group.samples))) for group in self._queue.values()]
-        pending = sorted([*queued, *self._tasks.standing()], key=lambda group: group.index)
+        queued = [SampleGroup(group.index, group.row, list(map(snapshot, group.samples))) for group in self._queue.values()]
+        pending = sorted([*queued, *self._tasks.snapshots()], key=lambda group: group.index)
         return replace(self._parts.source.state(step), buffer=pending)
 
 
@@ -262,7 +264,7 @@ class _Interval:
     """Number of dropped groups by reason."""
     num_tokens_before: int = 0
     """Response tokens of the groups that were queued and in flight when the interval began."""
-    began_s: float = field(default_factory=time.monotonic)
+    start_s: float = field(default_factory=time.monotonic)
 
 
 def _num_tokens(group: SampleGroup) -> int:

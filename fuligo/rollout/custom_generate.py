@@ -1,4 +1,4 @@
-"""`--custom-generate-function-path`: `async (args, sample, sampling_params) -> Sample | list[Sample]`, and what it may call."""
+"""Generation by `--custom-generate-function-path`: `async (args, sample, sampling_params) -> Sample | list[Sample]`, and its helpers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fuligo.types import Sample, SampleStatus
 GenerateHook = Callable[[Any, Sample, dict[str, Any]], Awaitable[Sample | list[Sample]]]
 
 _ROUNDING = 1e-3
-"""Nats above 0 that arithmetic may put a log-probability."""
+"""Largest log-probability above 0, in nats, that rounding explains."""
 _default: ContextVar[tuple[GenerateFn, SamplingParams]] = ContextVar("default_generate")
 
 
 @contextmanager
 def default_generate(generate: GenerateFn, params: SamplingParams) -> Iterator[None]:
-    """Within it, and in tasks begun within it, `continue_sample` uses `generate`."""
+    """Make `continue_sample` use `generate` within the block and in tasks started there."""
     token = _default.set((generate, params))
     try:
         yield
@@ -33,10 +33,10 @@ def default_generate(generate: GenerateFn, params: SamplingParams) -> Iterator[N
 
 
 async def continue_sample(sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Let the engine go on from `sample.response_ids`, as without a hook; `max_new_tokens` bounds the whole response.
+    """Generate from `sample.response_ids` as without a hook; `max_new_tokens` limits the whole response.
 
-    For use inside a custom generate function. Where the status that comes back is not `completed`, return the sample: it is
-    truncated, failed, or aborted (then the function is called again with it in a later rollout).
+    Call it inside a custom generate function. If the resulting status is not `completed`, return the sample: it is truncated, failed,
+    or aborted (then a later rollout calls the function again with it).
     """
     generate, params = _default.get()
     known = {name: tuple(value) if isinstance(value, list) else value for name, value in sampling_params.items()}
@@ -46,7 +46,7 @@ async def continue_sample(sample: Sample, sampling_params: dict[str, Any]) -> Sa
 
 
 def append_observation(sample: Sample, token_ids: ArrayLike) -> None:
-    """Add tokens that the policy did not sample (a tool's answer, the next user turn): they are not trained on."""
+    """Append tokens that the policy did not sample (a tool's answer, the next user turn) and that are not trained on."""
     ids = np.asarray(token_ids, np.int32)
     version = sample.versions[-1] if len(sample.versions) else 0
     sample.response_ids = np.concatenate([sample.response_ids, ids])
@@ -56,14 +56,14 @@ def append_observation(sample: Sample, token_ids: ArrayLike) -> None:
 
 
 class CustomGenerate:
-    """A GenerateFn made of the user's function; what it returns is completed and checked.
+    """`GenerateFn` that calls the user's function, then completes and checks its samples.
 
     Args:
         hook: the user's function
         args: read-only view of the flags
-        default: what `continue_sample` does
-        policy_version: version of the weights in the engines, for tokens whose version the hook does not say
-        vocab_size: of the model; None where it is not known
+        default: used by `continue_sample`
+        policy_version: version of the weights in the engines, for tokens without a version
+        vocab_size: vocabulary size of the model; None if unknown
     """
 
     def __init__(
@@ -76,10 +76,11 @@ class CustomGenerate:
         self._policy_version = policy_version
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> list[Sample]:
-        """
+        """Call the function.
+
         Raises:
-            TypeError: the hook returned no sample.
-            ValueError: see `complete`.
+            TypeError: the function did not return samples
+            ValueError: a sample is invalid, see `complete`
         """
         version = self._policy_version()
         with default_generate(self._default, params):
@@ -94,31 +95,30 @@ class CustomGenerate:
 
 
 def complete(sample: Sample, version: int, *, vocab_size: int | None = None) -> None:
-    """Plain lists become arrays; a missing mask trains every token; missing versions are the current one.
+    """Complete a sample: lists become arrays, a missing mask trains every token, missing versions become the current one.
 
     Raises:
-        ValueError: the sample has tokens that are none, no log-probabilities or impossible ones, another mask than 0 and 1, or an unknown
-            status.
+        ValueError: invalid token ids, missing or positive log-probabilities, mask values other than 0 and 1, or an unknown status
     """
     ids = np.asarray(sample.response_ids)
     if len(ids) and not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"response_ids are of type {ids.dtype}; token ids are integers")
+        raise ValueError(f"response_ids has the type {ids.dtype}; token ids are integers")
     if len(ids) and vocab_size is not None and not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise ValueError(f"response_ids go from {ids.min()} to {ids.max()}; the vocabulary has ids 0 to {vocab_size - 1}")
+        raise ValueError(f"response_ids has values from {ids.min()} to {ids.max()}; the vocabulary has ids 0 to {vocab_size - 1}")
     sample.response_ids = ids.astype(np.int32)
     num_tokens = len(sample.response_ids)
     if num_tokens and not len(sample.engine_logprobs):
         raise ValueError(
-            f"the custom generate function returned {num_tokens} response_ids without engine_logprobs: the log-probability of each "
-            "sampled token is needed (0 where the token was not sampled and its loss_mask is 0)"
+            f"the custom generate function returned {num_tokens} response_ids without engine_logprobs; set the log-probability of each "
+            "sampled token, and 0 for tokens that were not sampled and have loss_mask 0"
         )
     sample.engine_logprobs = np.asarray(sample.engine_logprobs, np.float32)
     mask = np.asarray(sample.loss_mask) if len(sample.loss_mask) else np.ones(num_tokens, np.int8)
     if not np.isin(mask, (0, 1)).all():
-        raise ValueError(f"loss_mask has {mask[~np.isin(mask, (0, 1))][0]}; a token is trained on (1) or not (0)")
+        raise ValueError(f"loss_mask has the value {mask[~np.isin(mask, (0, 1))][0]}; only 0 and 1 are valid")
     sample.loss_mask = mask.astype(np.int8)
     trained = sample.engine_logprobs[sample.loss_mask != 0] if len(mask) == len(sample.engine_logprobs) else np.empty(0)
     if len(trained) and trained.max() > _ROUNDING:
-        raise ValueError(f"engine_logprobs has {trained.max():g}; the logarithm of a probability is never above 0")
+        raise ValueError(f"engine_logprobs has the value {trained.max():g}; a log-probability is never positive")
     sample.status = SampleStatus(sample.status)
     sample.versions = np.asarray(sample.versions, np.int32) if len(sample.versions) else np.full(num_tokens, version, np.int32)

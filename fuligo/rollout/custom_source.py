@@ -1,9 +1,9 @@
-"""`--data-source-path`: a class of the user's takes the place of prompt files and buffer.
+"""Data source of the user (`--data-source-path`), which replaces prompt files and buffer.
 
-It is made as `Source(args)` and has
-`get_samples(num_groups) -> list[list[Sample]]`, groups to sample; those that were handed back by `add_samples` are continued;
-`add_samples(groups)`, what a rollout left unfinished;
-`save(rollout_id)`, called after every rollout, and `load(rollout_id)`, called on resume with the last rollout that is complete;
+It is created as `Source(args)` and has
+`get_samples(num_groups) -> list[list[Sample]]`, groups to sample; those returned by `add_samples` are continued;
+`add_samples(groups)`, groups that a rollout left unfinished;
+`save(rollout_id)`, called after every rollout, and `load(rollout_id)`, called on resume with the last complete rollout;
 `__len__()`, its number of prompts.
 """
 
@@ -23,10 +23,12 @@ from fuligo.rollout.source import START_ROLLOUT_ID, continuation
 from fuligo.types import IntArray, Sample, SampleGroup, SampleStatus
 
 NO_ROW = -1
-"""`SampleGroup.row` where prompts come from no file."""
+"""`SampleGroup.row` of prompts that do not come from a file."""
 
 
 class DataSourceHook(Protocol):
+    """Data source of the user."""
+
     def get_samples(self, num_groups: int, /) -> list[list[Sample]]: ...
 
     def add_samples(self, groups: list[list[Sample]], /) -> None: ...
@@ -39,12 +41,12 @@ class DataSourceHook(Protocol):
 
 
 class CustomSource:
-    """A GroupStream made of the user's object. Fresh samples are numbered here, whatever index they come with.
+    """`GroupStream` over the user's data source. Fresh samples are numbered here, whatever index they have.
 
     Args:
-        hook: the user's object
-        partial_rollout: unfinished groups are handed back with their tokens, else as fresh samples
-        mask_offpolicy: tokens of earlier rollouts are not trained on
+        hook: the user's data source
+        partial_rollout: return unfinished groups with their tokens; otherwise as fresh samples
+        mask_offpolicy: do not train on tokens of earlier rollouts
     """
 
     def __init__(self, hook: DataSourceHook, *, partial_rollout: bool = False, mask_offpolicy: bool = False) -> None:
@@ -55,10 +57,10 @@ class CustomSource:
         self._next_group_index = 0
 
     def draw(self, num_groups: int, step: int, policy_version: int) -> Draw:
-        """See `GroupStream.draw`.
+        """Draw groups from the data source.
 
         Raises:
-            RolloutError: `get_samples` raised, or returned something else than groups of samples, or too many.
+            RolloutError: `get_samples` raised, did not return groups of samples, or returned too many
         """
         drawn = self._call(self._hook.get_samples, num_groups)
         if not isinstance(drawn, list) or len(drawn) > num_groups or not all(map(_is_group, drawn)):
@@ -70,7 +72,7 @@ class CustomSource:
 
     def put_back(self, groups: list[SampleGroup]) -> None:
         if groups:
-            unfinished = [group.samples if self._partial_rollout else list(map(_afresh, group.samples)) for group in groups]
+            unfinished = [group.samples if self._partial_rollout else list(map(_fresh, group.samples)) for group in groups]
             self._call(self._hook.add_samples, unfinished)
 
     def state(self, step: int) -> RolloutState:
@@ -81,8 +83,8 @@ class CustomSource:
         rollout_id = state.source.get("rollout_id")
         if not isinstance(rollout_id, int):
             raise DataError(
-                "--data-source-path: the checkpoint is of a run that drew its prompts from a file: resume with that --prompt-data, or "
-                "start a new run from the checkpoint's weights with --ref-load"
+                "--data-source-path: cannot resume: the run of the checkpoint read its prompts from a file; resume with its --prompt-data, "
+                "or start a new run from the checkpoint's weights with --ref-load"
             )
         self._call(self._hook.load, rollout_id)
         self._next_sample_index, self._next_group_index = state.next_sample_index, state.next_group_index
@@ -94,7 +96,7 @@ class CustomSource:
             raise RolloutError(f"--data-source-path: {method.__name__} raised {describe_exception(error, method)}") from error
 
     def _group(self, samples: list[Sample], step: int) -> SampleGroup:
-        """A copy of the hook's group; one that nothing was generated for yet gets the next numbers."""
+        """Copy a group of the data source; number it if nothing was generated for it yet."""
         group = continuation(SampleGroup(samples[0].group_index, NO_ROW, samples), step, self._mask_offpolicy)
         for sample in group.samples:
             sample.prompt_ids = _prompt_ids(sample)
@@ -114,21 +116,22 @@ def _is_group(samples: Any) -> bool:
 
 
 def _prompt_ids(sample: Sample) -> IntArray:
-    """
+    """Return the token ids of a prompt.
+
     Raises:
-        RolloutError: they are not the token ids of a prompt.
+        RolloutError: they are missing, or not token ids
     """
     ids = np.asarray(sample.prompt_ids)
     if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0:
         raise RolloutError(
-            f"--data-source-path: get_samples returned a sample whose prompt_ids are {sample.prompt_ids!r:.80}; they must be the prompt's "
-            "token ids, at least one: the engine samples from these, not from `prompt`"
+            f"--data-source-path: get_samples returned a sample whose prompt_ids are {sample.prompt_ids!r:.80}; set the token ids of the "
+            "prompt, at least one, because the engine samples from these and not from `prompt`"
         )
     return ids.astype(np.int32)
 
 
-def _afresh(sample: Sample) -> Sample:
-    """The sample as if nothing had been generated."""
+def _fresh(sample: Sample) -> Sample:
+    """Copy a sample without its response."""
     metadata = {key: value for key, value in deepcopy(sample.metadata).items() if key != START_ROLLOUT_ID}
     fresh = Sample(sample.index, sample.group_index, sample.prompt, sample.prompt_ids, sample.label, metadata)
     clear_response(fresh)

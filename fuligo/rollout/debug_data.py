@@ -1,7 +1,7 @@
-"""Groups on disk: rollouts saved for debugging, and the partial-rollout buffer of a checkpoint. Parquet and JSON, no pickle.
+"""File format of groups: rollouts saved for debugging, and the partial-rollout buffer of a checkpoint. Parquet and JSON, no pickle.
 
-One row a sample, all groups one after another. Arrays keep their bits. Prompt, label, metadata and reward are JSON: they must be made
-of dicts with string keys, lists, strings, numbers, booleans and None.
+One row per sample, group after group. Arrays keep their bits. Prompt, label, metadata and reward are JSON: dicts with string keys,
+lists, strings, numbers, booleans and None.
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ PLAIN_FIELDS = ("index", "group_index", "status", "finish_reason", "error", "res
 
 
 def encode_groups(groups: list[SampleGroup]) -> bytes:
-    """A parquet file in memory; `decode_groups` gives equal groups.
+    """Encode groups as a parquet file in memory, from which `decode_groups` restores equal groups.
 
     Raises:
-        RolloutError: a sample's metadata, label or reward is not JSON data.
+        RolloutError: a sample's metadata, label or reward is not JSON data
     """
     return _to_bytes(_table(groups, {"format": FORMAT}))
 
 
 def decode_groups(data: bytes) -> list[SampleGroup]:
-    """
+    """Decode the groups of `encode_groups`.
+
     Raises:
-        DataError: `data` was not made by `encode_groups` of this version.
+        DataError: `data` is of another format or version
     """
     return _groups(*_read(data, "the buffer of unfinished groups"))
 
 
 def save_rollout(template: str, rollout: Rollout) -> Path:
-    """Write a rollout with its state; `{rollout_id}` in the path is replaced. Returns the path.
+    """Write a rollout with its state to `template`, with `{rollout_id}` replaced, and return the path.
 
     Raises:
-        RolloutError: as `encode_groups`.
-        FuligoError: it cannot be written.
+        RolloutError: a sample's metadata, label or reward is not JSON data
+        FuligoError: the file cannot be written
     """
     path = Path(template.replace("{rollout_id}", str(rollout.step)))
     state = rollout.state
@@ -73,13 +74,13 @@ def save_rollout(template: str, rollout: Rollout) -> Path:
 
 
 def load_rollout(template: str, step: int, *, vocab_size: int | None = None) -> Rollout:
-    """What `save_rollout` wrote for this step.
+    """Load the rollout that `save_rollout` wrote for this step.
 
     Args:
-        vocab_size: of the model that is to train on it; None where it is not known.
+        vocab_size: vocabulary size of the model that trains on it; None if unknown
 
     Raises:
-        DataError: the file is not there, is none of ours, or of a model with other tokens.
+        DataError: the file is missing, of another format, or of a model with other tokens
     """
     path = Path(template.replace("{rollout_id}", str(step)))
     try:
@@ -88,11 +89,14 @@ def load_rollout(template: str, step: int, *, vocab_size: int | None = None) -> 
         raise DataError(f"--load-debug-rollout-data: cannot read {path} for rollout {step}: {error.strerror}") from error
     table, meta = _read(data, str(path))
     if "step" not in meta:
-        raise DataError(f"{path} holds groups, not a rollout; --save-debug-rollout-data writes rollouts")
+        raise DataError(f"--load-debug-rollout-data: {path} holds groups, not a rollout; give a file of --save-debug-rollout-data")
     groups = _groups(table, meta)
     last = max((int(sample.tokens.max()) for group in groups for sample in group.samples if len(sample.tokens)), default=0)
     if vocab_size is not None and last >= vocab_size:
-        raise DataError(f"--load-debug-rollout-data: {path} has the token {last}, --hf-checkpoint has {vocab_size}: it is of another model")
+        raise DataError(
+            f"--load-debug-rollout-data: {path} has the token id {last} and --hf-checkpoint has {vocab_size} tokens; "
+            "the file is of another model"
+        )
     kept, buffer = groups[: meta["num_groups"]], groups[meta["num_groups"] :]
     state = RolloutState(meta["source"], meta["next_sample_index"], meta["next_group_index"], buffer)
     return Rollout(step, kept, state, meta["metrics"])
@@ -123,7 +127,7 @@ def _table(groups: list[SampleGroup], meta: dict[str, Any]) -> pa.Table:
 
 
 def _npy(array: np.ndarray | None) -> bytes | None:
-    """Of three axes, which a list column would make lists of lists of lists."""
+    """Encode a three-dimensional array, for which parquet has no column type."""
     if array is None:
         return None
     sink = io.BytesIO()
@@ -135,7 +139,7 @@ def _json(sample: Sample, name: str) -> str:
     try:
         return json.dumps(getattr(sample, name), default=_plain)
     except (TypeError, ValueError) as error:
-        raise RolloutError(f"sample {sample.index}: its {name} cannot be saved ({error}); hooks may put JSON data there only") from error
+        raise RolloutError(f"sample {sample.index}: cannot save its {name} ({error}); hooks may set it to JSON data only") from error
 
 
 def _plain(value: Any) -> Any:
@@ -152,7 +156,7 @@ def _to_bytes(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-def _read(data: bytes, what: str) -> tuple[pa.Table, dict[str, Any]]:
+def _read(data: bytes, name: str) -> tuple[pa.Table, dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -160,9 +164,9 @@ def _read(data: bytes, what: str) -> tuple[pa.Table, dict[str, Any]]:
         table = pq.read_table(pa.BufferReader(data))
         meta = json.loads((table.schema.metadata or {})[META_KEY])
     except (pa.ArrowException, KeyError, ValueError) as error:
-        raise DataError(f"{what} is not a file of rollout samples that fuligo wrote ({type(error).__name__}: {error})") from error
+        raise DataError(f"{name} is not a file of rollout samples that fuligo wrote ({type(error).__name__}: {error})") from error
     if meta["format"] != FORMAT:
-        raise DataError(f"{what} has format {meta['format']}, this version of fuligo reads {FORMAT}")
+        raise DataError(f"{name} has format {meta['format']}; this version of fuligo reads format {FORMAT}")
     return table, meta
 
 
@@ -182,10 +186,10 @@ def _sample(row: dict[str, Any]) -> Sample:
     fields = {name: row[name] for name in PLAIN_FIELDS}
     fields |= {name: json.loads(row[name]) for name in JSON_FIELDS}
     fields |= {name: np.array(row[name], dtype) for name, dtype in ARRAYS.items()}
-    routed = row.get("routed_experts")  # files of earlier versions have none
+    routed = row.get("routed_experts")  # missing in files of earlier versions
     fields["routed_experts"] = None if routed is None else np.load(io.BytesIO(routed), allow_pickle=False)
-    taught = row.get("teacher_logprobs")
-    fields["teacher_logprobs"] = None if taught is None else np.array(taught, np.float32)
+    teacher = row.get("teacher_logprobs")
+    fields["teacher_logprobs"] = None if teacher is None else np.array(teacher, np.float32)
     fields["status"] = SampleStatus(row["status"])
     fields["spans"] = [Span(*span) for span in json.loads(row["spans"])]
     return Sample(**fields)

@@ -1,8 +1,8 @@
-"""Which prompts fill a rollout: waves, drops, surplus. Pure bookkeeping; nothing here waits or generates.
+"""Bookkeeping of the prompts that fill a rollout: waves, drops, surplus. Nothing here waits or generates.
 
 A rollout needs `target` kept groups. Prompts are submitted in waves of `wave_size`. A finished group is kept or dropped. The rollout is
-complete the moment `target` groups are kept; and when `submitted - dropped < target`, those in flight cannot complete it any more and
-another wave is due.
+complete as soon as `target` groups are kept. When `submitted - dropped < target`, the groups in flight cannot complete it and another
+wave is due.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from fuligo.errors import RolloutError
 
 
 class DynamicSampling:
-    """The state of one rollout.
+    """State of one rollout.
 
     Args:
         target: groups to keep (`--rollout-batch-size`)
         wave_size: groups of one wave (`--over-sampling-batch-size`), at least `target`
-        max_waves: after so many waves the rollout ends with an error
-        in_submission_order: False: the groups that finish first fill the rollout, which favours short answers. True: those submitted
-            first fill it, however long they take; only dropped ones are passed over.
+        max_waves: number of waves after which the rollout fails
+        in_submission_order: False: the groups that finish first fill the rollout, which favours short answers. True: the groups
+            submitted first fill it, however long they take; only dropped ones are skipped.
     """
 
     def __init__(self, target: int, wave_size: int, max_waves: int, *, in_submission_order: bool = False) -> None:
@@ -35,7 +35,7 @@ class DynamicSampling:
         """Reason by group index."""
         self._submitted: dict[int, None] = {}
         self._kept: dict[int, None] = {}
-        """Accepted groups in the order in which they finished."""
+        """Groups that were not dropped, in the order in which they finished."""
 
     @property
     def num_submitted(self) -> int:
@@ -43,17 +43,17 @@ class DynamicSampling:
 
     @property
     def in_flight(self) -> list[int]:
-        """Submitted and not judged, in the order of submission."""
+        """Groups that were submitted and are not judged yet, in the order of submission."""
         return [index for index in self._submitted if index not in self._kept and index not in self.dropped]
 
     @property
     def complete(self) -> bool:
-        """Enough groups are kept; sampling stops."""
+        """Whether enough groups are kept and sampling stops."""
         return len(self._filling()) == self.target
 
     @property
     def needs_wave(self) -> bool:
-        """What is kept and in flight together cannot fill the rollout."""
+        """Whether the groups kept and in flight are too few to fill the rollout."""
         return self.num_submitted - len(self.dropped) < self.target
 
     @property
@@ -62,9 +62,10 @@ class DynamicSampling:
         return self.num_waves == self.max_waves
 
     def begin_wave(self) -> None:
-        """
+        """Count a new wave.
+
         Raises:
-            RolloutError: `max_waves` waves did not fill the rollout.
+            RolloutError: `max_waves` waves did not fill the rollout
         """
         if self.exhausted:
             tried = f"{self.num_waves} sampling waves ({self.num_submitted} prompts)"
@@ -72,13 +73,13 @@ class DynamicSampling:
         self.num_waves += 1
 
     def submit(self, indices: Iterable[int]) -> None:
-        """These groups are being sampled."""
+        """Add groups that are being sampled."""
         for index in indices:
             assert index not in self._submitted, f"group {index} was submitted twice"
             self._submitted[index] = None
 
     def finish(self, index: int, drop_reason: str | None) -> None:
-        """A group is done; `drop_reason` None keeps it."""
+        """Keep a finished group, or drop it if there is a `drop_reason`."""
         assert index in self._submitted and index not in self._kept and index not in self.dropped, index
         if drop_reason is None:
             self._kept[index] = None
@@ -86,11 +87,11 @@ class DynamicSampling:
             self.dropped[index] = drop_reason
 
     def chosen(self) -> list[int]:
-        """The groups that fill the rollout, ordered by index."""
+        """Return the groups that fill the rollout, ordered by index."""
         return sorted(self._filling())
 
     def surplus(self) -> list[int]:
-        """Groups that were accepted and not needed, ordered by index."""
+        """Return the kept groups that are not needed, ordered by index."""
         filling = set(self._filling())
         return sorted(index for index in self._kept if index not in filling)
 
@@ -98,7 +99,7 @@ class DynamicSampling:
         return Counter(self.dropped.values())
 
     def _filling(self) -> list[int]:
-        """The groups that fill the rollout as things stand; `target` of them at most."""
+        """Return the groups that fill the rollout so far, at most `target`."""
         if not self.in_submission_order:
             return list(self._kept)[: self.target]
         filling: list[int] = []
@@ -110,15 +111,15 @@ class DynamicSampling:
         return filling
 
 
-def too_many_dropped(what: str, num_kept: int, target: int, reasons: Counter[str]) -> RolloutError:
-    """The end of a run whose filter drops (nearly) everything.
+def too_many_dropped(tried: str, num_kept: int, target: int, reasons: Counter[str]) -> RolloutError:
+    """Return the error of a run whose filter drops (nearly) every group.
 
     Args:
-        what: how much was tried
+        tried: number of waves or prompts that were sampled
     """
     dropped = ", ".join(f"{count} by {reason}" for reason, count in reasons.most_common())
     return RolloutError(
-        f"{what} gave {num_kept} of the {target} groups needed; dropped: {dropped}. If every answer gets the same reward, the prompts "
-        "are too easy or too hard for the model, or the reward is wrong. Else loosen --dynamic-sampling-filter-path or raise "
-        "--max-sampling-waves."
+        f"{tried} gave {num_kept} of the {target} groups needed; dropped: {dropped}. If all responses to a prompt get the same reward, "
+        "the prompts are too easy or too hard for the model, or the reward is wrong. Otherwise loosen --dynamic-sampling-filter-path "
+        "or raise --max-sampling-waves."
     )

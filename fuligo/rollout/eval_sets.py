@@ -1,4 +1,4 @@
-"""Which data sets are evaluated, and how: from `--eval-prompt-data` or `--eval-config`.
+"""Evaluation data sets and their settings, from `--eval-prompt-data` or `--eval-config`.
 
 The YAML file:
 
@@ -8,7 +8,7 @@ The YAML file:
         - {name: aime, path: aime.jsonl, rm_type: deepscaler, n_samples_per_eval_prompt: 16}
         - {name: gsm8k, path: gsm8k.parquet, label_key: answer}
 
-What neither says is inherited from the eval flags, then from the rollout's.
+Settings that are missing are inherited from the eval flags, then from the rollout flags.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 
 class EvalSetSpec(FlagGroup):
-    """One data set; None is inherited."""
+    """Settings of one data set; None is inherited."""
 
-    name: str = flag("", "of the metrics", min_length=1, pattern=EVAL_NAME)
+    name: str = flag("", "name in the metrics", min_length=1, pattern=EVAL_NAME)
     path: str = flag("", "jsonl or parquet file, with an optional slice: FILE@[a:b]", min_length=1)
     n_samples_per_eval_prompt: int | None = flag(None, "responses to each prompt", ge=1)
     max_response_len: int | None = flag(None, "longest response", unit="tokens", ge=1)
-    temperature: float | None = flag(None, "sampling temperature; 0: always the likeliest token", ge=0)
+    temperature: float | None = flag(None, "sampling temperature; 0 always takes the most likely token", ge=0)
     top_p: float | None = flag(None, "nucleus sampling", gt=0, le=1)
-    top_k: int | None = flag(None, "sample among the k likeliest tokens; -1 is all", ge=-1)
+    top_k: int | None = flag(None, "sample among the k most likely tokens; -1 among all", ge=-1)
     rm_type: str | None = flag(None, "reward")
     custom_rm_path: str | None = flag(None, "hook: reward")
-    reward_key: str | None = flag(None, "which value to report where the reward is a dict")
+    reward_key: str | None = flag(None, "value of a dict reward to report")
     input_key: str | None = flag(None, "column with the prompt")
     label_key: str | None = flag(None, "column with the answer")
     metadata_key: str | None = flag(None, "column with an object that becomes sample.metadata")
@@ -54,16 +54,16 @@ class EvalSetSpec(FlagGroup):
     apply_chat_template: bool | None = flag(None, "apply the tokenizer's chat template")
 
     def has_own_reward(self, config: Config) -> bool:
-        """It is judged otherwise than the training samples."""
+        """Return whether it is judged differently from the training samples."""
         own = any(value is not None for value in (self.rm_type, self.custom_rm_path, self.reward_key))
         return own or config.is_unjudged or config.resolved_eval_reward_key != config.reward.reward_key
 
     def custom_reward_path(self, config: Config) -> str | None:
-        """The hook that judges it; None where a built-in reward does."""
+        """Return the path of its reward hook; None for a built-in reward."""
         return self.custom_rm_path or (config.reward.custom_rm_path if self.rm_type is None else None)
 
     def reward_settings(self, config: Config) -> RewardSettings:
-        """A reward of its own; what it does not say is the training reward's."""
+        """Return the settings of its own reward, completed from those of the training reward."""
         custom = self.custom_reward_path(config) is not None
         return replace(
             reward_settings(config),
@@ -74,6 +74,7 @@ class EvalSetSpec(FlagGroup):
         )
 
     def sampling_params(self, config: Config) -> SamplingParams:
+        """Return its sampling parameters."""
         rollout = config.rollout
         return sampling_params(
             rollout.model_copy(
@@ -88,16 +89,17 @@ class EvalSetSpec(FlagGroup):
 
 
 def eval_set_specs(config: Config) -> list[EvalSetSpec]:
-    """
+    """Read the settings of all data sets.
+
     Raises:
-        ConfigError: the file cannot be read, is not as above, names a data set twice, or a reward that is none.
+        ConfigError: the file cannot be read or has another form, lists a data set twice, or names an unknown reward
     """
     specs = [EvalSetSpec(name=name, path=path) for name, path in config.eval_data_sets.items()]
     if config.eval.eval_config is not None:
         specs += _read(Path(config.eval.eval_config))
     names = [spec.name for spec in specs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"evaluation data sets need different names; given twice: {', '.join(twice)}")
+        raise ConfigError(f"evaluation data sets need different names; listed twice: {', '.join(twice)}")
     if problems := [problem for spec in specs for problem in _reward_problem(config, spec)]:
         raise ConfigError(*problems)
     return specs

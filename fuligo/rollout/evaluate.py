@@ -1,4 +1,4 @@
-"""Evaluation: held-out prompts, several samples each; the training data's counters and order are never touched."""
+"""Evaluation on held-out prompts, several samples each. It leaves the counters and order of the training data alone."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class EvalSet:
-    """One data set, with how it is sampled and judged."""
+    """One data set with its sampling parameters and reward."""
 
     name: str
     prompts: Sequence[Prompt]
     num_samples: int
-    """Responses to each prompt."""
+    """Responses per prompt."""
     params: SamplingParams
     reward: RewardFn
     reward_key: str | None = None
@@ -40,27 +40,25 @@ class EvalSet:
 
 @dataclass(slots=True)
 class Evaluation:
-    """What one evaluation gave."""
+    """Result of one evaluation."""
 
     metrics: dict[str, float]
     """`eval/<name>/*`"""
     groups: dict[str, list[SampleGroup]]
-    """By data set, in its order."""
+    """Groups of each data set, in its order."""
 
 
 class Evaluator:
-    """Samples every set with the weights that the engines hold. The random numbers of a sample are the same in every evaluation.
+    """Samples every set with the current weights of the engines. A sample has the same random numbers in every evaluation.
 
-    Rollouts may be sampled meanwhile: what their end aborts here is continued.
+    Rollouts may be sampled concurrently: requests that the end of a rollout aborts are continued.
 
     Args:
-        sets: what to evaluate
-        generate: as for training
         engines: for the aligned start
         seed: `--rollout-seed`
-        concurrency: samples being generated at a time, all sets together
+        concurrency: samples generated at a time, all sets together
         timeout_s: deadline of one sample's generation
-        aligned: hold the engine until requests have arrived, so that equal seeds give equal tokens bit for bit
+        aligned: pause the engine until requests have arrived, so that equal seeds give bitwise equal tokens
         on_close: called by `close()`
     """
 
@@ -86,14 +84,15 @@ class Evaluator:
         self._on_close = on_close
 
     async def close(self) -> None:
-        """Let go of what the data sets' own rewards hold."""
+        """Close the rewards of the data sets."""
         for close in self._on_close:
             await close()
 
     async def evaluate(self) -> Evaluation:
-        """
+        """Sample and judge every set.
+
         Raises:
-            RolloutError: every sample of a set failed.
+            RolloutError: every sample of a set failed
         """
         turns = asyncio.Semaphore(self._concurrency)
         if self._aligned:
@@ -123,20 +122,20 @@ class Evaluator:
         return groups
 
     def _batches(self, groups: list[SampleGroup], num_samples: int) -> Iterator[list[SampleGroup]]:
-        """All at once; for an aligned start, as many as may be in flight together."""
+        """Yield all groups at once; for an aligned start, as many as may be in flight together."""
         size = max(1, self._concurrency // num_samples) if self._aligned else len(groups)
         for first in range(0, len(groups), size):
             yield groups[first : first + size]
 
 
 def eval_metrics(eval_set: EvalSet, groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """mean@n, pass@k, lengths, truncation. Failed samples are left out of all but `num_failed`.
+    """Return mean@n, pass@k, lengths and truncation. Failed samples count in `num_failed` only.
 
-    mean@n is the mean reward of a prompt's samples, then over prompts. A sample passes where its reward is at least 1; pass@k is
+    mean@n is the mean reward over a prompt's samples, then over prompts. A sample passes if its reward is at least 1; pass@k is
     reported for k = 1, 2, 4, ... and n, over the prompts that have k samples.
 
     Raises:
-        RolloutError: no sample was judged.
+        RolloutError: no sample was judged
     """
     judged_groups = [samples for group in groups if (samples := judged(group.samples))]
     samples = [sample for group in judged_groups for sample in group]
@@ -158,9 +157,9 @@ def eval_metrics(eval_set: EvalSet, groups: Sequence[SampleGroup]) -> dict[str, 
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that at least one of k samples drawn without replacement is correct: 1 - C(n - c, k) / C(n, k).
+    """Return the chance that at least one of k samples drawn without replacement is correct: 1 - C(n - c, k) / C(n, k).
 
-    Unbiased for the chance that one of k independent samples is (Chen et al. 2021, "Evaluating Large Language Models Trained on Code").
+    This estimates without bias the chance for k independent samples (Chen et al. 2021, "Evaluating Large Language Models Trained on Code").
     """
     assert 0 <= num_correct <= num_samples and 1 <= k <= num_samples, (num_samples, num_correct, k)
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

@@ -1,4 +1,4 @@
-"""The default GenerateFn: one response to one prompt, continued from wherever it stands."""
+"""Default GenerateFn: one response to one prompt, continued from the tokens that it has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fuligo.models.routing import RoutingShape
 from fuligo.types import IntArray, Sample, SampleStatus, Span
 
 MAX_TOKENS_DECODED_INLINE = 1024
-"""Decoding so many is quicker than handing them to a thread; longer responses would hold up the event loop."""
+"""Decoding this many tokens is quicker than a thread hand-over; longer responses would block the event loop."""
 STATUS_BY_FINISH_REASON: dict[FinishReason, SampleStatus] = {
     "stop": SampleStatus.COMPLETED,
     "length": SampleStatus.TRUNCATED,
@@ -28,7 +28,7 @@ STATUS_BY_FINISH_REASON: dict[FinishReason, SampleStatus] = {
 
 
 class Engine(Protocol):
-    """Samples one continuation; `engines.group.EngineGroup` and `EngineClient` do."""
+    """Engine that samples one continuation; `engines.group.EngineGroup` and `EngineClient` implement it."""
 
     async def generate(
         self,
@@ -43,14 +43,13 @@ class Engine(Protocol):
 
 
 class SingleTurn:
-    """Sends prompt and response so far to the engine and appends what comes back.
+    """Sends prompt and response so far to the engine and appends the new tokens.
 
     Args:
-        engine: where to sample
-        tokenizer: turns all response ids at once into text
-        timeout_s: deadline of a request, its retries together
+        tokenizer: decodes all response ids at once
+        timeout_s: deadline of a request, retries included
         max_context_len: longest prompt + response, in tokens
-        routing: the experts of every token are wanted
+        routing: request the experts of every token; None does not
     """
 
     def __init__(
@@ -70,16 +69,16 @@ class SingleTurn:
         self._num_requests = itertools.count()
 
     def without_routing(self) -> SingleTurn:
-        """The same, for responses that are not trained on; it names its requests from the same count."""
+        """Return a copy for responses that are not trained on; request ids come from the same counter."""
         other = copy(self)
         other._routing = None
         return other
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> Sample:
-        """Never raises for what an engine does: a request that fails for good makes a failed sample that keeps the tokens it had.
+        """Generate the rest of a response. If the request fails for good, the sample is marked failed and keeps its tokens.
 
-        `params.max_new_tokens` bounds the whole response: a continued one may grow by the rest only, and is truncated without a
-        request where nothing is left.
+        `params.max_new_tokens` limits the whole response: a continued one may grow by the rest only, and is truncated without a
+        request if nothing is left.
         """
         num_left = self._num_tokens_left(sample, params)
         if num_left <= 0:
@@ -94,7 +93,7 @@ class SingleTurn:
                 rid=f"{sample.index}-{next(self._num_requests)}",
                 priority=-sample.index,
                 timeout_s=self._timeout_s,
-                routing=self._question(sample),
+                routing=self._routing_query(sample),
             )
         except EngineError as error:
             sample.status, sample.error = SampleStatus.FAILED, str(error)
@@ -106,8 +105,8 @@ class SingleTurn:
         sample.spans.append(span)
         return sample
 
-    def _question(self, sample: Sample) -> RoutingQuery | None:
-        """Of tokens sampled earlier the experts are known, which those of a newer version need not be."""
+    def _routing_query(self, sample: Sample) -> RoutingQuery | None:
+        """Ask for the experts of the tokens that have none yet; those of earlier tokens stay, whatever newer weights would choose."""
         if self._routing is None:
             return None
         num_known = 0 if sample.routed_experts is None else len(sample.routed_experts)
@@ -120,12 +119,12 @@ class SingleTurn:
         return min(left, self._max_context_len - len(sample.prompt_ids) - sample.response_length)
 
     async def _text(self, sample: Sample, stop: tuple[str, ...]) -> str:
-        """All ids decoded at once, without the stop string that ended them; the ids keep it."""
+        """Decode all ids at once and cut the stop string that ended them; the ids keep it."""
         text = await self._decode(sample.response_ids)
         if not stop or sample.finish_reason != "stop":
             return text
-        # The last token completed the stop string. Earlier ones stand: they ended earlier turns. A character that the last token
-        # completes is a replacement character without it.
+        # The last token completed the stop string. Earlier stop strings ended earlier turns and stay. A character that the last token
+        # completes decodes to a replacement character without it.
         before = (await self._decode(sample.response_ids[:-1])).rstrip("\ufffd")
         return trim(text, stop, len(before))
 
@@ -136,7 +135,7 @@ class SingleTurn:
 
 
 def append(sample: Sample, generation: Generation) -> None:
-    """Add new tokens with their log-probabilities and version, and take over why they ended."""
+    """Append new tokens with their log-probabilities and version, and set the finish reason."""
     num_new = len(generation.output_ids)
     sample.response_ids = np.concatenate([sample.response_ids, generation.output_ids])
     sample.engine_logprobs = np.concatenate([sample.engine_logprobs, generation.logprobs])
@@ -150,7 +149,7 @@ def append(sample: Sample, generation: Generation) -> None:
 
 
 def sampling_params(flags: RolloutFlags) -> SamplingParams:
-    """What a rollout asks of the engine."""
+    """Return the sampling parameters of a rollout."""
     return SamplingParams(
         max_new_tokens=flags.rollout_max_response_len,
         temperature=flags.rollout_temperature,

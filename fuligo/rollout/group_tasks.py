@@ -1,4 +1,4 @@
-"""Groups being sampled and rewarded at the same time, and a way to stop them that loses nothing."""
+"""Groups that are sampled and rewarded concurrently, and stopped without losing tokens."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fuligo.types import Sample, SampleGroup
 logger = logging.getLogger(__name__)
 
 ABORT_AGAIN_S = 0.1
-"""A request that was on its way when the engines aborted is caught by the next call."""
+"""Interval between aborts; each catches requests that were on their way during the one before."""
 ABORT_DEADLINE_S = 60.0
-"""What has not returned by then is cancelled and goes on later from the tokens it had before this rollout."""
+"""Deadline after which groups are cancelled; they continue later from the tokens they had before this rollout."""
 
 
 class GroupTasks:
-    """Async context manager: on leaving it no coroutine of it runs any more, whatever happened inside.
+    """Tasks of groups, as an async context manager: all have ended when it is left, whatever happened inside.
 
     Args:
-        goes_on: where given, samples that an engine interrupts are continued at once, as long as it says so of their group; a group
-            whose samples do not go on is returned unfinished by `next_finished`
+        may_continue: if given, interrupted samples continue at once while it returns True for their group; otherwise `next_finished`
+            returns the group unfinished
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class GroupTasks:
         engines: EngineControl,
         params: SamplingParams,
         *,
-        goes_on: Callable[[SampleGroup], bool] | None = None,
+        may_continue: Callable[[SampleGroup], bool] | None = None,
     ) -> None:
         self._sampler = sampler
         self._reward = reward
         self._engines = engines
         self._params = params
-        self._goes_on = goes_on
-        self._standing: dict[int, list[list[Sample]]] = {}
-        """By group index, where `goes_on` is given: its samples as they stood when their last request was sent, or came to its end."""
+        self._may_continue = may_continue
+        self._snapshots: dict[int, list[list[Sample]]] = {}
+        """By group index, if `may_continue` is given: copies of its samples from when their last request was sent or ended."""
         self._running: dict[asyncio.Task[None], SampleGroup] = {}
         self._done: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
 
@@ -66,35 +66,35 @@ class GroupTasks:
 
     @property
     def first_running(self) -> int | None:
-        """The smallest index of the groups that `next_finished` did not return yet."""
+        """Smallest index of the groups in flight; None if there is none."""
         return min((group.index for group in self._running.values()), default=None)
 
-    def standing(self) -> list[SampleGroup]:
-        """Copies, to be continued elsewhere, of the groups that `next_finished` did not return yet, ordered by index.
+    def snapshots(self) -> list[SampleGroup]:
+        """Return copies of the groups in flight, ordered by index, from which they can be continued elsewhere.
 
-        A sample that is being generated stands as it was when its request was sent: nobody knows what a function of the user's does
-        with it meanwhile.
+        The copy of a sample in generation is from when its request was sent, because a user's function may be changing the original.
         """
         groups = sorted(self._running.values(), key=lambda group: group.index)
-        return [SampleGroup(group.index, group.row, _flat(self._standing[group.index])) for group in groups]
+        return [SampleGroup(group.index, group.row, _flat(self._snapshots[group.index])) for group in groups]
 
     def start(self, group: SampleGroup) -> None:
-        if self._goes_on is not None:
-            self._standing[group.index] = [[frozen(sample)] for sample in group.samples]
+        """Begin to sample a group."""
+        if self._may_continue is not None:
+            self._snapshots[group.index] = [[snapshot(sample)] for sample in group.samples]
         task = asyncio.create_task(self._run(group), name=f"group {group.index}")
         task.add_done_callback(self._done.put_nowait)
         self._running[task] = group
 
     async def next_finished(self) -> SampleGroup:
-        """The next group that is done: generated and, where all its samples finished, rewarded. The deadlines of both bound the wait."""
+        """Wait for the next group that is generated and, if all its samples finished, rewarded; both have deadlines."""
         task = await self._done.get()
         group = self._running.pop(task)
-        self._standing.pop(group.index, None)
+        self._snapshots.pop(group.index, None)
         task.result()
         return group
 
     async def stop(self) -> list[SampleGroup]:
-        """Abort what is still being generated, cancel what is being rewarded; the groups that `next_finished` did not return."""
+        """Abort generation and cancel rewards; return the groups that were in flight."""
         self._sampler.open = False
         for task, group in self._running.items():
             if group.finished:
@@ -107,7 +107,7 @@ class GroupTasks:
                     await asyncio.wait(self._running, timeout=ABORT_AGAIN_S)
         except TimeoutError:
             waiting = sum(not task.done() for task in self._running)
-            logger.warning("%d groups did not return within %g s of the abort; cancelled", waiting, ABORT_DEADLINE_S)
+            logger.warning("cancelling %d groups that did not return within %g s of the abort", waiting, ABORT_DEADLINE_S)
         await self._cancel()
         return groups
 
@@ -121,20 +121,20 @@ class GroupTasks:
             await self._judge(group)
 
     async def _continue(self, group: SampleGroup, position: int, part: list[Sample]) -> None:
-        """Replace an unfinished sample by what it becomes."""
+        """Replace an unfinished sample by its continuation."""
         if part[0].finished:
             return
-        if self._goes_on is None:
+        if self._may_continue is None:
             part[:] = await self._sampler.sample(part[0], self._params)
             return
-        group_goes_on = self._goes_on
+        group_may_continue = self._may_continue
 
-        def goes_on(samples: Sequence[Sample]) -> bool:
-            self._standing[group.index][position] = [frozen(sample) for sample in samples]
-            return group_goes_on(group)
+        def may_continue(samples: Sequence[Sample]) -> bool:
+            self._snapshots[group.index][position] = [snapshot(sample) for sample in samples]
+            return group_may_continue(group)
 
-        part[:] = await self._sampler.sample_on(part[0], self._params, goes_on)
-        self._standing[group.index][position] = [frozen(sample) for sample in part]
+        part[:] = await self._sampler.sample_to_end(part[0], self._params, may_continue)
+        self._snapshots[group.index][position] = [snapshot(sample) for sample in part]
 
     async def _judge(self, group: SampleGroup) -> None:
         try:
@@ -145,13 +145,13 @@ class GroupTasks:
                 failed(sample, f"the reward raised {type(error).__name__}: {error}")
 
     async def _cancel(self) -> None:
-        """Cancel all tasks and wait until they are gone."""
+        """Cancel all tasks and wait until they have ended."""
         tasks = dict(self._running)
         self._running.clear()
         for task in tasks:
             task.cancel()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        self._standing.clear()
+        self._snapshots.clear()
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
@@ -160,8 +160,8 @@ class GroupTasks:
                 clear_response(sample)
 
 
-def frozen(sample: Sample) -> Sample:
-    """A copy that stays as it is while the sample goes on: generation replaces its arrays, only the mask may be written into."""
+def snapshot(sample: Sample) -> Sample:
+    """Copy a sample that generation continues: generation replaces its arrays and writes into the mask only."""
     return replace(sample, metadata=deepcopy(sample.metadata), loss_mask=sample.loss_mask.copy(), spans=list(sample.spans))
 
 

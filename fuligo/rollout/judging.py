@@ -11,44 +11,44 @@ from fuligo.rollout.protocol import GroupFilter
 from fuligo.types import Sample, SampleGroup, SampleStatus
 
 MIN_EVIDENCE = 32
-"""Groups; failures among fewer are never taken for a broken engine or reward."""
+"""Number of groups; failures among fewer do not show that an engine or reward is broken."""
 MASS_FAILURE_SHARE = 0.95
-"""Share of the last groups that must fail for the run to end. Samples that fail at random stay far below it."""
+"""Share of the last groups that must fail for the run to end; samples that fail at random stay far below it."""
 
-# Why a group is not trained on, beside a filter's own reasons: `SampleGroup.drop_reason`.
+# Values of `SampleGroup.drop_reason` beside those of a filter.
 TOO_FEW_USABLE = "too_few_usable_samples"
-"""Fewer than two samples are left to compare; of a single one asked for, none."""
+"""Fewer than two usable samples to compare; or none with --n-samples-per-prompt 1."""
 SURPLUS = "surplus"
-"""It was finished when the rollout was full."""
+"""Finished, but not needed in a full rollout."""
 ABORTED = "aborted"
-"""It was unfinished when the rollout was full."""
+"""Unfinished when the rollout was full."""
 STALE = "stale"
-"""It has a token older than --max-staleness allows."""
+"""Contains a token older than --max-staleness allows."""
 
 NO_ROOM = (
-    "the prompt fills --rollout-max-context-len and leaves no room for a token: raise it, or bound prompts by --rollout-max-prompt-len"
+    "the prompt fills --rollout-max-context-len and leaves no room for a token; raise it, or limit prompts with --rollout-max-prompt-len"
 )
-_OF_ONE_REQUEST = re.compile(r"request \S+: ")
-"""What tells one request's error from another's of the same cause."""
+_REQUEST_ID = re.compile(r"request \S+: ")
+"""Part of an error that differs between requests with the same cause."""
 
 
 def judged(samples: Iterable[Sample], *, rewarded: bool = True) -> list[Sample]:
-    """Samples that are finished and not failed.
+    """Return the samples that finished and did not fail.
 
     Args:
-        rewarded: and have a reward.
+        rewarded: only those with a reward
     """
     answered = [sample for sample in samples if sample.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)]
     return [sample for sample in answered if sample.reward is not None] if rewarded else answered
 
 
 def usable(samples: Iterable[Sample], *, rewarded: bool = True) -> list[Sample]:
-    """Samples to learn from: judged, with at least one token (a prompt that fills the context leaves room for none)."""
+    """Return the judged samples with at least one token (a prompt that fills the context leaves room for none)."""
     return [sample for sample in judged(samples, rewarded=rewarded) if sample.response_length]
 
 
 def drop_reason(group: SampleGroup, num_samples: int, group_filter: GroupFilter | None) -> str | None:
-    """Why a finished group is not trained on; None keeps it. Samples split from one rollout count once.
+    """Return why a finished group is dropped, or None to keep it. Samples split from one response count once.
 
     Args:
         num_samples: `--n-samples-per-prompt`
@@ -61,35 +61,35 @@ def drop_reason(group: SampleGroup, num_samples: int, group_filter: GroupFilter 
 
 
 class FailureWatch:
-    """Outcomes of the groups that finished last; ends a run in which nearly all of them fail, which would only use up the data.
+    """Outcomes of the last groups; ends a run in which nearly all of them fail and which would only use up the data.
 
     Args:
-        batch_size: groups of a rollout. The watch looks at as many, and at no fewer than `MIN_EVIDENCE`.
+        batch_size: groups of a rollout; the watch covers as many groups, and at least `MIN_EVIDENCE`
     """
 
     def __init__(self, batch_size: int) -> None:
         self._num_needed = max(batch_size, MIN_EVIDENCE)
         self._last: deque[Counter[str] | None] = deque(maxlen=self._num_needed)
-        """Errors of each group that failed, None for each that did not."""
+        """Errors of each failed group; None for each other group."""
 
     def add(self, step: int, group: SampleGroup, reason: str | None) -> None:
         """Record a finished group.
 
         Args:
-            reason: its `drop_reason`; a group fails with `TOO_FEW_USABLE`, and not where a filter drops it
+            reason: its `drop_reason`; only `TOO_FEW_USABLE` counts as a failure, a filter's drop does not
 
         Raises:
-            RolloutError: nearly all of the last groups failed; names the most frequent errors.
+            RolloutError: nearly all of the last groups failed; names the most frequent errors
         """
         self._last.append(_errors_of_failed(group) if reason == TOO_FEW_USABLE else None)
         if len(self._last) == self._num_needed:
             self.refuse_mass_failure(step)
 
     def refuse_mass_failure(self, step: int) -> None:
-        """Look at the groups recorded so far, however few; where sampling is about to end for another reason, this is the better one.
+        """Judge the groups recorded so far, however few. If sampling must end anyway, this error names the better cause.
 
         Raises:
-            RolloutError: nearly all of them failed.
+            RolloutError: nearly all of them failed
         """
         failed = [errors for errors in self._last if errors is not None]
         if not failed or len(failed) < MASS_FAILURE_SHARE * len(self._last):
@@ -107,7 +107,7 @@ def _errors_of_failed(group: SampleGroup) -> Counter[str]:
 
 
 def failure_warning(step: int, groups: Iterable[SampleGroup]) -> str | None:
-    """What is said of a rollout some samples of which failed."""
+    """Return a warning about the failed samples of a rollout; None if none failed."""
     samples = [sample for group in groups for sample in group.samples]
     errors = _errors(samples)
     if not errors:
@@ -119,7 +119,7 @@ def failure_warning(step: int, groups: Iterable[SampleGroup]) -> str | None:
 
 
 def _errors(samples: Iterable[Sample]) -> Counter[str]:
-    return Counter(_OF_ONE_REQUEST.sub("", sample.error or "") for sample in samples if sample.status is SampleStatus.FAILED)
+    return Counter(_REQUEST_ID.sub("", sample.error or "") for sample in samples if sample.status is SampleStatus.FAILED)
 
 
 def _most_frequent(errors: Counter[str]) -> str:

@@ -1,4 +1,4 @@
-"""`rollout/*`: what one rollout gave, in numbers. All but `tokens_per_s` are functions of the samples alone."""
+"""Metrics `rollout/*` of one rollout. All but `tokens_per_s` are functions of the samples alone."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from fuligo.types import SampleGroup, SampleStatus
 
 @dataclass(slots=True)
 class RolloutCounts:
-    """What the samples themselves do not tell."""
+    """Counts that the samples do not contain."""
 
     num_resumed: int = 0
-    """Samples that were continued from the buffer."""
+    """Samples continued from the buffer."""
     num_stale: int = 0
     """Buffered groups that were too old to continue."""
     num_tokens_before: int = 0
-    """Response tokens that resumed groups came with."""
+    """Response tokens that resumed groups had before."""
     elapsed_s: float = 0.0
 
 
 def sample_metrics(groups: Sequence[SampleGroup], *, reward_key: str | None, policy_version: int) -> dict[str, float]:
-    """Means over the usable samples of kept groups.
+    """Return means over the usable samples of kept groups.
 
     Args:
-        policy_version: that of the weights that train on the groups, as far as it is known
+        policy_version: of the weights that train on the groups, as far as it is known
     """
     samples = usable(sample for group in groups if group.kept for sample in group.samples)
     rewards = np.array([sample.reward_value(reward_key) for sample in samples], np.float64)
@@ -50,7 +50,7 @@ def sample_metrics(groups: Sequence[SampleGroup], *, reward_key: str | None, pol
 
 
 def staleness_metrics(groups: Sequence[SampleGroup], policy_version: int) -> dict[str, float]:
-    """How old the tokens of kept groups are for weights of this version."""
+    """Return how many versions the tokens of kept groups are older than weights of this version."""
     samples = usable(sample for group in groups if group.kept for sample in group.samples)
     return _named(
         {
@@ -63,11 +63,11 @@ def staleness_metrics(groups: Sequence[SampleGroup], policy_version: int) -> dic
 def sampling_metrics(
     groups: Sequence[SampleGroup], aborted: Sequence[SampleGroup], sampling: DynamicSampling, counts: RolloutCounts, reward_key: str | None
 ) -> dict[str, float]:
-    """What became of the groups.
+    """Count the groups of a rollout by outcome.
 
     Args:
         groups: all groups of the rollout
-        aborted: those of them that were unfinished when it had enough
+        aborted: those that were unfinished when the rollout was full
     """
     num_kept = sum(group.kept for group in groups)
     candidates = [group for group in groups if group.kept or group.index in sampling.dropped]
@@ -100,15 +100,15 @@ def continuous_metrics(
     elapsed_s: float,
     reward_key: str | None,
 ) -> dict[str, float]:
-    """What became of the groups since the last rollout, where sampling never stops.
+    """Count the groups since the last rollout by outcome, for continuous sampling.
 
     Args:
-        groups: kept and dropped ones
-        reasons: how many were dropped for each
-        num_queued: accepted groups that wait for a later rollout
+        groups: kept and dropped groups
+        reasons: number of dropped groups by reason
+        num_queued: kept groups that wait for a later rollout
         num_in_flight: groups that are being sampled or judged
-        num_tokens: sampled since the last rollout
-        elapsed_s: since the last rollout
+        num_tokens: tokens sampled since the last rollout
+        elapsed_s: seconds since the last rollout
     """
     samples = [sample for group in groups for sample in group.samples if sample.response_length]
     num_stale = reasons.get(STALE, 0)
@@ -129,13 +129,13 @@ def continuous_metrics(
 
 
 def _zero_std_ratio(groups: Iterable[SampleGroup], reward_key: str | None) -> float:
-    """Share of the groups with at least two usable samples whose rewards are all equal."""
+    """Return the share of groups whose rewards are all equal, among those with at least two usable samples."""
     candidates = [samples for group in groups if len(samples := usable(group.samples)) > 1]
     return _mean([reward_std(samples, reward_key) <= MIN_REWARD_STD for samples in candidates])
 
 
 def epoch_metric(state: RolloutState) -> dict[str, float]:
-    """Complete passes over the data; a source of the user's own has none."""
+    """Return the number of complete passes over the data; a user's data source has none."""
     epoch = state.source.get("epoch")
     return _named({"epoch": epoch}) if isinstance(epoch, int) else {}
 
@@ -145,5 +145,5 @@ def _named(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float:
-    """0 for nothing."""
+    """Return the mean; 0 for an empty sequence."""
     return float(np.mean(values, dtype=np.float64)) if len(values) else 0.0

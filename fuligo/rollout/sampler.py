@@ -1,4 +1,4 @@
-"""Runs a GenerateFn within the run's limits; whatever goes wrong with one sample is data of that sample."""
+"""Execution of a GenerateFn within the limits of the run. An error of one sample is data of that sample."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fuligo.types import Sample, SampleStatus
 logger = logging.getLogger(__name__)
 
 DEADLINE_SLACK = 1.01
-"""A request that is given up at the same deadline gets to say which engine it waited for."""
+"""Factor on the deadline: a request with the same deadline fails first, and its error names the engine."""
 NO_PROGRESS_PAUSE_S = 0.01
-"""Before a sample is continued that was interrupted without a single new token."""
+"""Pause before a sample is continued that was interrupted without a single new token."""
 
 
 class Sampler:
@@ -29,44 +29,44 @@ class Sampler:
     Args:
         generate: the default (`generate.SingleTurn`) or a hook
         seed: `--rollout-seed`
-        stream: keeps random numbers of uses apart that count samples on their own (`train`, `eval/<name>`)
-        turns: bounds how many samples are generated at a time
-        timeout_s: deadline of one sample's generation, waiting for its turn not included
+        stream: separates the random numbers of uses that count samples on their own (`train`, `eval/<name>`)
+        turns: limits how many samples are generated at a time
+        timeout_s: deadline of one sample's generation, without the wait for its turn
     """
 
     def __init__(self, generate: GenerateFn, *, seed: int, stream: str, turns: asyncio.Semaphore, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.open = True
-        """Closed, it returns samples whose turn has not come as they are."""
+        """False: samples still waiting for their turn are returned unchanged."""
         self._generate = generate
         self._seed = seed
         self._stream = stream
         self._turns = turns
 
     async def sample(self, sample: Sample, params: SamplingParams) -> list[Sample]:
-        """What became of the sample: finished, failed with a reason, or aborted. Several where the GenerateFn splits a rollout."""
+        """Generate one sample until it is finished, failed or aborted; a GenerateFn may split it into several."""
         async with self._turns:
             if not self.open:
                 return [sample]
             return await self._generate_once(sample, params)
 
-    async def sample_on(self, sample: Sample, params: SamplingParams, goes_on: Callable[[Sequence[Sample]], bool]) -> list[Sample]:
-        """As `sample`, but what an engine interrupts is continued at once and keeps its turn.
+    async def sample_to_end(self, sample: Sample, params: SamplingParams, may_continue: Callable[[Sequence[Sample]], bool]) -> list[Sample]:
+        """Generate like `sample`, but continue interrupted responses at once, without giving up the turn.
 
         Args:
-            goes_on: asked before every request, with what the sample has become so far; where it says no, that is returned
+            may_continue: called with the samples so far before every request; if it returns False, they are returned
         """
         async with self._turns:
             samples = [sample]
             progress_s = time.monotonic()
-            while self.open and not all(part.finished for part in samples) and goes_on(samples):
+            while self.open and not all(part.finished for part in samples) and may_continue(samples):
                 before = _num_tokens(samples)
                 parts = [[part] if part.finished else await self._generate_once(part, params) for part in samples]
                 samples = [piece for part in parts for piece in part]
                 if _num_tokens(samples) > before:
                     progress_s = time.monotonic()
                 elif time.monotonic() - progress_s > self.timeout_s:
-                    problem = f"interrupted again and again, without a new token for {self.timeout_s:g} s (--rollout-timeout-s)"
+                    problem = f"interrupted repeatedly, without a new token for {self.timeout_s:g} s (--rollout-timeout-s)"
                     samples = [part if part.finished else failed(part, problem) for part in samples]
                 else:
                     await asyncio.sleep(NO_PROGRESS_PAUSE_S)
@@ -91,13 +91,13 @@ class Sampler:
 
 
 def sampling_seed(rollout_seed: int, stream: str, index: int) -> int:
-    """A sample's seed, in [0, 2**63). The engine draws at absolute positions, so a continued response stays on its stream."""
+    """Return the seed of a sample, in [0, 2**63). The engine draws by absolute position, so a continued response keeps its stream."""
     digest = blake2b(f"{rollout_seed}/{stream}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def failed(sample: Sample, reason: str) -> Sample:
-    """Mark a sample failed. Its response is kept where it is consistent."""
+    """Mark a sample failed; keep its response if it is well-formed."""
     sample.status, sample.error = SampleStatus.FAILED, reason
     if malformation(sample) is not None:
         clear_response(sample)
@@ -105,14 +105,17 @@ def failed(sample: Sample, reason: str) -> Sample:
 
 
 def malformation(sample: Sample) -> str | None:
-    """What makes a response unusable: per-token arrays that do not fit together, or numbers that are none."""
+    """Return why a response is unusable (arrays of different lengths, non-finite numbers), or None."""
     lengths = {name: len(getattr(sample, name)) for name in ("response_ids", "loss_mask", "engine_logprobs", "versions")}
     if len(set(lengths.values())) > 1:
         return "malformed response, lengths differ: " + ", ".join(f"{name} {length}" for name, length in lengths.items())
     if sample.routed_experts is not None and len(sample.routed_experts) >= max(len(sample.tokens), 1):
-        return f"malformed response: routed_experts of {len(sample.routed_experts)} tokens; of {len(sample.tokens)} the last has none"
+        return (
+            f"malformed response: routed_experts has {len(sample.routed_experts)} tokens; the sample has {len(sample.tokens)}, and "
+            "the last has no experts"
+        )
     if sample.teacher_logprobs is not None and len(sample.teacher_logprobs) != sample.response_length:
-        return f"malformed response: teacher_logprobs of {len(sample.teacher_logprobs)} of {sample.response_length} tokens"
+        return f"malformed response: teacher_logprobs has {len(sample.teacher_logprobs)} of {sample.response_length} tokens"
     if not np.isfinite(sample.engine_logprobs).all():
         return "malformed response: a log-probability is not finite"
     if not np.isin(sample.loss_mask, (0, 1)).all():
@@ -121,6 +124,7 @@ def malformation(sample: Sample) -> str | None:
 
 
 def clear_response(sample: Sample) -> None:
+    """Remove the response of a sample."""
     sample.response_ids, sample.versions, sample.routed_experts = np.empty(0, np.int32), np.empty(0, np.int32), None
     sample.loss_mask, sample.engine_logprobs, sample.response = np.empty(0, np.int8), np.empty(0, np.float32), ""
     sample.teacher_logprobs = None
@@ -131,12 +135,12 @@ def _num_tokens(samples: Sequence[Sample]) -> int:
 
 
 def _problem(samples: list[Sample]) -> str | None:
-    """Why what a GenerateFn returned cannot be used."""
+    """Return why the samples of a GenerateFn cannot be used, or None."""
     if not samples:
         return "the generate function returned an empty list"
     for sample in samples:
         if sample.status is SampleStatus.PENDING:
-            return "the generate function returned a sample that is still pending: it must set its status (SampleStatus.COMPLETED, say)"
+            return "the generate function returned a pending sample; it must set the status, for instance SampleStatus.COMPLETED"
         if (problem := malformation(sample)) is not None:
             return problem
     return None

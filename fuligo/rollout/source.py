@@ -1,4 +1,4 @@
-"""Where a rollout's groups come from: unfinished ones of earlier rollouts, then prompts given back, then the data."""
+"""Source of the groups of a rollout: unfinished groups of earlier rollouts, then returned prompts, then the data."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ POP_FIRST = partial(pop_first, None)
 
 
 class GroupSource:
-    """Counts samples and groups over the whole run, and holds the partial-rollout buffer.
+    """Numbers the samples and groups of the whole run, and holds the partial-rollout buffer. Implements `GroupStream`.
 
     Args:
         prompts: the data in its order
         num_samples_per_prompt: size of a fresh group
-        partial_rollout: `put_back` keeps groups with their tokens; otherwise only their prompts return to the order
-        buffer_filter: chooses what is continued
-        mask_offpolicy: tokens of earlier rollouts are not trained on
-        max_staleness: groups with a token older than so many versions start anew
+        partial_rollout: `put_back` keeps groups with their tokens; otherwise only their prompts are drawn again
+        buffer_filter: chooses the groups to continue
+        mask_offpolicy: do not train on tokens of earlier rollouts
+        max_staleness: groups with a token that is more versions old start anew
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class GroupSource:
         self._next_group_index = 0
 
     def draw(self, num_groups: int, step: int, policy_version: int) -> Draw:
-        """See `GroupStream.draw`.
+        """Draw groups, buffered ones first.
 
         Raises:
-            HookError: the buffer filter returned what it was not given, or too much.
+            HookError: the buffer filter returned groups that are not in the buffer, or too many
         """
         num_stale = self._drop_stale(policy_version)
         resumed = [continuation(group, step, self._mask_offpolicy) for group in self._take_buffered(num_groups, step)]
@@ -92,7 +92,7 @@ class GroupSource:
         return SampleGroup(samples[0].group_index, prompt.row, samples)
 
     def _drop_stale(self, policy_version: int) -> int:
-        """Prompts of groups that are too old to continue return to the order; returns how many."""
+        """Return the prompts of groups that are too old to continue to the data; return how many."""
         if self._max_staleness is None:
             return 0
         oldest = policy_version - self._max_staleness
@@ -101,7 +101,7 @@ class GroupSource:
         return len(stale)
 
     def _take_buffered(self, num_groups: int, step: int) -> list[SampleGroup]:
-        """What the filter chooses leaves the buffer. What it removes without returning it starts anew: no prompt is lost."""
+        """Take the groups that the filter chooses. Groups that it removes without returning them start anew, so no prompt is lost."""
         if not self._buffer:
             return []
         by_index = {group.index: group for group in self._buffer}
@@ -110,8 +110,8 @@ class GroupSource:
         indices = [samples[0].group_index if samples else None for samples in chosen]
         if len(chosen) > num_groups or len(set(indices)) < len(indices) or not by_index.keys() >= set(indices):
             raise HookError(
-                f"--buffer-filter-path: asked for at most {num_groups} of the buffered groups {sorted(by_index)}, "
-                f"it returned the groups {indices}; return each group once, as it stood in the buffer"
+                f"--buffer-filter-path: the function returned the groups {indices}; it must return at most {num_groups} of the buffered "
+                f"groups {sorted(by_index)}, each once and as it was in the buffer"
             )
         taken = [replace(by_index[samples[0].group_index], samples=samples) for samples in chosen]
         left = {samples[0].group_index for samples in offered if samples}
@@ -128,7 +128,7 @@ class GroupSource:
 
 
 def continuation(group: SampleGroup, step: int, mask_offpolicy: bool) -> SampleGroup:
-    """A copy to go on with: finished samples as they are, the others with their tokens, log-probabilities and versions."""
+    """Copy a group to continue it: each sample keeps its tokens, log-probabilities and versions."""
     samples = [_copy(sample, step, mask_offpolicy) for sample in group.samples]
     return SampleGroup(group.index, group.row, samples)
 
@@ -149,12 +149,12 @@ def _copy(sample: Sample, step: int, mask_offpolicy: bool) -> Sample:
 
 
 def first_version(group: SampleGroup, default: int) -> int:
-    """The oldest version that a token of the group was sampled with; `default` where there is no token."""
+    """Return the oldest version that sampled a token of the group; `default` if it has no token."""
     return min((int(sample.versions.min()) for sample in group.samples if sample.response_length), default=default)
 
 
 def _prompt(group: SampleGroup) -> Prompt:
-    """The prompt that a group was made of."""
+    """Return the prompt of a group."""
     sample = group.samples[0]
     metadata = {key: value for key, value in sample.metadata.items() if key != START_ROLLOUT_ID}
     return Prompt(group.row, sample.prompt, sample.prompt_ids, sample.label, metadata)

@@ -90,7 +90,7 @@ def test_a_template_that_the_tokenizer_lacks_is_missed_before_any_engine_starts(
     (bare / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
     assert problems(model, "--apply-chat-template") == problems(bare) == []
     (problem,) = problems(bare, "--apply-chat-template")
-    assert f"--apply-chat-template: the tokenizer of {bare} has no chat template: take a model" in problem
+    assert f"--apply-chat-template: the tokenizer of {bare} has no chat template; use a chat model" in problem
     (bare / "chat_template.jinja").write_text("{{ messages }}")
     assert problems(bare, "--apply-chat-template") == []
     (bare / "chat_template.jinja").unlink()

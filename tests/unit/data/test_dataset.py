@@ -167,7 +167,7 @@ def test_prompts_over_the_limit_are_told_apart_from_bad_ones(write_rows: Write, 
 def test_a_file_without_a_usable_row_is_refused(write_rows: Write, tokenizer: PreTrainedTokenizerFast, skip_bad_rows: bool) -> None:
     path = write_rows({"input": "7" * 9}, {"input": "8" * 9})
     settings = DataSettings(max_prompt_tokens=8, skip_bad_rows=skip_bad_rows)
-    with pytest.raises(DataError, match=r"none of its 2 rows can be used; the first: .* 9 tokens"):
+    with pytest.raises(DataError, match=r"none of its 2 rows is usable; the first: .* 9 tokens"):
         PromptDataset.open(path, settings, tokenizer)
 
 
@@ -177,7 +177,7 @@ def test_a_template_that_is_missing_or_raises_is_a_clear_error(write_rows: Write
     with pytest.raises(ConfigError, match="has no chat template"):
         PromptDataset.open(path, DataSettings(apply_chat_template=True), bare)
     raising = {"chat_template": "{{ raise_exception('roles must alternate') }}"}
-    with pytest.raises(DataError, match=r"line 1: the chat template refuses the messages: .*roles must alternate"):
+    with pytest.raises(DataError, match=r"line 1: the chat template rejects the messages: .*roles must alternate"):
         PromptDataset.open(path, DataSettings(apply_chat_template=True, apply_chat_template_kwargs=raising), tokenizer)
     with pytest.raises(ConfigError, match="tokenize cannot be set"):
         PromptDataset.open(path, DataSettings(apply_chat_template=True, apply_chat_template_kwargs={"tokenize": True}), tokenizer)

@@ -50,13 +50,13 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
     ("line", "problem"),
     [
         ('{"a": 1', "not JSON: Expecting ',' delimiter at column 8"),
-        ("[1, 2]", "a row is a JSON object, this is a list"),
-        ("null", "this is null"),
-        ('"text"', "this is a string"),
+        ("[1, 2]", "a row must be a JSON object, not a list"),
+        ("null", "not null"),
+        ('"text"', "not a string"),
         ("[" * 100_000, "not JSON"),
         ('{"a": "\xff"}', "not UTF-8"),
-        (r'{"a": ["cut \ud83d"]}', r"\ud83d is half of a character"),
-        (r'{"\uDE00": 1}', r"\ude00 is half of a character"),
+        (r'{"a": ["cut \ud83d"]}', r"\ud83d is an unpaired surrogate"),
+        (r'{"\uDE00": 1}', r"\ude00 is an unpaired surrogate"),
     ],
 )
 def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, line: str, problem: str) -> None:
@@ -72,7 +72,7 @@ def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, line: str, pr
 def test_an_array_over_many_lines_is_told_from_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text('[\n  {"a": 1},\n  {"a": 2}\n]\n')
-    with pytest.raises(DataError, match=r"rows\.json is one JSON array over many lines; write each of its objects on a line of its own"):
+    with pytest.raises(DataError, match=r"rows\.json is one JSON array over several lines; write one object per line"):
         JsonlFile(path)[0]
 
 

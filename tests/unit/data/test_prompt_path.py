@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuligo.data.prompt_path import PromptPath
+from fuligo.data.row_file import PromptPath
 from fuligo.errors import DataError
 
 bounds = st.none() | st.integers(-30, 30)

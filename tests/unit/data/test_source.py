@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from fuligo.data import DataSettings, PromptDataset, PromptSource
-from fuligo.data.order import PromptOrder
+from fuligo.data.source import PromptOrder
 from fuligo.errors import DataError
 from tests import tiny
 
@@ -102,7 +102,7 @@ def test_a_file_that_lost_its_usable_rows_ends_the_run_instead_of_looping(write_
     path = write_rows({"input": "first"}, {"input": "other"})
     source = PromptSource(PromptDataset.open(path, DataSettings(skip_bad_rows=True), tokenizer))
     path.write_text("x" * path.stat().st_size)
-    with pytest.raises(DataError, match="a whole epoch of 2 rows held none that can be used"):
+    with pytest.raises(DataError, match="a whole epoch of 2 rows has no usable row"):
         source.take(1)
 
 

@@ -303,7 +303,7 @@ class TestState:
 class TestTheEnd:
     async def test_a_filter_that_drops_everything_ends_it_with_what_was_dropped(self):
         given = continuous(group_filter=lambda samples: "zero_std", max_sampling_waves=3)
-        with pytest.raises(RolloutError, match=r"6 prompts .* gave 0 of the 2 groups needed; dropped: 6 by zero_std\. If every answer"):
+        with pytest.raises(RolloutError, match=r"6 prompts .* gave 0 of the 2 groups needed; dropped: 6 by zero_std\. If all responses"):
             await given.runner.rollout(0)
 
     async def test_many_drops_in_many_rollouts_do_not_end_it(self):
@@ -342,7 +342,7 @@ class TestTheEnd:
 
         given = continuous(engine=Interrupting(), timeout_s=0.5, n_samples_per_prompt=3, sampling_order="submission")
         sample = (await given.runner.rollout(0)).kept[0].samples[0]
-        assert sample.error == "interrupted again and again, without a new token for 0.5 s (--rollout-timeout-s)"
+        assert sample.error == "interrupted repeatedly, without a new token for 0.5 s (--rollout-timeout-s)"
 
     async def test_closing_leaves_nothing_running(self):
         given = continuous(engine=ScriptedEngine(by_row({2: 1000, 3: 1000})), rollout_max_response_len=1000)

@@ -72,9 +72,9 @@ async def test_tokens_without_log_probabilities_are_refused():
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([1.5, 2.0], "are of type float64; token ids are integers"),
-        ([7, 50], "go from 7 to 50; the vocabulary has ids 0 to 49"),
-        ([-1, 7], "go from -1 to 7"),
+        ([1.5, 2.0], "response_ids has the type float64; token ids are integers"),
+        ([7, 50], "has values from 7 to 50; the vocabulary has ids 0 to 49"),
+        ([-1, 7], "has values from -1 to 7"),
     ],
 )
 async def test_ids_that_are_no_tokens_are_refused(ids: list, message: str):
@@ -92,9 +92,9 @@ async def test_ids_that_are_no_tokens_are_refused(ids: list, message: str):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"loss_mask": [1, 0.5]}, r"loss_mask has 0\.5; a token is trained on \(1\) or not \(0\)"),
-        ({"loss_mask": [1, 2]}, "loss_mask has 2"),
-        ({"engine_logprobs": [-0.1, 0.9]}, r"engine_logprobs has 0\.9; the logarithm of a probability is never above 0"),
+        ({"loss_mask": [1, 0.5]}, r"loss_mask has the value 0\.5; only 0 and 1 are valid"),
+        ({"loss_mask": [1, 2]}, "loss_mask has the value 2"),
+        ({"engine_logprobs": [-0.1, 0.9]}, r"engine_logprobs has the value 0\.9; a log-probability is never positive"),
         ({"status": "done"}, "'done' is not a valid SampleStatus"),
     ],
 )

@@ -113,7 +113,7 @@ def test_prompts_are_token_ids(ids):
         def get_samples(self, num_groups: int) -> list[list[Sample]]:
             return [[Sample(0, 0, "text", ids)]]
 
-    with pytest.raises(RolloutError, match=r"prompt_ids are .*; they must be the prompt's token ids"):
+    with pytest.raises(RolloutError, match=r"prompt_ids are .*; set the token ids of the prompt"):
         CustomSource(Source(None)).draw(1, 0, 0)
 
 
@@ -133,5 +133,5 @@ def test_a_method_that_raises_is_named():
 
 
 def test_a_position_in_a_file_is_refused():
-    with pytest.raises(DataError, match="drew its prompts from a file: resume with that --prompt-data"):
+    with pytest.raises(DataError, match="read its prompts from a file; resume with its --prompt-data"):
         CustomSource(Numbers(None)).restore(RolloutState({"num_rows": 9, "epoch": 0, "offset": 3}))

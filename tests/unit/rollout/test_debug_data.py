@@ -98,7 +98,7 @@ async def test_a_rollout_is_saved_with_its_state(tmp_path: Path):
     assert loaded.state.source == rollout.state.source
     assert (loaded.state.next_sample_index, loaded.state.next_group_index) == (6, 3)
     last = max(int(sample.tokens.max()) for group in rollout.groups for sample in group.samples)
-    with pytest.raises(DataError, match=f"has the token {last}, --hf-checkpoint has {last}: it is of another model"):
+    with pytest.raises(DataError, match=f"has the token id {last} and --hf-checkpoint has {last} tokens; the file is of another model"):
         load_rollout(str(tmp_path / "data" / "rollout_{rollout_id}.parquet"), 7, vocab_size=last)
 
 
@@ -113,7 +113,7 @@ def test_numbers_of_numpy_become_plain_ones():
 
 
 def test_what_is_no_json_data_is_refused_by_name():
-    with pytest.raises(RolloutError, match=r"sample 3: its metadata cannot be saved .*set"):
+    with pytest.raises(RolloutError, match=r"sample 3: cannot save its metadata .*set"):
         encode_groups([group(metadata={"tools": {1, 2}})])
 
 

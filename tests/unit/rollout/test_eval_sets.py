@@ -62,7 +62,7 @@ def test_an_entry_overrides_the_defaults_and_they_override_the_flags(tmp_path: P
         ("eval: {datasets: [{name: a, path: p, top_p: 2}]}", r"data set 1: top_p: .*less than or equal to 1 \(given: 2\)"),
         ("eval: {datasets: [{path: p}]}", r"data set 1: name"),
         ("eval: {datasets: [{name: a/b, path: p}]}", r"data set 1: name"),
-        ("eval: {datasets: [{name: a, path: p}, {name: a, path: q}]}", r"different names; given twice: a"),
+        ("eval: {datasets: [{name: a, path: p}, {name: a, path: q}]}", r"different names; listed twice: a"),
         ("eval: {datasets: {a: p}}", r"it must hold `eval:`"),
         ("eval: {datasets: [], more: 1}", r"it must hold `eval:`"),
         ("[1, 2]", r"it must hold `eval:`"),

@@ -201,7 +201,7 @@ async def raises(sample: Sample, params: SamplingParams) -> Sample:
         (returns_garbage, "lengths differ: response_ids 3, loss_mask 0, engine_logprobs 0, versions 0"),
         (returns_nan, "a log-probability is not finite"),
         (returns_nothing, "returned an empty list"),
-        (returns_it_pending, "still pending"),
+        (returns_it_pending, "a pending sample"),
         (raises, "generation raised KeyError: 'tool'"),
     ],
 )

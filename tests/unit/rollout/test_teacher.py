@@ -115,4 +115,4 @@ async def test_reward_and_teacher_are_asked_at_the_same_time() -> None:
 
 def test_scores_of_other_lengths_are_a_malformation() -> None:
     assert malformation(sample(1, teacher_logprobs=np.zeros(3, np.float32))) is None
-    assert malformation(sample(1, teacher_logprobs=np.zeros(2, np.float32))) == "malformed response: teacher_logprobs of 2 of 3 tokens"
+    assert malformation(sample(1, teacher_logprobs=np.zeros(2, np.float32))) == "malformed response: teacher_logprobs has 2 of 3 tokens"

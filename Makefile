@@ -1,9 +1,9 @@
-# `make quickstart` and `make test` need nothing but Python 3.11 or 3.12, make and a C library: each sets up .venv first.
+# `make quickstart`, `make check` and `make test` need only Python 3.11 or 3.12 and a C library; each sets up .venv first.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt
-# The CPU build of torch; a GPU machine sets TORCH=2.11.0 (what the pinned SGLang is built for).
+# Version of torch for CPUs. On a GPU machine set TORCH=2.11.0, which the pinned SGLang is built for.
 TORCH ?= 2.13.0
-# Tests that start processes share two cores badly with more workers than this.
+# Workers of pytest. More of them slow each other down on two cores, since many tests start processes.
 TEST_WORKERS ?= 2
 
 .PHONY: quickstart install install-dev install-sglang browser ready check unit test test-main test-sglang test-full test-gpu format lint types imports
@@ -26,7 +26,7 @@ install-dev: .venv/.installed-dev
 	$(PIP) --editable .[dev]
 	touch $@
 
-# SGLang and its router have an environment of their own: engines are processes that fuligo only starts and talks to.
+# SGLang and its router have their own environment, since fuligo only starts them and talks to them.
 install-sglang: .venv-sglang/.installed
 
 .venv-sglang/.installed: requirements/sglang-cpu.txt
@@ -36,24 +36,24 @@ install-sglang: .venv-sglang/.installed
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements/sglang-cpu.txt
 	touch $@
 
-# Tests of pages need a real browser. Where there is none and we may install Debian's, we do; else they skip and say so.
+# Tests of pages need Chromium. Debian's package is installed if that is possible; otherwise these tests are skipped.
 browser:
 	@if ! { command -v chromium-headless-shell || command -v chromium; } >/dev/null && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium-headless-shell >/dev/null \
 		|| echo "Chromium cannot be installed: the tests of pages are skipped"; fi
 
-# Everything that is fast enough to run while working. The type checker has one core, the tests share both.
+# All checks that are fast enough to run while working. The type checker runs beside the tests.
 check: format
 	+@$(MAKE) --no-print-directory --jobs 2 --output-sync=target types lint imports unit
 
 unit: install-dev
 	.venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow and not sglang" tests/unit
 
-# The checks keep one core busy while SGLang is installed on the other.
+# The checks run while SGLang is installed.
 ready: install-dev
 	+@$(MAKE) --no-print-directory --jobs 2 --output-sync install-sglang browser lint types imports
 
-# SGLang engines leave part of the machine idle while they start, and the other tests use it.
+# The SGLang tests run beside the others, since their engines leave a core idle at times.
 test: ready
 	+@$(MAKE) --no-print-directory --jobs 2 --output-sync=line --keep-going test-main test-sglang
 

@@ -1,4 +1,4 @@
-// Elements and numbers. Text only ever becomes text nodes: nothing of the document is parsed as markup.
+// Elements and numbers. Text becomes text nodes only, so that no part of the document is parsed as markup.
 
 const embedded = JSON.parse(document.getElementById("document").textContent);
 const SVG = "http://www.w3.org/2000/svg";

@@ -1,4 +1,4 @@
-// light-dark() in the style follows color-scheme: the button sets it on the root, else the system decides.
+// light-dark() in the style follows color-scheme, which the button sets on the root; otherwise the system decides.
 function themeButton() {
   const button = document.getElementById("theme");
   let dark = matchMedia("(prefers-color-scheme: dark)").matches;

@@ -1,4 +1,4 @@
-// One tooltip for the page: `withTooltip(node, () => [lines])`. What it says is also in the page's text, for those who do not hover.
+// One tooltip for the page: `withTooltip(node, () => [lines])`. The page's text has the same information, for users who do not hover.
 
 const tooltip = document.getElementById("tooltip");
 

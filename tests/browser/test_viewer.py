@@ -137,7 +137,7 @@ class TestOverview:
         expect(page.locator("h1")).to_have_text("recorded")
         expect(page.locator(".pill.finished")).to_be_visible()
         expect(cards.nth(0)).to_contain_text(f"{NUM_STEPS} of {NUM_STEPS}")
-        expect(cards.nth(3)).to_contain_text("10 s a step")
+        expect(cards.nth(3)).to_contain_text("10 s per step")
 
     def test_curves_show_their_values_where_one_points(self, open_view: OpenView) -> None:
         page = open_view()
@@ -289,7 +289,7 @@ class TestSamples:
         found(page, NUM_SAMPLES)
         page.get_by_label("Step from").fill("11")
         found(page, 16)
-        page.get_by_placeholder("prompt or answer").fill("row 3<")
+        page.get_by_placeholder("prompt or response").fill("row 3<")
         found(page, 1)
         assert "step_min=11" in page.url
         assert "text=row" in page.url
@@ -386,9 +386,9 @@ class TestSamples:
         ("place", "reason"),
         [
             (FAILED, "Failed: the reward server answered 500"),
-            (TRUNCATED, "Cut off at the longest length allowed"),
-            ((2, 13), "not trained on: zero_std"),
-            ((9, 12), "1 version before the newest"),
+            (TRUNCATED, "Truncated at the maximum length"),
+            ((2, 13), "group was dropped: zero_std"),
+            ((9, 12), "1 version older than the newest"),
         ],
     )
     def test_what_went_wrong_with_a_sample_is_told(self, open_view: OpenView, place: tuple[int, int], reason: str) -> None:
@@ -518,16 +518,16 @@ class TestDamage:
         page.locator(".line.sample").first.click()
         expect(page.locator(".token-view")).to_contain_text("shown by their ids")
         page.get_by_role("link", name="Time").click()
-        expect(page.locator("#step")).to_contain_text("trace.json knows nothing of this step")
+        expect(page.locator("#step")).to_contain_text("trace.json has no phases of this step")
         expect(page.locator(".causes tfoot")).to_contain_text("100.0%")
 
     def test_an_empty_directory(self, serve: Serve, open_page: OpenView, tmp_path: Path) -> None:
         (tmp_path / "metrics.jsonl").touch()
         page = open_page(serve([tmp_path]))
-        expect(page.locator("main")).to_contain_text("No step is over yet")
+        expect(page.locator("main")).to_contain_text("No step is complete yet")
         for view in ("Samples", "Time", "Health"):
             page.get_by_role("link", name=view).click()
-        expect(page.locator("h1")).to_have_text("No step is over yet")
+        expect(page.locator("h1")).to_have_text("No step is complete yet")
 
 
 class TestReport:

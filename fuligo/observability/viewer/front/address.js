@@ -1,4 +1,4 @@
-// What is shown stands in the address after "#": a link restores the view.
+// The state of the view is in the address after "#", so that a link restores it.
 
 const VIEWS = ["overview", "samples", "time", "health"];
 
@@ -26,7 +26,7 @@ function keptBetweenViews() {
   return kept;
 }
 
-// `quietly` leaves no entry in the browser's history: for sliders and typing.
+// `quietly` adds no entry to the browser's history; for sliders and typing.
 function go(changes, { view = address.view, quietly = false } = {}) {
   const target = addressWith(changes, view);
   const changedView = view !== address.view;

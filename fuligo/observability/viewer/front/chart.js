@@ -1,4 +1,4 @@
-// A line chart: several runs, one metric. Pointing at one chart marks the same place in all of them; dragging zooms them.
+// Line chart of one metric over several runs. Hovering marks the same place in all charts; dragging zooms them.
 
 const CHART = { height: 168, left: 46, right: 10, top: 8, bottom: 20 };
 const charts = new Set();
@@ -138,7 +138,7 @@ class Chart {
     });
   }
 
-  // The values at the place pointed at, or the latest.
+  // Show the values under the pointer, or the latest ones.
   point() {
     if (!this.axis) return;
     this.marker.replaceChildren();

@@ -1,4 +1,4 @@
-// Charts in groups, by the keys of the runs.
+// Grid of charts, grouped by metric key.
 
 const GROUPS = [
   [

@@ -1,4 +1,4 @@
-// Small parts that several views are made of.
+// Small controls shared by the views.
 
 const swatchOf = (colour) => element("span", { class: "swatch", ...colour });
 
@@ -52,7 +52,7 @@ function pill(text, kind = "") {
   return element("span", { class: `pill ${kind}` }, text);
 }
 
-// Called once typing pauses.
+// Delay a call until typing pauses.
 function afterPause(work, pause_ms = 250) {
   let timer = 0;
   return (...values) => {

@@ -1,4 +1,4 @@
-// The metrics of every run, kept and added to; values along step, time or tokens.
+// Cache of every run's metrics, extended incrementally; values by step, time or tokens.
 
 const curvesOf = new Map(); // run -> {generation, step, time, tokens, values: Map(key -> list), evaluations}
 
@@ -6,7 +6,7 @@ function forgetCurves() {
   curvesOf.clear();
 }
 
-// Ask for what is new of these keys; a key that was not asked for before is asked for from the start.
+// Fetch new values of these keys; keys that are not cached are fetched from the start.
 async function updateCurves(run, keys) {
   let known = curvesOf.get(run.name);
   if (!known || known.generation !== run.generation) {
@@ -23,7 +23,7 @@ async function updateCurves(run, keys) {
 async function fetchCurves(run, known, keys, after) {
   const answer = await ask("metrics", { run: run.name, keys: keys.join(","), after, generation: known.generation });
   if (answer.generation !== known.generation) {
-    curvesOf.delete(run.name); // the run went on from an earlier step: the next look begins anew
+    curvesOf.delete(run.name); // the run resumed from an earlier step: fetch everything again
     return;
   }
   for (const axis of ["step", "time", "tokens"]) known[axis].splice(answer.start, Infinity, ...answer[axis]);
@@ -40,7 +40,7 @@ const AXES = { step: "step", time: "time since start", tokens: "sampled tokens" 
 const axisText = (kind, value) =>
   kind === "time" ? duration(value) : kind === "tokens" ? magnitude(Math.round(value)) : String(Math.round(value));
 
-// [{x, y}] of one metric of one run; null values are left out.
+// [{x, y}] of one metric of one run, without nulls.
 function curve(run, key, kind) {
   const known = curvesOf.get(run.name);
   if (!known) return [];
@@ -49,7 +49,7 @@ function curve(run, key, kind) {
   const evaluated = known.evaluations.values[key];
   const points = [];
   if (evaluated) {
-    // An evaluation after n rollouts stands where the last of them ended.
+    // An evaluation after n rollouts is shown where the last of them ended.
     known.evaluations.step.forEach((done, at) => {
       const x = kind === "step" ? done : done === 0 ? 0 : along[known.step.indexOf(done - 1)];
       if (evaluated[at] !== null && evaluated[at] !== undefined && x !== undefined) points.push({ x, y: evaluated[at] });
@@ -60,7 +60,7 @@ function curve(run, key, kind) {
   return points;
 }
 
-// Exponential moving average that does not lean to 0 at its start.
+// Exponential moving average without bias towards 0 at its start.
 function smoothed(points, weight) {
   let average = 0;
   return points.map(({ x, y }, at) => {
@@ -69,7 +69,7 @@ function smoothed(points, weight) {
   });
 }
 
-// No more points than can be seen: the lowest and the highest of each stretch.
+// Thin out the points: keep the minimum and the maximum of each interval.
 function thinned(points, most) {
   if (points.length <= most) return points;
   const result = [];

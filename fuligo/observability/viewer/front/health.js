@@ -1,11 +1,11 @@
-// Health: what is wrong, in words, and the curves that say so.
+// Health: alarms in words, with the curves behind them.
 
 class Health {
   constructor(root) {
     this.alarms = element("section", { class: "headline", "aria-label": "Alarms" });
     this.grid = new ChartsGrid({ zoom: () => {} });
     this.log = element("section", { id: "log" });
-    root.append(this.alarms, element("section", {}, element("h2", {}, "What is watched"), this.grid.node), this.log);
+    root.append(this.alarms, element("section", {}, element("h2", {}, "Watched metrics"), this.grid.node), this.log);
     this.refresh = oneAtATime(() => this.load());
     this.moved();
   }
@@ -32,19 +32,19 @@ class Health {
         "h1",
         {},
         run.num_rows === 0
-          ? "No step is over yet"
+          ? "No step is complete yet"
           : ongoing
-            ? `${count(ongoing, "thing")} to look at`
+            ? `${count(ongoing, "ongoing alarm")}`
             : health.alarms.length
-              ? "Well now"
-              : "All is well",
+              ? "No ongoing alarms"
+              : "No alarms",
       ),
       element(
         "p",
         { class: "lead" },
         health.alarms.length
-          ? "Limits are rules of thumb: an alarm says where to look."
-          : `${count(health.watched.length, "curve")} watched, nothing found.`,
+          ? "Limits are rules of thumb; an alarm shows where to look."
+          : `${count(health.watched.length, "curve")} watched, no alarm.`,
       ),
       ...health.alarms.map((alarm) => this.alarm(alarm)),
     );

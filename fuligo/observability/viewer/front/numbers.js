@@ -1,4 +1,4 @@
-// Numbers and times as people write them.
+// Formatting of numbers and times.
 
 const NOTHING = "–";
 
@@ -37,7 +37,7 @@ function clock(time) {
   return at.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit", ...day });
 }
 
-// Round values between two bounds, about as many as asked for.
+// Round tick values between two bounds, about `number` of them.
 function roundTicks(low, high, count) {
   const rough = (high - low) / Math.max(1, count);
   if (!(rough > 0)) return [low];

@@ -1,4 +1,4 @@
-// Overview: how the runs stand, and their curves.
+// Overview: state of the runs, and their curves.
 
 class Overview {
   constructor(root) {
@@ -35,7 +35,7 @@ class Overview {
     if (this.controls.contains(document.activeElement) && this.slider) {
       this.zoomOut.hidden = !range;
       this.sliderValue.textContent = smoothing.toFixed(2);
-      return; // not under somebody's fingers
+      return; // do not redraw while the user types
     }
     this.slider = element("input", { type: "range", min: 0, max: 0.98, step: 0.01, value: smoothing, "aria-label": "Smoothing" });
     this.sliderValue = element("output", {}, smoothing.toFixed(2));
@@ -89,7 +89,7 @@ class Overview {
   drawGroups(groups, rest, open, find, numKeys) {
     if (!groups.length && !rest.length) {
       this.closeGrids();
-      this.body.replaceChildren(empty(numKeys ? `No metric is called “${find}”.` : "No step is over yet: curves begin with the first."));
+      this.body.replaceChildren(empty(numKeys ? `No metric matches “${find}”.` : "No step is complete yet; curves start with the first one."));
       return;
     }
     const sections = [...groups.map(([title, keys]) => [title, keys, true]), ...(rest.length ? [["More", rest, open]] : [])];
@@ -165,9 +165,9 @@ class Overview {
         isLive(run) && now.doing ? doingText(run) : stateText(run),
         done,
       ],
-      ["Reward", figure(latest["rollout/reward_mean"], 3), run.first_reward === null ? "" : `from ${figure(run.first_reward, 3)} at first`],
-      ["Answers", `${figure(latest["rollout/response_len_mean"], 3)} tokens`, "mean length, latest step"],
-      ["Speed", `${now.step_s === null ? NOTHING : seconds(now.step_s)} a step`, speedText(latest)],
+      ["Reward", figure(latest["rollout/reward_mean"], 3), run.first_reward === null ? "" : `from ${figure(run.first_reward, 3)} at step 0`],
+      ["Responses", `${figure(latest["rollout/response_len_mean"], 3)} tokens`, "mean length, latest step"],
+      ["Speed", `${now.step_s === null ? NOTHING : seconds(now.step_s)} per step`, speedText(latest)],
       isLive(run)
         ? [
             "Expected end",
@@ -177,7 +177,7 @@ class Overview {
         : [
             "Samples",
             run.num_samples.toLocaleString("en"),
-            run.indexed[0] < run.indexed[1] ? `${run.indexed[0]} of ${run.indexed[1]} steps read` : "to look at",
+            run.indexed[0] < run.indexed[1] ? `${run.indexed[0]} of ${run.indexed[1]} steps read` : "recorded",
           ],
     ]);
   }
@@ -193,7 +193,7 @@ class Overview {
         element(
           "tr",
           {},
-          ["Run", "State", "Steps", "Reward", "A step", "Left"].map((title, at) =>
+          ["Run", "State", "Steps", "Reward", "Per step", "Left"].map((title, at) =>
             element("th", { scope: "col", class: at > 1 ? "number" : "" }, title),
           ),
         ),
@@ -242,7 +242,7 @@ class Overview {
   }
 }
 
-// How long it has done so is told where it takes long.
+// The duration is shown if it is long.
 function doingText({ now, clock_s }) {
   const since = clock_s - now.since_s;
   return `${now.doing}, step ${now.doing_step}${since > Math.max(10, now.step_s ?? 0) ? `, for ${duration(since)}` : ""}`;

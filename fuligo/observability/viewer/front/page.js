@@ -1,4 +1,4 @@
-// The page: its views, and the runs kept up to date.
+// Page: switches views and polls the runs.
 
 const VIEW_TITLES = { overview: "Overview", samples: "Samples", time: "Time", health: "Health" };
 const VIEW_CLASSES = { overview: Overview, samples: Samples, time: Time, health: Health };
@@ -49,7 +49,7 @@ const poll = oneAtATime(async () => {
     connection.textContent = "";
     if (before !== fingerprint() || runs.some((run) => isLive(run))) currentView?.updated();
   } catch {
-    connection.textContent = "fuligo view has ended: this is what it showed last";
+    connection.textContent = "fuligo view has stopped; this is the last state";
   }
 });
 

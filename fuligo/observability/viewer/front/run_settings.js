@@ -1,4 +1,4 @@
-// What runs were started with: what differs between several, or all of one.
+// Settings: differences between several runs, or all settings of one.
 
 class RunSettings {
   constructor() {
@@ -18,18 +18,18 @@ class RunSettings {
     const heads = names.map((name) => [swatchOf(runColour(name)), name]);
     this.node.replaceChildren(
       element("h2", {}, "Settings that differ"),
-      rows.length ? settingsTable(heads, rows) : empty("None: these runs have the same config."),
+      rows.length ? settingsTable(heads, rows) : empty("None. These runs have the same settings."),
     );
   }
 
-  // Asked for when somebody opens them: there are hundreds. A report holds none: an environment in them may be nobody else's business.
+  // Fetched on demand, because there are hundreds. A report has none, because environment variables in them may be confidential.
   offerAll(name) {
     const details = element("details", { class: "all-settings" }, element("summary", {}, "Settings of this run"));
     details.addEventListener(
       "toggle",
       async () => {
         const { rows } = await ask("settings", { run: name });
-        details.append(rows.length ? settingsTable([["Value"]], rows) : empty("config.yaml is missing, or cannot be read."));
+        details.append(rows.length ? settingsTable([["Value"]], rows) : empty("config.yaml is missing or cannot be read."));
       },
       { once: true },
     );

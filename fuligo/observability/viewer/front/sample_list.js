@@ -1,8 +1,8 @@
-// A list of any length: only the lines in sight are there, and only their pages are asked for.
+// Virtual list: only the visible lines exist, and only their pages are fetched.
 
 const LINE_HEIGHT = 52;
 const PAGE_LINES = 40;
-const MAX_HEIGHT = 12_000_000; // browsers draw no taller boxes
+const MAX_HEIGHT = 12_000_000; // limit of browsers
 
 class SampleList {
   constructor({ question, choose, status }) {
@@ -19,7 +19,7 @@ class SampleList {
     this.resized.observe(this.node);
   }
 
-  // Ask anew. `keep`: the list has grown, what is in sight stays until the answer is here.
+  // Fetch the list again. `keep`: show the old lines until the answer arrives, because the list has only grown.
   reload({ keep = false } = {}) {
     this.round++;
     this.asking.clear();
@@ -101,7 +101,7 @@ class SampleList {
         "span",
         { class: "line-text" },
         element("span", { class: "line-prompt" }, row.prompt),
-        element("span", { class: "line-response" }, row.response || (row.error ? `failed: ${row.error}` : "(nothing)")),
+        element("span", { class: "line-response" }, row.response || (row.error ? `failed: ${row.error}` : "(empty)")),
       ),
       element("span", { class: "line-marks" }, ...marksOf(row)),
     );

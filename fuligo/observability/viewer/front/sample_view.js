@@ -1,4 +1,4 @@
-// One sample: its prompt, its answer token by token, its group, the same prompt at other steps.
+// Sample: prompt, response token by token, group, and the same prompt at other steps.
 
 class SampleView {
   constructor({ of, close, open }) {
@@ -36,7 +36,7 @@ class SampleView {
           this.plain(sample),
         ),
         this.group(sample),
-        (this.historyPart = element("section", { class: "part", "aria-label": "The same prompt over time" })),
+        (this.historyPart = element("section", { class: "part", "aria-label": "This prompt over time" })),
         this.rest(sample),
       ].filter(Boolean),
     );
@@ -92,10 +92,10 @@ class SampleView {
     return notes(
       [
         sample.error ? `Failed: ${sample.error}` : null,
-        sample.kept ? null : `Its group was not trained on${sample.drop_reason ? `: ${sample.drop_reason}` : ""}.`,
-        sample.status === "truncated" ? "Cut off at the longest length allowed." : null,
+        sample.kept ? null : `Its group was dropped${sample.drop_reason ? `: ${sample.drop_reason}` : ""}.`,
+        sample.status === "truncated" ? "Truncated at the maximum length." : null,
         sample.staleness > 0
-          ? `Its oldest token was sampled ${sample.staleness} version${sample.staleness > 1 ? "s" : ""} before the newest of this step.`
+          ? `Its oldest token is ${sample.staleness} version${sample.staleness > 1 ? "s" : ""} older than the newest token of this step.`
           : null,
       ].filter(Boolean),
     );
@@ -126,7 +126,7 @@ class SampleView {
     return element(
       "section",
       { class: "part", "aria-label": "The group side by side" },
-      element("h3", {}, `The group: ${count(sample.members.length, "answer")} to the same prompt`),
+      element("h3", {}, `Group: ${count(sample.members.length, "response")} to the same prompt`),
       element(
         "div",
         { class: "members", tabindex: 0, role: "group", "aria-label": "Answers of the group" },
@@ -162,7 +162,7 @@ class SampleView {
     const steps = [...new Set(history.rows.map((row) => row.step))];
     if (steps.length < 2) {
       this.historyPart.replaceChildren(
-        element("h3", {}, "The same prompt over time"),
+        element("h3", {}, "This prompt over time"),
         element("p", { class: "soft" }, "It was drawn in this step only, as far as the samples are read."),
       );
       return;
@@ -173,7 +173,7 @@ class SampleView {
       .filter(({ y }) => Number.isFinite(y));
     this.history = new Chart({ title: "mean reward of this prompt" });
     this.historyPart.replaceChildren(
-      element("h3", {}, "The same prompt over time"),
+      element("h3", {}, "This prompt over time"),
       this.history.node,
       element(
         "div",
@@ -206,7 +206,7 @@ class SampleView {
   }
 }
 
-// Of a response that was continued all, in their order.
+// All engines of a continued response, in order.
 function enginesOf(sample) {
   const engines = [...new Set((sample.tokens.engines ?? []).filter((engine) => engine !== null))];
   return engines.length ? engines.join(", ") : sample.engine;

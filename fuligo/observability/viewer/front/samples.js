@@ -1,4 +1,4 @@
-// Samples: find them, read them.
+// Samples: list with filters, and the selected sample.
 
 const FILTERS = [
   ["step", "Step", true],
@@ -33,9 +33,9 @@ const ORDERS = [
 const ORDERS_OF_EVALUATIONS = ORDERS.filter(([key]) => !/advantage|staleness|engine/.test(key));
 
 const KEPT = [
-  ["", "or not"],
+  ["", "any"],
   ["true", "yes"],
-  ["false", "no: dropped"],
+  ["false", "no (dropped)"],
 ];
 const twice = (word) => [String(word), String(word)];
 
@@ -48,7 +48,7 @@ const listHead = (ofEvaluations, withEngines) =>
     element("span", {}, "Tokens"),
     ofEvaluations ? null : element("span", { class: "advantage" }, "Adv."),
     withEngines ? element("span", { class: "engine" }, "Eng.") : null,
-    element("span", {}, "Prompt, answer"),
+    element("span", {}, "Prompt, response"),
   );
 
 class Samples {
@@ -81,7 +81,7 @@ class Samples {
     return chosenRun();
   }
 
-  // Samples of training, or of evaluations.
+  // Set of samples: of training or of evaluations.
   get of() {
     return param("of") === "eval" ? "eval" : "train";
   }
@@ -132,7 +132,7 @@ class Samples {
     }
   }
 
-  // Columns are there where they tell something; lines follow.
+  // Columns that would be empty for all samples are not shown.
   drawHead() {
     const [ofEvaluations, withEngines] = [this.of === "eval", this.of === "train" && this.run.engines.length > 1];
     Object.assign(this.list, { withAdvantage: !ofEvaluations, withEngines });
@@ -141,7 +141,7 @@ class Samples {
     this.head.replaceChildren(listHead(ofEvaluations, withEngines));
   }
 
-  // Offered where there is something to choose.
+  // Shown if there is a choice.
   drawSets() {
     const shown = this.run.num_eval_samples > 0 || this.of === "eval";
     if (this.sets.childElementCount > 0 === shown && this.of === this.drawn) return;
@@ -169,7 +169,7 @@ class Samples {
     const note = isReport ? " in this report" : "";
     this.found.textContent = `${count(total, "sample")}${note}${search}${read}`;
     if (total === 0 && searched === 1 && indexed[0] >= indexed[1])
-      this.found.textContent = this.numSamples ? "No sample fits." : "No samples are recorded.";
+      this.found.textContent = this.numSamples ? "No sample matches." : "No samples recorded.";
   }
 
   closeSample() {
@@ -209,7 +209,7 @@ class Samples {
           "label",
           { class: "field wide" },
           element("span", {}, "Text"),
-          field("text", { type: "search", placeholder: "prompt or answer" }),
+          field("text", { type: "search", placeholder: "prompt or response" }),
         ),
         ...FILTERS.filter(([name]) => ofTraining || name !== "advantage").map(([name, label]) =>
           element(
@@ -224,7 +224,7 @@ class Samples {
             ),
           ),
         ),
-        menu("status", "Ended", [["", "any way"], ...["completed", "truncated", "aborted", "failed"].map(twice)], param("status") ?? ""),
+        menu("status", "Ended", [["", "any"], ...["completed", "truncated", "aborted", "failed"].map(twice)], param("status") ?? ""),
         ofTraining && menu("kept", "Trained on", KEPT, param("kept") ?? ""),
         ofTraining && number("staleness_min", "Stale by", "≥", "Stale by at least"),
         ofTraining && this.run.engines.length > 1 && menu("engine", "Engine", [["", "any"], ...this.run.engines.map(twice)], param("engine") ?? ""),

@@ -1,4 +1,4 @@
-// Where the data come from: the server that sent this page, or the page itself.
+// Source of the data: the server of this page, or the page itself (a report).
 
 const isReport = embedded !== null;
 
@@ -39,9 +39,9 @@ const FROM_REPORT = {
   metrics: ({ run }) => embedded.metrics[run],
   differences: () => embedded.differences,
   steps: ({ run }) => embedded.steps[run],
-  step: ({ run, step }) => reported(embedded.step[run][step], "The report holds the timelines of a few steps; this one is not among them."),
+  step: ({ run, step }) => reported(embedded.step[run][step], "This report has no timeline of this step."),
   health: ({ run }) => embedded.health[run],
-  sample: ({ run, of, step, row }) => reported(embedded.sample[run][of][`${step}.${row}`], "The report does not hold this sample."),
+  sample: ({ run, of, step, row }) => reported(embedded.sample[run][of][`${step}.${row}`], "This report does not include this sample."),
   history: ({ run, of, prompt }) => {
     const rows = embedded.samples[run][of].filter((row) => row.prompt_key === prompt).sort(ordering("oldest"));
     return { total: rows.length, rows, indexed: [1, 1] };

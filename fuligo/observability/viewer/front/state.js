@@ -1,4 +1,4 @@
-// What every view knows: the runs, their colours, and the one that is chosen.
+// State shared by all views: the runs, their colours, and the selected run.
 
 const RUN_HUES = [265, 25, 155, 75, 320, 200, 110, 350];
 const POLL_MS = 1000;
@@ -30,7 +30,7 @@ function stateText(run) {
   return STATE_WORDS[run.state];
 }
 
-// One question at a time: an answer that is late does not pile up others behind it.
+// Run one request at a time, so that slow answers do not pile up.
 function oneAtATime(work) {
   let running = null;
   let again = false;
@@ -53,7 +53,7 @@ function oneAtATime(work) {
   };
 }
 
-// Answers that come after another question was asked are of no use.
+// Ignore answers to outdated requests.
 function latestOnly() {
   let newest = 0;
   return async (question) => {

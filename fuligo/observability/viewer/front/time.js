@@ -1,4 +1,4 @@
-// Time: where the seconds went, over the run and in one step.
+// Time: seconds by cause, over the run and in one step.
 
 class Time {
   constructor(root) {
@@ -12,7 +12,7 @@ class Time {
       element(
         "section",
         { class: "headline" },
-        element("h1", {}, "Where the time goes"),
+        element("h1", {}, "Time by cause"),
         this.lead,
         this.scale,
         this.barsNode,
@@ -55,7 +55,7 @@ class Time {
     const data = await ask("steps", { run: run.name });
     if (currentView !== this) return;
     if (!data.steps.length) {
-      this.lead.textContent = "No step is over yet.";
+      this.lead.textContent = "No step is complete yet.";
       return;
     }
     const step = param("step") === null ? data.steps.at(-1) : Number(param("step"));
@@ -64,8 +64,8 @@ class Time {
     const total = sum(names.map((name) => sum(data.causes[name])));
     const longest = names[0];
     this.lead.textContent = longest
-      ? `${count(data.steps.length, "step")}, ${duration(total)}: ${share(sum(data.causes[longest]) / total)} of it ${longest}. Choose a step by click or arrow keys.${data.trace_read < 1 ? ` ${share(data.trace_read)} of the trace is read.` : ""}`
-      : "The metrics hold no times.";
+      ? `${count(data.steps.length, "step")}, ${duration(total)}: ${share(sum(data.causes[longest]) / total)} of it ${longest}. Select a step by click or arrow keys.${data.trace_read < 1 ? ` ${share(data.trace_read)} of the trace is read.` : ""}`
+      : "The metrics have no times.";
     this.legend.replaceChildren(
       ...names.map((name) => element("li", {}, swatchOf(causeColour(name)), `${name} ${share(sum(data.causes[name]) / total, 1)}`)),
     );
@@ -85,16 +85,16 @@ class Time {
       ...[
         element("h2", {}, `Step ${step}`),
         cards([
-          ["It took", seconds(found.duration_s), `ended ${clock(found.start_s + found.duration_s)}`],
+          ["Duration", seconds(found.duration_s), `ended ${clock(found.start_s + found.duration_s)}`],
           [
-            "Most of it",
+            "Main cause",
             found.causes[0]?.name ?? NOTHING,
             found.causes[0] ? `${share(found.causes[0].seconds / found.duration_s)}, ${fine(found.causes[0].seconds)}` : "",
           ],
-          ["Trainer idle", share(found.trainer_idle), "neither scores nor trains"],
-          ["Engines idle", share(found.engines_idle), found.engines_idle === null ? "samples have no times" : "no sample is generated"],
+          ["Trainer idle", share(found.trainer_idle), "neither scoring nor training"],
+          ["Engines idle", share(found.engines_idle), found.engines_idle === null ? "the samples have no times" : "no sample being generated"],
         ]),
-        found.phases.length ? stepTimeline(found) : notes(["trace.json knows nothing of this step: its seconds are those of the metrics."]),
+        found.phases.length ? stepTimeline(found) : notes(["trace.json has no phases of this step; the seconds are from the metrics."]),
         this.causes(found),
         found.longest.length ? this.longest(found) : null,
       ].filter(Boolean),
@@ -109,7 +109,7 @@ class Time {
       element(
         "table",
         { class: "causes" },
-        element("caption", {}, "Every instant has one cause: what comes first of sync, train, score, save, eval, record, rollout"),
+        element("caption", {}, "Every instant has one cause, the first that applies of sync, train, score, save, eval, record, rollout"),
         element(
           "thead",
           {},
@@ -120,7 +120,7 @@ class Time {
             element("th", { scope: "col", class: "number" }, "Time"),
             element("th", { scope: "col", class: "number" }, "Share"),
             element("th", { scope: "col" }),
-            element("th", { scope: "col" }, "What it is"),
+            element("th", { scope: "col" }, "Meaning"),
           ),
         ),
         element(
@@ -164,7 +164,7 @@ class Time {
     return element(
       "div",
       { class: "last-samples" },
-      element("h3", {}, "The last samples to be done"),
+      element("h3", {}, "Last samples to finish"),
       element("p", { class: "lead" }, "Without a line's sample and those above it, all would have been done that much earlier."),
       element(
         "div",
@@ -178,7 +178,7 @@ class Time {
             element(
               "tr",
               {},
-              ["Sample", "Tokens", "Took", "Earlier by", "Ended", ""].map((title, at) =>
+              ["Sample", "Tokens", "Duration", "Earlier by", "Ended", ""].map((title, at) =>
                 element("th", { scope: "col", class: at > 0 && at < 4 ? "number" : "" }, title),
               ),
             ),

@@ -1,4 +1,4 @@
-// The timeline of one step, and the seconds of many steps as bars.
+// Timeline of one step, and bars with the seconds of many steps.
 
 const CAUSE_HUES = {
   sampling: 155,
@@ -17,17 +17,17 @@ const CAUSE_HUES = {
   send: 20,
 };
 const CAUSE_TEXTS = {
-  sampling: "the engines generate",
-  "last samples": "few samples are left: all wait for the longest",
-  reward: "rewards are computed, nothing is generated",
-  rollout: "of the rollout, in which no sample was at work",
+  sampling: "engines are generating",
+  "last samples": "few samples are left; everything waits for the longest",
+  reward: "rewards are being computed, nothing is generated",
+  rollout: "part of the rollout without a sample in progress",
   train: "forward, backward, optimizer",
   score: "log-probabilities before the first optimizer step",
-  sync: "weights go to the engines",
-  save: "a checkpoint is written",
-  eval: "held-out prompts",
+  sync: "weights are sent to the engines",
+  save: "a checkpoint is being saved",
+  eval: "evaluation on held-out prompts",
   record: "samples and metrics are written",
-  "between phases": "nothing of the above: the driver itself",
+  "between phases": "none of the above: time of the driver itself",
 };
 function causeColour(name) {
   if (name === "between phases") return { "--hue": 260, "--chroma": 0.005 };
@@ -40,7 +40,7 @@ function causeColour(name) {
 
 const BARS = { height: 190, left: 46, right: 10, top: 8, bottom: 20 };
 
-// Stacked bars, one a step, or one for several where there are more steps than room; arrow keys walk.
+// Stacked bars, one per step, or per several steps if there is not enough room; arrow keys move the selection.
 class StepBars {
   constructor(choose) {
     this.choose = choose;
@@ -49,7 +49,7 @@ class StepBars {
       height: BARS.height,
       tabindex: 0,
       role: "img",
-      "aria-label": "Seconds of each step by cause: arrow keys choose a step",
+      "aria-label": "Seconds of each step by cause; arrow keys select a step",
     });
     this.plot.addEventListener("click", (event) => this.data && this.choose(this.data.steps[this.index(event)]));
     this.plot.addEventListener("pointermove", (event) => this.data && this.tell(this.index(event), event.clientX, event.clientY));
@@ -84,7 +84,7 @@ class StepBars {
     const bins = Array.from({ length: Math.ceil(number / size) }, (_, bin) =>
       this.names.map((name) => sum(this.data.causes[name].slice(bin * size, (bin + 1) * size)) / Math.min(size, number - bin * size)),
     );
-    // A first step that loads for minutes would flatten all others.
+    // A first step that takes minutes to load would flatten all others.
     const totals = bins.map(sum).sort((a, b) => a - b);
     const most = this.asShare ? 1 : Math.max(Math.min(totals.at(-1), 3 * totals[totals.length >> 1]), 1e-9);
     const barWidth = (wide / number) * size;
@@ -172,7 +172,7 @@ class StepBars {
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
-const MANY_LANES = 8; // further ones are a click away
+const MANY_LANES = 8; // further ones are shown on click
 
 function stepTimeline(step) {
   const tracks = [...new Set(step.phases.map(({ track }) => track))];
@@ -239,7 +239,7 @@ function lane(label, phases, length) {
   );
 }
 
-// How many run at the same time, over the step.
+// Number of concurrent samples or requests over the step.
 function curveLane(label, numbers, most, length, what, note = null) {
   const [wide, high] = [numbers.length, 34];
   const peak = Math.max(0, ...numbers);

@@ -1,7 +1,7 @@
-// One response token by token, coloured by what engine and trainer say of it.
+// Response token by token, coloured by values of the engine and the trainer.
 
-const PARTS = 256; // tokens a paragraph: those out of sight are not laid out
-// least: the value of full colour is never smaller, or noise would look like news.
+const PARTS = 256; // tokens per paragraph; paragraphs out of sight are not laid out
+// least: lower bound of the value of full colour, so that noise stays pale.
 const COLOURS = [
   {
     key: "diff",
@@ -16,18 +16,18 @@ const COLOURS = [
     title: "Engine",
     least: 0.5,
     needs: ["engine_logprobs"],
-    lead: "surprise: minus the engine's log-probability, nats",
+    lead: "negative log-probability of the engine, nats",
   },
   {
     key: "trainer_logprobs",
     title: "Trainer",
     least: 0.5,
     needs: ["trainer_logprobs"],
-    lead: "surprise: minus the trainer's log-probability, nats",
+    lead: "negative log-probability of the trainer, nats",
   },
   { key: "entropy", title: "Entropy", least: 0.1, needs: ["entropy"], lead: "of the policy's distribution, nats" },
-  { key: "advantages", title: "Advantage", least: 0.1, needs: ["advantages"], signed: true, lead: "what the token is pushed by" },
-  { key: "values", title: "Value", least: 0.1, needs: ["values"], signed: true, lead: "what the value model expected before the token" },
+  { key: "advantages", title: "Advantage", least: 0.1, needs: ["advantages"], signed: true, lead: "advantage of the token" },
+  { key: "values", title: "Value", least: 0.1, needs: ["values"], signed: true, lead: "expected return before the token" },
   {
     key: "teacher",
     title: "Teacher",
@@ -93,7 +93,7 @@ class TokenView {
             chosen.key,
             (key) => (this.onchoose(key), this.recolour(key)),
           )
-        : empty("The run recorded nothing about single tokens."),
+        : empty("The run recorded no values of single tokens."),
     );
     if (chosen) this.recolour(chosen.key);
   }
@@ -123,7 +123,7 @@ class TokenView {
     return undefined;
   }
 
-  // Values that are names and not sizes: a colour each.
+  // Values that are categories: one colour each.
   colourKinds(values, chosen, noun) {
     const kinds = [...new Set(values.filter((value) => value !== null))].sort((a, b) => a - b);
     const colour = (kind) => ({ "--hue": RUN_HUES[kinds.indexOf(kind) % RUN_HUES.length] });
@@ -171,7 +171,7 @@ class TokenView {
         element(
           "span",
           { class: "soft" },
-          this.cells.length ? "Point at a token, or walk through them with the arrow keys." : "No token was sampled.",
+          this.cells.length ? "Hover over a token, or move with the arrow keys." : "No token was sampled.",
         ),
       );
       return;
@@ -204,5 +204,5 @@ class TokenView {
   }
 }
 
-// Line ends are marked and kept, so that what was sampled can be seen. A token without a text is the rest of a character.
+// Line ends are marked and kept, to show what was sampled. A token without text is the rest of a character.
 const shownToken = (text) => text.replaceAll("\n", "↵\n").replaceAll("\t", "→\t") || "⋯";

@@ -25,6 +25,9 @@ def show_warning(text: str) -> None:
 
 
 def _print(label: str, style: str, text: str) -> None:
+    text = "".join(
+        char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text
+    )  # no escape sequences of a script or file
     # soft_wrap: a path or a command must not be broken by a line end.
     separator = " " if label.endswith("-") else ": "
     Console(file=sys.stderr, soft_wrap=True).print(Text.assemble((label, style), separator, text))

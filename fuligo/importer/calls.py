@@ -92,7 +92,7 @@ class Launch:
 
 @dataclass(slots=True)
 class Findings:
-    """What the calls of one script say."""
+    """Launches and notes of one script."""
 
     launches: list[Launch] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)

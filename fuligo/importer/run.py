@@ -26,13 +26,28 @@ CALLERS_VARIABLES = frozenset({
 """Variables of the caller that the script sees. Others (keys, tokens) only where `--env` names them: the result is printed."""
 
 _STATE = "/run/import-script"
-_SYSTEM_FOLDERS = ("/usr/bin", "/proc", "/dev", "/etc", _STATE)
+_SYSTEM_FOLDERS = (
+    "/usr/bin",
+    "/usr/sbin",
+    "/usr/local/bin",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib64",
+    "/usr/lib",
+    "/proc",
+    "/dev",
+    "/etc",
+    _STATE,
+)
 _MAX_SCRIPT_BYTES = 1_000_000
+_GRACE_SECONDS = 120
 _MAX_RUNS = 8
 """Runs of one script: each may show another variable that is not set, or another absolute path of an interpreter."""
 
 _UNSET = re.compile(r"^(.+): line (\d+): (?:\w+: )?\$?(\w+): unbound variable$", re.MULTILINE)
 _SYNTAX = re.compile(r"^(.+): line (\d+): ((?:syntax error|unexpected EOF|unexpected end).*)$", re.MULTILINE)
+_NOT_EXECUTED = re.compile(r"^(.+): line (\d+): (.+): Permission denied$", re.MULTILINE)
 _MISSING = re.compile(r"^.+: line \d+: (.+): No such file or directory$", re.MULTILINE)
 _ADVICE = (
     "Without one, bash runs the script itself; python3, ray, ssh, pkill, kill, rm, mkdir and every unknown command are stand-ins that only"
@@ -56,7 +71,7 @@ class ImportedScript:
 
     launch: Launch
     notes: tuple[str, ...]
-    """What was not run and what was assumed, each with its line."""
+    """Notes on what was not run and what was assumed, each with its line."""
 
     def file_text(self, path: str) -> str:
         """Return the text that a file of the command line had when the job was started.
@@ -186,7 +201,9 @@ def _job(task: _Script, state: str, folder: str, options: Sequence[str]) -> dict
     commands = find_commands(sandboxed=task.sandboxed)
     environment = _environment(task, folder) | {"BASH_ENV": f"{state}/preamble"}
     links = {f"{folder}/{name}": f"{state}/unknown" for name in commands.recorded} | dict.fromkeys(task.stand_ins, f"{state}/unknown")
+    files = commands.files(state, folder, task.has_nvlink, trusted=not task.sandboxed)
     if task.sandboxed:
+        files["/etc/passwd"] = f"root:x:0:0:root:{environment['HOME']}:/bin/bash\n"
         binds = [
             *((path, f"{folder}/{name}") for name, path in commands.tools.items()),
             *((os.path.realpath(path), path) for path in commands.libraries),
@@ -195,6 +212,7 @@ def _job(task: _Script, state: str, folder: str, options: Sequence[str]) -> dict
         binds = []
         links |= {f"{folder}/{name}": path for name, path in commands.tools.items()}
         environment["TMPDIR"] = f"{state}/tmp"
+        files[f"{state}/tmp/.keep"] = ""
     return {
         "sandboxed": task.sandboxed,
         "state": state,
@@ -204,7 +222,7 @@ def _job(task: _Script, state: str, folder: str, options: Sequence[str]) -> dict
         "directory": str(Path.cwd()),
         "folders": task.folders,
         "binds": binds,
-        "files": commands.files(state, folder, task.has_nvlink, trusted=not task.sandboxed) | {f"{state}/tmp/.keep": ""},
+        "files": files,
         "links": links,
         "seconds": task.seconds,
     }
@@ -218,9 +236,14 @@ def _start(job: Mapping[str, Any], task: _Script) -> dict[str, Any]:
         ConfigError: the script cannot be started.
     """
     command = [sys.executable, "-I", "-S", sandbox.__file__]
-    result = subprocess.run(command, input=json.dumps(job).encode(), capture_output=True, check=False)
+    libraries = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}  # of this interpreter
     try:
+        result = subprocess.run(
+            command, input=json.dumps(job).encode(), capture_output=True, check=False, env=libraries, timeout=task.seconds + _GRACE_SECONDS
+        )
         report = json.loads(result.stdout)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"cannot run {task.path}: its sandbox does not answer") from None
     except ValueError:
         raise ConfigError(f"cannot run {task.path}: {result.stderr.decode(errors='replace').strip()[-500:]}") from None
     if "unavailable" in report and task.sandboxed:
@@ -294,6 +317,10 @@ def _missing_files(report: Mapping[str, Any], task: _Script) -> list[str]:
     """Return a note for each file that the script or its tools looked for in vain."""
     notes = [_missing_text(missing) for missing in _MISSING.finditer(report["output"])]
     lines = [line for line in report["output"].splitlines() if "No such file or directory" in line and not _MISSING.match(line)]
+    notes += [
+        f"{Path(file).name} line {line}: the sandbox does not execute {program}; if it is a bash script, write `bash {program}`"
+        for file, line, program in _NOT_EXECUTED.findall(report["output"])
+    ]
     return notes + [f"{task.path.name} printed: {line[:200]}; --map shows a folder of this machine at such a path" for line in lines]
 
 
@@ -310,7 +337,7 @@ def _missing_text(missing: re.Match[str]) -> str:
 
 def _end(report: Mapping[str, Any], task: _Script) -> str:
     """Return how the script ended, with the last line that it ran."""
-    file, _, line = report["place"].strip().rpartition(":")
+    file, _, line = report["place"].partition("\n")[0].rpartition(":")
     place = f"{Path(file).name} line {line}" if file else task.path.name
     limits = {
         "time": f"does not end within {task.seconds:g} s",

@@ -2,7 +2,8 @@
 
 `fuligo.importer.run` starts it as `python -I -S sandbox.py` with a job (JSON) on standard input and reads the report (JSON) from standard
 output; it imports the standard library only. The script sees a root file system made of tmpfs, which holds the tools, their libraries and
-the folders of the job; it has no network, no capabilities, and process ids of its own. Without `sandboxed` only the limits hold.
+the folders of the job; it has no network, no capabilities, and process ids of its own, and can execute nothing but the tools and stand-ins.
+Without `sandboxed` only the limits hold.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ TMPFS_OPTIONS = b"size=64m,nr_inodes=20k,mode=755"
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
+PRIVATE = MS_NOSUID | MS_NODEV | MS_NOEXEC
+"""Mount flags of all that the script may write or bring along: nothing there is executed, so no program of its own reaches the kernel."""
 MNT_DETACH = 2
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 36, 38
@@ -94,13 +97,13 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: byte
     _call("mount", os.fsencode(source), os.fsencode(target), kind and kind.encode(), ctypes.c_ulong(flags), options)
 
 
-def _set_mount_flags(target: str, flags: int) -> None:
-    attributes = (ctypes.c_uint64 * 4)(flags, 0, 0, 0)
+def _set_mount_flags(target: str, flags: int, unset: int = 0) -> None:
+    attributes = (ctypes.c_uint64 * 4)(flags, unset, 0, 0)
     _call("syscall", SYS_MOUNT_SETATTR, AT_FDCWD, os.fsencode(target), AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
 
 
-def _bind(source: str, target: str, flags: int = MS_RDONLY | MS_NOSUID | MS_NODEV) -> None:
-    """Show a file or folder of the old root, read-only."""
+def _bind(source: str, target: str, flags: int) -> None:
+    """Show a file or folder of the old root."""
     old = Path(OLD_ROOT + source)
     if old.is_dir():
         Path(target).mkdir(parents=True, exist_ok=True)
@@ -119,9 +122,9 @@ def _show_folder(source: str, target: str, layer: str) -> None:
         Path(target).mkdir(parents=True, exist_ok=True)
         escaped = [path.replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,") for path in (OLD_ROOT + source, layer)]
         options = f"lowerdir={escaped[0]},upperdir={escaped[1]}/upper,workdir={escaped[1]}/work,userxattr"
-        _mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, os.fsencode(options))
+        _mount("overlay", target, "overlay", PRIVATE, os.fsencode(options))
     except OSError:
-        _bind(source, target)
+        _bind(source, target, PRIVATE | MS_RDONLY)
 
 
 def _build_root(job: dict[str, Any]) -> None:
@@ -132,7 +135,7 @@ def _build_root(job: dict[str, Any]) -> None:
     """
     try:
         _mount("", "/", None, MS_REC | MS_PRIVATE)
-        _mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, TMPFS_OPTIONS)
+        _mount("tmpfs", "/tmp", "tmpfs", PRIVATE, TMPFS_OPTIONS)
         Path("/tmp", OLD_ROOT.lstrip("/")).mkdir()
         os.chdir("/tmp")
         _call("pivot_root", b".", OLD_ROOT.lstrip("/").encode())
@@ -146,12 +149,12 @@ def _build_root(job: dict[str, Any]) -> None:
         for number, (source, target) in enumerate(job["folders"]):
             _show_folder(source, target, f"/run/layers/{number}")
         for source, target in job["binds"]:
-            _bind(source, target)
+            _bind(source, target, MS_RDONLY | MS_NOSUID | MS_NODEV)
         for name in ("null", "zero", "full", "random", "urandom"):
             _bind(f"/dev/{name}", f"/dev/{name}", MS_RDONLY | MS_NOSUID | MS_NOEXEC)
         for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
             Path("/dev", name).symlink_to(f"/proc/self/{target}")
-        _mount("proc", "/proc", "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
+        _mount("proc", "/proc", "proc", PRIVATE | MS_RDONLY)
         _call("umount2", OLD_ROOT.encode(), MNT_DETACH)
         Path(OLD_ROOT).rmdir()
         _call("sethostname", b"localhost", 9)
@@ -173,6 +176,9 @@ def _supervise(job: dict[str, Any]) -> NoReturn:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(text)
             Path(path).chmod(0o755)
+            if job["sandboxed"]:
+                _mount(path, path, None, MS_BIND)
+                _set_mount_flags(path, MS_RDONLY, unset=MS_NOEXEC)
         for path, target in job["links"].items():
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).symlink_to(target)
@@ -263,18 +269,16 @@ def _wait(script: int, seconds: float) -> tuple[int, str | None]:
 
 def _descendants() -> list[int]:
     """Return the processes that the script started; orphans are among them since this process adopts them."""
-    parents: dict[int, int] = {}
+    children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with suppress(OSError, ValueError, IndexError):
-                parents[int(entry.name)] = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
-    found, pending = [], [os.getpid()]
-    while pending:
-        parent = pending.pop()
-        children = [pid for pid, of in parents.items() if of == parent]
-        found += children
-        pending += children
-    return found
+                parent = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found = [os.getpid()]
+    for pid in found:
+        found += children.get(pid, ())
+    return found[1:]
 
 
 def _resident_bytes(pid: int) -> int:
@@ -309,7 +313,7 @@ def _records(folder: Path) -> dict[str, str] | None:
     """Return what the stand-ins wrote, file name -> text; None if it is more than MAX_RECORD_BYTES."""
     found: dict[str, str] = {}
     left = MAX_RECORD_BYTES
-    for record in sorted(folder.iterdir()) if folder.is_dir() else []:
+    for record in sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []:
         data = _regular(record, MAX_FILE_BYTES) or b""
         left -= len(data) + len(record.name)
         if left < 0:

@@ -43,7 +43,7 @@ _import_script_trace() {
     name=${text%%'[@]}'*}; name=${name##*'{'}; text=${text#*'[@]}'}
     [[ $name = *[!A-Za-z0-9_]* ]] || declare -p "$name" &>/dev/null || IMPORT_SCRIPT_UNSET+=" $name"
   done
-  echo "$IMPORT_SCRIPT_PLACE" >|@STATE@/place
+  echo "$IMPORT_SCRIPT_PLACE" 1<>@STATE@/place
 }
 set -o functrace
 trap '[[ ${FUNCNAME-} = command_not_found_handle ]] || _import_script_trace "${BASH_SOURCE-}" "$LINENO"' DEBUG
@@ -88,7 +88,7 @@ _WITH_NVLINK, _WITHOUT_NVLINK = "GPU0\tX\tNV18", "GPU0\tX\tPHB"
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """What a script's PATH holds."""
+    """Commands on a script's PATH."""
 
     tools: Mapping[str, str]
     """Name -> resolved path of a real tool, bash among them."""

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fuligo.cli import main
 from fuligo.errors import ConfigError
 from fuligo.importer import import_script, sandbox
 from fuligo.importer import run as run_module
@@ -31,7 +32,7 @@ SECONDS = 1.5
 
 @dataclass
 class Host:
-    """What a script might reach on this machine."""
+    """Things of this machine that a script might reach."""
 
     folder: Path
     """Holds the script, a precious file, and a home."""
@@ -125,6 +126,7 @@ HARMLESS = {
     "changes the preamble": "unset BASH_ENV; trap - DEBUG; unset -f command_not_found_handle; rm -rf /run/import-script; rm $PRECIOUS",
     "uses awk": "awk 'BEGIN { system(\"rm -rf \" ENVIRON[\"HOME\"]); print 1 > ENVIRON[\"PRECIOUS\"]; \"id\" | getline }'",
     "uses find and xargs": "find / -name precious -delete 2>/dev/null; find $HOME -exec rm -f {} +; echo $PRECIOUS | xargs rm -f",
+    "brings a program": "cp /usr/bin/env $HOME/hostile; chmod +x $HOME/hostile; $HOME/hostile rm $PRECIOUS; cd ~ && ./hostile touch $PRECIOUS",
     "asks for namespaces": "unshare -Ur id; mount -t tmpfs x /mnt; chroot /; umount /proc; mknod /tmp/hostile b 8 0; chown 1:1 $PRECIOUS",
     "leaves a job": "(trap '' HUP TERM; while :; do sleep 1; read -t 1 < <(:); done) & disown; nohup yes hostile >/dev/null &",
     "a link as a record": "ln -sf $PRECIOUS /run/import-script/records/1.1-1; ln -sf /etc/shadow /run/import-script/output; mkfifo /run/import-script/records/2",
@@ -188,6 +190,32 @@ def test_secrets_of_the_caller_are_not_seen(tmp_path: Path):
 def test_the_script_has_no_capabilities(tmp_path: Path):
     (tmp_path / "run.sh").write_text("python3 train.py $(grep -E 'Cap(Prm|Eff|Bnd|Amb)|NoNewPrivs' /proc/self/status | awk '{print $2}')")
     assert import_script(tmp_path / "run.sh").launch.arguments == (*["0000000000000000"] * 4, "1")
+
+
+def test_no_program_of_the_script_is_executed(tmp_path: Path):
+    """Not from any folder, not through the loader, not preloaded, not as a builtin of bash."""
+    text = """
+    for folder in /tmp /dev/shm "$(dirname "$0")" /run/import-script/records /root; do
+      cp /usr/bin/true $folder/own; chmod +x $folder/own
+      $folder/own && ran+=($folder)
+      for loader in /lib*/ld-linux* ; do $loader $folder/own && ran+=(loader); done
+    done
+    cp "$(ls /lib/*/libc.so.6 /lib64/libc.so.6 | head -n 1)" /tmp/own.so
+    LD_PRELOAD=/tmp/own.so cat /dev/null 2>&1 | grep -q 'cannot be preloaded' || ran+=(preload)
+    enable -f /tmp/own.so own 2>&1 | grep -q 'cannot' || ran+=(enable)
+    echo hostile >> /run/import-script/unknown && ran+=(stand-in)
+    python3 train.py "${ran[@]}"
+    """
+    (tmp_path / "run.sh").write_text(text)
+    assert import_script(tmp_path / "run.sh").launch.arguments == ()
+
+
+def test_escape_sequences_are_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "run.sh").write_text("frob $'\\e]0;hostile\\a'; python3 train.py; echo $'\\e[31m'")
+    main(["import-script", str(tmp_path / "run.sh")])
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.err + printed.out
+    assert r"frob \x1b]0;hostile\x07" in printed.err
 
 
 @pytest.mark.parametrize("folder", ["/", "/usr", "/proc", "/etc/ssl"])

@@ -89,7 +89,7 @@ def test_single_quotes_around_the_environment_are_noted(imported: Import):
 
 
 def test_environment_of_a_plain_start(imported: Import):
-    """What the script exports or sets before the command; not the caller's."""
+    """It is what the script exports or sets before the command, not the caller's."""
     result = imported("export A=1; B=2; C=3 python3 train.py 2>&1 | tee log.txt", MASTER_ADDR="x")
     assert result.launch.environment == {"A": "1", "C": "3"}
 

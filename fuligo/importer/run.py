@@ -236,14 +236,14 @@ def _start(job: Mapping[str, Any], task: _Script) -> dict[str, Any]:
         ConfigError: the script cannot be started.
     """
     command = [sys.executable, "-I", "-S", sandbox.__file__]
-    libraries = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}  # of this interpreter
+    own = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}  # nothing else of the caller's environment
+    text, deadline = json.dumps(job).encode(), task.seconds + _GRACE_SECONDS
     try:
-        result = subprocess.run(
-            command, input=json.dumps(job).encode(), capture_output=True, check=False, env=libraries, timeout=task.seconds + _GRACE_SECONDS
-        )
-        report = json.loads(result.stdout)
+        result = subprocess.run(command, input=text, capture_output=True, check=False, env=own, timeout=deadline)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"cannot run {task.path}: its sandbox does not answer") from None
+    try:
+        report = json.loads(result.stdout)
     except ValueError:
         raise ConfigError(f"cannot run {task.path}: {result.stderr.decode(errors='replace').strip()[-500:]}") from None
     if "unavailable" in report and task.sandboxed:

@@ -1,1 +1,1 @@
-"""What a config would do to a cluster, found without one: rules, memory, layout, time, and a picture. Imports no torch."""
+"""Planner: rules, layout, memory and time of a run, computed from its config. Imports neither numpy nor torch."""

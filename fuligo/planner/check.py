@@ -1,4 +1,4 @@
-"""All rules at once: what a config breaks, and for each finding a fix that was tried."""
+"""Check of all rules, with a tested fix for each finding."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from fuligo.planner.rules.rule import Fix
 from fuligo.planner.subject import Subject
 
 MAX_TRIES = 12
-"""Fixes that are tried for one finding."""
+"""Fixes to try per finding."""
 MAX_COMPARED = 3
-"""Fixes that mend a finding, of which the best is shown."""
+"""Working fixes to compare per finding."""
 
-NOTHING_TRIED_HELPS = "no change of these flags that was tried keeps all rules"
-MEND_OTHERS_FIRST = f"mend what else is wrong first: with that, {NOTHING_TRIED_HELPS}"
+NO_FIX_FOUND = "no change of these flags that was tried satisfies all rules"
+FIX_OTHERS_FIRST = f"fix the other findings first: with them, {NO_FIX_FOUND}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A finding and the fixes to try for it."""
+    """Finding with the fixes to try for it."""
 
     finding: Finding
     fixes: tuple[Fix, ...]
 
 
 def check(subject: Subject) -> tuple[Finding, ...]:
-    """Everything that the rules find, errors first; each fix was applied and mends its finding without breaking another rule."""
-    found = _broken(subject)
+    """Return the findings of all rules, errors first; each fix was tested to resolve its finding without violating another rule."""
+    found = _find(subject)
     known = Counter(each.finding.id for each in found)
     return tuple(_with_tried_fix(each, subject, known) for each in found)
 
 
-def broken_rules(subject: Subject) -> tuple[Finding, ...]:
-    """As `check`, faster: no fix is tried, and none is shown."""
-    return tuple(replace(each.finding, fix=()) for each in _broken(subject))
+def violations(subject: Subject) -> tuple[Finding, ...]:
+    """Return the findings as `check` does, but without fixes, which is faster."""
+    return tuple(replace(each.finding, fix=()) for each in _find(subject))
 
 
-def _broken(subject: Subject) -> list[_Found]:
+def _find(subject: Subject) -> list[_Found]:
     found = [_Found(finding, (finding.fix,) if finding.fix else ()) for finding in config_findings(subject.config)]
     found.extend(_planner_findings(subject))
     return sorted(_without_repeats(found), key=lambda each: each.finding.severity is not Severity.ERROR)
@@ -51,13 +51,13 @@ def _broken(subject: Subject) -> list[_Found]:
 
 def _planner_findings(subject: Subject) -> Iterator[_Found]:
     for rule in RULES:
-        for broken in rule.check(subject):
-            finding = Finding(rule.id, rule.severity, broken.text, broken.flags or rule.flags, advice=broken.advice)
-            yield _Found(finding, broken.fixes)
+        for violation in rule.check(subject):
+            finding = Finding(rule.id, rule.severity, violation.text, violation.flags or rule.flags, advice=violation.advice)
+            yield _Found(finding, violation.fixes)
 
 
 def _without_repeats(found: list[_Found]) -> Iterator[_Found]:
-    """Groups of engines that share a flag break a rule together: once is enough."""
+    """Yield each finding once; engine groups that share a flag violate a rule together."""
     seen: set[str] = set()
     for each in found:
         key = repr((each.finding.id, each.fixes[0] if each.fixes else each.finding.text))
@@ -67,26 +67,26 @@ def _without_repeats(found: list[_Found]) -> Iterator[_Found]:
 
 
 def _with_tried_fix(each: _Found, subject: Subject, known: Counter[str]) -> Finding:
-    """The first fix that mends the finding; of the first few that do, the one that mends most of the others with it."""
-    best, most_mended = (), 0
+    """Return the finding with the fix that, of the first few that resolve it, resolves most other findings too."""
+    best, most_resolved = (), 0
     num_compared = 0
     for fix in each.fixes[:MAX_TRIES]:
-        num_mended = _num_mended(fix, each.finding.id, subject, known)
-        if num_mended > most_mended:
-            best, most_mended = fix, num_mended
-        num_compared += bool(num_mended)
-        if most_mended == known.total() or num_compared == MAX_COMPARED:
+        num_resolved = _num_resolved(fix, each.finding.id, subject, known)
+        if num_resolved > most_resolved:
+            best, most_resolved = fix, num_resolved
+        num_compared += bool(num_resolved)
+        if most_resolved == known.total() or num_compared == MAX_COMPARED:
             break
-    why_none = MEND_OTHERS_FIRST if known.total() > 1 else NOTHING_TRIED_HELPS
+    why_none = FIX_OTHERS_FIRST if known.total() > 1 else NO_FIX_FOUND
     advice = each.finding.advice or ("" if best else why_none)
     return replace(each.finding, fix=best, advice=advice)
 
 
-def _num_mended(fix: Fix, rule_id: str, subject: Subject, known: Counter[str]) -> int:
-    """Findings that the changed config is free of; 0 where this one is still there, or another is new."""
+def _num_resolved(fix: Fix, rule_id: str, subject: Subject, known: Counter[str]) -> int:
+    """Return how many findings the fix resolves; 0 if this one remains or a new one appears."""
     try:
         changed = replace(subject, config=apply_changes(subject.config, fix))
     except ConfigError:
         return 0
-    left = Counter(each.finding.id for each in _broken(changed))
+    left = Counter(each.finding.id for each in _find(changed))
     return known.total() - left.total() if left[rule_id] < known[rule_id] and not left - known else 0

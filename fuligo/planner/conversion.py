@@ -1,7 +1,7 @@
-"""A Hugging Face checkpoint to a distributed one: its arguments, and whether the parallel layout that they give fits.
+"""Plan of converting a Hugging Face checkpoint to a distributed one: arguments and parallel layout.
 
-The layout changes nothing of what is written, and processes share the work evenly whatever it is: a distributed checkpoint is loaded under
-any other. Launch scripts give one, and one that is wrong for the model is found here.
+The layout does not change what is written: a distributed checkpoint loads under any layout. Launch scripts give one all the same, and it is
+checked here.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _USED = {
     "pipeline_model_parallel_size", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
     "expert_model_parallel_size", "expert_tensor_parallel_size", "allgather_cp", "sequence_parallel", "train_backend",
 }  # fmt: skip
-"""Flags of ours that a conversion heeds, or (`allgather_cp`, `sequence_parallel`: they change no weight) takes along with MODEL_ARGS."""
+"""Flags that a conversion uses, or accepts along with MODEL_ARGS (`allgather_cp`, `sequence_parallel`)."""
 _LAYOUT = {name for name in _USED if name.endswith(("_parallel_size", "_pipeline_num_layers"))}
 _BYTES_PER_PARAMETER = 2
-"""Weights are written in bf16."""
+"""bf16"""
 _ANY_GPU = "h100-80"
-"""The shapes of a checkpoint do not depend on it."""
+"""Placeholder: the shapes of a checkpoint do not depend on the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class DistPlan:
-    """What a conversion would do."""
+    """Plan of a conversion."""
 
     source: str
     target: str
@@ -49,14 +49,14 @@ class DistPlan:
     shape: TrainerShape
     stages: tuple[Stage, ...]
     rank_parameters: tuple[int, ...]
-    """[PP] parameters that a trainer's rank of each stage would hold."""
+    """[PP] parameters that a trainer rank of each stage would hold."""
     is_chosen: bool
-    """No layout was given: it was chosen to fit."""
+    """The layout was chosen, since none was given."""
     warnings: tuple[str, ...]
 
 
 def plan_hf_to_dist(arguments: Sequence[str], world_size: int) -> DistPlan:
-    """What the conversion with these arguments would do on `world_size` processes.
+    """Plan the conversion with these arguments on `world_size` processes.
 
     Raises:
         ConfigError: unknown or unused flags, MODEL_ARGS that disagree with config.json, or a layout that does not fit.
@@ -64,7 +64,7 @@ def plan_hf_to_dist(arguments: Sequence[str], world_size: int) -> DistPlan:
     given = {assignment.flag.name: assignment for assignment in read_command_line(arguments).assignments}
     parsed = parse([*arguments, "--train-backend", "megatron"])
     problems = [
-        f"{assignment.origin} has no effect on a conversion; drop it"
+        f"{assignment.origin} has no effect on a conversion; remove it"
         for name, assignment in given.items()
         if assignment.flag.group != "megatron" and name not in _USED
     ]
@@ -87,7 +87,7 @@ def plan_hf_to_dist(arguments: Sequence[str], world_size: int) -> DistPlan:
 
 
 def describe(plan: DistPlan) -> Iterator[str]:
-    """The plan, line by line."""
+    """Yield the plan as lines of text."""
     shape, architecture = plan.shape, plan.architecture
     chosen = " (chosen: no layout was given)" if plan.is_chosen else ""
     num_bytes = _BYTES_PER_PARAMETER * architecture.num_parameters
@@ -96,11 +96,11 @@ def describe(plan: DistPlan) -> Iterator[str]:
     yield f"{architecture.model_type}, {magnitude(architecture.num_parameters)} parameters in {architecture.num_layers} layers"
     processes = "1 process" if shape.num_ranks == 1 else f"{shape.num_ranks} processes"
     yield f"{processes}: TP {shape.tp}, PP {shape.pp}, DP {shape.dp}, EP {shape.ep}, ETP {shape.etp}{chosen}"
-    yield f"each writes about {amount(num_bytes // shape.num_ranks)}; the checkpoint is loaded under any layout"
+    yield f"each writes about {amount(num_bytes // shape.num_ranks)}; the checkpoint loads under any layout"
 
 
 def torchrun_size() -> int:
-    """Processes that torchrun started, else 1; also where `WORLD_SIZE` is no number of processes."""
+    """Return the number of processes that torchrun started; 1 if `WORLD_SIZE` is missing or invalid."""
     given = os.environ.get("WORLD_SIZE", "")
     return int(given) if given.isdecimal() and int(given) else 1
 
@@ -110,7 +110,7 @@ def _check_model_arguments(config: Config) -> None:
     if found is None or config.model.override_model_config:
         return
     problems = [
-        f"{option} {given} disagrees with {found.source}, which says {expected}; correct it, or give --override-model-config"
+        f"{option} {given} contradicts {found.source} ({expected}); correct it, or give --override-model-config"
         for option, given, expected in disagreements(config, found.values, found.source)
     ]
     if problems:
@@ -118,10 +118,10 @@ def _check_model_arguments(config: Config) -> None:
 
 
 def _chosen_layout(architecture: Architecture, world_size: int) -> list[Change]:
-    """Every process is a stage; the last one takes the layers that are left over."""
+    """Return a layout with one stage per process; the last one takes the remaining layers."""
     if world_size > architecture.num_layers:
         raise ConfigError(
-            f"{world_size} processes are more than the model's {architecture.num_layers} layers; start fewer, or give a layout with "
+            f"{world_size} processes exceed the model's {architecture.num_layers} layers; start fewer, or give a layout with "
             "--tensor-model-parallel-size and --expert-model-parallel-size"
         )
     share = architecture.num_layers // world_size

@@ -1,4 +1,4 @@
-"""The numbers of a plan: layout, memory and time of one subject."""
+"""Estimate of layout, memory and time of a subject."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fuligo.planner.subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What is reckoned of a subject whose sizes divide."""
+    """Numbers of a plan."""
 
     layout: ClusterLayout
     memory: tuple[MemoryBar, ...]
@@ -25,10 +25,10 @@ class Estimate:
 
 
 def estimate(subject: Subject, host_memory_bytes: int | None = None) -> Estimate:
-    """Layout, memory and time.
+    """Estimate layout, memory and time.
 
     Raises:
-        ConfigError: the sizes leave no layout.
+        ConfigError: the sizes allow no layout.
     """
     layout = make_layout(subject)
     bars, capacities = memory_bars(subject, layout, host_memory_bytes), engine_capacities(subject, layout)
@@ -37,10 +37,10 @@ def estimate(subject: Subject, host_memory_bytes: int | None = None) -> Estimate
 
 
 def shortfall(subject: Subject, host_memory_bytes: int | None = None) -> float:
-    """Bytes by which the peaks of all kinds of GPUs exceed their memory, and of the host where its memory is given; 0 where the run fits.
+    """Return the bytes by which the peaks of all kinds of GPUs (and of the host if its memory is given) exceed their memory; 0 if they fit.
 
     Raises:
-        ConfigError: the sizes leave no layout.
+        ConfigError: the sizes allow no layout.
     """
     layout = make_layout(subject)
     bars = memory_bars(subject, layout, host_memory_bytes)

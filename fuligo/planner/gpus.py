@@ -1,4 +1,4 @@
-"""The GPUs that the planner knows."""
+"""GPUs known to the planner."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ GIB = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Published figures of one GPU model (source: the maker's data sheet, named beside each entry)."""
+    """Published figures of a GPU model; the data sheet is named beside each entry."""
 
     name: str
-    """As `--gpu` takes it: `h100-80`."""
+    """Value of `--gpu`, such as `h100-80`."""
     memory_bytes: int
-    """What CUDA reports as the whole (`torch.cuda.mem_get_info`): somewhat under the figure on the box and under `nvidia-smi`'s. Measured
-    for the H200; of the others as PyTorch's out-of-memory messages tell it."""
+    """Total reported by CUDA (`torch.cuda.mem_get_info`), below the nominal size and `nvidia-smi`'s. Measured for the H200; for the others
+    from PyTorch's out-of-memory messages."""
     bf16_flops: float
-    """Dense matrix operations a second."""
+    """Dense FLOP/s in bf16."""
     fp8_flops: float
-    """The same in FP8; equal to `bf16_flops` where the GPU has no FP8."""
+    """Dense FLOP/s in FP8; equal to `bf16_flops` without FP8 support."""
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    """To another GPU of the node, one direction (NVLink, or PCIe where there is none)."""
+    """Bandwidth to another GPU of the node, one direction (NVLink, or PCIe without it)."""
     network_bytes_per_s: float
-    """To a GPU of another node, one direction."""
+    """Bandwidth to a GPU of another node, one direction."""
     host_bytes_per_s: float
-    """To the host's memory, one direction."""
+    """Bandwidth to the host's memory, one direction."""
     host_memory_bytes: int
-    """Memory of the host for each GPU, as the maker's own servers have it."""
+    """Host memory per GPU in the vendor's own servers."""
 
 
 GPUS: dict[str, Gpu] = {
@@ -57,14 +57,14 @@ GPUS: dict[str, Gpu] = {
 
 
 def gpu(name: str) -> Gpu:
-    """The figures of a GPU by its name, in any case.
+    """Return the figures of a GPU by its name, in any case.
 
     Raises:
-        ConfigError: the planner does not know it.
+        ConfigError: the GPU is unknown.
     """
     key = name.lower().replace("_", "-").replace(" ", "-")
     if key in GPUS:
         return GPUS[key]
     close = difflib.get_close_matches(key, GPUS, n=1, cutoff=0.4)
     guess = f"did you mean {close[0]}? " if close else ""
-    raise ConfigError(f"--gpu {name}: {guess}Known are {', '.join(GPUS)}")
+    raise ConfigError(f"--gpu {name} is unknown; {guess}known are {', '.join(GPUS)}")

@@ -1,4 +1,4 @@
-"""The plan as JSON, for other programs and for the page. Its schema is `plan.schema.json` beside this file, documented in docs/plan.md."""
+"""Plan as JSON, for other programs and for the page; the schema is `plan.schema.json` beside this file, documented in docs/plan.md."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fuligo.config.findings import Finding, Severity
 from fuligo.planner.plan import MemoryBar, Plan
 
 SCHEMA_VERSION = 1
-"""Rises when a key changes its meaning or goes away, not when one is added."""
+"""Incremented when a key changes its meaning or is removed, not when one is added."""
 HIDDEN = "(hidden)"
 _SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
 
 
 def plan_document(plan: Plan, config: Config, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """What `--json` writes: plain values only, numbers in the units that their keys name.
+    """Return the document that `--json` writes: plain values only, numbers in the units that their keys name.
 
     Args:
-        notes: what reading the command line warned of.
+        notes: warnings of the command-line parser.
     """
     return {
         "schema_version": SCHEMA_VERSION,
@@ -68,7 +68,7 @@ def _bar(bar: MemoryBar) -> dict[str, Any]:
 
 
 def _settings(config: Config) -> list[dict[str, Any]]:
-    """Every value of the config, group by group, and whether it is the default."""
+    """Return every value of the config by group, and whether it is the default."""
     defaults = Config().model_dump(mode="json")
     values_by_group = config.model_dump(mode="json")
     values_by_group["cluster"]["env"] = _without_secrets(values_by_group["cluster"]["env"])
@@ -85,12 +85,12 @@ def _settings(config: Config) -> list[dict[str, Any]]:
 
 
 def _without_secrets(env: dict[str, str]) -> dict[str, str]:
-    """A plan is shown to others; what its environment block may log in with is not."""
+    """Hide credentials in environment variables, since plans are shared."""
     return {name: HIDDEN if _SECRET.search(name) else value for name, value in env.items()}
 
 
 def _plain(value: Any) -> Any:
-    """Tuples become lists, so that the document equals what a reader of the JSON gets."""
+    """Convert tuples to lists, so that the document equals the parsed JSON."""
     match value:
         case dict():
             return {key: _plain(inner) for key, inner in value.items()}

@@ -1,4 +1,4 @@
-"""What runs where: trainer ranks in Megatron's order, engines group by group, on nodes of GPUs."""
+"""Placement of trainer ranks (in Megatron's order) and engines (group by group) on nodes of GPUs."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from fuligo.planner.stages import stages
 from fuligo.planner.subject import Subject
 
 MAX_GPUS = 32768
-"""Every GPU is placed and drawn: a plan of more takes minutes, and most likely a size was mistyped."""
+"""Limit of a plan; every GPU is placed and drawn, and more than this takes minutes and is most likely a typo."""
 EMBEDDED_RANK = EngineRank(group=0, engine=0, rank=0, tp=0, pp=0, dp=0, ep=0)
 EMBEDDED_GROUP = EngineGroup("default", "regular", num_engines=1, num_gpus_per_engine=1, tp=1, pp=1, dp=1, ep=1)
-"""The embedded engine: one process beside the trainer's first."""
+"""Embedded engine: one process on the trainer's first GPU."""
 
 
 def make_layout(subject: Subject) -> ClusterLayout:
-    """The cluster with every rank of trainer and engines in its place.
+    """Return the cluster with every trainer and engine rank in its place.
 
-    Trainer ranks fill `--actor-num-gpus-per-node` GPUs of each of the first `--actor-num-nodes` nodes. Engines take the same GPUs in
-    the same order under `--colocate` (the embedded engine always), and then, as always without it, the GPUs still free, node by node.
+    Trainer ranks fill `--actor-num-gpus-per-node` GPUs of each of the first `--actor-num-nodes` nodes. With `--colocate` (and always
+    for the embedded engine) engines take the same GPUs in the same order, then the free ones; without it the free ones, node by node.
 
     Raises:
-        ConfigError: sizes do not divide, an engine group cannot be cut into engines, or there are more than `MAX_GPUS`.
+        ConfigError: sizes do not divide, an engine group cannot be split into engines, or there are more than `MAX_GPUS`.
     """
     config = subject.config
     if config.total_num_gpus > MAX_GPUS:
         raise ConfigError(
             f"--actor-num-nodes {config.cluster.actor_num_nodes} x --actor-num-gpus-per-node {config.resolved_actor_num_gpus_per_node} "
-            f"with the engines' own (--rollout-num-gpus) are {config.total_num_gpus} GPUs; plans are made of up to {MAX_GPUS}, take fewer"
+            f"with the engines' own (--rollout-num-gpus) are {config.total_num_gpus} GPUs; plans support up to {MAX_GPUS}"
         )
     shape = trainer_shape(config)
     specs, embedded = engine_groups(config), config.needs_engine and config.resolved_rollout_backend == "embedded"
@@ -63,10 +63,10 @@ def make_layout(subject: Subject) -> ClusterLayout:
 
 
 def trainer_ranks(shape: TrainerShape) -> tuple[TrainerRank, ...]:
-    """Every rank's place in each dimension, by rank.
+    """Return every rank's coordinates, by rank.
 
     Megatron-Core's order is tp-cp-ep-dp-pp, the first varying fastest (`parallel_state.RankGenerator`). Experts have a grid of their
-    own over the same ranks, etp-ep-dp-pp; both have the same pipeline ranks.
+    own over the same ranks, etp-ep-dp-pp, with the same pipeline ranks.
     """
     return tuple(
         TrainerRank(
@@ -84,7 +84,7 @@ def trainer_ranks(shape: TrainerShape) -> tuple[TrainerRank, ...]:
 
 
 def _engine_ranks(specs: Sequence[EngineGroupSpec]) -> Iterator[EngineRank | None]:
-    """One for every GPU of the engines; None where a placeholder keeps it free.
+    """Yield the rank of every GPU of the engines; None for GPUs of a placeholder.
 
     Within an engine SGLang's tensor ranks are consecutive in each pipeline stage. Consecutive ranks share a data-parallel rank of
     attention (`layers/dp_attention.py`) and, of the expert ranks, those that share an expert's matrices.
@@ -113,7 +113,7 @@ def _engine_ranks(specs: Sequence[EngineGroupSpec]) -> Iterator[EngineRank | Non
 
 def _must_divide(spec: EngineGroupSpec, owner: str) -> None:
     if spec.num_gpus % spec.num_gpus_per_engine:
-        raise ConfigError(f"{owner}: {spec.num_gpus} GPUs are no multiple of --rollout-num-gpus-per-engine {spec.num_gpus_per_engine}")
+        raise ConfigError(f"{owner}: {spec.num_gpus} GPUs are not a multiple of --rollout-num-gpus-per-engine {spec.num_gpus_per_engine}")
     pp_size = spec.arguments.value("pp_size")
     if pp_size < 1 or spec.num_gpus_per_engine % pp_size:
         raise ConfigError(f"{owner}: --sglang-pp-size {pp_size} does not divide --rollout-num-gpus-per-engine {spec.num_gpus_per_engine}")

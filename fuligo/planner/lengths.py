@@ -1,4 +1,4 @@
-"""How long samples are: the longest, the average that the estimates assume, and how many go through the trainer together."""
+"""Lengths of samples: longest, assumed average, and tokens per micro-batch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from fuligo.layout.trainer_shape import TrainerShape
 from fuligo.planner.subject import Subject
 
 DEFAULT_PACKED_TOKENS = 8192
-"""Of a micro-batch without --use-dynamic-batch-size and --micro-batch-size (`trainer/settings.py`)."""
+"""Tokens of a micro-batch without --use-dynamic-batch-size and --micro-batch-size (`trainer/settings.py`)."""
 ASSUMED_PROMPT_TOKENS = 256
-"""Where the flags bound no prompt: a question in mathematics with its chat template."""
+"""Prompt length if the flags set no bound: a mathematics question with its chat template."""
 AVERAGE_OF_LONGEST = 0.5
-"""Mean response / longest response, where nothing is measured yet."""
+"""Assumed mean response / longest response."""
 
 
 def longest_prompt(config: Config) -> int:
-    """Tokens of the longest prompt that the flags admit, or what is assumed where they bound none."""
+    """Return the tokens of the longest prompt that the flags allow, or the assumed length without a bound."""
     bound = config.data.rollout_max_prompt_len
     context = config.rollout.rollout_max_context_len
     if bound is None and context is not None:
@@ -26,7 +26,7 @@ def longest_prompt(config: Config) -> int:
 
 
 def longest_sample(config: Config) -> int:
-    """Tokens of the longest prompt and response."""
+    """Return the tokens of the longest prompt and response together."""
     return config.max_sample_tokens or longest_prompt(config) + config.rollout.rollout_max_response_len
 
 
@@ -39,7 +39,7 @@ def average_response(config: Config) -> int:
 
 
 def micro_batch_tokens(config: Config, shape: TrainerShape) -> int:
-    """Most tokens of a micro-batch on one rank of the context-parallel group: a full pack, or the longest sample where that is longer."""
+    """Return the tokens of the largest micro-batch per context-parallel rank: a full pack, or the longest sample if longer."""
     train = config.train
     longest = math.ceil(longest_sample(config) / shape.cp)
     if train.use_dynamic_batch_size:
@@ -50,7 +50,7 @@ def micro_batch_tokens(config: Config, shape: TrainerShape) -> int:
 
 
 def num_micro_batches(subject: Subject, shape: TrainerShape) -> int:
-    """Micro-batches of one data-parallel rank in an optimizer step of samples of average length."""
+    """Return the micro-batches of one data-parallel rank in an optimizer step, for samples of average length."""
     config = subject.config
     samples = math.ceil(config.resolved_global_batch_size / shape.dp)
     if not config.train.use_dynamic_batch_size and config.train.micro_batch_size is not None:

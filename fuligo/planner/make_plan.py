@@ -1,4 +1,4 @@
-"""A config becomes a plan: rules first, then the numbers where the sizes leave a layout."""
+"""Creation of a plan from a config: rules first, then the numbers if the sizes allow a layout."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ LAYOUT = "PLAN-LAYOUT"
 
 
 def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: int | None = None) -> Plan:
-    """Everything that is known of a run before it starts.
+    """Plan a run.
 
     Args:
-        gpu_name: one of `gpus.GPUS`.
-        name: of the job, for the report.
-        host_memory_bytes: of one node; None: as the GPU's maker ships its servers.
+        gpu_name: key of `gpus.GPUS`.
+        name: name of the job, for the report.
+        host_memory_bytes: memory of one node; None: that of the vendor's own servers.
 
     Raises:
-        ConfigError: the GPU is not known, or nothing says what the model's shape is; also tells what else is wrong.
+        ConfigError: the GPU or the model's shape is unknown; includes other errors of the config.
     """
     subject = _read_subject(config, gpu_name)
     rules = check(subject)
@@ -47,7 +47,7 @@ def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: in
     found = () if numbers.fits else remedies(subject, host_memory_bytes)
     memory = tuple(memory_findings(subject, numbers.memory, numbers.capacities, host_memory_given=host_memory_bytes is not None))
     return replace(
-        _plan(name, subject, _errors_first((*findings, *(_mended(finding, found) for finding in memory)))),
+        _plan(name, subject, _errors_first((*findings, *(_with_remedy(finding, found) for finding in memory)))),
         layout=numbers.layout,
         memory=numbers.memory,
         capacities=numbers.capacities,
@@ -62,17 +62,17 @@ def _read_subject(config: Config, gpu_name: str) -> Subject:
     try:
         return read_subject(config, gpu_name)
     except ConfigError as error:
-        broken = [each for each in config_findings(config) if each.severity is Severity.ERROR and each.id != "CFG-MODEL-MISSING"]
-        raise ConfigError(*error.problems, *(described(each, config) for each in broken)) from None
+        errors = [each for each in config_findings(config) if each.severity is Severity.ERROR and each.id != "CFG-MODEL-MISSING"]
+        raise ConfigError(*error.problems, *(described(each, config) for each in errors)) from None
 
 
-def _mended(finding: Finding, found: tuple[Remedy, ...]) -> Finding:
-    """With the cheapest remedy as its fix."""
+def _with_remedy(finding: Finding, found: tuple[Remedy, ...]) -> Finding:
+    """Return the finding with the cheapest remedy as its fix."""
     if finding.id == HOST:
         return finding
     if found:
         return replace(finding, fix=found[0].changes)
-    return replace(finding, advice="Take more or larger GPUs (--actor-num-nodes, --gpu); no single change or pair of changes is enough.")
+    return replace(finding, advice="Use more or larger GPUs (--actor-num-nodes, --gpu); no single change or pair of changes is enough.")
 
 
 def _errors_first(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
@@ -80,7 +80,7 @@ def _errors_first(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
 
 
 def _plan(name: str, subject: Subject, findings: tuple[Finding, ...]) -> Plan:
-    """The plan without numbers of the run."""
+    """Return a plan without estimates."""
     architecture = subject.architecture
     return Plan(
         name=name,

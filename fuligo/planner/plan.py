@@ -1,4 +1,4 @@
-"""The answer of the planner: what `fuligo plan` prints, writes as JSON and draws."""
+"""Data of a plan, which `fuligo plan` prints, writes as JSON and draws."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Stage:
     """Counted from 0."""
     num_layers: int
     index_layers: tuple[int, ...]
-    """Of them, those that compute their own sparse index (DSA), counted from 0."""
+    """Layers of the stage that compute their own sparse index (DSA), from 0."""
     has_embedding: bool
     has_head: bool
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerRank:
-    """Where one process of the trainer stands in each parallel dimension (Megatron's order tp-cp-ep-dp-pp, tp innermost)."""
+    """Coordinates of a trainer rank in each parallel dimension (Megatron's order tp-cp-ep-dp-pp, tp innermost)."""
 
     rank: int
     tp: int
@@ -39,36 +39,36 @@ class TrainerRank:
 
 @dataclass(frozen=True, slots=True)
 class EngineRank:
-    """Where one process of an engine stands."""
+    """Coordinates of an engine rank."""
 
     group: int
     """Index into `ClusterLayout.engine_groups`."""
     engine: int
     """Number of the engine among all engines of the run."""
     rank: int
-    """Within the engine."""
+    """Rank within the engine."""
     tp: int
     pp: int
     dp: int
-    """Of attention; 0 without DP attention."""
+    """Data-parallel rank of attention; 0 without DP attention."""
     ep: int
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedGpu:
-    """One GPU of the cluster and what runs there."""
+    """GPU of the cluster with its trainer and engine rank."""
 
     node: int
     local_index: int
-    """Within the node."""
+    """Index within the node."""
     trainer: TrainerRank | None
     engine: EngineRank | None
-    """Both under `--colocate`; neither where a placeholder group keeps the GPU free."""
+    """Both are set with `--colocate`, neither for GPUs of a placeholder group."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineGroup:
-    """Engines that are alike."""
+    """Group of engines with equal settings."""
 
     model: str
     worker_type: str
@@ -83,7 +83,7 @@ class EngineGroup:
 
 @dataclass(frozen=True, slots=True)
 class ClusterLayout:
-    """What runs where."""
+    """Placement of all ranks."""
 
     num_nodes: int
     num_gpus_per_node: int
@@ -96,35 +96,35 @@ class ClusterLayout:
     ep: int
     etp: int
     dp: int
-    """Sizes of the trainer's dimensions; 1 each for the torch backend but dp."""
+    """Sizes of the trainer's dimensions; for the torch backend all but dp are 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryItem:
-    """One layer of a memory bar."""
+    """Part of a memory bar."""
 
     name: str
     """weights, gradients, optimizer, activations, logits, communication, kv_cache, graphs, runtime, ..."""
     num_bytes: int
     note: str
-    """How it comes about, with the numbers."""
+    """Derivation, with the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBar:
-    """The peak memory of one kind of GPU."""
+    """Peak memory of one kind of GPU, or of the host."""
 
     owner: str
     """`trainer stage 0`, `engines: decode`, `host`."""
     num_gpus: int
-    """GPUs that look so."""
+    """GPUs of this kind."""
     capacity_bytes: int
     items: tuple[MemoryItem, ...]
     pipeline_rank: int | None = None
-    """Of the trainer's GPUs that look so; None for engines and the host."""
+    """Pipeline rank of the trainer; None for engines and the host."""
     engine_group: int | None = None
-    """Index into `ClusterLayout.engine_groups` for the GPUs of engines; None for the trainer and the host. Both are set where one bar
-    stands for trainer and engine together."""
+    """Index into `ClusterLayout.engine_groups` for the GPUs of engines; None for the trainer and the host. Both are set if one bar shows
+    trainer and engine together."""
 
     @property
     def used_bytes(self) -> int:
@@ -137,44 +137,44 @@ class MemoryBar:
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:
-    """What one engine of a group can hold."""
+    """Capacity of one engine of a group."""
 
     group: int
     kv_cache_tokens: int
     concurrent_sequences: int
-    """Of the longest prompt and response that the config allows; no more than the engine runs at a time."""
+    """Sequences of the longest prompt and response that fit, limited by the engine's running requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of one step on the timeline."""
+    """Part of one step on the timeline."""
 
     name: str
     """rollout, reward, score, train, optimizer, sync, offload ..."""
     lane: str
-    """trainer, engines, or teacher where engines serve one."""
+    """trainer, engines, or teacher if engines serve one."""
     start_s: float
     duration_s: float
     flops: float
-    """Over all GPUs; 0 where it moves bytes only."""
+    """FLOPs over all GPUs; 0 if the phase only moves bytes."""
     note: str
-    """The assumption behind the duration (MFU, bandwidth) with its number."""
+    """Assumption behind the duration (MFU, bandwidth), with its number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A change of flags that makes the run fit, and what it costs."""
+    """Change of flags that makes the run fit, and its cost."""
 
     flags: tuple[str, ...]
     """As typed: `--recompute-granularity full`."""
     saved_bytes: int
     cost: str
-    """In words, with a number where there is one: `+33% of the trainer's FLOPs`."""
+    """Cost in words, such as `+33% of the trainer's FLOPs`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that is known of a run before it starts."""
+    """Plan of a run."""
 
     name: str
     model_type: str
@@ -184,13 +184,13 @@ class Plan:
     gpu: str
     findings: tuple[Finding, ...]
     layout: ClusterLayout | None
-    """None where the errors leave no layout."""
+    """None if errors prevent a layout."""
     memory: tuple[MemoryBar, ...]
     capacities: tuple[EngineCapacity, ...]
     phases: tuple[Phase, ...]
-    """Of one step, in order; empty where there is no layout."""
+    """Phases of one step, in order; empty without a layout."""
     step_s: float
     suggestions: tuple[Suggestion, ...]
-    """At most three, the cheapest first; empty where everything fits."""
+    """At most three, the cheapest first; empty if everything fits."""
     assumptions: tuple[str, ...]
-    """Of the estimates, one sentence each."""
+    """Assumptions of the estimates, one sentence each."""

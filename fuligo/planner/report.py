@@ -1,4 +1,4 @@
-"""The plan as text: what runs where, memory, one step, what is wrong. A good plan fits one screen."""
+"""Plan as text: placement, memory, one step, findings."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from fuligo.quantities import as_typed, count, gibibytes, magnitude, ranges, sec
 _MAX_WIDTH = 120
 _MIN_BAR = 10
 _SHOWN_SHARE = 0.001
-"""Of the host's memory; with less than that there is nothing to see or to worry about."""
+"""Share of the host's memory below which the host is not shown."""
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow"}
 
 
 def print_report(plan: Plan, config: Config, console: Console, notes: Sequence[str] = ()) -> None:
-    """
+    """Print the report of a plan.
+
     Args:
-        config: what was planned.
-        notes: what reading the command line warned of.
+        config: config of the plan.
+        notes: warnings of the command-line parser.
     """
     width = min(console.width, _MAX_WIDTH) - 2
     coloured = console.is_terminal and not console.no_color
@@ -42,7 +43,7 @@ def print_report(plan: Plan, config: Config, console: Console, notes: Sequence[s
     if plan.findings or notes:
         _section(console, "Findings", [*_findings(plan.findings, config), *(Text(f"note: {note}") for note in notes)])
     if plan.suggestions:
-        _section(console, "What would make it fit, the cheapest first", _suggestions(plan))
+        _section(console, "Changes that make it fit, cheapest first", _suggestions(plan))
     console.print()
     console.print(_verdict(plan))
 
@@ -72,7 +73,7 @@ def _trainer(layout: ClusterLayout) -> Iterator[Text]:
     gpus = [gpu for gpu in layout.gpus if gpu.trainer is not None]
     if not gpus:
         return
-    # Without experts the size of expert tensor parallelism follows that of tensor parallelism, and says nothing.
+    # Without experts ETP equals TP and is not worth showing.
     etp = layout.etp if layout.ep > 1 or layout.etp != layout.tp else 1
     sizes = _sizes(TP=layout.tp, CP=layout.cp, PP=layout.pp, DP=layout.dp, EP=layout.ep, ETP=etp)
     nodes = ranges(gpu.node for gpu in gpus)
@@ -85,7 +86,7 @@ def _trainer(layout: ClusterLayout) -> Iterator[Text]:
         yield _labelled("stages", "layers " + " | ".join("+".join(str(stage.num_layers) for stage in chunks) for chunks in by_rank))
         if any(stage.index_layers for stage in layout.stages):
             counts = " | ".join(str(sum(len(stage.index_layers) for stage in chunks)) for chunks in by_rank)
-            yield _labelled("", f"of them computing their own sparse index: {counts}")
+            yield _labelled("", f"layers with their own sparse index: {counts}")
 
 
 def _engines(layout: ClusterLayout, capacities: Sequence[EngineCapacity]) -> Iterator[Text]:
@@ -105,7 +106,7 @@ def _engines(layout: ClusterLayout, capacities: Sequence[EngineCapacity]) -> Ite
             held = f"each holds {magnitude(capacity.kv_cache_tokens)} tokens of KV cache"
             yield _labelled("", f"{held}: {magnitude(capacity.concurrent_sequences)} of the longest sequences at a time")
         if not found and group.worker_type != "placeholder":
-            yield _labelled("", "memory and time not reckoned: no config.json here says what this model is")
+            yield _labelled("", "memory and time not estimated: no config.json of this model on this machine")
 
 
 def _sizes(**sizes: int) -> str:
@@ -122,7 +123,7 @@ def _labelled(label: str, text: str) -> Text:
 
 
 def _memory(bars: Sequence[MemoryBar], width: int, coloured: bool) -> Iterator[Text]:
-    bars = _alike_merged([bar for bar in bars if _is_gpu(bar) or _SHOWN_SHARE * bar.capacity_bytes <= bar.used_bytes])
+    bars = _merge_equal_stages([bar for bar in bars if _is_gpu(bar) or _SHOWN_SHARE * bar.capacity_bytes <= bar.used_bytes])
     palette = Palette((item.name for bar in bars for item in bar.items if item.num_bytes), coloured=coloured)
     labels = [f"{bar.owner}, {count(bar.num_gpus, 'GPU')}" if _is_gpu(bar) else f"{bar.owner}, fullest node" for bar in bars]
     figures = [_figures(bar) for bar in bars]
@@ -149,8 +150,8 @@ def _figures(bar: MemoryBar) -> str:
     return f"{gibibytes(bar.used_bytes).removesuffix(' GiB')} of {gibibytes(bar.capacity_bytes)}, {rest}"
 
 
-def _alike_merged(bars: Sequence[MemoryBar]) -> list[MemoryBar]:
-    """Neighbouring pipeline stages with equal bars become one: `trainer stages 1-6`."""
+def _merge_equal_stages(bars: Sequence[MemoryBar]) -> list[MemoryBar]:
+    """Merge neighbouring pipeline stages with equal bars into one, such as `trainer stages 1-6`."""
     merged: list[MemoryBar] = []
     for (_, _, first_rank), group in groupby(bars, lambda bar: (bar.items, bar.capacity_bytes, bar.pipeline_rank is None)):
         alike = list(group)
@@ -197,9 +198,9 @@ def _verdict(plan: Plan) -> Text:
     num_warnings = len(plan.findings) - num_errors
     warnings = f", {count(num_warnings, 'warning')}" if num_warnings else ""
     if num_errors:
-        # What it needs of memory is an estimate, for which fuligo train refuses nothing.
+        # Memory is an estimate, so fuligo train does not reject a run for it.
         of_memory = all(finding.id.startswith("PLAN-MEMORY") for finding in errors)
-        consequence = "this would run out of memory" if of_memory else "fuligo train would refuse this"
+        consequence = "this run would exceed its memory" if of_memory else "fuligo train would reject this run"
         return Text.assemble((count(num_errors, "error"), "bold red"), f"{warnings}: {consequence}")
-    estimates = f"; the times are estimates under {count(len(plan.assumptions), 'assumption')} (--html or --json tells them)"
+    estimates = f"; the times are estimates under {count(len(plan.assumptions), 'assumption')} (listed by --html and --json)"
     return Text.assemble(("valid", "bold green"), warnings, estimates if plan.assumptions else "")

@@ -1,4 +1,4 @@
-"""How long a rollout and its scoring by a served teacher take: prefill bound by arithmetic, decoding by memory bandwidth and launches."""
+"""Time of a rollout and of scoring by a served teacher: prefill is bound by FLOPs, decoding by memory bandwidth and launches."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from fuligo.quantities import magnitude
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """Of the engines of one group."""
+    """Decoding by the engines of one group."""
 
     seconds: float
     batch: float
-    """Requests that one engine decodes together, on average."""
+    """Requests that one engine decodes at once, on average."""
     step_s: float
 
 
 def rollout_phase(subject: Subject, layout: ClusterLayout) -> Phase:
-    """All responses that a rollout keeps, all engines at work together."""
+    """Estimate the rollout: all kept responses, all engines in parallel."""
     config = subject.config
     requests = config.samples_per_rollout
     flops = _flops(subject, requests)
     if config.resolved_rollout_backend == "embedded":
         decoding = _embedded(subject, requests)
-        note = f"{decoding.batch:.0f} requests decoded together, {decoding.step_s * 1e3:.1f} ms a step, embedded engine"
+        note = f"{decoding.batch:.0f} requests decoded at once, {decoding.step_s * 1e3:.1f} ms a step, embedded engine"
         return Phase("rollout", "engines", 0.0, decoding.seconds, flops, note)
     engines = planned_engines(subject)
     policy = policy_model(config) if engines else None
@@ -46,14 +46,14 @@ def rollout_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     num_gpus = sum(spec.num_gpus for spec, _ in decoders)
     slowest = max((_decoding(subject, spec, memory, requests * spec.num_gpus / num_gpus) for spec, memory in decoders), key=_seconds)
     prefill_s, prefill_note = _prefill(subject, groups)
-    note = f"{slowest.batch:.0f} requests decoded together by an engine, {slowest.step_s * 1e3:.1f} ms a step; {prefill_note}"
+    note = f"{slowest.batch:.0f} requests decoded at once per engine, {slowest.step_s * 1e3:.1f} ms a step; {prefill_note}"
     return Phase("rollout", "engines", 0.0, slowest.seconds + prefill_s, flops, note)
 
 
 def teacher_phase(subject: Subject, rollout_s: float) -> Phase | None:
-    """A served teacher's prefill of every sample; None without one, and where its model is not known.
+    """Estimate a served teacher's prefill of every sample; None without one, or if its model is unknown.
 
-    It scores a group when the group is finished, while others are sampled: at the end of a rollout of `rollout_s` the last one is left.
+    It scores each finished group while others are sampled, so only the last group is left at the end of a rollout of `rollout_s`.
     """
     config = subject.config
     found = [(spec, memory.architecture) for _, spec, memory in planned_engines(subject) if serves_teacher(spec, config)]
@@ -64,7 +64,7 @@ def teacher_phase(subject: Subject, rollout_s: float) -> Phase | None:
     seconds = flops / (num_gpus * subject.gpu.bf16_flops * speeds.PREFILL)
     last_s = seconds / config.rollout.rollout_batch_size
     tokens = config.samples_per_rollout * (average_prompt(config) + average_response(config))
-    note = f"{magnitude(tokens)} tokens at {speeds.PREFILL:.0%} of the peak, while the rollout goes on; its last group comes after it"
+    note = f"{magnitude(tokens)} tokens at {speeds.PREFILL:.0%} of the peak, during the rollout; only the last group comes after it"
     return Phase("prefill", "teacher", max(0.0, rollout_s + last_s - seconds), seconds, flops, note)
 
 
@@ -73,7 +73,7 @@ def _seconds(decoding: _Decoding) -> float:
 
 
 def _decoding(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, requests: float) -> _Decoding:
-    """Engines of one group with `requests` among them."""
+    """Estimate the decoding of `requests` by the engines of one group."""
     config, architecture = subject.config, subject.rollout_architecture
     response = average_response(config)
     context = average_prompt(config) + response
@@ -101,17 +101,17 @@ def _decoding(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, req
 
 
 def _accepted(memory: EngineMemory) -> float:
-    """Tokens that a decoding step gives: one, and those drafted ones before the first that is refused."""
+    """Return the expected tokens per decoding step: one, and the drafted ones before the first rejected one."""
     return sum(speeds.DRAFT_ACCEPTANCE**k for k in range(memory.settings.draft_tokens))
 
 
 def _prefill(subject: Subject, groups: list[tuple[EngineGroupSpec, EngineMemory]]) -> tuple[float, str]:
-    """Every prompt once; its other samples find it in the cache."""
+    """Estimate the prefill: every prompt once, since its other samples hit the cache."""
     config = subject.config
     workers = [spec for spec, _ in groups if spec.worker_type == "prefill"] or [spec for spec, _ in groups if spec.worker_type == "regular"]
     num_gpus = sum(spec.num_gpus for spec in workers)
     if not num_gpus:
-        return 0.0, "no engine for prompts"
+        return 0.0, "no engine prefills"
     tokens = config.rollout.rollout_batch_size * average_prompt(config)
     flops = tokens * forward_flops(subject.rollout_architecture).per_token
     seconds = flops / (num_gpus * subject.gpu.bf16_flops * speeds.PREFILL)
@@ -131,7 +131,7 @@ def _embedded(subject: Subject, requests: int) -> _Decoding:
 
 
 def _flops(subject: Subject, requests: int) -> float:
-    """Of all tokens, prompts counted once."""
+    """Return the FLOPs of all tokens, counting each prompt once."""
     config, forward = subject.config, forward_flops(subject.rollout_architecture)
     prompt, response = average_prompt(config), average_response(config)
     square = 2 * prompt * response + (2 * response) ** 2 / 3

@@ -1,4 +1,4 @@
-"""How long the phases of one step take: operations and bytes against the speeds that real programs reach."""
+"""Timeline of one step: FLOPs and bytes of each phase at measured efficiencies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fuligo.planner.training_time import num_trained_models, optimizer_phase, sc
 
 
 def phases(subject: Subject, layout: ClusterLayout) -> tuple[Phase, ...]:
-    """The phases of one step, in order of their start.
+    """Return the phases of one step, in order of their start.
 
     In one-step and fully asynchronous modes the engines sample the next rollout while the trainer works.
     """
@@ -37,32 +37,32 @@ def phases(subject: Subject, layout: ClusterLayout) -> tuple[Phase, ...]:
 
 
 def step_seconds(phases: tuple[Phase, ...]) -> float:
-    """When the last phase is over."""
+    """Return the end of the last phase."""
     return max((phase.start_s + phase.duration_s for phase in phases), default=0.0)
 
 
 def assumptions(subject: Subject, layout: ClusterLayout) -> tuple[str, ...]:
-    """What the estimates rest on, beside each phase's note."""
+    """Return the assumptions of the estimates, beside each phase's note."""
     config = subject.config
-    told = [
+    stated = [
         f"Responses average {average_response(config)} tokens, {AVERAGE_OF_LONGEST:.0%} of the longest, spread evenly; "
         f"prompts {average_prompt(config)} tokens.",
         "Experts get equal shares of the tokens.",
-        "Rewards and evaluation take no time; a rollout samples what it keeps, no prompt is dropped by a filter.",
+        "Rewards and evaluation take no time; no prompt is dropped by a filter.",
     ]
     if layout.pp > 1 or layout.tp > 1 or layout.cp > 1 or layout.ep > 1:
-        told.append("Efficiencies were measured with parallel dimensions of 2 inside one node and are taken to hold for larger ones.")
+        stated.append("Efficiencies were measured with parallel sizes of 2 inside one node and assumed for larger ones.")
     unknown = {spec.model: spec.model_path for spec in engine_groups(config) if spec.num_engines and subject.served_by(spec) is None}
-    told += [
-        f"Engines of model {name} are not reckoned: {path} has no config.json here that says enough." for name, path in unknown.items()
+    stated += [
+        f"Engines of model {name} are not estimated: {path} has no usable config.json on this machine." for name, path in unknown.items()
     ]
     if config.teacher_from == "engine" and config.algorithm.opd_teacher_url is not None:
-        told.append("The teacher at --opd-teacher-url takes no time.")
-    return tuple(told)
+        stated.append("The teacher at --opd-teacher-url takes no time.")
+    return tuple(stated)
 
 
 def _sampling(subject: Subject, layout: ClusterLayout) -> tuple[Phase, ...]:
-    """The rollout, and what a served teacher does meanwhile."""
+    """Return the rollout and a served teacher's phase."""
     rollout = rollout_phase(subject, layout)
     teacher = teacher_phase(subject, rollout.duration_s)
     return (rollout,) if teacher is None else (rollout, teacher)
@@ -75,7 +75,7 @@ def _one_after_another(chain: list[Phase], start_s: float) -> Iterator[Phase]:
 
 
 def _moves(subject: Subject, layout: ClusterLayout) -> list[Phase]:
-    """Under --colocate: the trainer's tensors come to the GPU and leave it again."""
+    """Return the onload and offload of the trainer's tensors with --colocate."""
     shape = trainer_shape(subject.config)
     if not (subject.config.cluster.colocate and shape.is_megatron):
         return []
@@ -89,10 +89,10 @@ def _moves(subject: Subject, layout: ClusterLayout) -> list[Phase]:
 
 
 def _weight_sync(subject: Subject) -> Phase:
-    """The new weights on their way to the engines."""
+    """Estimate the weight sync."""
     architecture = subject.rollout_architecture
     parts = [part for layer in architecture.layers for part in layer.parts] + list(architecture.outer_parts)
     num_bytes = sum(part.num_parameters * (1 if architecture.is_quantised and part.quantisable else 2) for part in parts)
     speed = min(speeds.SYNC_BYTES_PER_S, subject.gpu.link_bytes_per_s)
-    note = f"{num_bytes / 1e9:.0f} GB, each GPU of an engine seeing all of it, at {speed / 1e9:.0f} GB/s"
+    note = f"{num_bytes / 1e9:.0f} GB, all of it to each GPU of an engine, at {speed / 1e9:.0f} GB/s"
     return Phase("sync", "trainer", 0.0, num_bytes / speed, 0.0, note)

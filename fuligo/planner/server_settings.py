@@ -1,4 +1,4 @@
-"""What an SGLang server makes of its arguments where they are not given: the sizes that depend on the GPU.
+"""Defaults of an SGLang server that depend on the GPU.
 
 Rules of SGLang 0.5.15.post1 (`srt/server_args.py`: `_handle_gpu_memory_settings`, `_handle_data_parallelism`;
 `srt/arg_groups/speculative_hook.py`), NVIDIA GPUs.
@@ -13,40 +13,40 @@ from fuligo.models.architecture import Architecture, LatentAttention
 from fuligo.planner.gpus import GIB, MIB, Gpu
 
 DEFAULT_PREFILL_TOKENS = 16384
-"""`max_prefill_tokens` where it is not given."""
+"""Default of `max_prefill_tokens`."""
 SPECULATIVE_REQUESTS = 48
-"""`max_running_requests` of a server that drafts, where it is not given; its attention replicas share them."""
+"""Default of `max_running_requests` with speculative decoding, shared by the attention replicas."""
 DRAFTS_OF_MODEL = ("EAGLE", "NEXTN")
-"""Speculative algorithms whose draft is the model's own layer for multi-token prediction."""
+"""Speculative algorithms that draft with the model's own MTP layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Of one server."""
+    """Resolved settings of one server."""
 
     mem_fraction_static: float
     chunked_prefill_tokens: int
-    """Of one data-parallel rank of attention."""
+    """Chunk size of one data-parallel rank of attention."""
     graph_batch: int
-    """Largest batch with a CUDA graph for decoding; 0 where there are none."""
+    """Largest decoding batch with a CUDA graph; 0 without graphs."""
     num_prefill_graphs: int
     max_running_requests: int | None
-    """Of the whole server."""
+    """Limit of the whole server; None: as many as its memory holds."""
     uses_deepep: bool
     drafts_with_own_layers: bool
     draft_tokens: int
-    """Tokens that one decoding step verifies; 1 without speculative decoding."""
+    """Tokens verified per decoding step; 1 without speculative decoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """What SGLang chooses for GPUs below a size in MiB."""
+    """SGLang's defaults for GPUs below a memory size."""
 
     below_mib: float
     chunk: int
     batch: int
     wide_batch: int
-    """From tensor-parallel size 4 on."""
+    """Batch with tensor-parallel size 4 or more."""
 
 
 _SIZES = (
@@ -59,11 +59,11 @@ _SIZES = (
 
 
 def server_settings(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu) -> ServerSettings:
-    """The settings of the servers of one group on `gpu`."""
+    """Resolve the settings of the servers of one group on `gpu`."""
     arguments = spec.arguments
     size = next(size for size in _SIZES if gpu.memory_bytes / MIB < size.below_mib)
     chunk = arguments.get("chunked_prefill_size") or size.chunk
-    if chunk < 0:  # one piece, up to the largest batch of prompts
+    if chunk < 0:  # no chunks: one prefill of up to max_prefill_tokens
         chunk = arguments.get("max_prefill_tokens") or DEFAULT_PREFILL_TOKENS
     batch = _graph_batch(spec, size)
     algorithm = arguments.get("speculative_algorithm")
@@ -84,7 +84,7 @@ def server_settings(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu)
 
 
 def max_running_requests(spec: EngineGroupSpec) -> int | None:
-    """Of one server; None: as many as its memory holds."""
+    """Return the limit of one server; None: as many as its memory holds."""
     default = None if spec.arguments.get("speculative_algorithm") is None else SPECULATIVE_REQUESTS
     return spec.arguments.get("max_running_requests") or default
 
@@ -100,28 +100,28 @@ def _graph_batch(spec: EngineGroupSpec, size: _Size) -> int:
 
 
 def _num_prefill_graphs(chunk: int) -> int:
-    """Sizes that `_generate_prefill_cuda_graph_batch_sizes` captures up to a chunk."""
+    """Return the number of graphs that `_generate_prefill_cuda_graph_batch_sizes` captures up to a chunk."""
     ranges = ((4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, chunk + 1, 512))
     return sum(1 for bounds in ranges for size in range(*bounds) if size <= chunk)
 
 
 def prefill_graph_bytes(settings: ServerSettings, architecture: Architecture) -> int:
-    """SGLang's own reckoning: 8 MiB a graph, or 1.5 GiB together with latent attention."""
+    """Return SGLang's own estimate: 8 MiB per graph, or 1.5 GiB in total with latent attention."""
     if not settings.num_prefill_graphs:
         return 0
     return 3 * GIB // 2 if isinstance(architecture.attention, LatentAttention) else 8 * MIB * settings.num_prefill_graphs
 
 
 def decode_graph_bytes(settings: ServerSettings) -> int:
-    """SGLang's own reckoning: 2 MiB for each sequence of the largest batch."""
+    """Return SGLang's own estimate: 2 MiB per sequence of the largest batch."""
     return 2 * MIB * settings.graph_batch
 
 
 def _default_fraction(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, settings: ServerSettings, chunk: int) -> float:
-    """--mem-fraction-static where it is not given: what is left of the GPU after a reserve, in MiB."""
+    """Return SGLang's default of --mem-fraction-static: the share of the GPU left after a reserve."""
     reserve = 512.0
     if spec.worker_type == "decode":
-        # Reckoned before SGLang limits a server that drafts.
+        # SGLang computes this before it limits the requests of speculative decoding.
         running = spec.arguments.get("max_running_requests") or settings.graph_batch or 1
         reserve += max(running * settings.draft_tokens, 2048) * 1.5
     else:

@@ -1,4 +1,4 @@
-"""Which layers each pipeline rank computes, as Megatron-Core cuts them (`transformer_block.get_num_layers_to_build`)."""
+"""Split of the layers over pipeline ranks, as in Megatron-Core (`transformer_block.get_num_layers_to_build`)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LOSS_COUNTS = "account_for_loss_in_pipeline_split"
 
 
 def stages(subject: Subject) -> tuple[Stage, ...]:
-    """The stages in the order in which a token passes them: all pipeline ranks for each virtual rank.
+    """Return the stages in the order in which a token passes them: all pipeline ranks for each virtual rank.
 
     Raises:
-        ConfigError: the layers cannot be shared so.
+        ConfigError: the layers cannot be split so.
     """
     shape = trainer_shape(subject.config)
     counts = _layers_of_chunks(subject, shape.pp, shape.vpp)
@@ -42,15 +42,15 @@ def stages(subject: Subject) -> tuple[Stage, ...]:
 
 
 def stage_layers(architecture: Architecture, stage: Stage) -> tuple[Layer, ...]:
-    """The layers of a stage, without those for multi-token prediction."""
+    """Return the layers of a stage, without MTP layers."""
     return architecture.layers[stage.first_layer : stage.first_layer + stage.num_layers]
 
 
 def _layers_of_chunks(subject: Subject, pp: int, vpp: int) -> list[list[int]]:
-    """[virtual rank][pipeline rank] layers."""
+    """Return the number of layers by [virtual rank][pipeline rank]."""
     megatron = subject.config.megatron
     if megatron.get("pipeline_model_parallel_layout") is not None:
-        raise ConfigError("--pipeline-model-parallel-layout is not known to the planner; give --decoder-first/last-pipeline-num-layers")
+        raise ConfigError("--pipeline-model-parallel-layout is not supported; use --decoder-first/last-pipeline-num-layers")
     embedding, loss = bool(megatron.get(EMBEDDING_COUNTS)), bool(megatron.get(LOSS_COUNTS))
     counts = []
     for pipeline_rank, num_layers in enumerate(_layers_of_ranks(subject, pp, embedding + loss)):
@@ -65,12 +65,12 @@ def _layers_of_chunks(subject: Subject, pp: int, vpp: int) -> list[list[int]]:
 
 
 def _layers_of_ranks(subject: Subject, pp: int, num_extra: int) -> list[int]:
-    """Layers of each pipeline rank; an embedding or a loss that counts as a layer is among them (`num_extra`)."""
+    """Return the layers of each pipeline rank, including an embedding or a loss that counts as a layer (`num_extra`)."""
     flags = subject.config.parallel
     num_layers = subject.architecture.num_layers
     first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
     if num_extra and (first is not None or last is not None):
-        raise ConfigError("--account-for-embedding/loss-in-pipeline-split do not go with --decoder-first/last-pipeline-num-layers")
+        raise ConfigError("--account-for-embedding/loss-in-pipeline-split cannot be combined with --decoder-first/last-pipeline-num-layers")
     if pp == 1:
         return [num_layers + num_extra]
     num_middle = pp - (first is not None) - (last is not None)

@@ -1,4 +1,4 @@
-"""What the planner looks at."""
+"""Input of the planner: config, model and GPU."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from fuligo.planner.gpus import Gpu, gpu
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A config with the facts of its model and its GPUs."""
+    """Config with its model's shapes and its GPU's figures."""
 
     config: Config
     architecture: Architecture
-    """Of `--hf-checkpoint`'s config.json, of `--model-config-file`, or of the MODEL_ARGS flags."""
+    """Trained model, from `--hf-checkpoint`'s config.json, `--model-config-file`, or the MODEL_ARGS flags."""
     rollout_architecture: Architecture
-    """Of the checkpoint that the engines load (FP8 where `--hf-checkpoint` is); else the same."""
+    """Model of the checkpoint that the engines load (FP8 if `--hf-checkpoint` is); else the same."""
     gpu: Gpu
     trainer_config_json: FoundConfigJson | None = None
-    """Where `architecture` comes from; None where the MODEL_ARGS alone describe it."""
+    """Source of `architecture`; None if MODEL_ARGS alone describe it."""
     engine_config_json: FoundConfigJson | None = None
-    """Where `rollout_architecture` comes from, likewise."""
+    """Source of `rollout_architecture`, likewise."""
     own_teacher: Architecture | None = None
-    """Of `--opd-teacher-load`, where its config.json is on this machine."""
+    """Model of `--opd-teacher-load`, if its config.json is on this machine."""
     other_served: Mapping[str, Architecture] = field(default_factory=dict)
-    """Of the models of `--sglang-config` with a path of their own, by that path, as far as they are known on this machine."""
+    """Models of `--sglang-config` with a path of their own, by that path, if known on this machine."""
 
     @property
     def teacher(self) -> Subject | None:
-        """The same with the trainer's teacher in the policy's place; None without one. One that nothing describes is like the policy."""
+        """Subject with the trainer's teacher in place of the policy; None without one. An unknown teacher has the policy's shape."""
         return replace(self, architecture=self.own_teacher or self.architecture) if self.config.teacher_from == "trainer" else None
 
     def served_by(self, spec: EngineGroupSpec) -> Architecture | None:
-        """The model of a group's servers; None where nothing on this machine describes it. What follows the trainer is its model."""
+        """Return the model of a group's servers, or None if unknown; servers that receive weights have the trained model."""
         path = spec.model_path
         if path is None or path == self.config.model.hf_checkpoint:
             return self.rollout_architecture
@@ -52,10 +52,10 @@ class Subject:
 
 
 def read_subject(config: Config, gpu_name: str) -> Subject:
-    """The subject of a config, with the model's facts from this machine.
+    """Return the subject of a config.
 
     Raises:
-        ConfigError: the GPU is not known, or nothing says what the model's shape is.
+        ConfigError: the GPU or the model's shape is unknown.
     """
     trained, served = find_architectures(config)
     return Subject(

@@ -1,4 +1,4 @@
-"""Changes of flags that make a run fit: each is tried on the whole plan before it is shown, the cheapest run first."""
+"""Suggestions of flag changes that make a run fit, tested on the whole plan and sorted by the cost of a step."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from fuligo.config.changes import apply_changes, change_text
-from fuligo.config.findings import Change
+from fuligo.config.findings import Change, Severity
 from fuligo.errors import ConfigError
 from fuligo.layout.trainer_shape import trainer_shape
+from fuligo.planner.check import violations
 from fuligo.planner.estimate import Estimate, estimate, shortfall
 from fuligo.planner.fit import engines_fit
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.plan import Suggestion
-from fuligo.planner.rule_errors import rule_errors
 from fuligo.planner.rules.servers import running, set_argument
 from fuligo.planner.subject import Subject
 from fuligo.quantities import gibibytes, seconds
 
 NUM_SHOWN = 3
 SMALL_CHUNK_TOKENS = 1024
-"""Of logits: still a large matrix product."""
+"""Chunk of logits that is still a large matrix product."""
 NUM_COMBINED = 7
-"""Kinds of changes that are tried in pairs."""
+"""Kinds of changes to try in pairs."""
 Changes = tuple[Change, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Changes that were tried and found to make the run fit."""
+    """Changes that make the run fit."""
 
     changes: Changes
     suggestion: Suggestion
     gpu_seconds: float
-    """Of one step: seconds x GPUs."""
+    """Cost of one step: seconds x GPUs."""
 
 
 def suggest(subject: Subject) -> tuple[Suggestion, ...]:
-    """The three cheapest changes that make the run fit; empty where it does, or where nothing known helps."""
+    """Return up to three changes that make the run fit, the cheapest first; empty if it fits or no known change helps."""
     return tuple(remedy.suggestion for remedy in remedies(subject))
 
 
 def remedies(subject: Subject, host_memory_bytes: int | None = None) -> tuple[Remedy, ...]:
-    """As `suggest`, with the changes themselves: single ones, or pairs where no single one is enough.
+    """Return the changes that make the run fit: single ones, or pairs if no single one is enough.
 
     Args:
-        host_memory_bytes: of one node; given, what a change puts there has to fit, too.
+        host_memory_bytes: memory of one node; if given, host memory has to fit too.
     """
     now = estimate(subject, host_memory_bytes)
     if now.fits:
@@ -55,24 +55,24 @@ def remedies(subject: Subject, host_memory_bytes: int | None = None) -> tuple[Re
     if not any(trial.shortfall == 0 for trial in trials):
         pairs = (one.changes + other.changes for one, other in combinations(_most_helpful(trials), 2))
         trials = [trial for changes in pairs if (trial := _tried(subject, changes, host_memory_bytes))]
-    known = rule_errors(subject)
-    fitting = [trial for trial in trials if trial.shortfall == 0 and not rule_errors(trial.subject) - known]
+    known = violated_rules(subject)
+    fitting = [trial for trial in trials if trial.shortfall == 0 and not violated_rules(trial.subject) - known]
     found = [_remedy(subject, trial, now, host_memory_bytes) for trial in fitting]
     return tuple(sorted(found, key=lambda remedy: remedy.gpu_seconds)[:NUM_SHOWN])
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """The run with some changes."""
+    """Run with some changes."""
 
     changes: Changes
     subject: Subject
     shortfall: float
-    """Bytes that its GPUs lack."""
+    """Bytes by which it exceeds its GPUs."""
 
 
 def _tried(subject: Subject, changes: Changes, host_memory_bytes: int | None) -> _Trial | None:
-    """None where the changes leave no config or no layout."""
+    """Try the changes; None if they give no valid config or layout."""
     try:
         changed = replace(subject, config=apply_changes(subject.config, changes))
         return _Trial(changes, changed, shortfall(changed, host_memory_bytes))
@@ -80,8 +80,13 @@ def _tried(subject: Subject, changes: Changes, host_memory_bytes: int | None) ->
         return None
 
 
+def violated_rules(subject: Subject) -> frozenset[str]:
+    """Return the ids of the rules with errors; a suggestion must add none."""
+    return frozenset(finding.id for finding in violations(subject) if finding.severity is Severity.ERROR)
+
+
 def _most_helpful(trials: list[_Trial]) -> list[_Trial]:
-    """The best trial of each kind of change, the best kinds."""
+    """Return the best trial of each kind of change, limited to the best kinds."""
     best: dict[tuple[str | int, ...], _Trial] = {}
     for trial in sorted(trials, key=lambda trial: trial.shortfall):
         best.setdefault(trial.changes[0].path, trial)
@@ -98,7 +103,7 @@ def _suggestion(subject: Subject, changes: Changes, now: Estimate, then: Estimat
     share = then.step_s / now.step_s - 1 if now.step_s else 0.0
     slower = f"{share:+.0%}"
     longer = f"{seconds(then.step_s)} instead of {seconds(now.step_s)} ({slower})"
-    cost = f"a step takes {'as long' if slower in ('+0%', '-0%') else longer}"
+    cost = f"a step takes {'equally long' if slower in ('+0%', '-0%') else longer}"
     host = [bar for bar in then.memory if bar.owner == "host"]
     if host and not any(bar.owner == "host" and bar.used_bytes >= host[0].used_bytes for bar in now.memory):
         cost += f", and {gibibytes(host[0].used_bytes)} of a node's memory"
@@ -108,12 +113,12 @@ def _suggestion(subject: Subject, changes: Changes, now: Estimate, then: Estimat
 
 
 def _worst(plan: Estimate) -> int:
-    """Bytes of the fullest GPU."""
+    """Return the bytes of the fullest GPU."""
     return max(bar.used_bytes for bar in plan.memory if bar.owner != "host")
 
 
 def _candidates(subject: Subject, now: Estimate) -> Iterator[Changes]:
-    """What may help, whether or not it is enough or even possible here."""
+    """Yield changes that may help, even if not enough or not possible here."""
     if any(bar.pipeline_rank is not None and not bar.fits for bar in now.memory):
         yield from _trainer_candidates(subject)
         yield (Change(("cluster", "actor_num_nodes"), 2 * subject.config.cluster.actor_num_nodes),)

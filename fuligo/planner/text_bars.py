@@ -1,4 +1,4 @@
-"""Bars made of characters: coloured blocks where there is colour, letters where there is none."""
+"""Bars of characters: coloured blocks, or letters without colour."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ _KNOWN = {
     "trainer": ("t", "bright_cyan"),
     "teacher": ("T", "bright_blue"),
 }
-"""Letter and colour of what most plans consist of: parts of memory, and the lanes of a step."""
+"""Letter and colour of common memory parts and of the lanes of a step."""
 _OTHER_COLOURS = ("bright_white", "bright_blue")
 _BLOCK = "█"
 
 
 class Palette:
-    """A letter and a colour for each name, the same wherever it appears."""
+    """Letter and colour of each name."""
 
     def __init__(self, names: Iterable[str], *, coloured: bool) -> None:
-        """
+        """Assign letters and colours.
+
         Args:
-            coloured: the output shows colour; if not, bars consist of letters.
+            coloured: the output has colour; otherwise bars consist of letters.
         """
         self._coloured = coloured
         self._letters: dict[str, str] = {}
@@ -58,11 +59,11 @@ class Palette:
             taken.add(self._letters[name])
 
     def run(self, name: str, length: int) -> Text:
-        """`length` characters of one part."""
+        """Return `length` characters of one part."""
         return Text((_BLOCK if self._coloured else self._letters[name]) * length, self._styles[name])
 
     def legend(self, width: int) -> Iterator[Text]:
-        """`w weights  g gradients`, in the order of the names; as many lines as it takes, no entry broken."""
+        """Yield the lines of the legend, such as `w weights  g gradients`, in the order of the names."""
         line = Text()
         for name in self._letters:
             entry = Text.assemble(self.run(name, 1), " ", name.replace("_", " "))
@@ -74,10 +75,10 @@ class Palette:
 
 
 def stacked_bar(parts: Sequence[tuple[str, float]], capacity: float, scale: float, width: int, palette: Palette) -> Text:
-    """The parts side by side, dots up to the capacity, `|` at it; what is too much stands behind the `|`.
+    """Draw the parts side by side, dots up to the capacity, and `|` at it; the excess follows the `|`.
 
     Args:
-        scale: what `width` characters stand for; at least the capacity and the sum of the parts.
+        scale: value of `width` characters; at least the capacity and the sum of the parts.
     """
     cells: list[str | None] = []
     total = 0.0
@@ -95,7 +96,7 @@ def stacked_bar(parts: Sequence[tuple[str, float]], capacity: float, scale: floa
 
 
 def span_bar(name: str, start: float, length: float, scale: float, width: int, palette: Palette) -> Text:
-    """A part that begins at `start`: at least one character wide, so that nothing vanishes."""
+    """Draw a part that begins at `start`, at least one character wide."""
     first = min(round(start / scale * width), width - 1)
     last = max(round((start + length) / scale * width), first + 1)
     return Text.assemble(" " * first, palette.run(name, last - first), " " * (width - last))

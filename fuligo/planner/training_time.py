@@ -1,4 +1,4 @@
-"""How long the trainer's phases take."""
+"""Time of the trainer's phases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fuligo.planner.subject import Subject
 
 
 def train_phase(subject: Subject, layout: ClusterLayout) -> Phase:
-    """Forward and backward passes of all optimizer steps of a rollout."""
+    """Estimate the forward and backward passes of all optimizer steps of a rollout."""
     shape, config = trainer_shape(subject.config), subject.config
     passes = 3 + recomputed_passes(subject)
     flops = num_trained_models(subject) * passes * rollout_forward_flops(subject)
@@ -29,14 +29,14 @@ def train_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     if shape.pp > 1:
         note += f", pipeline bubble {bubble:.0%} ({num_micro_batches(subject, shape)} micro-batches)"
     if exchange:
-        note += f", {exchange:.1f} s for tokens on their way to experts of other nodes"
+        note += f", {exchange:.1f} s of token exchange with experts on other nodes"
     if config.resolved_num_steps_per_rollout > 1:
         note += f", {config.resolved_num_steps_per_rollout} optimizer steps"
     return Phase("train", "trainer", 0.0, seconds, flops, note)
 
 
 def score_phase(subject: Subject, layout: ClusterLayout) -> Phase | None:
-    """Before the first optimizer step: log-probabilities of reference, teacher and old policy, and values, where they are needed."""
+    """Estimate the scoring before the first optimizer step: reference, teacher, old policy and values, as needed; None if none is."""
     config, shape = subject.config, trainer_shape(subject.config)
     models = (
         ("reference", subject if config.needs_reference else None),
@@ -60,13 +60,13 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def optimizer_phase(subject: Subject, layout: ClusterLayout) -> Phase:
-    """Reduction of gradients, Adam, and gathering of weights, for all optimizer steps of a rollout."""
+    """Estimate gradient reduction, Adam and weight all-gather for all optimizer steps of a rollout."""
     config, shape, gpu = subject.config, trainer_shape(subject.config), subject.gpu
     num_steps = config.resolved_num_steps_per_rollout * num_trained_models(subject)
     if not shape.is_megatron:
         share = subject.architecture.num_parameters / shape.num_ranks
         seconds = num_steps * share * speeds.ADAM_TRAFFIC_BYTES / gpu.memory_bytes_per_s
-        return Phase("optimizer", "trainer", 0.0, seconds, 0.0, f"{share / 1e9:.2f} B parameters a GPU at its bandwidth")
+        return Phase("optimizer", "trainer", 0.0, seconds, 0.0, f"{share / 1e9:.2f} B parameters per GPU at its memory bandwidth")
     slowest, note = 0.0, ""
     for rank in range(shape.pp):
         state = trainer_state(subject, shape, [stage for stage in layout.stages if stage.pipeline_rank == rank])
@@ -89,12 +89,15 @@ def optimizer_phase(subject: Subject, layout: ClusterLayout) -> Phase:
 
 
 def num_trained_models(subject: Subject) -> int:
-    """The policy, and a value model of its size."""
+    """Return the number of trained models: the policy, and a value model of its size."""
     return 1 + subject.config.trains_values
 
 
 def rollout_forward_flops(subject: Subject) -> float:
-    """Of one forward pass over all samples of a rollout. Responses are spread evenly up to the longest: mean square = longest^2 / 3."""
+    """Return the FLOPs of one forward pass over all samples of a rollout.
+
+    Response lengths are uniform up to the longest, so their mean square is longest^2 / 3.
+    """
     config = subject.config
     prompt, response = average_prompt(config), average_response(config)
     longest = 2 * response
@@ -103,7 +106,7 @@ def rollout_forward_flops(subject: Subject) -> float:
 
 
 def recomputed_passes(subject: Subject) -> float:
-    """Forward passes that are computed twice: all layers' under full recomputation, a part of them under its block method."""
+    """Return the recomputed share of the forward pass: all layers with full recomputation, some of them with its block method."""
     config = subject.config
     if config.resolved_train_backend == "torch":
         return 1.0 if config.model.gradient_checkpointing else 0.0
@@ -117,14 +120,14 @@ def recomputed_passes(subject: Subject) -> float:
 
 
 def pipeline_bubble(subject: Subject, shape: TrainerShape) -> float:
-    """Share of the time in which a stage waits: (pp - 1) / (m v + pp - 1) (Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
+    """Return the share of time that a stage waits: (pp - 1) / (m v + pp - 1) (Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
     if shape.pp == 1:
         return 0.0
     return (shape.pp - 1) / (num_micro_batches(subject, shape) * shape.vpp + shape.pp - 1)
 
 
 def trainer_efficiency(subject: Subject, shape: TrainerShape) -> float:
-    """Of the GPU's dense bf16 peak, the pipeline's bubble apart."""
+    """Return the share of the GPU's dense bf16 peak, without the pipeline bubble."""
     if not shape.is_megatron:
         return speeds.TORCH_TRAINER
     factor, has_experts = speeds.DENSE_ONE_GPU, subject.architecture.experts is not None
@@ -140,7 +143,7 @@ def trainer_efficiency(subject: Subject, shape: TrainerShape) -> float:
 
 
 def _expert_exchange_s(subject: Subject, shape: TrainerShape, layout: ClusterLayout, passes: float) -> float:
-    """Dispatch and combination of tokens over the network, where an expert group spans nodes; a token travels to a node once."""
+    """Estimate dispatch and combine over the network if an expert group spans nodes; a token travels to each node once."""
     experts, per_node = subject.architecture.experts, layout.num_gpus_per_node
     if experts is None or shape.ep * shape.etp <= per_node:
         return 0.0
@@ -154,7 +157,7 @@ def _expert_exchange_s(subject: Subject, shape: TrainerShape, layout: ClusterLay
 
 
 def _reduction_s(subject: Subject, shape: TrainerShape, layout: ClusterLayout, dense: int, experts: int) -> float:
-    """Reduce-scatter of gradients and all-gather of bf16 weights among ranks with the same weights; overlap is not assumed."""
+    """Estimate the gradient reduce-scatter and the bf16 weight all-gather among ranks with equal weights, without overlap."""
     size = gradient_bytes(subject) + 2
 
     def seconds(num_parameters: int, num_ranks: int, stride: int) -> float:

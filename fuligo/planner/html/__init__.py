@@ -1,4 +1,4 @@
-"""The plan as one page that needs nothing else."""
+"""Plan as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ _PAGE = Page(
 
 
 def plan_page(document: dict[str, Any]) -> str:
-    """
+    """Return the page of a plan.
+
     Args:
-        document: of `json_output.plan_document`.
+        document: `json_output.plan_document` of the plan.
     """
     return _PAGE.html(f"{document['name']}: plan", json.dumps(document, separators=(",", ":")))

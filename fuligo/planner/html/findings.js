@@ -52,7 +52,7 @@ function findingsSection() {
 function suggestionsSection() {
   return section(
     "suggestions",
-    "What would make it fit",
+    "Changes that make it fit",
     element("p", { class: "lead" }, "The cheapest first."),
     plan.suggestions.map((suggestion) =>
       element(

@@ -1,8 +1,8 @@
 """Activations of the Megatron trainer.
 
-The accounting is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 4): what each operation keeps for its backward pass, in
-bytes a token, bf16. It is redone for today's layers: flash attention keeps no scores but a log-sum-exp, there is no dropout, norms are
-RMSNorm, MLPs are gated (three widths where the paper has two), attention is grouped or latent, and experts see top-k copies of tokens.
+The accounting follows Korthikanti et al. 2022 (arXiv 2205.05198, section 4): bytes per token, bf16, that each operation keeps for its
+backward pass. It is adapted to current layers: flash attention keeps a log-sum-exp instead of scores, there is no dropout, norms are
+RMSNorm, MLPs are gated (three widths instead of two), attention is grouped or latent, and experts see top-k copies of tokens.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ INDEX = 4
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """Of one layer and token, on one rank."""
+    """Bytes of one layer and token on one rank."""
 
     stored: float
     """Kept from the forward pass for the backward pass, after selective recomputation."""
     whole: float
-    """The same without any recomputation: what exists while the layer's backward pass runs."""
+    """Kept without recomputation; exists while the layer's backward pass runs."""
     entry: float
-    """The layer's input: all that full recomputation keeps."""
+    """The layer's input, which is all that full recomputation keeps."""
     passing: float
-    """Gradients and gathered tensors that exist for a moment of the backward pass, at their largest."""
+    """Peak of gradients and gathered tensors that exist briefly during the backward pass."""
 
 
 def layer_bytes(layer: Layer, architecture: Architecture, shape: TrainerShape, config: Config) -> LayerBytes:
-    """Bytes a token of `layer`'s activations on one rank."""
+    """Return the bytes per token of `layer`'s activations on one rank."""
     hidden, split = architecture.hidden_size, shape.shards_sequence
     norms = (2 * 2 + num_output_norms(layer, hidden)) * BF16 * hidden / split
     attention = _attention(architecture, shape) + BF16 * normed_head_elements(layer, architecture) / shape.tp
@@ -53,13 +53,13 @@ def layer_bytes(layer: Layer, architecture: Architecture, shape: TrainerShape, c
 
 
 def num_output_norms(layer: Layer, hidden_size: int) -> int:
-    """Norms beside those of the inputs of attention and MLP (GLM-4 has two on their outputs): each keeps its input only."""
+    """Return the number of norms beside those before attention and MLP (GLM-4 norms their outputs); each keeps only its input."""
     sizes = [part.num_parameters for part in layer.parts if part.kind is PartKind.NORM]
     return max(0, sum(size // hidden_size for size in sizes if size % hidden_size == 0) - 2)
 
 
 def normed_head_elements(layer: Layer, architecture: Architecture) -> int:
-    """Elements of queries and keys of one token where they have norms of their own (Qwen3), which keep their inputs."""
+    """Return the elements of queries and keys per token if they are normed (Qwen3); the norms keep their inputs."""
     attention = architecture.attention
     if not isinstance(attention, GroupedAttention):
         return 0
@@ -71,15 +71,15 @@ def normed_head_elements(layer: Layer, architecture: Architecture) -> int:
 class _Mlp:
     kept: float
     activated: float
-    """Of it, the outputs of the gate, which `moe_act` recomputes."""
+    """Part of `kept`: outputs of the gate, which `moe_act` recomputes."""
     passing: float
 
 
 def _mlp(layer: Layer, architecture: Architecture, shape: TrainerShape, *, gathers: bool) -> _Mlp:
-    """Of the dense MLP, or of router, shared expert and routed experts.
+    """Return the bytes of the dense MLP, or of router, shared expert and routed experts.
 
     Args:
-        gathers: the dispatcher brings every token of the expert group to each of its ranks, and the same back.
+        gathers: the dispatcher gathers every token of the expert group on each of its ranks.
     """
     hidden, experts = architecture.hidden_size, architecture.experts
     if not layer.is_moe or experts is None:
@@ -98,7 +98,7 @@ def _mlp(layer: Layer, architecture: Architecture, shape: TrainerShape, *, gathe
 
 
 def _attention(architecture: Architecture, shape: TrainerShape) -> float:
-    """Queries, keys, values, output, and the log-sum-exp of every head; of latent attention also what they are projected from."""
+    """Return the bytes of queries, keys, values, output and log-sum-exp; with latent attention also of the latents."""
     attention = architecture.attention
     if isinstance(attention, GroupedAttention):
         query = attention.num_heads * attention.head_dim / shape.tp
@@ -114,8 +114,10 @@ def _attention(architecture: Architecture, shape: TrainerShape) -> float:
 
 
 def _absorbed_attention(attention: LatentAttention, shape: TrainerShape) -> float:
-    """Of sparse latent attention: queries and outputs of each head before and after projections are absorbed, what they are projected from,
-    and the latents of the whole row, which are keys and values; scores are computed again."""
+    """Return the bytes of sparse latent attention, whose scores are recomputed.
+
+    Kept are queries and outputs of each head before and after the absorbed projections, their latents, and the latents of the whole row.
+    """
     latent = attention.kv_lora_rank + attention.qk_rope_head_dim
     query = attention.qk_nope_head_dim + attention.qk_rope_head_dim
     per_head = query + latent + attention.kv_lora_rank + attention.v_head_dim
@@ -124,13 +126,13 @@ def _absorbed_attention(attention: LatentAttention, shape: TrainerShape) -> floa
 
 
 def _index(architecture: Architecture, layer: Layer) -> float:
-    """The tokens that were chosen; every tensor-parallel rank has all of them. What they were chosen by has no gradient."""
+    """Return the bytes of the chosen tokens, replicated over tensor-parallel ranks. The indexer itself has no gradient."""
     index = architecture.sparse_index
     return INDEX * index.top_k if index is not None and layer.computes_index else 0
 
 
 def _context_parallel(architecture: Architecture, shape: TrainerShape, config: Config) -> float:
-    """Keys and values of other ranks: all of them with --allgather-cp, else two ring buffers; and their gradients."""
+    """Return the bytes of other ranks' keys and values, with gradients: all with --allgather-cp, else two ring buffers."""
     if shape.cp == 1:
         return 0
     attention = architecture.attention
@@ -145,7 +147,7 @@ def _context_parallel(architecture: Architecture, shape: TrainerShape, config: C
 
 
 def _dropped_by_modules(config: Config, architecture: Architecture, shape: TrainerShape, mlp: _Mlp) -> float:
-    """What selective recomputation does not keep (Megatron-Core 0.16.1, `TransformerConfig.recompute_modules`)."""
+    """Return the bytes that selective recomputation drops (Megatron-Core 0.16.1, `TransformerConfig.recompute_modules`)."""
     if config.parallel.recompute_granularity != "selective":
         return 0
     modules = config.parallel.recompute_modules or ["core_attn"]
@@ -166,9 +168,9 @@ def _dropped_by_modules(config: Config, architecture: Architecture, shape: Train
 
 
 def chunks_in_flight(shape: TrainerShape, pipeline_rank: int, num_micro_batches: int) -> int:
-    """Forward passes of one stage (of one virtual stage where there are several) whose backward pass is still to come, at most.
+    """Return the largest number of forward passes of one (virtual) stage that wait for their backward pass.
 
-    Megatron-Core's schedules (`pipeline_parallel/schedules.get_pp_rank_microbatches`): the warm-up's, and the one at work.
+    As in Megatron-Core's schedules (`pipeline_parallel/schedules.get_pp_rank_microbatches`): those of the warm-up, and the current one.
     """
     if shape.pp == 1:
         return 1
@@ -179,6 +181,8 @@ def chunks_in_flight(shape: TrainerShape, pipeline_rank: int, num_micro_batches:
 
 
 def logits_bytes(architecture: Architecture, shape: TrainerShape, chunk_tokens: int) -> int:
-    """Of one chunk of --log-probs-chunk-size tokens: logits in fp32, their gradient in bf16 and that of the chunk before, each a share of
-    the vocabulary."""
+    """Return the bytes of one chunk of --log-probs-chunk-size tokens.
+
+    Logits in fp32, and gradients in bf16 of this and the previous chunk, each split over the vocabulary.
+    """
     return (FP32 + 2 * BF16) * chunk_tokens * math.ceil(architecture.vocab_size / shape.tp)

@@ -1,4 +1,4 @@
-"""One bar for each kind of GPU, and one for the host."""
+"""Memory bars: one per kind of GPU, and one for the host."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fuligo.planner.subject import Subject
 
 
 def memory_bars(subject: Subject, layout: ClusterLayout, host_memory_bytes: int | None = None) -> tuple[MemoryBar, ...]:
-    """The peak of each kind of GPU, trainer before engines, and of the host.
+    """Return the peak of each kind of GPU, trainer before engines, and of the host.
 
     Args:
-        host_memory_bytes: of one node; None: as the GPU's maker ships its servers.
+        host_memory_bytes: memory of one node; None: that of the vendor's own servers.
     """
     engines = _engine_bars(subject)
     trainer = [] if subject.config.debug.debug_rollout_only else _trainer_bars(subject, layout)
@@ -29,7 +29,7 @@ def memory_bars(subject: Subject, layout: ClusterLayout, host_memory_bytes: int 
 
 
 def engine_capacities(subject: Subject, layout: ClusterLayout) -> tuple[EngineCapacity, ...]:
-    """What one engine of each group holds in its KV cache."""
+    """Return the capacity of one engine of each group."""
     longest = longest_sample(subject.config)
     if layout.engine_groups and subject.config.resolved_rollout_backend == "embedded":
         tokens = embedded_kv_tokens(subject)
@@ -44,7 +44,7 @@ def engine_capacities(subject: Subject, layout: ClusterLayout) -> tuple[EngineCa
 
 
 def planned_engines(subject: Subject) -> list[tuple[int, EngineGroupSpec, EngineMemory]]:
-    """(group, its servers, their memory) of the SGLang servers whose model is known: the policy's, and others of `--sglang-config`."""
+    """Return (group, its servers, their memory) of the SGLang servers whose model is known."""
     config = subject.config
     resident = _trainer_left_over(subject)
     known = [
@@ -84,7 +84,7 @@ def _trainer_bars(subject: Subject, layout: ClusterLayout) -> list[MemoryBar]:
 
 
 def _engines_left_over(subject: Subject) -> tuple[MemoryItem, ...]:
-    """Under --colocate: what the engine that keeps most leaves on a GPU while the trainer works."""
+    """Return what engines keep on a GPU while the trainer works (--colocate), for the engine that keeps most."""
     if not subject.config.cluster.colocate:
         return ()
     kept = [engine_resident_items(spec, memory) for _, spec, memory in planned_engines(subject)]
@@ -92,7 +92,7 @@ def _engines_left_over(subject: Subject) -> tuple[MemoryItem, ...]:
 
 
 def _trainer_left_over(subject: Subject) -> int:
-    """Under --colocate: bytes that the trainer keeps on a GPU while the engines start."""
+    """Return the bytes that the trainer keeps on a GPU while the engines start (--colocate)."""
     return trainer_resident_bytes(subject) if _trains_there(subject) else 0
 
 

@@ -1,4 +1,4 @@
-"""Memory of the embedded engine, which shares the trainer's first GPU and keeps its own all the time."""
+"""Memory of the embedded engine, which stays on the trainer's first GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fuligo.planner.subject import Subject
 
 
 def embedded_items(subject: Subject) -> tuple[MemoryItem, ...]:
-    """Weights and the KV cache at its fullest, in a process of its own."""
+    """Return the items of its process: weights and the full KV cache."""
     architecture, size = subject.rollout_architecture, _element_bytes(subject)
     tokens = embedded_kv_tokens(subject)
     per_token = size * cached_elements_per_token(architecture)
@@ -23,7 +23,7 @@ def embedded_items(subject: Subject) -> tuple[MemoryItem, ...]:
 
 
 def cached_elements_per_token(architecture: Architecture) -> int:
-    """Of keys and values of all heads and layers, in rows as long as the longer of the two; also of latent attention."""
+    """Return the elements per token of all heads and layers, also for latent attention; keys and values have the longer row."""
     attention = architecture.attention
     if isinstance(attention, LatentAttention):
         longest = max(attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim)
@@ -32,7 +32,7 @@ def cached_elements_per_token(architecture: Architecture) -> int:
 
 
 def embedded_kv_tokens(subject: Subject) -> int:
-    """Tokens that running requests may grow to."""
+    """Return the tokens that running requests may grow to."""
     config = subject.config
     if config.engine.embedded_max_total_tokens is not None:
         return config.engine.embedded_max_total_tokens

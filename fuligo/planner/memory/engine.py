@@ -1,4 +1,4 @@
-"""Peak memory of a GPU of an SGLang server: weights, the KV cache that is left for them, and what stands beside both."""
+"""Peak memory of a GPU of an SGLang server: weights, the remaining KV cache, and the rest."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ FP8_BLOCK = 128 * 128
 INDEX_BLOCK = 128
 """Elements of an index key that share one fp32 scale (`DSATokenToKVPool.quant_block_size`)."""
 WORKSPACE_BYTES = 512 * MIB
-"""Of attention kernels: what SGLang reserves for them (`_handle_gpu_memory_settings`)."""
+"""Workspace of attention kernels, as reserved by SGLang (`_handle_gpu_memory_settings`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """One GPU of a server; KV cache in tokens of one data-parallel rank of attention."""
+    """Memory of one GPU of a server; the KV cache is in tokens of one data-parallel rank of attention."""
 
     architecture: Architecture
-    """Of the model that it serves."""
+    """Served model."""
     settings: ServerSettings
     weights: int
     expert_weights: int
-    """Of the weights, the routed experts, of which a small batch reads only some."""
+    """Part of `weights`: routed experts, of which a small batch reads only some."""
     draft_weights: int
     before: int
-    """Taken when the server starts to load: CUDA, NCCL, and what a colocated trainer keeps."""
+    """In use before the server loads: CUDA, NCCL, and the remainder of a colocated trainer."""
     static: int
-    """--mem-fraction-static of what was free then: weights and KV cache."""
+    """--mem-fraction-static of the memory free at that time: weights and KV cache."""
     bytes_per_token: int
     cached_bytes_per_token: int
-    """Really allocated: more than what SGLang counts for an fp8 cache of sparse attention, whose scales it leaves out."""
+    """Allocated bytes; for an fp8 cache of sparse attention more than SGLang counts, since it omits the scales."""
     kv_tokens: int
     record: RoutingRecord
-    """Of experts; beside the static share."""
+    """Record of experts, outside of the static share."""
     scored: int
-    """Log-probabilities of a chunk of given tokens; 0 where it scores none."""
+    """Log-probabilities of a chunk to score; 0 if the server scores none."""
 
 
 def engine_memory(
     spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, resident: int, *, records_routing: bool, scoring: Scoring | None = None
 ) -> EngineMemory:
-    """How a server of a group divides its GPUs' memory.
+    """Return how a server of a group divides its GPUs' memory.
 
     Args:
         resident: bytes that a colocated trainer keeps while it is offloaded.
-        records_routing: it tells the experts of every token.
-        scoring: how it scores given tokens; None: it does not.
+        records_routing: the server returns the experts of every token.
+        scoring: settings for scoring given tokens; None: it scores none.
     """
     settings = server_settings(spec, architecture, gpu)
     before = CUDA_CONTEXT_BYTES + _communication_bytes(spec) + resident
@@ -90,19 +90,19 @@ def engine_memory(
 
 
 def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int) -> tuple[MemoryItem, ...]:
-    """What the peak of a GPU of a group is made of."""
+    """Return the parts of the peak of a GPU of a group."""
     settings, architecture = memory.settings, memory.architecture
     sizes = f"TP {spec.tp_size}" + (f", DP attention {spec.dp_size}" if spec.dp_size > 1 else "") + f", EP {spec.ep_size}"
     stored = "FP8 where quantised" if is_fp8(spec, architecture) else "bf16"
     items = [MemoryItem("weights", memory.weights, f"{billions(architecture.num_parameters)} parameters over {sizes}; {stored}")]
     if memory.draft_weights:
-        items.append(MemoryItem("draft_weights", memory.draft_weights, "the model's own layers for multi-token prediction"))
+        items.append(MemoryItem("draft_weights", memory.draft_weights, "the model's own MTP layers"))
     items.append(
         MemoryItem(
             "kv_cache",
             memory.kv_tokens * memory.cached_bytes_per_token,
             f"{memory.kv_tokens} tokens x {memory.cached_bytes_per_token} bytes: what --sglang-mem-fraction-static "
-            f"{settings.mem_fraction_static:g} ({amount(memory.static)}) leaves beside the weights",
+            f"{settings.mem_fraction_static:g} ({amount(memory.static)}) leaves after the weights",
         )
     )
     items.append(_activations(spec, memory))
@@ -120,22 +120,22 @@ def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int
     items.append(MemoryItem("runtime", CUDA_CONTEXT_BYTES, "CUDA context, kernels, cuBLAS workspace"))
     if trainer_bytes:
         items.append(
-            MemoryItem("trainer", trainer_bytes, "what the offloaded trainer keeps: CUDA context, NCCL and DeepEP buffers, allocator")
+            MemoryItem("trainer", trainer_bytes, "kept by the offloaded trainer: CUDA context, NCCL and DeepEP buffers, allocator")
         )
     return tuple(items)
 
 
 def engine_resident_items(spec: EngineGroupSpec, memory: EngineMemory) -> tuple[MemoryItem, ...]:
-    """What a colocated server keeps while it has released weights and KV cache."""
+    """Return what a colocated server keeps after releasing weights and KV cache."""
     settings, architecture = memory.settings, memory.architecture
     kept = CUDA_CONTEXT_BYTES + _communication_bytes(spec) + WORKSPACE_BYTES
     kept += decode_graph_bytes(settings) + prefill_graph_bytes(settings, architecture) + (DEEPEP_BYTES if settings.uses_deepep else 0)
     kept += memory.record.gpu_bytes
-    return (MemoryItem("engine", kept, "what the released engine keeps: CUDA context, NCCL buffers, workspace, CUDA graphs"),)
+    return (MemoryItem("engine", kept, "kept by the released engine: CUDA context, NCCL buffers, workspace, CUDA graphs"),)
 
 
 def is_fp8(spec: EngineGroupSpec, architecture: Architecture) -> bool:
-    """The server holds its matrices in FP8: the checkpoint does, or --sglang-quantization makes it so."""
+    """Return whether the server holds FP8 matrices, by the checkpoint or --sglang-quantization."""
     return architecture.is_quantised or "fp8" in str(spec.arguments.get("quantization") or "")
 
 
@@ -144,7 +144,7 @@ def _weights(layers: Iterable[Layer], held: Callable[[Iterable[Part]], int]) -> 
 
 
 def _holder(spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings) -> Callable[[Iterable[Part]], int]:
-    """A function that gives the bytes of parts on one rank."""
+    """Return a function from parts to their bytes on one rank."""
     fp8 = is_fp8(spec, architecture)
     share = _shares(spec, architecture, settings)
 
@@ -162,7 +162,7 @@ def _holder(spec: EngineGroupSpec, architecture: Architecture, settings: ServerS
 
 
 def _shares(spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings) -> dict[PartKind, float]:
-    """Of a part that is not replicated, what one rank holds, by its kind."""
+    """Return the share of one rank by kind, for parts that are not replicated."""
     arguments, tp_size = spec.arguments, spec.tp_size
     attention_tp = tp_size // spec.dp_size
     redundant = arguments.get("ep_num_redundant_experts") or 0
@@ -177,7 +177,7 @@ def _shares(spec: EngineGroupSpec, architecture: Architecture, settings: ServerS
 
 
 def _cache_bytes(spec: EngineGroupSpec, architecture: Architecture) -> tuple[float, float]:
-    """Of one token and layer on one rank: as SGLang counts (`pool_configurator._compute_cell_size`), and as it allocates."""
+    """Return bytes per token and layer on one rank: as SGLang counts (`pool_configurator._compute_cell_size`), and as it allocates."""
     attention, index = architecture.attention, architecture.sparse_index
     dtype = str(spec.arguments.get("kv_cache_dtype") or "auto")
     size = 1 if "fp8" in dtype else 0.5 if "fp4" in dtype else 2
@@ -194,20 +194,22 @@ def _cache_bytes(spec: EngineGroupSpec, architecture: Architecture) -> tuple[flo
 
 
 def _activations(spec: EngineGroupSpec, memory: EngineMemory) -> MemoryItem:
-    """A prefill chunk's forward pass, a batch's sampling, or the scoring of a chunk, whichever is largest, with attention's workspace."""
+    """Return the largest of a prefill chunk, a batch's sampling and the scoring of a chunk, plus attention's workspace."""
     settings, architecture = memory.settings, memory.architecture
     tokens = settings.chunked_prefill_tokens
     chunk = tokens * _forward_bytes(spec, architecture, tokens)
     rows = settings.graph_batch * settings.draft_tokens
     sampling = 3 * 4 * rows * architecture.vocab_size
-    scored = f", or fp32 log-probabilities of a chunk that is scored ({amount(memory.scored)})" if memory.scored else ""
+    scored = f", or fp32 log-probabilities of a scored chunk ({amount(memory.scored)})" if memory.scored else ""
     larger = f"a prefill chunk of {tokens} tokens ({amount(chunk)}) or fp32 logits of {rows} rows ({amount(sampling)}){scored}"
     return MemoryItem("activations", round(max(chunk, sampling, memory.scored)) + WORKSPACE_BYTES, f"{larger}, and attention's workspace")
 
 
 def _forward_bytes(spec: EngineGroupSpec, architecture: Architecture, tokens: int) -> float:
-    """Bytes a token of a forward pass: four hidden states, and attention's or the MLP's own tensors; experts see the tokens of all
-    data-parallel ranks, spread over the expert-parallel ones."""
+    """Return the bytes per token of a forward pass: four hidden states, and the tensors of attention or the MLP.
+
+    Experts see the tokens of all data-parallel ranks, spread over the expert-parallel ones.
+    """
     hidden, experts, attention_tp = architecture.hidden_size, architecture.experts, spec.tp_size // spec.dp_size
     attention = architecture.attention
     if isinstance(attention, GroupedAttention):
@@ -225,7 +227,7 @@ def _forward_bytes(spec: EngineGroupSpec, architecture: Architecture, tokens: in
 
 
 def _communication_bytes(spec: EngineGroupSpec) -> int:
-    """Of NCCL: the tensor-parallel group, attention's own under DP attention, and the pipeline's."""
+    """Return the bytes of NCCL: tensor-parallel group, attention's group with DP attention, and pipeline."""
     attention_tp = spec.tp_size // spec.dp_size
     num_collective = (spec.tp_size > 1) + (1 < attention_tp < spec.tp_size)
     return num_collective * COLLECTIVE_BYTES + (spec.pp_size > 1) * POINT_TO_POINT_BYTES

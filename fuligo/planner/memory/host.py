@@ -1,4 +1,4 @@
-"""Memory of the host: what optimizer, reference, teacher, offloaded sides, samples and engines keep there, for the fullest node."""
+"""Host memory of the fullest node: optimizer, reference, teacher, offloaded tensors, samples and engines."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from fuligo.planner.subject import Subject
 from fuligo.quantities import amount, count, magnitude
 
 DRIVER_NODE = 0
-"""Where `fuligo train` runs: Ray's head, which comes first."""
+"""Node of `fuligo train`: Ray's head, which comes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOnHost:
-    """Of the process of one GPU of a server."""
+    """Host memory of the process of one GPU of a server."""
 
     record: int
-    """Of experts, pinned."""
+    """Record of experts, pinned."""
     weights: int
-    """Of a model that is never synced, while the trainer has the GPU."""
+    """Weights of a model that is never synced, while the trainer has the GPU."""
 
 
 def engine_on_host(config: Config, spec: EngineGroupSpec, memory: EngineMemory) -> EngineOnHost:
-    """For the servers of one group."""
+    """Return the host memory per GPU for the servers of one group."""
     shares_gpus = config.cluster.colocate and not config.debug.debug_rollout_only
     comes_back = shares_gpus and spec.model != policy_model(config)
     return EngineOnHost(memory.record.host_bytes, memory.weights if comes_back else 0)
 
 
 def host_items(subject: Subject, layout: ClusterLayout, engines: Mapping[int, EngineOnHost]) -> tuple[MemoryItem, ...]:
-    """What is kept in the memory of the node that needs most.
+    """Return the items of the node that needs most memory.
 
     Args:
-        engines: of one GPU of each group of engines, by the group.
+        engines: host memory per GPU, by engine group.
     """
     states = _states(subject, layout)
     value_states = _states(value_subject(subject), layout) if subject.config.trains_values else []
@@ -63,7 +63,7 @@ def host_items(subject: Subject, layout: ClusterLayout, engines: Mapping[int, En
 
 
 def _states(subject: Subject, layout: ClusterLayout) -> list[TrainerState]:
-    """Of the Megatron trainer, by pipeline rank; none of the torch trainer."""
+    """Return the states of the Megatron trainer by pipeline rank; empty for the torch trainer."""
     shape = trainer_shape(subject.config)
     if not shape.is_megatron:
         return []
@@ -79,14 +79,14 @@ def _trainer_items(subject: Subject, states: Sequence[TrainerState], gpus: Seque
 
 
 def _state_items(subject: Subject, ranks: Sequence[TrainerState]) -> Iterator[MemoryItem]:
-    """Of one node with these ranks."""
+    """Yield the items of one node with these ranks."""
     config, num_gpus = subject.config, len(ranks)
     one_copy = sum(BF16 * (rank.trained.total + rank.frozen.total) for rank in ranks)
     adam = sum(rank.optimizer_on_host for rank in ranks)
     has_teacher = config.teacher_from == "trainer"
     swapped = config.needs_reference or has_teacher or config.cluster.colocate
     moments = sum(rank.optimizer for rank in ranks) if config.cluster.colocate else 0
-    yield MemoryItem("optimizer", adam, f"CPU Adam of {num_gpus} GPUs: fp32 weight, gradient and two moments, 16 bytes a parameter")
+    yield MemoryItem("optimizer", adam, f"CPU Adam of {num_gpus} GPUs: fp32 weight, gradient and two moments, 16 bytes per parameter")
     yield MemoryItem("reference", one_copy if config.needs_reference else 0, f"bf16 weights of the reference model, {num_gpus} GPUs")
     yield MemoryItem("teacher", one_copy if has_teacher else 0, f"bf16 weights of the teacher, {num_gpus} GPUs")
     yield MemoryItem("weights", one_copy if swapped else 0, f"bf16 weights of the policy while {_others(config)} the GPUs")
@@ -94,13 +94,13 @@ def _state_items(subject: Subject, ranks: Sequence[TrainerState]) -> Iterator[Me
 
 
 def _others(config: Config) -> str:
-    """Who computes where the policy's weights were."""
+    """Return the models that use the GPUs in place of the policy, as text."""
     names = ["the teacher"] if config.teacher_from == "trainer" else []
     return " or ".join(["the reference", *names, "the engines have"])
 
 
 def _value_items(subject: Subject, ranks: Sequence[TrainerState]) -> Iterator[MemoryItem]:
-    """Of the Megatron trainer's ranks on one node."""
+    """Yield the value model of the Megatron trainer's ranks on one node."""
     on_cpu = sum(rank.optimizer_on_host for rank in ranks)
     shares_gpus = subject.config.cluster.colocate
     away = sum(rank.weights + rank.optimizer for rank in ranks) if shares_gpus else 0
@@ -109,30 +109,28 @@ def _value_items(subject: Subject, ranks: Sequence[TrainerState]) -> Iterator[Me
 
 
 def _sample_items(subject: Subject, ranks: Sequence[TrainerRank], num_replicas: int, *, has_driver: bool) -> Iterator[MemoryItem]:
-    """Rollouts on the driver, and what the node's trainer ranks get of the batch."""
+    """Yield the rollouts of the driver, and the batches of the node's trainer ranks."""
     samples = sample_bytes(subject)
     if has_driver:
         held = f"{magnitude(samples.num_drawn_tokens)} tokens x {samples.sample_token_bytes} bytes"
-        note = f"the driver, {count(num_rollouts_at_a_time(subject), 'rollout')} at a time: {held}, every sample as long as it may be"
+        note = f"the driver, {count(num_rollouts_at_a_time(subject), 'rollout')} at a time: {held}, every sample at its longest"
         yield MemoryItem("samples", samples.drawn, note)
     if ranks:
         here = shares_here(subject, ranks, num_replicas, has_driver=has_driver)
         held = f"{magnitude(samples.num_tokens)} tokens x {samples.batch_token_bytes} bytes"
         unpacked = f" and {here.num_unpacked} unpacked by ranks" if here.num_unpacked else ""
-        made = f"; {samples.new_token_bytes} bytes a token that the driver adds to its samples" if has_driver else ""
+        made = f"; {samples.new_token_bytes} bytes per token that the driver adds to its samples" if has_driver else ""
         note = f"{held} over {count(num_replicas, 'replica')}: {count(here.num_packed, 'share')} packed{unpacked}{made}"
         num_bytes = samples.shares(here.num_packed + here.num_unpacked, num_replicas) + (samples.new if has_driver else 0)
         yield MemoryItem("batches", num_bytes, note)
 
 
 def _engine_items(engines: Sequence[EngineOnHost]) -> Iterator[MemoryItem]:
-    """Of the node's GPUs of engines."""
+    """Yield the items of the engines on the node's GPUs."""
     held = [engine.record for engine in engines if engine.record]
     each = f"{count(len(held), 'GPU')} x up to {amount(max(held, default=0))}"
-    note = f"SGLang's record of experts, pinned, a place for each token of the KV cache: {each}"
+    note = f"SGLang's record of experts, pinned, one entry per token of the KV cache: {each}"
     yield MemoryItem("routing_record", sum(held), note)
     kept = [engine.weights for engine in engines if engine.weights]
-    note = (
-        f"of models that are never synced, while the trainer has the GPUs: {count(len(kept), 'GPU')} x up to {amount(max(kept, default=0))}"
-    )
+    note = f"models that are never synced, while the trainer has the GPUs: {count(len(kept), 'GPU')} x up to {amount(max(kept, default=0))}"
     yield MemoryItem("engine_weights", sum(kept), note)

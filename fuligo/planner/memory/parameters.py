@@ -1,4 +1,4 @@
-"""Parameters that one rank of the trainer holds."""
+"""Parameters of one trainer rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fuligo.planner.subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class LocalParameters:
-    """Parameters of one rank: experts apart, because other ranks share their optimizer state."""
+    """Parameters of one rank; experts are separate, since other ranks share their optimizer state."""
 
     dense: int = 0
     experts: int = 0
@@ -28,7 +28,7 @@ class LocalParameters:
 
 
 def local_parameters(parts: Iterable[Part], shape: TrainerShape) -> LocalParameters:
-    """What a rank holds of `parts`."""
+    """Return the parameters of `parts` on one rank."""
     dense = experts = 0
     for part in parts:
         if part.split is Split.EXPERT:
@@ -39,29 +39,29 @@ def local_parameters(parts: Iterable[Part], shape: TrainerShape) -> LocalParamet
 
 
 def trained_parameters(subject: Subject, shape: TrainerShape, stages: Iterable[Stage]) -> LocalParameters:
-    """Parameters of a rank of `stages` (one pipeline rank's) that have gradients.
+    """Return the parameters with gradients of a rank with `stages` (one pipeline rank's).
 
-    What the lists of trained parameters freeze is counted too: which it is is known from the weights' names only.
+    Parameters frozen by --freeze-params-name-list and its counterpart count too, since only the weights' names identify them.
     """
     stages = tuple(stages)
     held = _outer(subject.architecture, shape, stages) + _in_layers(subject.architecture, shape, stages, are_indexers=False)
-    return held + _prediction(subject, shape, stages, are_indexers=False) if subject.config.train.enable_mtp_training else held
+    return held + _mtp(subject, shape, stages, are_indexers=False) if subject.config.train.enable_mtp_training else held
 
 
 def frozen_parameters(subject: Subject, shape: TrainerShape, stages: Iterable[Stage]) -> LocalParameters:
-    """Those without: the indexers of sparse attention, and layers for multi-token prediction that are loaded and not trained."""
+    """Return the parameters without gradients: indexers of sparse attention, and MTP layers that are loaded but not trained."""
     stages = tuple(stages)
-    frozen = _in_layers(subject.architecture, shape, stages, are_indexers=True) + _prediction(subject, shape, stages, are_indexers=True)
-    return frozen if subject.config.train.enable_mtp_training else frozen + _prediction(subject, shape, stages, are_indexers=False)
+    frozen = _in_layers(subject.architecture, shape, stages, are_indexers=True) + _mtp(subject, shape, stages, are_indexers=True)
+    return frozen if subject.config.train.enable_mtp_training else frozen + _mtp(subject, shape, stages, are_indexers=False)
 
 
-def prediction_layers(subject: Subject) -> tuple[Layer, ...]:
-    """The layers for multi-token prediction that the trainer loads."""
+def loaded_mtp_layers(subject: Subject) -> tuple[Layer, ...]:
+    """Return the MTP layers that the trainer loads."""
     return subject.architecture.mtp_layers[: subject.config.train.mtp_num_layers or 0]
 
 
 def _in_layers(architecture: Architecture, shape: TrainerShape, stages: Iterable[Stage], *, are_indexers: bool) -> LocalParameters:
-    """Of the layers, their indexers or all else."""
+    """Return the parameters of the layers: their indexers, or all else."""
     layers = [layer for stage in stages for layer in stage_layers(architecture, stage)]
     return local_parameters(_parts(layers, are_indexers=are_indexers), shape)
 
@@ -71,7 +71,7 @@ def _parts(layers: Iterable[Layer], *, are_indexers: bool) -> list[Part]:
 
 
 def _outer(architecture: Architecture, shape: TrainerShape, stages: Iterable[Stage]) -> LocalParameters:
-    """Outside of the layers."""
+    """Return the parameters outside of the layers."""
     held = LocalParameters()
     for stage in stages:
         if stage.has_embedding:
@@ -85,9 +85,9 @@ def _outer(architecture: Architecture, shape: TrainerShape, stages: Iterable[Sta
     return held
 
 
-def _prediction(subject: Subject, shape: TrainerShape, stages: Iterable[Stage], *, are_indexers: bool) -> LocalParameters:
-    """The indexers of prediction layers, or all else. Megatron computes them on the last stage, which then has the embedding as well."""
-    layers = prediction_layers(subject)
+def _mtp(subject: Subject, shape: TrainerShape, stages: Iterable[Stage], *, are_indexers: bool) -> LocalParameters:
+    """Return the parameters of MTP layers: their indexers, or all else. Megatron puts them, with an embedding, on the last stage."""
+    layers = loaded_mtp_layers(subject)
     held = LocalParameters()
     for stage in stages:
         if not (stage.has_head and layers):

@@ -1,4 +1,4 @@
-"""What an SGLang server keeps to tell which experts each token went to (--use-rollout-routing-replay).
+"""Memory of an SGLang server for the record of each token's experts (--use-rollout-routing-replay).
 
 Sizes of SGLang 0.5.15.post1 (`srt/state_capturer`: `RoutedExpertsCapturer`, `BaseHostCache`, `BaseDeviceCache`).
 """
@@ -13,34 +13,34 @@ from fuligo.models.architecture import Architecture
 from fuligo.planner.server_settings import ServerSettings
 
 CHOICE_BYTES = 4
-"""Of one expert of one token (int32)."""
+"""One expert of one token (int32)."""
 FEWEST_REQUESTS, MOST_REQUESTS = 2048, 4096
 REQUESTS_A_CONTEXT = 512
-"""Of one attention replica where --sglang-max-running-requests is not given: so many for each sequence of the model's context that its
-cache holds, between those bounds (`_resolve_max_num_reqs`)."""
+"""Requests of one attention replica without --sglang-max-running-requests, per sequence of the model's context that its cache holds, within
+those bounds (`_resolve_max_num_reqs`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRecord:
-    """Of the process of one GPU; every rank of a server has the whole record of its attention replica, all layers of the model in it."""
+    """Record in the process of one GPU; every rank has the whole record of its attention replica, with all layers."""
 
     gpu_bytes: int = 0
-    """What a batch's forward pass writes into."""
+    """Buffer of a batch's forward pass."""
     host_bytes: int = 0
-    """Pinned: a place for every token of the KV cache."""
+    """Pinned: one entry per token of the KV cache."""
 
 
 def records_routing(spec: EngineGroupSpec, config: Config) -> bool:
-    """Its servers are started with --enable-return-routed-experts."""
+    """Return whether the servers run with --enable-return-routed-experts."""
     asked = config.replays_engine_routing and spec.model == policy_model(config)
     return asked or bool(spec.arguments.get("enable_return_routed_experts"))
 
 
 def routing_record(spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings, kv_tokens: int) -> RoutingRecord:
-    """Of a server that records.
+    """Return the record of a server.
 
     Args:
-        kv_tokens: of the cache of one attention replica.
+        kv_tokens: tokens in the cache of one attention replica.
     """
     experts = architecture.experts
     if experts is None:
@@ -52,12 +52,12 @@ def routing_record(spec: EngineGroupSpec, architecture: Architecture, settings: 
     gathered = rows * (spec.tp_size // spec.dp_size) if settings.uses_deepep else 0
     return RoutingRecord(
         gpu_bytes=(rows * architecture.num_layers + gathered) * columns * CHOICE_BYTES,
-        host_bytes=1 << (held - 1).bit_length(),  # PyTorch rounds what it pins up to a power of two
+        host_bytes=1 << (held - 1).bit_length(),  # PyTorch rounds pinned memory up to a power of two
     )
 
 
 def _rows(spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings, kv_tokens: int) -> int:
-    """Tokens of the largest batch of all attention replicas."""
+    """Return the tokens of the largest batch of all attention replicas."""
     if settings.max_running_requests is not None:
         requests = settings.max_running_requests // spec.dp_size
     else:
@@ -67,5 +67,5 @@ def _rows(spec: EngineGroupSpec, architecture: Architecture, settings: ServerSet
 
 
 def _fuses_shared_experts(spec: EngineGroupSpec) -> bool:
-    """They are one more column of the choices (`determine_num_fused_shared_experts`: not together with expert parallelism)."""
+    """Return whether shared experts are another column (`determine_num_fused_shared_experts`: not with expert parallelism)."""
     return spec.ep_size == 1 and not spec.arguments.get("disable_shared_experts_fusion")

@@ -1,4 +1,4 @@
-"""What a server of the teacher needs to score given tokens: log-probabilities over the vocabulary, of many tokens at a time.
+"""Memory of a teacher's server for scoring given tokens: log-probabilities over the vocabulary, for many tokens at a time.
 
 Source: SGLang 0.5.15.post1, `LogitsProcessor.forward` and `process_input_logprobs_by_chunk`, `environ.py`.
 """
@@ -12,31 +12,31 @@ from fuligo.config.server_groups import TEACHER
 from fuligo.config.topology import EngineGroupSpec
 
 BY_CHUNK, CHUNK_TOKENS = "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK", "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE"
-"""Variables of the engines' environment: fewer tokens at a time than a prefill chunk has, and how many."""
+"""Environment variables that limit the tokens per chunk below a prefill chunk, and the limit."""
 DEFAULT_CHUNK_TOKENS = 2048
 _TRUE = ("true", "1", "yes", "y")
 _WHOLE_BYTES = 2 * 4
-"""Of a token and row of the vocabulary: fp32 logits with a copy of the wanted rows, then that copy with its log-softmax."""
+"""Bytes per token and vocabulary entry: fp32 logits with a copy of the wanted rows, then that copy with its log-softmax."""
 _CHUNK_BYTES = 3 * 4
-"""The same chunk by chunk, where a chunk's logits outlive its log-softmax."""
+"""Bytes with chunks, where a chunk's logits outlive its log-softmax."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a server scores."""
+    """Scoring settings of a server."""
 
     chunk_tokens: int | None
-    """Tokens at a time; None: as many as a prefill computes."""
+    """Tokens at a time; None: a whole prefill."""
 
     def num_bytes(self, prefill_tokens: int, vocab_size: int) -> int:
-        """On each GPU, which all have the logits of the whole vocabulary."""
+        """Return the bytes on each GPU; every GPU has the logits of the whole vocabulary."""
         if self.chunk_tokens is None or prefill_tokens <= self.chunk_tokens:
             return _WHOLE_BYTES * prefill_tokens * vocab_size
         return _CHUNK_BYTES * self.chunk_tokens * vocab_size
 
 
 def scoring_of(spec: EngineGroupSpec, config: Config) -> Scoring | None:
-    """None where the servers do not serve the teacher of --use-opd."""
+    """Return the scoring settings, or None if the servers do not serve the teacher of --use-opd."""
     if not serves_teacher(spec, config):
         return None
     environment = config.engine_environment

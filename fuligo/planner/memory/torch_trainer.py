@@ -17,7 +17,7 @@ from fuligo.quantities import amount, count
 
 
 def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
-    """What the peak of any of its GPUs is made of, the engine apart."""
+    """Return the parts of the peak of a GPU, without the engine."""
     config, architecture = subject.config, subject.architecture
     num_ranks = trainer_shape(config).num_ranks
     share = math.ceil(architecture.num_parameters / num_ranks)
@@ -49,7 +49,7 @@ def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
 
 
 def torch_offloaded_items(subject: Subject, num_ranks: int) -> Iterator[MemoryItem]:
-    """What `num_ranks` of its ranks keep on the host while SGLang has their GPUs."""
+    """Yield what `num_ranks` ranks keep on the host while SGLang has their GPUs."""
     architecture = subject.architecture
     share = math.ceil(architecture.num_parameters / trainer_shape(subject.config).num_ranks) * num_ranks
     where = f"of {count(num_ranks, 'rank')}, {billions(share)} x"
@@ -69,12 +69,12 @@ def torch_offloaded_items(subject: Subject, num_ranks: int) -> Iterator[MemoryIt
 
 
 def compute_bytes(subject: Subject) -> int:
-    """Of one element in the type that the trainer computes in; on CUDA bf16 unless --precision fp32."""
+    """Return the bytes of the compute dtype: bf16 on CUDA unless --precision fp32."""
     return FP32 if subject.config.model.precision == "fp32" else BF16
 
 
 def _gathered(subject: Subject) -> MemoryItem:
-    """FSDP gathers the unit at work and the next; the unit of embedding and head stays. Each has gradients in the compute type."""
+    """Return the gathered units: the current one, the next, and embedding with head, each with gradients in the compute dtype."""
     architecture = subject.architecture
     layer = max(layer.num_parameters for layer in architecture.layers)
     outer = sum(part.num_parameters for part in architecture.outer_parts)
@@ -96,10 +96,10 @@ def _activations(subject: Subject) -> MemoryItem:
 
 
 def layer_bytes(layer: Layer, architecture: Architecture, size: int) -> float:
-    """Bytes a token that one layer of transformers keeps for its backward pass.
+    """Return the bytes per token that a layer of transformers keeps for its backward pass.
 
-    Operations are not fused: a norm keeps its input in fp32 as well, the MLP its gate, the activated gate, what it gates, and the
-    product; the router an fp32 copy of its input; experts also their outputs, which are weighted afterwards.
+    Operations are not fused. A norm keeps its input in fp32 too; the MLP keeps gate, activated gate, up projection and their product; the
+    router an fp32 copy of its input; experts also their outputs, which are weighted afterwards.
     """
     hidden, attention, experts = architecture.hidden_size, architecture.attention, architecture.experts
     rounded = size if size < FP32 else 0  # a norm's fp32 result in the compute type, before its weight

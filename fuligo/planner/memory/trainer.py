@@ -21,7 +21,7 @@ from fuligo.planner.memory.constants import (
     TRAINER_WORKSPACE_BYTES,
     billions,
 )
-from fuligo.planner.memory.parameters import LocalParameters, frozen_parameters, prediction_layers, trained_parameters
+from fuligo.planner.memory.parameters import LocalParameters, frozen_parameters, loaded_mtp_layers, trained_parameters
 from fuligo.planner.memory.value_model import value_subject
 from fuligo.planner.plan import ClusterLayout, MemoryItem, Stage
 from fuligo.planner.stages import stage_layers
@@ -30,12 +30,12 @@ from fuligo.quantities import amount
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 ADAM_BYTES_ON_HOST = 16
-"""Of a parameter whose optimizer runs on the CPU: fp32 weight, gradient and two moments (Megatron-Core, `hybrid_optimizer`)."""
+"""Bytes per parameter with the optimizer on the CPU: fp32 weight, gradient and two moments (Megatron-Core, `hybrid_optimizer`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What a rank of one pipeline rank holds for the whole run, in bytes."""
+    """Persistent state of a trainer rank, in bytes."""
 
     trained: LocalParameters
     frozen: LocalParameters
@@ -46,7 +46,7 @@ class TrainerState:
 
 
 def trainer_state(subject: Subject, shape: TrainerShape, stages: list[Stage]) -> TrainerState:
-    """Weights, gradients and optimizer of a rank that computes `stages`."""
+    """Return weights, gradients and optimizer of a rank with `stages`."""
     trained, frozen = trained_parameters(subject, shape, stages), frozen_parameters(subject, shape, stages)
     sharded = optimizer_parameters(subject, shape, trained)
     on_host = offloaded_share(subject)
@@ -61,21 +61,21 @@ def trainer_state(subject: Subject, shape: TrainerShape, stages: list[Stage]) ->
 
 
 def optimizer_parameters(subject: Subject, shape: TrainerShape, trained: LocalParameters) -> int:
-    """Parameters whose optimizer state one rank holds: the distributed optimizer shares it among the ranks with the same weights."""
+    """Return the parameters whose optimizer state one rank holds; the distributed optimizer shards it over ranks with equal weights."""
     if not subject.config.optimizer.use_distributed_optimizer:
         return trained.total
     return trained.dense // shape.shards_dense_optimizer + trained.experts // shape.expert_dp
 
 
 def gradient_bytes(subject: Subject) -> int:
-    """Of one parameter in the gradient buffer of Megatron's DDP: fp32 unless asked otherwise (Megatron-LM, `validate_args`)."""
+    """Return the bytes per parameter in the gradient buffer of Megatron's DDP: fp32 by default (Megatron-LM, `validate_args`)."""
     return BF16 if subject.config.megatron.get("grad_reduce_in_bf16") else FP32
 
 
 def adam_bytes(subject: Subject) -> int:
-    """Of one parameter on the GPU: fp32 weight and two moments.
+    """Return the optimizer's bytes per parameter on the GPU: fp32 weight and two moments.
 
-    The precision-aware optimizer takes their types from flags, and of an fp32 weight keeps only the 16 bits that the bf16 weight lacks
+    The precision-aware optimizer takes their dtypes from flags and stores only the 16 bits of an fp32 weight that the bf16 weight lacks
     (Megatron-Core, `OptimizerConfig.store_param_remainders`).
     """
     if not subject.config.optimizer.use_precision_aware_optimizer:
@@ -89,7 +89,7 @@ def adam_bytes(subject: Subject) -> int:
 
 
 def offloaded_share(subject: Subject) -> float:
-    """Of the optimizer, what is on the CPU; all of it where --optimizer-offload-fraction is not given."""
+    """Return the share of the optimizer on the CPU; all of it without --optimizer-offload-fraction."""
     if not subject.config.optimizer.optimizer_cpu_offload:
         return 0.0
     given = subject.config.megatron.get("optimizer_offload_fraction")
@@ -97,7 +97,7 @@ def offloaded_share(subject: Subject) -> float:
 
 
 def trainer_items(subject: Subject, layout: ClusterLayout, pipeline_rank: int) -> tuple[MemoryItem, ...]:
-    """What the peak of a GPU of `pipeline_rank` is made of, engines apart."""
+    """Return the parts of the peak of a GPU of `pipeline_rank`, without engines."""
     shape = trainer_shape(subject.config)
     stages = [stage for stage in layout.stages if stage.pipeline_rank == pipeline_rank]
     state = trainer_state(subject, shape, stages)
@@ -109,18 +109,18 @@ def trainer_items(subject: Subject, layout: ClusterLayout, pipeline_rank: int) -
         *_value_items(subject, shape, stages),
         *(gradients if _sum(gradients) > _sum(passing) else passing),
         *_communication(subject, shape),
-        MemoryItem("workspace", TRAINER_WORKSPACE_BYTES, "of Transformer Engine and cuBLAS, and the micro-batch: measured"),
+        MemoryItem("workspace", TRAINER_WORKSPACE_BYTES, "Transformer Engine, cuBLAS and the micro-batch; measured"),
         MemoryItem("runtime", CUDA_CONTEXT_BYTES, "CUDA context, kernels, cuBLAS workspace"),
     )
 
 
 def trainer_left_bytes(subject: Subject) -> int:
-    """What PyTorch's allocator and CUDA's libraries add to `trainer_resident_bytes` in the first step and do not give back."""
+    """Return the bytes that PyTorch's allocator and CUDA's libraries add to `trainer_resident_bytes` in the first step and keep."""
     return TRAINER_LEFT_BYTES if trainer_shape(subject.config).is_megatron else 0
 
 
 def trainer_resident_bytes(subject: Subject) -> int:
-    """What an offloaded trainer keeps on a GPU before its first step, when engines start: all that it does not move."""
+    """Return the bytes that an offloaded trainer keeps on a GPU before its first step, when engines start."""
     shape = trainer_shape(subject.config)
     return CUDA_CONTEXT_BYTES + (TRAINER_WORKSPACE_BYTES if shape.is_megatron else 0) + _sum(_communication(subject, shape))
 
@@ -130,22 +130,22 @@ def _sum(items: Iterable[MemoryItem]) -> int:
 
 
 def _fragmentation(moving: int) -> MemoryItem:
-    """Of `moving` bytes of tensors that come and go; no more is held free than has been in use."""
+    """Return the fragmentation caused by `moving` bytes of temporary tensors, at most as large as these."""
     held = min(moving, TRAINER_HELD_BYTES + round(FRAGMENTATION * moving))
     share = f"{FRAGMENTATION:.0%} of the activations' {amount(moving)}"
-    note = f"held by PyTorch and CUDA beside tensors: {amount(TRAINER_HELD_BYTES)} and {share}; no more than these"
+    note = f"held by PyTorch and CUDA beside tensors: {amount(TRAINER_HELD_BYTES)} and {share}, at most as much as these"
     return MemoryItem("fragmentation", held, note)
 
 
 def _main_gradients(subject: Subject, shape: TrainerShape, state: TrainerState) -> tuple[MemoryItem, ...]:
-    """The fp32 copy of bf16 gradients that exists during the optimizer's step, when no activations do.
+    """Return the fp32 copy of bf16 gradients that exists during the optimizer step, when activations do not.
 
-    (`distrib_optimizer._copy_model_grads_to_main_grads`; the precision-aware optimizer reads them as they are.)
+    See `distrib_optimizer._copy_model_grads_to_main_grads`; the precision-aware optimizer needs no copy.
     """
     if gradient_bytes(subject) == FP32 or subject.config.optimizer.use_precision_aware_optimizer:
         return ()
     sharded = round(optimizer_parameters(subject, shape, state.trained) * (1 - offloaded_share(subject)))
-    note = f"{billions(sharded)} x 4 bytes: fp32 copy of the bf16 gradients for the optimizer's step; activations are gone by then"
+    note = f"{billions(sharded)} x 4 bytes: fp32 copy of the bf16 gradients for the optimizer step, when activations are freed"
     return (MemoryItem("main_gradients", FP32 * sharded, note),)
 
 
@@ -155,7 +155,7 @@ def _state_items(subject: Subject, shape: TrainerShape, state: TrainerState) -> 
     split = f"({billions(trained.dense)} dense over TP {shape.tp}"
     if trained.experts:
         split += f", {billions(trained.experts)} of experts over EP {shape.ep} x ETP {shape.etp}"
-    frozen = f", {billions(state.frozen.total)} frozen for multi-token prediction" if state.frozen.total else ""
+    frozen = f", {billions(state.frozen.total)} frozen MTP parameters" if state.frozen.total else ""
     yield MemoryItem("weights", state.weights, f"{held} {split}{frozen}) x 2 bytes")
     size = gradient_bytes(subject)
     kind = "fp32" if size == FP32 else "bf16"
@@ -180,13 +180,13 @@ def _value_items(subject: Subject, shape: TrainerShape, stages: list[Stage]) -> 
 
 
 def _activations(subject: Subject, shape: TrainerShape, stages: list[Stage], pipeline_rank: int) -> list[MemoryItem]:
-    """What waits for its backward pass, and the largest of what exists beside it for a moment."""
+    """Return the activations that wait for their backward pass, and the largest temporary tensors beside them."""
     config, architecture = subject.config, subject.architecture
     tokens = micro_batch_tokens(config, shape)
     in_flight = chunks_in_flight(shape, pipeline_rank, num_micro_batches(subject, shape))
     chunks = [_chunk(stage_layers(architecture, stage), subject, shape) for stage in stages]
     if stages[-1].has_head:
-        chunks[-1] += _chunk(prediction_layers(subject), subject, shape)
+        chunks[-1] += _chunk(loaded_mtp_layers(subject), subject, shape)
     stored = max(_stored(chunk, config) for chunk in chunks)
     recompute = config.parallel.recompute_granularity or "no"
     items = [
@@ -200,14 +200,14 @@ def _activations(subject: Subject, shape: TrainerShape, stages: list[Stage], pip
     logits = logits_bytes(architecture, shape, min(config.train.log_probs_chunk_size, tokens)) if stages[-1].has_head else 0
     if logits > layer_work:
         note = f"fp32 and twice bf16 [{min(config.train.log_probs_chunk_size, tokens)}, {architecture.vocab_size} / TP {shape.tp}]"
-        return [*items, MemoryItem("logits", logits, f"{note}; a layer's backward pass needs {amount(layer_work)} at another time")]
-    note = "activations of the layers that are recomputed, and gradients" if config.parallel.recompute_granularity else "gradients"
-    beside = f"; logits ({amount(logits)}) are gone by then" if logits else ""
+        return [*items, MemoryItem("logits", logits, f"{note}; a layer's backward pass ({amount(layer_work)}) comes later")]
+    note = "recomputed activations and gradients" if config.parallel.recompute_granularity else "gradients"
+    beside = f"; logits ({amount(logits)}) are freed by then" if logits else ""
     return [*items, MemoryItem("backward", round(layer_work), f"one layer's backward pass: {note} of {tokens} tokens{beside}")]
 
 
 def _chunk(layers: Iterable[Layer], subject: Subject, shape: TrainerShape) -> list[LayerBytes]:
-    """Of consecutive layers; there are few kinds of them."""
+    """Return the bytes of consecutive layers, computed once per kind."""
     kinds: dict[tuple[bool, bool], LayerBytes] = {}
     chunk = []
     for layer in layers:
@@ -219,7 +219,7 @@ def _chunk(layers: Iterable[Layer], subject: Subject, shape: TrainerShape) -> li
 
 
 def _stored(chunk: list[LayerBytes], config: Config) -> float:
-    """Bytes a token that a forward pass of `chunk` leaves behind."""
+    """Return the bytes per token that a forward pass of `chunk` keeps."""
     flags = config.parallel
     if flags.recompute_granularity != "full":
         return sum(layer.stored for layer in chunk)
@@ -230,7 +230,7 @@ def _stored(chunk: list[LayerBytes], config: Config) -> float:
 
 
 def _working(chunk: list[LayerBytes], config: Config) -> float:
-    """Bytes a token that the backward pass of `chunk` needs for a moment: what it recomputes, and gradients."""
+    """Return the temporary bytes per token of the backward pass of `chunk`: recomputed activations and gradients."""
     flags = config.parallel
     passing = max(layer.passing for layer in chunk)
     if flags.recompute_granularity == "selective":
@@ -242,7 +242,7 @@ def _working(chunk: list[LayerBytes], config: Config) -> float:
 
 
 def _communication(subject: Subject, shape: TrainerShape) -> Iterator[MemoryItem]:
-    """Buffers of NCCL, for each group of ranks that communicates by what it does, and of DeepEP."""
+    """Yield the NCCL buffers of each group of ranks, by its operations, and DeepEP's buffers."""
     flags = subject.config.parallel
     deepep = flags.moe_enable_deepep and shape.ep > 1
     collective, point_to_point = COLLECTIVE_BYTES, POINT_TO_POINT_BYTES
@@ -250,7 +250,7 @@ def _communication(subject: Subject, shape: TrainerShape) -> Iterator[MemoryItem
     sizes = {
         "TP": (shape.tp, collective),
         "CP": (shape.cp, collective if flags.allgather_cp else point_to_point + collective),  # log-probabilities are gathered
-        "PP": (shape.pp, point_to_point + collective),  # activations; and weights on their way to the engines
+        "PP": (shape.pp, point_to_point + collective),  # activations, and the weight sync
         "DP x CP": (shape.shards_dense_optimizer, collective),
         "EP": (1 if deepep else shape.ep, collective if flags.moe_token_dispatcher_type == "allgather" else point_to_point),
         "experts' TP x EP": (shape.etp * shape.ep if has_experts else 1, collective),

@@ -1,4 +1,4 @@
-"""The value model beside a policy, as the planner sees it: a model of the policy's shape with an output layer of one row."""
+"""Value model beside a policy: the policy's shape with an output layer of one row."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fuligo.planner.subject import Subject
 
 
 def value_subject(subject: Subject) -> Subject:
-    """The same run, as if its value model were what is trained."""
+    """Return the subject with the value model in place of the policy."""
     return replace(subject, architecture=value_architecture(subject.architecture))
 
 
 def value_architecture(policy: Architecture) -> Architecture:
-    """It predicts no tokens, and its embedding is not its head, whatever the policy's is."""
+    """Return the value model's shapes: no MTP layers, and a head that is not tied to the embedding."""
     head = Part(PartKind.HEAD, policy.hidden_size, Split.REPLICATED, quantisable=False)
     return replace(policy, head=head, tied_embeddings=False, mtp_layers=())

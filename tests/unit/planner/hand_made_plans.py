@@ -1,4 +1,4 @@
-"""Plans made by hand, for whatever shows plans: 8, 64 and 256 GPUs, with figures of a plausible size."""
+"""Plans made by hand, for tests of their display: 8, 64 and 256 GPUs with plausible figures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of the trainer's dimensions; one rank is a GPU."""
+    """Sizes of the trainer's dimensions; each rank is a GPU."""
 
     tp: int = 1
     cp: int = 1
@@ -39,7 +39,7 @@ class Sizes:
         return self.tp * self.cp * self.dp * self.pp
 
     def rank(self, rank: int) -> TrainerRank:
-        """tp varies fastest, then cp, dp, pp; of a pipeline stage's ranks each `ep` in a row share the experts."""
+        """Return the ranks: tp varies fastest, then cp, dp, pp; each `ep` consecutive ranks of a stage share the experts."""
         tp, rest = rank % self.tp, rank // self.tp
         cp, rest = rest % self.cp, rest // self.cp
         dp, pp = rest % self.dp, rest // self.dp
@@ -48,7 +48,7 @@ class Sizes:
 
 
 def stages(layers: tuple[int, ...], index_layers: tuple[int, ...] = ()) -> tuple[Stage, ...]:
-    """One stage a pipeline rank, of so many layers."""
+    """Return one stage per pipeline rank with these numbers of layers."""
     made = []
     for number, count in enumerate(layers):
         first = sum(layers[:number])
@@ -60,7 +60,7 @@ def stages(layers: tuple[int, ...], index_layers: tuple[int, ...] = ()) -> tuple
 def layout(
     sizes: Sizes, layers: tuple[int, ...], groups: tuple[EngineGroup, ...], *, colocate: bool, index_layers: tuple[int, ...] = ()
 ) -> ClusterLayout:
-    """The trainer on the first GPUs, the engines in order on the same or on the following ones."""
+    """Place the trainer on the first GPUs, the engines in order on the same or the following ones."""
     engines: list[EngineRank] = []
     number = 0
     for index, group in enumerate(groups):
@@ -141,7 +141,7 @@ PHASES = (
 
 
 def plan_of_8() -> Plan:
-    """A dense model, trainer and engines on the same 8 GPUs."""
+    """Return a plan of a dense model, trainer and engines on the same 8 GPUs."""
     groups = (EngineGroup("default", "regular", 4, 2, 2, 1, 0, 1),)
     return Plan(
         name="glm4-9b",
@@ -162,7 +162,7 @@ def plan_of_8() -> Plan:
 
 
 def plan_of_64() -> Plan:
-    """A mixture of experts on 64 GPUs that does not fit: one error, one warning, suggestions."""
+    """Return a plan of an MoE model on 64 GPUs that does not fit: one error, one warning, suggestions."""
     groups = (EngineGroup("default", "regular", 2, 32, 32, 1, 4, 1),)
     return Plan(
         name="glm4.5-355b",
@@ -207,7 +207,7 @@ def plan_of_64() -> Plan:
 
 
 def plan_of_256() -> Plan:
-    """GLM-5.2 with sparse attention: prefill and decode engines on the trainer's GPUs; two stages' DSA layers are where they must be."""
+    """Return a plan of GLM-5.2 with sparse attention, prefill and decode engines on the trainer's GPUs."""
     groups = (EngineGroup("default", "prefill", 1, 64, 64, 1, 64, 64), EngineGroup("default", "decode", 3, 64, 64, 1, 64, 64))
     computing = (0, 1, *range(2, 78, 4))
     layers = (14, 8, 8, 8, 8, 8, 8, 16)
@@ -235,6 +235,6 @@ def plan_of_256() -> Plan:
 
 
 def broken_plan(text: str = "--tensor-model-parallel-size 3 does not divide 32 heads") -> Plan:
-    """Errors leave no layout."""
+    """Return a plan whose errors prevent a layout."""
     finding = Finding("PLAN-TP-HEADS", Severity.ERROR, text, ("--tensor-model-parallel-size",), advice="choose a divisor of 32")
     return replace(plan_of_8(), findings=(finding,), layout=None, memory=(), capacities=(), phases=(), step_s=0.0)

@@ -1,4 +1,4 @@
-"""Single mistakes in a recipe, drawn at random: what a user may type wrong."""
+"""Random single mistakes in a recipe, as a user may type them."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ PASSED_ON = ("sglang", "router", "megatron")
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """The arguments of a run with one mistake."""
+    """Arguments of a run with one mistake."""
 
     kind: str
     named: tuple[str, ...]
-    """What a message must say, one of: the flag or key as it was typed."""
+    """Texts of which a message must contain one: the flag or key as typed."""
     arguments: tuple[str, ...]
-    """Beside `--config FILE`."""
+    """Arguments beside `--config FILE`."""
     file: dict[str, Any]
-    """What the config file holds."""
+    """Content of the config file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A value that the recipe gives."""
+    """Value given by the recipe."""
 
     flag: Flag
     value: Any
 
     @property
     def words(self) -> list[str]:
-        """As typed."""
+        """Return the flag as typed."""
         if self.value is True or self.value is False:
             return [self.flag.option if self.value else f"--no-{self.flag.option.removeprefix('--')}"]
         return [self.flag.option, *map(str, self.value if isinstance(self.value, list) else [self.value])]
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The recipe's file, with paths that do not depend on where it lies."""
+    """Return the recipe's config with absolute paths."""
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     content["model"]["model_config_file"] = str((path.parent / content["model"]["model_config_file"]).resolve())
     return content
 
 
 def mutations(path: Path, number: int, seed: int) -> Iterator[Mutation]:
-    """`number` mistakes, the kinds in turn; the same for the same seed."""
+    """Return `number` mistakes, cycling through the kinds; deterministic for a seed."""
     draw = random.Random(f"{path.parent.name}/{path.name} {seed}")
     recipe = read_recipe(read(path))
     kinds = (typo, typo_in_file, wrong_type, outside, size_that_does_not_divide, wrong_backend, duplicate)
@@ -69,7 +69,7 @@ def mutations(path: Path, number: int, seed: int) -> Iterator[Mutation]:
 
 
 def other_sizes_that_fit(path: Path, number: int, seed: int) -> Iterator[list[str]]:
-    """Flags that change one size of a recipe such that everything still divides."""
+    """Draw flags that change one size of a recipe such that everything still divides."""
     draw = random.Random(f"{path.parent.name}/{path.name} {seed}")
     recipe = read_recipe(read(path))
     names = [name for name in recipe.size_names() if " " not in name]
@@ -99,7 +99,7 @@ def _chosen(recipe: Recipe, draw: random.Random, suits: Callable[[Given], bool])
 
 
 def _misspelt(name: str, draw: random.Random) -> str:
-    """One letter left out, doubled, changed, or swapped with the next; not the first, not a dash."""
+    """Omit, double, change or swap one letter; neither the first nor a dash."""
     places = [i for i, letter in enumerate(name[:-1]) if i > 1 and letter not in "-_" and name[i + 1] not in "-_"]
     i = draw.choice(places)
     other = draw.choice([letter for letter in string.ascii_lowercase if letter != name[i]])
@@ -161,7 +161,7 @@ def size_that_does_not_divide(recipe: Recipe, draw: random.Random) -> Mutation |
 
 
 def wrong_backend(recipe: Recipe, draw: random.Random) -> Mutation | None:
-    """An argument of one backend with the prefix of another, without its own, or of the engine or trainer that does not run."""
+    """Return an argument with a wrong or missing prefix, or of a backend that does not run."""
     ours, sglang, router, megatron = flags(), *(schema(group) for group in PASSED_ON)
     known_to_router = {*router.flags, *router.aliases}
     known_to_sglang = {*sglang.flags, *sglang.aliases}
@@ -197,7 +197,7 @@ def duplicate(recipe: Recipe, draw: random.Random) -> Mutation | None:
 
 @functools.cache
 def _known_names() -> set[str]:
-    """Every name that may stand on the command line."""
+    """Return every valid name of a flag."""
     names = set(flags())
     for group in PASSED_ON:
         prefix = "" if group == "megatron" else f"{group}_"

@@ -1,4 +1,4 @@
-"""Whether the sizes of a recipe divide, by plain arithmetic on its file and config.json; knows nothing of the planner."""
+"""Divisibility of a recipe's sizes by plain arithmetic on its file and config.json, independent of the planner."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A config file and its model."""
+    """Config file and its model."""
 
     file: dict[str, Any]
     model: dict[str, Any]
@@ -34,7 +34,7 @@ class Recipe:
     """Sizes given on the command line."""
 
     def size_names(self) -> list[str]:
-        """The sizes that the file gives; those of a server group as `num_gpus 1`, `num_gpus_per_engine 1`."""
+        """Return the sizes in the file; those of a server group as `num_gpus 1`, `num_gpus_per_engine 1`."""
         names = [
             ("sglang_" if group == "sglang" else "") + name
             for group, sizes in _SIZES.items()
@@ -59,7 +59,7 @@ class Recipe:
         return Recipe(file, self.model, self.overrides)
 
     def fits(self) -> bool:
-        """Every size divides what it must."""
+        """Return whether every size divides what it must."""
         return self._trainer_fits() and self._layers_fit() and self._batch_fits() and self._engines_fit()
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -124,5 +124,5 @@ class Recipe:
 
 
 def read_recipe(file: dict[str, Any]) -> Recipe:
-    """The recipe of a config file's content."""
+    """Return the recipe of a config file's content."""
     return Recipe(file, json.loads(Path(file["model"]["model_config_file"]).read_text(encoding="utf-8")), {})

@@ -1,4 +1,4 @@
-"""Subjects for the planner's tests: the flag blocks of the recipes with the shapes of their models."""
+"""Subjects for the planner's tests: flags of the recipes with their models' shapes."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ QWEN3_4B = f"--actor-num-gpus-per-node 8 --colocate --tensor-model-parallel-size
 
 
 def facts(model: str) -> Architecture:
-    """The shape of a recipe's model: `glm4-9b`, `glm5.2-744b/model-fp8`, ..."""
+    """Return the shapes of a recipe's model: `glm4-9b`, `glm5.2-744b/model-fp8`, ..."""
     path = EXAMPLES / model
     return read_architecture(path if path.name.startswith("model") else path / "model")
 
 
 def subject_of(flags: str, model: str, gpu_name: str = "h100-80", engines: str | None = None) -> Subject:
-    """A subject from flags as typed; `engines` is the model of the engines where it differs."""
+    """Return a subject from flags as typed; `engines` is the engines' model if different."""
     config = parse([*DATA.split(), *flags.split()]).config
     trained = facts(model)
     return Subject(config, replace(trained, is_quantised=False), facts(engines) if engines else trained, gpu(gpu_name))
 
 
 def glm52(tmp_path: Path) -> Subject:
-    """The 256-GPU recipe with its prefill and decode servers."""
+    """Return the 256-GPU recipe with its prefill and decode servers."""
     file = tmp_path / "engines.yaml"
     file.write_text(PD)
     return subject_of(f"{GLM52_256} --sglang-config {file}", "glm5.2-744b", engines="glm5.2-744b/model-fp8")

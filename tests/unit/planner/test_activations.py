@@ -1,4 +1,4 @@
-"""Bytes that a layer keeps for its backward pass: against autograd, which says what it saves."""
+"""Bytes that a layer keeps for its backward pass, against tensors saved by autograd."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SwiGlu(torch.autograd.Function):
 
 
 def saved_bytes(architecture: Architecture, *, head_norms: bool, output_norms: bool) -> int:
-    """Of one dense layer with the operations that Megatron and TransformerEngine fuse, by autograd."""
+    """Return the bytes saved by autograd for a dense layer with the fused operations of Megatron and TransformerEngine."""
     attention, hidden, width = architecture.attention, architecture.hidden_size, architecture.intermediate_size
     assert isinstance(attention, GroupedAttention)
 

@@ -1,4 +1,4 @@
-"""All rules at once: order, repeats, fixes that were tried; the slips of published recipes; many mistakes at a time."""
+"""Check of all rules: order, repeats, tested fixes, mistakes in published recipes, several mistakes at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from fuligo.config.changes import apply_changes, change_text
 from fuligo.config.findings import Change, Finding, Severity
 from fuligo.config.parse import parse
-from fuligo.planner.check import broken_rules, check
+from fuligo.planner.check import check, violations
 from fuligo.planner.stages import stages
 from fuligo.planner.subject import Subject, read_subject
 from tests.unit.planner.rules.broken_runs import DENSE, DRAFTS, EXAMPLES, FP8, LARGE, MIXTURE, REDUNDANT, SEPARATE, SPARSE, Run
@@ -36,7 +36,7 @@ def test_redundant_experts_and_replicas_of_24_gpus_as_once_published_are_two_fin
 
 @pytest.mark.parametrize(("bound", "warned"), [("", []), ("--rollout-max-prompt-len 64", []), ("--rollout-max-prompt-len 65", ["65"])])
 def test_conversations_are_as_long_as_the_bound_says(bound: str, warned: list[str]) -> None:
-    """Nothing is sampled in supervised training, so a response has no part in the longest sample."""
+    """Supervised training samples nothing, so the response length does not matter."""
     model = EXAMPLES / "qwen3-4b" / "model" / "config.json"
     flags = f"--model-config-file {model} --loss-type sft_loss --prompt-data d.jsonl --num-epoch 1 --apply-chat-template {bound}"
     config = parse([*flags.split(), "--use-dynamic-batch-size", "--max-tokens-per-gpu", "64", "--train-backend", "torch"]).config
@@ -45,7 +45,7 @@ def test_conversations_are_as_long_as_the_bound_says(bound: str, warned: list[st
 
 
 def test_a_step_larger_than_a_rollout_is_one_finding() -> None:
-    """Of 32 x 8 samples there is no whole step of 1000."""
+    """32 x 8 samples have no whole step of 1000."""
     run = Run(DENSE, "--global-batch-size 1000", changes=(Change(("train", "num_steps_per_rollout"), None),))
     assert _fixes(check(run.subject())) == {"CFG-GLOBAL-BATCH": ["--global-batch-size 256"]}
 
@@ -112,7 +112,7 @@ def test_what_no_change_of_flags_mends_has_advice() -> None:
 
 
 def _random_run(draw: random.Random) -> Subject:
-    """A recipe with several sizes and switches changed at once."""
+    """Draw a recipe with several sizes and switches changed at once."""
     sizes = (
         "--tensor-model-parallel-size",
         "--pipeline-model-parallel-size",
@@ -153,20 +153,20 @@ def test_of_many_mistakes_each_fix_mends_its_own_and_makes_no_new_one() -> None:
         subject = _random_run(draw)
         found = check(subject)
         before = Counter(finding.id for finding in found)
-        assert before == Counter(finding.id for finding in broken_rules(subject))
+        assert before == Counter(finding.id for finding in violations(subject))
         for finding in found:
             if not finding.fix:
                 assert finding.advice
                 continue
             num_fixes += 1
-            after = Counter(left.id for left in broken_rules(replace(subject, config=apply_changes(subject.config, finding.fix))))
+            after = Counter(left.id for left in violations(replace(subject, config=apply_changes(subject.config, finding.fix))))
             assert after[finding.id] < before[finding.id]
             assert not after - before
     assert num_fixes > 40
 
 
 def test_who_forgot_that_engines_share_the_gpus_is_told_all_that_it_takes() -> None:
-    """`--colocate` alone would be followed by a warning of the memory that SGLang takes by default."""
+    """`--colocate` alone would cause a warning about SGLang's default memory fraction."""
     unsaid = (
         Change(("cluster", "colocate"), False),
         Change(("cluster", "rollout_num_gpus"), None),

@@ -1,4 +1,4 @@
-"""The arguments of tools/convert_hf_to_torch_dist.py, and the layout that comes of them."""
+"""Arguments of tools/convert_hf_to_torch_dist.py, and the resulting layout."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_without_a_layout_every_process_is_a_stage(model: Path, world_size: int)
 
 @pytest.mark.parametrize("model", [FLASH, GLM4, GLM5], ids=lambda path: path.parent.name)
 def test_the_stages_together_hold_the_model(model: Path):
-    """Every parameter once: without tensor and expert parallelism nothing is held twice."""
+    """Without tensor and expert parallelism each parameter is held once."""
     plan = plan_hf_to_dist(paths(model), 4)
     assert sum(plan.rank_parameters) == read_architecture(model).num_parameters
 
 
 def test_more_processes_than_layers_need_a_layout():
-    assert "64 processes are more than the model's 40 layers" in problems_of(paths(GLM4), 64)
+    assert "64 processes exceed the model's 40 layers" in problems_of(paths(GLM4), 64)
     assert plan_hf_to_dist([*paths(GLM4), "--tensor-model-parallel-size", "2"], 64).shape.dp == 32
 
 
@@ -75,7 +75,7 @@ def test_experts_are_spread_evenly():
 
 
 def test_a_model_of_its_flags_alone_and_gathered_context(tmp_path: Path):
-    """MODEL_ARGS describe the model where the checkpoint is not on this machine; --allgather-cp changes nothing."""
+    """MODEL_ARGS describe the model if the checkpoint is not on this machine; --allgather-cp changes nothing."""
     model = REPOSITORY / "scripts" / "models" / "glm5.2-744B-A40B.sh"
     arguments = [word.strip('"') for line in model.read_text().splitlines() if line.strip().startswith("--") for word in line.split()]
     assert "--allgather-cp" in arguments
@@ -84,7 +84,7 @@ def test_a_model_of_its_flags_alone_and_gathered_context(tmp_path: Path):
 
 
 def test_flags_that_disagree_with_the_checkpoint():
-    assert "--rotary-base 5.0 disagrees" in problems_of([*paths(GLM4), "--rotary-base", "5"])
+    assert "--rotary-base 5.0 contradicts" in problems_of([*paths(GLM4), "--rotary-base", "5"])
     assert plan_hf_to_dist([*paths(GLM4), "--rotary-base", "5", "--override-model-config"], 1).shape.num_ranks == 1
 
 
@@ -126,7 +126,7 @@ def test_a_checkpoint_without_weights_is_not_converted(tmp_path: Path):
 
 
 def test_a_number_of_processes_is_for_plans(tmp_path: Path):
-    """A conversion runs on those that torchrun started."""
+    """A conversion runs on the processes that torchrun started."""
     with pytest.raises(ConfigError, match="--world-size 8 has no effect without --plan"):
         main(["--hf-checkpoint", str(GLM4), "--save", str(tmp_path / "out"), "--world-size", "8"])
 

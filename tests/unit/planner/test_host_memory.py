@@ -1,4 +1,4 @@
-"""Host memory: samples, what ranks get of a batch, SGLang's record of experts; bytes as the real objects have them."""
+"""Host memory: samples, batches of ranks, SGLang's record of experts, compared with the real objects."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_driver_holds_dropped_samples_and_rollouts_ahead() -> None:
 
 
 def node_batches(flags: str, node: int) -> int:
-    """Bytes of `batches` on a node of a GLM-4-9B run, without what the driver adds to its samples."""
+    """Return the bytes of `batches` on a node of a GLM-4-9B run, without the driver's additions to its samples."""
     subject = subject_of(f"{GLM4_9B_PARALLEL} {flags}", "glm4-9b")
     layout = make_layout(subject)
     ranks = [gpu.trainer for gpu in layout.gpus if gpu.node == node and gpu.trainer is not None]
@@ -105,14 +105,14 @@ def node_batches(flags: str, node: int) -> int:
 
 
 def test_a_node_has_what_its_replicas_train_on() -> None:
-    """TP 2 x CP 2: a node of eight GPUs has two of eight replicas; the first has what the driver put into Ray's object store."""
+    """A node of eight GPUs has two of eight replicas (TP 2 x CP 2); the first has the driver's whole batch in Ray's object store."""
     batch = sample_bytes(subject_of(f"{GLM4_9B_PARALLEL} --actor-num-gpus-per-node 8 --colocate", "glm4-9b")).shares(1, 1)
     four_nodes = "--actor-num-nodes 4 --actor-num-gpus-per-node 8 --colocate"
     assert [node_batches(four_nodes, node) for node in range(4)] == [batch, batch // 4, batch // 4, batch // 4]
 
 
 def test_ranks_of_one_machine_have_shares_of_their_own() -> None:
-    """Rank 0 is the driver, whose samples they are; the store is there to hand the others theirs."""
+    """Rank 0 is the driver and owns the samples; the store holds the shares of the others."""
     batch = sample_bytes(subject_of(f"{GLM4_9B_PARALLEL} --actor-num-gpus-per-node 8 --colocate", "glm4-9b")).shares(1, 1)
     one, two = "--actor-num-gpus-per-node 4 --colocate", "--actor-num-gpus-per-node 8 --colocate"
     assert node_batches(one, 0) == batch * (1 + 3), "one replica of four ranks"
@@ -147,7 +147,7 @@ def test_replay_brings_the_experts_to_every_node_once() -> None:
 
 
 def test_the_pinned_record_has_a_place_for_every_cached_token() -> None:
-    """As `RoutedExpertsCapturer` says in its log: all layers, dense ones too, int32."""
+    """As in the log of `RoutedExpertsCapturer`: all layers, dense ones too, int32."""
     subject = subject_of(f"{GLM45_BF16} {REPLAY}", "glm4.5-355b")
     [(_, _, memory)] = planned_engines(subject)
     exact = (memory.kv_tokens + 1) * 92 * 8 * 4
@@ -188,7 +188,7 @@ def test_a_given_number_of_requests_bounds_the_batch() -> None:
 
 
 def test_engines_of_their_own_nodes_have_the_record_there() -> None:
-    """The fullest node is shown: the engines', once their records outweigh what the trainer's node keeps."""
+    """The fullest node is shown: the engines' once their records exceed the memory of the trainer's node."""
     subject = subject_of(f"{SEPARATE} {REPLAY}", "glm4.7-flash")
     assert item(host(subject), "batches") and not item(host(subject), "routing_record")
     engines_only = subject_of(f"{SEPARATE} {REPLAY} --debug-rollout-only", "glm4.7-flash")

@@ -1,4 +1,4 @@
-"""The page is one file: nothing is loaded, and nothing of the plan can leave its place in it. (How it behaves: tests/browser.)"""
+"""The page is self-contained, and content of the plan cannot inject markup. tests/browser covers its behaviour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan as JSON: it follows its schema, loses nothing, and its keys name units."""
+"""Plan as JSON: it follows its schema, is complete, and its keys name units."""
 
 from __future__ import annotations
 

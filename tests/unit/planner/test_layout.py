@@ -1,4 +1,4 @@
-"""Ranks, stages and engines: against Megatron-Core's own groups, and as properties of every layout that divides."""
+"""Ranks, stages and engines: against Megatron-Core's own groups, and as properties of all valid layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fuligo.planner.stages import stages
 from tests.unit.planner.subjects import FLASH_16, GLM4_9B_COLOCATED, GLM4_9B_SEPARATE, GLM45_BF16, glm52, subject_of
 
 MEGATRON = json.loads((Path(__file__).parent / "megatron_ranks.json").read_text())
-"""Groups that `parallel_state.RankGenerator` of Megatron-Core 0.16.1 gives in the order tp-cp-ep-dp-pp."""
+"""Groups of Megatron-Core 0.16.1's `parallel_state.RankGenerator` in the order tp-cp-ep-dp-pp."""
 
 OTHERS = {
     "tp": ("cp", "dp", "pp"),
@@ -41,7 +41,7 @@ def shape_of(num_ranks: int, tp: int, cp: int, pp: int, ep: int, etp: int) -> Tr
 
 
 def groups(ranks: Sequence[TrainerRank], dimension: str) -> set[tuple[int, ...]]:
-    """Ranks that differ in one dimension only, each group in its order."""
+    """Return the groups of ranks that differ in one dimension only, in order."""
     members: dict[tuple[int, ...], list[TrainerRank]] = defaultdict(list)
     for rank in ranks:
         members[tuple(getattr(rank, other) for other in OTHERS[dimension])].append(rank)
@@ -169,5 +169,5 @@ def test_without_training_no_gpu_has_a_trainer() -> None:
 
 
 def test_a_cluster_that_nobody_has_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"--actor-num-nodes 100000000 .* are 800000000 GPUs; plans are made of up to 32768"):
+    with pytest.raises(ConfigError, match=r"--actor-num-nodes 100000000 .* are 800000000 GPUs; plans support up to 32768"):
         make_layout(subject_of(f"{GLM4_9B_COLOCATED} --actor-num-nodes 100000000", "glm4-9b"))

@@ -1,4 +1,4 @@
-"""From a config to the whole plan: findings about memory, and no numbers where there is no layout."""
+"""Creation of plans: findings about memory, and no numbers without a layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of the Megatron trainer beside runs that were measured (`benchmarks/training.py`, H200s): memory and speed."""
+"""Plans of the Megatron trainer against measured runs (`benchmarks/training.py`, H200s): memory and speed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.planner.subjects import CPU_ADAM, EXAMPLES
 
 TOLERANCE = 0.10
 TOO_LOW = 0.01
-"""A plan that says less than what is needed lets a run begin that dies."""
+"""Largest excess of a run over its plan; a plan that is too low admits runs that fail."""
 BESIDE_TENSORS = {"fragmentation", "communication", "runtime"}
 
 ALLTOALL = "--moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion"
@@ -38,23 +38,23 @@ QWEN3_30B = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run; memory of the fullest rank of each pipeline stage."""
+    """Measured run; memory of the fullest rank of each pipeline stage."""
 
     model: str
     num_layers: int
     num_gpus: int
     max_tokens: int
-    """Of the longest row on a context-parallel rank."""
+    """Tokens of the longest row on a context-parallel rank."""
     flags: str
     peak_gib: tuple[float, ...]
-    """What the process held of the GPU at most."""
+    """Peak memory of the process on the GPU."""
     tensors_gib: tuple[float, ...]
-    """Tensors at most."""
+    """Peak memory of tensors."""
     tflops: float | None = None
-    """Of a GPU, without the pipeline's bubble; None where the step is bound by something that the plan counts apart, or by memory, or was
-    measured before the trainer had most of its speed."""
+    """FLOP/s of a GPU, without the pipeline's bubble; None where the step is bound by something that the plan counts apart, or by memory,
+    or was measured before the trainer had most of its speed."""
     separate_passes: bool = False
-    """Over logits: the run's code had one operation after another, which took one more fp32 tensor of a chunk's logits than today's."""
+    """The run's code computed logits in separate passes, which needed one more fp32 tensor per chunk than today's."""
 
 
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -64,7 +64,7 @@ RECOMPUTATION = "--recompute-granularity full --recompute-method uniform --recom
 PP2 = "--pipeline-model-parallel-size 2"
 CP2 = "--context-parallel-size 2"
 OLD = True
-"""In the place of `separate_passes`."""
+"""Replacement of `separate_passes`."""
 MEASURED = {
     "dense": Measured("qwen3-4b", 36, 1, 10686, "", (123.28,), (112.26,), 491),
     "dense-recompute": Measured("qwen3-4b", 36, 1, 13291, RECOMPUTATION, (82.32,), (74.92,)),
@@ -81,7 +81,7 @@ MEASURED = {
     "mla": Measured("glm4.7-flash", 6, 1, 16384, ALLTOALL, (89.42,), (84.58,), 263, OLD),
     "mla-tp2-ep2": Measured("glm4.7-flash", 6, 2, 16384, TP2_EP2, (50.02,), (42.79,), 195, OLD),
 }
-"""As `benchmarks/training.py` names them; docs/planner-model.md has the same table."""
+"""Runs by their names in `benchmarks/training.py`; docs/planner-model.md has the same table."""
 
 
 def subject_of(run: Measured) -> Subject:
@@ -98,7 +98,7 @@ def config_json(model: str) -> dict[str, Any]:
 
 
 def trainer_bars(run: Measured) -> list[MemoryBar]:
-    """As today's code, or the run's, needs them."""
+    """Return the tensors that today's code, or the run's, needs."""
     subject = subject_of(run)
     bars = [bar for bar in memory_bars(subject, make_layout(subject)) if bar.pipeline_rank is not None]
     if not run.separate_passes:

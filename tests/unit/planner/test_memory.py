@@ -1,4 +1,4 @@
-"""Memory of trainer, engines and host: sums by hand, properties, and the recipes, which are known to run on GPUs of 80 GB."""
+"""Memory of trainer, engines and host: sums by hand, properties, and recipes that are known to run on 80 GB GPUs."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_tensor_and_expert_ranks_share_all_but_what_is_replicated() -> None:
 
 
 def test_indexers_are_frozen() -> None:
-    """Every tensor-parallel rank has all of them."""
+    """The indexers are replicated over tensor-parallel ranks."""
     subject = subject_of("--actor-num-gpus-per-node 4 --tensor-model-parallel-size 4 --sequence-parallel", "glm5.2-744b")
     shape, found = trainer_shape(subject.config), stages(subject)
     indexer = 2048 * 32 * 128 + 6144 * 128 + 2 * 128 + 6144 * 32
@@ -252,7 +252,7 @@ def test_the_torch_trainer_holds_a_teacher_of_its_own_size() -> None:
 
 
 def test_a_value_model_needs_what_the_policy_does_but_for_its_head() -> None:
-    """Qwen3-4B's head is its embedding: on the last of two stages the policy has a copy of it, the value model one row."""
+    """Qwen3-4B ties head and embedding: the last of two stages has a copy for the policy, and one row for the value model."""
     pipeline = QWEN3_4B.replace("--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2")
     first, last, *_ = bars_of(subject_of(f"{pipeline} {PPO}", "qwen3-4b"))
     states = [sum(item(bar, name) for name in ("weights", "gradients", "optimizer")) for bar in (first, last)]

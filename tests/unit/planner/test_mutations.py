@@ -1,4 +1,4 @@
-"""Nearly every single mistake in a recipe is refused or warned of, by a message that names it; none ends in a traceback."""
+"""Nearly every single mistake in a recipe causes an error or a warning that names it; none ends in a traceback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 from fuligo.config.parse import parse
 from fuligo.errors import ConfigError
-from fuligo.planner.check import broken_rules
+from fuligo.planner.check import violations
 from fuligo.planner.subject import read_subject
 from tests.unit.planner.mutations import Mutation, mutations, other_sizes_that_fit, read
 from tests.unit.planner.sizes_oracle import read_recipe
@@ -38,11 +38,11 @@ DIVISIBILITY = {
     "PLAN-ENGINE-EP",
     "PLAN-ENGINE-EXPERTS",
 }
-"""Rules that the arithmetic of the mutations covers."""
+"""Rules about divisibility."""
 
 
 def messages(mutation: Mutation, folder: Path) -> list[str]:
-    """Everything that the user is told."""
+    """Return all messages to the user."""
     file = folder / f"{id(mutation.file)}.yaml"
     if not file.exists():
         file.write_text(yaml.safe_dump(mutation.file), encoding="utf-8")
@@ -50,7 +50,7 @@ def messages(mutation: Mutation, folder: Path) -> list[str]:
         parsed = parse(["--config", str(file), *mutation.arguments])
         said = list(parsed.warnings)
         if not _names(mutation, said):
-            said += [f"{finding.text} {finding.advice}" for finding in broken_rules(read_subject(parsed.config, "h100-80"))]
+            said += [f"{finding.text} {finding.advice}" for finding in violations(read_subject(parsed.config, "h100-80"))]
     except ConfigError as error:
         return list(error.problems)
     return said
@@ -73,7 +73,7 @@ def test_single_mistakes_are_found_and_named(recipe: Path, tmp_path: Path) -> No
 def test_sizes_that_divide_are_not_refused(recipe: Path, tmp_path: Path) -> None:
     for arguments in other_sizes_that_fit(recipe, NUM_SIZES, seed=1):
         config = parse(["--config", str(recipe), *arguments]).config
-        refused = {finding.id for finding in broken_rules(read_subject(config, "h100-80"))} & DIVISIBILITY
+        refused = {finding.id for finding in violations(read_subject(config, "h100-80"))} & DIVISIBILITY
         assert not refused, arguments
 
 

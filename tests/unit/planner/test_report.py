@@ -1,4 +1,4 @@
-"""The plan as text: complete, to scale, plain where there is no terminal, and no longer than a screen."""
+"""Plan as text: complete, to scale, without colour codes outside of a terminal, and no longer than a screen."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_where_everything_runs():
     assert "glm5.2-744b glm_moe_dsa, 744 B parameters, 40.1 B active, 256 x h100-80 on 32 nodes" in text
     assert "trainer 256 GPUs, nodes 0-31: TP 4, CP 8, PP 8, EP 32" in text
     assert "layers 14 | 8 | 8 | 8 | 8 | 8 | 8 | 16" in text
-    assert "computing their own sparse index: 5 | 2 | 2 | 2 | 2 | 2 | 2 | 4" in text
+    assert "layers with their own sparse index: 5 | 2 | 2 | 2 | 2 | 2 | 2 | 4" in text
     assert "1 prefill engine x 64 GPUs, nodes 0-7: TP 64, DP 64, EP 64" in text
     assert "3 decode engines x 64 GPUs, nodes 8-31" in text
     assert "9.40 M tokens of KV cache: 282 of the longest sequences" in text
@@ -57,8 +57,8 @@ def test_where_everything_runs():
 
 def test_engines_of_an_unknown_model_are_said_to_be_left_out():
     known = plan_of_64()
-    assert "not reckoned" not in report(known)
-    assert "memory and time not reckoned: no config.json here says what this model is" in words(report(replace(known, capacities=())))
+    assert "not estimated" not in report(known)
+    assert "memory and time not estimated: no config.json of this model on this machine" in words(report(replace(known, capacities=())))
 
 
 def test_stages_that_look_alike_are_one_line():
@@ -95,7 +95,7 @@ def test_findings_with_fixes_and_the_verdict():
     assert text.index("error PLAN-MEMORY-TRAINER") < text.index("fix: --max-tokens-per-gpu 8192") < text.index("warning PLAN-LONG-SAMPLES")
     assert "samples are never truncated" in text
     assert "note: --lr is given twice" in text
-    assert "1 error, 1 warning: this would run out of memory" in text
+    assert "1 error, 1 warning: this run would exceed its memory" in text
 
 
 def test_suggestions_with_their_cost():

@@ -1,4 +1,4 @@
-"""FLOPs and times of a step: closed forms, and what must be faster than what."""
+"""FLOPs and times of a step: closed forms and monotonicity."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_without_a_reference_nothing_is_scored() -> None:
 
 
 def test_a_teacher_is_one_more_pass_and_one_of_its_own_size() -> None:
-    """The old policy's log-probabilities are needed, too. One that is served costs its engines' time alone."""
+    """The old policy's log-probabilities are needed too. A served teacher takes its engines' time only."""
     loaded = subject_of(f"{GLM4_9B_SEPARATE} --use-opd --opd-teacher-load t", "glm4-9b")
     served = subject_of(f"{GLM4_9B_SEPARATE} --use-opd --opd-teacher-url http://t:1", "glm4-9b")
     smaller = replace(loaded, own_teacher=facts("qwen3-4b"))

@@ -1,4 +1,4 @@
-"""Models that engines serve beside the policy, a teacher above all: their memory, their time, and what is said of those not known here."""
+"""Models that engines serve beside the policy, such as a teacher: memory, time, and notes about unknown ones."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ GLM4_9B_RANK = 2 * (
     + 4096
     + 2 * 151552 * 4096 // 2
 )
-"""Bytes of the weights on one of two GPUs: norms whole, all else in halves."""
+"""Bytes of the weights on one of two GPUs: norms replicated, all else split."""
 
 
 def served(tmp_path: Path, flags: str = SEPARATE, model: Path | str = TEACHER, overrides: str = "{}", name: str = "teacher") -> list[str]:
-    """The arguments of a run with two GPUs for the policy and two for another model."""
+    """Return the arguments of a run with two GPUs for the policy and two for another model."""
     file = tmp_path / "engines.yaml"
     file.write_text(
         "sglang:\n  - {server_groups: [{num_gpus: 2}]}\n"
@@ -109,7 +109,7 @@ def test_a_model_that_is_not_asked_to_score_needs_no_such_logits(tmp_path: Path)
 
 
 def test_a_served_teacher_prefills_every_sample_once(tmp_path: Path) -> None:
-    """While the rollout goes on, and its last group afterwards."""
+    """The teacher scores during the rollout, and its last group afterwards."""
     subject = subject_with(*served(tmp_path))
     found = estimate(subject)
     rollout, prefill = phase(found, "rollout"), phase(found, "prefill")
@@ -137,7 +137,7 @@ def test_in_asynchronous_modes_the_sync_waits_for_the_teacher(tmp_path: Path) ->
 
 
 def test_the_policy_is_sampled_from_by_its_own_engines(tmp_path: Path) -> None:
-    """A frozen copy of the first weights decodes nothing of a rollout, and has a bar as any other."""
+    """A frozen copy of the first weights takes no part in the rollout but has a bar."""
     alone = f"{SEPARATE.replace('--use-opd', '')} --rollout-num-gpus 2".replace("--rollout-num-gpus 4 ", "")
     beside = estimate(subject_with(*served(tmp_path, SEPARATE.replace("--use-opd", ""), "/models/policy", name="first")))
     assert phase(beside, "rollout") == phase(estimate(subject_with(*DATA.split(), *alone.split())), "rollout")
@@ -145,7 +145,7 @@ def test_the_policy_is_sampled_from_by_its_own_engines(tmp_path: Path) -> None:
 
 
 def test_a_colocated_teacher_waits_in_host_memory(tmp_path: Path) -> None:
-    """It is never synced: SGLang copies its weights back from there."""
+    """The model is never synced, so SGLang copies its weights back from host memory."""
     runs = (COLOCATED, SEPARATE, f"{COLOCATED} --debug-rollout-only")
     shared, separate, alone = (sizes(estimate(subject_with(*served(tmp_path, flags))), "host") for flags in runs)
     assert shared["engine_weights"] == 2 * GLM4_9B_RANK
@@ -171,8 +171,8 @@ def test_a_model_that_nothing_describes_is_placed_and_said_to_be_unknown(tmp_pat
         assert [bar.owner for bar in found.memory if bar.engine_group is not None] == ["engines: regular"]
         assert not [phase for phase in found.phases if phase.lane == "teacher"]
         assert sum(gpu.engine is not None and gpu.engine.group == 1 for gpu in found.layout.gpus) == 2
-        [told] = [sentence for sentence in assumptions(subject, found.layout) if "not reckoned" in sentence]
-        assert str(model) in told and "teacher" in told
+        [stated] = [sentence for sentence in assumptions(subject, found.layout) if "not estimated" in sentence]
+        assert str(model) in stated and "teacher" in stated
 
 
 def test_a_teacher_elsewhere_takes_no_time() -> None:

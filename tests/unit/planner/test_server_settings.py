@@ -1,4 +1,4 @@
-"""What SGLang chooses by itself: values that its own `ServerArgs._handle_gpu_memory_settings` (0.5.15.post1) gave for these arguments."""
+"""Defaults of SGLang: recorded results of `ServerArgs._handle_gpu_memory_settings` (0.5.15.post1) for these arguments."""
 
 from __future__ import annotations
 

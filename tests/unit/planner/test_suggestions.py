@@ -1,4 +1,4 @@
-"""What is suggested where a run does not fit: changes that make it fit, the cheapest first."""
+"""Suggestions for runs that do not fit: changes that make them fit, the cheapest first."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 
 from fuligo.config.changes import apply_changes
 from fuligo.planner.estimate import estimate
-from fuligo.planner.rule_errors import rule_errors
 from fuligo.planner.subject import Subject
-from fuligo.planner.suggestions import remedies, suggest
+from fuligo.planner.suggestions import remedies, suggest, violated_rules
 from tests.unit.planner.subjects import CPU_ADAM, FLASH_8, GLM4_9B_COLOCATED, GLM4_9B_SEPARATE, subject_of
 
 NO_RECOMPUTE = GLM4_9B_SEPARATE.replace("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "")
@@ -32,7 +31,7 @@ def test_every_suggestion_fits_and_breaks_no_rule(case: str) -> None:
     for remedy in found:
         changed = replace(subject, config=apply_changes(subject.config, remedy.changes))
         assert estimate(changed).fits
-        assert not rule_errors(changed) - rule_errors(subject)
+        assert not violated_rules(changed) - violated_rules(subject)
         assert len(remedy.suggestion.flags) == len(remedy.changes)
     assert [remedy.gpu_seconds for remedy in found] == sorted(remedy.gpu_seconds for remedy in found)
 

@@ -22,7 +22,7 @@ def test_parts_are_to_scale_up_to_the_capacity():
 
 
 def test_rounding_does_not_add_up():
-    """Ten parts of 0.4 characters are four characters together, not ten and not none."""
+    """Ten parts of 0.4 characters take four characters together."""
     bar = stacked_bar([("weights", 1)] * 10, capacity=100, scale=100, width=40, palette=PALETTE)
     assert bar.plain.count("w") == 4
 

@@ -1,4 +1,4 @@
-"""Activations of the torch trainer: against what autograd saves in the trainer's own models."""
+"""Activations of the torch trainer against tensors saved by autograd in its own models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXPERTS: dict[str, Any] = {
 
 
 def saved_bytes(config: Any, dtype: torch.dtype) -> int:
-    """What one forward pass over packed tokens leaves for the backward pass."""
+    """Return the bytes that a forward pass over packed tokens saves for the backward pass."""
     attention.register()
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.PACKED_ATTENTION)
     speed_up_rms_norms(model)

@@ -1,4 +1,4 @@
-"""Recipes with one thing broken: for each rule of the planner at least one run that breaks it and nothing else."""
+"""Recipes with one mistake: for each rule of the planner at least one run that violates it and nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REDUNDANT = "glm4.7-flash/24gpus.yaml"
 LARGE = "glm4.5-355b/bf16.yaml"
 """64 shared GPUs, 96 heads, 160 experts, 92 layers; TP 8, PP 4, CP 2, EP 16; engines of 32."""
 FP8 = "glm4.5-355b/fp8.yaml"
-"""The same, sampled in FP8 with DeepEP over 32 expert ranks."""
+"""MIXTURE, sampled in FP8 with DeepEP over 32 expert ranks."""
 SPARSE = "glm5.2-744b/config.yaml"
 """256 shared GPUs, 78 layers with sparse attention; PP 8; prefill and decode engines of 64 with DeepEP and EAGLE."""
 
@@ -38,20 +38,20 @@ _GROUPS = ("engine", "sglang_config", 0, "server_groups")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A recipe with other flags, and another model where flags alone cannot break the rule."""
+    """Recipe with other flags, and with another model if flags alone cannot violate the rule."""
 
     recipe: str
     flags: str = ""
-    """As typed."""
+    """Flags as typed."""
     changes: tuple[Change, ...] = ()
-    """Of what has no flag: groups of engines."""
+    """Changes that have no flag: engine groups."""
     trainer_model: Mapping[str, Any] = field(default_factory=dict)
     engine_model: Mapping[str, Any] = field(default_factory=dict)
     quantisation: Mapping[str, Any] | None = None
     gpu: str = "h100-80"
 
     def subject(self) -> Subject:
-        """What the planner looks at."""
+        """Return the planner's subject."""
         # Which dispatcher a recipe with experts has is not what is tested here.
         dispatcher = "--moe-token-dispatcher-type alltoall " if "glm4.7" in self.recipe else ""
         config = parse(["--config", str(EXAMPLES / self.recipe), *shlex.split(dispatcher + self.flags)]).config
@@ -68,7 +68,7 @@ class Run:
 
 
 def _with(architecture: Architecture, facts: Mapping[str, Any]) -> Architecture:
-    """Facts of the model, of its attention (`attention.num_heads`), or of its experts, replaced."""
+    """Replace facts of the model, its attention (`attention.num_heads`) or its experts."""
     for name, value in facts.items():
         part, _, inner = name.rpartition(".")
         architecture = replace(architecture, **{part: replace(getattr(architecture, part), **{inner: value})} if part else {inner: value})
@@ -76,7 +76,7 @@ def _with(architecture: Architecture, facts: Mapping[str, Any]) -> Architecture:
 
 
 def group(number: int, name: str, value: Any) -> Change:
-    """The change of a group of engines."""
+    """Return the change of an engine group."""
     return Change((*_GROUPS, number, *name.split(".")), value)
 
 
@@ -290,4 +290,4 @@ BROKEN: dict[str, tuple[Run, ...]] = {
     ),
     "PLAN-MAX-TOKENS": (Run(DENSE, "--max-tokens-per-gpu 2048"), Run(SPARSE, "--max-tokens-per-gpu 2048")),
 }
-"""Rule -> runs that break it."""
+"""Rule -> runs that violate it."""

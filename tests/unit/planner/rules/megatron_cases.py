@@ -1,4 +1,4 @@
-"""Trainer options drawn at random, and whether Megatron-Core's own config refuses them.
+"""Random trainer options and the verdict of Megatron-Core's own config on them.
 
 `megatron_verdicts.json` was recorded with Megatron-Core 0.16.1; to record it again, with a Python that has it:
 
@@ -17,7 +17,7 @@ NUM_CASES = 400
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Options of a dense model of 40 layers (GLM4-9B), or of a mixture of 47 with latent attention (GLM-4.7-Flash)."""
+    """Options of a dense model with 40 layers (GLM4-9B), or of an MoE model with 47 layers and latent attention (GLM-4.7-Flash)."""
 
     is_mixture: bool
     tensor_model_parallel_size: int
@@ -41,7 +41,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """The same at every call. About half are as they should be but for one or two options."""
+    """Return the cases, equal at every call; about half are valid but for one or two options."""
     draw = random.Random(7)
     return [_case(draw) for _ in range(NUM_CASES)]
 
@@ -78,7 +78,7 @@ def _case(draw: random.Random) -> Case:
 
 
 def _is_refused(case: Case) -> bool:
-    """Megatron-Core's config raises."""
+    """Return whether Megatron-Core's config raises."""
     import torch
     from megatron.core.transformer.transformer_config import (  # pyright: ignore[reportMissingImports]
         MLATransformerConfig,

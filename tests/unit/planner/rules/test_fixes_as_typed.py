@@ -1,4 +1,4 @@
-"""A fix that is shown works when it is typed: bash splits the text, the command line reads it, and the rule is kept."""
+"""A shown fix works as typed: bash splits the text, the command line parses it, and the rule is satisfied."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fuligo.config.findings import Finding
 from fuligo.config.flag import PREFIXES
 from fuligo.config.parse import parse
 from fuligo.config.validate import findings
-from fuligo.planner.check import broken_rules, check
+from fuligo.planner.check import check, violations
 from fuligo.quantities import as_typed
 from tests.unit.config.test_rules import BROKEN as BROKEN_FLAGS
 from tests.unit.config.test_rules import config_of
@@ -30,19 +30,19 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="bash split
 
 
 def words(text: str) -> list[str]:
-    """The arguments that bash makes of a text."""
+    """Return the arguments that bash makes of a text."""
     printed = subprocess.run(["bash", "-c", f"printf '%s\\0' {text}"], capture_output=True, check=True, text=True)
     assert not printed.stderr
     return printed.stdout.split("\0")[:-1]
 
 
 def shown(finding: Finding, config: Config) -> str:
-    """As the report says it: flags to add, and behind each `;` something else to change."""
+    """Split a fix as the report shows it: flags to add, and after each `;` something else to change."""
     return as_typed(change_text(change, config) for change in finding.fix)
 
 
 def edited(values: dict[str, Any], step: str) -> None:
-    """Does to a config file what a fix says in words."""
+    """Apply a fix in words to a config file."""
     if match := re.fullmatch(r"drop --(?:no-)?(\S+)", step):
         name = match[1].replace("-", "_")
         for group, given in values.items():
@@ -61,7 +61,7 @@ def edited(values: dict[str, Any], step: str) -> None:
 
 
 def mended_as_typed(config: Config, finding: Finding, file: Path) -> Config:
-    """The config that a user gets who types the fix, and edits the config file where it says so."""
+    """Return the config after typing the fix and editing the config file as it says."""
     values = config.model_dump(mode="json", exclude_defaults=True)
     typed: list[str] = []
     for step in filter(None, shown(finding, config).split("; ")):
@@ -79,7 +79,7 @@ def test_a_fix_of_the_planner_mends_the_run(rule: str, run: Run, tmp_path: Path)
     for finding in check(subject):
         mended = mended_as_typed(subject.config, finding, tmp_path / "run.yaml")
         assert mended == apply_changes(subject.config, finding.fix)
-        left = {each.text for each in broken_rules(replace(subject, config=mended)) if each.id == rule}
+        left = {each.text for each in violations(replace(subject, config=mended)) if each.id == rule}
         assert finding.text not in left or not finding.fix
 
 

@@ -1,4 +1,4 @@
-"""What Megatron-Core's own config refuses, the rules refuse, and nothing else of it: against recorded verdicts."""
+"""The rules reject what Megatron-Core's own config rejects, and nothing else: against recorded verdicts."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from fuligo.config.findings import Severity
-from fuligo.planner.check import broken_rules
+from fuligo.planner.check import violations
 from tests.unit.planner.rules.broken_runs import DENSE, MIXTURE, Run
 from tests.unit.planner.rules.megatron_cases import Case, cases
 
 VERDICTS: list[bool] = json.loads((Path(__file__).parent / "megatron_verdicts.json").read_text(encoding="utf-8"))
-"""Whether Megatron-Core 0.16.1 refuses each case."""
+"""Verdict of Megatron-Core 0.16.1 on each case: True if rejected."""
 REFUSED_LATER = {"PLAN-PP-LAYERS", "PLAN-VPP-LAYERS"}
-"""Stages that are to be even are checked by Megatron's launcher, not by its config."""
+"""Rules that Megatron's launcher checks, not its config."""
 
 
 def _flags(case: Case) -> str:
-    """On as many nodes as the sizes need to divide the GPUs."""
+    """Return the config on as many nodes as the sizes need to divide the GPUs."""
     words = []
     for name, value in asdict(case).items():
         option = name.replace("_", "-")
@@ -39,7 +39,7 @@ def _flags(case: Case) -> str:
 def test_the_rules_refuse_what_megatron_refuses(part: int) -> None:
     for case, is_refused in list(zip(cases(), VERDICTS, strict=True))[part::4]:
         subject = Run(MIXTURE if case.is_mixture else DENSE, _flags(case)).subject()
-        errors = {finding.id for finding in broken_rules(subject) if finding.severity is Severity.ERROR}
+        errors = {finding.id for finding in violations(subject) if finding.severity is Severity.ERROR}
         even = case.decoder_first_pipeline_num_layers is None and case.decoder_last_pipeline_num_layers is None
         assert bool(errors - (REFUSED_LATER if even and not is_refused else set())) == is_refused, (case, errors)
 

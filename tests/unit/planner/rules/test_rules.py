@@ -1,4 +1,4 @@
-"""Each rule is broken by runs that break nothing else; a fix that is shown leaves a run without findings."""
+"""Each rule has runs that violate it alone; a shown fix leaves a run without findings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.planner.rules.broken_runs import BROKEN, DENSE, DRAFTS, EXAMPLES
 
 _IDS = [rule.id for rule in RULES]
 _ADVICE_ONLY = {"PLAN-QUANTISED-WEIGHTS", "PLAN-CHECKPOINT-GPU"}
-"""Rules that no change of flags mends."""
+"""Rules that no change of flags fixes."""
 
 
 @pytest.mark.parametrize("recipe", [DENSE, DRAFTS, MIXTURE, REDUNDANT, LARGE, FP8, SPARSE])

@@ -133,7 +133,7 @@ class Sample:
 
     @property
     def finished(self) -> bool:
-        """Whether no more tokens will be sampled."""
+        """True if no more tokens will be sampled."""
         return self.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED, SampleStatus.FAILED)
 
     def reward_value(self, reward_key: str | None = None) -> float:

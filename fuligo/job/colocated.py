@@ -54,7 +54,7 @@ class ColocatedDevices:
 
     @property
     def engines_sample(self) -> bool:
-        """Whether the engines hold all that sampling needs."""
+        """True if the engines hold all memory that sampling needs."""
         return not self._trainer_is_loaded and "kv_cache" in self._held
 
     async def to_trainer(self) -> None:

@@ -47,7 +47,7 @@ class Outcome:
 
     run_dir: Path
     evaluations: list[Evaluation]
-    """In order; the first is of the untrained policy unless that was skipped."""
+    """Evaluations in order; the first is of the untrained policy unless that was skipped."""
 
 
 async def run_config(config: Config) -> Outcome:

@@ -48,7 +48,7 @@ class Started:
 
     opened: Opened
     config: Config
-    """With the URLs of the engines, for hooks."""
+    """Configuration with the URLs of the engines, for hooks."""
     trainer: Trainer | None
     """None with --debug-rollout-only."""
     engines: Engines | None

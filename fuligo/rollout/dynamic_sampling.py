@@ -48,17 +48,17 @@ class DynamicSampling:
 
     @property
     def complete(self) -> bool:
-        """Whether enough groups are kept and sampling stops."""
+        """True once enough groups are kept; sampling stops."""
         return len(self._filling()) == self.target
 
     @property
     def needs_wave(self) -> bool:
-        """Whether the groups kept and in flight are too few to fill the rollout."""
+        """True if the groups kept and in flight are too few to fill the rollout."""
         return self.num_submitted - len(self.dropped) < self.target
 
     @property
     def exhausted(self) -> bool:
-        """Whether all waves that are allowed have begun."""
+        """True if all allowed waves have begun."""
         return self.num_waves == self.max_waves
 
     def begin_wave(self) -> None:

@@ -45,7 +45,7 @@ class GroupTasks:
         self._params = params
         self._may_continue = may_continue
         self._snapshots: dict[int, list[list[Sample]]] = {}
-        """By group index, if `may_continue` is given: copies of its samples from when their last request was sent or ended."""
+        """Copies of the samples from when their last request was sent or ended, by group index, if `may_continue` is given."""
         self._running: dict[asyncio.Task[None], SampleGroup] = {}
         self._done: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
 

@@ -16,7 +16,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def write_rows(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a jsonl of objects; a string is written as the line it is."""
+    """Return a function that writes objects as jsonl, and strings as lines."""
 
     def write(*rows: dict[str, Any] | str) -> Path:
         path = tmp_path / "prompts.jsonl"

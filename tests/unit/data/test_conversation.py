@@ -1,4 +1,4 @@
-"""Supervised data: exactly what the assistant said is trained."""
+"""Supervised data: exactly the assistant's tokens are trained on."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ def turns(*contents: str, roles: tuple[str, ...] = ("user", "assistant")) -> lis
 
 
 def trained_text(conversation: Conversation, tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """The runs of trained tokens, as text."""
+    """Return the runs of trained tokens as text."""
     edges = np.flatnonzero(np.diff(conversation.loss_mask, prepend=0, append=0))
     return [tokenizer.decode(conversation.tokens[start:stop]) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
 
@@ -35,7 +35,7 @@ def trained_text(conversation: Conversation, tokenizer: PreTrainedTokenizerFast)
 def test_every_assistant_turn_is_trained_with_its_end_token(
     write_rows: Write, tokenizer: PreTrainedTokenizerFast, kwargs: dict[str, Any]
 ) -> None:
-    """By the rendered beginnings of the conversation and by the template's own marks alike."""
+    """Rendered prefixes and the template's own marks give the same tokens."""
     messages = [{"role": "system", "content": "add"}, *turns("1+1", "2", "and 2+2", "it is 4")]
     dataset = ConversationDataset.open(
         write_rows({"input": messages}), DataSettings(apply_chat_template=True, apply_chat_template_kwargs=kwargs), tokenizer
@@ -77,7 +77,7 @@ def test_a_newline_that_the_template_writes_after_the_end_token_is_not_trained(
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
-    """As templates do that drop the thinking of all turns but the last: then nothing tells which tokens the assistant wrote."""
+    """Some templates drop the thinking of all turns but the last, so the assistant's tokens cannot be found."""
     template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content if m.role == 'user' or loop.last else m.content[-1] }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"

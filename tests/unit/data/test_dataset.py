@@ -1,4 +1,4 @@
-"""Rows become prompts; what is wrong with a row is said with file, line and fix."""
+"""Prompts from rows; errors name the file, the line and the fix."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_parts_of_text_are_one_text(write_rows: Write, tokenizer: PreTrainedToke
 
 
 def test_parquet_gives_the_same_prompts_as_jsonl(write_rows: Write, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """Also where its columns had to fill absent fields of a message with null."""
+    """Columnar files fill missing fields of a message with null."""
     rows = [
         {
             "input": [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1", "name": "eve"}],
@@ -88,7 +88,7 @@ def test_labels_are_kept_as_they_are(write_rows: Write, tokenizer: PreTrainedTok
 
 def test_the_bos_token_is_added_once_where_the_tokenizer_adds_one(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     class AddsBos:
-        """A tokenizer of the kind that begins every text with `<bos>`."""
+        """Return a tokenizer that begins every text with `<bos>`."""
 
         bos_token_id = tokenizer.bos_token_id
 
@@ -125,7 +125,7 @@ def test_the_bos_token_is_added_once_where_the_tokenizer_adds_one(write_rows: Wr
 def test_a_bad_row_is_refused_when_the_file_is_opened(
     write_rows: Write, tokenizer: PreTrainedTokenizerFast, row: Any, settings: DataSettings, problem: str
 ) -> None:
-    """By `check_file`, which needs no tokenizer, and by the data set."""
+    """`check_file`, which needs no tokenizer, and the data set agree."""
     path = write_rows(row)
     for attempt in (lambda: check_file(path, settings), lambda: PromptDataset.open(path, settings, tokenizer)):
         with pytest.raises(DataError) as raised:

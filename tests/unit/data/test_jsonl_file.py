@@ -1,4 +1,4 @@
-"""jsonl by row number: right rows, right line numbers in errors, bounded memory."""
+"""Random access to jsonl: right rows, right line numbers in errors, bounded memory."""
 
 import json
 import tracemalloc
@@ -26,7 +26,7 @@ ROW = st.dictionaries(st.text(max_size=3), st.text(max_size=10) | st.integers(),
 def test_rows_are_those_of_a_plain_reader(
     *, rows: list[dict], num_blanks: int, newline: bytes, last_newline: bool, chunk_bytes: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Whatever the line ends, empty lines, and places where the index's chunks end."""
+    """Every kind of line end, empty lines, and chunk boundaries of the index."""
     lines = [json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") for row in rows]
     for position in range(num_blanks):
         lines.insert(2 * position, b"")
@@ -83,7 +83,7 @@ def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
 
 
 def test_a_million_rows_are_indexed_in_bounded_memory(tmp_path: Path) -> None:
-    """The file (over 60 MB) is never held: 8 bytes a row, and some passing chunks."""
+    """A file of over 60 MB takes 8 bytes per row and some temporary chunks."""
     path = tmp_path / "million.jsonl"
     num_rows = 1_000_000
     with path.open("w") as out:

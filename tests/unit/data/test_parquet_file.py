@@ -1,4 +1,4 @@
-"""parquet by row number."""
+"""Random access to parquet."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`FILE@[a:b]` means what Python's slices mean."""
+"""`FILE@[a:b]` selects rows like a Python slice."""
 
 from pathlib import Path
 

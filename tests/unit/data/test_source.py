@@ -1,4 +1,4 @@
-"""Prompts are drawn in an order that can be left and taken up again exactly."""
+"""Order of the prompts, and its exact resume."""
 
 import json
 from collections import Counter
@@ -64,7 +64,7 @@ def test_what_is_given_back_is_drawn_next_in_the_order_given(dataset: PromptData
     saves=st.sets(st.integers(0, 7)),
 )
 def test_a_restored_source_goes_on_as_if_never_interrupted(dataset: PromptDataset, actions: list[tuple[int, int]], saves: set[int]) -> None:
-    """Also where prompts were given back, and when the state went through JSON; nothing is lost, nothing is drawn twice."""
+    """Includes prompts that were given back, and a state that went through JSON."""
     uninterrupted, interrupted = PromptSource(dataset), PromptSource(dataset)
     consumed: Counter[int] = Counter()
     for position, (num_taken, num_returned) in enumerate(actions):

@@ -1,4 +1,4 @@
-"""Trainer and engines on the same devices: who has loaded what when, with scripted parts that check it at every call."""
+"""Trainer and engines on the same devices: scripted parts check at every call what is loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MANIFEST = WeightManifest(1, 1, 1, None)
 
 
 class Device:
-    """What is on it, and in which order calls came."""
+    """Device that records what it holds and the order of calls."""
 
     def __init__(self) -> None:
         self.holds = {"weights", "kv_cache"}
@@ -24,7 +24,7 @@ class Device:
 
 
 class Group:
-    """Nobody of it is lost."""
+    """Engine group without losses."""
 
     is_settled = True
 
@@ -100,7 +100,7 @@ class Trainer:
 
 
 class RecordedSync:
-    """What a `WeightSync` calls, in its order."""
+    """Weight sync with the calls of `WeightSync`, in their order."""
 
     def __init__(self, trainer: ColocatedTrainer, devices: ColocatedDevices, prove: Callable[[], Awaitable[None]] | None = None) -> None:
         self.trainer, self.devices, self.prove = trainer, devices, prove
@@ -197,7 +197,7 @@ async def test_engines_never_sample_from_weights_that_are_gone() -> None:
 
 
 class Restarted:
-    """A client of an engine that has just been started, with all of its memory."""
+    """Client of an engine that has just started and holds all of its memory."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

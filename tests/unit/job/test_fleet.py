@@ -1,4 +1,4 @@
-"""From a topology to the fleets that run: a router a model, pairs behind one, and which ranks stand beside which engines."""
+"""Fleets of a topology: one router per model, prefill and decode behind one router, and ranks beside engines."""
 
 from __future__ import annotations
 

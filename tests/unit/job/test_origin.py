@@ -1,4 +1,4 @@
-"""What a run starts from, and which recorded steps may give way to it."""
+"""Origin of a run, and the recorded steps that it may replace."""
 
 from __future__ import annotations
 

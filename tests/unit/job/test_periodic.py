@@ -1,4 +1,4 @@
-"""Saving while training goes on: one at a time, complete before the run ends, and its failure the run's."""
+"""Background saves: one at a time, complete before the run ends; a failed save fails the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.small_disk import SmallDisk
 
 
 class SlowTrainer:
-    """Writes when it is let."""
+    """Trainer that writes when the test allows it."""
 
     def __init__(self) -> None:
         self.may_write = asyncio.Event()
@@ -95,7 +95,7 @@ async def test_a_failure_is_the_runs_at_the_next_rollout(tmp_path: Path, saves: 
 async def test_an_export_that_does_not_fit_is_named(
     tmp_path: Path, saves: SaveCheckpoint, trainer: SlowTrainer, small_disk: SmallDisk
 ) -> None:
-    """The checkpoint itself is elsewhere, and whole."""
+    """The checkpoint itself is elsewhere and complete."""
     saves.export_to = str(small_disk.path / "export")
     small_disk.fill()
     trainer.may_write.set()

@@ -1,4 +1,4 @@
-"""The data of a run, opened before its model is loaded."""
+"""Data of a run, opened before its model is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--colocate with --use-fault-tolerance: an engine that dies starts anew while the trainer is off its devices, and serves with the right
+"""--colocate with --use-fault-tolerance: an engine that dies restarts while the trainer is off its devices, and serves with the right
 weights; whenever it dies, the run goes on."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BATCH, RESULT = cast(TrainBatch, None), cast(StepResult, None)
 
 
 class TrainerOnDevices(OneRank):
-    """Looks whether there is room for it."""
+    """Server that checks that there is memory for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,9 +39,9 @@ class TrainerOnDevices(OneRank):
         self.is_on = False
         self.num_turns = 0
         self.meanwhile: Callable[[], Awaitable[None]] | None = None
-        """Happens in the next training."""
+        """Called in the next training."""
         self.sending: asyncio.Event | None = None
-        """Weights begin to be sent."""
+        """Set when weights begin to be sent."""
         self.engines_may_come_up = asyncio.Event()
         self.engines_may_come_up.set()
 
@@ -92,7 +92,7 @@ class SlowServer(DyingServer):
 
 
 class World:
-    """After its first weight sync."""
+    """World after its first weight sync."""
 
     def __init__(self, fleet: Fleet, router: Router, trainer: TrainerOnDevices, directory: Path) -> None:
         self.fleet, self.router, self.own_trainer = fleet, router, trainer
@@ -111,7 +111,7 @@ class World:
         await self.weight_sync.sync()
 
     async def kill(self, number: int) -> None:
-        """Returns when it is known."""
+        """Let an engine die, and wait until the fleet knows."""
         server = self.fleet.servers[number]
         assert isinstance(server, DyingServer)
         server.kill()
@@ -123,11 +123,11 @@ class World:
 
     @property
     def waiting(self) -> set[str]:
-        """For weights."""
+        """Wait until engines wait for weights."""
         return {client.url for client in self.fleet.group.joining}
 
     async def take_up(self, num_engines: int) -> None:
-        """Steps until all serve again."""
+        """Run steps until all engines serve again."""
         for _ in range(2):
             await self.step()
             await self.until(lambda: len(self.serving | self.waiting) == num_engines)
@@ -139,7 +139,7 @@ class World:
             await asyncio.sleep(0.02)
 
     async def assert_serving(self, *numbers: int) -> None:
-        """These alone, with the trainer's weights and all of their memory."""
+        """Check that these engines alone serve, with the trainer's weights and all of their memory."""
         urls = {self.fleet.servers[number].url for number in numbers}
         assert (set(self.fleet.group.urls), set(self.router.engines)) == (urls, urls)
         for url in urls:
@@ -181,7 +181,7 @@ def open_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
 
 
 async def test_one_that_dies_while_the_others_sample(open_world: Open) -> None:
-    """It starts at once; the trainer waits for it, and the next weight sync brings its weights: the others' requests are not touched."""
+    """The engine restarts at once, and the trainer waits for it; the next weight sync brings its weights without ending other requests."""
     async with open_world(2) as world:
         await world.kill(0)
         await world.assert_serving(1)
@@ -217,7 +217,7 @@ async def test_one_that_dies_while_the_trainer_works(open_world: Open) -> None:
 
 
 async def test_the_only_one_dies_while_it_samples(open_world: Open) -> None:
-    """It gets its weights at once: the rollout needs it."""
+    """The engine gets its weights at once, because no other serves the rollout."""
     async with open_world(1) as world:
         await world.step()
         await world.kill(0)
@@ -246,7 +246,7 @@ async def test_the_only_one_dies_while_the_trainer_works(open_world: Open) -> No
 
 
 async def test_all_die_while_they_sample(open_world: Open) -> None:
-    """The first that is up waits for those that are starting: the trainer comes once."""
+    """The first engine waits for those that are starting, so that the trainer is loaded once."""
     async with open_world(3) as world:
         dead = world.fleet.servers
         world.own_trainer.engines_may_come_up.clear()
@@ -269,7 +269,7 @@ async def test_one_that_waits_for_weights_gets_them_when_the_last_other_dies(ope
 
 
 async def test_the_last_other_dies_while_the_trainer_works(open_world: Open) -> None:
-    """The weight sync is near: nothing moves before it."""
+    """A weight sync is about to begin, so nothing moves before it."""
     async with open_world(2) as world:
         await world.kill(0)
         await world.until(lambda: bool(world.waiting))
@@ -285,7 +285,7 @@ CALLS = ["/pause_generation", "/release_memory_occupation", "/resume_memory_occu
 @pytest.mark.parametrize("num_engines", [1, 2])
 @pytest.mark.parametrize("path", CALLS)
 async def test_a_death_in_the_middle_of_a_turn(open_world: Open, path: str, num_engines: int) -> None:
-    """Of the only engine, or of one of two, at every call that a turn is made of."""
+    """The only engine, or one of two, dies at every call of a turn."""
     async with open_world(num_engines, {0: Fault(path, "dies")}) as world:
         await world.take_up(num_engines)
 

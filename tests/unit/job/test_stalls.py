@@ -1,4 +1,4 @@
-"""Who holds up the event loop is named; who waits on it is not."""
+"""Functions that block the event loop are named; functions that wait on it are not."""
 
 from __future__ import annotations
 

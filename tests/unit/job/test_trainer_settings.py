@@ -1,4 +1,4 @@
-"""What the flags say of the engines' types and formats reaches the trainer."""
+"""Data types and formats of the engines in the settings of the trainer."""
 
 from __future__ import annotations
 

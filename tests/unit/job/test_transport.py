@@ -1,4 +1,4 @@
-"""How weights reach engines, by where ranks and engines are."""
+"""Transport of the weights, by the places of ranks and engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ELSEWHERE = [*SGLANG, "--rollout-external-engine-addrs", "host:30000"]
 
 @dataclass
 class Cluster:
-    """Where Ray placed trainer rank 0."""
+    """Place of trainer rank 0 in the cluster."""
 
     sender_is_here: bool
     shared: bool = False

@@ -1,4 +1,4 @@
-"""What goes on beside a part of a run ends it by an error, and by nothing else."""
+"""Background tasks end a part of a run by an error, and by nothing else."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_what_ends_well_ends_nothing() -> None:
 
 @pytest.mark.parametrize("num_turns", range(4), ids="{} turns of the event loop later".format)
 async def test_after_the_block_an_error_is_that_of_who_waits_for_the_task(num_turns: int) -> None:
-    """Also where it happens in the moment in which the block ends."""
+    """Includes an error in the moment in which the block ends."""
     may_fail = asyncio.Event()
 
     async def fails_then() -> None:

@@ -1,4 +1,4 @@
-"""The scripted world around a `ContinuousRunner`: a trainer that takes some ticks, a weight sync that interrupts the engine."""
+"""Test world of a `ContinuousRunner`: a trainer that takes some ticks, a weight sync that interrupts the engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ContinuousWorld:
     update_interval: int = 1
 
     async def sync(self) -> None:
-        """As `WeightSync` does: what runs is aborted, what arrives meanwhile waits, then it goes on with the next version."""
+        """Abort running requests, hold new ones, and continue with the next version, as `WeightSync` does."""
         self.runner.before_sync()
         await self.engine.pause("abort")
         await self.engine.abort_all()
@@ -37,7 +37,7 @@ class ContinuousWorld:
         await self.engine.resume()
 
     async def step(self, step: int, ticks: int = 10) -> Rollout:
-        """One step of the loop: take a rollout, train on it for some ticks, sync when due."""
+        """Run one step of the loop: take a rollout, train on it for some ticks, sync when due."""
         rollout = await self.runner.rollout(step)
         await pass_ticks(ticks)
         if (step + 1) % self.update_interval == 0:
@@ -98,5 +98,5 @@ def continuous(
 
 
 def saved(state: RolloutState) -> RolloutState:
-    """The state as a checkpoint gives it back."""
+    """Return the state as a checkpoint restores it."""
     return RolloutState(state.source, state.next_sample_index, state.next_group_index, decode_groups(encode_groups(state.buffer)))

@@ -1,7 +1,7 @@
-"""A world without models: an engine whose every token is written down beforehand, a data set of numbered rows, rewards by row.
+"""Test world without models: an engine with scripted tokens, a data set of numbered rows, rewards by row.
 
 A prompt is `[row]`. Sample `index` of that row wants `lengths(row, index)` tokens; token t of it is `token(index, t)`. The engine
-makes one token a tick of the event loop, so who finishes first is decided by the lengths.
+makes one token per tick of the event loop, so the lengths decide which sample finishes first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def token(index: int, position: int) -> int:
 
 
 class Tokenizer:
-    """Text of a response: its token ids, spelt out."""
+    """Decoder that spells out the token ids."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         return " ".join(map(str, token_ids))
@@ -37,26 +37,26 @@ class Tokenizer:
 @dataclass
 class ScriptedEngine:
     lengths: Callable[[int, int], int] = lambda row, index: 5
-    """Tokens of a whole response, by row and sample index."""
+    """Number of tokens of a whole response, by row and sample index."""
     version: int = 0
     refuse: Callable[[int], bool] = lambda index: False
     """Sample indices whose requests fail."""
     hang: Callable[[int], bool] = lambda index: False
-    """Sample indices whose requests are never answered, not even to an abort."""
+    """Sample indices whose requests are never answered, even after an abort."""
     requests: list[tuple[str, SamplingParams]] = field(default_factory=list)
-    """rid and parameters of every request, in the order of arrival."""
+    """rid and parameters of every request, in arrival order."""
     num_running: int = 0
     most_running: int = 0
     num_aborts: int = 0
     log: list[str] = field(default_factory=list)
-    """pause, resume, arrive, start, in the order in which they happened."""
+    """Events pause, resume, arrive and start, in order."""
     _going: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self._going.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Let time pass until `condition` holds."""
+        """Wait until `condition` holds."""
         for _ in range(10_000):
             if condition():
                 return
@@ -119,7 +119,7 @@ class ScriptedEngine:
 
 
 class Rows:
-    """A data set of `num_rows` numbered rows in their order, epoch after epoch; counts how often each row was drawn and given back."""
+    """Data set of `num_rows` numbered rows in their order, epoch after epoch."""
 
     def __init__(self, num_rows: int = 1000) -> None:
         self.num_rows = num_rows
@@ -149,7 +149,7 @@ class Rows:
 
 
 class ScriptedReward:
-    """Every finished, unfailed sample gets `value(row, index)`, after `ticks(row)` of the event loop."""
+    """Reward `value(row, index)` of every sample that did not fail, after `ticks(row)` of the event loop."""
 
     def __init__(
         self, value: Callable[[int, int], float] = lambda row, index: float(index % 2), ticks: Callable[[int], int] = lambda row: 0
@@ -168,13 +168,13 @@ class ScriptedReward:
 
 
 def drop_rows(*rows: int, reason: str = "unwanted") -> GroupFilter:
-    """A filter that drops the groups of these rows."""
+    """Return a filter that drops the groups of these rows."""
     return lambda samples: reason if samples[0].metadata["row"] in rows else None
 
 
 @dataclass
 class World:
-    """A runner with everything around it."""
+    """Runner with its surroundings."""
 
     flags: RolloutFlags
     engine: ScriptedEngine
@@ -226,7 +226,7 @@ def world(
 
 
 def by_row(lengths: dict[int, int], default: int = 5) -> Callable[[int, int], int]:
-    """Response lengths that depend on the row alone."""
+    """Return response lengths that depend on the row alone."""
     return lambda row, index: lengths.get(row, default)
 
 

@@ -1,4 +1,4 @@
-"""How many groups may be begun at a time."""
+"""Limit on the groups that may begin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MANY = 1000
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 @pytest.mark.parametrize("version", [0, 1, 7])
 def test_with_an_update_after_every_rollout_it_is_the_rule_of_areal(max_staleness: int, version: int):
-    """Begun in all <= (version + K + 1) * batch size; what was handed out already is `next_step` rollouts of them."""
+    """Groups begun in all <= (version + K + 1) * batch size, of which `next_step` rollouts were handed out."""
     admission = Admission(batch_size=4, max_staleness=max_staleness, update_interval=1, num_rollout=MANY)
     waiting = admission.limit(next_step=version, request=Request(version, version), version=version)
     training = admission.limit(next_step=version + 1, request=Request(version, version), version=version)
@@ -38,7 +38,7 @@ def test_nothing_is_begun_for_rollouts_after_the_last():
 def test_the_last_group_in_the_line_is_as_old_as_allowed_when_it_is_trained(
     max_staleness: int, update_interval: int, step: int, first_version: int, handed_out: bool, synced: bool
 ):
-    """Against a simulation of the versions by which the rollouts to come are trained."""
+    """Oracle: a simulation of the versions that train the coming rollouts."""
     asked = Request(step, first_version + step // update_interval)
     syncs = handed_out and synced and (step + 1) % update_interval == 0
     now = asked.version + syncs

@@ -1,4 +1,4 @@
-"""From flags and hooks to the parts of the rollout sampling; nothing is sent to an engine."""
+"""Sampling built from flags and hooks, without requests to an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No prompt and no sample is lost or used twice, whatever finishes first or is dropped, and wherever the run is killed and resumed."""
+"""No prompt or sample is lost or used twice, in any order of finishes and drops, and wherever the run is killed and resumed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make(run: dict, state: RolloutState | None, version: int) -> World:
 
 
 async def play(run: dict, num_rollouts: int = 5) -> list[Rollout]:
-    """A run of some rollouts with a weight sync after each; it is killed after the rollouts in `kills` and resumed one before."""
+    """Run some rollouts with a weight sync after each; kill the run after the rollouts in `kills` and resume it one before."""
     history: list[Rollout] = []
     kills = sorted(run["kills"])
     given = make(run, None, 0)

@@ -1,4 +1,4 @@
-"""Sampling that never stops: what is handed out when, how old it may be, what a weight sync, a resume and a filter do to it."""
+"""Continuous sampling: order and age of the groups, weight syncs, resumes and filters."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class TestAdmission:
         assert rows_of(await given.runner.rollout(0)) == [3, 4]
 
     async def test_weights_that_never_change_hold_nothing_up(self):
-        """As under --debug-rollout-only."""
+        """The case of --debug-rollout-only."""
         given = continuous(max_staleness=0)
         assert [rows_of(await given.runner.rollout(step)) for step in range(3)] == [[0, 1], [2, 3], [4, 5]]
 
@@ -113,7 +113,7 @@ class TestSync:
         assert sample.response == " ".join(map(str, sample.response_ids)), "decoded from all ids"
 
     async def test_it_waits_for_nothing(self):
-        """`settle` returns while requests run, and the rest of them is sampled by the new weights."""
+        """`settle` returns while requests run; the new weights sample the rest of them."""
         given = continuous(engine=ScriptedEngine(lambda row, index: 1000), rollout_max_response_len=1000)
         rollouts = PacedRollouts(given.runner.rollout, start=0, stop=9, mode="full", before_sync=given.runner.before_sync)
         first = asyncio.ensure_future(anext(rollouts))
@@ -131,7 +131,7 @@ class TestSync:
         assert all(sample.response_length == 5 for sample in samples_of((await first).kept))
 
     async def test_what_waits_for_its_turn_keeps_its_place(self):
-        """With one request at a time, an interrupted response goes on before another begins."""
+        """With one request at a time, an interrupted response continues before another begins."""
         given = continuous(engine=ScriptedEngine(lambda row, index: 12), rollout_concurrency=1, n_samples_per_prompt=1)
         first = asyncio.ensure_future(given.runner.rollout(0))
         await given.engine.until(lambda: given.engine.num_running == 1)
@@ -175,7 +175,7 @@ class TestStaleness:
         assert {int(version) for sample in samples_of(second.kept) for version in sample.versions} == {2}
 
     async def test_a_group_that_does_not_go_on_is_dropped_also_when_its_old_sample_fails(self):
-        """Sample 0 grows too old, so sample 1 does not go on; then sample 0 fails, and leaves nothing old behind."""
+        """Sample 0 becomes too old, so sample 1 stops; then sample 0 fails, and no old token is left."""
         given = continuous(engine=ScriptedEngine(lambda row, index: 200 if row == 0 else 5), rollout_max_response_len=200)
         single_turn = given.runner._tasks._sampler._generate
 
@@ -282,7 +282,7 @@ class TestState:
         assert [(sample.status, sample.response_ids.tolist(), sample.reward) for sample in samples_of(state.buffer)] == before
 
     async def test_a_conversation_stands_as_it_was_when_the_user_s_function_was_called(self):
-        """Between its turns the sample looks finished; only the function knows that it is not."""
+        """Between its turns the sample looks finished; only the function knows that more turns follow."""
         given = continuous(engine=ScriptedEngine(lambda row, index: 3 if row < 2 else 40), max_staleness=1)
         single_turn = given.runner._tasks._sampler._generate
 

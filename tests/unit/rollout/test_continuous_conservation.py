@@ -1,4 +1,4 @@
-"""Sampling that never stops, killed and resumed anywhere: no prompt is lost or used twice, and nothing is older than allowed."""
+"""Continuous sampling, killed and resumed anywhere: no prompt is lost or used twice, and no token is older than allowed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make(run: dict, state: RolloutState | None, version: int) -> ContinuousWorld
 
 
 async def play(run: dict, num_rollouts: int = 8) -> list[tuple[Rollout, int]]:
-    """Rollouts, each with the version that trained on it. The run is killed after the rollouts in `kills`, and resumed one before."""
+    """Return rollouts, each with the version that trained on it. The run is killed after the rollouts in `kills` and resumed one before."""
     history: list[tuple[Rollout, int]] = []
     kills = sorted(run["kills"])
     world = make(run, None, 0)

@@ -1,4 +1,4 @@
-"""`--custom-generate-function-path`: what the user's function gets, may call, and what its result is made into."""
+"""`--custom-generate-function-path`: arguments, helpers and result of the user's function."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def test_something_else_than_samples_is_refused():
 
 
 async def two_turns(args, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """The model speaks until it stops, gets the tokens 1 2 3 as an answer, and speaks again."""
+    """Generate until the model stops, append the tokens 1 2 3 as an answer, and generate again."""
     sample = await continue_sample(sample, {**sampling_params, "max_new_tokens": 9})
     if sample.status is not SampleStatus.COMPLETED:
         return sample

@@ -31,7 +31,7 @@ def custom(hook, *, teacher: ServedTeacher | None = None, **flags: object) -> tu
 
 
 async def one_by_one(args, rollout_id, data_source, evaluation=False):
-    """Draws one prompt more than needed, hands it back, and generates the others one after another."""
+    """Draw one prompt more than needed, return it, and generate the others one after another."""
     *used, unused = data_source.get_samples(args.rollout_batch_size + 1)
     data_source.add_samples([unused])
     for sample in (sample for group in used for sample in group):
@@ -62,7 +62,7 @@ async def test_a_teacher_scores_what_it_returns():
 
 
 def without_engine(args, rollout_id, data_source, evaluation=False):
-    """A plain function; one sample lacks log-probabilities, one is left pending."""
+    """Make rollouts in a plain function; one sample lacks log-probabilities, one is left pending."""
     groups = data_source.get_samples(2)
     for sample in (sample for group in groups for sample in group):
         sample.response_ids, sample.engine_logprobs = [1, 2], [-1.0, -2.0]

@@ -16,7 +16,7 @@ from tests.unit.rollout.scripted import ScriptedEngine, World, by_row, samples_o
 
 
 class Numbers:
-    """A source as a user would write it: prompts 0, 1, 2, ...; unfinished groups first; saved in a dict instead of a file."""
+    """Typical data source of a user: prompts 0, 1, 2, ...; unfinished groups first; state in a dict instead of a file."""
 
     saved: ClassVar[dict[int, tuple[int, list]]] = {}
 

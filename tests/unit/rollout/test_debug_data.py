@@ -1,4 +1,4 @@
-"""Groups on disk come back as they were, bit for bit."""
+"""Groups survive a round trip to disk bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which groups fill a rollout, and when the next wave is due: the pure bookkeeping."""
+"""Bookkeeping of the groups that fill a rollout and of the waves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which data sets are evaluated, from flags and from a YAML file."""
+"""Evaluation data sets from flags and from a YAML file."""
 
 from __future__ import annotations
 

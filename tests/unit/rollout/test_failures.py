@@ -1,4 +1,4 @@
-"""Engines, rewards and hooks that misbehave: a bad sample is data, and what cannot go on ends with a clear error."""
+"""Misbehaving engines, rewards and hooks: a bad sample is data, and a run that cannot continue ends with a clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built-in filters, and the user's as the runner calls them."""
+"""Built-in filters, and adapters of the user's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The default GenerateFn: what it asks of the engine and what it makes of the answer."""
+"""Default GenerateFn: its requests and what it makes of the answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.rollout.scripted import Tokenizer
 
 @dataclass
 class Answers:
-    """An engine that answers with the next of `generations` and remembers what it was asked."""
+    """Engine that answers with the next of `generations` and records its requests."""
 
     generations: list[Generation | EngineError]
     asked: list[dict] = field(default_factory=list)
@@ -170,7 +170,7 @@ def test_text_ends_before_the_stop_string_that_the_last_token_completed(before: 
 
 @pytest.mark.parametrize("length", [5, 3000])
 async def test_text_is_decoded_from_all_ids_at_once_so_that_split_characters_are_whole(length: int):
-    """A character of several bytes, cut by an abort between its tokens, comes out right; long responses are decoded in a thread."""
+    """A multi-byte character that an abort splits is decoded correctly; long responses are decoded in a thread."""
     tokenizer = tiny.tokenizer()
     ids = tokenizer("né 答 " + "x" * length, add_special_tokens=False).input_ids
     cut = next(at for at in range(1, len(ids)) if "\ufffd" in tokenizer.decode(ids[:at]))

@@ -1,4 +1,4 @@
-"""The examples of docs/hooks.md are hooks that fuligo accepts, and the page names every hook there is."""
+"""Examples of docs/hooks.md, which must be accepted, and its table, which must name every hook."""
 
 from __future__ import annotations
 

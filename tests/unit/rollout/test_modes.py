@@ -1,4 +1,4 @@
-"""In which order rollouts, training and weight syncs happen."""
+"""Order of rollouts, training and weight syncs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.rollout.scripted import ScriptedEngine, World, samples_of, world
 
 
 class Recorded:
-    """Makes empty rollouts that take some time and writes down when each begins and ends."""
+    """Producer of empty rollouts that take some time; records when each begins and ends."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

@@ -1,4 +1,4 @@
-"""What a full rollout interrupts is continued in a later one: tokens, log-probabilities and versions stay."""
+"""Partial rollouts: an interrupted response continues in a later rollout with its tokens, log-probabilities and versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.rollout.scripted import Rows, ScriptedEngine, World, by_row, row
 
 
 async def interrupted(**flags: object) -> tuple[World, Rollout]:
-    """After rollout 0: rows 0 and 2 are kept, row 1 is in the buffer with both samples begun, weights are at version 1."""
+    """Run rollout 0: rows 0 and 2 are kept, row 1 is in the buffer with both samples begun, weights are at version 1."""
     given = world(
         engine=ScriptedEngine(by_row({1: 120}), version=0),
         over_sampling_batch_size=3,
@@ -134,7 +134,7 @@ async def test_a_resume_from_the_state_continues_the_same_groups():
 
 
 class TestBufferFilter:
-    """`--buffer-filter-path` chooses what is continued; no prompt is lost whatever it does."""
+    """`--buffer-filter-path` chooses the groups to continue; it cannot lose a prompt."""
 
     async def source(self, choose) -> GroupSource:
         given = world(engine=ScriptedEngine(by_row({1: 300, 2: 300})), over_sampling_batch_size=4, partial_rollout=True)

@@ -1,4 +1,4 @@
-"""Waves, kept, dropped, surplus, aborted: what a rollout does with prompts whose answers take written-down times."""
+"""Rollouts with scripted response lengths: waves, and kept, dropped, surplus and aborted groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.rollout.scripted import Rows, ScriptedEngine, by_row, drop_rows,
 
 @dataclass
 class Scenario:
-    """Two groups are needed; what happens, and what must come of it, by row."""
+    """Case of a rollout of two groups, with the expected outcome by row."""
 
     name: str
     wave: int

@@ -1,4 +1,4 @@
-"""Seeds: one stream of random numbers a sample."""
+"""Seeds: one stream of random numbers per sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A served teacher scores what is finished, beside the reward; what fails is one sample's affair."""
+"""Served teacher: it scores finished samples beside the reward, and its failures are the sample's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sample(index: int, status: SampleStatus = SampleStatus.COMPLETED, num_tokens
 
 
 class Scorer:
-    """Says of every token minus its id; refuses what holds a token that it is told to."""
+    """Scorer that returns minus the token id, and refuses inputs with a given token."""
 
     def __init__(self, refused: int = -1) -> None:
         self.rids: list[str] = []
@@ -47,7 +47,7 @@ async def taught(group: SampleGroup, scorer: Scorer) -> None:
 
 
 async def test_every_response_token_is_scored() -> None:
-    """Also of the parts of a split rollout, which share their index: an engine needs a name for each request."""
+    """Samples split from one response share their index, and each request needs an id of its own."""
     scorer, group = Scorer(), SampleGroup(0, 0, [sample(1), sample(2), sample(2, num_tokens=5)])
     await taught(group, scorer)
     for each in group.samples:
@@ -95,7 +95,7 @@ async def test_a_teacher_that_fails_fails_its_sample() -> None:
 
 
 async def test_reward_and_teacher_are_asked_at_the_same_time() -> None:
-    """Each waits until the other was called."""
+    """Reward and teacher each wait for the call of the other."""
     arrived = asyncio.Barrier(2)
 
     def waits(then: Callable[[], FloatArray | None]):

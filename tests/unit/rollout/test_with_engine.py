@@ -1,4 +1,4 @@
-"""The rollout side built from a configuration, on a real embedded engine with a tiny model."""
+"""Sampling built from a configuration, on a real embedded engine with a tiny model."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def build(config: Config, engines: EngineGroup) -> Sampling:
 
 
 def content(sample: Sample) -> tuple:
-    """All of a sample that must not differ between two runs."""
+    """Return everything of a sample that must be equal in two runs."""
     arrays = (sample.prompt_ids, sample.response_ids, sample.engine_logprobs, sample.loss_mask, sample.versions)
     return sample.index, sample.group_index, sample.status, sample.response, sample.reward, *(array.tobytes() for array in arrays)
 

@@ -123,7 +123,7 @@ class World:
 
     @property
     def waiting(self) -> set[str]:
-        """Wait until engines wait for weights."""
+        """URLs of the engines that wait for weights."""
         return {client.url for client in self.fleet.group.joining}
 
     async def take_up(self, num_engines: int) -> None:

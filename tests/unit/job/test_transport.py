@@ -21,7 +21,7 @@ class Cluster:
 
     sender_is_here: bool
     shared: bool = False
-    """With the engines' machine."""
+    """True if the engines are on the same machine."""
 
     def sender_shares_machine_with(self, engines: list[int]) -> bool:
         return self.shared

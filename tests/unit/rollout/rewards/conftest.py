@@ -9,7 +9,7 @@ from fuligo.types import Sample, SampleGroup, SampleStatus
 
 @pytest.fixture
 def make_group() -> Callable[..., SampleGroup]:
-    """A group of finished samples with these responses and one label."""
+    """Return a group of finished samples with these responses and one label."""
 
     def make(*responses: str, label: Any = None, **metadata: Any) -> SampleGroup:
         samples = [

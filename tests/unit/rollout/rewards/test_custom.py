@@ -187,7 +187,7 @@ async def test_what_a_sample_already_has_is_kept(make_group: MakeGroup) -> None:
 
 
 async def test_where_a_teacher_teaches_nothing_has_to_judge(make_group: MakeGroup) -> None:
-    """What the user's own function gave a reward keeps it."""
+    """Samples that the user's function gave a reward keep it."""
     async with RewardRunner(RewardSettings(optional=True)) as runner:
         group = make_group("a", "b")
         group.samples[1].reward = 0.5

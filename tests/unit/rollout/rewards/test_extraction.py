@@ -1,4 +1,4 @@
-r"""Which part of a response is its answer; above all, the last `\boxed{}`."""
+r"""Extraction of the answer from a response, in particular the last `\boxed{}`."""
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +23,7 @@ def test_the_last_box_is_found_whatever_surrounds_it(before: str, content: str, 
 
 
 def slow_last_boxed(text: str) -> str | None:
-    """The definition, spelled out: from the last opening on, the shortest content whose braces are balanced."""
+    """Apply the definition: from the last opening on, the shortest content whose braces are balanced."""
     starts = [
         position + len(opening)
         for opening in ("\\boxed{", "\\fbox {")

@@ -29,7 +29,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def until_busy(pool: WorkerPool) -> int:
-    """The process at work, once there is one."""
+    """Wait for the worker process and return it."""
     await until(lambda: bool(pool._busy))
     return worker_pids(pool)[-1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -145,7 +146,7 @@ def _read(call: Call, calls: Mapping[str, Call], initial: Mapping[str, str], fin
         for name in (parent or call).unset_arrays:
             findings.note(call, f"{name} is not set; ${{{name}[@]}} gives nothing")
         findings.launches.append(Launch(call.place, training, environment, call.files | (parent.files if parent else {})))
-    elif call.name == "ssh" and "train.py" in str(call.words):
+    elif call.name in ("ssh", "pdsh") and re.search(r"\btrain(_async)?\.py\b", str(call.words)):
         raise ConfigError(f"`{call}` starts the training on another machine; import the script of one node")
     else:
         _note(call, findings)

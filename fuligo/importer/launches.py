@@ -15,6 +15,8 @@ from fuligo.errors import ConfigError
 _TRAINING_MODULES = {"train": False, "train_async": True}
 """Names of slime's programs, and whether they train one rollout behind the engines."""
 _INTERPRETERS = re.compile(r"(python(3(\.\d+)?)?|torchrun)$")
+_NO_LAUNCHERS = frozenset({"ssh", "pdsh", "scp", "rsync", "pkill", "killall", "pgrep", "git"})
+"""Commands that name a program and do not run it here."""
 _RAY_SWITCHES = ("--no-wait", "--verbose")
 """Options of `ray job submit` without a value; all others take one."""
 
@@ -45,6 +47,8 @@ def training(words: Sequence[str]) -> Training | None:
     """Return the training job that a command starts, None where it starts none."""
     if PurePosixPath(words[0]).name == "fuligo":
         return Training(tuple(words[2:]), is_slime=False) if words[1:2] == ("train",) else None
+    if PurePosixPath(words[0]).name in _NO_LAUNCHERS:
+        return None
     start = next((index for index, word in enumerate(words) if _INTERPRETERS.match(PurePosixPath(word).name)), None)
     if start is None:
         return None

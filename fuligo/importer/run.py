@@ -47,6 +47,7 @@ _MAX_RUNS = 8
 
 _UNSET = re.compile(r"^(.+): line (\d+): (?:\w+: )?\$?(\w+): unbound variable$", re.MULTILINE)
 _SYNTAX = re.compile(r"^(.+): line (\d+): ((?:syntax error|unexpected EOF|unexpected end).*)$", re.MULTILINE)
+_INTERPRETER = re.compile(r"(?<![\w.$}~-])/[\w./+-]*/(?:python[\d.]*|torchrun|ray)(?![\w./-])")
 _NOT_EXECUTED = re.compile(r"^(.+): line (\d+): (.+): Permission denied$", re.MULTILINE)
 _MISSING = re.compile(r"^.+: line \d+: (.+): No such file or directory$", re.MULTILINE)
 _ADVICE = (
@@ -133,7 +134,8 @@ def import_script(
         raise ConfigError(f"{script}: more than {_MAX_SCRIPT_BYTES:,} bytes, which is no launch script")
     allowed = {name: value for name, value in (environment or {}).items() if name in CALLERS_VARIABLES} | dict(given or {})
     folders = _folders(script, root, maps or {}, allowed.get("HOSTFILE"))
-    task = _Script(script, tuple(arguments), allowed, folders, has_nvlink, seconds)
+    named = dict.fromkeys(_INTERPRETER.findall(script.read_text(encoding="utf-8", errors="replace")))
+    task = _Script(script, tuple(arguments), allowed, folders, has_nvlink, seconds, stand_ins=list(named))
     try:
         report = _run(task)
     except UnavailableError as error:
@@ -155,7 +157,7 @@ def import_script(
     ]
     findings = read_calls([call for call in read if call is not None], _environment(task, ""))
     if not findings.launches or report["stopped"] == "records":
-        raise ConfigError(_no_launch(report, task, unset))
+        raise ConfigError(_no_launch(report, task, [*unset, *(note for note in findings.notes if "taken as empty" in note)]))
     if len(findings.launches) > 1:
         places = ", ".join(launch.place for launch in findings.launches)
         raise ConfigError(f"{script.name} starts train.py {len(findings.launches)} times ({places}); keep one")
@@ -200,9 +202,10 @@ def _run(task: _Script, *options: str) -> dict[str, Any]:
 def _job(task: _Script, state: str, folder: str, options: Sequence[str]) -> dict[str, Any]:
     commands = find_commands(sandboxed=task.sandboxed)
     environment = _environment(task, folder) | {"BASH_ENV": f"{state}/preamble"}
-    links = {f"{folder}/{name}": f"{state}/unknown" for name in commands.recorded} | dict.fromkeys(task.stand_ins, f"{state}/unknown")
+    links = {f"{folder}/{name}": f"{state}/unknown" for name in commands.recorded}
     files = commands.files(state, folder, task.has_nvlink, trusted=not task.sandboxed)
     if task.sandboxed:
+        links |= dict.fromkeys(task.stand_ins, f"{state}/unknown")
         files["/etc/passwd"] = f"root:x:0:0:root:{environment['HOME']}:/bin/bash\n"
         binds = [
             *((path, f"{folder}/{name}") for name, path in commands.tools.items()),
@@ -258,7 +261,8 @@ def _start(job: Mapping[str, Any], task: _Script) -> dict[str, Any]:
 
 def _interpreters(report: Mapping[str, Any]) -> list[str]:
     """Return absolute paths that the script called in vain and that name a stand-in: `/opt/conda/bin/python`."""
-    missing = dict.fromkeys(_MISSING.findall(report["output"]))
+    refused = [program for _, _, program in _NOT_EXECUTED.findall(report["output"])]
+    missing = dict.fromkeys([*_MISSING.findall(report["output"]), *refused])
     return [path for path in missing if path.startswith("/") and re.sub(r"[\d.]+$", "", Path(path).name) in RECORDED]
 
 
@@ -354,7 +358,7 @@ def _end(report: Mapping[str, Any], task: _Script) -> str:
     return f"{place}: the script ends with status {report['status']}"
 
 
-def _no_launch(report: Mapping[str, Any], task: _Script, unset: Sequence[str]) -> str:
+def _no_launch(report: Mapping[str, Any], task: _Script, causes: Sequence[str]) -> str:
     printed = [line for line in report["output"].splitlines() if line.strip() and not line.startswith("+")]
     said = f"; it printed: {printed[-1][:200]}" if printed else ""
-    return f"{_end(report, task)} before it starts train.py{said}" + (f"; {unset[0]}" if unset else "")
+    return f"{_end(report, task)} before it starts train.py{said}" + (f"; {causes[-1]}" if causes else "")

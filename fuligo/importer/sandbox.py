@@ -180,8 +180,10 @@ def _supervise(job: dict[str, Any]) -> NoReturn:
                 _mount(path, path, None, MS_BIND)
                 _set_mount_flags(path, MS_RDONLY, unset=MS_NOEXEC)
         for path, target in job["links"].items():
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).symlink_to(target)
+            with suppress(OSError):  # a folder of the script may be read-only
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                Path(path).unlink(missing_ok=True)
+                Path(path).symlink_to(target)
         Path(job["state"], "records").mkdir(parents=True)
         for folder in (job["directory"], job["environment"]["HOME"]):
             Path(folder).mkdir(parents=True, exist_ok=True)

@@ -38,10 +38,10 @@ _PREAMBLE = r"""
 command_not_found_handle() { @STATE@/unknown "$@"; }
 _import_script_trace() {
   export IMPORT_SCRIPT_PLACE=$1:$2 IMPORT_SCRIPT_UNSET=
-  local text=$BASH_COMMAND name
-  while [[ $text = *'[@]}'* ]]; do
-    name=${text%%'[@]}'*}; name=${name##*'{'}; text=${text#*'[@]}'}
-    [[ $name = *[!A-Za-z0-9_]* ]] || declare -p "$name" &>/dev/null || IMPORT_SCRIPT_UNSET+=" $name"
+  local _text=$BASH_COMMAND _name
+  while [[ $_text = *'[@]}'* ]]; do
+    _name=${_text%%'[@]}'*}; _name=${_name##*'{'}; _text=${_text#*'[@]}'}
+    [[ $_name = *[!A-Za-z0-9_]* ]] || declare -p "$_name" &>/dev/null || IMPORT_SCRIPT_UNSET+=" $_name"
   done
   echo "$IMPORT_SCRIPT_PLACE" 1<>@STATE@/place
 }

@@ -243,6 +243,8 @@ def test_mapped_folder_stands_at_a_path_of_another_machine(tmp_path: Path, sandb
         "exec python3 train.py --a 1",
         "/usr/bin/python3 train.py --a 1",
         "/opt/conda/bin/python3.10 -u train.py --a 1",
+        "/opt/conda/bin/python train.py --a 1 > train.log 2>&1 &",
+        "pkill -9 python train.py; python3 train.py --a 1",
         "V=/root/venv; $V/bin/python train.py --a 1",
         "env -i /usr/bin/python3 train.py --a 1",
         "sh -c 'python3 train.py --a 1'",
@@ -271,9 +273,27 @@ def test_commands_that_are_not_known_are_noted(imported: Import):
     assert "run.sh line 3: `git rev-parse HEAD` is not run; the script reads its output, which is taken as empty" in result.notes
 
 
-def test_training_on_another_machine_is_refused(imported: Import):
+@pytest.mark.parametrize("command", ["ssh node1 'cd x; python3 train.py'", "ssh node1 python3 train.py --a 1"])
+def test_training_on_another_machine_is_refused(command: str, imported: Import):
     with pytest.raises(ConfigError, match="starts the training on another machine"):
-        imported("ssh node1 'cd x; python3 train.py'")
+        imported(command)
+
+
+def test_an_interpreter_in_the_folder_of_the_script_is_recorded(imported: Import, tmp_path: Path):
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\ntouch ran\n")
+    python.chmod(0o755)
+    for command in (f"{python} train.py --a 1", "cd $(dirname $0); V=$PWD/.venv/bin; $V/python train.py --a 1"):
+        assert imported(command).launch.arguments == ("--a", "1")
+    assert python.read_text() == "#!/bin/sh\ntouch ran\n"
+
+
+def test_a_missing_output_is_named_where_it_ends_the_script(imported: Import):
+    with pytest.raises(
+        ConfigError, match=r"ends with status 1 before it starts train.py; .*line 2: `pip list` is not run; the script reads"
+    ):
+        imported("set -euo pipefail\nX=$(pip list | grep megatron)\npython3 train.py --x $X")
 
 
 def test_writes_stay_in_the_sandbox(imported: Import, tmp_path: Path):

@@ -1,4 +1,4 @@
-"""An actor on each node: it holds the run's share of the node, claims ports there, and starts engines there."""
+"""Actor on each node: holds the run's share of the node, claims ports there, and starts engines there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ APPEARANCE_TIMEOUT_S = 10.0
 
 
 class NodeAgent:
-    """Engines end with it, however it ends.
+    """Node agent; its engines end when it ends, for whatever reason.
 
     Args:
         host: this node's address
@@ -36,14 +36,14 @@ class NodeAgent:
         self._servers: dict[str, SGLangServer] = {}
 
     async def gpus(self) -> tuple[str, ...]:
-        """The node's share by slot, each as CUDA_VISIBLE_DEVICES calls it."""
+        """Return the GPUs of the node's share by slot, each as CUDA_VISIBLE_DEVICES calls it."""
         return self._gpus
 
     async def claim_engine_ports(self) -> ServerPorts:
         return claim_ports(self._claims)
 
     async def missing(self, paths: list[str]) -> list[str]:
-        """Those that this node does not see; a network disk may show late what has just been written."""
+        """Return the paths that this node does not see; a network disk may show new files late."""
         deadline = time.monotonic() + APPEARANCE_TIMEOUT_S
         while True:
             unseen = [path for path in paths if not Path(path).exists()]  # noqa: ASYNC240  # nothing else waits for it
@@ -52,36 +52,38 @@ class NodeAgent:
             await asyncio.sleep(POLL_S)
 
     async def start(self, settings: ServerSettings) -> None:
-        """Returns before the engine is ready."""
+        """Start an engine's part on this node; return before it is ready."""
         if settings.node_rank > 0:
             settings = replace(settings, listens_at=(self._host, self._claims.claim()))
-        if self._gpus:  # an engine counts its GPUs among those that it sees
+        if self._gpus:  # an engine numbers the GPUs that it sees
             settings = replace(settings, environment={**settings.environment, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus)})
         self._servers[settings.name] = SGLangServer(settings)
 
     async def ending(self, name: str) -> str:
-        """Returns when the engine's process has ended: how, and the last lines of its log."""
+        """Wait until the engine's process has ended; return how it ended, with the last lines of its log."""
         process = self._servers[name].process
         await process.ended()
         try:
             process.check_alive()
         except EngineError as error:
             return str(error)
-        raise AssertionError("it has ended")
+        raise AssertionError("the process has ended")
 
     async def last_lines(self, name: str) -> str:
         return last_lines(self._servers[name].process.log_file)
 
     async def stop(self, name: str) -> None:
-        """Returns when nothing of the engine is left on this node."""
+        """Stop an engine's part; return when nothing of it is left on this node."""
         server = self._servers.pop(name, None)
         if server is not None:
             await server.stop()
 
 
 def in_physical_order(gpu_ids: Iterable[int | str]) -> tuple[str, ...]:
-    """Args:
-    gpu_ids: as Ray gives them: numbers, or whatever else CUDA_VISIBLE_DEVICES had when Ray was started (UUIDs), in any order
+    """Sort GPUs by number.
+
+    Args:
+        gpu_ids: as Ray gives them, in any order: numbers, or whatever CUDA_VISIBLE_DEVICES held when Ray was started (UUIDs)
     """
     names = [str(gpu) for gpu in gpu_ids]
     return tuple(sorted(names, key=int) if all(name.isdigit() for name in names) else names)

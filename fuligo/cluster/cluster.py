@@ -35,7 +35,7 @@ class Node:
 
 
 class RayCluster:
-    """Opened by `open_cluster`."""
+    """The run's nodes and what is placed on them; opened by `open_cluster`."""
 
     def __init__(self, config: Config, device: Device, placement: Placement, reservation: Reservation, nodes: Sequence[Node]) -> None:
         self._environment = config.cluster.env
@@ -52,7 +52,7 @@ class RayCluster:
         }
 
     async def engine_places(self) -> list[EnginePlace]:
-        """Of the engines, in order; their ports are claimed on their nodes."""
+        """Return the places of the engines, in order, with ports claimed on their nodes."""
         firsts = [parts[0] for parts in self._parts.values()]
         ports = await asyncio.gather(*(part.agent.claim_engine_ports.remote() for part in firsts))
         return [
@@ -61,7 +61,7 @@ class RayCluster:
         ]
 
     def start_engine(self, settings: ServerSettings) -> RemoteServer:
-        """Begin to start it on its nodes."""
+        """Begin to start an engine on its nodes."""
         return RemoteServer(settings, self._parts[settings.name])
 
     def trainer(self, settings: TrainerSettings, logs: Path) -> RankedTrainer:
@@ -77,31 +77,33 @@ class RayCluster:
         return RankedTrainer(settings.with_absolute_paths(), start_ranks)  # nodes have other working directories
 
     async def check_paths(self, read: Sequence[Path], written: Sequence[Path]) -> None:
-        """Args:
+        """Check that all nodes see the run's files.
+
+        Args:
             written: directories in which every node must see what another writes
 
         Raises:
             ConfigError: a node does not see what this machine sees; names both
         """
         with ExitStack() as stack:
-            marks = {stack.enter_context(_mark(path)): f"what is written to {path} on another node" for path in written}
+            marks = {stack.enter_context(_mark(path)): f"files written to {path} on another node" for path in written}
             here = {str(path): str(path) for path in _existing(read)} | marks
             unseen = await asyncio.gather(*(node.agent.missing.remote(list(here)) for node in self._nodes))
         for node, missing in zip(self._nodes, unseen):
             if missing:
                 raise ConfigError(
-                    f"node {node.bundle.host} does not see {', '.join(here[path] for path in missing)}: models, --run-dir and --save must "
-                    "be on a disk that all nodes share, under one path"
+                    f"node {node.bundle.host} does not see {', '.join(here[path] for path in missing)}; put models, --run-dir and --save "
+                    "on a disk that all nodes share, under the same path"
                 )
 
     def sender_shares_machine_with(self, engines: Iterable[int]) -> bool:
-        """Rank 0 and these engines, by number, run on one node."""
+        """Return whether rank 0 and these engines, by number, run on one node."""
         first = self._nodes[self._placement.ranks[0][0]].bundle.node_id
         return all(self._nodes[node].bundle.node_id == first for number in engines for node, _ in self._placement.engines[number])
 
     @property
     def sender_is_here(self) -> bool:
-        """Rank 0 runs on this process's machine."""
+        """True if rank 0 runs on this process's machine."""
         return self._nodes[self._placement.ranks[0][0]].bundle.node_id == own_node()
 
     def _rank(self, rank: int, log_file: Path) -> ActorRank:
@@ -113,7 +115,7 @@ class RayCluster:
         actor = self._reservation.actor(
             TrainerRank,
             node.bundle,
-            resources={},  # its node's agent holds them
+            resources={},  # the node's agent holds them
             environment=environment,
             rank=rank,
             size=len(self._placement.ranks),
@@ -124,13 +126,13 @@ class RayCluster:
 
 
 async def open_cluster(config: Config, stack: AsyncExitStack, log_file: Path) -> RayCluster:
-    """Connect, or start Ray on this machine, and reserve what the run takes; given back when the stack closes.
+    """Connect to Ray, or start it on this machine, and reserve what the run takes; released when the stack closes.
 
     Args:
-        log_file: of Ray's processes, where it is started here
+        log_file: log of Ray's processes if it is started here
 
     Raises:
-        ConfigError: there is no cluster, or it has not got what the run takes
+        ConfigError: there is no cluster, or it lacks the resources
     """
     placement = place(config)
     asked = config.cluster.device
@@ -157,13 +159,13 @@ async def _open_nodes(reservation: Reservation, device: Device, environment: Map
 
 
 def ordinals(node: Node, slots: Sequence[int]) -> tuple[int, ...]:
-    """What engines call their GPUs: they see the run's share of the node, whatever the driver of CUDA calls it."""
+    """Return the numbers that engines use for their GPUs: they see the run's share of the node, numbered from 0."""
     return tuple(slots) if node.gpus else ()
 
 
 @contextmanager
 def _mark(directory: Path) -> Iterator[str]:
-    """A file that nobody else can have: a directory may be on every node and yet be another one on each."""
+    """Create a file with a unique name, so that a node with another directory under the same path is noticed."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=".seen-by-all-nodes-", dir=directory.absolute()) as file:
         yield file.name

@@ -1,4 +1,4 @@
-"""To a Ray cluster: one that runs, or one of this machine that ends with this process."""
+"""Connection to a Ray cluster: one that runs already, or one that is started here and ends with this process."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from fuligo.errors import ConfigError
 
 ANSWER_TIMEOUT_S = 10.0
 LOOPBACK = "127.0.0.1"
-_QUIET: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
-"""What a rank or an engine says is in its own log."""
+_RAY_OPTIONS: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
+"""Ranks and engines write to their own logs."""
 
 
 @asynccontextmanager
 async def connected(*, num_slots: int, device: str, several_nodes: bool, log_file: Path) -> AsyncIterator[None]:
-    """While the block runs this process is a driver of a Ray cluster.
+    """Make this process a driver of a Ray cluster while the block runs.
 
-    The cluster of RAY_ADDRESS; for several nodes the one that this machine is part of; else one is started, which ends with this process.
+    The cluster is that of RAY_ADDRESS; for several nodes the one that this machine is part of; else one is started that ends with this
+    process.
 
     Args:
         num_slots: processes that a cluster started here has room for
-        log_file: of a cluster that is started here
+        log_file: log of a cluster that is started here
 
     Raises:
         ConfigError: there is no such cluster
@@ -60,10 +61,10 @@ def _driver(address: str) -> Iterator[None]:
     _require_answer(address)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=address, **_QUIET)
+        ray.init(address=address, **_RAY_OPTIONS)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(_no_cluster(address, error)) from error
-    signal.signal(signal.SIGTERM, on_sigterm)  # Ray took it, to end the process on the spot
+    signal.signal(signal.SIGTERM, on_sigterm)  # Ray replaced the handler by one that ends the process at once
     try:
         yield
     finally:
@@ -71,10 +72,10 @@ def _driver(address: str) -> Iterator[None]:
 
 
 def _require_answer(address: str) -> None:
-    """Ray itself would try for minutes, in which neither Ctrl-C nor SIGTERM is heard.
+    """Check that something listens at the address; Ray itself would try for minutes and ignore Ctrl-C and SIGTERM meanwhile.
 
     Raises:
-        ConfigError: nothing listens at `HOST:PORT`, or at the one that `auto` stands for; other forms of address are Ray's to judge.
+        ConfigError: nothing listens at `HOST:PORT`, or at the address that `auto` stands for. Ray checks other forms of address.
     """
     if address == "auto":
         address = _address_on_disk() or address
@@ -88,29 +89,31 @@ def _require_answer(address: str) -> None:
 
 
 def _address_on_disk() -> str | None:
-    """What Ray takes for the running cluster: of `ray start`, which leaves it where nobody calls `ray stop`. None where a process of Ray
-    runs here, which counts more."""
+    """Return the address that Ray finds on disk, which `ray start` leaves there without `ray stop`.
+
+    None if a Ray process runs here, which takes precedence.
+    """
     return None if services.find_gcs_addresses() else services.find_bootstrap_address(None)
 
 
 def _no_cluster(address: str, error: Exception) -> str:
     return (
-        f"no Ray cluster at {address} takes this run ({error}): start one by `fuligo launch --hostfile F -- ...` or `ray start "
+        f"cannot connect to a Ray cluster at {address} ({error}); start one with `fuligo launch --hostfile F -- ...` or `ray start "
         "--head`, set RAY_ADDRESS, and give every node the same RAY_AUTH_MODE and token"
     )
 
 
 def has_gpus() -> bool:
-    """Of the cluster: some node has."""
+    """Return whether a node of the cluster has GPUs."""
     return ray.cluster_resources().get("GPU", 0) > 0
 
 
 def node_addresses() -> Mapping[str, str]:
-    """Of the living nodes, by node id. Where there is but one, everything stays on its loopback interface."""
+    """Return the addresses of living nodes by node id. A single node uses its loopback interface."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return {node["NodeID"]: node["NodeManagerAddress"] if len(nodes) > 1 else LOOPBACK for node in nodes}
 
 
 def own_node() -> str:
-    """Id of the node that this process is on."""
+    """Return the id of the node that this process is on."""
     return ray.get_runtime_context().get_node_id()

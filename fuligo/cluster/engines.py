@@ -18,14 +18,14 @@ from fuligo.errors import EngineError
 
 POLL_S = 0.2
 STOP_TIMEOUT_S = 40.0
-"""Longer than a node's own deadline for it."""
+"""Longer than a node's own deadline for stopping an engine."""
 LOG_TIMEOUT_S = 10.0
-"""For a node to say how a log ends."""
+"""For a node to send the end of a log."""
 
 
 @dataclass(slots=True, frozen=True)
 class RemotePart:
-    """What one node has of an engine."""
+    """One node's part of an engine."""
 
     agent: Any
     """Handle of the node's `NodeAgent`."""
@@ -34,10 +34,10 @@ class RemotePart:
 
 
 class RemoteServer:
-    """An engine on one or more nodes; its parts end together. Implements `engines.sglang.server.Server`."""
+    """Engine on one or more nodes; its parts end together. Implements `engines.sglang.server.Server`."""
 
     def __init__(self, settings: ServerSettings, parts: Sequence[RemotePart]) -> None:
-        """Begin to start it: one process tree a node, which meet at the first node's address."""
+        """Begin to start the engine: one process tree on each node, which meet at the first node's address."""
         self.settings = settings = _with_absolute_paths(settings)
         self._parts = parts
         self._is_lost = False
@@ -46,7 +46,7 @@ class RemoteServer:
             for number, part in enumerate(parts)
         ]
         self._endings = [asyncio.create_task(self._ending(number)) for number in range(len(parts))]
-        """Each is done when the part has ended: what it says then."""
+        """Each is done when its part has ended; the result says how."""
 
     @property
     def url(self) -> str:
@@ -83,13 +83,13 @@ class RemoteServer:
         stopping = [asyncio.ensure_future(_finished(part.agent.stop.remote(self.settings.name))) for part in self._parts]
         _, silent = await asyncio.wait(stopping, timeout=STOP_TIMEOUT_S)
         if silent or not all(stopped.result() for stopped in stopping):
-            self._is_lost = True  # nothing is left to stop on a lost node
+            self._is_lost = True  # a lost node has nothing left to stop
         for ending in self._endings:
             ending.cancel()
         await asyncio.gather(*self._endings, return_exceptions=True)
 
     async def _last_lines(self) -> str:
-        """Of the first node, which may be what is lost."""
+        """Return the end of the log on the first node, which may be lost."""
         try:
             async with asyncio.timeout(LOG_TIMEOUT_S):
                 return await self._parts[0].agent.last_lines.remote(self.settings.name)
@@ -102,11 +102,11 @@ class RemoteServer:
             await self._starting[number]
             return f"on {part.host}: {await part.agent.ending.remote(self.settings.name)}"
         except RayError as error:
-            return f"{self.settings.name} is gone with its node {part.host}: {reason(error)}"
+            return f"{self.settings.name} is lost with its node {part.host}: {reason(error)}"
 
 
 async def _finished(call: ray.ObjectRef) -> bool:
-    """Whether somebody did it."""
+    """Return whether the call succeeded."""
     try:
         await call
     except RayError:
@@ -115,7 +115,7 @@ async def _finished(call: ray.ObjectRef) -> bool:
 
 
 def _with_absolute_paths(settings: ServerSettings) -> ServerSettings:
-    """Nodes have other working directories."""
+    """Make the paths absolute, since nodes have other working directories."""
     model = Path(settings.model_path)
     return replace(settings, log_file=settings.log_file.absolute(), model_path=str(model.absolute()) if model.exists() else str(model))
 

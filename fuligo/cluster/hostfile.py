@@ -1,4 +1,4 @@
-"""The nodes of a cluster, from a file: an address a line, with its GPUs as Open MPI writes them (`10.0.0.7 slots=8`)."""
+"""Nodes of a cluster from a file in Open MPI's form: one address on each line, with its number of GPUs (`10.0.0.7 slots=8`)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LINE = re.compile(r"(?P<address>[\w.:-]+)(?:\s+slots?\s*=\s*(?P<slots>\d+))?(?:
 @dataclass(slots=True, frozen=True)
 class Host:
     address: str
-    """As ssh takes it: an IP address, or a name."""
+    """IP address or name, as ssh takes it."""
     num_slots: int
-    """GPUs; on a CPU processes."""
+    """Number of GPUs; on a CPU of processes."""
 
     @property
     def ip(self) -> str | None:
-        """Where the address is one. A name may lead elsewhere on its own host than on others."""
+        """The address if it is an IP address; a name may resolve differently on its own host."""
         try:
             return str(ip_address(self.address))
         except ValueError:
@@ -34,11 +34,13 @@ class Host:
 
 
 def read_hostfile(path: Path, *, default_slots: int) -> list[Host]:
-    """Args:
-        default_slots: of a line that gives none
+    """Read the hosts of a hostfile.
+
+    Args:
+        default_slots: slots of a line that gives none
 
     Raises:
-        ConfigError: the file cannot be read, has no hosts, one twice, or a line that is none
+        ConfigError: the file cannot be read, lists no host, lists one twice, or has a malformed line
     """
     try:
         text = path.read_text()
@@ -51,40 +53,40 @@ def read_hostfile(path: Path, *, default_slots: int) -> list[Host]:
             continue
         match = _LINE.fullmatch(entry)
         if match is None:
-            raise ConfigError(f"--hostfile {path}, line {number}: {entry!r} is no `address` or `address slots=8`")
+            raise ConfigError(f"--hostfile {path}, line {number}: {entry!r} is not `address` or `address slots=8`")
         if match["address"] in (host.address for host in hosts):
-            raise ConfigError(f"--hostfile {path}, line {number}: {match['address']} stands there twice")
+            raise ConfigError(f"--hostfile {path}, line {number}: {match['address']} is listed twice")
         hosts.append(Host(match["address"], int(match["slots"] or default_slots)))
     if not hosts:
-        raise ConfigError(f"--hostfile {path} names no host")
+        raise ConfigError(f"--hostfile {path} lists no host")
     return hosts
 
 
 def head_of(hosts: Sequence[Host]) -> Host | None:
-    """The first that is this machine; None where none is."""
+    """Return the first host that is this machine; None if none is."""
     return next((host for host in hosts if _is_here(host.address)), None)
 
 
 def head_ip(head: Host | None, others: Sequence[Host]) -> str:
-    """By which the others reach this machine.
+    """Return the IP address by which the other hosts reach this machine.
 
     Raises:
-        ConfigError: that cannot be told
+        ConfigError: it cannot be determined
     """
     if head is not None and head.ip is not None:
         return head.ip
     for other in others:
-        with suppress(OSError):  # a name that only ssh knows
+        with suppress(OSError):  # a name that only ssh can resolve
             return own_address([f"http://{other.address}"])
     if head is None or others:
         raise ConfigError(
-            "--hostfile: this machine does not know how the other hosts reach it; give its IP address there, as the first line"
+            "--hostfile: cannot determine the address by which the other hosts reach this machine; list its IP address as the first line"
         )
     return LOOPBACK
 
 
 def _is_here(address: str) -> bool:
-    """Only an own address can be bound."""
+    """Return whether the address is one of this machine's: only those can be bound."""
     try:
         with socket.socket() as probe:
             probe.bind((address, 0))

@@ -1,7 +1,7 @@
-"""The network interface that torch's processes talk through.
+"""Network interface that torch's processes communicate through.
 
-Gloo takes the one that the host's name leads to, which on Debian is the loopback interface; NCCL guesses. On several nodes it must be the
-one by which the nodes know each other.
+Gloo takes the interface that the host's name resolves to, which on Debian is loopback; NCCL guesses. On several nodes it must be the
+interface by which the nodes know each other.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import MutableMapping
 import psutil
 
 _EXACTLY = "="
-"""NCCL takes a bare name for the beginning of one."""
+"""NCCL takes a bare name as a prefix."""
 
 
 def use_interface_of(address: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo, TensorPipe and NCCL of this process and its children use the interface that has this address; what the user set stays.
+    """Set gloo, TensorPipe and NCCL of this process and its children to the interface with this address, unless the user chose one.
 
     Args:
-        address: this node's; a loopback address leaves everything as it is
+        address: this node's; a loopback address changes nothing
     """
     name = None if address.startswith("127.") else _interface_of(address)
     if name is not None:
@@ -29,6 +29,6 @@ def use_interface_of(address: str, environment: MutableMapping[str, str] = os.en
 
 
 def _interface_of(address: str) -> str | None:
-    """None where the node is known by an address that it does not have itself, behind a translation."""
+    """Return the interface with this address; None if the node is known by a translated address that is not its own."""
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, addresses in interfaces if any(its.address == address for its in addresses)), None)

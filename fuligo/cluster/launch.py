@@ -1,4 +1,4 @@
-"""A Ray cluster for one run: the head here, a worker on every other host, and their end."""
+"""Ray cluster for one run: the head on this machine and a worker on every other host."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ Device = Literal["auto", "cpu", "cuda"]
 @dataclass(slots=True, frozen=True)
 class LaunchSettings:
     ip: str
-    """Of this machine, the head, as the workers reach it."""
+    """Address of this machine, the head, by which the workers reach it."""
     num_slots: int
-    """Of this machine; without any it takes the driver alone."""
+    """Slots of this machine; with 0 it runs the driver alone."""
     workers: tuple[Host, ...]
     port: int
     device: Device
     ssh: str
-    """Command of a shell, with `{host}` and `{command}`."""
+    """Command that opens a remote shell, with `{host}` and `{command}`."""
     logs: Path
-    """Directory for what Ray and the remote commands print."""
+    """Directory for the output of Ray and of the remote commands."""
     timeout_s: float
-    """Deadline of the last worker's joining."""
+    """Deadline for all workers to join."""
 
 
 class LaunchedCluster:
-    """Running nodes. Workers end when the connection to them closes, which is when this process ends, however it does."""
+    """Running nodes of a cluster. Workers end when the connection to them closes, at the latest when this process ends."""
 
     def __init__(self, settings: LaunchSettings) -> None:
-        """Start all nodes; the environment of this process leads to them from now on."""
+        """Start all nodes and set the environment of this process so that Ray connects to them."""
         self._settings = settings
         token = new_token()
         self.address = f"{settings.ip}:{settings.port}"
@@ -58,10 +58,10 @@ class LaunchedCluster:
         self._workers = {host: self._start_worker(host, token) for host in settings.workers}
 
     async def wait_ready(self) -> None:
-        """Return when all nodes are there.
+        """Wait until all nodes have joined.
 
         Raises:
-            EngineError: one did not start or did not join in time; names it
+            EngineError: a node did not start or did not join in time; names it
         """
         await head_is_open(self._head, self._settings.ip, self._settings.port)
         import ray
@@ -73,14 +73,14 @@ class LaunchedCluster:
             ray.shutdown()
 
     async def stop(self) -> None:
-        """Ends exactly what was started here: workers, then the head."""
+        """Stop the workers that were started here, then the head."""
         for worker in self._workers.values():
             assert worker.stdin is not None
             with suppress(BrokenPipeError):
                 worker.stdin.close()
         deadline = time.monotonic() + GRACE_S + 5.0
         for worker in self._workers.values():
-            while worker.poll() is None and time.monotonic() < deadline:  # noqa: ASYNC110  # nothing tells when a process ends but asking
+            while worker.poll() is None and time.monotonic() < deadline:  # noqa: ASYNC110  # Popen offers nothing to wait on
                 await asyncio.sleep(POLL_S)
             worker.kill()
         await self._head.stop()
@@ -93,11 +93,12 @@ class LaunchedCluster:
                 if worker.poll() is not None:
                     raise EngineError(f"the worker on {host.address} ended with exit code {worker.returncode}:\n{self._last_lines(host)}")
             if time.monotonic() > deadline:
-                told = "\n".join(f"{host.address} said:\n{self._last_lines(host)}" for host in missing)
+                output = "\n".join(f"{host.address} printed:\n{self._last_lines(host)}" for host in missing)
                 names = ", ".join(host.address for host in missing)
                 raise EngineError(
                     f"{len(missing)} of {len(self._workers)} workers did not join {self.address} within {self._settings.timeout_s:g} s: "
-                    f"{names}. Is the port open between the nodes, is fuligo installed there under {sys.executable}?\n{told}"
+                    f"{names}. Check that the port is open between "
+                    f"the nodes and that fuligo is installed there under {sys.executable}.\n{output}"
                 )
             await asyncio.sleep(POLL_S)
 
@@ -108,14 +109,14 @@ class LaunchedCluster:
         join = [sys.executable, "-m", "fuligo", "launch", "--join", self.address, "--name", host.address]
         join += ["--slots", str(host.num_slots), "--device", self._settings.device, "--attached"]
         join += [] if host.ip is None else ["--host", host.ip]
-        # The token goes through standard input: command lines can be read by everybody on a machine.
+        # The token goes through standard input: every user of a machine can read command lines.
         script = f"read -r {TOKEN_VARIABLE}; export {TOKEN_VARIABLE} RAY_AUTH_MODE=token; cd {shlex.quote(str(Path.cwd()))} && exec "
-        shell = shlex.join(["exec", "sh", "-c", script + shlex.join(join)])  # the user's own shell over there may know no `export`
+        shell = shlex.join(["exec", "sh", "-c", script + shlex.join(join)])  # the user's remote shell may not know `export`
         command = [part.format(host=host.address, command=shell) if "{" in part else part for part in shlex.split(self._settings.ssh)]
         with self._log_of(host).open("ab") as log:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, process_group=0)
         assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it ended at once: whoever waits for it says why
+        with suppress(BrokenPipeError):  # the process ended at once; `wait_ready` reports why
             process.stdin.write(f"{token}\n".encode())
             process.stdin.flush()
         return process
@@ -131,7 +132,7 @@ async def join(address: str, ip: str | None, num_slots: int, *, name: str | None
     """Be a node of the cluster at `address` until told to end.
 
     Args:
-        ip: this machine's, as the other nodes reach it; None: that of the interface that leads to the head
+        ip: this machine's address, as the other nodes reach it; None: that of the interface that leads to the head
         attached: end when standard input closes
 
     Raises:
@@ -152,7 +153,7 @@ async def join(address: str, ip: str | None, num_slots: int, *, name: str | None
 
 
 async def _input_closed() -> None:
-    """Nothing is ever written to it after the token."""
+    """Wait for the end of standard input, to which nothing is written after the token."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while await reader.read(1024):
@@ -166,7 +167,7 @@ class _Slots:
 
 
 def _slots(num_slots: int, device: Device) -> _Slots:
-    """On a CPU, slots are processes; else they are GPUs."""
+    """Return Ray's resources: on a CPU slots are processes, else GPUs."""
     if device == "cpu":
         return _Slots(num_slots, 0)
     return _Slots(max(os.cpu_count() or 1, num_slots), num_slots)

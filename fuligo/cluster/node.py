@@ -1,4 +1,4 @@
-"""Ray's own processes on this machine, under a guard: they end with the process that started them, however that ends."""
+"""Ray's own processes on this machine, under a guard that ends them with the process that started them."""
 
 from __future__ import annotations
 
@@ -15,35 +15,39 @@ START_TIMEOUT_S = 120.0
 
 
 def head_command(port: int, *, num_cpus: int, num_gpus: int | None, host: str | None = None) -> list[str]:
-    """Args:
-    num_gpus: None: what the machine has
-    host: this machine's address, as the other nodes reach it; None: Ray finds one
+    """Return the command that starts the head.
+
+    Args:
+        num_gpus: None: as many as the machine has
+        host: this machine's address, as the other nodes reach it; None: Ray finds one
     """
     options: dict[str, object] = {"port": port, "include-dashboard": "false", "node-ip-address": host}
     return _ray_start(["--head"], {**options, "num-cpus": num_cpus, "num-gpus": num_gpus})
 
 
 def worker_command(address: str, *, name: str, num_cpus: int | None, num_gpus: int | None, host: str) -> list[str]:
-    """Args:
-    address: `host:port` of the head
-    name: under which Ray lists the node
-    host: this machine's address, as the other nodes reach it
+    """Return the command that starts a worker.
+
+    Args:
+        address: `host:port` of the head
+        name: under which Ray lists the node
+        host: this machine's address, as the other nodes reach it
     """
     return _ray_start([], {"address": address, "node-name": name, "num-cpus": num_cpus, "num-gpus": num_gpus, "node-ip-address": host})
 
 
 def start_node(name: str, command: list[str], log_file: Path, environment: Mapping[str, str]) -> ServerProcess:
     own = {
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # nobody else has work on a node that ends
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # no other job has work on a node that ends
     }
     return ServerProcess(name, command, log_file=log_file, environment={**own, **environment}, grace_s=GRACE_S)
 
 
 async def head_is_open(head: ServerProcess, host: str, port: int) -> None:
-    """Return when it takes connections.
+    """Wait until the head takes connections.
 
     Raises:
-        EngineError: it ended, or did not in time; carries the last lines of its log
+        EngineError: it ended, or was not ready in time; carries the last lines of its log
     """
 
     async def connects() -> bool:

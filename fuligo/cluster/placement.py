@@ -1,4 +1,4 @@
-"""Which process goes to which GPU of which node: the layout of `fuligo plan`, as a run needs it. Knows no Ray."""
+"""Placement of a run's processes on the GPUs of nodes: the layout of `fuligo plan`, as a run needs it. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from fuligo.layout.slots import Slot, engine_gpus, engine_slots, trainer_slots
 
 @dataclass(slots=True, frozen=True)
 class Placement:
-    """On a CPU a slot is a process instead of a GPU."""
+    """Slots of all ranks and engines. On a CPU a slot is a process instead of a GPU."""
 
     node_sizes: tuple[int, ...]
-    """Slots that the run takes of each node, in order."""
+    """Slots that the run takes on each node, in order."""
     ranks: tuple[Slot, ...]
-    """(node, slot within the node) of each trainer rank: physical order is rank order."""
+    """(node, slot within the node) of each trainer rank, in rank order, which is physical order."""
     engines: tuple[tuple[Slot, ...], ...]
-    """Of each engine, in its ranks' order."""
+    """Slots of each engine, in the order of its ranks."""
 
 
 @dataclass(slots=True, frozen=True)
 class EnginePart:
-    """What one node has of an engine."""
+    """One node's part of an engine."""
 
     node: int
     slots: tuple[int, ...]
-    """Within the node."""
+    """Numbers within the node."""
 
 
 def place(config: Config) -> Placement:
-    """Trainer ranks first, then engines; under --colocate engines share the trainer's slots. Slots of placeholders are taken and stay free.
+    """Place trainer ranks first, then engines, which share the trainer's slots under --colocate.
+
+    Slots of placeholder groups are reserved and stay free.
 
     Raises:
         ConfigError: an engine would have unequal parts on its nodes
@@ -55,24 +57,24 @@ def place(config: Config) -> Placement:
 
 
 def engine_parts(slots: Sequence[Slot], *, name: str) -> tuple[EnginePart, ...]:
-    """The engine's slots by node, in order.
+    """Split an engine's slots by node, in order.
 
     Raises:
-        ConfigError: the parts are not equal: SGLang cuts an engine evenly over its nodes
+        ConfigError: the parts are not equal: SGLang splits an engine evenly over its nodes
     """
     nodes = list(dict.fromkeys(node for node, _ in slots))
     parts = tuple(EnginePart(node, tuple(index for its_node, index in slots if its_node == node)) for node in nodes)
     sizes = [len(part.slots) for part in parts]
     if len(set(sizes)) > 1:
         raise ConfigError(
-            f"{name} would have {' and '.join(map(str, sizes))} GPUs on its nodes, SGLang needs the same number on each: choose "
+            f"{name} would have {' and '.join(map(str, sizes))} GPUs on its nodes, but SGLang needs the same number on each; choose "
             "--rollout-num-gpus-per-engine that divides --num-gpus-per-node, and a trainer that leaves whole engines free"
         )
     return parts
 
 
 def _without_gaps(taken: Sequence[Slot]) -> dict[Slot, Slot]:
-    """Nodes and slots counted among those that are taken."""
+    """Renumber nodes and slots so that only those that are taken count."""
     nodes = sorted({node for node, _ in taken})
     return {
         slot: (number, index) for number, node in enumerate(nodes) for index, slot in enumerate(slot for slot in taken if slot[0] == node)

@@ -1,4 +1,4 @@
-"""The nodes that a run takes, reserved at once, in physical order."""
+"""Nodes of a run, reserved together, in physical order."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from fuligo.errors import ConfigError
 
 RESERVE_TIMEOUT_S = 120.0
 AGENT_TIMEOUT_S = 120.0
-"""Of an actor that starts on a free node."""
+"""For an actor to start on a free node."""
 Device = Literal["cpu", "cuda"]
 
 
 @dataclass(slots=True, frozen=True)
 class Bundle:
-    """A node's share of the run, as Ray gave it."""
+    """One node's share of the run, as Ray gave it."""
 
     index: int
-    """In the placement group."""
+    """Number in the placement group."""
     size: int
-    """GPUs, on a CPU processes."""
+    """GPUs; on a CPU processes."""
     node_id: str
     host: str
 
 
 class Reservation:
-    """A placement group with one bundle a node: what shares a node in the plan shares one in the cluster."""
+    """Placement group with one bundle for each node: processes that share a node in the plan share one in the cluster."""
 
     def __init__(self, group: PlacementGroup, bundles: Sequence[Bundle]) -> None:
         self._group = group
@@ -43,14 +43,14 @@ class Reservation:
         """In the order of the plan's nodes."""
 
     def actor(self, cls: type, bundle: Bundle, *, resources: Mapping[str, float], environment: Mapping[str, str], **arguments: Any) -> Any:
-        """Start an actor of this class on the bundle's node; returns its handle at once."""
+        """Start an actor of this class on the bundle's node; return its handle at once."""
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, **resources}
         return (
             ray.remote(cls)
             .options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle.index),
                 runtime_env={"env_vars": {**GUARDS_LIVE, **environment}},
-                max_concurrency=1000,  # of coroutines: calls that wait hold nothing up
+                max_concurrency=1000,  # coroutines: calls that wait do not block others
                 **options,
             )
             .remote(**arguments)
@@ -61,11 +61,13 @@ class Reservation:
 
 
 async def reserve(node_sizes: Sequence[int], device: Device, *, timeout_s: float = RESERVE_TIMEOUT_S) -> Reservation:
-    """Args:
+    """Reserve nodes of these sizes.
+
+    Args:
         node_sizes: GPUs (on a CPU processes) of each node
 
     Raises:
-        ConfigError: the cluster has not got them, or not in time
+        ConfigError: the cluster lacks them, or does not provide them in time
     """
     resource = resource_of(device)
     strategy = "STRICT_SPREAD" if len(node_sizes) > 1 else "PACK"
@@ -85,18 +87,18 @@ async def reserve(node_sizes: Sequence[int], device: Device, *, timeout_s: float
 
 
 def physical_order(bundles: Sequence[Bundle]) -> list[Bundle]:
-    """Among bundles of one size those of neighbouring addresses follow each other; sizes stay where the plan has them."""
+    """Sort bundles of equal size by address; each size keeps its places in the plan."""
     by_size = {size: sorted((b for b in bundles if b.size == size), key=_physical) for size in {bundle.size for bundle in bundles}}
     return [by_size[bundle.size].pop(0) for bundle in bundles]
 
 
 def resource_of(device: Device) -> str:
-    """What Ray counts as a slot."""
+    """Return the Ray resource that counts slots."""
     return "GPU" if device == "cuda" else "CPU"
 
 
 def start_agent(reservation: Reservation, bundle: Bundle, device: Device, environment: Mapping[str, str]) -> Any:
-    """It holds the whole of its bundle, so that Ray tells it which GPUs that is."""
+    """Start a node's agent, which holds the whole bundle so that Ray tells it the GPUs."""
     resources = {"num_gpus" if device == "cuda" else "num_cpus": float(bundle.size)}
     return reservation.actor(NodeAgent, bundle, resources=resources, environment=environment, host=bundle.host)
 
@@ -112,7 +114,7 @@ def _what_is_missing(node_sizes: Sequence[int], resource: str, timeout_s: float)
     nodes = [f"{node['NodeManagerAddress']}: {node['Resources'].get(resource, 0):g}" for node in ray.nodes() if node["Alive"]]
     needed = ", ".join(map(str, node_sizes))
     return (
-        f"the run needs {len(node_sizes)} node{'s' * (len(node_sizes) > 1)} with {needed} {resource}s, which the Ray cluster did not give "
+        f"the run needs {len(node_sizes)} node{'s' * (len(node_sizes) > 1)} with {needed} {resource}s; Ray did not provide them "
         f"within {timeout_s:g} s. It has {'; '.join(nodes)}, of which {free.get(resource, 0):g} are free. Wait for other jobs to end, add "
         "nodes, or take fewer (--actor-num-nodes, --actor-num-gpus-per-node, --rollout-num-gpus)"
     )

@@ -1,4 +1,4 @@
-"""Micro-batches: packed tokens, and what the loss needs to know of each response token, as tensors."""
+"""Micro-batches: packed tokens, and the loss's inputs for each response token, as tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PackedTokens:
     position_ids: Tensor
     """[T] int64, from 0 in every sample."""
     cu_seqlens: tuple[int, ...]
-    """[S + 1] where samples start."""
+    """[S + 1] start of each sample, and T."""
     predicting_positions: Tensor
     """[N] int64 index into the T tokens: the hidden state there predicts the response token that follows it."""
     targets: Tensor
@@ -44,7 +44,7 @@ class MicroBatch:
     sample_ids: Tensor
     """[N] int64 number of the sample within the micro-batch, 0 to S - 1."""
     loss_mask: Tensor
-    """1 on tokens to train."""
+    """1 on tokens to train, else 0."""
     weights: Tensor
     """Weight of the token in the loss of the optimizer step (`algorithms.aggregate`); 0 where masked."""
     advantages: Tensor
@@ -53,7 +53,7 @@ class MicroBatch:
     ref_logprobs: Tensor | None
     teacher_logprobs: Tensor | None
     values: Tensor | None
-    """Of the value model before the rollout's first optimizer step."""
+    """From the value model before the rollout's first optimizer step."""
     returns: Tensor | None
 
 
@@ -62,7 +62,7 @@ def pack_tokens(samples: Sequence[TrainSample], device: torch.device) -> PackedT
 
     Args:
         samples: each of at least two tokens.
-        device: where the tensors go.
+        device: of the tensors.
 
     Raises:
         TrainerError: a sample starts with a response token, which nothing predicts.
@@ -84,13 +84,13 @@ def pack_tokens(samples: Sequence[TrainSample], device: torch.device) -> PackedT
 
 
 def micro_batch(samples: Sequence[TrainSample], weights: Sequence[FloatArray], device: torch.device, *, counts: bool = True) -> MicroBatch:
-    """These samples as one micro-batch.
+    """Build one micro-batch of these samples.
 
     Args:
         samples: in the order in which they are laid end to end.
-        weights: [R] of each of them.
-        device: where the tensors go.
-        counts: False: its tokens weigh nothing.
+        weights: [R] for each sample.
+        device: of the tensors.
+        counts: False: all weights become 0.
     """
     counted = np.float32(counts)
 
@@ -113,7 +113,7 @@ def micro_batch(samples: Sequence[TrainSample], weights: Sequence[FloatArray], d
 
 
 def _optional(arrays: list[FloatArray | None], column: Callable[[Sequence[np.ndarray]], Tensor]) -> Tensor | None:
-    """All samples of a rollout are scored alike: all have the column, or none."""
+    """Concatenate a column; all samples of a rollout have it, or none."""
     present = [array for array in arrays if array is not None]
     assert len(present) in (0, len(arrays))
     return column(present) if present else None

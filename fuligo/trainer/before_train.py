@@ -1,4 +1,4 @@
-"""--before-train-step-path: the user's function sees a batch before it is trained on, and what it leaves is checked."""
+"""Hook --before-train-step-path: the user's function may change a batch before training; the result is checked."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ _PER_TOKEN = ("loss_mask", "advantages", "engine_logprobs", "old_logprobs", "ref
 
 @dataclass(slots=True, frozen=True)
 class BeforeTrainStep:
-    """The hook of a run."""
+    """The run's hook with the checks of its result."""
 
     hook: Callable[[int, TrainBatch], object]
     num_replicas: int
     """Data-parallel ranks, each of which needs a sample of every optimizer step."""
 
     def __call__(self, rollout_id: int, batch: TrainBatch) -> None:
-        """Raises:
-        TrainerError: the hook raised, or left what cannot be trained on.
+        """Call the hook and check the batch that it leaves.
+
+        Raises:
+            TrainerError: the hook raised, or left a batch that cannot be trained on.
         """
         num_before = len(batch.samples)
         self.hook(rollout_id, batch)

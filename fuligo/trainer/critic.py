@@ -1,4 +1,4 @@
-"""A value model's place in a run, whichever backend trains it: for how long it learns alone, and what it begins with."""
+"""Critic parts that all backends share: the phase in which it learns alone, and its start from a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class BaseCritic:
-    """What the critics of all backends have in common.
+    """Base of all backends' critics.
 
     Args:
-        progress: the value model's, which its learner moves on.
+        progress: the value model's counters, which its learner advances.
     """
 
     def __init__(self, settings: CriticSettings, progress: Progress, world: World) -> None:
@@ -28,20 +28,20 @@ class BaseCritic:
 
     @property
     def learns_alone(self) -> bool:
-        """The policy does not learn from this rollout. They are counted from where the value model began, which may be at a resume."""
+        """True while only the value model learns. Rollouts count from where it began, which may be at a resume."""
         return self._progress.num_rollouts < self.settings.num_only_rollouts
 
     def end_rollout(self) -> None:
-        """All optimizer steps of a rollout are done."""
+        """Count a rollout whose optimizer steps are done."""
         self._progress.num_rollouts += 1
 
     def begin_at(self, checkpoint: Path) -> None:
-        """The run goes on from a checkpoint that has no value model: it stays as it is.
+        """Keep the value model as it is when the run resumes from a checkpoint without one.
 
         Raises:
-            CheckpointError: nobody has said that one is to begin there.
+            CheckpointError: the settings do not allow it.
         """
         if not self.settings.may_begin_at_resume:
             raise CheckpointError(no_value_model(checkpoint))
         if self._world.rank == 0:
-            logger.info("%s has no value model: it begins with %s", checkpoint, self.settings.initial_weights)
+            logger.info("%s has no value model; starting one from %s", checkpoint, self.settings.initial_weights)

@@ -1,4 +1,4 @@
-"""Tensors of a device wait in host memory while somebody else uses the device."""
+"""Host memory that holds a device's tensors while another process uses the device."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 CHUNK_BYTES = 1 << 30
-"""A power of two: torch rounds what it pins up to one."""
+"""A power of two, since torch rounds pinned allocations up to one."""
 
 
 class HostMemory:
-    """Takes the contents of tensors and gives them back. Its memory is allocated once, pinned where the tensors are on a GPU.
+    """Moves the contents of tensors to the host and back. Its memory is allocated once, pinned if the tensors are on a GPU.
 
-    The tensors stay what they are, on their device, with storage of no size meanwhile: views of them, sharded parameters, and what
-    FSDP and optimizers keep of them are good again afterwards.
+    The tensors stay objects on their device, with storage of size 0 meanwhile: views, sharded parameters, and references of FSDP and
+    optimizers are valid again afterwards.
 
     Args:
-        device: whose tensors are taken; others are passed over
+        device: device whose tensors are moved; others are skipped
     """
 
     def __init__(self, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -27,7 +27,7 @@ class HostMemory:
         self._chunk_bytes = chunk_bytes
         self._chunks: list[Tensor] = []
         self._away: list[tuple[UntypedStorage, int]] = []
-        """Storages without contents, and their sizes in bytes, in the order of their contents here."""
+        """Emptied storages and their sizes in bytes, in the order of their contents in the chunks."""
         self._dropped: list[tuple[UntypedStorage, int]] = []
 
     @property
@@ -36,12 +36,12 @@ class HostMemory:
 
     @torch.no_grad()
     def take(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
-        """Copy the contents and free the device's memory. Of tensors that share storage, and of sharded ones this rank's part, once.
+        """Copy the contents and free the device's memory. Shared storage is copied once; of sharded tensors this rank's part is copied.
 
         Args:
-            dropped: their contents are not copied, they come back as zeros: buffers of gradients
+            dropped: tensors whose contents are not copied and return as zeros, such as gradient buffers
         """
-        assert not self._away and not self._dropped, "they are here already"
+        assert not self._away and not self._dropped, "the contents were taken already"
         self._away = [(storage, storage.nbytes()) for storage in self._storages(kept)]
         self._dropped = [(storage, storage.nbytes()) for storage in self._storages(dropped)]
         self._allocate(self.num_bytes_away)
@@ -53,7 +53,7 @@ class HostMemory:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """The contents to the tensors that they came from."""
+        """Restore the contents of all tensors."""
         for storage, size in (*self._away, *self._dropped):
             storage.resize_(size)
         for theirs, ours in self._pieces():
@@ -68,7 +68,7 @@ class HostMemory:
             self._chunks.append(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda"))
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """[n] uint8 of a storage, and where they are in a chunk. The storages follow each other through the chunks."""
+        """Yield pairs of [n] uint8: a piece of a storage, and its place in a chunk. Storages follow each other through the chunks."""
         at = 0
         for storage, size in self._away:
             whole = _as_bytes(storage)
@@ -80,7 +80,7 @@ class HostMemory:
                 begin, at = begin + length, at + length
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-        """Each once, in order; empty ones are left out."""
+        """Return each storage once, in order, without empty ones."""
         found: dict[int, UntypedStorage] = {}
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Log-probability and entropy from logits: what the backends' output layers share."""
+"""Log-probability and entropy from logits: the part that all backends' output layers share."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class TokenLogprobs(NamedTuple):
 
 
 def chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
-    """Stretches of at most `chunk_tokens` tokens."""
+    """Split tokens into slices of at most `chunk_tokens`."""
     return (slice(start, start + chunk_tokens) for start in range(0, num_tokens, chunk_tokens))
 
 
 def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """[n, V] float32. Logits are never rounded to half precision: ratios of policies would drown in it.
+    """Return [n, V] float32 logits. They are never rounded to half precision, which would drown ratios of policies in noise.
 
     Args:
         hidden: [n, E]
@@ -44,7 +44,7 @@ def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatu
 
 
 def grad_of_logits(log_softmax: Tensor, entropy: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
-    """[n, V] the gradient of the logits, but for what the targets' own logits get more: `grad_logprobs` of their tokens.
+    """Return [n, V] the gradient of the logits, without the term `grad_logprobs` that each target's own logit gets in addition.
 
     With p = softmax: d logprob / d logit_v = [v = target] - p_v, d entropy / d logit_v = -p_v (log p_v + entropy). V may be a part of
     the vocabulary.
@@ -59,5 +59,5 @@ def grad_of_logits(log_softmax: Tensor, entropy: Tensor, grad_logprobs: Tensor |
 
 
 def rowwise_dot(left: Tensor, right: Tensor) -> Tensor:
-    """[n] of two [n, V], without a third."""
+    """Return [n] dot products of the rows of two [n, V], without a third tensor of that size."""
     return torch.bmm(left[:, None, :], right[:, :, None])[:, 0, 0]

@@ -1,4 +1,4 @@
-"""Metrics of an optimizer step as sums, so that means do not depend on how the step was cut into micro-batches and ranks."""
+"""Metrics of an optimizer step as sums, so that means do not depend on the split into micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fuligo.errors import TrainerError
 
 @dataclass(slots=True)
 class MetricSums:
-    """Scalars, detached, that add up over a step's micro-batches and ranks. Divide once, at the end, by `means`."""
+    """Detached scalars that add up over a step's micro-batches and ranks. `means` divides once, at the end."""
 
     shares: dict[str, Tensor]
-    """The micro-batch's share of a value of the whole step (loss terms): shares add up to it."""
+    """The micro-batch's shares of values of the whole step (loss terms), which add up to them."""
     totals: dict[str, Tensor]
     """sum_t weight_t * x_t of a quantity whose mean over the step is wanted."""
     weight: Tensor
-    """sum_t weight_t: what `totals` divide by."""
+    """sum_t weight_t: the denominator of `totals`."""
 
     @classmethod
     @torch.no_grad()
@@ -38,8 +38,10 @@ class MetricSums:
         )
 
     def __add__(self, other: MetricSums) -> MetricSums:
-        """Raises:
-        TrainerError: the names differ, which only a user's loss can bring about.
+        """Add the sums of another micro-batch or rank.
+
+        Raises:
+            TrainerError: the names differ, which only a user's loss can cause.
         """
         if [*self.shares, *self.totals] != [*other.shares, *other.totals]:
             raise TrainerError(
@@ -49,18 +51,18 @@ class MetricSums:
         return self.with_vector(self.vector() + other.vector())
 
     def vector(self) -> Tensor:
-        """[K] float64: everything in a fixed order, for instance to all-reduce; same settings give the same order on every rank."""
+        """Return [K] float64, for instance to all-reduce. The order is fixed: the same settings give the same on every rank."""
         return torch.stack([*self.shares.values(), *self.totals.values(), self.weight]).double()
 
     def with_vector(self, vector: Tensor) -> MetricSums:
-        """The same names with the values of `vector` [K]."""
+        """Replace the values by those of `vector` [K]."""
         values = iter(vector)
         shares = {name: next(values) for name in self.shares}
         totals = {name: next(values) for name in self.totals}
         return MetricSums(shares, totals, next(values))
 
     def means(self) -> dict[str, float]:
-        """By name: the shares as they are; totals / weight. Totals without weight (nothing to train on) are 0."""
+        """Return shares, and totals / weight, by name. Totals without weight (nothing to train on) are 0."""
         *values, weight = self.vector().tolist()
         names = [*self.shares, *self.totals]
         divisors = [1.0] * len(self.shares) + [weight or 1.0] * len(self.totals)
@@ -68,6 +70,6 @@ class MetricSums:
 
 
 def mean_of_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """By name, over the optimizer steps that have it: a user's loss may have something to say in some of them only."""
+    """Average each metric over the optimizer steps that have it; a user's loss may report one in some steps only."""
     names = dict.fromkeys(name for step in steps for name in step)
     return {name: fmean(step[name] for step in steps if name in step) for name in names}

@@ -1,4 +1,4 @@
-"""The loss of a packed micro-batch, shared by all backends. Axes: N response tokens, S samples.
+"""Loss of a packed micro-batch, shared by all backends. Axes: N response tokens, S samples.
 
 loss = sum_t weight_t * (pg_t * tis_t * opsm_t - entropy_coef * H_t + kl_loss_coef * kl_t)
 
@@ -26,9 +26,9 @@ from fuligo.trainer.metric_sums import MetricSums
 
 @dataclass(slots=True)
 class LossInputs:
-    """Everything the loss looks at, flat: the response tokens of all samples of a micro-batch, one sample after another.
+    """Inputs of the loss: the response tokens of all samples of a micro-batch, one sample after another.
 
-    Float tensors are float32. Values at masked tokens are never looked at, whatever they are.
+    Float tensors are float32. Values at masked tokens are ignored and may be anything.
     """
 
     logprobs: Tensor
@@ -46,13 +46,13 @@ class LossInputs:
     num_samples: int
     """S"""
     engine_logprobs: Tensor | None = None
-    """[N] of the engine that sampled; None without an engine (SFT)."""
+    """[N] log-probabilities of the engine that sampled; None without an engine (SFT)."""
     old_logprobs: Tensor | None = None
-    """[N] trainer, before the rollout's first optimizer step; None: these are the current ones (one step a rollout)."""
+    """[N] trainer's, before the rollout's first optimizer step; None: those are the current ones (one step per rollout)."""
     ref_logprobs: Tensor | None = None
-    """[N] reference model; None without one."""
+    """[N] of the reference model; None without one."""
     teacher_logprobs: Tensor | None = None
-    """[N] teacher; None without one. The policy loss only measures it: the advantages have it already."""
+    """[N] of the teacher; None without one. The policy loss only reports it: the advantages contain it already."""
 
     @property
     def segments(self) -> Segments:
@@ -60,9 +60,9 @@ class LossInputs:
 
 
 CustomLoss = Callable[[LossInputs, Tensor], tuple[Tensor, Mapping[str, Tensor | float]]]
-"""(batch, logprobs [N]) -> (loss, metrics): both the micro-batch's share of the step's values, e.g. (batch.weights * x).sum()."""
+"""(batch, logprobs [N]) -> (loss, metrics), both the micro-batch's share of the step's values: (batch.weights * x).sum()."""
 CustomWeights = Callable[[LossInputs, Tensor], Tensor]
-"""(batch, old_logprobs [N]) -> [N] what the policy-gradient term is multiplied by."""
+"""(batch, old_logprobs [N]) -> [N] factors of the policy-gradient term."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,12 +72,12 @@ class KlLoss:
     coef: float
     kind: KlType = "k1"
     unbiased: bool = False
-    """Times pi / pi_old."""
+    """Multiply by pi / pi_old."""
 
 
 @dataclass(slots=True, frozen=True)
 class LossSettings:
-    """What is minimised."""
+    """Terms and coefficients of the loss."""
 
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = "policy_loss"
     estimator: str = "grpo"
@@ -88,19 +88,19 @@ class LossSettings:
     correction: Correction | None = None
     """Importance weights between engine and trainer."""
     opsm_delta: float | None = None
-    """Nats per token: samples further than this from the old policy are not learned to be avoided; None: however far they are."""
+    """Nats per token: a sample with negative advantage further than this from the old policy is masked (OPSM); None: no mask."""
     old_from_engine: bool = False
-    """The engine's log-probabilities are the old policy's (--use-rollout-logprobs)."""
+    """Use the engine's log-probabilities as the old policy's (--use-rollout-logprobs)."""
     per_token: bool = False
     """Mean over all tokens of the step instead of per sample first; the caller builds `weights` accordingly."""
     custom_loss: CustomLoss | None = None
     custom_weights: CustomWeights | None = None
-    """Takes the place of `correction`."""
+    """Replaces `correction`."""
 
 
 @dataclass(slots=True)
 class Objective:
-    """A micro-batch's share of the step's loss, and its sums."""
+    """One micro-batch's share of the step's loss and metrics."""
 
     loss: Tensor
     """Scalar with gradient."""
@@ -109,18 +109,18 @@ class Objective:
 
 
 def objective(inputs: LossInputs, settings: LossSettings) -> Objective:
-    """The loss of one micro-batch; a micro-batch without trained tokens gives 0, with a gradient of 0.
+    """Compute the loss of one micro-batch; without trained tokens it is 0, with a gradient of 0.
 
     Metrics: `loss`, `pg_loss`, `kl_loss`, `entropy_loss` are the terms of the step's loss, before their coefficients (`loss` is
-    the whole). The others are means over the step's trained tokens, each weighing as much as in the loss: `entropy`, `kl` (to
+    the whole). The others are means over the step's trained tokens with their weights in the loss: `entropy`, `kl` (to
     the reference), `opd_reverse_kl` (the old policy's, to the teacher), `ratio_mean`, `clip_fraction`, `logprob_abs_diff` (trainer
     against engine), `tis_mean` and `tis_cut_fraction` (importance weights; share of those that were cut), `opsm_masked_fraction`
     (off-policy sequence masking).
 
     Raises:
-        TrainerError: log-probabilities that the settings need are not there, or a hook returned something else than it must.
+        TrainerError: log-probabilities that the settings need are missing, or a hook returned an invalid value.
     """
-    # Rounded to bfloat16, log-probabilities would make ratios and KLs out of nothing.
+    # Log-probabilities rounded to bfloat16 would show ratios and KLs that do not exist.
     assert torch.finfo(inputs.logprobs.dtype).bits >= 32, f"log-probabilities of type {inputs.logprobs.dtype}; float32 is needed"
     if settings.loss_type == "sft_loss":
         return _sft_loss(_trained(inputs))
@@ -130,7 +130,7 @@ def objective(inputs: LossInputs, settings: LossSettings) -> Objective:
 
 
 def _trained(inputs: LossInputs) -> LossInputs:
-    """The same with 0 at masked tokens: what stands there (tool output, NaN) must not reach the loss, not even times 0."""
+    """Set masked tokens to 0: their values (tool output, NaN) must not reach the loss, not even times 0."""
     mask = inputs.loss_mask != 0
 
     def keep(values: Tensor | None) -> Tensor | None:
@@ -202,7 +202,7 @@ def _correction(inputs: LossInputs, settings: LossSettings) -> ImportanceWeights
         if not isinstance(weights, Tensor) or weights.shape != old.shape:
             given = f"weights of the shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else f"{weights!r:.80}"
             raise TrainerError(
-                f"--custom-tis-function-path returned {given}; a tensor with one for each of the {len(old)} tokens is needed"
+                f"--custom-tis-function-path returned {given}; return a tensor with one weight for each of the {len(old)} tokens"
             )
         return ImportanceWeights(weights.detach(), cut=weights == 0)
     assert settings.correction is not None
@@ -211,7 +211,7 @@ def _correction(inputs: LossInputs, settings: LossSettings) -> ImportanceWeights
 
 
 def _sft_loss(inputs: LossInputs) -> Objective:
-    """Negative log-likelihood of the trained tokens."""
+    """Return the negative log-likelihood of the trained tokens."""
     loss = -(inputs.weights * inputs.logprobs).sum()
     return Objective(loss, MetricSums.of({"loss": loss}, {"entropy": inputs.entropy}, inputs.weights))
 
@@ -225,10 +225,10 @@ def _custom_loss(inputs: LossInputs, settings: LossSettings) -> Objective:
     if loss.numel() != 1 or not loss.requires_grad:
         raise TrainerError(
             f"--custom-loss-function-path returned a loss of the shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}; "
-            "a scalar that depends on logprobs is needed"
+            "return a scalar that depends on logprobs"
         )
     loss = loss.reshape(())
-    # Sums are added in their order, over micro-batches and ranks.
+    # The order is fixed because sums are added by position, over micro-batches and ranks.
     shares = {name: _metric(name, metrics[name]).to(loss) for name in sorted(metrics)}
     trained = _trained(inputs)
     return Objective(loss, MetricSums.of({**shares, "loss": loss}, {"entropy": trained.entropy}, trained.weights))
@@ -239,11 +239,11 @@ def _metric(name: str, value: Tensor | float) -> Tensor:
         return torch.as_tensor(value).reshape(())
     except (RuntimeError, TypeError, ValueError):
         raise TrainerError(
-            f"--custom-loss-function-path: the metric {name!r} must be a number or a tensor of one; it is {value!r:.80}"
+            f"--custom-loss-function-path: the metric {name!r} is {value!r:.80}; return a number or a tensor of one element"
         ) from None
 
 
 def _needed(logprobs: Tensor | None, flag: str, whose: str) -> Tensor:
     if logprobs is None:
-        raise TrainerError(f"{flag} needs the {whose}'s log-probabilities, and the batch has none")
+        raise TrainerError(f"{flag} needs the {whose}'s log-probabilities, but the batch has none")
     return logprobs

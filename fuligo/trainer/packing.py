@@ -1,4 +1,4 @@
-"""Which samples go together through the model: micro-batches of every rank, as positions in a list of lengths.
+"""Packing of samples into the micro-batches of every rank, as positions in a list of lengths.
 
 Pure. Packing decides speed and memory, never the loss: every denominator is counted before it (`algorithms.aggregate`).
 """
@@ -13,7 +13,7 @@ from functools import partial
 from fuligo.errors import TrainerError
 
 Cost = Callable[[int], float]
-"""FLOPs, or anything in proportion to them, of a sequence by its length. Can be pickled: who has the model tells who plans."""
+"""FLOPs of a sequence by its length, or a value proportional to them. Can be pickled: the rank with the model sends it to the driver."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -23,21 +23,21 @@ class MicroBatchPlan:
     samples: tuple[int, ...]
     """Positions in the list of lengths; never empty."""
     counts: bool = True
-    """False: a repetition that keeps this rank in step with the others; its tokens weigh nothing."""
+    """False: a repetition that keeps this rank in step with the others; its tokens have weight 0."""
 
 
 @dataclass(slots=True, frozen=True)
 class MicroBatchSchedule:
-    """What a data-parallel replica sends through the model, one micro-batch after another."""
+    """Micro-batches that a data-parallel replica computes, in order."""
 
     plans: list[MicroBatchPlan]
     num_tokens: int | None = None
-    """Of every row of all replicas; None: each has its own."""
+    """Tokens of each row on all replicas, with padding; None: each row keeps its length."""
 
 
 @dataclass(slots=True, frozen=True)
 class Capacity:
-    """What one micro-batch holds. A sample over `max_tokens` is a micro-batch of its own; None is no limit."""
+    """Limits of one micro-batch. A sample over `max_tokens` is a micro-batch of its own; None is no limit."""
 
     max_tokens: int | None = None
     max_samples: int | None = None
@@ -55,14 +55,14 @@ class _Bin:
 def pack(
     lengths: Sequence[int], capacity: Capacity, *, num_ranks: int = 1, multiple_of: int = 1, balance_by: Cost | None = None
 ) -> list[list[MicroBatchPlan]]:
-    """Micro-batches of every rank for one optimizer step: the same number on each, none empty, no sample left out or cut.
+    """Pack an optimizer step into micro-batches: the same number on each rank, none empty, no sample left out or cut.
 
     Args:
         lengths: tokens of every sample of the step.
         capacity: of one micro-batch.
         num_ranks: data-parallel ranks.
-        multiple_of: what each rank's number of micro-batches is a multiple of; an interleaved pipeline needs one of its ranks.
-        balance_by: given, ranks get about the same total cost, not only the same number of micro-batches of about as many tokens.
+        multiple_of: divisor of each rank's number of micro-batches, which an interleaved pipeline needs.
+        balance_by: balance this cost over the ranks; None: only the number of micro-batches and their tokens.
 
     Returns:
         [num_ranks][micro-batches]
@@ -80,7 +80,7 @@ def pack(
     num_together = num_ranks * multiple_of
     num_bins = -(-len(bins) // num_together) * num_together
     _split_largest(bins, min(num_bins, len(lengths)), lengths)
-    # As many as fit leave a few for the last: a pass over next to nothing takes as long as its launches, and full ones the most memory.
+    # First-fit fills bins and leaves a small last one: that pass takes as long as its kernel launches, and the full ones the most memory.
     bins = _even(longest_first, lengths, capacity, len(bins), balance_by or float) or bins
     plans = [MicroBatchPlan(tuple(sorted(bin.samples, key=lambda i: (lengths[i], i)))) for bin in bins]
     plans += [MicroBatchPlan((longest_first[-1],), counts=False)] * (num_bins - len(bins))
@@ -90,7 +90,7 @@ def pack(
 
 
 def sequence_flops(linear: float, attention: float) -> Cost:
-    """Cost of a sequence: `linear` FLOPs a token, and `attention` FLOPs for every pair of tokens of which one sees the other."""
+    """Return the cost of a sequence: `linear` FLOPs for each token, `attention` FLOPs for each pair of tokens that attend."""
     return partial(_sequence_flops, linear, attention)
 
 
@@ -99,7 +99,7 @@ def _sequence_flops(linear: float, attention: float, length: int) -> float:
 
 
 def _first_fit(longest_first: Sequence[int], lengths: Sequence[int], capacity: Capacity) -> list[_Bin]:
-    """First-fit decreasing: never more than 11/9 of the fewest bins possible plus one (Johnson 1973)."""
+    """Pack first-fit decreasing: never more than 11/9 of the fewest bins possible plus one (Johnson 1973)."""
     bins: list[_Bin] = []
     for i in longest_first:
         fitting = (bin for bin in bins if capacity.admits(len(bin.samples) + 1, bin.num_tokens + lengths[i]))
@@ -122,9 +122,9 @@ def _split_largest(bins: list[_Bin], num_bins: int, lengths: Sequence[int]) -> N
 
 
 def _even(longest_first: Sequence[int], lengths: Sequence[int], capacity: Capacity, num_bins: int, cost: Cost) -> list[_Bin] | None:
-    """The samples in `num_bins` bins of about equal cost, the costliest sample first into the cheapest bin with room.
+    """Put the samples into `num_bins` bins of about equal cost, the costliest sample first into the cheapest bin with room.
 
-    None where that leaves a sample over: first-fit packs tighter.
+    Return None if a sample is left over: first-fit packs tighter.
     """
     bins = [_Bin([], 0) for _ in range(num_bins)]
     cheapest = [(0.0, b) for b in range(num_bins)]
@@ -147,7 +147,7 @@ def _has_room(bin: _Bin, length: int, capacity: Capacity) -> bool:
 
 
 def _deal_evenly(plans: list[MicroBatchPlan], costs: list[float], num_ranks: int) -> list[list[MicroBatchPlan]]:
-    """Micro-batches of like cost run at the same time on all ranks, and the costlier of them goes to the rank with least so far."""
+    """Deal micro-batches of similar cost to all ranks at a time, the costliest to the rank with the lowest total so far."""
     costliest_first = sorted(range(len(plans)), key=lambda p: -costs[p])
     ranks: list[list[MicroBatchPlan]] = [[] for _ in range(num_ranks)]
     totals = [0.0] * num_ranks

@@ -1,4 +1,4 @@
-"""Groups of a rollout -> samples to train on."""
+"""Conversion of a rollout's groups to samples to train on."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from fuligo.rollout.judging import TOO_FEW_USABLE, usable
 from fuligo.types import Sample, SampleGroup, TrainSample
 
 RewardPostProcess = Callable[[list[Sample]], tuple[Sequence[float], Sequence[float]]]
-"""(raw rewards, rewards to learn from), one each for every sample."""
+"""Samples -> (raw rewards, rewards to learn from), one of each for every sample."""
 
 
 @dataclass(slots=True, frozen=True)
 class SampleSettings:
-    """What the samples need to be trained on."""
+    """Data that training needs of each sample."""
 
     rewarded: bool = True
-    """False: rewards play no part (SFT), and a group of one is as good as any."""
+    """False: rewards are ignored (SFT), and groups of one sample are trained on."""
     reward_key: str | None = None
-    """Which value to learn from where a reward is a dict."""
+    """Key of the value to learn from if a reward is a dict."""
     post_process: RewardPostProcess | None = None
-    """Its second list takes the place of the rewards; the estimator's own normalisation still follows."""
+    """Its second list replaces the rewards; the estimator's own normalisation still follows."""
     routed: bool = False
-    """The experts of every token that something trained depends on must be known."""
+    """The experts of every token that a trained token depends on must be known."""
     taught: bool = False
-    """An engine has told what the teacher makes of every token."""
+    """An engine computed the teacher's log-probability of every token."""
 
 
 def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[TrainSample]:
-    """The usable samples of these groups, in order: completed or truncated, with response tokens and a reward.
+    """Return the usable samples of these groups, in order: completed or truncated, with response tokens and a reward.
 
-    Truncated samples stay, also where their tokens are all masked: they count in their group's statistics. A group of several
-    that has fewer than two usable ones left gives nothing to compare: it is marked as dropped. Samples split from one rollout
-    (equal `index`) share one denominator.
+    Truncated samples stay, even if all their tokens are masked: they count in their group's statistics. A group of several samples with
+    fewer than two usable ones has nothing to compare and is marked as dropped. Samples split from one rollout (equal `index`) share one
+    denominator.
 
     Raises:
         RewardError: a reward lacks `reward_key`, or is not a finite number; names the sample.
@@ -73,8 +73,10 @@ def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[T
 
 
 def _require_teacher(sample: Sample) -> None:
-    """Raises:
-    RolloutError: names the sample.
+    """Check that a sample has the teacher's log-probabilities.
+
+    Raises:
+        RolloutError: it has none; names the sample.
     """
     if sample.teacher_logprobs is None:
         raise RolloutError(
@@ -84,8 +86,10 @@ def _require_teacher(sample: Sample) -> None:
 
 
 def _require_routing(sample: Sample) -> None:
-    """Raises:
-    RolloutError: names the sample and what lacks.
+    """Check that the experts of all tokens that training needs are known.
+
+    Raises:
+        RolloutError: some are not; names the sample and the numbers.
     """
     trained = np.flatnonzero(sample.loss_mask)
     num_needed = len(sample.prompt_ids) + int(trained[-1]) if len(trained) else 0

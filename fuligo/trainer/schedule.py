@@ -1,4 +1,4 @@
-"""The learning rate of every optimizer step. Pure."""
+"""Learning rate of every optimizer step. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LearningRateSchedule:
     """Optimizer steps from the start of training, warm-up included, until `minimum`."""
 
     def at(self, step: int) -> float:
-        """Learning rate of the 0-based optimizer step; the warm-up's first step already has peak / (warmup_steps + 1)."""
+        """Return the learning rate of the 0-based optimizer step; the warm-up's first step already has peak / (warmup_steps + 1)."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / (self.warmup_steps + 1)
         if self.style == "constant":

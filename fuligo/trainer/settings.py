@@ -1,4 +1,4 @@
-"""From the flags to the settings of samples, advantages and loss."""
+"""Settings of samples, advantages and loss, built from the configuration."""
 
 from __future__ import annotations
 
@@ -61,15 +61,17 @@ def loss_settings(config: Config) -> LossSettings:
 
 
 class BoundHook:
-    """A hook with `args` already given. Pickled by its flag and loaded anew on the other side, so that one in a file reaches every rank."""
+    """Hook with `args` already bound. Pickled as its flag and loaded again by each rank, so that a hook in a file reaches all of them."""
 
     def __init__(self, config: Config, flag_name: str, hook: Hook) -> None:
         self._config, self._flag_name, self._hook = config, flag_name, hook
         self._args = ArgsView(config)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Raises:
-        TrainerError: the hook raised; names its flag and its line.
+        """Call the hook.
+
+        Raises:
+            TrainerError: the hook raised; names its flag and its line.
         """
         try:
             return self._hook(self._args, *arguments)

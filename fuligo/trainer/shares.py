@@ -1,6 +1,6 @@
-"""What each data-parallel replica of a trainer gets of a rollout, and what it says of it.
+"""Shares of a rollout that each data-parallel replica of a trainer receives, and the scores that it returns.
 
-The driver plans for all ranks, so that each is sent the samples it computes and no others: a rollout with the experts of every token is
+The driver plans for all ranks, so that each receives only the samples it computes: a rollout with the experts of every token is
 hundreds of bytes a token, which every rank of a large run would have to hold.
 """
 
@@ -20,27 +20,27 @@ T = TypeVar("T")
 
 @dataclass(slots=True, frozen=True)
 class ScoreShare:
-    """A replica's part of samples that are to be scored."""
+    """One replica's share of samples to score."""
 
     positions: Sequence[int]
-    """Of `samples` among all."""
+    """Positions of `samples` in the whole list."""
     samples: list[TrainSample]
     schedule: MicroBatchSchedule
-    """Through `samples`."""
+    """Micro-batches of `samples`."""
 
 
 @dataclass(slots=True, frozen=True)
 class StepShare:
-    """A replica's part of an optimizer step."""
+    """One replica's share of an optimizer step."""
 
     samples: StepSamples
     schedule: MicroBatchSchedule
-    """Through `samples.samples`."""
+    """Micro-batches of `samples.samples`."""
 
 
 @dataclass(slots=True, frozen=True)
 class SampleScores:
-    """What the trainer found of one sample; each only where the loss needs it."""
+    """The trainer's scores of one sample, each only where the loss needs it."""
 
     old_logprobs: FloatArray | None = None
     """[R]"""
@@ -67,10 +67,10 @@ class SampleScores:
 
 
 def score_shares(samples: Sequence[TrainSample], settings: TrainerSettings, balance_by: Cost | None) -> list[ScoreShare]:
-    """Every replica's part. A sample is in several where a repetition keeps replicas in step.
+    """Return every replica's share. A sample is in several shares where a repetition keeps replicas in step.
 
     Args:
-        balance_by: as the ranks know it.
+        balance_by: from the ranks' workers.
 
     Raises:
         TrainerError: there are fewer samples than replicas.
@@ -80,7 +80,7 @@ def score_shares(samples: Sequence[TrainSample], settings: TrainerSettings, bala
 
 
 def step_shares(batch: TrainBatch, settings: TrainerSettings, balance_by: Cost | None) -> list[list[StepShare]]:
-    """[replicas][optimizer steps]; otherwise as `score_shares`."""
+    """Return [replicas][optimizer steps] shares; otherwise as `score_shares`."""
     steps: list[list[StepShare]] = []
     for step in range(len(batch.steps)):
         samples = StepSamples.of(batch, step, settings.loss)
@@ -90,7 +90,7 @@ def step_shares(batch: TrainBatch, settings: TrainerSettings, balance_by: Cost |
 
 
 def in_order(of_ranks: Iterable[Mapping[int, T]]) -> list[T]:
-    """What ranks found of their samples, by position, as one list of all."""
+    """Join values by position from several ranks into one list of all."""
     found = {i: value for of_rank in of_ranks for i, value in of_rank.items()}
     return [found[i] for i in range(len(found))]
 
@@ -100,7 +100,7 @@ def _lengths(samples: Sequence[TrainSample]) -> list[int]:
 
 
 def _own(schedule: MicroBatchSchedule) -> tuple[list[int], MicroBatchSchedule]:
-    """The positions of the samples that go through, and the schedule as positions among these."""
+    """Return the positions of the samples in the schedule, and the schedule with positions among these samples."""
     positions = sorted({i for plan in schedule.plans for i in plan.samples})
     place = {position: number for number, position in enumerate(positions)}
     plans = [replace(plan, samples=tuple(place[i] for i in plan.samples)) for plan in schedule.plans]

@@ -1,4 +1,4 @@
-"""Optimizer steps: what is the same for every backend before and after the passes through its model."""
+"""Optimizer steps: the parts before and after the model's passes that all backends share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fuligo.types import FloatArray, TokenScores, TrainBatch, TrainSample
 
 @dataclass(slots=True)
 class Progress:
-    """How far training has come."""
+    """Counters of training."""
 
     num_optimizer_steps: int = 0
     num_rollouts: int = 0
@@ -29,36 +29,38 @@ class Progress:
 
 @dataclass(slots=True, frozen=True)
 class StepSamples:
-    """Samples of one optimizer step, all or a replica's, with what is counted over the whole step."""
+    """Samples of one optimizer step, all or one replica's, with counts over the whole step."""
 
     positions: Sequence[int]
-    """In the rollout's batch."""
+    """Positions in the rollout's batch."""
     samples: list[TrainSample]
     denominators: StepDenominators
     per_token: bool
     """`LossSettings.per_token`"""
     num_tokens: int
-    """Of all the step's samples: those that go through the model, which are all but each sample's last."""
+    """Tokens of the whole step that go through the model: all but each sample's last."""
     num_choices: int
-    """Of experts, that all the step's samples name."""
+    """Expert choices that all samples of the step record."""
 
     @classmethod
     def of(cls, batch: TrainBatch, step: int, settings: LossSettings) -> StepSamples:
-        """Those of `batch.steps[step]`."""
+        """Select the samples of `batch.steps[step]`."""
         positions = batch.steps[step]
         samples = [batch.samples[i] for i in positions]
         num_tokens = sum(len(sample.tokens) - 1 for sample in samples)
         return cls(positions, samples, step_denominators(batch, step), settings.per_token, num_tokens, num_choices(samples))
 
     def some(self, chosen: Sequence[int]) -> StepSamples:
-        """Args:
-        chosen: positions in `samples`.
+        """Select some of the samples.
+
+        Args:
+            chosen: positions in `samples`.
         """
         return replace(self, positions=[self.positions[i] for i in chosen], samples=[self.samples[i] for i in chosen])
 
     @property
     def weights(self) -> list[FloatArray]:
-        """[R] of each sample: what its tokens weigh in the loss of the whole step."""
+        """[R] weights of each sample's tokens in the loss of the whole step."""
         return [self._weights(sample) for sample in self.samples]
 
     def micro_batch(self, plan: MicroBatchPlan, device: torch.device) -> MicroBatch:
@@ -66,7 +68,7 @@ class StepSamples:
         return micro_batch(chosen, [self._weights(sample) for sample in chosen], device, counts=plan.counts)
 
     def scores(self, plan: MicroBatchPlan, tokens: PackedTokens, outputs: TokenLogprobs) -> dict[int, TokenScores]:
-        """What the policy saw in a micro-batch, by position in the rollout's batch; nothing of a repetition."""
+        """Return the scores of a micro-batch by position in the rollout's batch; none for a repetition."""
         if not plan.counts:
             return {}
         return dict(zip([self.positions[i] for i in plan.samples], split_scores(tokens, outputs)))
@@ -77,10 +79,10 @@ class StepSamples:
 
 @dataclass(slots=True)
 class StepGradients:
-    """What a rank's passes gave beside the gradients, which the backend keeps with its parameters."""
+    """Results of a rank's passes beside the gradients, which the backend keeps with its parameters."""
 
     sums: MetricSums
-    """Of this rank."""
+    """This rank's sums."""
     losses: Tensor
     """[micro-batches] shares of the step's loss."""
     scores: dict[int, TokenScores]
@@ -106,19 +108,19 @@ def loss_inputs(batch: MicroBatch, outputs: TokenLogprobs, settings: LossSetting
 
 
 def split_scores(tokens: PackedTokens, outputs: TokenLogprobs) -> list[TokenScores]:
-    """What the policy saw, sample by sample, in the order of the micro-batch."""
+    """Split log-probabilities and entropies into samples, in the order of the micro-batch."""
     logprobs, entropy = torch.stack([outputs.logprobs.detach(), outputs.entropy.detach()]).cpu()
     columns = (logprobs.split(tokens.response_lengths), entropy.split(tokens.response_lengths))
     return [TokenScores(logprobs=lp.numpy(), entropy=h.numpy()) for lp, h in zip(*columns)]
 
 
 def num_choices(samples: Iterable[TrainSample]) -> int:
-    """Of experts, that these samples name."""
+    """Count the expert choices that these samples record."""
     return sum(sample.routed_experts.size for sample in samples if sample.routed_experts is not None)
 
 
 def total(sums: Sequence[MetricSums]) -> MetricSums:
-    """At least one."""
+    """Add sums, at least one."""
     first, *others = sums
     for more in others:
         first = first + more
@@ -126,12 +128,14 @@ def total(sums: Sequence[MetricSums]) -> MetricSums:
 
 
 def require_finite(losses: Tensor, grad_norm: float, *, optimizer_step: int, flag: str = "--lr", whose: str = "") -> None:
-    """Args:
+    """Check that all losses and the gradient norm are finite.
+
+    Args:
         losses: [ranks, micro-batches] of all ranks, so that all decide alike.
         grad_norm: of the whole gradient.
         optimizer_step: 0-based.
-        flag: of the learning rate.
-        whose: step it is, where there is more than one model: `of the value model`.
+        flag: flag of the learning rate.
+        whose: owner of the step if there is more than one model: `of the value model`.
 
     Raises:
         TrainerError: one of them is not finite; the weights must not be updated.
@@ -142,6 +146,6 @@ def require_finite(losses: Tensor, grad_norm: float, *, optimizer_step: int, fla
     where = f"the loss of micro-batch {bad[0][1]} on rank {bad[0][0]}" if bad else f"the gradient norm ({grad_norm})"
     raise TrainerError(
         f"optimizer step {optimizer_step}{whose and f' {whose}'}: {where} is not finite; the weights were left as they are. Resume from "
-        f"the last checkpoint with a smaller {flag} or --clip-grad, and look at the rollout's samples for tokens that the policy finds "
-        "impossible."
+        f"the last checkpoint with a smaller {flag} or --clip-grad, and check the rollout's samples for tokens of very low "
+        "probability."
     )

@@ -1,4 +1,4 @@
-"""What one rank of the trainer did when; the driver writes it into the trace."""
+"""Timeline of one trainer rank; the driver writes it into the trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fuligo.types import Span
 
 
 class Timeline:
-    """Keeps spans until they are taken."""
+    """Collects spans until they are taken."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -20,9 +20,7 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """The time inside is called `name`. Work that was queued on a GPU belongs to it: its end is waited for, so use it where results
-        are waited for anyway.
-        """
+        """Record the time inside the block as `name`. Synchronizes the GPU at its end, so use it where results are waited for anyway."""
         start_s = time.time()
         yield
         if self._device.type == "cuda":
@@ -30,6 +28,6 @@ class Timeline:
         self._spans.append(Span(name, start_s, time.time()))
 
     def take(self) -> list[Span]:
-        """The spans since the last call, in the order in which they ended."""
+        """Return the spans since the last call, in the order in which they ended."""
         taken, self._spans = self._spans, []
         return taken

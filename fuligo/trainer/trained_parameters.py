@@ -1,4 +1,4 @@
-"""Which parameters are trained, by regexes over their names. Pure Python."""
+"""Selection of the parameters to train, by regular expressions. Pure Python."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fuligo.trainer.ranks.settings import TrainedParameters
 
 
 def trained_names(names: Mapping[str, Sequence[str]], trained: TrainedParameters) -> set[str]:
-    """The parameters to train.
+    """Return the names of the parameters to train.
 
     Args:
-        names: of all parameters of the model, the names that regexes may match.
+        names: for each parameter of the model, the names that the regexes may match.
         trained: the regexes.
 
     Raises:

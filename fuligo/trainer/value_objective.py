@@ -1,4 +1,4 @@
-"""The loss of the value model on a packed micro-batch, shared by all backends, and what a rollout says of the values."""
+"""Loss of the value model on a packed micro-batch, shared by all backends, and a rollout's metrics of the values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fuligo.types import TrainSample
 
 
 def value_objective(values: Tensor, batch: MicroBatch, clip: float) -> Objective:
-    """A micro-batch's share of the step's value loss: the tokens weigh as much as in the policy's.
+    """Compute a micro-batch's share of the step's value loss, with the token weights of the policy loss.
 
     Metrics: `value_loss`, and `value_clip_fraction`, the share of tokens without gradient.
 
@@ -34,7 +34,7 @@ def value_objective(values: Tensor, batch: MicroBatch, clip: float) -> Objective
 
 
 def value_metrics(samples: Sequence[TrainSample]) -> dict[str, float]:
-    """`train/value_mean`, `train/return_mean` and `train/explained_variance` of a rollout; none without a value model."""
+    """Return `train/value_mean`, `train/return_mean` and `train/explained_variance` of a rollout; empty without a value model."""
     scored = [(sample.values, sample.returns, sample.loss_mask) for sample in samples if sample.values is not None]
     if not scored:
         return {}

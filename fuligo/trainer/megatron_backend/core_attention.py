@@ -1,8 +1,8 @@
-"""Attention over packed sequences for Megatron's layers where TransformerEngine's is not: Megatron's own refuses them.
+"""Attention over packed sequences for Megatron's layers without TransformerEngine, since Megatron's own does not support them.
 
 A sequence is cut into 2 * cp equal pieces, of which context-parallel rank r has the pieces r and 2 * cp - 1 - r (as in Ring
 Attention with load balance, and as TransformerEngine cuts it), so that under a causal mask all ranks have equal work. Keys and values
-are gathered over the ranks; queries stay where they are.
+are gathered over the ranks; queries stay on their rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fuligo.models.attention import packed_attention
 
 
 class PackedCoreAttention(MegatronModule):
-    """Causal softmax attention within each sequence of a packed row, with grouped heads, keys and values of any head sizes."""
+    """Causal softmax attention within each sequence of a packed row, with grouped heads, and keys and values of any head sizes."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class PackedCoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         **_: object,
     ) -> None:
-        """What Megatron gives to every core attention; cp_comm_type, k_channels and v_channels have no meaning here."""
+        """Take the arguments that Megatron gives to every core attention; cp_comm_type, k_channels and v_channels are ignored."""
         super().__init__(config=config)
         assert attn_mask_type is AttnMaskType.causal and attention_type == "self"
         assert config.attention_dropout == 0 and not config.window_size
@@ -54,12 +54,14 @@ class PackedCoreAttention(MegatronModule):
         packed_seq_params: PackedSeqParams,
         **_: object,
     ) -> Tensor:
-        """Args:
+        """Compute attention.
+
+        Args:
             query: [T / cp, H, D] this rank's pieces of every sequence, in their order.
             key: [T / cp, Hkv, D], with H a multiple of Hkv.
             value: [T / cp, Hkv, Dv]
-            attention_mask: None; sequences and causality say it all.
-            packed_seq_params: cumulative lengths of the whole row; each length a multiple of 2 * cp where cp > 1.
+            attention_mask: None; sequences and causality define the mask.
+            packed_seq_params: cumulative lengths of the whole row; each length a multiple of 2 * cp if cp > 1.
 
         Returns:
             [T / cp, H * Dv]
@@ -84,10 +86,10 @@ class PackedCoreAttention(MegatronModule):
 
 
 def zigzag(length: int, cp: int) -> Tensor:
-    """[cp, length / cp] the positions in a sequence that each context-parallel rank has, in their order there.
+    """Return [cp, length / cp] the positions in a sequence that each context-parallel rank has, in their order there.
 
     Args:
-        length: a multiple of 2 * cp where cp > 1.
+        length: a multiple of 2 * cp if cp > 1.
         cp: number of ranks.
     """
     if cp == 1:
@@ -97,7 +99,7 @@ def zigzag(length: int, cp: int) -> Tensor:
 
 
 def gather_pieces(piece: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[n, ...] -> [cp, n, ...], all ranks' pieces; backward, every rank gets the sum of what all ranks' losses say of its piece."""
+    """Gather all ranks' pieces, [n, ...] -> [cp, n, ...]; backward, every rank gets the sum of all ranks' gradients of its piece."""
     return _GatherPieces.apply(piece, group)  # pyright: ignore[reportReturnType]
 
 

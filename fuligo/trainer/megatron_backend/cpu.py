@@ -1,6 +1,6 @@
-"""Megatron-Core on a CPU: where it says CUDA, it means the device of this process.
+"""Megatron-Core on a CPU: patches that turn its uses of CUDA into uses of this process's device.
 
-Nowhere else does fuligo replace parts of other packages. Each patch is one that Megatron-Core 0.16.1 was seen to need.
+fuligo replaces parts of other packages nowhere else. Megatron-Core 0.16.1 was seen to need each of these patches.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange")
 
 @functools.cache
 def run_on_cpu() -> None:
-    """Make Megatron-Core compute on the CPU and talk over gloo, for the rest of this process. A further call does nothing."""
-    _the_device_is_the_cpu()
-    _its_random_numbers_are_the_cpus()
-    _streams_have_nothing_to_wait_for()
-    _dtypes_are_called_cudas()
-    _collectives_do_what_gloo_can()
-    _there_is_no_transformer_engine()
+    """Make Megatron-Core compute on the CPU and communicate over gloo, for the rest of this process. Further calls do nothing."""
+    _replace_devices()
+    _replace_generators()
+    _replace_streams()
+    _rename_dtypes()
+    _adapt_collectives()
+    _define_transformer_engine_names()
 
 
-def _the_device_is_the_cpu() -> None:
-    """`torch.cuda.current_device()`, `device="cuda"` and `.cuda()` are all over Megatron."""
-    # `with torch.device(...)` knows factories by a set that it makes once: of the originals, if it is asked for it now.
+def _replace_devices() -> None:
+    """Replace `torch.cuda.current_device()`, `device="cuda"` and `.cuda()`, which are all over Megatron."""
+    # `with torch.device(...)` knows factories by a set that it builds once; here, while they are the originals.
     _device._device_constructors()
     torch.cuda.current_device = lambda: CPU  # pyright: ignore[reportAttributeAccessIssue]
     for name in _FACTORIES:
@@ -42,7 +42,7 @@ def _the_device_is_the_cpu() -> None:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the CPU for a CUDA device among its arguments, and without page-locked memory, which is CUDA's."""
+    """Wrap `function` so that a CUDA device among its arguments becomes the CPU, and memory is not page-locked."""
 
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -58,8 +58,8 @@ def _is_cuda(device: object) -> bool:
     return (isinstance(device, str) and device.startswith("cuda")) or (isinstance(device, torch.device) and device.type == "cuda")
 
 
-def _its_random_numbers_are_the_cpus() -> None:
-    """The generators that Megatron keeps for tensor and expert parallelism are states of CUDA's generator."""
+def _replace_generators() -> None:
+    """Replace CUDA's generator, whose states Megatron keeps for tensor and expert parallelism, by the CPU's."""
     from megatron.core.tensor_parallel import random
 
     def get(*_: object, **__: object) -> Tensor:
@@ -71,11 +71,11 @@ def _its_random_numbers_are_the_cpus() -> None:
     torch.cuda.get_rng_state = get
     torch.cuda.manual_seed = torch.manual_seed  # pyright: ignore[reportAttributeAccessIssue]
     random._get_cuda_rng_state, random._set_cuda_rng_state = get, put
-    logging.getLogger(random.__name__).setLevel(logging.ERROR)  # it warns when the CPU's state changes, which is now meant
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)  # it warns of a changed CPU state, which is intended here
 
 
 class _Stream:
-    """A stream, and an event of it, on a machine where work is done when a call returns."""
+    """Stream, and event of it, on a machine where work is done when a call returns."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -84,11 +84,11 @@ class _Stream:
     def synchronize(self) -> None: ...
 
     def record_event(self) -> _Stream:
-        """The all-to-all dispatcher of experts waits for the event, as it would for the stream."""
+        """Return an event; the all-to-all dispatcher of experts waits for it, as it would for the stream."""
         return self
 
 
-def _streams_have_nothing_to_wait_for() -> None:
+def _replace_streams() -> None:
     @contextlib.contextmanager
     def stream(_: object) -> Iterator[None]:
         yield
@@ -104,8 +104,8 @@ def _streams_have_nothing_to_wait_for() -> None:
         setattr(torch.cuda, name, replacement)
 
 
-def _dtypes_are_called_cudas() -> None:
-    """Optimizers sort parameters by the name of their type, such as torch.cuda.FloatTensor."""
+def _rename_dtypes() -> None:
+    """Rename types, since optimizers sort parameters by names such as torch.cuda.FloatTensor."""
     original = Tensor.type
 
     def called_cudas(self: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -115,8 +115,8 @@ def _dtypes_are_called_cudas() -> None:
     Tensor.type = called_cudas
 
 
-def _collectives_do_what_gloo_can() -> None:
-    """Gloo takes the sizes of an uneven all-to-all as lists, and no averages; Megatron gives sizes as arrays, too."""
+def _adapt_collectives() -> None:
+    """Adapt collectives to gloo, which takes sizes of an uneven all-to-all as lists only, and has no averages."""
     all_to_all = dist.all_to_all_single
 
     @functools.wraps(all_to_all)
@@ -129,8 +129,8 @@ def _collectives_do_what_gloo_can() -> None:
     dist.all_to_all_single = with_lists
 
 
-def _there_is_no_transformer_engine() -> None:
-    """Some modules ask for classes of the Transformer Engine by names that they do not define without it."""
+def _define_transformer_engine_names() -> None:
+    """Define names of Transformer Engine classes that some modules use but do not define without it."""
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 

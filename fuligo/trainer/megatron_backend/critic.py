@@ -1,4 +1,4 @@
-"""The value model of one rank: the policy's stages with an output layer of one row, and all that training it needs."""
+"""Value model of one rank: the policy's stages with an output layer of one row, and its optimizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fuligo.types import FloatArray
 
 
 class Critic(BaseCritic):
-    """Learns the returns of the policy's samples.
+    """Critic that learns the returns of the policy's samples.
 
     Args:
         policy: the trainer's settings.
@@ -35,8 +35,10 @@ class Critic(BaseCritic):
     """
 
     def __init__(self, settings: CriticSettings, policy: MegatronTrainerSettings, names: ModelNames, world: World) -> None:
-        """Raises:
-        CheckpointError: the first weights cannot be read, or are not of the policy's architecture.
+        """Load the first weights and build the optimizer.
+
+        Raises:
+            CheckpointError: the first weights cannot be read, or are not of the policy's architecture.
         """
         self.names = value_names(names)
         self._model = _value_settings(policy, settings)
@@ -46,16 +48,16 @@ class Critic(BaseCritic):
         super().__init__(settings, self.learner.progress, world)
 
     def values(self, share: ScoreShare) -> dict[int, FloatArray]:
-        """As `compute_values`."""
+        """Call `compute_values`."""
         return compute_values(self.learner.chunks, share, self._model, self._world.device)
 
     def gradients(self, step: StepShare) -> StepGradients | None:
-        """Leave the gradient of the step's value loss in the stages' buffers."""
+        """Compute the gradient of the step's value loss into the stages' buffers."""
         zero_gradients(self.learner.chunks)
         return compute_value_gradients(self.learner.chunks, step, self._model, self._world.device, clip=self.settings.clip)
 
     def step(self, gradients: StepGradients | None, num_micro_batches: int) -> dict[str, float]:
-        """As `Learner.step`, under names beside the policy's."""
+        """Call `Learner.step`, and name the metrics so that they go beside the policy's."""
         lr, grad_norm = self.learner.step(gradients, num_micro_batches)
         return {"critic_lr": lr, "critic_grad_norm": grad_norm}
 
@@ -69,7 +71,7 @@ class Critic(BaseCritic):
 
 
 def build_value_chunks(settings: MegatronTrainerSettings) -> list[PolicyModel]:
-    """As `build_chunks`, with a head of zeros [1, E] on the last stage; every tensor-parallel rank has all of it."""
+    """Build stages as `build_chunks` does, with a head of zeros [1, E] on the last stage; every tensor-parallel rank has all of it."""
     chunks = build_chunks(settings, trained=True)
     for chunk in chunks:
         chunk.has_whole_head = True
@@ -83,7 +85,7 @@ def build_value_chunks(settings: MegatronTrainerSettings) -> list[PolicyModel]:
 
 
 def _value_settings(policy: MegatronTrainerSettings, critic: CriticSettings) -> MegatronTrainerSettings:
-    """Its head is no embedding, it predicts no tokens, all of it is trained, and its routers choose by themselves: it is another model."""
+    """Return settings of the value model: no tied head, no MTP layers, all parameters trained, and routers that choose by themselves."""
     return replace(
         policy,
         optimizer=critic.optimizer,

@@ -1,4 +1,4 @@
-"""Stages of the model as Megatron's data parallelism holds them: gradients are summed over ranks in buffers of their own."""
+"""Megatron's data parallelism around the stages of a model: gradients are summed over ranks in buffers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 
 
 def wrap(chunks: Sequence[PolicyModel], settings: MegatronTrainerSettings) -> list[DistributedDataParallel]:
-    """The same stages with buffers for the gradients of what is trained; Megatron's schedules then synchronise them.
+    """Wrap the stages with buffers for the gradients of trained weights, which Megatron's schedules then synchronise.
 
     Gradients are summed over the data-parallel and context-parallel ranks, never averaged: the loss is a share of the whole step's.
     """
@@ -26,27 +26,29 @@ def wrap(chunks: Sequence[PolicyModel], settings: MegatronTrainerSettings) -> li
         bucket_size=flags.get("ddp_bucket_size"),
         pad_buckets_for_high_nccl_busbw=flags.get("pad_buckets_for_high_nccl_busbw", False),
     )
-    # Buckets hide communication behind the backward pass of the first stage alone; the others have time to spare.
+    # Buckets hide communication behind the backward pass; only the first stage needs that, the others wait in the pipeline.
     wrapped = [
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)
     ]
     for chunk in wrapped:
         chunk.config.finalize_model_grads_func = _finalize
-        chunk.config.moe_router_enable_expert_bias = False  # routers are built; `move_corrections` does what `_finalize` would do too early
+        chunk.config.moe_router_enable_expert_bias = (
+            False  # the routers exist already; `move_corrections` does what `_finalize` would do too early
+        )
         if ddp_config.overlap_grad_reduce:
-            each: Any = [other.no_sync for other in wrapped]  # a list for interleaved stages, whatever the annotation says
+            each: Any = [other.no_sync for other in wrapped]  # a list for interleaved stages, despite the annotation
             chunk.config.no_sync_func = each if len(wrapped) > 1 else chunk.no_sync
     return wrapped
 
 
 def _finalize(model: list[nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
-    """Megatron's end of a step's backward passes, without its division by the number of tokens."""
+    """Finish a step's backward passes as Megatron does, without its division by the number of tokens."""
     del num_tokens
     finalize_model_grads(model, None, **options)
 
 
 def wait_for(chunk: DistributedDataParallel, weight: Tensor) -> None:
-    """Until all of a weight is there that is used outside of its own module, whose forward pass would wait for it."""
+    """Wait for all of a weight that is used outside its own module, whose forward pass would wait for it."""
     if chunk.use_forward_hook and weight in chunk.param_to_bucket_group:
         chunk.param_to_bucket_group[weight].finish_param_sync()
 

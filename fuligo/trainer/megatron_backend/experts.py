@@ -1,4 +1,4 @@
-"""The modules of mixture-of-experts layers, and the transports that take tokens to their experts."""
+"""Modules of mixture-of-experts layers, and the transports that send tokens to their experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 
 
 def mixture(config: TransformerConfig, modules: BackendSpecProvider) -> ModuleSpec:
-    """Router, routed experts (one grouped product for all with TransformerEngine, one after the other elsewhere), shared experts."""
+    """Return router, routed experts (one grouped product for all with TransformerEngine, else one after the other), and shared experts."""
     spec = get_moe_module_spec_for_backend(modules, config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
     assert isinstance(spec.submodules, MoESubmodules)
     spec.submodules.router = PackedRouter
@@ -25,9 +25,9 @@ def mixture(config: TransformerConfig, modules: BackendSpecProvider) -> ModuleSp
 
 
 def sum_over_their_copies(model: nn.Module) -> None:
-    """Have the gradients of routed experts summed over the ranks that hold the same ones.
+    """Sum the gradients of routed experts over the ranks that hold copies of them.
 
-    Megatron does so only where experts are spread (EP > 1). Else it sums them like those of other weights, over the data-parallel ranks,
+    Megatron does so only if experts are distributed (EP > 1). Else it sums them like those of other weights, over the data-parallel ranks,
     and leaves out the TP ranks that have copies of the experts where ETP < TP.
     """
     for module in model.modules():
@@ -38,7 +38,7 @@ def sum_over_their_copies(model: nn.Module) -> None:
 
 
 def is_moe_layer(config: TransformerConfig, number: int) -> bool:
-    """Whether the layer, counted from 0 over all stages, has experts."""
+    """Return whether the layer, counted from 0 over all stages, has experts."""
     if config.num_moe_experts is None:
         return False
     frequency = config.moe_layer_freq
@@ -46,8 +46,10 @@ def is_moe_layer(config: TransformerConfig, number: int) -> bool:
 
 
 def refuse_missing_transport(settings: MegatronTrainerSettings) -> None:
-    """Raises:
-    ConfigError: the dispatcher is one whose kernels are not on this machine.
+    """Check that the dispatcher can run on this machine.
+
+    Raises:
+        ConfigError: its kernels are not installed here.
     """
     if settings.dispatcher != "flex" and not settings.deepep:
         return

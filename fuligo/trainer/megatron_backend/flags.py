@@ -1,4 +1,4 @@
-"""Which of Megatron's own arguments the trainer takes. Pure Python: they are checked before anything is imported."""
+"""Megatron's own arguments that the trainer accepts. Pure Python: they are checked before anything is imported."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ _OPTIMIZER = (
 )
 _STAGES = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 READ = frozenset((*_MODEL, *_LATENT_ATTENTION, *_SPARSE_ATTENTION, *_EXPERTS, *_OPTIMIZER, *_STAGES))
-"""Taken with any value."""
+"""Accepted with any value."""
 
 DECIDED: Mapping[str, object] = {
     "attention_dropout": 0.0,
@@ -108,16 +108,16 @@ DECIDED: Mapping[str, object] = {
     "bf16": True,
     "ckpt_format": "torch_dist",
 }
-"""Taken with the value that the trainer works with anyway."""
+"""Accepted only with the value that the trainer uses anyway."""
 
 _CHECKED = frozenset({"spec", "experimental_attention_variant"})
-"""Compared with config.json (`models.megatron_flags`), and of no other use."""
+"""Compared with config.json (`models.megatron_flags`), otherwise without effect."""
 
 
 def not_taken(given: MegatronArguments) -> Iterator[tuple[str, object, object]]:
-    """Arguments that would have no effect: (name, given value, the value that the trainer works with or None).
+    """Return the arguments that would have no effect: (name, given value, value that the trainer uses or None).
 
-    One that has Megatron's default is harmless.
+    An argument with Megatron's default is accepted.
     """
     for name, value in given.items():
         if name in READ or name in _CHECKED:

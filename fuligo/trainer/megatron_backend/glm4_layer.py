@@ -1,4 +1,4 @@
-"""GLM-4's layer for Megatron: outputs of attention and MLP are normed, too, and neighbouring numbers of a head are rotated together."""
+"""GLM-4's layer for Megatron: outputs of attention and MLP have norms, too, and neighbouring elements of a head are rotated together."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class SandwichLayerSubmodules(TransformerLayerSubmodules):
 
 
 def sandwich(submodules: TransformerLayerSubmodules, norm: type) -> ModuleSpec:
-    """A layer of these modules with two norms more."""
+    """Return the spec of a layer of these modules with two more norms."""
     given = {field.name: getattr(submodules, field.name) for field in fields(submodules)}
     return ModuleSpec(SandwichLayer, submodules=SandwichLayerSubmodules(**given, post_self_attn_layernorm=norm, post_mlp_layernorm=norm))
 
 
 class SandwichLayer(TransformerLayer):
-    """Four norms: before and after attention, before and after the MLP."""
+    """Layer with four norms: before and after attention, before and after the MLP."""
 
     def __init__(self, config: TransformerConfig, submodules: SandwichLayerSubmodules, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, submodules, *args, **kwargs)
@@ -48,7 +48,7 @@ class SandwichLayer(TransformerLayer):
 
 
 def _norm_and_add(norm: nn.Module) -> Callable[[bool, bool], Add]:
-    """What Megatron calls to add an output to the residual stream, with a norm of the output before."""
+    """Return the function that Megatron calls to add an output to the residual stream, with a norm of the output before."""
 
     def choose(training: bool, fused: bool) -> Add:
         add = get_bias_dropout_add(training, fused)
@@ -66,7 +66,8 @@ class FusedRotationAttention(SelfAttention):
     """Attention whose queries and keys TransformerEngine rotates, in interleaved pairs.
 
     Megatron-Core 0.16.1 does not tell the fused kernel for packed sequences which pairs to rotate (extensions/transformer_engine.py,
-    `fused_apply_rotary_pos_emb_thd`), and without it waits for the GPU several times a layer. So the rotation is done here, before it.
+    `fused_apply_rotary_pos_emb_thd`), and without that kernel waits for the GPU several times per layer. So the rotation is done here,
+    before it.
     """
 
     _rotation: tuple[Tensor, PackedSeqParams] | None = None
@@ -87,7 +88,7 @@ class FusedRotationAttention(SelfAttention):
             self._rotation = None
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """[L, 1, heads, D] each."""
+        """Return queries, keys and values, [L, 1, heads, D] each."""
         tensors: Any = super().get_query_key_value_tensors(*args, **kwargs)
         query, key, value = tensors
         assert self._rotation is not None

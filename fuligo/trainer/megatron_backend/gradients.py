@@ -1,4 +1,4 @@
-"""Passes through the policy: with gradients for one optimizer step, without for samples to be scored."""
+"""Passes through the policy: with gradients for one optimizer step, without gradients to score samples."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from fuligo.trainer.step import StepGradients, loss_inputs, num_choices, split_s
 from fuligo.types import TokenScores, TrainSample
 
 Routing = Literal["own", "recorded", "replayed"]
-"""Who chooses the experts in a pass without gradients: the routers; the same, and it is kept; or whoever chose for the samples before."""
+"""Source of the experts in a pass without gradients: the routers; the routers, with a record of their choice; or the samples' record."""
 
 
 @dataclass(slots=True, frozen=True)
 class Scores:
-    """What a rank hands over of samples that were scored, by position among those of all replicas."""
+    """One rank's scores of samples, by position among those of all replicas."""
 
     of_tokens: dict[int, TokenScores] = field(default_factory=dict)
     """This replica's, on the rank that `reports`."""
     routing: dict[int, RecordedPart] = field(default_factory=dict)
-    """Of the rank's own tokens and layers, where it was recorded."""
+    """Choices for the rank's own tokens and layers, if they were recorded."""
 
 
 @dataclass(slots=True)
 class _Outcome:
-    """What the last stage collects."""
+    """Results that the last stage collects."""
 
     objectives: list[Objective] = field(default_factory=list)
     scores: dict[int, TokenScores] = field(default_factory=dict)
@@ -49,16 +49,16 @@ class _Outcome:
 def compute_gradients(
     chunks: Sequence[nn.Module], step: StepShare, settings: MegatronTrainerSettings, device: torch.device
 ) -> StepGradients | None:
-    """Leave the gradient of the loss of an optimizer step in the stages' buffers, summed over the data-parallel ranks. A collective.
+    """Sum the gradient of the loss of an optimizer step into the stages' buffers, over the data-parallel ranks. A collective.
 
     Args:
-        chunks: this rank's stages, wrapped; buffers are zero.
-        step: this replica's part of it.
+        chunks: this rank's wrapped stages; buffers are zero.
+        step: this replica's share.
         settings: of the trainer.
-        device: where the stages are.
+        device: device of the stages.
 
     Returns:
-        This replica's, on the rank that `reports`; None on others.
+        This replica's results, on the rank that `reports`; None on others.
     """
     samples = step.samples
     rows = rows_of(samples.samples, step.schedule, settings, device, inputs_of=lambda plan: samples.micro_batch(plan, device))
@@ -74,7 +74,7 @@ def compute_gradients(
         outcome.objectives.append(Objective(loss.detach(), result.sums))
         if reports():
             outcome.scores |= samples.scores(row.plan, row.tokens, outputs)
-        # Three values, of which the number of tokens divides nothing: Megatron then leaves the loss as it is.
+        # With three values Megatron does not divide the loss by the number of tokens.
         return loss, torch.zeros((), dtype=torch.int), {}
 
     begin_step(chunks, samples.num_tokens)
@@ -98,7 +98,7 @@ def compute_gradients(
 def compute_scores(
     chunks: Sequence[nn.Module], share: ScoreShare, settings: MegatronTrainerSettings, device: torch.device, *, routing: Routing = "own"
 ) -> Scores:
-    """What the model sees at the response tokens of this replica's samples. A collective."""
+    """Return log-probabilities and entropies of the response tokens of this replica's samples. A collective."""
     samples, schedule, positions = share.samples, share.schedule, share.positions
     rows = rows_of(samples, schedule, settings, device, inputs_of=lambda _: None)
     outcome = _Outcome()
@@ -123,7 +123,7 @@ def compute_scores(
 def _replayed(
     chunks: Sequence[nn.Module], rows: Sequence[Row], samples: Sequence[TrainSample], settings: MegatronTrainerSettings
 ) -> AbstractContextManager[dict[int, LayerReplay]]:
-    """Nothing where no sample names experts."""
+    """Replay the routing that samples name; do nothing if none does."""
     if settings.routing is None or not num_choices(samples):
         return nullcontext({})
     of_rows = [[samples[i] for i in row.plan.samples] for row in rows]
@@ -131,7 +131,7 @@ def _replayed(
 
 
 def _logprobs(chunk: nn.Module, row: Row, hidden: Tensor, settings: MegatronTrainerSettings) -> TokenLogprobs:
-    """[N] each, on all TP and CP ranks."""
+    """Return [N] log-probabilities and entropies, on all TP and CP ranks."""
     packed = row.packed
     local = vocab_parallel_logprobs(
         hidden[packed.local_rows],
@@ -146,7 +146,7 @@ def _logprobs(chunk: nn.Module, row: Row, hidden: Tensor, settings: MegatronTrai
 
 
 def _mtp_loss(chunk: nn.Module, row: Row, hidden: Tensor, settings: MegatronTrainerSettings, sums: MetricSums) -> Tensor:
-    """This context-parallel rank's part of the MTP layers' loss; the whole becomes a metric."""
+    """Return this context-parallel rank's part of the MTP layers' loss; the whole loss becomes a metric."""
     assert row.inputs is not None
     head = head_weight(chunk)
     loss = mtp_loss(

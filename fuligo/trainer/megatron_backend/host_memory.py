@@ -1,4 +1,4 @@
-"""What of the Megatron trainer waits in host memory: the reference, and under --colocate everything while engines use the device."""
+"""Host copies of the Megatron trainer's tensors: the reference's weights, and under --colocate all tensors while engines use the device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from fuligo.trainer.megatron_backend.weights.local import local_weights, unwrapp
 
 
 class HostWeights:
-    """The weights of another model of the same shape, in host memory until they are exchanged with those on the device."""
+    """Weights of another model of the same shape, in host memory until they are exchanged with those on the device."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        """Args:
-        chunks: this rank's stages; their present weights are copied.
+        """Copy the stages' present weights.
+
+        Args:
+            chunks: this rank's stages.
         """
         pinned = torch.cuda.is_available()
         self.tensors: Mapping[str, Tensor] = {
@@ -33,7 +35,7 @@ class HostWeights:
 
     @torch.no_grad()
     def exchange(self, chunks: Sequence[nn.Module]) -> None:
-        """What was here is in the stages, and the other way round; done twice, all is as before, bit by bit."""
+        """Exchange these weights with those of the stages. Doing it twice restores both, bit by bit."""
         for name, tensor in local_weights(chunks).items():
             present = tensor.clone()
             tensor.copy_(self.tensors[name])
@@ -41,7 +43,7 @@ class HostWeights:
 
 
 def state_tensors(chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> list[Tensor]:
-    """Weights, and everything that the optimizer keeps for them."""
+    """Return the weights, and all tensors that the optimizer keeps for them."""
     models = [unwrapped(chunk) for chunk in chunks]
     weights = [tensor.detach() for model in models for tensor in (*model.parameters(), *model.buffers())]
     groups = [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
@@ -50,7 +52,7 @@ def state_tensors(chunks: Sequence[DistributedDataParallel], optimizer: ChainedO
 
 
 def gradient_tensors(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
-    """The buffers that gradients are summed in."""
+    """Return the buffers that gradients are summed in."""
     buffers: list[Any] = [buffer for chunk in chunks for buffer in (chunk.buffers, chunk.expert_parallel_buffers)]
     return [buffer.grad_data for part in buffers for buffer in part]
 

@@ -1,7 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) with right gradients under tensor parallelism.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) with correct gradients under tensor parallelism.
 
 Megatron-Core 0.16.1 (transformer/multi_latent_attention.py) gives each TP rank a copy of the keys' rotary part, which all heads share,
-and sums its gradient over the ranks only where TransformerEngine's layers run with sequence parallelism. Its local layers cut the down
+and sums its gradient over the ranks only with TransformerEngine's layers under sequence parallelism. Its local layers split the down
 projections over the ranks and never sum it; its gradient step also doubles that of `q_layernorm` (by name) without sequence parallelism.
 """
 
@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 
 def latent_attention(modules: BackendSpecProvider, *, norms_apart: bool = False) -> ModuleSpec:
-    """Norms follow the down projections; TransformerEngine has them in the up projections that come next, unless `norms_apart`."""
+    """Return the spec. Norms follow the down projections; TransformerEngine fuses them into the up projections unless `norms_apart`."""
     is_local = modules.column_parallel_layer_norm_linear() is None
     fused = None if norms_apart else modules.column_parallel_layer_norm_linear()
     up = fused or modules.column_parallel_linear()
     norm = IdentityOp if fused else modules.layer_norm(rms_norm=True, for_qk=True)
-    # The linear layer that ranks hold whole is TransformerEngine's alone.
+    # Only TransformerEngine has a linear layer that every rank holds whole.
     down = modules.column_parallel_linear() if is_local else modules.linear()  # pyright: ignore[reportAttributeAccessIssue]
     return ModuleSpec(
         module=LatentAttention,
@@ -49,7 +49,7 @@ def latent_attention(modules: BackendSpecProvider, *, norms_apart: bool = False)
 
 
 class DownProjection(nn.Module):
-    """A matrix that every TP rank holds whole, as TransformerEngine's "duplicated" linear layer does; `[tokens, in] -> [tokens, out]`."""
+    """Matrix that every TP rank holds whole, as TransformerEngine's "duplicated" linear layer does; `[tokens, in] -> [tokens, out]`."""
 
     def __init__(self, in_features: int, out_features: int, config: MLATransformerConfig) -> None:
         super().__init__()
@@ -64,34 +64,34 @@ class DownProjection(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """The product and, as Megatron's linear layers return it, no bias."""
+        """Return the product and, as Megatron's linear layers do, no bias."""
         return F.linear(hidden, self.weight), None
 
 
 class LatentAttention(MLASelfAttention):
-    """Self attention of MLA models. The configuration's `qk_layernorm` must be off: the layer spec says which norms there are."""
+    """Self-attention of MLA models. The configuration's `qk_layernorm` must be off: the layer spec contains the norms."""
 
     def __init__(self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, submodules, *args, **kwargs)
-        assert not config.qk_layernorm, "Megatron's gradient step would sum equal gradients of q_layernorm over the TP ranks"
+        assert not config.qk_layernorm, "qk_layernorm must be off: Megatron would sum equal gradients of q_layernorm over the TP ranks"
         if submodules.linear_kv_down_proj is ColumnParallelLinear:
             if config.q_lora_rank is not None:
                 self.linear_q_down_proj = DownProjection(config.hidden_size, config.q_lora_rank, config)
             self.linear_kv_down_proj = DownProjection(config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
         for down in (self.linear_kv_down_proj, *([self.linear_q_down_proj] if config.q_lora_rank is not None else [])):
-            # TransformerEngine marks every matrix as cut over the TP ranks: the norm of the gradient would count each rank's copy.
+            # TransformerEngine marks every matrix as split over the TP ranks, so the gradient norm would count each rank's copy.
             down.weight.tensor_model_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
         if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
             self.linear_kv_down_proj.register_forward_hook(self._sum_rotary_gradient)
 
     def _sum_rotary_gradient(self, module: nn.Module, inputs: object, output: tuple[Tensor, None]) -> tuple[Tensor, None]:
-        """Each rank's heads give their part of the gradient of the rotary columns (the last ones); the others' is summed upstream."""
+        """Sum the gradient of the rotary columns (the last ones) over the ranks' heads; other columns are summed upstream."""
         latent, rotary = output[0].split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
         return torch.cat([latent, SumGradient.apply(rotary, self.tp_group)], dim=-1), None
 
 
 class SumGradient(torch.autograd.Function):
-    """The input; its gradient is summed over the ranks. (Megatron's own sums a copy where the gradient is not contiguous, and drops it.)"""
+    """Identity whose gradient is summed over the ranks. (Megatron's own sums a copy if the gradient is not contiguous, and drops it.)"""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,4 +1,4 @@
-"""Which modules the layers of a model are made of: TransformerEngine's on CUDA, Megatron's own around packed attention elsewhere."""
+"""Modules of a model's layers: TransformerEngine's on CUDA, else Megatron's own around packed attention."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from fuligo.trainer.megatron_backend.sparse_latent_attention import sparse_laten
 
 
 class LocalNorm(nn.RMSNorm):
-    """torch's RMSNorm, which Megatron's wrapper of it refuses under sequence parallelism for want of the mark that is set here."""
+    """torch's RMSNorm with the attribute for sequence parallelism that Megatron's wrapper of it requires."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # Its gradient is then a sum over the TP ranks, each of which has seen its own tokens.
+        # Its gradient is then a sum over the TP ranks, each of which computes its own tokens.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -47,8 +47,10 @@ class LocalModules(LocalSpecProvider):
 
 
 def modules_for(settings: MegatronTrainerSettings) -> BackendSpecProvider:
-    """What layers are made of: TransformerEngine's modules on CUDA, with packed attention in the place of its own where that is asked for,
-    or in float32, which its kernels for packed sequences do not compute in."""
+    """Return the modules of layers: TransformerEngine's on CUDA.
+
+    Packed attention replaces its attention on request, and in float32, which its kernels for packed sequences do not support.
+    """
     if settings.device == "cpu":
         return LocalModules()
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -63,12 +65,12 @@ def modules_for(settings: MegatronTrainerSettings) -> BackendSpecProvider:
 def block_spec(
     config: TransformerConfig, flags: Mapping[str, Any], modules: BackendSpecProvider, *, sparse: SparseLayers | None, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """The layers of this rank's pipeline stage, and the final norm.
+    """Return the spec of the layers of this rank's pipeline stage, and of the final norm.
 
     Args:
         flags: MODEL_ARGS.
         sparse: None: attention is not sparse.
-        vp_stage: which of the rank's interleaved stages; None: it has one.
+        vp_stage: number among the rank's interleaved stages; None: the rank has one stage.
     """
     first = get_transformer_layer_offset(config, vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
@@ -83,7 +85,7 @@ def block_spec(
 def mtp_spec(
     config: TransformerConfig, flags: Mapping[str, Any], modules: BackendSpecProvider, *, sparse: SparseLayers | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """The MTP layers, each with a layer as the model's last; None: there are none."""
+    """Return the spec of the MTP layers, each with a layer like the model's last; None if there are none."""
     if not config.mtp_num_layers:
         return None
     attention = attention_spec(config, modules, sparse, None)
@@ -92,8 +94,10 @@ def mtp_spec(
 
 
 def attention_spec(config: TransformerConfig, modules: BackendSpecProvider, sparse: SparseLayers | None, number: int | None) -> ModuleSpec:
-    """Args:
-    number: of the layer, counted from 0 over all stages; None: a MTP layer's.
+    """Return the spec of a layer's attention.
+
+    Args:
+        number: of the layer, counted from 0 over all stages; None: an MTP layer's.
     """
     if sparse is not None:
         return sparse_latent_attention(modules, sparse, number)
@@ -103,7 +107,7 @@ def attention_spec(config: TransformerConfig, modules: BackendSpecProvider, spar
 def layer_spec(
     config: TransformerConfig, flags: Mapping[str, Any], attention: ModuleSpec, modules: BackendSpecProvider, *, is_moe: bool
 ) -> ModuleSpec:
-    """A layer with this attention, and a dense MLP or experts. TransformerEngine has norms in the linear layers after them."""
+    """Return the spec of a layer with this attention, and a dense MLP or experts. TransformerEngine's linear layers contain norms."""
     norm = modules.layer_norm(rms_norm=True)
     in_linear = IdentityOp if modules.fuse_layernorm_and_linear() else norm
     add: Any = get_bias_dropout_add

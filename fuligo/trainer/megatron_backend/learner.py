@@ -1,4 +1,4 @@
-"""A model that is trained: its stages in Megatron's data parallelism, its optimizer, and how far it has come."""
+"""Model in training: its stages in Megatron's data parallelism, its optimizer, and its counters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fuligo.trainer.step import Progress, StepGradients, require_finite
 
 
 class Learner:
-    """One for the policy, one for a value model.
+    """Learner of the policy or of a value model.
 
     Args:
         chunks: this rank's stages with their first weights, their frozen parameters frozen.
         settings: of the model.
-        flag: of the learning rate.
-        whose: its steps are, where there is more than one model.
+        flag: flag of the learning rate.
+        whose: for error messages, if there is more than one model: `of the value model`.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class Learner:
         self._flag, self._whose = flag, whose
 
     def step(self, gradients: StepGradients | None, num_micro_batches: int) -> tuple[float, float]:
-        """Update the weights by the gradients in the stages' buffers; (learning rate, norm of the gradient). A collective.
+        """Update the weights by the gradients in the stages' buffers; return (learning rate, gradient norm). A collective.
 
         Raises:
-            TrainerError: a loss or the gradient is not finite; the weights are as they were.
+            TrainerError: a loss or the gradient is not finite; the weights are unchanged.
         """
         grad_norm = gradient_norm(self.optimizer)
         self._check_finite(gradients, num_micro_batches, grad_norm)
@@ -50,7 +50,7 @@ class Learner:
         return lr, grad_norm
 
     def _check_finite(self, gradients: StepGradients | None, num_micro_batches: int, grad_norm: float) -> None:
-        """All ranks decide alike: each sees the losses of all, and the norm is of the whole gradient."""
+        """Check the losses of all ranks and the norm of the whole gradient, so that all ranks decide alike."""
         losses = torch.zeros(self._world.size, num_micro_batches, device=self._world.device)
         if gradients is not None:
             losses[self._world.rank] = gradients.losses

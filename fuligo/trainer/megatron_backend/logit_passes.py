@@ -1,4 +1,4 @@
-"""Passes over the logits of a chunk: sums of their rows, and their gradient. Compiled for GPUs, where each reads them once or twice."""
+"""Passes over the logits of a chunk: sums of their rows, and their gradient. Compiled for GPUs, so that each reads them once or twice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class RowSums(NamedTuple):
-    """Of [n, V] logits, [n] each."""
+    """Sums over the rows of [n, V] logits l; each [n]."""
 
     peak: Tensor
     """max l"""
@@ -20,14 +20,14 @@ class RowSums(NamedTuple):
     """sum of exp(l - peak) (l - peak)"""
 
     def seen_from(self, peak: Tensor) -> tuple[Tensor, Tensor]:
-        """`total` and `weighted` of another peak, at least as high: with s = own - other, e^s total and e^s (weighted + s total)."""
+        """Rescale `total` and `weighted` to a peak at least as high: with s = own - other, e^s total and e^s (weighted + s total)."""
         shift = self.peak - peak
         scale = shift.exp()
         return scale * self.total, scale * (self.weighted + shift * self.total)
 
 
 def row_sums(logits: Tensor) -> RowSums:
-    """Of [n, V] float32, V at least 1."""
+    """Return the sums of [n, V] float32, V at least 1."""
     return RowSums(*_on_its_device(_row_sums, logits)(logits))
 
 
@@ -40,14 +40,14 @@ def grad_of_logits(
     grad_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[n, V] the gradient of the logits, rounded to `dtype` once.
+    """Return [n, V] the gradient of the logits, rounded to `dtype` once.
 
     With p = softmax: d logprob / d logit_v = [v = target] - p_v, d entropy / d logit_v = -p_v (log p_v + entropy). V may be a part of
     the vocabulary.
 
     Args:
         logits: [n, V] float32
-        targets: [n] of which those that are no column here are another rank's.
+        targets: [n]; those outside these columns are another rank's.
         log_total: [n] log of the sum of exp(logit) over the whole vocabulary.
         entropy: [n] nats
         grad_logprobs: [n]
@@ -73,7 +73,7 @@ def _row_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _but_for_targets(
     logits: Tensor, log_total: Tensor, entropy: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """What targets' own logits get more, `grad_logprobs` of their tokens, is not in it."""
+    """Return the gradient without the term `grad_logprobs` that each target's own logit gets in addition."""
     log_softmax = logits - log_total[:, None]
     slope = torch.zeros_like(log_total)[:, None] if grad_logprobs is None else -grad_logprobs[:, None]
     if grad_entropy is not None:
@@ -84,9 +84,9 @@ def _but_for_targets(
 _COMPILED: dict[Callable[..., Any], Callable[..., Any]] = {
     pass_: torch.compile(pass_, dynamic=True) for pass_ in (_row_sums, _but_for_targets)
 }
-"""Nothing is compiled before the first call. The last chunk of a batch is shorter than the others: one kernel for all lengths."""
+"""Nothing is compiled before the first call. The last chunk of a batch is shorter than the others: one kernel serves all lengths."""
 
 
 def _on_its_device(pass_: Callable[..., Any], logits: Tensor) -> Callable[..., Any]:
-    """Compiled on GPUs, where the logits' way to and from memory is what takes the time."""
+    """Run a pass, compiled on GPUs, where moving the logits to and from memory takes the time."""
     return _COMPILED[pass_] if logits.is_cuda else pass_

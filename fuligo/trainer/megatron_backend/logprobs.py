@@ -1,4 +1,4 @@
-"""Log-probability and entropy of response tokens where every TP rank has a part of the vocabulary. Logits never leave their rank."""
+"""Log-probability and entropy of response tokens with a vocabulary split over the TP ranks. Logits never leave their rank."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def vocab_parallel_logprobs(
     num_vocab: int,
     tp_group: dist.ProcessGroup,
 ) -> TokenLogprobs:
-    """Log-probabilities of `targets` and the entropies of the distributions they come from; both can be differentiated.
+    """Compute the log-probabilities of `targets` and the entropies of their distributions; both are differentiable.
 
     Every rank of `tp_group` calls it with the same tokens and gets the same values. The gradient of `hidden` is this rank's part of a
     sum over the ranks, which the region that `hidden` comes from adds up (`copy_to_tensor_model_parallel_region`). The gradient of
-    `weight` goes, in float32, straight to its `main_grad` where Megatron's data parallelism has given it one.
+    `weight` goes, in float32, straight to its `main_grad` if Megatron's data parallelism has given it one.
 
     Peak memory beyond inputs and gradients is a few [chunk_tokens, V / tp] float32 tensors in either pass: the backward pass computes
     the logits of a chunk again.
@@ -38,7 +38,7 @@ def vocab_parallel_logprobs(
         targets: [N]
         temperature: divides the logits.
         chunk_tokens: tokens whose logits exist at a time.
-        num_vocab: V; what is behind has no probability, and no gradient.
+        num_vocab: V; the padding behind has no probability and no gradient.
         tp_group: ranks that share the vocabulary.
     """
     first = dist.get_rank(tp_group) * weight.size(0)
@@ -47,20 +47,20 @@ def vocab_parallel_logprobs(
 
 
 def gather_predictions(local: TokenLogprobs, local_ids: Tensor, num_total: int, cp_group: dist.ProcessGroup) -> TokenLogprobs:
-    """As `gather_tokens`, of both."""
+    """Call `gather_tokens` for both tensors."""
     if cp_group.size() == 1:
         return local
     return TokenLogprobs(*_GatherTokens.apply(torch.stack(local), local_ids, num_total, cp_group).unbind())
 
 
 def gather_tokens(local: Tensor, local_ids: Tensor, num_total: int, cp_group: dist.ProcessGroup) -> Tensor:
-    """All [..., N] values of a micro-batch on every context-parallel rank, each of which has computed some.
+    """Gather all [..., N] values of a micro-batch on every context-parallel rank, each of which has computed some.
 
     Every rank then has the same whole loss; the gradient that a rank gets back is that of its own values.
 
     Args:
-        local: [..., n] this rank's.
-        local_ids: [n] which of the N they are; each is on exactly one rank.
+        local: [..., n] this rank's values.
+        local_ids: [n] their numbers among the N; each is on exactly one rank.
         num_total: N
         cp_group: the ranks that share the sequences.
     """
@@ -84,10 +84,10 @@ class _GatherTokens(torch.autograd.Function):
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """`targets` are counted from this rank's first token; `num_own` of its rows are no padding."""
+    """Autograd function. `targets` count from this rank's first token; `num_own` of its rows are not padding."""
 
     @staticmethod
-    def forward(  # autograd passes positions only
+    def forward(  # autograd passes positional arguments only
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -150,13 +150,13 @@ def _all_reduce(tensor: Tensor, group: dist.ProcessGroup, operation: dist.Reduce
 
 
 def _at_targets(logits: Tensor, targets: Tensor, peak: Tensor) -> Tensor:
-    """[n] how far the logits of the targets that are this rank's are below the peak; 0 for others."""
+    """Return [n] distances below the peak of the logits of this rank's targets; 0 for others."""
     own = (targets >= 0) & (targets < logits.size(1))
     return torch.where(own, logits.gather(1, targets.where(own, 0)[:, None])[:, 0] - peak, 0.0)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right in float32, whatever the precision of the factors."""
+    """Compute total += left @ right in float32, whatever the precision of the factors."""
     if left.is_cuda and left.dtype != torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
@@ -164,7 +164,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _weight_gradient(weight: Tensor) -> Tensor:
-    """[V' / tp, E] float32 to add to."""
+    """Return [V' / tp, E] float32 to add the gradient to."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None and main_grad.dtype == torch.float32:
         return main_grad
@@ -172,10 +172,10 @@ def _weight_gradient(weight: Tensor) -> Tensor:
 
 
 def _handed_over(weight: Tensor, grad_weight: Tensor | None) -> Tensor | None:
-    """What autograd gets of the weight's gradient.
+    """Return what autograd receives as the weight's gradient.
 
-    Where it is in `main_grad` already: something to call Megatron's hooks with, which they add only to embeddings' gradients of the same
-    weight (megatron/core/distributed/distributed_data_parallel.py, `_make_backward_post_hook`).
+    If the gradient is already in `main_grad`, return a tensor to call Megatron's hooks with, which add it only to embeddings' gradients of
+    the same weight (megatron/core/distributed/distributed_data_parallel.py, `_make_backward_post_hook`).
     """
     if grad_weight is None:
         return None

@@ -34,12 +34,12 @@ def compute_value_gradients(
         assert row.inputs is not None
         result = value_objective(_values(chunk, row, hidden), row.inputs, clip)
         results.append(Objective(result.loss.detach(), result.sums))
-        # Three values, of which the number of tokens divides nothing: Megatron then leaves the loss as it is.
+        # With three values Megatron does not divide the loss by the number of tokens.
         return result.loss, torch.zeros((), dtype=torch.int), {}
 
     begin_step(chunks, samples.num_tokens)
     run_rows(chunks, rows, step.schedule, loss_of, with_gradients=True)
-    take_balance_loss(chunks)  # it trains the routers here as it does in the policy, and is a metric there
+    take_balance_loss(chunks)  # it trains the routers here as in the policy, where it is also a metric
     if not reports():
         return None
     num_tokens = sum(row.tokens.num_tokens for row in rows if row.plan.counts)

@@ -114,14 +114,14 @@ class MegatronRankWorker:
             found.append(gradients)
             metrics.append(step_metrics)
             if self.settings.optimizer_place.on_cpu and self.world.device.type == "cuda":
-                torch.cuda.empty_cache()  # kept from step to step, it grew 20 GiB beyond what was held without (docs/benchmarks-gpu.md)
+                torch.cuda.empty_cache()  # otherwise the cache grew by 20 GiB from step to step (docs/benchmarks-gpu.md)
         self.progress.num_rollouts += 1
         gather_parameters(self.chunks)
         if self.critic is not None:
             self.critic.end_rollout()
         self._maybe_renew_reference()
         if self.settings.shares_device:
-            torch.cuda.empty_cache()  # activations' memory is the engine's until the next rollout is there
+            torch.cuda.empty_cache()  # the engine uses the activations' memory until the next rollout
         handed_over = [[_handed_over(of_model) for of_model in step if of_model is not None] for step in found]
         gathered = self.world.gather((handed_over, self._timeline.take()))
         if gathered is None:

@@ -11,11 +11,11 @@ from fuligo.errors import TrainerError
 from fuligo.models.attention import packed_attention
 
 PACKED_ATTENTION = "fuligo_packed"
-"""The name under which models choose it: `attn_implementation=PACKED_ATTENTION`."""
+"""Name by which models select it: `attn_implementation=PACKED_ATTENTION`."""
 
 
 def register() -> None:
-    """Make `PACKED_ATTENTION` known to transformers, which builds no mask for an implementation without a mask function."""
+    """Register `PACKED_ATTENTION` with transformers, which builds no mask for an implementation without a mask function."""
     AttentionInterface.register(PACKED_ATTENTION, attention_forward)
 
 
@@ -33,13 +33,13 @@ def attention_forward(
     packed_cu_seqlens: Sequence[int] | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every attention layer.
+    """Compute attention for one layer; transformers calls it.
 
     Args:
         query: [1, H, T, D]
         key: [1, Hkv, T, D]
         value: [1, Hkv, T, Dv]
-        packed_cu_seqlens: where sequences start; the argument of that name given to the model's forward.
+        packed_cu_seqlens: starts of the sequences; the argument of that name given to the model's forward.
 
     Returns:
         [1, T, H, Dv] and no attention weights.

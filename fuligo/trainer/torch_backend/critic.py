@@ -1,4 +1,4 @@
-"""The value model of one rank with all that training it needs."""
+"""Value model of one rank, with its optimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fuligo.trainer.torch_backend.value_model import ValueModel
 
 
 class Critic(BaseCritic):
-    """Learns the returns of the policy's samples."""
+    """Critic that learns the returns of the policy's samples."""
 
     def __init__(self, value_model: ValueModel, settings: CriticSettings, world: World) -> None:
         self.value_model = value_model
@@ -21,11 +21,11 @@ class Critic(BaseCritic):
         super().__init__(settings, self.learner.progress, world)
 
     def gradients(self, step: StepShare) -> StepGradients:
-        """Leave the gradient of the step's value loss in the parameters."""
+        """Compute the gradient of the step's value loss into the parameters."""
         return compute_value_gradients(self.value_model, step, clip=self.settings.clip, device=self._world.device)
 
     def step(self, gradients: StepGradients) -> dict[str, float]:
-        """As `Learner.step`, under names beside the policy's."""
+        """Call `Learner.step`, and name the metrics so that they go beside the policy's."""
         metrics = self.learner.step(gradients)
         own = {"critic_lr": metrics.pop("lr"), "critic_grad_norm": metrics.pop("grad_norm")}
         return metrics | own

@@ -25,9 +25,9 @@ def compute_gradients(policy: PolicyFn, step: StepShare, *, settings: LossSettin
 
     Args:
         policy: maps packed tokens to log-probabilities.
-        step: the rank's part of it.
+        step: the rank's share.
         settings: of the loss.
-        device: where the policy is.
+        device: device of the policy.
     """
     sums: list[MetricSums] = []
     losses: list[Tensor] = []
@@ -46,7 +46,7 @@ def compute_gradients(policy: PolicyFn, step: StepShare, *, settings: LossSettin
 
 
 def compute_value_gradients(value_model: ValueFn, step: StepShare, *, clip: float, device: torch.device) -> StepGradients:
-    """As `compute_gradients`, of the value loss; no scores.
+    """Add the gradient of the value loss, as `compute_gradients` does for the policy; returns no scores.
 
     Args:
         value_model: maps packed tokens to the values [N] of their response tokens.

@@ -1,4 +1,4 @@
-"""A model that is trained, with its optimizer and how far it has come."""
+"""Model in training, with its optimizer and its counters."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fuligo.trainer.torch_backend.optimizer import apply_step, build_optimizer, 
 
 
 class Learner:
-    """One for the policy, one for a value model.
+    """Learner of the policy or of a value model.
 
     Args:
-        model: sharded already, its frozen parameters frozen.
-        flag: of the learning rate.
-        whose: its steps are, where there is more than one model.
+        model: already sharded, its frozen parameters frozen.
+        flag: flag of the learning rate.
+        whose: for error messages, if there is more than one model: `of the value model`.
     """
 
     def __init__(self, model: PreTrainedModel, settings: OptimizerSettings, world: World, *, flag: str = "--lr", whose: str = "") -> None:
@@ -29,10 +29,10 @@ class Learner:
         self._flag, self._whose = flag, whose
 
     def step(self, gradients: StepGradients) -> dict[str, float]:
-        """Update the weights by the gradients that lie in them; metrics of the step, over all ranks.
+        """Update the weights by their gradients; return the metrics of the step, over all ranks.
 
         Raises:
-            TrainerError: a loss or the gradient is not finite; the weights are as they were.
+            TrainerError: a loss or the gradient is not finite; the weights are unchanged.
         """
         grad_norm = gradient_norm(self.optimizer)
         self._check_finite(gradients.losses, grad_norm)
@@ -42,11 +42,11 @@ class Learner:
         return {**sums.means(), "lr": lr, "grad_norm": grad_norm}
 
     def tensors(self) -> list[Tensor]:
-        """Of the optimizer's state."""
+        """Return the tensors of the optimizer's state."""
         return [value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
     def _check_finite(self, losses: Tensor, grad_norm: float) -> None:
-        """All ranks decide alike: each sees the losses of all, and the norm is of the whole gradient."""
+        """Check the losses of all ranks and the norm of the whole gradient, so that all ranks decide alike."""
         all_losses = losses.new_zeros(self._world.size, len(losses))
         all_losses[self._world.rank] = losses
         number = self.progress.num_optimizer_steps

@@ -12,7 +12,7 @@ from fuligo.trainer.logprobs import TokenLogprobs, chunks, grad_of_logits, rowwi
 
 
 class OutputHead(NamedTuple):
-    """The layer that maps hidden states to logits."""
+    """Layer that maps hidden states to logits."""
 
     weight: Tensor
     """[V, E]"""
@@ -21,7 +21,7 @@ class OutputHead(NamedTuple):
 
 
 def token_logprobs(hidden: Tensor, head: OutputHead, targets: Tensor, *, temperature: float, chunk_tokens: int) -> TokenLogprobs:
-    """Log-probabilities of `targets` and the entropies of the distributions they come from; both can be differentiated.
+    """Compute the log-probabilities of `targets` and the entropies of their distributions; both are differentiable.
 
     Peak memory beyond inputs and gradients is a few [chunk_tokens, V] float32 tensors in either pass: the backward pass computes the
     logits of a chunk again, unless one chunk holds all tokens, whose log-softmax is kept.
@@ -38,7 +38,7 @@ def token_logprobs(hidden: Tensor, head: OutputHead, targets: Tensor, *, tempera
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(  # autograd passes positions only
+    def forward(  # autograd passes positional arguments only
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk_tokens: int
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(targets.shape, dtype=torch.float32)

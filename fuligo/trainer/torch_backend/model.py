@@ -1,4 +1,4 @@
-"""Any Hugging Face causal LM over packed tokens, as a policy; refused where packing would change what it computes."""
+"""Hugging Face causal LM over packed tokens, as a policy; refused if packing would change its results."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ CHECK_TOLERANCE = 2e-3
 
 
 class PackedModel(nn.Module):
-    """A causal LM that runs on packed tokens."""
+    """Causal LM that runs on packed tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
     def predicting_hidden(self, tokens: PackedTokens) -> Tensor:
-        """[N, E] the last hidden states before each response token. No others reach the output layer."""
+        """Return [N, E] the last hidden states before each response token; only these reach the output layer."""
         outputs = self.model.base_model(
             input_ids=tokens.input_ids[None],
             position_ids=tokens.position_ids[None],
@@ -48,18 +48,18 @@ class PackedModel(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder layers: the modules that transformers itself may not split over devices."""
+        """Return the decoder layers: the modules that transformers itself does not split over devices."""
         names = set(self.model._no_split_modules or ())
         return [module for module in self.model.modules() if type(module).__name__ in names]
 
     def release_gathered(self) -> None:
-        """After passes without gradient: drop gathered weights, which an update of the sharded ones would leave stale."""
+        """Drop weights gathered in passes without gradient, which become stale when the sharded ones are updated."""
         if isinstance(self, FSDPModule):
             self.reshard()
 
 
 class Policy(PackedModel):
-    """Maps packed tokens to log-probabilities of their response tokens."""
+    """Policy that maps packed tokens to the log-probabilities of their response tokens."""
 
     def __init__(self, model: PreTrainedModel, *, temperature: float, chunk_tokens: int) -> None:
         super().__init__(model)
@@ -67,7 +67,7 @@ class Policy(PackedModel):
         self.chunk_tokens = chunk_tokens
 
     def forward(self, tokens: PackedTokens) -> TokenLogprobs:
-        """Log-probabilities [N] of the response tokens and entropies [N]."""
+        """Return log-probabilities [N] of the response tokens, and entropies [N]."""
         hidden, head = self.predicting_hidden(tokens), output_head(self.model)
         return token_logprobs(hidden, head, tokens.targets, temperature=self.temperature, chunk_tokens=self.chunk_tokens)
 
@@ -80,11 +80,11 @@ def output_head(model: PreTrainedModel) -> OutputHead:
 
 
 def load_model(directory: Path) -> PreTrainedModel:
-    """The causal LM in `directory` in float32 on the CPU, with packed attention and without dropout.
+    """Load the causal LM in `directory` in float32 on the CPU, with packed attention and without dropout.
 
     Raises:
         CheckpointError: files are missing, truncated, or do not hold all weights of the model.
-        TrainerError: its attention is of a kind that packed attention is not.
+        TrainerError: packed attention does not support the model's attention.
     """
     model, lacking = read_model(directory)
     require_whole(directory, lacking)
@@ -92,16 +92,16 @@ def load_model(directory: Path) -> PreTrainedModel:
 
 
 def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
-    """As `load_model`, and which weights the files lack, or hold in another shape: by name, how to say so. What is lacking is random.
+    """Load a model as `load_model` does, and return descriptions of missing weights, or ones of another shape, by name. These are random.
 
     Raises:
         CheckpointError: files are missing or truncated.
-        TrainerError: its attention is of a kind that packed attention is not.
+        TrainerError: packed attention does not support the model's attention.
     """
     attention.register()
     disable_progress_bar()
     verbosity = get_verbosity()
-    set_verbosity_error()  # what is lacking is returned, not told
+    set_verbosity_error()  # missing weights are returned, not logged
     try:
         config = AutoConfig.from_pretrained(directory)
         _refuse_unknown_layers(config)
@@ -127,8 +127,10 @@ def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
 
 
 def require_whole(directory: Path, lacking: Mapping[str, str]) -> None:
-    """Raises:
-    CheckpointError: something is lacking.
+    """Check that no weights are missing.
+
+    Raises:
+        CheckpointError: some are.
     """
     if lacking:
         some = ", ".join(sorted(lacking.values())[:5])
@@ -136,7 +138,7 @@ def require_whole(directory: Path, lacking: Mapping[str, str]) -> None:
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Keep only the inputs of every layer; its activations are computed again in the backward pass."""
+    """Keep only the inputs of every layer and compute its activations again in the backward pass."""
     if not model.supports_gradient_checkpointing:
         raise TrainerError(f"{type(model).__name__} does not support --gradient-checkpointing; drop the flag")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -148,7 +150,7 @@ def check_packed_forward(policy: Policy) -> None:
     """Compare log-probabilities of packed random tokens with the model's own forward pass, one sequence at a time.
 
     Raises:
-        TrainerError: they differ, because the model does more to its logits or its attention than packing reproduces.
+        TrainerError: they differ, because packing does not reproduce a feature of the model's logits or attention.
     """
     model = policy.model
     sequences = _random_sequences(model.config)
@@ -182,7 +184,7 @@ def _refuse_unknown_layers(config) -> None:
 
 
 def _random_sequences(config) -> list[Tensor]:
-    """A few short sequences, and one longer than the sliding window where that is short."""
+    """Return a few short sequences, and one longer than the sliding window if that is short."""
     window = getattr(config, "sliding_window", None)
     lengths = (*CHECK_LENGTHS, window + 3) if isinstance(window, int) and window <= 512 else CHECK_LENGTHS
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""AdamW over the parameters that are trained."""
+"""AdamW over the trained parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fuligo.trainer.trained_parameters import trained_names
 
 
 def freeze_parameters(model: nn.Module, trained: TrainedParameters) -> None:
-    """Switch off the gradient of everything that is not to be trained.
+    """Switch off the gradient of all parameters that are not trained.
 
     Raises:
         ConfigError: the lists do not fit the model.
@@ -23,7 +23,7 @@ def freeze_parameters(model: nn.Module, trained: TrainedParameters) -> None:
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """Matrices decay, everything with fewer axes (norms, biases) does not."""
+    """Build AdamW: matrices decay, parameters with fewer axes (norms, biases) do not."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},
@@ -34,13 +34,13 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
 
 
 def gradient_norm(optimizer: torch.optim.Optimizer) -> float:
-    """Euclidean norm of all gradients together, over all ranks."""
+    """Return the Euclidean norm of all gradients together, over all ranks."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in _parameters(optimizer) if p.grad is not None])
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
 def apply_step(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, *, step: int, grad_norm: float) -> float:
-    """Clip, update the weights, drop the gradients; returns the learning rate of the 0-based step."""
+    """Clip the gradients, update the weights, and drop the gradients; return the learning rate of the 0-based step."""
     lr = settings.schedule.at(step)
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -1,4 +1,4 @@
-"""What the torch trainer needs to know beside what every trainer does."""
+"""Settings of the torch trainer."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ class TorchTrainerSettings(TrainerSettings):
 
     @property
     def needs_process_group(self) -> bool:
-        """FSDP2, which casts to half precision, needs one even for a single rank."""
+        """FSDP2, which casts to half precision, needs a process group even for a single rank."""
         return self.num_ranks > 1 or self.device == "cuda" or self.precision == "bf16"

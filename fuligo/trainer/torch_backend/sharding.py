@@ -1,4 +1,4 @@
-"""The model sharded over the ranks: fully sharded data parallelism."""
+"""Sharding of the model over the ranks: fully sharded data parallelism."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fuligo.trainer.ranks.world import World
 
 
 def shard(policy: nn.Module, layers: Sequence[nn.Module], world: World, *, half_precision: bool) -> None:
-    """Fully sharded data parallelism (FSDP2), a unit for each layer and one for the rest, in place.
+    """Shard the model with FSDP2, a unit for each layer and one for the rest, in place.
 
     Weights stay float32; with `half_precision` a unit is gathered and computes in bfloat16. Gradients are summed over ranks in
     float32, not averaged: the loss is already a share of the global batch's.
@@ -32,13 +32,13 @@ def shard(policy: nn.Module, layers: Sequence[nn.Module], world: World, *, half_
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a parameter, gathered from all ranks where it is sharded. A collective: every rank calls it."""
+    """Return the whole of a parameter, gathered from all ranks if it is sharded. A collective."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(full: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of `full`, placed as `like` is."""
+    """Return this rank's part of `full`, placed as `like` is."""
     if isinstance(like, DTensor):
         return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     return full.to(like.device)

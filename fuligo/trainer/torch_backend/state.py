@@ -1,9 +1,9 @@
-"""Everything that training goes on from: weights, optimizer, random numbers, counters. Safetensors and JSON, no pickle.
+"""State that training resumes from: weights, optimizer, random numbers, counters. Safetensors and JSON, no pickle.
 
-hf/         the weights in float32 as a Hugging Face directory: the export and what a resume reads are one
-optimizer/  exp_avg, exp_avg_sq and step of every trained parameter, whole: any number of ranks reads what any other wrote
-reference/  weights of the reference model, where it changes in training
-critic/     the value model, where there is one: as hf/, with an output layer of one row; critic_optimizer/ as optimizer/
+hf/         the weights in float32 as a Hugging Face directory, both an export and the source of a resume
+optimizer/  exp_avg, exp_avg_sq and step of every trained parameter, whole: any number of ranks reads them
+reference/  weights of the reference model, if it changes in training
+critic/     the value model, if there is one: as hf/, with an output layer of one row; critic_optimizer/ as optimizer/
 rng/        state of every rank's random numbers
 trainer.json
 """
@@ -38,20 +38,20 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(slots=True)
 class TrainingState:
-    """The live objects that a checkpoint is written from and read into."""
+    """Live objects that a checkpoint is written from and read into."""
 
     policy: Learner
     reference: PreTrainedModel | None
-    """Only where training changes it."""
+    """None if training does not change it."""
     critic: Critic | None = None
 
 
 def save_state(directory: Path, state: TrainingState, *, model_files: Path, world: World) -> None:
-    """Write a checkpoint. A collective: every rank calls it; rank 0 writes all but the others' random state.
+    """Write a checkpoint. A collective: rank 0 writes everything but the other ranks' random state.
 
     Args:
-        directory: is made; the caller sees to it that it appears under its final name only when complete.
-        state: what to write.
+        directory: is created; the caller gives it its final name when it is complete.
+        state: to write.
         model_files: Hugging Face directory whose tokenizer files go beside the weights.
         world: the ranks.
     """
@@ -64,7 +64,7 @@ def save_state(directory: Path, state: TrainingState, *, model_files: Path, worl
 
 
 def copy_state(directory: Path, state: TrainingState, *, model_files: Path, world: World) -> Callable[[], None]:
-    """As `save_state`, but large tensors are copied to rank 0's memory, and what is returned writes them. A collective."""
+    """Copy the large tensors of `save_state` to rank 0's memory; return the function that writes them. A collective."""
     copies: list[tuple[_Place, list[tuple[str, Tensor]]]] = []
     for place, named_tensors in _parts(state):
         if world.rank == 0:
@@ -82,14 +82,14 @@ def copy_state(directory: Path, state: TrainingState, *, model_files: Path, worl
 
 @dataclass(slots=True, frozen=True)
 class _Place:
-    """Files of a checkpoint."""
+    """Place of one part's files in a checkpoint."""
 
     directory: str
     stem: str = "model"
 
 
 def _parts(state: TrainingState) -> Iterator[tuple[_Place, Iterator[tuple[str, Tensor]]]]:
-    """What is large. Each part is gathered from the ranks as it is iterated over."""
+    """Yield the large parts of the state. Each is gathered from the ranks while it is iterated over."""
     yield from _learner_parts(state.policy, _Place("hf"), _Place("optimizer", "optimizer"))
     if state.reference is not None:
         yield _Place("reference"), named_weights(state.reference)
@@ -103,7 +103,7 @@ def _learner_parts(learner: Learner, weights: _Place, moments: _Place) -> Iterat
 
 
 def _take_part(named_tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """In gathering what rank 0 takes."""
+    """Take part in gathering tensors that rank 0 keeps."""
     for _ in named_tensors:
         pass
 
@@ -121,10 +121,10 @@ def _write_small_files(directory: Path, state: TrainingState, model_files: Path,
 
 
 def restore_state(directory: Path, state: TrainingState, world: World) -> None:
-    """The inverse of `save_state`, whatever the number of ranks was. Nothing is changed before everything has been checked.
+    """Load what `save_state` wrote with any number of ranks. Everything is checked before anything changes.
 
-    A rank that the checkpoint has no random state of keeps its own. A value model that the checkpoint has none of stays as it began,
-    where that is asked for.
+    A rank without random state in the checkpoint keeps its own. If the checkpoint has no value model and the settings allow that, this
+    run's stays as it began.
 
     Raises:
         CheckpointError: a file is missing or truncated, or belongs to another architecture; names it.
@@ -151,7 +151,7 @@ def restore_state(directory: Path, state: TrainingState, world: World) -> None:
 
 @dataclass(slots=True, frozen=True)
 class _Saved:
-    """Of one model in a checkpoint, checked."""
+    """One model's checked files in a checkpoint."""
 
     learner: Learner
     progress: Progress
@@ -160,7 +160,9 @@ class _Saved:
 
     @classmethod
     def open(cls, learner: Learner, progress: Progress, *, weights: TensorFiles, directory: Path) -> _Saved:
-        """Args:
+        """Open and check the files of one model.
+
+        Args:
             directory: of the optimizer's state.
 
         Raises:
@@ -222,7 +224,7 @@ def _load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, moments: T
 
 
 def _read_progress(file: Path) -> tuple[Progress, Progress | None]:
-    """Of the policy, and of the value model where there is one."""
+    """Read the counters of the policy, and of the value model if there is one."""
     try:
         fields = json.loads(file.read_text())
         if fields["format"] != FORMAT:

@@ -1,4 +1,4 @@
-"""Named tensors on disk: safetensors shards with the index that Hugging Face loaders read. Written and read a shard at a time."""
+"""Named tensors on disk: safetensors shards with the index of Hugging Face loaders, written and read one shard at a time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SHARD_BYTES = 4 * 1024**3
 
 
 def write_tensors(directory: Path, named_tensors: Iterable[tuple[str, Tensor]], *, stem: str = "model") -> None:
-    """Write `<stem>-00000.safetensors`, ... and `<stem>.safetensors.index.json` into `directory`, which is made.
+    """Write `<stem>-00000.safetensors`, ... and `<stem>.safetensors.index.json` into `directory`, which is created.
 
-    At most one shard of tensors is held in memory, the host's: of a GPU's one tensor at a time.
+    Host memory holds at most one shard of tensors; of a GPU's tensors one at a time is copied.
 
     Raises:
         CheckpointError: a file cannot be written.
@@ -32,7 +32,7 @@ def write_tensors(directory: Path, named_tensors: Iterable[tuple[str, Tensor]], 
         file = f"{stem}-{number:05d}.safetensors"
         try:
             save_file({name: tensor.contiguous() for name, tensor in bucket}, directory / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # of the disk, too
+        except SafetensorError as error:  # includes errors of the disk
             raise CheckpointError(f"{directory / file}: {error}") from error
         weight_map |= {name: file for name, _ in bucket}
         num_bytes += sum(tensor.nbytes for _, tensor in bucket)
@@ -41,11 +41,13 @@ def write_tensors(directory: Path, named_tensors: Iterable[tuple[str, Tensor]], 
 
 
 class TensorFiles:
-    """What `write_tensors` wrote; opening it reads and checks headers only."""
+    """Reader of the files of `write_tensors`; opening it reads and checks headers only."""
 
     def __init__(self, directory: Path, *, stem: str = "model") -> None:
-        """Raises:
-        CheckpointError: the index or a file is missing, truncated, or lacks a tensor of the index.
+        """Read and check the headers.
+
+        Raises:
+            CheckpointError: the index or a file is missing, truncated, or lacks a tensor of the index.
         """
         self._directory = directory
         index = directory / f"{stem}.safetensors.index.json"
@@ -59,18 +61,20 @@ class TensorFiles:
                 self.shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
         absent = sorted(self._files.keys() - self.shapes.keys())
         if absent:
-            raise CheckpointError(f"{directory / self._files[absent[0]]}: lacks {absent[0]}, which {index.name} says is there")
+            raise CheckpointError(f"{directory / self._files[absent[0]]}: lacks {absent[0]}, which {index.name} lists")
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors, on the CPU, one at a time."""
+        """Yield all tensors, on the CPU, one at a time."""
         for file in sorted(set(self._files.values())):
             with self._open(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118
                     yield name, tensors.get_tensor(name)
 
     def check_shapes(self, expected: dict[str, tuple[int, ...]]) -> None:
-        """Raises:
-        CheckpointError: it holds other names or shapes than `expected`.
+        """Check names and shapes.
+
+        Raises:
+            CheckpointError: the files have other names or shapes than `expected`.
         """
         for name in sorted(expected.keys() | self.shapes.keys()):
             held, wanted = self.shapes.get(name), expected.get(name)

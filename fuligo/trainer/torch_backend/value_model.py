@@ -1,4 +1,4 @@
-"""The value model: the policy's architecture with an output layer of one row."""
+"""Value model: the policy's architecture with an output layer of one row."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fuligo.trainer.torch_backend.weights import weight_tensors
 
 
 class ValueModel(PackedModel):
-    """Maps packed tokens to what is expected from before each of their response tokens on."""
+    """Value model that maps packed tokens to the expected return before each of their response tokens."""
 
     def forward(self, tokens: PackedTokens) -> Tensor:
-        """Values [N], float32."""
+        """Return values [N], float32."""
         hidden, head = self.predicting_hidden(tokens), output_head(self.model)
         return hidden.float() @ head.weight.float().squeeze(0)
 
 
 def load_value_model(directory: Path, policy: PreTrainedModel) -> PreTrainedModel:
-    """A causal LM in `directory` with an output layer [1, E], float32, on the CPU.
+    """Load the causal LM in `directory` with an output layer [1, E], in float32 on the CPU.
 
-    One row in the files is taken: they are of a value model. Else the layer begins as zeros, not at random: the first values are 0 whatever
-    the seed and the ranks, so the first advantages are plain returns, and no noise reaches the layers below.
+    If the files have an output layer of one row, it is loaded: they are a value model's. Else the layer begins as zeros, not at random: the
+    first values are 0 for any seed and number of ranks, so the first advantages are plain returns, and no noise reaches the layers below.
 
     Raises:
         CheckpointError: the files cannot be read, or are not of the policy's architecture.
@@ -48,7 +48,7 @@ def load_value_model(directory: Path, policy: PreTrainedModel) -> PreTrainedMode
 
 
 def _single_row(directory: Path, name: str) -> Tensor | None:
-    """[1, E] of that name in the files; None where it has other rows, or is not there."""
+    """Return the tensor [1, E] of that name in the files; None if it is missing or has another number of rows."""
     try:
         for file in sorted(directory.glob("*.safetensors")):
             with safe_open(file, framework="pt") as tensors:

@@ -1,4 +1,4 @@
-"""A model's weights by name, gathered from the ranks one parameter at a time."""
+"""Weights of a model by name, gathered from the ranks one parameter at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fuligo.trainer.torch_backend.sharding import full_tensor, shard_like
 
 
 def weight_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and saved buffers by the names that transformers gives them; tied weights once, under their first name."""
+    """Return parameters and saved buffers by the names that transformers gives them; tied weights once, under their first name."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -23,11 +23,11 @@ def weight_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def named_weights(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Names and full tensors; parameters cast to `dtype` where they are floating-point numbers.
+    """Yield names and full tensors; floating-point parameters are cast to `dtype`.
 
-    Saved buffers stay as they are: the one that models have, the correction of a router's scores, chooses experts by differences that
-    bfloat16 would round away. A collective where the model is sharded: every rank iterates to the end. A tensor may be the model's own
-    memory: whoever takes it neither changes nor keeps it.
+    Saved buffers are not cast: the one that models have, the correction of a router's scores, selects experts by differences that
+    bfloat16 would round away. A collective if the model is sharded: every rank iterates to the end. A tensor may be the model's own
+    memory: callers must neither change nor keep it.
     """
     for name, tensor in weight_tensors(model).items():
         full = full_tensor(tensor)
@@ -37,7 +37,7 @@ def named_weights(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Overwrite the weights, in place, with full tensors of equal names and shapes."""
+    """Overwrite the weights, in place, with full tensors of the same names and shapes."""
     tensors = weight_tensors(model)
     for name, full in named_tensors:
         tensors[name].copy_(shard_like(full.to(tensors[name].dtype), tensors[name]))
@@ -51,6 +51,6 @@ def copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
 
 
 def checkpoint_dtype(config) -> torch.dtype:
-    """The data type of a checkpoint's weights; float32 where its config does not say."""
+    """Return the data type of a checkpoint's weights; float32 if its config names none."""
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32

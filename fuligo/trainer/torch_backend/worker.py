@@ -1,4 +1,4 @@
-"""What every rank does: the same calls on all, in the same order, each with its own samples."""
+"""Rank worker of the torch trainer: the same calls on all ranks, in the same order, each with its own samples."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PackedT = TypeVar("PackedT", bound=PackedModel)
 
 
 class TorchRankWorker:
-    """Policy, reference, teacher, value model, optimizers and counters of one rank; their parts of them where models are sharded."""
+    """Models, optimizers and counters of one rank, or its shards of them."""
 
     def __init__(self, settings: TorchTrainerSettings, world: World) -> None:
         """Load weights and build the optimizers.
@@ -72,16 +72,16 @@ class TorchRankWorker:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Of the policy."""
+        """The policy's optimizer."""
         return self._learner.optimizer
 
     @property
     def progress(self) -> Progress:
-        """Of the policy."""
+        """The policy's counters."""
         return self._learner.progress
 
     def score(self, share: ScoreShare) -> list[SampleScores] | None:
-        """Old, reference and teacher log-probabilities and values of all ranks' samples, on rank 0; None on others."""
+        """Return old, reference and teacher log-probabilities and values of all ranks' samples, on rank 0; None on others."""
         with self._timeline.span("score"):
             olds = self._logprobs(self.policy, share) if self.settings.needs_old_logprobs else {}
             refs = self._logprobs(self.reference, share) if self.reference is not None else {}
@@ -92,12 +92,14 @@ class TorchRankWorker:
         return None if gathered is None else in_order(gathered)
 
     def logprobs(self, share: ScoreShare) -> list[FloatArray] | None:
-        """Of the policy as it is now, of all ranks' samples, on rank 0; None on others."""
+        """Return log-probabilities of the current policy for all ranks' samples, on rank 0; None on others."""
         gathered = self.world.gather(self._logprobs(self.policy, share))
         return None if gathered is None else in_order(gathered)
 
     def train(self, steps: Sequence[StepShare]) -> StepResult:
-        """Args:
+        """Take the optimizer steps of a rollout.
+
+        Args:
             steps: this rank's samples of each optimizer step.
 
         Raises:
@@ -117,7 +119,7 @@ class TorchRankWorker:
             self.critic.end_rollout()
         self._maybe_renew_reference()
         if self.settings.shares_device:
-            torch.cuda.empty_cache()  # activations' memory is the engine's until the next rollout is there
+            torch.cuda.empty_cache()  # the engine uses the activations' memory until the next rollout
         gathered = self.world.gather((scores, num_tokens, self._timeline.take())) or []
         num_tokens = sum(tokens for _, tokens, _ in gathered)
         means = {f"train/{name}": value for name, value in mean_of_steps(metrics).items()}
@@ -126,16 +128,16 @@ class TorchRankWorker:
         return StepResult(means, by_position, num_tokens, rank_spans=[spans for _, _, spans in gathered])
 
     def gradients(self, step: StepShare) -> StepGradients:
-        """Leave the gradient of the step's loss in the parameters."""
+        """Compute the gradient of the step's loss into the parameters."""
         return compute_gradients(self.policy, step, settings=self.settings.loss, device=self.world.device)
 
     def send_weights(self, target: WeightTarget) -> WeightManifest | Undelivered | None:
-        """All ranks gather; rank 0 sends, and whoever has an engine on its GPU."""
+        """Gather on all ranks; rank 0 sends, and any rank with an engine on its GPU."""
         with self._timeline.span("send"):
             return self._sender.send(self.named_weights(), target)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and full tensors in the data type of `hf_checkpoint`. A collective: every rank iterates to the end."""
+        """Yield Hugging Face names and full tensors in the data type of `hf_checkpoint`. A collective: every rank iterates to the end."""
         return named_weights(self.policy.model, dtype=self.export_dtype)
 
     def save(self, directory: Path) -> None:
@@ -162,7 +164,7 @@ class TorchRankWorker:
             self._host_memory.give_back()
 
     def close(self) -> None:
-        """FSDP's only group is the default one."""
+        """Do nothing: FSDP's only group is the default one."""
 
     def _load(self, directory: Path, *, trained: bool) -> Policy:
         settings = self.settings
@@ -181,7 +183,7 @@ class TorchRankWorker:
         return Critic(self._placed(value_model, trained=True), settings, self.world)
 
     def _placed(self, model: PackedT, *, trained: bool) -> PackedT:
-        """On the device, sharded where there are several ranks or half precision is asked for."""
+        """Move the model to the device, sharded if there are several ranks or computation is in half precision."""
         if trained and self.settings.gradient_checkpointing:
             enable_gradient_checkpointing(model.model)
         half_precision = self.settings.precision == "bf16"
@@ -196,10 +198,10 @@ class TorchRankWorker:
     def _scores(
         self, model: PackedModel, share: ScoreShare, of: Callable[[Any], Tensor] = lambda outputs: outputs
     ) -> dict[int, FloatArray]:
-        """One number for each response token of this rank's samples, by position among all.
+        """Return one number for each response token of this rank's samples, by position among all.
 
         Args:
-            of: what is wanted [N] of the model's outputs.
+            of: selects the values [N] from the model's outputs.
         """
         found: dict[int, FloatArray] = {}
         for plan in share.schedule.plans:
@@ -210,7 +212,7 @@ class TorchRankWorker:
         return found
 
     def _optimizer_steps(self, step: StepShare) -> tuple[StepGradients, dict[str, float]]:
-        """The value model's, then the policy's; what the passes gave is that of the policy where it learns."""
+        """Step the value model, then the policy; return the policy's gradients and scores if it learns, else the value model's."""
         metrics: dict[str, float] = {}
         if self.critic is not None:
             with self._timeline.span("forward, backward"):
@@ -236,7 +238,7 @@ class TorchRankWorker:
         return TrainingState(self._learner, reference, self.critic)
 
     def _on_device(self) -> Iterator[Tensor]:
-        """All that training keeps between rollouts."""
+        """Return all tensors that training keeps between rollouts."""
         value_model = None if self.critic is None else self.critic.value_model
         for model in (self.policy, self.reference, self.teacher, value_model):
             if model is not None:
@@ -249,7 +251,7 @@ class TorchRankWorker:
 
 
 def _cost(policy: Policy) -> Cost:
-    """FLOPs of the forward pass: two for every weight and token, four for every hidden unit, layer and pair of tokens."""
+    """Return the FLOPs of the forward pass: two for each weight and token, four for each hidden unit, layer and pair of tokens."""
     config = policy.model.config
     num_weights = sum(parameter.numel() for parameter in policy.model.parameters())
     return sequence_flops(linear=2.0 * num_weights, attention=4.0 * config.hidden_size * config.num_hidden_layers)

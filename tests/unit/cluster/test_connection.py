@@ -20,7 +20,7 @@ async def test_an_address_where_nothing_listens_is_named_at_once(several_nodes: 
         deaf.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{deaf.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(ConfigError, match=rf"no Ray cluster at {address} takes this run \(.*refused\): start one by"):
+        with pytest.raises(ConfigError, match=rf"cannot connect to a Ray cluster at {address} \(.*refused\); start one with"):
             async with connected(num_slots=1, device="cpu", several_nodes=several_nodes, log_file=tmp_path / "ray.txt"):
                 pass
 
@@ -34,7 +34,7 @@ async def test_a_cluster_that_was_killed_and_left_its_address_is_named_too(monke
         deaf.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{deaf.getsockname()[1]}"
         (tmp_path / "ray_current_cluster").write_text(address)
-        with pytest.raises(ConfigError, match=rf"no Ray cluster at {address} takes this run"):
+        with pytest.raises(ConfigError, match=rf"cannot connect to a Ray cluster at {address}"):
             async with connected(num_slots=1, device="cpu", several_nodes=True, log_file=tmp_path / "ray.txt"):
                 pass
 

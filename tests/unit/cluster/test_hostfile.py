@@ -20,8 +20,8 @@ def test_lines_as_people_write_them(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("10.0.0.1 slots=eight", "line 1: '10.0.0.1 slots=eight' is no"),
-        ("10.0.0.1\n10.0.0.1 slots=2", "line 2: 10.0.0.1 stands there twice"),
-        ("# nobody\n", "names no host"),
+        ("10.0.0.1\n10.0.0.1 slots=2", "line 2: 10.0.0.1 is listed twice"),
+        ("# nobody\n", "lists no host"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(text: str, said: str, tmp_path: Path) -> None:
@@ -51,5 +51,5 @@ def test_the_others_reach_the_head_by_its_ip_address() -> None:
 
 
 def test_a_head_without_an_address_is_refused() -> None:
-    with pytest.raises(ConfigError, match="does not know how the other hosts reach it"):
+    with pytest.raises(ConfigError, match="cannot determine the address by which the other hosts reach this machine"):
         head_ip(Host("localhost", 8), [Host("known-to-ssh.invalid", 8)])

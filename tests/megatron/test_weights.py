@@ -156,7 +156,7 @@ def test_weights_of_another_architecture_are_refused(pool: RankPool, checkpoints
     """The sizes are the same, but there are norms that the model lacks."""
     settings = settings_of(checkpoints("qwen3"), Layout(), flags={"qk_layernorm": False})
     with pytest.raises(
-        AssertionError, match=r"CheckpointError: .* do not both have decoder\.layers\.0\.self_attention\.q_layernorm\.weight"
+        AssertionError, match=r"CheckpointError: .* only one of them has decoder\.layers\.0\.self_attention\.q_layernorm\.weight"
     ):
         pool.run(1, load_and_export, settings, 2**26)
 

@@ -32,9 +32,7 @@ def wrap(chunks: Sequence[PolicyModel], settings: MegatronTrainerSettings) -> li
     ]
     for chunk in wrapped:
         chunk.config.finalize_model_grads_func = _finalize
-        chunk.config.moe_router_enable_expert_bias = (
-            False  # the routers exist already; `move_corrections` does what `_finalize` would do too early
-        )
+        chunk.config.moe_router_enable_expert_bias = False  # `_finalize` would move the bias too early; see `move_corrections`
         if ddp_config.overlap_grad_reduce:
             each: Any = [other.no_sync for other in wrapped]  # a list for interleaved stages, despite the annotation
             chunk.config.no_sync_func = each if len(wrapped) > 1 else chunk.no_sync

@@ -1,4 +1,4 @@
-"""Megatron's GPT model as a policy: its last stage gives hidden states, from which log-probabilities are computed elsewhere."""
+"""Megatron's GPT model as a policy: its last stage returns hidden states, from which log-probabilities are computed elsewhere."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ class PolicyModel(GPTModel):
     """One pipeline stage. Its `forward` is Megatron's; `run` calls it with a packed row."""
 
     trains_jointly: bool = False
-    """The loss of the MTP layers also trains the layers before them, the embedding and the head."""
+    """The MTP loss also trains the layers below, the embedding and the head."""
     has_whole_head: bool = False
-    """Every TP rank has all of the output layer, and all of the gradients for what enters it: a value model's."""
+    """Every TP rank has all of the output layer, and all of the gradients of its input, as in a value model."""
     _row: PackedRow | None = None
 
     def run(self, row: PackedRow) -> Tensor:
-        """Returns:
-        On the last stage the hidden states [L, E] after the final norm, complete on every TP rank; the gradients that the TP ranks give
-        for them are summed, unless they are equal (`has_whole_head`). Behind them, [(1 + K) * L, E] in all, those of the K prediction
-        layers for which the row has tokens.
-        Elsewhere what the next stage takes, [L, 1, E], or [L / tp, 1, E] under sequence parallelism.
+        """Run the stage on a packed row.
+
+        Returns:
+            On the last stage the hidden states [L, E] after the final norm, complete on every TP rank; the gradients that the TP ranks
+            compute for them are summed, unless they are equal (`has_whole_head`). Behind them, [(1 + K) * L, E] in all, those of the K MTP
+            layers for which the row has tokens.
+            Elsewhere the next stage's input, [L, 1, E], or [L / tp, 1, E] under sequence parallelism.
         """
         self._row = row
         try:
@@ -46,16 +48,16 @@ class PolicyModel(GPTModel):
         finally:
             self._row = None
             if not torch.is_grad_enabled():
-                row.packed_seq_params.chosen_tokens.clear()  # there is no backward pass, and rows of a pass are kept to its end
+                row.packed_seq_params.chosen_tokens.clear()  # no backward pass needs them, and rows are kept to the end of the pass
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Megatron cuts a mask of padding for sequence parallelism on the first stage only: the mask is made here, on every stage."""
+        """Add the padding mask on every stage: Megatron splits it for sequence parallelism on the first stage only."""
         assert self._row is not None
         *prepared, _ = super()._preprocess(*args, **kwargs)
         return *prepared, padding_mask(self._row, self.config, self.pg_collection.tp)
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, rotary_pos_emb: Tensor | None = None, **__: Any) -> Tensor:
-        """In the place of logits or a loss: the logits of all tokens would take more memory than all else, and few are needed."""
+        """Return hidden states instead of logits or a loss: the logits of all tokens would need the most memory, and few are needed."""
         if not self.post_process:
             return hidden_states
         row, states = self._row, [hidden_states]
@@ -67,7 +69,7 @@ class PolicyModel(GPTModel):
         return torch.cat([self._whole(state) for state in states]).squeeze(1)
 
     def _embed_cut_off(self, **tokens: Tensor) -> Tensor:
-        """A copy of the embedding that only the MTP layers use still gets a gradient, of zeros: Megatron may wait for one."""
+        """Embed without gradient. A copy of the embedding that only the MTP layers use gets zeros: Megatron may wait for its gradient."""
         embedded = self.embedding(**tokens)
         is_idle = not self.pre_process and not self.share_embeddings_and_output_weights
         return without_gradient(embedded) if is_idle else embedded.detach()
@@ -82,20 +84,20 @@ class PolicyModel(GPTModel):
 
     @property
     def head_weight(self) -> Tensor:
-        """[padded vocabulary / tp, E] of the last stage: the embedding's where both are one; [1, E] of a value model."""
+        """[padded vocabulary / tp, E] of the last stage: the embedding's if tied; [1, E] of a value model."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
         assert weight is not None
         return weight
 
 
 def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[PolicyModel]:
-    """This rank's stages of the model on its device, one per interleaved stage, with random weights. After `join_megatron`.
+    """Build this rank's stages of the model on its device, one for each interleaved stage, with random weights. After `join_megatron`.
 
     Args:
         trained: the weights get gradients.
 
     Raises:
-        ConfigError: Megatron cannot build the model, or cannot split it so; or the user's provider does not fit.
+        ConfigError: Megatron cannot build or split the model, or the user's provider does not fit.
     """
     config = transformer_config(settings)
     layout = settings.layout
@@ -118,7 +120,7 @@ def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[Po
 
 
 def fuse_gradient_sums(chunk: nn.Module) -> None:
-    """Have TransformerEngine's linear layers add to `main_grad` in the product itself: no gradient of a micro-batch is ever written."""
+    """Have TransformerEngine's linear layers add to `main_grad` in the product itself: no micro-batch's gradient is ever written."""
     for module in chunk.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True  # pyright: ignore[reportArgumentType]

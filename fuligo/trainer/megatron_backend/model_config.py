@@ -1,4 +1,4 @@
-"""From the trainer's settings to Megatron's configuration of a model."""
+"""Megatron's configuration of a model, built from the trainer's settings."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ Fields = dict[str, Any]
 
 @dataclass(slots=True, frozen=True)
 class Rotary:
-    """Rotary position embedding of grouped attention, which `TransformerConfig` says little about."""
+    """Rotary position embedding of grouped attention, of which `TransformerConfig` has little."""
 
     base: float
     percent: float
     """Share of each head that is rotated."""
     llama3_factor: float | None
-    """Of Llama 3's frequency scaling; None: none."""
+    """Factor of Llama 3's frequency scaling; None: no scaling."""
 
 
 def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
-    """Raises:
-    ConfigError: Megatron refuses the model, or its layout.
+    """Build Megatron's configuration.
+
+    Raises:
+        ConfigError: Megatron refuses the model or its layout.
     """
     refuse_missing_transport(settings)
     refuse_idle_embedding(settings)
@@ -64,8 +66,10 @@ def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
 
 
 def rotary(flags: Mapping[str, Any]) -> Rotary:
-    """Args:
-    flags: MODEL_ARGS.
+    """Return the rotary embedding.
+
+    Args:
+        flags: MODEL_ARGS.
     """
     return Rotary(
         base=flags.get("rotary_base", 10_000),
@@ -75,20 +79,20 @@ def rotary(flags: Mapping[str, Any]) -> Rotary:
 
 
 def padded_vocab_size(settings: MegatronTrainerSettings) -> int:
-    """The smallest size that the TP ranks can share equally; what is added stands for no token."""
+    """Return the smallest size that the TP ranks can share equally; padding rows stand for no token."""
     tp = settings.layout.tp
     return -(-settings.model_flags["vocab_size"] // tp) * tp
 
 
 def is_tied(flags: Mapping[str, Any]) -> bool:
-    """The output layer is the embedding."""
+    """Return whether the output layer is the embedding."""
     return not flags.get("untie_embeddings_and_output_weights", False)
 
 
 def _shape(flags: Mapping[str, Any]) -> Fields:
-    """What all families have. Dropout is off: a policy's log-probabilities are to be those that the engine sampled with."""
+    """Return fields of all families. Dropout is off: log-probabilities must be those that the engine sampled with."""
     if flags.get("normalization", "LayerNorm") != "RMSNorm" or not flags.get("swiglu"):
-        raise ConfigError("the Megatron trainer knows models with RMSNorm and SwiGLU: give --normalization RMSNorm --swiglu")
+        raise ConfigError("the Megatron trainer supports models with RMSNorm and SwiGLU only; give --normalization RMSNorm --swiglu")
     num_heads = flags["num_attention_heads"]
     return {
         "num_layers": flags["num_layers"],
@@ -99,7 +103,7 @@ def _shape(flags: Mapping[str, Any]) -> Fields:
         "kv_channels": flags.get("kv_channels"),
         "normalization": "RMSNorm",
         "layernorm_epsilon": flags.get("norm_epsilon", 1e-5),
-        # Norms of latent attention are in its layers: with this on, Megatron would sum their gradients over TP ranks that have the same.
+        # Latent attention has its norms in its layers: with this on, Megatron would sum their equal gradients over the TP ranks.
         "qk_layernorm": flags.get("qk_layernorm", False) and not flags.get("multi_latent_attention"),
         "add_bias_linear": not flags.get("disable_bias_linear", False),
         "add_qkv_bias": flags.get("add_qkv_bias", False),
@@ -130,12 +134,12 @@ def _latent_attention(flags: Mapping[str, Any]) -> Fields:
         "dsa_indexer_head_dim",
         "dsa_indexer_topk",
     )
-    # Queries are projected directly where there is no rank for them: Megatron's default is another.
+    # Without a rank queries are projected directly, which is not Megatron's default.
     return {**_given(flags, names), "q_lora_rank": flags.get("q_lora_rank")}
 
 
 def _experts(settings: MegatronTrainerSettings) -> Fields:
-    """Routers are in float32, and neither balanced nor moved where the flags do not ask for it."""
+    """Return fields of experts. Routers are in float32, and neither balanced nor moved unless the flags say so."""
     flags, on_cuda = settings.model_flags, settings.device == "cuda"
     mtp = {"mtp_num_layers": settings.mtp.num_layers or None}
     if not flags.get("num_experts"):
@@ -195,8 +199,8 @@ def _parallelism(settings: MegatronTrainerSettings) -> Fields:
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "pipeline_dtype": DTYPES[settings.precision],
-        "deallocate_pipeline_outputs": True,  # what was sent to the next stage need not be kept here
-        # Interleaved stages talk one to one: batched sends and receives deadlock over gloo, and do not overlap over NCCL.
+        "deallocate_pipeline_outputs": True,  # the next stage has its own copy
+        # Interleaved stages communicate pairwise: batched sends and receives deadlock over gloo, and do not overlap over NCCL.
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
         "variable_seq_lengths": layout.pp > 1 and dispatcher != "allgather",
@@ -205,7 +209,7 @@ def _parallelism(settings: MegatronTrainerSettings) -> Fields:
 
 
 def _numerics(settings: MegatronTrainerSettings) -> Fields:
-    """Losses are sums over tokens, whose weights hold every denominator: no gradient is averaged over ranks or micro-batches."""
+    """Return fields of numerics. Token weights hold every denominator, so no gradient is averaged over ranks or micro-batches."""
     half = settings.precision == "bf16"
     return {
         "params_dtype": DTYPES[settings.precision],
@@ -227,7 +231,7 @@ def _recomputation(settings: MegatronTrainerSettings) -> Fields:
 
 
 def _kernels(settings: MegatronTrainerSettings) -> Fields:
-    """TransformerEngine's on CUDA, plain torch elsewhere."""
+    """Return fields of kernels: TransformerEngine's on CUDA, else plain torch."""
     flags, on_cuda = settings.model_flags, settings.device == "cuda"
     return {
         "transformer_impl": "transformer_engine" if on_cuda else "local",
@@ -237,5 +241,5 @@ def _kernels(settings: MegatronTrainerSettings) -> Fields:
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,  # `model.fuse_gradient_sums` does it: Megatron's own layers want apex for it
+        "gradient_accumulation_fusion": False,  # `model.fuse_gradient_sums` does it; Megatron's own layers need apex for it
     }

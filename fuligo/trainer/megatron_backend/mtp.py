@@ -1,7 +1,7 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): layers that predict one token further each, and their loss.
+"""Multi-token prediction (MTP; DeepSeek-V3, arXiv 2412.19437, section 2.2): layers that each predict one token further, and their loss.
 
 Megatron-Core's layers (transformer/multi_token_prediction.py) are used with tokens that are shifted while the row is packed, sequence by
-sequence: its own shift talks to the context-parallel neighbours for every sequence, and its loss knows no weights of tokens.
+sequence: its own shift communicates with the context-parallel neighbours for every sequence, and its loss has no token weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 
 
 class MTPLayer(MultiTokenPredictionLayer):
-    """Joins each token's hidden state with the embedding of a later token, and transforms them as a layer of the model does."""
+    """MTP layer: joins each token's hidden state with the embedding of a later token, and transforms them as a layer of the model does."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -41,12 +41,14 @@ class MTPLayer(MultiTokenPredictionLayer):
         packed_seq_params: PackedSeqParams,
         padding_mask: Tensor | None,
     ) -> Tensor:
-        """Args:
+        """Compute the layer.
+
+        Args:
             hidden: [L, 1, E] after the final norm of the model, or of the MTP layer before; L / tp under sequence parallelism.
             embedded: as `hidden`, the embeddings of the later tokens.
             rotary_pos_emb: as for the model's layers.
-            packed_seq_params: likewise.
-            padding_mask: likewise.
+            packed_seq_params: as for the model's layers.
+            padding_mask: as for the model's layers.
 
         Returns:
             As `hidden`, after this layer's final norm.
@@ -69,10 +71,12 @@ class MTPLayer(MultiTokenPredictionLayer):
 
 
 def mtp_submodules(num_layers: int, layer: ModuleSpec, modules: BackendSpecProvider) -> MultiTokenPredictionBlockSubmodules:
-    """Args:
-    num_layers: for as many tokens further.
-    layer: of the model, the kind that each MTP layer contains.
-    modules: what layers are made of.
+    """Return the specs of the MTP layers.
+
+    Args:
+        num_layers: layers, each for one token further.
+        layer: spec of the model's layer that each MTP layer contains.
+        modules: modules of which layers are built.
     """
     spec = get_mtp_layer_spec_for_backend(layer, modules)
     spec.module = MTPLayer
@@ -80,8 +84,10 @@ def mtp_submodules(num_layers: int, layer: ModuleSpec, modules: BackendSpecProvi
 
 
 def refuse_idle_embedding(settings: MegatronTrainerSettings) -> None:
-    """Raises:
-    ConfigError: the last stage would hold the MTP layers' copy of the embedding, and Megatron wait for its gradient for ever.
+    """Refuse a layout in which Megatron would wait forever for a gradient.
+
+    Raises:
+        ConfigError: the last stage would hold the MTP layers' copy of the embedding, which gets no gradient.
     """
     flags, mtp = settings.model_flags, settings.mtp
     is_idle = mtp.num_layers > 0 and not mtp.trained and settings.layout.pp > 1
@@ -101,15 +107,15 @@ def predict(
     rotary_pos_emb: Tensor | None,
     padding_mask: Tensor | None,
 ) -> list[Tensor]:
-    """The hidden states of each MTP layer, which takes those of the layer before; [L, 1, E], or L / tp under sequence parallelism.
+    """Return the hidden states of each MTP layer, which takes those of the layer before; [L, 1, E], or L / tp under sequence parallelism.
 
     Args:
         block: one layer for each of `row.later`.
-        hidden: of the model, after its final norm; `cut_off` from it where the layers' loss is not to train it.
+        hidden: of the model, after its final norm; `cut_off` from it if the MTP loss does not train it.
         row: with its tokens shifted for each layer.
-        embedding: the model's, likewise.
+        embedding: the model's, cut off likewise.
         rotary_pos_emb: as for the model's layers.
-        padding_mask: likewise.
+        padding_mask: as for the model's layers.
     """
     states = [hidden]
     for layer, tokens in zip(block.layers, row.later, strict=True):
@@ -127,12 +133,12 @@ def predict(
 
 
 def cut_off(hidden: Tensor) -> Tensor:
-    """The same values, at which gradients end. They ask for one: Megatron recomputes only what is between inputs that do and a loss."""
+    """Cut off the gradient. The values still require one, since Megatron recomputes only between inputs that do and a loss."""
     return hidden.detach().requires_grad_()
 
 
 def without_gradient(values: Tensor) -> Tensor:
-    """The same values; the gradient of what they come from is 0, whatever theirs is."""
+    """Return the same values, with a gradient of 0 to their source."""
     return _WithoutGradient.apply(values)  # pyright: ignore[reportReturnType]
 
 
@@ -157,17 +163,18 @@ def mtp_loss(
     num_vocab: int,
     tp_group: dist.ProcessGroup,
 ) -> Tensor:
-    """Scalar: sum_k sum_n weights_n * -log p_k(token n) / K, the cross-entropy of response tokens of which MTP layer k sees all but
-    the last k before. This context-parallel rank's part of the sum; not yet times `--mtp-loss-scaling-factor`.
+    """Return sum_k sum_n weights_n * -log p_k(token n) / K: the cross-entropy of response tokens under each MTP layer k.
 
-    A token counts for layer k only where the position that it is predicted from lies within its own sequence. Logits are not tempered.
+    Layer k does not see the last k tokens before a response token. The scalar is this context-parallel rank's part of the sum, before
+    `--mtp-loss-scaling-factor`. A token counts for layer k only if the position that it is predicted from lies within its own sequence.
+    Logits are not scaled by the temperature.
 
     Args:
-        hidden: [(1 + K) * L, E] what `PolicyModel.run` returns for `row`.
-        weight: [V' / tp, E] of the output layer; detached where the loss is not to train it.
-        row: of K MTP layers.
+        hidden: [(1 + K) * L, E] result of `PolicyModel.run` for `row`.
+        weight: [V' / tp, E] of the output layer; detached if the loss does not train it.
+        row: with K MTP layers.
         targets: [N] the micro-batch's response tokens.
-        weights: [N] float32 of each in the loss of the optimizer step; 0 where masked.
+        weights: [N] float32 in the loss of the optimizer step; 0 where masked.
         chunk_tokens: tokens whose logits exist at a time.
         num_vocab: V
         tp_group: ranks that share the vocabulary.

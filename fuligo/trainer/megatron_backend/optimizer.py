@@ -26,7 +26,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 
 
 def freeze_parameters(chunks: Sequence[nn.Module], weights: Sequence[Weight], trained: TrainedParameters) -> None:
-    """Switch off the gradient of everything that is not to be trained. Before the stages are wrapped.
+    """Switch off the gradient of all parameters that are not trained. Before the stages are wrapped.
 
     Regexes are searched in the names of Hugging Face's checkpoint and in Megatron's, layers and experts counted over all ranks.
 
@@ -34,7 +34,7 @@ def freeze_parameters(chunks: Sequence[nn.Module], weights: Sequence[Weight], tr
         weights: all of the model.
 
     Raises:
-        ConfigError: the lists do not fit the model, or would train a part of what Megatron has as one matrix.
+        ConfigError: the lists do not fit the model, or would train a part of one of Megatron's matrices.
     """
     names = {weight.megatron: (weight.megatron, *weight.checkpoint) for weight in weights}
     names.setdefault(HEAD, names[EMBEDDING])  # where both are one, the last stage has a copy of its own
@@ -46,10 +46,10 @@ def freeze_parameters(chunks: Sequence[nn.Module], weights: Sequence[Weight], tr
 
 
 def build_optimizer(chunks: list[DistributedDataParallel], settings: MegatronTrainerSettings) -> ChainedOptimizer:
-    """Over what is trained of the stages. A collective.
+    """Build the optimizer over the trained parameters of the stages. A collective.
 
     Raises:
-        ConfigError: the precision that is asked for needs a GPU.
+        ConfigError: the requested precision needs a GPU.
     """
     flags, place, adam = settings.model_flags, settings.optimizer_place, settings.optimizer
     config = OptimizerConfig(
@@ -78,13 +78,13 @@ def build_optimizer(chunks: list[DistributedDataParallel], settings: MegatronTra
 
 
 def gradient_norm(optimizer: ChainedOptimizer) -> float:
-    """Euclidean norm of all gradients together, over all ranks, which then are where the optimizer wants them. A collective."""
+    """Return the Euclidean norm of all gradients together, over all ranks; leaves them where the optimizer expects them. A collective."""
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
 
 def apply_step(optimizer: ChainedOptimizer, settings: OptimizerSettings, *, step: int, grad_norm: float) -> float:
-    """Clip and update the weights; returns the learning rate of the 0-based step. After `gradient_norm`."""
+    """Clip the gradients and update the weights; return the learning rate of the 0-based step. After `gradient_norm`."""
     lr = settings.schedule.at(step)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -105,8 +105,10 @@ def _clip(optimizer: ChainedOptimizer, largest: float, grad_norm: float) -> None
 
 
 def _precisions(settings: MegatronTrainerSettings) -> dict[str, Any]:
-    """Raises:
-    ConfigError: the state is to be of low precision, and there is no GPU: Adam for that is TransformerEngine's.
+    """Return the data types of the optimizer's state.
+
+    Raises:
+        ConfigError: low precision is asked for without a GPU: only TransformerEngine's Adam has it.
     """
     flags = settings.model_flags
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -120,8 +122,10 @@ def _precisions(settings: MegatronTrainerSettings) -> dict[str, Any]:
 
 
 def _require_whole(weights: Sequence[Weight], trained: TrainedParameters) -> None:
-    """Raises:
-    ConfigError: a regex matches, say, the queries of a matrix that holds keys and values, too.
+    """Check that the regexes match all or none of the weights that Megatron joins in one matrix.
+
+    Raises:
+        ConfigError: a regex matches, say, the queries of a matrix that holds keys and values, too.
     """
     for pattern in (*trained.only, *trained.frozen):
         for weight in weights:

@@ -1,6 +1,6 @@
-"""Packed tokens as Megatron's layers take them: one context-parallel rank's part of every sequence, with padding where needed.
+"""Packed tokens as Megatron's layers take them: one context-parallel rank's part of every sequence, padded if needed.
 
-Places are computed on the host, and with NumPy: torch wakes its threads for every operation, which costs more than the operation.
+Indices are computed on the host with NumPy: torch wakes its threads for every operation, which costs more than the operation.
 
 Padding follows the tokens of its sequence, or is a sequence of its own at the end of the row: under a causal mask no token sees it.
 """
@@ -22,52 +22,53 @@ from fuligo.trainer.megatron_backend.core_attention import zigzag
 
 Places = NDArray[np.int64]
 PADDING_ID = 0
-"""Any token will do: no other sees it and nothing is predicted there."""
+"""Any token: no other token sees it, and nothing is predicted there."""
 
 
 @dataclass
 class RowSequences(PackedSeqParams):
-    """The sequences of a row, and what its tokens have chosen where attention is sparse."""
+    """Sequences of a row, and its tokens' choices in sparse attention."""
 
     chosen_tokens: dict[int, Tensor] = field(default_factory=dict)
-    """Layer, counted from 0 -> its choice, as `choose_tokens` returns it: kept for layers that take it over until their backward pass, for
-    they may be computed again."""
+    """Choice of each layer, counted from 0, as `choose_tokens` returns it: kept for layers that reuse it until their backward pass, since
+    they may be computed again.
+    """
 
 
 @dataclass(slots=True, frozen=True)
 class LaterTokens:
-    """What a MTP layer sees and predicts at each token of a row: with depth k, the token k further and the one after that."""
+    """Inputs and targets of an MTP layer at each token of a row: at depth k, the token k further and the one after that."""
 
     input_ids: Tensor
-    """[1, L] int64, of the same sequence; padding where it has ended."""
+    """[1, L] int64, of the same sequence; padding after its end."""
     local_rows: Tensor
     """[m] int64 index into the L tokens: the hidden state there predicts a response token of the same sequence."""
     local_ids: Tensor
-    """[m] int64 index into the N: which."""
+    """[m] int64 index into the N: the response token predicted there."""
 
 
 @dataclass(slots=True, frozen=True)
 class PackedRow:
-    """What one rank computes of a micro-batch: L = T / cp tokens of the row's T, and n of the micro-batch's N predictions."""
+    """One rank's part of a micro-batch: L = T / cp tokens of the row's T, and n of the micro-batch's N predictions."""
 
     input_ids: Tensor
     """[1, L] int64"""
     position_ids: Tensor
     """[1, L] int64, from 0 in every sequence."""
     packed_seq_params: RowSequences
-    """Of the whole row; lengths are those with padding."""
+    """Sequences of the whole row; lengths include padding."""
     num_tokens: int
     """T"""
     local_rows: Tensor
     """[n] int64 index into the L tokens: the hidden state there predicts a response token."""
     local_ids: Tensor
-    """[n] int64 index into the N: which response token that is. Each is on exactly one context-parallel rank."""
+    """[n] int64 index into the N: the response token predicted there. Each is on exactly one context-parallel rank."""
     sequence_ids: Tensor
-    """[L] int64 which of the micro-batch's sequences the token is of; -1 for padding, and for what does not count."""
+    """[L] int64 number of the token's sequence in the micro-batch; -1 for padding, and for repetitions."""
     source: Tensor
-    """[L] int64, on the host: which of the micro-batch's tokens it is; -1 for padding."""
+    """[L] int64, on the host: index of the token in the micro-batch; -1 for padding."""
     later: tuple[LaterTokens, ...]
-    """Of each MTP layer that is to run, in their order."""
+    """For each MTP layer that runs, in order."""
 
 
 def pack_row(
@@ -80,16 +81,16 @@ def pack_row(
     num_mtp_layers: int = 0,
     counts: bool = True,
 ) -> PackedRow:
-    """The part of context-parallel rank `cp_rank`.
+    """Pack the part of context-parallel rank `cp_rank`.
 
     Args:
-        tokens: on the device where the row is wanted.
+        tokens: on the device of the row.
         layout: CP and TP decide what lengths must be multiples of.
         cp_rank: from 0 to `layout.cp` - 1.
-        pad_multiple: tokens that T is a multiple of.
-        num_tokens: T, where micro-batches or ranks must agree on it; not below `Layout.row_tokens` of any of them. None: that.
-        num_mtp_layers: MTP layers that are to run.
-        counts: off for a repeated micro-batch, whose tokens are padding to the routers, too.
+        pad_multiple: T is a multiple of it.
+        num_tokens: T, if micro-batches or ranks must agree on it; at least `Layout.row_tokens` of each. None: that of this one.
+        num_mtp_layers: MTP layers that run.
+        counts: False for a repeated micro-batch, whose tokens are padding to the routers, too.
     """
     device = tokens.input_ids.device
     lengths = layout.padded_lengths(end - start for start, end in pairwise(tokens.cu_seqlens))
@@ -115,9 +116,11 @@ def pack_row(
 
 
 def _later_tokens(tokens: PackedTokens, source: Places, rows: Places, depth: int) -> LaterTokens:
-    """Args:
-    source: as `_places` returns it, as `rows` is.
-    depth: how much further, from 1.
+    """Shift the tokens for one MTP layer.
+
+    Args:
+        source: as `_places` returns it, as `rows` is.
+        depth: tokens further, from 1.
     """
     device = tokens.input_ids.device
     bounds = np.array(tokens.cu_seqlens)
@@ -135,7 +138,7 @@ def _later_tokens(tokens: PackedTokens, source: Places, rows: Places, depth: int
 
 
 def _with_padding(input_ids: Tensor) -> Tensor:
-    """[T + 1] the last one, which is index -1, too, is padding."""
+    """Return [T + 1] tokens with padding at the end, so that index -1 is padding."""
     return torch.cat([input_ids, input_ids.new_tensor([PADDING_ID])])
 
 
@@ -144,7 +147,7 @@ def _on(device: torch.device, places: Places) -> Tensor:
 
 
 def _places(tokens: PackedTokens, lengths: list[int], positions: Places, cp: int) -> tuple[Places, Places, Places]:
-    """Where tokens come from and go to.
+    """Return the places of tokens in the row and of the row's tokens in the micro-batch.
 
     Args:
         lengths: of the row's sequences, with padding.
@@ -164,8 +167,11 @@ def _places(tokens: PackedTokens, lengths: list[int], positions: Places, cp: int
 
 
 def _packed_seq_params(lengths: list[int], cp: int, device: torch.device) -> RowSequences:
-    """Padding counts as tokens of its sequence. TransformerEngine asks for lengths with padding beside those without under context
-    parallelism only, and compares them in every layer, which waits for the GPU."""
+    """Build Megatron's parameters of the sequences, in which padding counts as tokens.
+
+    TransformerEngine needs lengths with and without padding only under context parallelism, and compares them in every layer, which waits
+    for the GPU.
+    """
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     padded = cu_seqlens if cp > 1 else None
     return RowSequences(

@@ -1,4 +1,4 @@
-"""Which parts of the model's weights, and of the optimizer's state, this rank holds: what a checkpoint is written from and read into."""
+"""Parts of the model's weights, and of the optimizer's state, on this rank: the units that a checkpoint writes and reads."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fuligo.models.names import EMBEDDING, Form, ModelNames, Weight
 from fuligo.trainer.megatron_backend.weights.local import local_weights
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
-"""Of every trained weight, in float32; `param` is the weight itself."""
+"""Stored for every trained weight, in float32; `param` is the weight itself."""
 
 
 @dataclass(slots=True, frozen=True)
 class LocalPart:
-    """A rectangular part of a weight, and where it is in what the rank holds of it."""
+    """Rectangular part of a weight, and its place in the rank's tensor."""
 
     shard: Shard
     """Its data is a view of the model's memory."""
@@ -33,20 +33,20 @@ class LocalPart:
 
 @dataclass(slots=True, frozen=True)
 class LocalWeight:
-    """What this rank holds of a weight."""
+    """This rank's tensor of a weight."""
 
     name: str
-    """As `local_weights` has it; another than the weight's where the output layer is the embedding."""
+    """Name in `local_weights`; differs from the weight's if the embedding is the output layer."""
     weight: Weight
     tensor: Tensor
     parts: tuple[LocalPart, ...]
     is_first_copy: bool
-    """Of the ranks that hold the same part, data-parallel ones aside, this is the one that writes it."""
+    """True on the one rank that writes this part, of those that hold the same, data-parallel ranks aside."""
     data_parallel: tuple[int, int]
     """Rank and size of the group that holds equal copies."""
 
     def range_shards(self, name: str, flat: Tensor, start: int, end: int) -> Iterator[Shard]:
-        """The elements [start, end) of the rank's flattened tensor, of another tensor that is laid out as the weight.
+        """Return the elements [start, end) of the rank's flattened tensor, of another tensor that is laid out as the weight.
 
         Args:
             name: of the other tensor in the checkpoint.
@@ -59,11 +59,13 @@ class LocalWeight:
 
 
 def local_parts(weight: Weight, tensor: Tensor, index: int, count: int) -> tuple[LocalPart, ...]:
-    """Args:
-    tensor: of the `index`-th of `count` ranks that share the weight, or the whole weight.
+    """Split a rank's tensor of a weight into rectangular parts.
+
+    Args:
+        tensor: of the `index`-th of `count` ranks that share the weight, or the whole weight.
     """
     rows = tensor.shape[0]
-    if weight.is_vocabulary:  # padded so that the ranks can share it; what is added is not kept
+    if weight.is_vocabulary:  # padded so that the ranks can share it; padding is not stored
         start, stop = (min((index + last) * rows, weight.shape[0]) for last in (0, 1))
         return _row_blocks(weight, tensor, [(start, stop - start)])
     if tensor.shape == weight.shape:
@@ -80,16 +82,16 @@ def local_parts(weight: Weight, tensor: Tensor, index: int, count: int) -> tuple
 
 
 def held_weights(chunks: Sequence[nn.Module], names: ModelNames) -> list[LocalWeight]:
-    """All weights of this rank; in the same order on ranks that hold the same.
+    """Return all weights of this rank, in the same order on ranks that hold the same.
 
     Raises:
-        CheckpointError: the model has a weight that the table of names does not know.
+        CheckpointError: the model has a weight that is not in the table of names.
     """
     found: list[LocalWeight] = []
     for name, tensor in local_weights(chunks).items():
         weight = names.by_megatron_name.get(name)
         if weight is None:
-            raise CheckpointError(f"the model has a weight {name}, which {names.architecture.model_type} is not known to have")
+            raise CheckpointError(f"the model has a weight {name}, which is not in the table of {names.architecture.model_type}")
         if weight.is_float32 and tensor.dtype != torch.float32:
             tensor.data = tensor.data.float()  # Float16Module casts it, and Megatron undoes that only in the next forward pass
         index, count, data_parallel = _place(weight)
@@ -103,29 +105,31 @@ def held_weights(chunks: Sequence[nn.Module], names: ModelNames) -> list[LocalWe
 
 @dataclass(slots=True, frozen=True)
 class ParameterState:
-    """What an optimizer keeps for a weight, and for which part of it."""
+    """State of an optimizer for a weight, and the part of the weight that it covers."""
 
     optimizer: MegatronOptimizer
     parameter: nn.Parameter
-    """The model's."""
+    """Parameter of the model."""
     start: int
-    """The elements [start, end) of the flattened parameter."""
+    """The state covers the elements [start, end) of the flattened parameter."""
     end: int
 
     @property
     def is_spread(self) -> bool:
-        """Other data-parallel ranks keep other parts; else they keep the same."""
+        """True if other data-parallel ranks keep other parts, not copies."""
         return isinstance(self.optimizer, DistributedOptimizer)
 
     def tensors(self) -> dict[str, Tensor]:
-        """[end - start] float32 of each of `STATES`: live memory, or copies where the optimizer keeps them in a format of its own."""
+        """Return [end - start] float32 of each of `STATES`: live memory, or copies if the optimizer has a format of its own."""
         held = self._held()
         return {name: held[name].detach().view(-1) for name in STATES}
 
     @torch.no_grad()
     def overwrite(self, tensors: dict[str, Tensor]) -> None:
-        """Args:
-        tensors: those of `tensors()`, with other numbers.
+        """Overwrite the state.
+
+        Args:
+            tensors: those of `tensors()`, with other numbers.
         """
         if isinstance(self.optimizer, DistributedOptimizer):  # else they are its memory
             self.optimizer._set_main_param_and_optimizer_states(self.parameter, {**self._held(), **tensors})
@@ -138,7 +142,7 @@ class ParameterState:
 
 
 def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
-    """Of every trained parameter that this rank keeps a part of the state of."""
+    """Return the states of all trained parameters of which this rank keeps a part."""
     for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer):
             for parameter in part.model_param_gbuf_map:
@@ -150,7 +154,7 @@ def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
 
 
 def set_step(optimizer: MegatronOptimizer, num_steps: int) -> None:
-    """Make room for the state after `num_steps` optimizer steps; there is none before the first."""
+    """Allocate the state after `num_steps` optimizer steps; there is none before the first."""
     for part in _parts(optimizer):
         if num_steps == 0:
             part.optimizer.state.clear()
@@ -163,14 +167,14 @@ def set_step(optimizer: MegatronOptimizer, num_steps: int) -> None:
 
 
 def _count_steps_apart(adam: torch.optim.Optimizer) -> None:
-    """Megatron gives all parameters one tensor to count in, which torch's Adam then raises once for each of them."""
+    """Give each parameter its own step counter: Megatron shares one, which torch's Adam would increase once for each parameter."""
     for state in adam.state.values():
         if torch.is_tensor(state.get("step")):
             state["step"] = state["step"].clone()
 
 
 def _set_step(adam: torch.optim.Optimizer, num_steps: int) -> None:
-    """torch's Adam counts steps for every parameter, that of TransformerEngine for every group."""
+    """Set the steps, which torch's Adam counts for every parameter and TransformerEngine's for every group."""
     for group in adam.param_groups:
         for parameter in group["params"]:
             state = adam.state[parameter]
@@ -183,7 +187,7 @@ def _set_step(adam: torch.optim.Optimizer, num_steps: int) -> None:
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Megatron has an optimizer for experts and one for all else."""
+    """Return the optimizers inside: Megatron has one for experts and one for all else."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
 
@@ -195,12 +199,12 @@ def _whole_parameters(part: MegatronOptimizer) -> list[nn.Parameter]:
 
 
 def _main_parameter(parameter: nn.Parameter) -> Tensor:
-    """The float32 weights of one in half precision; else itself."""
+    """Return the float32 weights of a parameter in half precision, else the parameter."""
     return getattr(parameter, "main_param", parameter)
 
 
 def _row_blocks(weight: Weight, tensor: Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[LocalPart, ...]:
-    """The tensor's rows in turn as blocks of (first row in the weight, number of rows)."""
+    """Yield the tensor's rows in turn as blocks of (first row in the weight, number of rows)."""
     parts: list[LocalPart] = []
     row, columns = 0, tensor[0].numel()
     for first, num_rows in blocks:
@@ -212,7 +216,7 @@ def _row_blocks(weight: Weight, tensor: Tensor, blocks: Sequence[tuple[int, int]
 
 
 def _place(weight: Weight) -> tuple[int, int, tuple[int, int]]:
-    """Rank and size of the group that may share the weight, and of the one that holds copies."""
+    """Return rank and size of the group that may share the weight, and of the group that holds copies."""
     if weight.expert is None:
         sharing = parallel_state.get_tensor_model_parallel_group()
         copies = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -1,7 +1,7 @@
-"""Rows of packed tokens through the stages of a model, in Megatron's schedules.
+"""Passes of packed rows through the stages of a model, in Megatron's schedules.
 
-Rows of a step differ in length, and pipeline stages tell each other how long they are. Only where experts' tokens are all-gathered every
-row is padded to the longest.
+Rows of a step differ in length, and pipeline stages send each other the lengths. Rows are padded to the longest only if experts' tokens
+are all-gathered.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Row:
     tokens: PackedTokens
     packed: PackedRow
     inputs: MicroBatch | None
-    """Of the loss; None without one."""
+    """Inputs of the loss; None without a loss."""
 
 
 def reports() -> bool:
-    """Whether this rank is the one of its data-parallel replica that hands over what the last stage computed."""
+    """Return whether this rank reports the last stage's results for its data-parallel replica."""
     is_first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
     return is_first and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
@@ -47,7 +47,7 @@ def reports() -> bool:
 def run_rows(
     chunks: Sequence[nn.Module], rows: list[Row], schedule: MicroBatchSchedule, at_the_end: Callable[..., Any], *, with_gradients: bool
 ) -> None:
-    """All rows through all stages, in the schedule that the layout asks for.
+    """Run all rows through all stages, in the schedule of the layout.
 
     Args:
         at_the_end: called on the last stage with its chunk, the row and the hidden states.
@@ -109,7 +109,7 @@ def tp_group() -> dist.ProcessGroup:
 
 
 def model_group() -> dist.ProcessGroup:
-    """Of all TP and PP ranks of a replica with the same context-parallel part."""
+    """Return the group of all TP and PP ranks of a replica with the same context-parallel part."""
     return cast(dist.ProcessGroup, parallel_state.get_model_parallel_group())
 
 

@@ -1,8 +1,8 @@
 """Routers of mixture-of-experts layers over packed rows: only real tokens count for balancing the experts.
 
-Megatron-Core 0.16.1 (transformer/moe/router.py) chooses the experts. What it adds for balance is replaced: its auxiliary losses take a
-packed row for one sequence and are scaled for gradients that are divided by the number of tokens, which ours are not; its count of tokens
-an expert fails with a mask of padding, and becomes bfloat16 with the model.
+Megatron-Core 0.16.1 (transformer/moe/router.py) chooses the experts. Its balancing is replaced: its auxiliary losses treat a packed row as
+one sequence and are scaled for gradients that are divided by the number of tokens, which ours are not; its count of tokens for each
+expert fails with a padding mask, and becomes bfloat16 with the model.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _FLOAT32_BUFFERS = ("expert_bias", "local_tokens_per_expert")
 
 
 class PackedRouter(TopKRouter):
-    """Chooses the experts of each token, and balances them over the real tokens of packed rows.
+    """Router that chooses the experts of each token, and balances them over the real tokens of packed rows.
 
-    It takes what `padding_mask` makes, which Megatron's layer transposes. Auxiliary losses (Switch Transformer, arXiv
+    It takes the mask of `padding_mask`, which Megatron's layer transposes. Auxiliary losses (Switch Transformer, arXiv
     2101.03961; sequence by sequence: DeepSeek-V3, arXiv 2412.19437, equations 17 to 20) are means over the tokens of the optimizer step,
     so each row, or sequence, weighs as much as it has tokens.
     """
@@ -39,17 +39,17 @@ class PackedRouter(TopKRouter):
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.balance_loss = torch.zeros(())
-        """This rank's part of the auxiliary losses since `take_balance_loss`, before `--moe-aux-loss-coeff` divides."""
+        """This rank's part of the auxiliary losses since `take_balance_loss`, before division by `--moe-aux-loss-coeff`."""
         self._outside: Tensor | None = None
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weights and choice, `[tokens, experts]` each.
+        """Return weights and choice, `[tokens, experts]` each.
 
         Args:
             input: [tokens, 1, E]
-            padding_mask: [tokens, S] whether the token is not of the sequence; None: all are of one.
+            padding_mask: [tokens, S] True if the token is not of the sequence; None: all tokens are of one sequence.
         """
-        # Only during the call: recomputation calls again with the same mask, whatever rows have come between.
+        # Only during the call: recomputation calls again with the same mask, after other rows.
         self._outside = padding_mask
         try:
             return super().forward(input)
@@ -57,7 +57,7 @@ class PackedRouter(TopKRouter):
             self._outside = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As Megatron's; then the auxiliary losses ride on the weights' gradient."""
+        """Choose experts as Megatron does; then attach the auxiliary losses to the weights' gradient."""
         probs, routing_map = super().routing(logits)
         if self.training and torch.is_grad_enabled():
             for kind in ("aux_loss", "seq_aux_loss"):
@@ -69,24 +69,24 @@ class PackedRouter(TopKRouter):
         return probs, routing_map
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
-        """None for Megatron: `routing` has its own."""
+        """Return None, so that Megatron adds no auxiliary loss beside that of `routing`."""
         return 0.0
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the tokens of each expert; nothing of recomputed layers' first pass, and nothing while scoring."""
+        """Count the tokens of each expert, but not in the first pass of recomputed layers nor while scoring."""
         if self.local_tokens_per_expert is not None and torch.is_grad_enabled():
             real = self._members(len(routing_map), by_sequence=False)
             self.local_tokens_per_expert += (real.to(torch.float32) @ routing_map.to(torch.float32))[0]
 
     def _members(self, num_tokens: int, *, by_sequence: bool) -> Tensor:
-        """[S or 1, tokens] bool: the tokens of each sequence, or of all."""
+        """Return [S or 1, tokens] bool: the tokens of each sequence, or of all."""
         if self._outside is None:
             return torch.ones(1, num_tokens, dtype=torch.bool, device=self.weight.device)
         inside = ~self._outside.t()
         return inside if by_sequence else inside.any(0, keepdim=True)
 
     def _balance_loss(self, logits: Tensor, members: Tensor) -> Tensor:
-        """This rank's part of sum_s n_s / n_step * E / (k * n_s^2) * sum_e count_se * score_se, over the groups s of `members`.
+        """Return this rank's part of sum_s n_s / n_step * E / (k * n_s^2) * sum_e count_se * score_se, over the groups s of `members`.
 
         Counts and n_s are of all ranks that share the row; scores are those of this rank's tokens.
         """
@@ -100,7 +100,7 @@ class PackedRouter(TopKRouter):
         return per_group.sum() * (logits.size(-1) / (self.topk * self.tokens_of_step))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Conversions of the model leave the bias and the counts in float32."""
+        """Leave the bias and the counts in float32 when the model is converted."""
         kept = {name: getattr(self, name) for name in _FLOAT32_BUFFERS if getattr(self, name, None) is not None}
         super()._apply(fn, recurse)
         for name, value in kept.items():
@@ -109,9 +109,9 @@ class PackedRouter(TopKRouter):
 
 
 def padding_mask(row: PackedRow, config: TransformerConfig, tp_group: dist.ProcessGroup) -> Tensor | None:
-    """[S, L] bool, or [S, L / tp] of this TP rank's tokens under sequence parallelism: whether a token is not of the sequence.
+    """Return [S, L] bool, or [S, L / tp] of this TP rank's tokens under sequence parallelism: True if a token is not of the sequence.
 
-    S is 1, and stands for all sequences, where no loss tells them apart. None for a model without experts.
+    S is 1, for all sequences, if no loss distinguishes them. None for a model without experts.
 
     Args:
         row: this rank's tokens.
@@ -130,12 +130,12 @@ def padding_mask(row: PackedRow, config: TransformerConfig, tp_group: dist.Proce
 
 
 def routers(chunks: Iterable[nn.Module]) -> Iterator[PackedRouter]:
-    """All routers of this rank."""
+    """Return all routers of this rank."""
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, PackedRouter))
 
 
 def begin_step(chunks: Iterable[nn.Module], num_tokens: int) -> None:
-    """Before an optimizer step's first micro-batch: tokens of experts count from 0, auxiliary losses will be divided by `num_tokens`."""
+    """Reset the experts' token counts before an optimizer step, and divide its auxiliary losses by `num_tokens`."""
     for router in routers(chunks):
         router.tokens_of_step = float(num_tokens)
         if router.local_tokens_per_expert is not None:
@@ -144,10 +144,10 @@ def begin_step(chunks: Iterable[nn.Module], num_tokens: int) -> None:
 
 @torch.no_grad()
 def move_corrections(chunks: Sequence[nn.Module]) -> None:
-    """After an optimizer step: the correction of each expert's scores goes up by `--moe-router-bias-update-rate` where the expert had fewer
-    tokens than the mean, down where it had more (arXiv 2408.15664). A collective.
+    """Move the correction of each expert's scores after an optimizer step. A collective.
 
-    Megatron does so when it has summed the gradients, before anyone can see that they are not finite; `wrap` keeps it from that.
+    It goes up by `--moe-router-bias-update-rate` if the expert had fewer tokens than the mean, down if it had more (arXiv 2408.15664).
+    Megatron does so as soon as it has summed the gradients, before it is known whether they are finite; `wrap` prevents that.
     """
     rate = get_model_config(chunks[0]).moe_router_bias_update_rate
     corrected = [router for router in routers(chunks) if router.expert_bias is not None] if rate else []
@@ -159,9 +159,9 @@ def move_corrections(chunks: Sequence[nn.Module]) -> None:
 
 
 def take_balance_loss(chunks: Iterable[nn.Module]) -> Tensor | None:
-    """Scalar: this data-parallel replica's part of the auxiliary losses since the last call; None without any. A collective.
+    """Return a scalar: this data-parallel replica's part of the auxiliary losses since the last call. None without any. A collective.
 
-    Losses of the replicas add up to the step's.
+    The replicas' parts add up to the step's losses.
     """
     chunks = list(chunks)
     if not has_balance_loss(get_model_config(chunks[0])):
@@ -176,16 +176,16 @@ def take_balance_loss(chunks: Iterable[nn.Module]) -> Tensor | None:
 
 
 def has_balance_loss(config: TransformerConfig) -> bool:
-    """Some layer of the model has one, maybe on another pipeline stage."""
+    """Return whether some layer of the model has an auxiliary loss, maybe on another pipeline stage."""
     coefficients = config.moe_aux_loss_coeff
     return config.num_moe_experts is not None and any(coefficients if isinstance(coefficients, list) else [coefficients])
 
 
 def refuse_unsupported_routing(config: TransformerConfig) -> None:
-    """What would make the loss depend on packing, or differ from the model that the engine serves.
+    """Refuse settings that would make the loss depend on packing, or the routing differ from that of the served model.
 
     Raises:
-        ConfigError: one of the settings cannot be right; names it and what to use.
+        ConfigError: a setting is unsupported; names it and what to use.
     """
     if config.num_moe_experts is None:
         return
@@ -213,13 +213,13 @@ def refuse_unsupported_routing(config: TransformerConfig) -> None:
     is_balanced = has_balance_loss(config) or (config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate)
     if config.recompute_method == "block" and is_balanced:
         raise ConfigError(
-            "--recompute-method block with balanced experts: Megatron tells only recomputed layers which tokens are padding; use uniform"
+            "--recompute-method block with balanced experts: Megatron passes the padding mask only to recomputed layers; use uniform"
         )
     _refuse_other_choice(config)
 
 
 def _refuse_other_choice(config: TransformerConfig) -> None:
-    """Megatron's choice of groups, and its weights of a single expert, differ from those of the models."""
+    """Refuse models whose groups, or weights of a single expert, Megatron computes otherwise."""
     top_k, groups, top_groups = config.moe_router_topk, config.moe_router_num_groups or 1, config.moe_router_group_topk or 1
     if groups > 1 and top_k // top_groups != 2:
         raise ConfigError(

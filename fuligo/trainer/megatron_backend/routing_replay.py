@@ -1,13 +1,13 @@
 """Routing replay: tokens go to the experts that were chosen for them before, by the engine or by an earlier pass.
 
-Megatron-Core 0.16.1 has the place for it: a router's `router_replay` is asked for the choice, and the weights are computed of the current
-scores of what it says, so that gradients reach the router. Its own `RouterReplay` is not used. It knows nothing of padding, its recording
-keeps the last micro-batch only, and it must be told whether a pass recomputes, which no one switch can say while a pipeline has forward and
-backward passes under way.
+Megatron-Core 0.16.1 has a hook for it: a router asks its `router_replay` for the choice, and computes the weights from its current
+scores, so that gradients reach the router. Megatron's own `RouterReplay` is not used. It ignores padding, its recording keeps the last
+micro-batch only, and it must be told whether a pass recomputes, which no single switch can say while a pipeline has forward and backward
+passes in flight.
 
 Here each router counts its calls. Every schedule takes a stage's micro-batches in one order, through the forward and the backward passes. A
 call without gradients is a first pass, of scoring or of a layer that will be recomputed; one with gradients is the recomputation, or the
-only pass of a layer. So each kind meets the micro-batches in their order.
+only pass of a layer. So each kind of call meets the micro-batches in their order.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from fuligo.types import RoutedExperts, TrainSample
 
 ChooseOwn = Callable[..., tuple[Tensor, Tensor]]
 UNKNOWN = -1
-"""Of padding, and of tokens without a record: the router chooses."""
+"""Choice of padding, and of tokens without a record: the router chooses."""
 
 
 class LayerReplay:
-    """What one router is told, micro-batch by micro-batch.
+    """Replay of one router's choices, micro-batch by micro-batch.
 
     Args:
         choices: [tokens, K] of each micro-batch, `UNKNOWN` where the router chooses.
@@ -48,7 +48,7 @@ class LayerReplay:
         self._choices = choices
         self._num_calls = {False: 0, True: 0}
         self.num_changed = torch.zeros((), dtype=torch.int64, device=choices[0].device)
-        """Experts that the router would not have chosen, in calls with gradients."""
+        """Number of replayed experts that the router would not have chosen, in calls with gradients."""
 
     def get_replay_topk(
         self,
@@ -58,7 +58,7 @@ class LayerReplay:
         group_topk: int | None = None,
         default_compute_topk: ChooseOwn | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As Megatron calls it: [tokens, K] scores of the chosen experts, and their numbers."""
+        """Return [tokens, K] scores of the chosen experts, and their numbers. Megatron calls it."""
         assert default_compute_topk is not None
         _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         with_gradients = torch.is_grad_enabled()
@@ -71,14 +71,14 @@ class LayerReplay:
 
     @property
     def is_complete(self) -> bool:
-        """Every micro-batch came by, as often as the others."""
+        """True if every micro-batch was seen equally often."""
         calls = set(self._num_calls.values())
         return len(self._choices) in calls and calls <= {0, len(self._choices)}
 
 
 class LayerRecord:
-    """What one router chooses, micro-batch by micro-batch. It stays on the device until all have passed: a copy to the host would have
-    every layer wait.
+    """Record of one router's choices, micro-batch by micro-batch. Kept on the device until the end: copying to the host would make every
+    layer wait.
 
     Args:
         dtype: that holds an expert's number.
@@ -97,7 +97,7 @@ class LayerRecord:
         group_topk: int | None = None,
         default_compute_topk: ChooseOwn | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As Megatron calls it."""
+        """Record the router's choice. Megatron calls it."""
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         self.choices.append(own.to(self._dtype))
@@ -106,20 +106,20 @@ class LayerRecord:
 
 @dataclass(slots=True, frozen=True)
 class RecordedPart:
-    """What a rank saw of one sample."""
+    """One rank's record of one sample."""
 
     num_tokens: int
-    """Of the whole sample, without its last, which goes to no expert."""
+    """Tokens of the whole sample without its last, which goes to no expert."""
     positions: np.ndarray
-    """[n] of the rank's tokens in the sample."""
+    """[n] positions of the rank's tokens in the sample."""
     layers: tuple[int, ...]
-    """[m] which of the M layers with experts are the rank's."""
+    """[m] numbers of the rank's layers among the M with experts."""
     experts: RoutedExperts
     """[n, m, K]"""
 
 
 def replayed_routers(chunks: Iterable[nn.Module], shape: RoutingShape) -> dict[int, PackedRouter]:
-    """This rank's, by the number of their layer among the M with experts; without those of MTP layers, which no engine records."""
+    """Return this rank's routers by the number of their layer among the M with experts, without MTP layers, which no engine records."""
     found: dict[int, PackedRouter] = {}
     for chunk in chunks:
         for module in unwrapped(chunk).decoder.modules():
@@ -131,7 +131,7 @@ def replayed_routers(chunks: Iterable[nn.Module], shape: RoutingShape) -> dict[i
 
 @contextmanager
 def asked(routers: Mapping[int, PackedRouter], about: Mapping[int, LayerReplay | LayerRecord]) -> Iterator[None]:
-    """Within it the routers ask for their choice, or tell it."""
+    """Attach a replay or record to each router while the block runs."""
     try:
         for layer, router in routers.items():
             router.router_replay = about[layer]  # pyright: ignore[reportAttributeAccessIssue]
@@ -151,7 +151,7 @@ def replayed(
     shape: RoutingShape,
     tp_group: dist.ProcessGroup,
 ) -> Iterator[dict[int, LayerReplay]]:
-    """Within it the tokens of these micro-batches go to the experts that their samples name; yields the replays of the rank's layers.
+    """Send the tokens of these micro-batches to the experts that their samples name while the block runs; yield the replays.
 
     Args:
         chunks: this rank's stages.
@@ -172,7 +172,7 @@ def replayed(
 
 @contextmanager
 def recorded(chunks: Sequence[nn.Module], shape: RoutingShape) -> Iterator[dict[int, LayerRecord]]:
-    """Within it the choices of this rank's routers are recorded, in passes without gradients."""
+    """Record the choices of this rank's routers while the block runs, in passes without gradients."""
     routers = replayed_routers(chunks, shape)
     dtype = torch.uint8 if shape.dtype is np.uint8 else torch.int16  # torch has few kernels for uint16
     records = {layer: LayerRecord(dtype) for layer in routers}
@@ -181,11 +181,11 @@ def recorded(chunks: Sequence[nn.Module], shape: RoutingShape) -> Iterator[dict[
 
 
 def row_choices(row: PackedRow, samples: Sequence[TrainSample], layers: Sequence[int], shape: RoutingShape) -> Tensor:
-    """[L, m, K] int16 on the row's device: what the samples say of its tokens; `UNKNOWN` for padding, and all of a row that does not count.
+    """Return [L, m, K] int16 choices on the row's device; `UNKNOWN` for padding, and for all of a row that does not count.
 
     Args:
         samples: of the micro-batch.
-        layers: [m] which of the M layers are wanted.
+        layers: [m] numbers among the M layers.
     """
     wanted = np.full((sum(len(sample.tokens) - 1 for sample in samples) + 1, len(layers), shape.top_k), UNKNOWN, np.int16)
     start = 0
@@ -194,7 +194,7 @@ def row_choices(row: PackedRow, samples: Sequence[TrainSample], layers: Sequence
         if known is not None:
             if len(known) >= len(sample.tokens) or known.shape[1:] != (len(shape.moe_layers), shape.top_k):
                 largest = [len(sample.tokens) - 1, len(shape.moe_layers), shape.top_k]
-                raise TrainerError(f"sample {sample.index}: routed_experts of the shape {list(known.shape)}; this model's are {largest}")
+                raise TrainerError(f"sample {sample.index}: routed_experts has the shape {list(known.shape)}; this model needs {largest}")
             wanted[start : start + len(known)] = known[:, list(layers)]
         start += len(sample.tokens) - 1
     real = row.sequence_ids.cpu() >= 0
@@ -202,7 +202,7 @@ def row_choices(row: PackedRow, samples: Sequence[TrainSample], layers: Sequence
 
 
 def tp_slice(of_row: Tensor, tp_group: dist.ProcessGroup, *, sequence_parallel: bool) -> Tensor:
-    """Of [L, ...] the part of this rank's tokens: [L / tp, ...] under sequence parallelism."""
+    """Return this rank's part of [L, ...]: [L / tp, ...] under sequence parallelism."""
     return of_row.chunk(tp_group.size())[tp_group.rank()] if sequence_parallel else of_row
 
 
@@ -213,11 +213,11 @@ def recorded_parts(
     *,
     sequence_parallel: bool,
 ) -> dict[int, RecordedPart]:
-    """What this rank has recorded, by position of the sample.
+    """Return this rank's records by position of the sample.
 
     Args:
         records: of this rank's layers.
-        rows: of each micro-batch this rank's part, all its tokens, and the positions of its samples; none where it does not count.
+        rows: for each micro-batch this rank's part, all its tokens, and the positions of its samples; none if it does not count.
     """
     layers = tuple(records)
     parts: dict[int, RecordedPart] = {}
@@ -233,7 +233,7 @@ def recorded_parts(
 
 
 def assemble(parts: Sequence[RecordedPart], shape: RoutingShape) -> RoutedExperts:
-    """[T - 1, M, K] of one sample, by the parts of all ranks, each of which has other tokens or other layers; at least one."""
+    """Assemble [T - 1, M, K] of one sample from the parts of all ranks, each of which has other tokens or layers; at least one."""
     whole: RoutedExperts = np.zeros((parts[0].num_tokens, len(shape.moe_layers), shape.top_k), shape.dtype)
     num_known = 0
     for part in parts:
@@ -244,7 +244,7 @@ def assemble(parts: Sequence[RecordedPart], shape: RoutingShape) -> RoutedExpert
 
 
 def total_changed(replays: Iterable[Any], device: torch.device, groups: Iterable[dist.ProcessGroup]) -> Tensor:
-    """Scalar: choices of a data-parallel replica that its routers would have made otherwise. A collective of `groups`."""
+    """Return a scalar: the replayed choices that a data-parallel replica's routers would have made otherwise. A collective of `groups`."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for replay in replays:
         total += replay.num_changed

@@ -1,5 +1,6 @@
-"""DeepSeek sparse attention (DeepSeek-V3.2, arXiv 2512.02556) over packed rows: every query sees the few earlier tokens of its sequence
-that score highest. Plain torch; queries are taken in chunks, so that memory grows with tokens times chosen tokens, never with their square.
+"""DeepSeek sparse attention (DeepSeek-V3.2, arXiv 2512.02556) over packed rows: each query attends to its best-scored earlier tokens.
+
+Plain torch. Queries are processed in chunks, so that memory grows with tokens times chosen tokens, never with their square.
 """
 
 from __future__ import annotations
@@ -17,31 +18,33 @@ from torch import Tensor
 from fuligo.trainer.megatron_backend.core_attention import zigzag
 
 _CHUNK_BYTES = 2**28
-"""Of what exists for a moment for a chunk of queries."""
+"""Limit for the temporary tensors of a chunk of queries."""
 
 
 @dataclass(slots=True, frozen=True)
 class RowPlaces:
-    """Where the L = T / cp tokens of one context-parallel rank are in the row of T tokens. On the CPU."""
+    """Places of one context-parallel rank's L = T / cp tokens in the row of T tokens. On the CPU."""
 
     rows: Tensor
     """[L] int64 index into the row; rising within a sequence."""
     positions: Tensor
-    """[L] int64 in their sequences."""
+    """[L] int64 positions in their sequences."""
     in_order: Tensor
-    """[T] int64 index into the tokens of all ranks, one rank's after the other's: those of the row in its order."""
+    """[T] int64 index that puts the concatenated tokens of all ranks into the row's order."""
     longest: int
     """Tokens of the longest sequence."""
 
     def slice(self, start: int, stop: int) -> RowPlaces:
-        """Of the tokens `start` to `stop` of the L."""
+        """Return the places of the tokens `start` to `stop` of the L."""
         return RowPlaces(self.rows[start:stop], self.positions[start:stop], self.in_order, self.longest)
 
 
 @functools.lru_cache(maxsize=8)
 def row_places(cu_seqlens: tuple[int, ...], cp: int, cp_rank: int) -> RowPlaces:
-    """Args:
-    cu_seqlens: where the row's sequences start, rising from 0 to T; each length a multiple of 2 * cp where cp > 1.
+    """Return the places of a rank's tokens.
+
+    Args:
+        cu_seqlens: starts of the row's sequences, rising from 0 to T; each length a multiple of 2 * cp if cp > 1.
     """
     positions = torch.cat([zigzag(end - start, cp) for start, end in pairwise(cu_seqlens)], dim=1)
     lengths = torch.tensor(cu_seqlens).diff()
@@ -51,9 +54,9 @@ def row_places(cu_seqlens: tuple[int, ...], cp: int, cp_rank: int) -> RowPlaces:
 
 @torch.no_grad()
 def choose_tokens(queries: Tensor, head_weights: Tensor, keys: Tensor, places: RowPlaces, top_k: int) -> Tensor:
-    """The `top_k` tokens with the highest score, of those that a query's sequence has up to the query; all where there are fewer.
+    """Choose, for each query, the `top_k` tokens with the highest score among those of its sequence up to it; all if there are fewer.
 
-    score(i, j) = sum_h weight(i, h) * relu(query(i, h) . key(j)), in float32. A positive factor of it changes nothing.
+    score(i, j) = sum_h weight(i, h) * relu(query(i, h) . key(j)), in float32. Scaling it by a positive factor changes nothing.
 
     Args:
         queries: [n, H, D] of the tokens of `places`.
@@ -61,7 +64,7 @@ def choose_tokens(queries: Tensor, head_weights: Tensor, keys: Tensor, places: R
         keys: [T, D] of the whole row.
 
     Returns:
-        [n, min(top_k, longest sequence)] int32 index into the row, -1 where there is nothing left to choose; in no order.
+        [n, min(top_k, longest sequence)] int32 index into the row, -1 where there are no more tokens; unordered.
     """
     chosen = torch.full((len(queries), min(top_k, places.longest)), -1, dtype=torch.int32, device=queries.device)
     for first, last in _within_sequences(places, num_heads=queries.size(1)):
@@ -76,7 +79,7 @@ def choose_tokens(queries: Tensor, head_weights: Tensor, keys: Tensor, places: R
 
 
 def _within_sequences(places: RowPlaces, *, num_heads: int) -> Iterator[tuple[int, int]]:
-    """Chunks of tokens, (first, last + 1), each of one sequence, whose scores fit the memory."""
+    """Yield chunks of tokens, (first, last + 1), each of one sequence, whose scores fit the memory limit."""
     starts = places.rows - places.positions
     bounds = [0, *(starts.diff().nonzero().squeeze(1) + 1).tolist(), len(starts)]
     for first, last in pairwise(bounds):
@@ -88,15 +91,15 @@ def _within_sequences(places: RowPlaces, *, num_heads: int) -> Iterator[tuple[in
 
 
 def attend(queries: Tensor, latents: Tensor, chosen: Tensor, *, value_size: int, scale: float) -> Tensor:
-    """Softmax attention of every query to its chosen tokens. All heads share keys and values: latent attention with absorbed projections
-    (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
+    """Compute softmax attention of every query to its chosen tokens. All heads share keys and values.
 
-    In float32. For the backward pass only the arguments are kept: scores are computed again.
+    This is latent attention with absorbed projections (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), in float32. Only the arguments are
+    kept for the backward pass, which computes scores again.
 
     Args:
         queries: [L, H, W]
         latents: [T, W] keys of the whole row; their first `value_size` elements are the values.
-        chosen: [L, K] int32 index into the row, -1 for none; at least one a query.
+        chosen: [L, K] int32 index into the row, -1 for none; at least one for each query.
         scale: factor of the scores.
 
     Returns:
@@ -129,19 +132,19 @@ class _Attention(torch.autograd.Function):
             of_queries[part] = (of_scores @ keys).to(queries.dtype)
             of_keys = of_scores.transpose(1, 2) @ queries[part].float()
             of_keys[..., : ctx.value_size] += shares.transpose(1, 2) @ outer
-            of_latents.index_add_(0, chosen[part].clamp(min=0).flatten(), of_keys.flatten(0, 1))  # of what was not chosen: zeros
+            of_latents.index_add_(0, chosen[part].clamp(min=0).flatten(), of_keys.flatten(0, 1))  # zeros for tokens that were not chosen
         return of_queries, of_latents.to(latents.dtype), None, None, None
 
 
 def _shares(queries: Tensor, latents: Tensor, chosen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """[C, K, W] float32 keys of the chosen tokens and [C, H, K] how much of each the heads take."""
+    """Return [C, K, W] float32 keys of the chosen tokens, and [C, H, K] the heads' attention weights."""
     keys = latents[chosen.clamp(min=0)].float()
     scores = scale * (queries.float() @ keys.transpose(1, 2))
     return keys, scores.masked_fill_((chosen < 0)[:, None], -torch.inf).softmax(-1)
 
 
 def _chunks(queries: Tensor, chosen: Tensor) -> Iterator[slice]:
-    """Keys and their gradients are the most that exists of a query, then scores."""
+    """Yield chunks of queries, sized by their largest temporary tensors: keys and their gradients, then scores."""
     (num_queries, num_heads, width), num_chosen = queries.shape, chosen.size(1)
     size = max(1, _CHUNK_BYTES // (4 * num_chosen * (2 * width + 4 * num_heads)))
     return (slice(first, first + size) for first in range(0, num_queries, size))

@@ -1,8 +1,8 @@
-"""Latent attention that is sparse, with a token choice that layers share (GLM-5, arXiv 2603.12201).
+"""Sparse latent attention with a token choice that layers share (GLM-5, arXiv 2603.12201).
 
-Megatron-Core 0.16.1 has sparse attention for experiments (transformer/experimental_attention_variant/dsa.py): neither for packed rows nor
+Megatron-Core 0.16.1 has experimental sparse attention (transformer/experimental_attention_variant/dsa.py): neither for packed rows nor
 for context parallelism, with an indexer in every layer, and it rotates the last elements of the indexer's heads where checkpoints have
-the first rotated. Here only the latents (and the indexer's keys) are gathered over ranks; keys and values are never made of them.
+the first rotated. Here only the latents (and the indexer's keys) are gathered over ranks; keys and values are never computed from them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, Sp
 from fuligo.trainer.megatron_backend.sparse_attention import RowPlaces, attend, choose_tokens, row_places
 
 _KEY_NORM_EPSILON = 1e-6
-"""Of the indexer, whatever config.json says of other norms."""
+"""Epsilon of the indexer's norm, whatever config.json says of other norms."""
 
 
 def sparse_latent_attention(modules: BackendSpecProvider, sparse: SparseLayers, number: int | None) -> ModuleSpec:
-    """Args:
-    number: of the layer, counted from 0; None for a MTP layer, which computes a choice of its own.
+    """Return the spec of a layer's attention.
+
+    Args:
+        number: of the layer, counted from 0; None for an MTP layer, which computes a choice of its own.
     """
     dense = latent_attention(modules, norms_apart=True)
     assert isinstance(dense.submodules, MLASelfAttentionSubmodules)
@@ -49,7 +51,7 @@ def sparse_latent_attention(modules: BackendSpecProvider, sparse: SparseLayers, 
 
 
 class Indexer(nn.Module):
-    """What scores tokens (`choose_tokens`). Every TP rank has all of it. It is never trained: a choice has no gradient."""
+    """Indexer that scores tokens (`choose_tokens`). Every TP rank has all of it. It is never trained: a choice has no gradient."""
 
     def __init__(self, config: MLATransformerConfig, *, rotary_interleaved: bool) -> None:
         super().__init__()
@@ -63,7 +65,9 @@ class Indexer(nn.Module):
         self.linear_weights_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False, **made)
 
     def forward(self, hidden: Tensor, q_compressed: Tensor, angles: Tensor, mscale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Args:
+        """Compute the indexer's queries, head weights and keys.
+
+        Args:
             hidden: [n, E]
             q_compressed: [n, q_lora_rank] normed.
             angles: as `rotate` takes them.
@@ -82,7 +86,7 @@ class Indexer(nn.Module):
 
 
 class UpProjection(nn.Module):
-    """From a latent to this rank's heads of keys and values; its parts are taken apart, to be absorbed into queries and outputs."""
+    """Projection from a latent to this rank's heads of keys and values, split so that its parts are absorbed into queries and outputs."""
 
     def __init__(self, config: MLATransformerConfig, num_heads: int) -> None:
         super().__init__()
@@ -99,13 +103,13 @@ class UpProjection(nn.Module):
                 config.init_method(self.weight)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """[H / tp, key size, R] and [H / tp, value size, R]."""
+        """Return [H / tp, key size, R] and [H / tp, value size, R]."""
         keys, values = self.weight.view(self.shape).tensor_split([self.key_size], dim=1)
         return keys, values
 
 
 class ChosenAttention(nn.Module):
-    """Attention to the tokens that this layer chooses, or that the nearest layer below with an indexer has chosen."""
+    """Attention to the tokens chosen by this layer, or by the nearest layer below with an indexer."""
 
     def __init__(self, config: MLATransformerConfig, *, source: int | None, computes: bool, rotary_interleaved: bool) -> None:
         super().__init__()
@@ -115,7 +119,7 @@ class ChosenAttention(nn.Module):
 
 
 class SparseLatentAttention(LatentAttention):
-    """Self attention of a layer."""
+    """Self-attention of a layer."""
 
     def __init__(
         self,
@@ -134,13 +138,15 @@ class SparseLatentAttention(LatentAttention):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: Tensor, attention_mask: None, *, packed_seq_params: PackedSeqParams, **_: object
     ) -> tuple[Tensor, Tensor | None]:
-        """Args:
+        """Compute attention.
+
+        Args:
             hidden_states: [L, 1, E] this rank's pieces of every sequence, in their order; L / tp under sequence parallelism.
-            attention_mask: None; sequences, causality and choice say it all.
+            attention_mask: None; sequences, causality and choice define the mask.
             packed_seq_params: of the whole row.
 
         Returns:
-            As `hidden_states`, and the bias that is to be added, as Megatron's linear layers have it.
+            As `hidden_states`, and the bias to be added, as Megatron's linear layers return it.
         """
         assert isinstance(packed_seq_params, RowSequences)
         cp, config = self.pg_collection.cp, self.config
@@ -169,7 +175,7 @@ class SparseLatentAttention(LatentAttention):
 
     @torch.no_grad()
     def _chosen(self, row: RowSequences, hidden: Tensor, q_compressed: Tensor, angles: Tensor, mscale: float, places: RowPlaces) -> Tensor:
-        """[L, K]. Under sequence parallelism each TP rank chooses for its own tokens, so that all take the same choice."""
+        """Return [L, K]. Under sequence parallelism each TP rank chooses for its own tokens, so that all use the same choice."""
         core = self.core_attention
         if core.source in row.chosen_tokens:
             return row.chosen_tokens[core.source]
@@ -182,8 +188,10 @@ class SparseLatentAttention(LatentAttention):
         return chosen
 
     def _forget_when_done(self, row: RowSequences, output: Tensor) -> None:
-        """When the backward pass comes to a layer that chooses, it is past those that have taken its choice over, or computed it again.
-        (Where nothing up to this layer is trained, the choice stays as long as the row.)"""
+        """Drop a choice when the backward pass reaches its layer, after the layers that reuse it and any recomputation.
+
+        (If nothing up to this layer is trained, the choice stays as long as the row.)
+        """
         source = self.core_attention.source
         if self.core_attention.indexer is None or source is None or not output.requires_grad:
             return
@@ -194,30 +202,32 @@ class SparseLatentAttention(LatentAttention):
         output.register_hook(forget)
 
     def _own(self, places: RowPlaces, num_tokens: int) -> RowPlaces:
-        """Of the tokens that come in: all L, or this TP rank's part of them."""
+        """Return the places of the incoming tokens: all L, or this TP rank's part of them."""
         first = self.tp_group.rank() * num_tokens if self.config.sequence_parallel else 0
         return places.slice(first, first + num_tokens)
 
     def _angles(self, longest: int) -> tuple[Tensor, float]:
-        """[longest, P / 2] of each position, and the factor of what they rotate."""
+        """Return [longest, P / 2] angles of each position, and the factor of rotated elements."""
         found = self.rotary_pos_emb(longest, packed_seq=True)
         frequencies, mscale = found if self.config.rope_type == "yarn" else (found, 1.0)
         return frequencies.flatten(1).chunk(2, dim=-1)[0], mscale
 
     def _shared_by_heads(self, latent: Tensor) -> Tensor:
-        """Each TP rank's heads give their part of its gradient. (That of the rotary key is summed in `LatentAttention`; both are where
-        ranks have different tokens, when these are gathered.)"""
+        """Sum the gradient over the TP ranks, whose heads each contribute a part.
+
+        (`LatentAttention` sums that of the rotary key; if ranks have different tokens, both are summed when these are gathered.)
+        """
         is_whole = self.tp_group.size() > 1 and not self.config.sequence_parallel
         return SumGradient.apply(latent, self.tp_group) if is_whole else latent  # pyright: ignore[reportReturnType]
 
     def _over_sequence(self, tokens: Tensor) -> Tensor:
-        """[L / tp, ...] -> [L, ...] under sequence parallelism, else the same."""
+        """Gather [L / tp, ...] -> [L, ...] under sequence parallelism, else return the same."""
         if self.config.sequence_parallel and self.tp_group.size() > 1:
             return gather_from_sequence_parallel_region(tokens, group=self.tp_group)
         return tokens
 
     def _of_whole_row(self, tokens: Tensor, places: RowPlaces) -> Tensor:
-        """What each rank has of its own tokens -> [T, ...] in the row's order."""
+        """Gather each rank's own tokens -> [T, ...] in the row's order."""
         group = self.pg_collection.cp
         assert isinstance(group, dist.ProcessGroup)
         tokens = self._over_sequence(tokens)
@@ -227,13 +237,13 @@ class SparseLatentAttention(LatentAttention):
 
 
 def rotate(values: Tensor, angles: Tensor, mscale: float, *, interleaved: bool) -> Tensor:
-    """Rotary embedding of the first P elements of each head (RoFormer, arXiv 2104.09864), in float32's angles and the type of the values.
+    """Apply rotary embedding to the first P elements of each head (RoFormer, arXiv 2104.09864), with float32 angles, in the values' type.
 
     Args:
         values: [n, H, D]
         angles: [n, P / 2] float32
-        mscale: factor of what is rotated (YaRN).
-        interleaved: pairs are neighbours; else element i and i + P / 2. They come out apart, all first ones before all second ones: where
+        mscale: factor of rotated elements (YaRN).
+        interleaved: pairs are neighbours; else element i and i + P / 2. The result has all first elements before all second ones: where
             queries and keys are treated alike, no product of them changes.
     """
     size = 2 * angles.size(-1)
@@ -244,23 +254,25 @@ def rotate(values: Tensor, angles: Tensor, mscale: float, *, interleaved: bool) 
 
 
 def freeze_indexers(model: nn.Module) -> None:
-    """Switch off their gradients, of which there are none."""
+    """Switch off the gradients of indexers, which have none."""
     for module in model.modules():
         if isinstance(module, Indexer):
             module.requires_grad_(False)
 
 
 def refuse_unsupported_sparsity(config: TransformerConfig, settings: MegatronTrainerSettings) -> None:
-    """Raises:
-    ConfigError: a stage begins with a layer that takes over the choice of one in the stage before, or up-projections that are never
-        computed are to be recomputed.
+    """Refuse layouts and recomputation that sparse attention does not support.
+
+    Raises:
+        ConfigError: a stage begins with a layer that reuses the choice of one in the stage before, or up-projections that are never
+            computed are to be recomputed.
     """
     sparse, layout = settings.sparse_layers, settings.layout
     if sparse is None:
         return
     if "mla_up_proj" in settings.recomputation.modules:
         raise ConfigError(
-            "--recompute-modules mla_up_proj: sparse attention makes no keys and values of its latents; leave mla_up_proj out"
+            "--recompute-modules mla_up_proj: sparse attention computes no keys and values from its latents; leave mla_up_proj out"
         )
     for pp_rank in range(layout.pp):
         for vp_stage in range(layout.vpp) if layout.vpp > 1 else [None]:

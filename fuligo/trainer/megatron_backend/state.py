@@ -1,15 +1,15 @@
-"""The Megatron trainer's part of a checkpoint: weights, optimizer, random numbers and counters, for any layout of ranks.
+"""Megatron trainer's part of a checkpoint: weights, optimizer, random numbers and counters, for any layout of ranks.
 
 *.distcp, .metadata       weights under Megatron's names of local layers, layers and experts counted over all ranks; `optimizer.state.*`
-                          of the trained ones; `reference.*` where training changes the reference
-common.pt, metadata.json  what makes it one of Megatron-Core's torch_dist checkpoints
-model/                    config.json and tokenizer of the model, and what tensors its Hugging Face checkpoint has
+                          of the trained ones; `reference.*` if training changes the reference
+common.pt, metadata.json  metadata of Megatron-Core's torch_dist checkpoints
+model/                    config.json and tokenizer of the model, and the list of tensors in its Hugging Face checkpoint
 rng/                      state of every rank's random numbers
 trainer.json              counters, and the layout
-critic/                   the same of a value model, where there is one
+critic/                   the same of a value model, if there is one
 
-Nothing is gathered. Of the ranks that hold the same part of a weight one writes it; a data-parallel rank's share of the optimizer's state,
-a range of each flattened weight, is written as the few rectangles that it is.
+Nothing is gathered. One of the ranks that hold the same part of a weight writes it; a data-parallel rank's share of the optimizer's state,
+a range of each flattened weight, is written as the few rectangles that it consists of.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class MegatronState:
-    """The live objects that a checkpoint is written from and read into."""
+    """Live objects that a checkpoint is written from and read into."""
 
     chunks: Sequence[nn.Module]
     """This rank's stages, bare or wrapped."""
@@ -62,11 +62,11 @@ class MegatronState:
     layout: Layout
     progress: Progress
     reference: Mapping[str, Tensor] | None = None
-    """This rank's weights of the reference model by the names that `local_weights` gives; only where training changes it."""
+    """This rank's weights of the reference model by the names of `local_weights`; None if training does not change it."""
 
 
 class CheckpointWriter:
-    """Writes checkpoints, one at a time: while the caller waits, or while it goes on training."""
+    """Writer of checkpoints, one at a time: while the caller waits, or while training goes on."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -77,7 +77,7 @@ class CheckpointWriter:
         """Write a checkpoint. A collective.
 
         Args:
-            states: by directory, which is made; the caller sees to it that the checkpoint appears under its final name only when complete.
+            states: by directory, which is created; the caller gives the checkpoint its final name when it is complete.
             model_files: Hugging Face directory of the model.
 
         Raises:
@@ -88,14 +88,14 @@ class CheckpointWriter:
             write_shards(directory, list(_shards(state)), self._world.objects)
 
     def begin(self, states: Mapping[Path, MegatronState], *, model_files: Path) -> Future[None]:
-        """As `save`, but what is written is copied to the host's memory, and the writing goes on when this returns.
+        """Copy the state to the host's memory, and write it in the background.
 
         Returns:
-            Done when all ranks have written, on each; holds the CheckpointError if one could not.
+            Future that is done on each rank when all ranks have written; holds the CheckpointError if one could not.
         """
         if self._thread is None:
             self._thread = ComputeThread("checkpoint writer")
-            # Their own, so that what they say does not get between the trainer's collectives.
+            # Groups of their own, so that the writers' collectives do not mix with the trainer's.
             self._group = dist.new_group(backend="gloo") if self._world.size > 1 else None  # pyright: ignore[reportAttributeAccessIssue]
         self._write_small_files(states, model_files)
         copies = {directory: [shard.on_cpu() for shard in _shards(state)] for directory, state in states.items()}
@@ -115,9 +115,9 @@ class CheckpointWriter:
 
 
 def restore_state(directory: Path, state: MegatronState, world: World) -> None:
-    """The inverse of `CheckpointWriter.save`, whatever the layout was. Nothing is changed before everything has been checked. A collective.
+    """Load what `CheckpointWriter.save` wrote under any layout. Everything is checked before anything changes. A collective.
 
-    Where the layout was another, every rank keeps the random numbers that it has.
+    If the layout was another, every rank keeps its own random numbers.
 
     Raises:
         CheckpointError: a file is missing or truncated, or the checkpoint belongs to another model; on every rank.
@@ -134,15 +134,15 @@ def restore_state(directory: Path, state: MegatronState, world: World) -> None:
     if opened.random is not None:
         _set_random_state(opened.random, world)
     elif world.rank == 0:
-        logger.info("%s was saved under another layout (%s): random numbers begin anew", directory, opened.saved.layout)
+        logger.info("%s was saved under another layout (%s); random numbers start anew", directory, opened.saved.layout)
     state.progress.num_optimizer_steps = opened.saved.progress.num_optimizer_steps
     state.progress.num_rollouts = opened.saved.progress.num_rollouts
 
 
 def load_weights(directory: Path, chunks: Sequence[nn.Module], names: ModelNames, world: World) -> None:
-    """Overwrite this rank's weights, in place and in the types that they have, with those of a distributed checkpoint. A collective.
+    """Overwrite this rank's weights, in place and in their own types, with those of a distributed checkpoint. A collective.
 
-    The head of a value model (`value_names`) stays as it is where the checkpoint is a policy's.
+    The head of a value model (`value_names`) stays as it is if the checkpoint is a policy's.
 
     Raises:
         CheckpointError: a file is missing or truncated, or the checkpoint belongs to another model; on every rank.
@@ -160,7 +160,7 @@ def load_weights(directory: Path, chunks: Sequence[nn.Module], names: ModelNames
 
 @dataclass(slots=True, frozen=True)
 class _Counters:
-    """`trainer.json`"""
+    """Contents of `trainer.json`."""
 
     progress: Progress
     layout: Layout
@@ -171,13 +171,15 @@ class _Counters:
 
     @classmethod
     def read(cls, file: Path) -> _Counters:
-        """Raises:
-        CheckpointError: it cannot be read, or another version or backend wrote it.
+        """Read the counters.
+
+        Raises:
+            CheckpointError: the file cannot be read, or another version or backend wrote it.
         """
         try:
             content = json.loads(file.read_text())
             if content["format"] != FORMAT or content.get("backend") != "megatron":
-                raise CheckpointError(f"{file}: this is no checkpoint that the Megatron trainer of this version of fuligo has written")
+                raise CheckpointError(f"{file}: not a checkpoint of this fuligo version's Megatron trainer")
             return cls(Progress(content["num_optimizer_steps"], content["num_rollouts"]), Layout(**content["layout"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{file}: cannot be read: {error}") from error
@@ -185,7 +187,7 @@ class _Counters:
 
 @dataclass(slots=True, frozen=True)
 class _Opened:
-    """A checkpoint that has been compared with the state that it is to be read into."""
+    """Checkpoint that has been compared with the state that it is loaded into."""
 
     tensors: DistributedTensors
     weights: list[LocalWeight]
@@ -194,8 +196,10 @@ class _Opened:
 
     @classmethod
     def of(cls, directory: Path, state: MegatronState, world: World) -> _Opened:
-        """Raises:
-        CheckpointError: a file is missing or truncated, or the checkpoint belongs to another model.
+        """Open a checkpoint and compare it with the state.
+
+        Raises:
+            CheckpointError: a file is missing or truncated, or the checkpoint belongs to another model.
         """
         saved = _Counters.read(directory / COUNTERS)
         tensors, weights = DistributedTensors(directory), held_weights(state.chunks, state.names)
@@ -222,7 +226,7 @@ class _Opened:
 
 
 def _shards(state: MegatronState) -> Iterator[Shard]:
-    """What this rank writes."""
+    """Return the shards that this rank writes."""
     weights = held_weights(state.chunks, state.names)
     yield from _weight_shards(weights)
     if state.reference is not None:
@@ -242,7 +246,7 @@ def _weight_shards(weights: Sequence[LocalWeight]) -> Iterator[Shard]:
 
 
 def _is_own(held: LocalWeight, number: int) -> bool:
-    """Data-parallel ranks hold the same weights and write them in turn."""
+    """Return whether this rank writes the weight; data-parallel ranks hold the same weights and write them in turn."""
     rank, size = held.data_parallel
     return held.is_first_copy and number % size == rank
 
@@ -268,7 +272,7 @@ def _state_shards(held: LocalWeight, state: ParameterState, values: Mapping[str,
 def _read_weights(tensors: DistributedTensors, weights: Sequence[LocalWeight]) -> None:
     for held in weights:
         if held.weight.is_vocabulary:
-            held.tensor.zero_()  # rows that stand for no token
+            held.tensor.zero_()  # padding rows
         for part in held.parts:
             tensors.read_into(part.shard)
 
@@ -322,7 +326,7 @@ def _random_file(directory: Path, world: World) -> Path:
 
 
 def _random_state(world: World) -> dict[str, Tensor]:
-    """Of torch, and of Megatron's parallel regions."""
+    """Return the random state of torch, and of Megatron's parallel regions."""
     state = {"torch": torch.get_rng_state()}
     if world.device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(world.device)
@@ -352,10 +356,10 @@ def _tracker() -> CudaRNGStatesTracker:
 
 
 def _agreed(world: World, work: Callable[[], T]) -> T:
-    """What `work` returns, if it raises nothing on any rank.
+    """Return the result of `work` if it raises on no rank.
 
     Raises:
-        CheckpointError: of the first rank on which it did; on every rank.
+        CheckpointError: of the first rank on which it raised; on every rank.
     """
     result: list[T] = []
     problem: str | None = None

@@ -1,4 +1,4 @@
-"""Passes through the value model: with gradients for one optimizer step, without for samples to be scored."""
+"""Passes through the value model: with gradients for one optimizer step, without gradients to score samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fuligo.types import FloatArray
 def compute_value_gradients(
     chunks: Sequence[nn.Module], step: StepShare, settings: MegatronTrainerSettings, device: torch.device, *, clip: float
 ) -> StepGradients | None:
-    """As `gradients.compute_gradients`, of the value loss; no scores. A collective.
+    """Sum the gradient of the value loss into the stages' buffers, as `gradients.compute_gradients` does; no scores. A collective.
 
     Args:
         clip: distance from the old values.
@@ -51,7 +51,7 @@ def compute_value_gradients(
 def compute_values(
     chunks: Sequence[nn.Module], share: ScoreShare, settings: MegatronTrainerSettings, device: torch.device
 ) -> dict[int, FloatArray]:
-    """[R] of this replica's samples by position among all, on the rank that `reports`. A collective."""
+    """Return [R] values of this replica's samples by position among all, on the rank that `reports`. A collective."""
     rows = rows_of(share.samples, share.schedule, settings, device, inputs_of=lambda _: None)
     found: dict[int, FloatArray] = {}
 
@@ -67,7 +67,7 @@ def compute_values(
 
 
 def _values(chunk: nn.Module, row: Row, hidden: Tensor) -> Tensor:
-    """[N] float32, on all TP and CP ranks."""
+    """Return [N] float32 values, on all TP and CP ranks."""
     packed = row.packed
     own = hidden[packed.local_rows].float() @ head_weight(chunk).float().squeeze(0)
     return gather_tokens(own, packed.local_ids, len(row.tokens.targets), cp_group())

@@ -1,4 +1,4 @@
-"""What every rank of the Megatron trainer does: the same calls on all, in the same order, each with the samples of its replica."""
+"""Rank worker of the Megatron trainer: the same calls on all ranks, in the same order, each with the samples of its replica."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from fuligo.weights.senders import WeightSender
 
 
 class MegatronRankWorker:
-    """Of policy and value model this rank's stages and its part of the optimizers, and the counters; others wait in host memory."""
+    """This rank's stages of policy and value model, its part of the optimizers, and counters; other models wait in host memory."""
 
     def __init__(self, settings: MegatronTrainerSettings, world: World) -> None:
         """Load weights and build the optimizers.
@@ -79,7 +79,7 @@ class MegatronRankWorker:
         self._timeline = Timeline(world.device)
 
     def score(self, share: ScoreShare) -> list[SampleScores] | None:
-        """Of all replicas' samples, on rank 0; None on others."""
+        """Return the scores of all replicas' samples, on rank 0; None on others."""
         with self._timeline.span("score"):
             routing: Routing = "recorded" if self.settings.records_routing else "replayed"
             old = self._scores(share, routing=routing) if self.settings.needs_old_logprobs else Scores()
@@ -93,12 +93,12 @@ class MegatronRankWorker:
         return self._with_routing(in_order(scores for scores, _ in gathered), [recorded for _, recorded in gathered])
 
     def logprobs(self, share: ScoreShare) -> list[FloatArray] | None:
-        """Of the policy as it is now, of all replicas' samples, on rank 0; None on others."""
+        """Return log-probabilities of the current policy for all replicas' samples, on rank 0; None on others."""
         gathered = self.world.gather(_logprobs(self._scores(share, routing="own")))
         return None if gathered is None else in_order(gathered)
 
     def train(self, steps: Sequence[StepShare]) -> StepResult:
-        """The result is complete on rank 0; other ranks know no metrics.
+        """Take the optimizer steps of a rollout. The result is complete on rank 0; other ranks have no metrics.
 
         Args:
             steps: this replica's samples of each optimizer step.
@@ -135,17 +135,17 @@ class MegatronRankWorker:
         return StepResult(means, scores, num_tokens, rank_spans=[spans for _, spans in gathered])
 
     def gradients(self, step: StepShare) -> StepGradients | None:
-        """Leave the gradient of the step's loss in the stages' buffers; what this replica's passes gave, on the rank that hands it over."""
+        """Compute the gradient of the step's loss into the stages' buffers; return this replica's results, on the rank that reports."""
         zero_gradients(self.chunks)
         return compute_gradients(self.chunks, step, self.settings, self.world.device)
 
     def send_weights(self, target: WeightTarget) -> WeightManifest | Undelivered | None:
-        """All ranks gather; rank 0 sends, and whoever has an engine on its GPU."""
+        """Gather on all ranks; rank 0 sends, and any rank with an engine on its GPU."""
         with self._timeline.span("send"):
             return self._sender.send(self.named_weights(), target)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and full tensors in the data type of `hf_checkpoint`. A collective: every rank iterates to the end."""
+        """Yield Hugging Face names and full tensors in the data type of `hf_checkpoint`. A collective: every rank iterates to the end."""
         return named_weights(self.chunks, self.names, dtype=self.export_dtype)
 
     def save(self, directory: Path) -> None:
@@ -186,7 +186,7 @@ class MegatronRankWorker:
             load_hugging_face(chunks, directory)
 
     def _waiting(self, chunks: list[PolicyModel], directory: Path | None) -> HostWeights | None:
-        """The weights of another model, which is never trained; the stages are left with them."""
+        """Load the weights of another model, which is never trained, through the stages, into host memory."""
         if directory is None:
             return None
         self._load(chunks, directory)
@@ -196,7 +196,7 @@ class MegatronRankWorker:
         return compute_scores(self.chunks, share, self.settings, self.world.device, routing=routing)
 
     def _with_routing(self, scores: list[SampleScores], parts_of_ranks: list[dict[int, RecordedPart]]) -> list[SampleScores]:
-        """The same, with what the ranks have recorded, where they have."""
+        """Add the routing that the ranks recorded to the scores, if they did."""
         if not any(parts_of_ranks):
             return scores
         shape = self.settings.routing
@@ -205,7 +205,7 @@ class MegatronRankWorker:
         return [replace(of_sample, routed_experts=assemble(parts, shape)) for of_sample, parts in zip(scores, parts_of, strict=True)]
 
     def _logprobs_of(self, other: HostWeights | None, share: ScoreShare) -> dict[int, FloatArray]:
-        """Reference and teacher are models of their own, and so are their routers."""
+        """Return log-probabilities of the reference or teacher, which route their tokens themselves."""
         if other is None:
             return {}
         other.exchange(self.chunks)
@@ -215,7 +215,7 @@ class MegatronRankWorker:
             other.exchange(self.chunks)
 
     def _optimizer_steps(self, step: StepShare) -> tuple[list[StepGradients | None], dict[str, float]]:
-        """The value model's, then the policy's; what each gave, that of the policy last."""
+        """Step the value model, then the policy; return the results of both, the policy's last."""
         num_micro_batches = len(step.schedule.plans)
         found: list[StepGradients | None] = []
         metrics: dict[str, float] = {}
@@ -238,7 +238,7 @@ class MegatronRankWorker:
             self.reference.copy_from(self.chunks)
 
     def _states(self, directory: Path) -> dict[Path, MegatronState]:
-        """By the directory of a checkpoint that holds them: the value model's is one of its own in the policy's."""
+        """Return the states by directory in the checkpoint: the value model's is a checkpoint of its own inside the policy's."""
         changes = self.reference is not None and self.settings.ref_update_interval is not None
         reference = self.reference.tensors if self.reference is not None and changes else None
         learner = self._learner
@@ -253,7 +253,7 @@ def _logprobs(scores: Scores) -> dict[int, FloatArray]:
 
 
 def _means(replicas: Sequence[Sequence[StepGradients]]) -> dict[str, float]:
-    """Of one optimizer step, over all replicas; each has as many models."""
+    """Average the metrics of one optimizer step over all replicas, model by model."""
     means: dict[str, float] = {}
     for of_model in zip(*replicas, strict=True):
         means |= total([gradients.sums for gradients in of_model]).means()
@@ -261,11 +261,11 @@ def _means(replicas: Sequence[Sequence[StepGradients]]) -> dict[str, float]:
 
 
 def _handed_over(step: StepGradients) -> StepGradients:
-    """The same with tensors on the host."""
+    """Move the tensors to the host."""
     sums: MetricSums = step.sums.with_vector(step.sums.vector().cpu())
     return replace(step, sums=sums, losses=step.losses.cpu())
 
 
 def _cost(hf_checkpoint: Path) -> Cost:
-    """FLOPs of the forward pass."""
+    """Return the FLOPs of the forward pass."""
     return forward_flops(architecture_of(read_config_json(hf_checkpoint))).whole_sequence

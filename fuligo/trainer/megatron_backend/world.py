@@ -13,10 +13,10 @@ from fuligo.trainer.ranks.world import World
 
 
 def join_megatron(layout: Layout, world: World, seed: int, *, timeout_s: float = 1800.0) -> None:
-    """Form the groups of the parallel dimensions. A collective; the default process group is there already.
+    """Form the groups of the parallel dimensions, inside the default process group. A collective.
 
     Args:
-        layout: of as many ranks as there are.
+        layout: of all ranks.
         seed: of Megatron's random states; weights that are not read from a checkpoint depend on it and on the rank's place alone.
         timeout_s: deadline of every operation of a group, rounded up to minutes.
 
@@ -43,5 +43,5 @@ def join_megatron(layout: Layout, world: World, seed: int, *, timeout_s: float =
 
 
 def leave_megatron() -> None:
-    """Forget the groups, so that the process can go on with another layout. Before the default process group ends."""
+    """Release the groups, so that the process can use another layout. Before the default process group ends."""
     parallel_state.destroy_model_parallel()

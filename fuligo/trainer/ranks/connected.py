@@ -47,7 +47,7 @@ class ConnectedRank(RankHandle):
         self._next_number = 0
         self._lost: RankLostError | None = None
         self._sender = ComputeThread(f"to-rank-{rank}")
-        """Of its own: a rank that is stopped reads nothing, and blocks whoever writes to it."""
+        """Separate thread, because a rank that is stopped reads nothing and blocks the writer."""
         threading.Thread(target=self._receive_all, name=f"from-rank-{rank}", daemon=True).start()
 
     @property

@@ -28,7 +28,7 @@ class Rank:
     ) -> None:
         self.number = number
         self.saving: Future[None] | None = None
-        """Of the last `BeginSave`."""
+        """Future of the last `BeginSave`."""
         self.has_left = False
         self._size = size
         self._host = host

@@ -1,1 +1,1 @@
-"""Weights between Hugging Face checkpoints and Megatron's models, whatever the layout."""
+"""Conversion of weights between Hugging Face checkpoints and Megatron's models, for any layout."""

@@ -1,4 +1,4 @@
-"""The weights of a Megatron model of any layout as those of a Hugging Face checkpoint, gathered batch by batch."""
+"""Export of a Megatron model of any layout as the weights of a Hugging Face checkpoint, gathered batch by batch."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from fuligo.trainer.megatron_backend.weights.local import local_weights, misfits
 Shapes = dict[str, tuple[int, ...]]
 
 GATHER_BYTES = 64 * 2**20
-"""Gathered in one collective: enough for its latency not to count, little beside the buckets that engines are sent."""
+"""Gathered in one collective: enough to hide its latency, little beside the buckets that engines receive."""
 _ALIGNMENT_BYTES = 16
-"""Of tensors within a collective's buffer, so that each can be viewed in its own type."""
+"""Alignment of tensors within a collective's buffer, so that each can be viewed in its own type."""
 
 
 @torch.no_grad()
 def named_weights(
     chunks: Sequence[nn.Module], names: ModelNames, *, dtype: torch.dtype, gather_bytes: int = GATHER_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and full tensors as in the checkpoint, on every rank; each once, the same order everywhere.
+    """Yield names and full tensors as in the checkpoint, on every rank; each once, in the same order everywhere.
 
-    A collective: every rank iterates to the end. A tensor may be the model's own memory: whoever takes it neither changes nor keeps it.
+    A collective: every rank iterates to the end. A tensor may be the model's own memory: callers must neither change nor keep it.
     Beside what the caller keeps, at most two batches of `gather_bytes` exist (or one larger tensor, twice).
 
     Args:
         chunks: this rank's stages, bare or wrapped.
-        dtype: of the tensors, but for those that are float32 always (the bias of a router's scores).
+        dtype: of the tensors, except those that are always float32 (the bias of a router's scores).
     """
     groups, local = rank_groups(), local_weights(chunks)
     assert not (different := misfits(local, names)), f"the model and the names of its checkpoint differ in {different[0]}"
@@ -48,7 +48,7 @@ def named_weights(
 
 @dataclass(slots=True, frozen=True)
 class _Owners:
-    """The ranks that have a weight."""
+    """Ranks that have a weight."""
 
     stage: int
     """The first pipeline rank."""
@@ -58,7 +58,7 @@ class _Owners:
 
 @dataclass(slots=True, frozen=True)
 class _Item:
-    """A weight, and what one rank has of it."""
+    """A weight, and this rank's part of it."""
 
     weight: Weight
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class _Item:
 
 
 def _items(stages: list[Shapes], names: ModelNames, groups: RankGroups, dtype: torch.dtype) -> Iterator[_Item]:
-    """All weights, in the same order on all ranks."""
+    """Return all weights, in the same order on all ranks."""
     experts = names.architecture.experts
     per_rank = 0 if experts is None else experts.num_experts // groups.expert.size()
     num_mtp_layers = len({name.split(".")[2] for stage in stages for name in stage if name.startswith("mtp.layers.")})
@@ -91,7 +91,7 @@ def _items(stages: list[Shapes], names: ModelNames, groups: RankGroups, dtype: t
 
 
 def _batches(items: Iterator[_Item], gather_bytes: int) -> Iterator[list[_Item]]:
-    """Consecutive items of the same ranks that fill `gather_bytes` when gathered; a larger item is on its own."""
+    """Split into runs of items of the same ranks that fill `gather_bytes` when gathered; a larger item is on its own."""
     batch: list[_Item] = []
     num_bytes = 0
     for item in items:
@@ -114,7 +114,7 @@ class _Exchange:
         self._device = next(iter(local.values())).device
 
     def gather(self, batch: Sequence[_Item]) -> list[list[Tensor]]:
-        """The parts of each item that its owners have, on all ranks."""
+        """Gather the parts of each item from its owners, on all ranks."""
         parts: dict[str, list[Tensor]] = {}
         for num_shards in sorted({item.num_shards for item in batch}):
             items = [item for item in batch if item.num_shards == num_shards]
@@ -129,11 +129,11 @@ class _Exchange:
         return [parts[item.weight.megatron] for item in batch]
 
     def _has_all(self, owners: _Owners) -> bool:
-        """No other rank needs what this one has."""
+        """Return whether no other rank needs this rank's part."""
         return self._groups.pipeline.size() == 1 and (owners.expert_rank is None or self._groups.expert.size() == 1)
 
     def _collect(self, items: Sequence[_Item], buffer: _Buffer, shards: Tensor) -> None:
-        """Fill `shards` [num_shards, num_bytes]: first on the ranks of the stage that has the items, then on those of the others."""
+        """Fill `shards` [num_shards, num_bytes]: first on the ranks of the stage that has the items, then on the others."""
         owners, groups = items[0].owners, self._groups
         if groups.pipeline.rank() == owners.stage:
             if owners.expert_rank is None:
@@ -152,7 +152,7 @@ class _Exchange:
             dist.all_gather_into_tensor(shards.view(-1), own, group=self._groups.tensor)
 
     def _collect_experts(self, items: Sequence[_Item], buffer: _Buffer, shards: Tensor, expert_rank: int) -> None:
-        """One expert-parallel rank after another sends: all at once would be as many experts in memory as there are ranks."""
+        """Send from one expert-parallel rank after another: all at once would need memory for as many experts as there are ranks."""
         groups = self._groups
         if groups.expert.rank() == expert_rank:
             self._pack(items, buffer, shards[groups.expert_tensor.rank() if len(shards) > 1 else 0])
@@ -165,7 +165,7 @@ class _Exchange:
 
 
 class _Buffer:
-    """Where tensors of several types lie in one run of bytes."""
+    """Layout of tensors of several types in one run of bytes."""
 
     def __init__(self, items: Sequence[_Item]) -> None:
         self._items = items
@@ -176,7 +176,7 @@ class _Buffer:
             self.num_bytes += -(-item.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
     def tensors(self, content: Tensor) -> list[Tensor]:
-        """Views of `content` [num_bytes]."""
+        """Return views of `content` [num_bytes]."""
         return [
             content[start : start + item.num_bytes].view(item.dtype).view(item.shape)
             for item, start in zip(self._items, self._starts, strict=True)

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint as a rank's part of Megatron's, and back."""
+"""Conversion of a checkpoint's tensors to a rank's part of Megatron's, and back."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ class Stored(Protocol):
     """One of the checkpoint's tensors of a weight, read in slices."""
 
     def read(self, axis: int, start: int, stop: int) -> Tensor:
-        """Its elements `start` to `stop` along `axis`."""
+        """Read the elements `start` to `stop` along `axis`."""
         ...
 
 
 def read_pieces(weight: Weight, stored: Sequence[Stored], architecture: Architecture, index: int, count: int) -> list[Tensor]:
-    """The `index`-th of `count` equal parts of a weight, in Megatron's layout, as pieces that belong one below the other; only what lies in
-    it is read.
+    """Read the `index`-th of `count` equal parts of a weight, in Megatron's layout, as pieces to be stacked; only that part is read.
 
     Args:
-        stored: the checkpoint's tensors, as `Weight.checkpoint` lists them; gate and up apart also where the checkpoint has them as one.
-        count: 1 where every rank has the whole weight.
+        stored: the checkpoint's tensors, as `Weight.checkpoint` lists them; gate and up apart even if the checkpoint joins them.
+        count: 1 if every rank has the whole weight.
     """
     axis = weight.axis or 0
     start, stop = index * weight.shape[axis] // count, (index + 1) * weight.shape[axis] // count
@@ -42,12 +41,12 @@ def read_pieces(weight: Weight, stored: Sequence[Stored], architecture: Architec
 
 
 def read_shard(weight: Weight, stored: Sequence[Stored], architecture: Architecture, index: int, count: int) -> Tensor:
-    """The same as one tensor."""
+    """Read the part as one tensor."""
     return _cat(read_pieces(weight, stored, architecture, index, count))
 
 
 def join_shards(weight: Weight, shards: Sequence[Tensor], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """The checkpoint's tensors of a weight from the parts that all tensor-parallel ranks hold (one where every rank has the whole)."""
+    """Return the checkpoint's tensors of a weight from the parts of all tensor-parallel ranks (one if every rank has the whole)."""
     match weight.form:
         case Form.WHOLE:
             tensors = [_cat(shards, weight.axis or 0).narrow(0, 0, weight.shape[0])]
@@ -71,14 +70,14 @@ def _swap_halves(tensor: Tensor) -> Tensor:
 
 
 def _group_sizes(architecture: Architecture) -> tuple[int, int, int]:
-    """Rows of queries, key and value that belong to one group of query heads."""
+    """Return the rows of queries, key and value in one group of query heads."""
     heads = architecture.attention
     assert isinstance(heads, GroupedAttention)
     return heads.num_heads // heads.num_kv_heads * heads.head_dim, heads.head_dim, heads.head_dim
 
 
 def _read_qkv(stored: Sequence[Stored], sizes: tuple[int, int, int], start: int, stop: int) -> Tensor:
-    """Rows `start` to `stop`; with fewer groups than ranks these are part of one group (megatron/core/transformer/attention.py)."""
+    """Read rows `start` to `stop`, a part of one group if there are more ranks than groups (megatron/core/transformer/attention.py)."""
     group_rows = sum(sizes)
     first, last = start // group_rows, -(-stop // group_rows)
     parts = [part.read(0, first * rows, last * rows).unflatten(0, (last - first, rows)) for part, rows in zip(stored, sizes, strict=True)]

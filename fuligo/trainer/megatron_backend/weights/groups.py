@@ -1,4 +1,4 @@
-"""The groups of ranks that have a weight between them."""
+"""Groups of ranks that share weights."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class RankGroups:
     expert: ProcessGroup
     """Ranks that have other experts."""
     experts: ProcessGroup
-    """Ranks that have all experts between them, numbered by their place in `expert_tensor` first, then by that in `expert`."""
+    """Ranks that together have all experts, numbered by their place in `expert_tensor` first, then by that in `expert`."""
     pipeline: ProcessGroup
     """Ranks that have other stages."""
 
 
 def rank_groups() -> RankGroups:
-    """Those that this rank is in."""
+    """Return the groups of this rank."""
     return RankGroups(
         tensor=_group(parallel_state.get_tensor_model_parallel_group()),
         expert_tensor=_group(parallel_state.get_expert_tensor_parallel_group()),

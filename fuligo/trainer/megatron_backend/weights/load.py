@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face checkpoint into a Megatron model of any layout."""
+"""Loading of a Hugging Face checkpoint into a Megatron model of any layout."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ NUM_READERS = 4
 
 
 def load_hugging_face(chunks: Sequence[nn.Module], directory: Path, *, is_value_model: bool = False) -> None:
-    """Overwrite this rank's weights, in place and in the types that they have, with those of a checkpoint.
+    """Overwrite this rank's weights, in place and in their own types, with those of a checkpoint.
 
     Every rank reads its own slices of the files; ranks exchange nothing.
 
     Args:
         chunks: this rank's stages, bare or wrapped.
         directory: config.json and safetensors files, as published or as transformers 5 saves them.
-        is_value_model: the stages are a value model's, whose head stays as it is unless there is one in the files.
+        is_value_model: the stages are a value model's, whose head is loaded only if the files have one.
 
     Raises:
         CheckpointError: the files are damaged, or tensors are missing, unknown, or of other shapes than those of the model.
@@ -52,7 +52,7 @@ def load_hugging_face(chunks: Sequence[nn.Module], directory: Path, *, is_value_
     with StoredWeights(directory, names, num_mtp_layers) as stored:
         if different := misfits(local, names):
             raise CheckpointError(
-                f"{directory} is of another architecture than MODEL_ARGS and --hf-checkpoint say: the two do not both have {different[0]}"
+                f"{directory} has another architecture than MODEL_ARGS and --hf-checkpoint: only one of them has {different[0]}"
             )
 
         @torch.no_grad()
@@ -95,7 +95,7 @@ def _fill(tensor: Tensor, weight: Weight, parts: Sequence[Stored], architecture:
 
 
 def _place(weight: Weight, groups: RankGroups) -> tuple[int, int]:
-    """Which of the ranks that share the weight this one is, and how many they are."""
+    """Return this rank's number among the ranks that share the weight, and their number."""
     if weight.axis is None:
         return 0, 1
     group = groups.tensor if weight.expert is None else groups.expert_tensor

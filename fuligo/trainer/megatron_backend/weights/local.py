@@ -1,4 +1,4 @@
-"""The weights that this rank holds, under names that do not depend on the layout or on who made the layers."""
+"""This rank's weights, under names that do not depend on the layout or on the layers' implementation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FUSED_NORMS = {
     "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
     "mlp.linear_fc1": "pre_mlp_layernorm",
 }
-"""TransformerEngine's linear layer that holds a norm's weight -> the norm in a model of local layers."""
+"""TransformerEngine's linear layer that contains a norm's weight -> the norm in a model of local layers."""
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _FUSED_NORM = re.compile(rf"\.({'|'.join(re.escape(name) for name in _FUSED_NORMS)})\.layer_norm_weight$")
@@ -26,7 +26,7 @@ _LOCAL_EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)(\d+)(?=\.)")
 
 
 def canonical_name(name: str, *, first_layer: int = 0, first_expert: int = 0) -> str:
-    """The name in a whole model of local layers of what a rank's stage calls `name`.
+    """Return the name, in a whole model of local layers, of a weight that the rank's stage calls `name`.
 
     Args:
         name: in the stage's model, of local or of TransformerEngine's layers.
@@ -40,10 +40,10 @@ def canonical_name(name: str, *, first_layer: int = 0, first_expert: int = 0) ->
 
 
 def local_weights(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """This rank's parts of the weights, by canonical name: parameters, and the expert bias of routers, which is a buffer.
+    """Return this rank's parts of the weights by canonical name: parameters, and the expert bias of routers, which is a buffer.
 
     Args:
-        chunks: the rank's stages of the model, bare or wrapped (in DistributedDataParallel, say).
+        chunks: the rank's stages of the model, bare or wrapped (for example in DistributedDataParallel).
     """
     found: dict[str, Tensor] = {}
     expert_ranks = rank_groups().expert
@@ -56,7 +56,7 @@ def local_weights(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def misfits(local: Mapping[str, Tensor], names: ModelNames) -> list[str]:
-    """Weights that this rank's stages have and the model of `names` has not, or the other way round; none where they are of one model."""
+    """Return the weights that only this rank's stages or only the model of `names` has."""
     layers = {name for name in map(_layer, local) if name is not None}
     experts = {weight.expert for name in local if (weight := names.by_megatron_name.get(name)) is not None}
     unknown = [name for name in local if name not in names.by_megatron_name]
@@ -69,13 +69,13 @@ def misfits(local: Mapping[str, Tensor], names: ModelNames) -> list[str]:
 
 
 def _layer(name: str) -> str | None:
-    """`decoder.layers.3`, `mtp.layers.0`; None outside of layers."""
+    """Return `decoder.layers.3` or `mtp.layers.0`; None outside of layers."""
     parts = name.split(".", 3)
     return ".".join(parts[:3]) if len(parts) == 4 and parts[1] == "layers" else None
 
 
 def unwrapped(chunk: nn.Module) -> Any:
-    """The model inside its wrappers."""
+    """Return the model inside its wrappers."""
     while not hasattr(chunk, "decoder"):
         chunk = chunk.module  # pyright: ignore[reportAssignmentType]
     return chunk

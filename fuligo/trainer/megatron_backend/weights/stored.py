@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face checkpoint as its files hold them, read in slices."""
+"""Weights of a Hugging Face checkpoint in its files, read in slices."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ NUM_LISTED = 5
 
 
 class StoredWeights:
-    """A checkpoint that holds all weights of a model and nothing unknown. Each file is opened once, when it is first needed;
-    any thread may read.
+    """Checkpoint that has exactly the weights of a model. Each file is opened once, when it is first needed; any thread may read.
 
     Args:
         num_mtp_layers: MTP layers that the model has; the checkpoint may have more.
 
     Raises:
-        CheckpointError: the files are damaged, or hold too little, too much, or other shapes than config.json says.
+        CheckpointError: the files are damaged, lack tensors, have unknown ones, or other shapes than config.json says.
     """
 
     def __init__(self, directory: Path, names: ModelNames, num_mtp_layers: int) -> None:
@@ -47,7 +46,7 @@ class StoredWeights:
         self._open_files.close()
 
     def parts(self, weight: Weight) -> list[StoredPart]:
-        """What a weight consists of: queries, keys and values; gate and up projection; else one tensor."""
+        """Return the parts of a weight: queries, keys and values; gate and up projection; else one tensor."""
         stored = [name for name, _ in self._stored_as(weight)]
         if weight.form is not Form.GATE_UP:
             return [StoredPart(self, name, weight.expert if name == weight.all_experts else None) for name in stored]
@@ -58,7 +57,7 @@ class StoredWeights:
         return [StoredPart(self, stored[0], expert, first_row) for first_row in (0, rows)]
 
     def slices(self, name: str) -> Any:
-        """The tensor `name`, of which indexing reads what it asks for."""
+        """Return the tensor `name`; indexing reads only the requested part."""
         file = self._tensors[name].file
         with self._opening:
             if file not in self._files:
@@ -66,7 +65,7 @@ class StoredWeights:
         return self._files[file].get_slice(name)
 
     def _stored_as(self, weight: Weight) -> Iterable[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the tensors that a weight is made of."""
+        """Return names and shapes of the tensors that a weight is made of."""
         if weight.all_experts in self._tensors and weight.checkpoint[0] not in self._tensors:
             experts = self._names.architecture.experts
             assert weight.all_experts is not None and experts is not None
@@ -99,7 +98,7 @@ class StoredWeights:
 
 @dataclass(slots=True, frozen=True)
 class StoredPart:
-    """A tensor of the checkpoint, or part of one: one expert's of all experts', the rows from some row on."""
+    """Tensor of the checkpoint, or part of one: one expert's of all experts', or the rows from some row on."""
 
     weights: StoredWeights
     name: str
@@ -107,7 +106,7 @@ class StoredPart:
     first_row: int = 0
 
     def read(self, axis: int, start: int, stop: int) -> Tensor:
-        """The elements `start` to `stop` along `axis`, 0 or 1."""
+        """Read the elements `start` to `stop` along `axis`, 0 or 1."""
         assert axis == 0 or self.first_row == 0
         rows = slice(self.first_row + start, self.first_row + stop)
         index = (rows,) if axis == 0 else (slice(None), slice(start, stop))
@@ -116,7 +115,7 @@ class StoredPart:
 
 
 def has_value_head(directory: Path) -> bool:
-    """The checkpoint is of a value model: its output layer has one row.
+    """Return whether the checkpoint is a value model's: its output layer has one row.
 
     Raises:
         CheckpointError: a file is damaged.

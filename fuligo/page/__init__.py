@@ -22,7 +22,7 @@ class Page:
     scripts: tuple[str, ...]
     """Scripts in the order of their dependencies; together with the shared ones they form one module."""
     asks_server: bool = False
-    """Whether the page may send requests to its server."""
+    """True if the page may send requests to its server."""
 
     def html(self, title: str, document: str) -> str:
         """Return the page.

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, expect, sync_playwright
 
 _PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-"""The first one found. The shell draws pages as the others do and has no windows: a page costs it a third of their time."""
+"""Browsers in order of preference. The shell has no windows and takes a third of the time of the others."""
 # No sandbox: it needs rights that containers lack, and the pages are our own. No GPU, and nothing that the browser does by itself.
 _SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
 
@@ -20,7 +20,7 @@ expect.set_options(timeout=DEADLINE_MS)
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One a module and not one a session: Playwright's event loop would be in the way of asynchronous tests elsewhere."""
+    """Start a browser per module, not per session, because Playwright's event loop would interfere with asynchronous tests."""
     program = next(filter(None, map(shutil.which, _PROGRAMS)), None)
     if program is None:
         pytest.skip(f"no browser on this machine: none of {', '.join(_PROGRAMS)} (Debian: apt-get install chromium-headless-shell)")

@@ -82,7 +82,7 @@ def test_nodes_of_many_gpus_take_several_lines(open_plan: OpenPlan, width: int):
     assert min(widths) >= 14
     gpu(page, 3).focus()
     page.keyboard.press("ArrowDown")
-    assert page.evaluate("document.activeElement.dataset.index") == "11", "eight GPUs a line"
+    assert page.evaluate("document.activeElement.dataset.index") == "11", "eight GPUs per line"
 
 
 def test_cells_do_not_overlap(open_plan: OpenPlan):
@@ -194,7 +194,7 @@ def test_tapping_keeps_a_gpu_until_it_is_let_go(open_plan: OpenPlan):
     inspector = page.locator("#inspector").bounding_box()
     assert box is not None
     assert inspector is not None
-    assert box["y"] + box["height"] <= inspector["y"], "what was tapped is not hidden by what is told of it"
+    assert box["y"] + box["height"] <= inspector["y"], "the inspector does not hide the tapped GPU"
     page.get_by_label("Close").click()
     page.mouse.move(5, 5)
     assert with_class(page, "dim") == set()
@@ -207,7 +207,7 @@ def test_stages_mark_the_layers_that_compute_their_index(open_plan: OpenPlan):
     assert page.locator(".stage").nth(1).locator(".layer").all_inner_texts() == [str(layer) for layer in range(14, 22)]
 
 
-def test_what_does_not_fit_stands_beyond_the_line(open_plan: OpenPlan):
+def test_memory_that_does_not_fit_is_drawn_beyond_the_limit(open_plan: OpenPlan):
     page = open_plan(plan_of_64())
     bars = page.locator(".memory-row .bar")
     assert "8.0 GiB too much" in (bars.nth(0).get_attribute("aria-label") or "")

@@ -131,7 +131,7 @@ def test_light_and_dark(open_view: OpenView, scheme: str, other: str) -> None:
 
 
 class TestOverview:
-    def test_says_how_the_run_stands(self, open_view: OpenView) -> None:
+    def test_cards_show_the_state_of_the_run(self, open_view: OpenView) -> None:
         page = open_view()
         cards = page.locator(".card")
         expect(page.locator("h1")).to_have_text("recorded")
@@ -139,7 +139,7 @@ class TestOverview:
         expect(cards.nth(0)).to_contain_text(f"{NUM_STEPS} of {NUM_STEPS}")
         expect(cards.nth(3)).to_contain_text("10 s per step")
 
-    def test_curves_show_their_values_where_one_points(self, open_view: OpenView) -> None:
+    def test_hovering_shows_the_values_of_curves(self, open_view: OpenView) -> None:
         page = open_view()
         curve = chart(page, "train/loss")
         expect(curve.locator(".chart-value")).to_have_text("0.008333")  # the latest: 0.1 / 12
@@ -162,7 +162,7 @@ class TestOverview:
         expect(page.locator("#tooltip")).to_be_hidden()
 
     @pytest.mark.parametrize(("axis", "text"), [("Time", "time since start 10 s"), ("Tokens", "sampled tokens")])
-    def test_along_time_and_tokens(self, open_view: OpenView, axis: str, text: str) -> None:
+    def test_curves_by_time_and_tokens(self, open_view: OpenView, axis: str, text: str) -> None:
         page = open_view()
         page.locator(".choice").get_by_text(axis, exact=True).click()
         assert f"x={axis.lower()}" in page.url
@@ -191,7 +191,7 @@ class TestOverview:
         page.get_by_role("button", name="Show all").click()
         assert "from=" not in page.url
 
-    def test_more_metrics_are_asked_for_when_they_are_opened(self, open_view: OpenView) -> None:
+    def test_more_metrics_are_fetched_when_they_are_opened(self, open_view: OpenView) -> None:
         page = open_view()
         chart(page, "rollout/reward_mean").locator("path.line").wait_for()
         with page.expect_request(lambda request: "rollout%2Fnum_tokens" in request.url):
@@ -254,7 +254,7 @@ class TestSamples:
     def test_samples_of_evaluations(self, open_view: OpenView) -> None:
         page = open_view("samples?advantage_min=0.1")
         page.locator(".choice").get_by_text("Evaluations").click()
-        found(page, 16)  # the filter of advantages is gone: nothing is trained
+        found(page, 16)  # the advantage filter is gone, because evaluations are not trained on
         assert "of=eval" in page.url and "advantage" not in page.url
         page.get_by_label("Data set").select_option("long_sums")
         found(page, 8)
@@ -266,7 +266,7 @@ class TestSamples:
         page.reload()
         expect(page.locator(".sample-facts")).to_contain_text("long_sums")
 
-    def test_engines_are_chosen_from(self, open_view: OpenView) -> None:
+    def test_filter_by_engine(self, open_view: OpenView) -> None:
         page = open_view("samples?sample=9.12&colour=engines")
         page.get_by_role("combobox", name="Engine").select_option("1")
         found(page, NUM_SAMPLES // 2)
@@ -275,7 +275,7 @@ class TestSamples:
         page.get_by_role("button", name="Clear").click()
         found(page, NUM_SAMPLES)
 
-    def test_a_search_goes_on_when_a_step_is_added(self, serve: Serve, open_page: OpenView, tmp_path: Path) -> None:
+    def test_a_search_continues_when_a_step_is_added(self, serve: Serve, open_page: OpenView, tmp_path: Path) -> None:
         run = begin_run(tmp_path / "live")
         run.step(0)
         page = open_page(serve([tmp_path / "live"]) + "#samples?text=row+3<")
@@ -284,7 +284,7 @@ class TestSamples:
         found(page, 2)
         run.directory.close()
 
-    def test_filters_are_typed_and_stand_in_the_link(self, open_view: OpenView) -> None:
+    def test_typed_filters_are_in_the_link(self, open_view: OpenView) -> None:
         page = open_view("samples")
         found(page, NUM_SAMPLES)
         page.get_by_label("Step from").fill("11")
@@ -308,14 +308,14 @@ class TestSamples:
         lengths = [int(text) for text in page.locator(".line-number[title=tokens]").all_inner_texts()]
         assert lengths == sorted(lengths, reverse=True)
 
-    def test_only_lines_in_sight_are_there(self, open_view: OpenView) -> None:
+    def test_only_visible_lines_exist(self, open_view: OpenView) -> None:
         page = open_view("samples?order=oldest")
         found(page, NUM_SAMPLES)
         assert page.locator(".line").count() < 40
         page.locator(".sample-list").evaluate("list => list.scrollTop = list.scrollHeight")
         expect(page.locator(".line.sample").last.locator(".line-step")).to_have_text(str(NUM_STEPS - 1))
 
-    def test_by_keyboard(self, open_view: OpenView) -> None:
+    def test_samples_are_selected_by_keyboard(self, open_view: OpenView) -> None:
         page = open_view("samples?order=oldest")
         found(page, NUM_SAMPLES)
         page.locator(".sample-list").focus()
@@ -328,7 +328,7 @@ class TestSamples:
         page.keyboard.press("Escape")
         expect(page.locator(".sample-view")).to_be_hidden()
 
-    def test_tokens_tell_what_engine_and_trainer_said(self, open_view: OpenView) -> None:
+    def test_tokens_show_values_of_engine_and_trainer(self, open_view: OpenView) -> None:
         page = open_view("samples?sample=9.12")  # group 3 of step 9: sampled by an old version
         page.locator(".tokens").focus()
         page.keyboard.press("Home")
@@ -359,7 +359,7 @@ class TestSamples:
         graded = len(colours) - 1  # the two strongest have full colour
         assert len(set(colours)) == {"engine_logprobs": graded, "trainer_logprobs": graded, "mask": 2}.get(colour, 1)
 
-    def test_the_chosen_colour_stands_in_the_link(self, open_view: OpenView) -> None:
+    def test_the_selected_colour_is_in_the_link(self, open_view: OpenView) -> None:
         page = open_view("samples?sample=9.12")
         page.get_by_text("Entropy", exact=True).click()
         assert "colour=entropy" in page.url
@@ -391,7 +391,7 @@ class TestSamples:
             ((9, 12), "1 version older than the newest"),
         ],
     )
-    def test_what_went_wrong_with_a_sample_is_told(self, open_view: OpenView, place: tuple[int, int], reason: str) -> None:
+    def test_a_sample_shows_its_problem(self, open_view: OpenView, place: tuple[int, int], reason: str) -> None:
         page = open_view(f"samples?sample={place[0]}.{place[1]}")
         expect(page.locator(".sample-view .notes")).to_contain_text(reason)
 
@@ -403,7 +403,7 @@ class TestSamples:
         assert page.evaluate("window.hacked") is None
         assert page.locator("main img").count() == 0
 
-    def test_a_sample_that_is_not_there(self, serve: Serve, open_page: OpenView, recorded: Path, browser: Browser) -> None:
+    def test_a_missing_sample_is_reported(self, serve: Serve, open_page: OpenView, recorded: Path, browser: Browser) -> None:
         page = browser.new_page()  # the browser itself notes the 404 on its console
         page.goto(f"{serve([recorded])}#samples?sample=99.0")
         expect(page.locator(".sample-view .notes")).to_contain_text("no row 0 in the samples of step 99")
@@ -411,7 +411,7 @@ class TestSamples:
 
 
 class TestTime:
-    def test_the_causes_of_a_step_sum_to_all_of_it(self, open_view: OpenView) -> None:
+    def test_the_causes_of_a_step_sum_to_its_duration(self, open_view: OpenView) -> None:
         page = open_view("time?step=4")
         rows = page.locator(".causes tbody tr")
         rows.first.wait_for()
@@ -432,7 +432,7 @@ class TestTime:
         expect(cards.nth(2)).to_contain_text("70%")
         expect(cards.nth(3)).to_contain_text("55%")
 
-    def test_the_last_samples_lead_to_themselves(self, open_view: OpenView) -> None:
+    def test_the_last_samples_link_to_their_view(self, open_view: OpenView) -> None:
         page = open_view("time?step=4")
         last = page.locator(".last-samples tbody tr").first
         expect(last).to_contain_text("sample 79")
@@ -440,7 +440,7 @@ class TestTime:
         last.get_by_role("link").click()
         expect(page.locator(".sample-view h2")).to_have_text("Sample 79")
 
-    def test_steps_are_walked_by_keyboard(self, open_view: OpenView) -> None:
+    def test_steps_are_selected_by_keyboard(self, open_view: OpenView) -> None:
         page = open_view("time")
         expect(page.locator("#step h2")).to_have_text(f"Step {NUM_STEPS - 1}")
         page.locator(".bars").focus()
@@ -452,7 +452,7 @@ class TestTime:
         page = open_view("time?step=4")
         phases = "[...document.querySelectorAll('.lane:first-child .phase')]"
         measure = phases + ".map(phase => (phase.offsetLeft + phase.offsetWidth) / phase.parentNode.clientWidth)"
-        # The page lays itself out as its answers come: the ends are waited for, not read once.
+        # The layout changes while answers arrive, so wait for the final positions.
         page.wait_for_function(
             f"ends => {{ const seen = {measure};"
             " return seen.length === ends.length && seen.every((x, i) => Math.abs(x - ends[i]) <= 0.004) }",
@@ -472,7 +472,7 @@ class TestTime:
         ranks.nth(1).locator(".phase").nth(1).hover()
         expect(page.locator("#tooltip")).to_contain_text("forward, backward: 2.0 s")
 
-    def test_the_trace_is_handed_out(self, open_view: OpenView, recorded: Path) -> None:
+    def test_the_trace_can_be_downloaded(self, open_view: OpenView, recorded: Path) -> None:
         page = open_view("time")
         with page.expect_download() as download:
             page.get_by_role("link", name="trace.json").click()
@@ -485,12 +485,12 @@ class TestHealth:
         expect(alarm.locator("h3")).to_have_text("Engine and trainer disagree since step 8: weight version 7 still served by engine 1")
         expect(alarm).to_contain_text("that version 7 sampled differ by 0.5 nats, the others by 0.01")
 
-    def test_it_leads_to_the_samples(self, open_view: OpenView) -> None:
+    def test_an_alarm_links_to_its_samples(self, open_view: OpenView) -> None:
         page = open_view("health")
         page.locator(".alarm.error").get_by_role("link", name="its samples").click()
         found(page, 16 * 4)
 
-    def test_what_is_over_is_said_to_be(self, open_view: OpenView) -> None:
+    def test_past_alarms_are_marked(self, open_view: OpenView) -> None:
         over = open_view("health").locator(".alarm.over")
         expect(over).to_contain_text("Samples failed in step 3")
 
@@ -500,7 +500,7 @@ class TestHealth:
 
 
 class TestDamage:
-    def test_what_is_missing_is_said_and_the_rest_shown(self, serve: Serve, open_page: OpenView, tmp_path: Path) -> None:
+    def test_missing_files_are_reported_and_the_rest_is_shown(self, serve: Serve, open_page: OpenView, tmp_path: Path) -> None:
         run = write_run(tmp_path / "damaged", num_steps=4)
         (run / "trace.json").unlink()
         (run / "config.yaml").unlink()
@@ -542,18 +542,18 @@ class TestReport:
         page = open_page(f"{report}#{fragment}")
         page.locator(SIGNS[fragment.replace("?step=11", "").replace("11.3", "4.3")]).first.wait_for()
 
-    def test_filters_work_in_it(self, open_page: OpenView, report: str) -> None:
+    def test_filters_work_in_a_report(self, open_page: OpenView, report: str) -> None:
         page = open_page(f"{report}#samples?status=failed")
         expect(page.locator(".found")).to_have_text("1 sample in this report")
         page.locator(".line.sample").click()
         expect(page.locator(".sample-view .notes")).to_contain_text("Failed: the reward server answered 500")
 
-    def test_a_script_in_it_is_shown_and_never_run(self, open_page: OpenView, report: str) -> None:
+    def test_a_script_in_a_report_is_shown_and_never_run(self, open_page: OpenView, report: str) -> None:
         page = open_page(f"{report}#samples?sample={HOSTILE[0]}.{HOSTILE[1]}")
         expect(page.locator(".member.current")).to_contain_text("<script>window.hacked")
         assert page.evaluate("window.hacked") is None
 
-    def test_it_loads_nothing(self, report: str, open_page: OpenView) -> None:
+    def test_a_report_loads_nothing(self, report: str, open_page: OpenView) -> None:
         page = open_page(report)
         page.locator("path.line").first.wait_for()
         names = page.evaluate("JSON.stringify(performance.getEntriesByType('resource').map(entry => entry.name))")

@@ -26,7 +26,7 @@ class Alarm:
     first_step: int
     last_step: int
     ongoing: bool
-    """Whether it holds at the latest step."""
+    """True if it holds at the latest step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A line is whole or not there; what a crash tore is cut off, what was damaged otherwise is reported."""
+"""Files of JSON lines: torn last lines are removed, other damage is reported."""
 
 from pathlib import Path
 
@@ -20,13 +20,13 @@ def test_records_come_back_bit_for_bit(lines: JsonLines) -> None:
     assert read_json_lines(lines.path) == [{"step": step, "value": step / 3} for step in range(4)]
 
 
-def test_what_is_not_finite_is_null(lines: JsonLines) -> None:
+def test_values_that_are_not_finite_become_null(lines: JsonLines) -> None:
     lines.append({"step": 4, "value": float("nan")})
     assert read_json_lines(lines.path)[-1] == {"step": 4, "value": None}
 
 
 @pytest.mark.parametrize("num_bytes", [1, 5, 20])
-def test_a_torn_last_line_is_cut_off_when_the_file_is_continued(lines: JsonLines, num_bytes: int) -> None:
+def test_a_torn_last_line_is_removed_when_the_file_is_continued(lines: JsonLines, num_bytes: int) -> None:
     data = lines.path.read_bytes()
     lines.path.write_bytes(data[:-num_bytes])
     continued = JsonLines(lines.path)
@@ -34,7 +34,7 @@ def test_a_torn_last_line_is_cut_off_when_the_file_is_continued(lines: JsonLines
     assert [record["value"] for record in read_json_lines(lines.path)] == [0, 1 / 3, 2 / 3, "again"]
 
 
-def test_a_reader_leaves_out_the_line_that_is_being_written(lines: JsonLines) -> None:
+def test_reader_skips_the_line_that_is_being_written(lines: JsonLines) -> None:
     with lines.path.open("ab") as file:
         file.write(b'{"step": 4, "val')
     assert [record["step"] for record in read_json_lines(lines.path)] == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""Records are flat and documented; what depends on the clock is known by its key."""
+"""Metrics: records are flat and documented, and their keys show which depend on the clock."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def record(**durations: float) -> dict:
     return step_record(3, 4, rollout, result, perf_metrics(durations, 2.0))
 
 
-def test_the_names_that_tools_rely_on_are_documented() -> None:
+def test_names_that_tools_rely_on_are_documented() -> None:
     assert undocumented(FIXED) == []
     assert undocumented(["train/los", "rollout/dropped/zero_std", "eval/aime/pass@8", "eval/aime", "time_s"]) == [
         "train/los",
@@ -59,7 +59,7 @@ def test_the_names_that_tools_rely_on_are_documented() -> None:
     ]
 
 
-def test_the_page_is_what_the_table_says() -> None:
+def test_metrics_page_is_up_to_date() -> None:
     assert (PACKAGE.parent / "docs" / "metrics.md").read_text() == metrics_page(), "run python -m fuligo.observability.metric_table"
 
 
@@ -68,7 +68,7 @@ def test_a_key_is_documented_once() -> None:
 
 
 def source() -> str:
-    """Of everything that measures."""
+    """Return the source of every module that measures."""
     return "\n".join(path.read_text() for path in PACKAGE.rglob("*.py") if path.name not in ("metric_table.py", "progress.py"))
 
 
@@ -83,7 +83,7 @@ def test_every_documented_key_is_measured_somewhere() -> None:
     assert [name for name in sorted(names) if f'"{name}"' not in measured and f'/{name}"' not in measured] == []
 
 
-def test_what_a_rollout_reports_is_documented() -> None:
+def test_metrics_of_a_rollout_are_documented() -> None:
     sampling = DynamicSampling(1, 1, 1)
     sampling.submit([0])
     sampling.finish(0, "zero_std")
@@ -91,7 +91,7 @@ def test_what_a_rollout_reports_is_documented() -> None:
     assert "rollout/dropped/zero_std" in reported and undocumented(reported) == []
 
 
-def test_what_the_loss_reports_is_documented() -> None:
+def test_metrics_of_the_loss_are_documented() -> None:
     tokens = torch.full((2,), -1.0)
     inputs = LossInputs(tokens, tokens, tokens, tokens + 2, tokens + 1.5, torch.zeros(2, dtype=torch.long), 1, tokens, tokens, tokens)
     settings = LossSettings(entropy_coef=0.1, kl_loss=KlLoss(0.1), correction=Correction(), opsm_delta=0.0)
@@ -109,7 +109,7 @@ def test_a_record_is_flat_and_of_plain_numbers(tmp_path: Path) -> None:
     assert undocumented(known) == []
 
 
-def test_what_depends_on_the_clock_can_be_left_out() -> None:
+def test_timings_can_be_removed_from_a_record() -> None:
     one, other = record(rollout=1.0, train=0.5), record(rollout=1.5, train=0.25)
     assert one != other
     assert without_timings(one) == without_timings(other)
@@ -127,7 +127,7 @@ def test_every_time_and_rate_counts_as_timing(key: str) -> None:
     assert is_timing(key)
 
 
-def test_idle_is_the_part_in_which_the_trainer_waits() -> None:
+def test_idle_fraction_is_the_share_in_which_the_trainer_waits() -> None:
     perf = perf_metrics({"rollout": 1.2, "score": 0.3, "train": 0.2, "sync": 0.1}, 2.0)
     assert perf == {
         "perf/step_s": 2.0,

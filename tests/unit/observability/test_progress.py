@@ -1,4 +1,4 @@
-"""The console: calm, true, and inside 80 columns."""
+"""Progress on the console, within the width of the terminal."""
 
 import io
 import logging
@@ -12,7 +12,7 @@ from fuligo.observability.progress import Curves, LiveProgress, Panel, PlainProg
 
 
 class Clock:
-    """Time that passes when told to."""
+    """Clock that tests advance."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -40,7 +40,7 @@ def drawn(curves: Curves, width: int = 80) -> list[str]:
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
-def test_before_the_first_step_it_says_what_is_going_on() -> None:
+def test_panel_shows_the_phase_before_the_first_step() -> None:
     clock = Clock()
     curves = Curves("runs/demo", 40, clock=clock)
     assert drawn(curves)[-1].split() == ["now", "starting"]
@@ -82,7 +82,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     assert max(len(line) for line in lines) <= width
 
 
-def test_a_resumed_run_counts_from_where_it_goes_on() -> None:
+def test_a_resumed_run_counts_from_its_start() -> None:
     clock = Clock()
     curves = Curves("runs/demo", 30, start=20, clock=clock)
     assert "step 20/30" in drawn(curves)[0]
@@ -97,7 +97,7 @@ def test_a_run_without_rewards_has_a_panel() -> None:
     assert drawn(curves)[1:4] == ["reward  -", "length  -", "speed   0.50 s per step"]
 
 
-def test_what_is_not_finite_is_left_out_of_the_curve() -> None:
+def test_values_that_are_not_finite_are_left_out_of_the_curve() -> None:
     curves = Curves("demo", 3)
     for step, reward in enumerate((0.25, float("nan"))):
         curves.record(record(step, reward))
@@ -117,7 +117,7 @@ def test_the_live_panel_stays_and_lets_prints_through() -> None:
     assert text.count("\x1b") == 0
 
 
-def test_elsewhere_a_step_is_a_line() -> None:
+def test_plain_progress_prints_one_line_per_step() -> None:
     console = Console(file=io.StringIO(), width=20)
     progress = PlainProgress(console, 40)
     progress.record(record(11))
@@ -133,7 +133,7 @@ def test_a_loss_that_rounds_to_zero_has_no_sign() -> None:
 
 
 @pytest.mark.parametrize("mode", ["plain", "rich"])
-def test_warnings_of_the_log_are_shown_while_it_is_open_a_few_of_a_kind(mode: str) -> None:
+def test_warnings_are_shown_up_to_a_few_of_each_kind(mode: str) -> None:
     console = Console(file=io.StringIO(), force_terminal=mode == "rich", width=40, color_system=None)
     logger = logging.getLogger("fuligo.rollout.runner")
     with open_progress(mode, "demo", 3, console=console):  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ def test_the_mode_fits_the_console(mode: str, terminal: bool, kind: type) -> Non
     assert type(open_progress(mode, "demo", 3, console=console)) is kind  # type: ignore[arg-type]
 
 
-def test_before_and_after_are_told_apart_without_colours() -> None:
+def test_before_after_table_is_readable_without_colours() -> None:
     rows = [
         BeforeAfter("What is\n17 + 25?", "42", Answer("The answer is 41", False), Answer("[bold]42", True)),
         BeforeAfter("And 1 + 1?", "2", Answer("", False), Answer("2", True)),

@@ -1,4 +1,4 @@
-"""One directory a run, under fixed names; never over what is not ours; cut back exactly where a resume starts."""
+"""Run directories: fixed names, no overwriting, and an exact cut where a resume starts."""
 
 import json
 import logging
@@ -42,7 +42,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_names_are_the_fixed_ones(recorded: RunDirectory) -> None:
+def test_file_names_are_fixed(recorded: RunDirectory) -> None:
     assert names(recorded.path) == ["checkpoints", "config.yaml", "eval", "log.txt", "metrics.jsonl", "samples", "trace.json"]
     assert names(recorded.samples) == [f"rollout_{step:06d}.parquet" for step in range(4)]
     assert names(recorded.eval) == ["eval_000000.parquet", "eval_000002.parquet", "eval_000004.parquet", "metrics.jsonl"]
@@ -85,7 +85,7 @@ def test_a_resume_before_the_first_checkpoint_starts_over(recorded: RunDirectory
     assert names(recorded.eval) == ["metrics.jsonl"] and (recorded.eval / "metrics.jsonl").read_text() == ""
 
 
-def test_recorded_steps_are_not_overwritten_unasked(recorded: RunDirectory) -> None:
+def test_recorded_steps_are_not_overwritten_without_resume(recorded: RunDirectory) -> None:
     recorded.close()
     with pytest.raises(ConfigError, match=r"already has recorded steps; .*continue that run: .* --load .*run/checkpoints"):
         create(recorded.path)
@@ -104,7 +104,7 @@ def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
     assert names(tmp_path) == ["config.yaml"] and (tmp_path / "config.yaml").read_text() == "mine: true"
 
 
-def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
+def test_a_file_is_refused_as_run_directory(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     with pytest.raises(ConfigError, match="is a file"):
         create(tmp_path / "run")
@@ -125,7 +125,7 @@ def test_a_place_below_a_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """No file can grow beyond 20 kB."""
+    """Limit every file to 20 kB."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     yield
@@ -148,8 +148,8 @@ def test_a_full_disk_is_named_and_what_was_recorded_stays(tmp_path: Path, make_g
     assert names(run.samples) == []
 
 
-def test_a_line_of_the_log_that_does_not_fit_is_left_out_quietly(small_disk: SmallDisk, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the run must record says that the disk is full."""
+def test_a_log_line_that_does_not_fit_is_dropped_quietly(small_disk: SmallDisk, capsys: pytest.CaptureFixture[str]) -> None:
+    """The records that the run needs report the full disk."""
     run = create(small_disk.path / "run")
     for number in range(200):
         logging.getLogger("fuligo.test").info("line %d", number)
@@ -165,7 +165,7 @@ def test_two_processes_cannot_write_to_one_run(tmp_path: Path) -> None:
         create(tmp_path / "run")
 
 
-def test_the_lock_of_a_killed_process_is_gone(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
     script = (
         "import os, pathlib, sys; from fuligo.config import Config; from fuligo.observability.run_directory import RunDirectory\n"
         "RunDirectory.create(pathlib.Path(sys.argv[1]), Config(), resume=False); os.kill(os.getpid(), 9)"

@@ -1,4 +1,4 @@
-"""Every sample with everything known about it, exactly, under the columns that tools rely on."""
+"""Sample files: exact values of every sample, under the columns that tools rely on."""
 
 import json
 from dataclasses import asdict
@@ -68,7 +68,7 @@ def test_columns_are_the_documented_ones() -> None:
     assert sample_table([]).schema.equals(SCHEMA)
 
 
-def test_a_file_holds_what_the_samples_hold(tmp_path: Path, make_group) -> None:
+def test_a_file_has_all_values_of_the_samples(tmp_path: Path, make_group) -> None:
     groups = [make_group(0, kept=True), make_group(1, kept=False, drop_reason="zero_std")]
     write_table(tmp_path / "rollout_000000.parquet", sample_table(groups))
     table = pq.read_table(tmp_path / "rollout_000000.parquet")
@@ -97,7 +97,7 @@ def test_an_aborted_sample_without_tokens_has_a_row(make_group) -> None:
     assert (row["engine"], row["response_length"], row["oldest_version"]) == (None, 0, None)
 
 
-def test_the_trainers_view_is_found_whatever_its_order(make_group) -> None:
+def test_trained_samples_are_matched_in_any_order(make_group) -> None:
     groups = [make_group(0), make_group(1, kept=False)]
     kept = groups[0].samples
     training = Training(
@@ -111,7 +111,7 @@ def test_the_trainers_view_is_found_whatever_its_order(make_group) -> None:
     assert [row["trainer_logprobs"] for row in rows] == [[-2.0] * 3, [-3.0] * 3, None, None]
 
 
-def test_old_logprobs_are_the_trainers_where_they_were_computed(make_group) -> None:
+def test_trainer_logprobs_are_the_old_ones_if_computed(make_group) -> None:
     group = make_group(0, size=1)
     sample = group.samples[0]
     old, ref = np.full(3, -7, np.float32), np.full(3, -8, np.float32)
@@ -120,7 +120,7 @@ def test_old_logprobs_are_the_trainers_where_they_were_computed(make_group) -> N
     assert (row["trainer_logprobs"], row["ref_logprobs"]) == ([-7.0] * 3, [-8.0] * 3)
 
 
-def test_what_the_value_model_expected_and_learns(make_group) -> None:
+def test_values_and_returns_of_the_value_model_are_recorded(make_group) -> None:
     group = make_group(0, size=2)
     first, second = group.samples
     expected, learnt = np.array([0.1, 0.2, 0.4], np.float32), np.ones(3, np.float32)
@@ -137,7 +137,7 @@ def test_parts_split_from_one_rollout_keep_their_own_advantages(make_group) -> N
     assert [row["advantages"][0] for row in rows] == [1.0, 2.0]
 
 
-def test_what_is_no_text_is_json(make_group) -> None:
+def test_values_other_than_text_are_json(make_group) -> None:
     messages = [{"role": "user", "content": "1 + 1 =? ✓"}]
     metadata = {"rm_type": "math", "scores": np.array([1, 2]), 3: "key"}
     group = make_group(0, size=1, prompt=messages, label=["2", 2.0], metadata=metadata, reward={"acc": 0.25, "pred": "2"})
@@ -156,7 +156,7 @@ def test_row_groups_hold_64_samples_compressed_with_zstd(tmp_path: Path, make_gr
     assert {meta.row_group(0).column(column).compression for column in range(meta.num_columns)} == {"ZSTD"}
 
 
-def test_the_footer_has_least_and_greatest_of_what_samples_are_looked_for_by(tmp_path: Path, make_group) -> None:
+def test_the_footer_has_minima_and_maxima_of_the_search_columns(tmp_path: Path, make_group) -> None:
     write_table(tmp_path / "file.parquet", sample_table([make_group(0, size=70, kept=True)]))
     meta = pq.read_metadata(tmp_path / "file.parquet")
     columns = {meta.row_group(0).column(at).path_in_schema: meta.row_group(0).column(at) for at in range(meta.num_columns)}
@@ -168,7 +168,7 @@ def test_the_footer_has_least_and_greatest_of_what_samples_are_looked_for_by(tmp
     assert (columns["index"].statistics.min, columns["index"].statistics.max) == (0, 63)
 
 
-def test_the_same_prompt_has_the_same_key_whoever_wrote_it(make_group) -> None:
+def test_the_same_prompt_has_the_same_key_in_every_process(make_group) -> None:
     messages = [{"role": "user", "content": "1 + 1 =?"}]
     groups = [make_group(0, prompt=messages), make_group(1, prompt=[dict(messages[0])]), make_group(2, prompt="1 + 1 =?")]
     keys = [row["prompt_key"] for row in sample_table(groups).to_pylist()]

@@ -1,4 +1,4 @@
-"""The same records elsewhere; what is not installed is said at the start."""
+"""Sinks: records arrive, and missing packages are reported at the start."""
 
 import importlib.util
 from pathlib import Path
@@ -15,7 +15,7 @@ def config(**flags: object) -> Config:
     return Config.model_validate({"observability": flags})
 
 
-def test_no_sink_unasked(tmp_path: Path) -> None:
+def test_no_sink_is_opened_by_default(tmp_path: Path) -> None:
     assert open_sinks(Config(), tmp_path, start=0) == []
 
 
@@ -26,10 +26,10 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf"--{flag.replace('_', '-')} needs the package {package}.*pip install 'fuligo\[{package}\]'"):
         open_sinks(config(**{flag: True}), tmp_path, start=0)
-    assert not list(tmp_path.iterdir()), "nothing is begun"
+    assert not list(tmp_path.iterdir()), "nothing is started"
 
 
-def test_tensorboard_reads_the_records_back_and_forgets_what_a_resume_overwrote(tmp_path: Path) -> None:
+def test_tensorboard_discards_records_that_a_resume_overwrote(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for start, stop, value in ((0, 4, 1.0), (2, 5, 2.0)):
         sink = TensorBoardSink(tmp_path, start=start)
@@ -45,12 +45,12 @@ def test_tensorboard_reads_the_records_back_and_forgets_what_a_resume_overwrote(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
-def test_tensorboard_on_a_full_disk_ends_the_run_and_not_its_end(small_disk: SmallDisk) -> None:
+def test_tensorboard_on_a_full_disk_fails_the_write_and_not_the_close(small_disk: SmallDisk) -> None:
     pytest.importorskip("tensorboard")
     sink = TensorBoardSink(small_disk.path / "tensorboard", start=0)
     small_disk.fill()
     with pytest.raises(FuligoError, match=r"cannot write .*tensorboard.*: No space left on device \(0 of 4 MiB are free"):
-        for step in range(1000):  # what is left of its last block
+        for step in range(1000):  # the rest of its last block
             sink.write({"step": step, "time": 1.0, "rollout/reward_mean": 1.0})
     sink.close()
 

@@ -1,4 +1,4 @@
-"""A curve in one line."""
+"""Sparklines."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +8,7 @@ from fuligo.observability.sparkline import sparkline
 BARS = "▁▂▃▄▅▆▇█"
 
 
-def test_each_level_has_its_bar() -> None:
+def test_each_level_has_a_bar() -> None:
     assert sparkline(range(8), 8) == BARS
     assert sparkline([], 8) == ""
     assert sparkline([3, 3], 8) == "▁▁"
@@ -16,7 +16,7 @@ def test_each_level_has_its_bar() -> None:
 
 def test_the_scale_can_be_given() -> None:
     assert sparkline([0.0, 0.5, 1.0], 8, low=0, high=2) == "▁▃▅"
-    assert sparkline([-1.0, 3.0], 8, low=0, high=2) == "▁█", "what is beyond the scale is at its end"
+    assert sparkline([-1.0, 3.0], 8, low=0, high=2) == "▁█", "values beyond the scale are clamped"
 
 
 def test_long_curves_are_averaged() -> None:
@@ -24,7 +24,7 @@ def test_long_curves_are_averaged() -> None:
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 100))
-def test_it_is_as_wide_as_asked_and_goes_up_and_down_with_its_values(values: list[float], width: int) -> None:
+def test_sparkline_has_the_width_and_follows_its_values(values: list[float], width: int) -> None:
     line = sparkline(values, width)
     assert len(line) == min(len(values), width)
     if len(values) <= width:

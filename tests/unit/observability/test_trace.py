@@ -1,4 +1,4 @@
-"""Phases nest or run side by side without overlapping on a track; the file can be read at any time."""
+"""Traces: phases nest or run on separate tracks, and the file is readable at any time."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ def phases(trace: Trace) -> list[dict]:
 
 
 def assert_tracks_are_drawable(events: list[dict]) -> None:
-    """On one track two events are apart, or one holds the other."""
+    """Assert that events of one track are disjoint or nested."""
     tracks: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for event in events:
         tracks[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
@@ -65,7 +65,7 @@ async def test_phases_of_concurrent_tasks_get_tracks_of_their_own(trace: Trace) 
         pass
     tracks = {event["name"]: event["tid"] for event in phases(trace) if event["args"]["step"] < 2}
     assert len({tracks["rollout"], tracks["train"], tracks["eval"]}) == 3
-    assert phases(trace)[-1]["tid"] == 0, "a free track is taken again"
+    assert phases(trace)[-1]["tid"] == 0, "a free track is reused"
     assert_tracks_are_drawable(phases(trace))
 
 
@@ -85,7 +85,7 @@ def test_a_phase_that_fails_is_marked(trace: Trace) -> None:
     assert phases(trace)[0]["args"] == {"step": 0, "failed": True}
 
 
-def test_on_a_full_disk_the_error_of_the_phase_is_not_hidden(small_disk: SmallDisk) -> None:
+def test_a_full_disk_does_not_hide_the_error_of_the_phase(small_disk: SmallDisk) -> None:
     trace = Trace(small_disk.path / "trace.json")
     with pytest.raises(CheckpointWriteError, match="no room"), trace.phase("save", 1):
         small_disk.fill()
@@ -93,7 +93,7 @@ def test_on_a_full_disk_the_error_of_the_phase_is_not_hidden(small_disk: SmallDi
         (small_disk.path / "trace.json").open("ab").close()
         raise CheckpointWriteError("no room")
     with pytest.raises(FuligoError, match=r"cannot write .*trace\.json: No space left on device \(0 of 4 MiB"):
-        for step in range(100):  # what is left of its last block
+        for step in range(100):  # the rest of its last block
             with trace.phase("train", step):
                 pass
     with pytest.raises(FuligoError, match=r"cannot write .*trace\.json: No space left on device"):
@@ -112,7 +112,7 @@ def test_durations_add_up_by_step_and_name_and_are_taken_once(trace: Trace) -> N
     assert set(trace.take_durations(1)) == {"train"}
 
 
-def test_who_listens_is_told_of_every_phase(trace: Trace) -> None:
+def test_the_listener_is_called_for_every_phase(trace: Trace) -> None:
     heard = []
     trace.on_phase = lambda name, step: heard.append((name, step))
     with trace.phase("rollout", 7):
@@ -148,7 +148,7 @@ def names_of_processes(trace: Trace) -> list[tuple[int, str]]:
     return [(event["pid"], event["args"]["name"]) for event in read_trace(trace.path) if event["ph"] == "M" and event["pid"] >= RANK_PID]
 
 
-def test_what_an_engine_generated_lies_on_its_own_tracks(trace: Trace, make_group) -> None:
+def test_each_engine_has_its_own_tracks(trace: Trace, make_group) -> None:
     for step in range(2):
         trace.samples(step, make_group(step, size=4).samples)  # by engines 0 and 1 in turn
     events = [event for event in read_trace(trace.path) if event["ph"] == "X" and event["pid"] >= ENGINE_PID]
@@ -157,7 +157,7 @@ def test_what_an_engine_generated_lies_on_its_own_tracks(trace: Trace, make_grou
     assert names_of_processes(trace) == [(ENGINE_PID, "engine 0"), (ENGINE_PID + 1, "engine 1")], "named once"
 
 
-def test_ranks_have_tracks_and_what_was_sent_belongs_to_the_step_before(trace: Trace) -> None:
+def test_ranks_have_tracks_and_sent_weights_belong_to_the_previous_step(trace: Trace) -> None:
     trace.ranks(3, [[Span("send", 1.0, 2.0), Span("optimizer", 3.0, 4.0)], [Span("optimizer", 3.0, 4.5)]])
     events = [event for event in read_trace(trace.path) if event["ph"] == "X"]
     assert [(event["pid"] - RANK_PID, event["name"], event["args"]["step"], event["dur"]) for event in events] == [
@@ -168,14 +168,14 @@ def test_ranks_have_tracks_and_what_was_sent_belongs_to_the_step_before(trace: T
     assert names_of_processes(trace) == [(RANK_PID, "rank 0"), (RANK_PID + 1, "rank 1")]
 
 
-def test_of_many_ranks_the_slowest_are_written(trace: Trace) -> None:
+def test_the_slowest_of_many_ranks_are_written(trace: Trace) -> None:
     trace.ranks(0, [[Span("optimizer", 0.0, rank % 100)] for rank in range(256)])
     ranks = [event["pid"] - RANK_PID for event in read_trace(trace.path) if event["ph"] == "X"]
     assert len(ranks) == MAX_RANKS and ranks[0] == 0
     assert min(rank % 100 for rank in ranks[1:]) >= 80
 
 
-def test_nothing_of_ranks_is_nothing_written(trace: Trace) -> None:
+def test_no_ranks_write_no_events(trace: Trace) -> None:
     before = trace.path.read_bytes()
     trace.ranks(0, [])
     assert trace.path.read_bytes() == before
@@ -191,7 +191,7 @@ def test_beyond_its_size_only_phases_are_written(tmp_path: Path, make_group) -> 
     assert [event["name"] for event in read_trace(trace.path) if event["ph"] == "X"] == ["train"]
 
 
-def test_cut_back_leaves_what_was_before_the_step(trace: Trace, make_group) -> None:
+def test_cut_back_keeps_the_earlier_steps(trace: Trace, make_group) -> None:
     for step in range(4):
         with trace.phase("rollout", step):
             pass
@@ -205,7 +205,7 @@ def test_cut_back_leaves_what_was_before_the_step(trace: Trace, make_group) -> N
     assert any(event["ph"] == "M" for event in events)
 
 
-def test_a_torn_event_is_mended_when_the_run_goes_on(trace: Trace) -> None:
+def test_a_torn_event_is_removed_when_the_run_continues(trace: Trace) -> None:
     with trace.phase("rollout", 0):
         pass
     trace.close()

@@ -8,13 +8,13 @@ from tests.unit.observability.viewer.recorded_run import write_run
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recorded run; tests do not change it."""
+    """Return the recorded run, which tests do not change."""
     return write_run(tmp_path_factory.mktemp("viewer") / "recorded")
 
 
 @pytest.fixture
 def run(recorded: Path) -> RunReader:
-    """All of it read."""
+    """Return a reader that has read the whole recorded run."""
     reader = RunReader(recorded, "recorded")
     reader.update_metrics()
     while reader.update_rest(float("inf")):

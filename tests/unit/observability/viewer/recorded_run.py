@@ -1,4 +1,4 @@
-"""A run directory as a run leaves it, with troubles put into it on purpose; every number is known.
+"""Run directory as a run leaves it, with deliberate faults and known numbers.
 
 Twelve steps of four groups of four samples; step k lasts from START_S + 10 k to START_S + 10 k + 10. The same four prompts at every step.
 Two engines sample half of the groups each. From step 8 on, one of them has weights one version old, and engine and trainer disagree on
@@ -31,9 +31,9 @@ NUM_RANKS = 2
 STALE_FROM = 8
 """First step with tokens of an old version."""
 STALE_ENGINE = 1
-"""It samples half of the groups, and keeps its old weights from then on."""
+"""Engine that samples half of the groups and keeps its old weights from then on."""
 STALE_DIFF = 0.5
-"""Nats between engine and trainer on them."""
+"""Difference in nats between engine and trainer on stale tokens."""
 USUAL_DIFF = 0.01
 FAILED = (3, 5)
 """Step and row of the sample that failed."""
@@ -44,11 +44,11 @@ SCRIPT = "</script><script>window.hacked = true</script><img src=x onerror='wind
 EVAL_SETS = ("held_out", "long_sums")
 PROMPTS = ("What is 3 + 4?", "What is 12 + 9?", "Add 5 and 6.", "Add 70 and 8.")
 PHASES = (("rollout", 0.0, 6.0), ("score", 6.0, 6.5), ("train", 6.5, 9.0), ("sync", 9.0, 9.5), ("record", 9.5, 9.9))
-"""Of every step: name, start, end; the last 0.1 s belong to none."""
+"""Phases of every step: name, start, end; the last 0.1 s belong to none."""
 
 
 def write_run(path: Path, *, num_steps: int = NUM_STEPS, name: str = "recorded", lr: float = 1e-4, num_rollouts: int = NUM_STEPS) -> Path:
-    """A run that did `num_steps` of its rollouts and ended."""
+    """Write a run that ended after `num_steps` rollouts."""
     config = Config.model_validate(
         {
             "model": {"hf_checkpoint": str(MODEL)},
@@ -67,7 +67,7 @@ def write_run(path: Path, *, num_steps: int = NUM_STEPS, name: str = "recorded",
 
 
 def write_step(run: RunDirectory, step: int) -> None:
-    """Samples, trace and metrics, in the order in which a run writes them."""
+    """Write samples, trace and metrics in the order of a run."""
     groups = groups_of(step)
     run.write_samples(step, groups, training_of(groups))
     run.trace.samples(step, [sample for group in groups for sample in group.samples])
@@ -77,7 +77,7 @@ def write_step(run: RunDirectory, step: int) -> None:
 
 
 def write_evaluation(run: RunDirectory, num_rollouts: int, mean: float) -> None:
-    """Two data sets of one group each, which number their groups alike."""
+    """Write an evaluation of two data sets with one group each, both with the same group index."""
     groups = {name: [SampleGroup(0, 0, [_held_out(at, name, at < 4 * mean) for at in range(4)])] for name in EVAL_SETS}
     run.write_evaluation(num_rollouts, groups, {f"eval/{name}/mean@1": mean for name in EVAL_SETS})
 
@@ -103,7 +103,7 @@ def _held_out(index: int, name: str, right: bool) -> Sample:
 
 
 def rank_spans(step: int) -> list[list[Span]]:
-    """Rank 1 sends nothing."""
+    """Write the spans of two ranks; rank 1 sends no weights."""
     start = START_S + STEP_S * step
     computed = [
         [
@@ -117,7 +117,7 @@ def rank_spans(step: int) -> list[list[Span]]:
 
 
 def append_phases(path: Path, step: int) -> None:
-    """As the run would write them, but at known times."""
+    """Write the phases of a step at known times."""
     start = START_S + STEP_S * step
     with path.open("ab") as file:
         for name, begin, end in PHASES:
@@ -173,7 +173,7 @@ def _sample(step: int, row: int) -> Sample:
     text = SCRIPT if (step, row) == HOSTILE else f"<think>step {step}, row {row}</think>\\boxed{{{'7' if right else '0'}}}"
     ids = np.array(tokenizer().encode(text, add_special_tokens=False).ids, np.int32)
     start = START_S + STEP_S * step
-    end = start + 1 + 4.5 * (row + 1) / (NUM_GROUPS * GROUP_SIZE)  # the last row is done at 5.5 s
+    end = start + 1 + 4.5 * (row + 1) / (NUM_GROUPS * GROUP_SIZE)  # the last row ends at 5.5 s
     failed = (step, row) == FAILED
     truncated = (step, row) == TRUNCATED
     status = SampleStatus.FAILED if failed else SampleStatus.TRUNCATED if truncated else SampleStatus.COMPLETED
@@ -201,7 +201,7 @@ def _sample(step: int, row: int) -> Sample:
 
 
 def stale(step: int, group: int) -> bool:
-    """Sampled by the weights before."""
+    """Make the tokens those of the previous weights."""
     return step >= STALE_FROM and group >= NUM_GROUPS // 2
 
 
@@ -243,7 +243,7 @@ def _trained(sample: Sample) -> TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """A run that is still being written."""
+    """Run that is still being written."""
 
     directory: RunDirectory
 
@@ -252,7 +252,7 @@ class LiveRun:
 
 
 def begin_run(path: Path, *, num_rollouts: int = NUM_STEPS) -> LiveRun:
-    """A run that has not recorded a step; close its directory in the end."""
+    """Start a run without recorded steps; the caller closes its directory."""
     config = Config.model_validate({"model": {"hf_checkpoint": str(MODEL)}, "data": {"num_rollout": num_rollouts}})
     return LiveRun(RunDirectory.create(path, config, resume=False))
 

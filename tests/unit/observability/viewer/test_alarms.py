@@ -1,4 +1,4 @@
-"""Alarms ring for what is wrong, and name the step; ordinary runs are silent."""
+"""Alarms: faults raise one with their step, ordinary runs raise none."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ USUAL = [0.01] * 10
         ("rollout/num_failed", [0, 0, 2, 0, 0], "Samples failed in step 2"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, key: str, values: list[float | None], title: str) -> None:
+def test_alarm_names_the_fault_and_its_step(tmp_path: Path, key: str, values: list[float | None], title: str) -> None:
     found = of(tmp_path, key, values)
     assert [alarm.title for alarm in found] == [title]
     assert found[0].key == key
@@ -59,11 +59,11 @@ def test_what_is_wrong_is_said(tmp_path: Path, key: str, values: list[float | No
         ("rollout/num_failed", [0, 0, 0]),
     ],
 )
-def test_ordinary_runs_are_silent(tmp_path: Path, key: str, values: list[float]) -> None:
+def test_ordinary_runs_raise_no_alarm(tmp_path: Path, key: str, values: list[float]) -> None:
     assert of(tmp_path, key, values) == []
 
 
-def test_earlier_times_are_counted(tmp_path: Path) -> None:
+def test_earlier_occurrences_are_counted(tmp_path: Path) -> None:
     found = of(tmp_path, "train/logprob_abs_diff", [*USUAL, 0.2, *USUAL, 0.3, *USUAL, 0.4])
     assert "It happened twice before." in found[0].text
     assert found[0].first_step == 32
@@ -91,7 +91,7 @@ def test_the_alarm_names_the_engine_and_its_stale_version(run: RunReader) -> Non
     assert f"the 51% of tokens that version {STALE_FROM - 1} sampled differ by 0.5 nats, the others by 0.01" in alarm.text
 
 
-def test_samples_that_do_not_know_their_engines_name_none(recorded: Path, tmp_path: Path) -> None:
+def test_samples_without_engines_name_none(recorded: Path, tmp_path: Path) -> None:
     table = pq.read_table(recorded / "samples" / f"rollout_{STALE_FROM:06d}.parquet")
     pq.write_table(table.drop_columns(["spans", "engine"]), tmp_path / "older.parquet")
     assert {part.engine for part in mismatches(tmp_path / "older.parquet")} == {UNKNOWN}
@@ -126,7 +126,7 @@ def test_the_cause_of_a_disagreement(parts: list[Mismatch], brief: str, words: s
     assert words in found.text
 
 
-def test_rollouts_that_always_run_ahead_are_no_cause(tmp_path: Path) -> None:
+def test_rollouts_that_always_run_ahead_are_not_a_cause(tmp_path: Path) -> None:
     for staleness, known in ((1.0, STALE_FROM - 1), (0.0, STALE_FROM)):
         path = write_run(tmp_path / str(staleness))
         lines = [orjson.loads(line) | {"rollout/staleness": staleness} for line in (path / "metrics.jsonl").read_bytes().splitlines()]
@@ -136,5 +136,5 @@ def test_rollouts_that_always_run_ahead_are_no_cause(tmp_path: Path) -> None:
         assert reader._expected_version(STALE_FROM) == known
 
 
-def test_no_tokens_no_cause() -> None:
+def test_no_cause_without_tokens() -> None:
     assert explanation(7, [], None) is None

@@ -1,4 +1,4 @@
-"""The server's addresses: only reading, only these runs, only for those who may."""
+"""HTTP endpoints: read-only, limited to the given runs and to permitted visitors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ def client(run: RunReader) -> TestClient:
     return TestClient(make_app([run]), base_url=LOCAL)
 
 
-def test_every_question_has_an_answer(client: TestClient) -> None:
+def test_every_endpoint_answers(client: TestClient) -> None:
     for path in (
         "/",
         "/api/runs",
@@ -41,20 +41,20 @@ def test_every_question_has_an_answer(client: TestClient) -> None:
         assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_evaluations_are_asked_for_by_data_set(client: TestClient) -> None:
+def test_samples_of_evaluations_are_filtered_by_data_set(client: TestClient) -> None:
     answer = client.get("/api/samples", params={"run": "recorded", "of": "eval", "dataset": "long_sums", "step_min": 1}).json()
     assert [(row["step"], row["dataset"], row["reward"]) for row in answer["rows"]] == [
         (NUM_STEPS, "long_sums", reward) for reward in (1.0, 1.0, 1.0, 0.0)
     ]
     sample = client.get("/api/sample", params={"run": "recorded", "of": "eval", "step": NUM_STEPS, "row": 5}).json()
     assert sample["dataset"] == "long_sums"
-    assert [member["row"] for member in sample["members"]] == [4, 5, 6, 7], "the other data set numbers its groups alike"
+    assert [member["row"] for member in sample["members"]] == [4, 5, 6, 7], "the other data set has the same group index"
     history = client.get("/api/history", params={"run": "recorded", "of": "eval", "prompt": sample["prompt_key"]}).json()
     assert [row["step"] for row in history["rows"]] == [0] * 4 + [NUM_STEPS] * 4
     assert client.get("/api/runs").json()["runs"][0]["datasets"] == ["held_out", "long_sums"]
 
 
-def test_tokens_know_their_engine(client: TestClient) -> None:
+def test_tokens_have_their_engine(client: TestClient) -> None:
     for row, engine in ((3, 0), (12, 1)):
         sample = client.get("/api/sample", params={"run": "recorded", "step": 4, "row": row}).json()
         assert sample["engine"] == engine
@@ -63,12 +63,12 @@ def test_tokens_know_their_engine(client: TestClient) -> None:
     assert found["total"] == 8 * NUM_STEPS
 
 
-def test_only_what_is_new_is_sent(client: TestClient) -> None:
+def test_only_new_rows_are_sent(client: TestClient) -> None:
     answer = client.get("/api/metrics", params={"run": "recorded", "keys": "train/loss", "after": NUM_STEPS - 2, "generation": 0}).json()
     assert answer["step"] == [NUM_STEPS - 2, NUM_STEPS - 1]
     assert answer["start"] == NUM_STEPS - 2
     whole = client.get("/api/metrics", params={"run": "recorded", "keys": "train/loss", "after": 5, "generation": 3}).json()
-    assert len(whole["step"]) == NUM_STEPS, "the page knows another generation of the file"
+    assert len(whole["step"]) == NUM_STEPS, "the page has another generation of the file"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_only_what_is_new_is_sent(client: TestClient) -> None:
         "/docs",
     ],
 )
-def test_nothing_else_can_be_reached(client: TestClient, path: str) -> None:
+def test_other_paths_are_not_found(client: TestClient, path: str) -> None:
     assert client.get(path).status_code == 404
 
 
@@ -100,12 +100,12 @@ def test_nothing_else_can_be_reached(client: TestClient, path: str) -> None:
         "/api/sample?run=recorded&step=x&row=1",
     ],
 )
-def test_nonsense_is_refused(client: TestClient, path: str) -> None:
+def test_invalid_parameters_are_refused(client: TestClient, path: str) -> None:
     assert client.get(path).status_code == 422
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
-def test_it_only_reads(client: TestClient, method: str) -> None:
+def test_other_methods_are_refused(client: TestClient, method: str) -> None:
     assert client.request(method, "/api/runs").status_code == 405
 
 
@@ -125,14 +125,14 @@ def test_links_out_of_the_run_are_not_followed(tmp_path: Path) -> None:
 
 
 class TestAccess:
-    def test_without_a_token_only_names_of_this_machine_are_answered(self, run: RunReader) -> None:
+    def test_without_a_token_only_names_of_this_machine_are_served(self, run: RunReader) -> None:
         app = make_app([run])
         for host in ("localhost:6780", "127.0.0.1", "[::1]:6780", "127.0.0.5:1"):
             assert TestClient(app, base_url=LOCAL).get("/", headers={"host": host}).status_code == 200, host
         for host in ("evil.example", "localhost.evil.example", "10.0.0.1:6780", ""):
             assert TestClient(app, base_url=LOCAL).get("/", headers={"host": host}).status_code == 403, host
 
-    def test_a_token_is_asked_of_everybody(self, run: RunReader) -> None:
+    def test_a_token_is_required_of_every_visitor(self, run: RunReader) -> None:
         client = TestClient(make_app([run], token="secret"), base_url="http://host.example:6780", follow_redirects=False)
         for path in ("/", "/api/runs", "/?token=wrong", "/?token="):
             assert client.get(path).status_code == 401, path
@@ -147,7 +147,7 @@ class TestAccess:
         assert "SameSite=strict" in answer.headers["set-cookie"]
         assert client.get("/").status_code == 200
 
-    def test_elsewhere_there_is_always_a_token(self) -> None:
+    def test_reachable_servers_always_have_a_token(self) -> None:
         assert token_for("127.0.0.1", None) is None
         assert token_for("localhost", "mine") == "mine"
         made = token_for("0.0.0.0", None)
@@ -158,7 +158,7 @@ class TestAccess:
         assert address("::1", 6780, None) == "http://[::1]:6780/"
 
 
-def test_the_page_may_ask_its_server_alone(client: TestClient) -> None:
+def test_the_page_may_only_connect_to_its_server(client: TestClient) -> None:
     text = client.get("/").text
     policy = text.partition('http-equiv="Content-Security-Policy" content="')[2].partition('"')[0]
     assert "default-src 'none'" in policy

@@ -1,4 +1,4 @@
-"""Every instant of a step has one cause; together they are the step."""
+"""Attribution: every instant of a step has one cause, and causes add up to the step."""
 
 import pytest
 from hypothesis import given
@@ -30,7 +30,7 @@ def test_causes_sum_to_the_window(phases, generate, reward) -> None:
 
 @given(st.lists(phases, max_size=6))
 def test_a_cause_agrees_with_a_fine_grid(phases) -> None:
-    """Oracle: at every hundredth of a second the first of the order that runs."""
+    """Oracle: the first phase by priority at every hundredth of a second."""
     order = ["sync", "train", "score", "save", "mine", "rollout"]
     grid = [(at + 0.5) / 100 for at in range(1000)]
     expected: dict[str, float] = {}
@@ -48,12 +48,12 @@ def test_a_rollout_beside_training_costs_nothing() -> None:
 
 
 def test_a_rollout_is_divided_by_what_its_samples_do() -> None:
-    """Eight samples until 4 s, one of them until 7 s, then its reward until 8 s."""
+    """Eight samples run until 4 s, one of them until 7 s, and its reward until 8 s."""
     spans = SampleSpans([*[(1.0, 4.0)] * 7, (1.0, 7.0)], [(7.0, 8.0)])
     assert seconds((0, 10), [phase("rollout", 0, 10)], spans) == {"sampling": 3, "last samples": 3, "reward": 1, "rollout": 3}
 
 
-def test_nothing_is_attributed_to_no_time() -> None:
+def test_an_empty_window_has_no_causes() -> None:
     assert attribute((5.0, 5.0), [phase("train", 0, 10)]) == []
 
 

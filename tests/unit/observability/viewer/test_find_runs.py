@@ -1,4 +1,4 @@
-"""Which directories are runs, and what they are called."""
+"""Discovery and names of run directories."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def test_names_are_short_and_different(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing", "empty", "file"])
-def test_what_is_no_run(tmp_path: Path, name: str) -> None:
+def test_paths_without_a_run_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=name):

@@ -1,4 +1,4 @@
-"""Metrics as columns: equal to the records, whatever keys come and go."""
+"""Columns of metrics equal the records, whichever keys appear or disappear."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def test_six_digits_are_kept_and_times_are_exact_to_a_hundredth(tmp_path: Path) 
 @pytest.mark.parametrize(
     "damage", [b'{"step": 1, "a"\n', b"[1]\n", b'{"a": 3}\n', b"\xff\xfe\n", b'{"step": "one"}\n', b'{"step": true}\n']
 )
-def test_what_is_no_record_is_left_out_and_counted(tmp_path: Path, damage: bytes) -> None:
+def test_damaged_lines_are_skipped_and_counted(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "m"
     path.write_bytes(b'{"step":0,"a":1}\n' + damage + b'{"step":2,"a":2}\n')
     columns = MetricColumns(path)

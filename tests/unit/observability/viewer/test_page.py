@@ -1,4 +1,4 @@
-"""The page is one file, for a server and for a report alike. (How it behaves: tests/browser; its frame: tests/unit/planner.)"""
+"""Page in one file. Its behaviour is tested in tests/browser, its frame in tests/unit/planner."""
 
 from importlib import resources
 
@@ -7,7 +7,7 @@ import pytest
 from fuligo.observability.viewer import page
 
 
-def test_every_script_of_the_folder_is_in_the_page() -> None:
+def test_page_has_every_script_of_the_folder() -> None:
     scripts = {file.name for file in resources.files(page._PACKAGE).iterdir() if file.name.endswith(".js")}
     assert scripts == set(page._SCRIPTS)
 

@@ -1,4 +1,4 @@
-"""A report holds what its pages ask, within its size."""
+"""Reports: answers to all requests of the page, within a size."""
 
 from collections import Counter
 from pathlib import Path
@@ -18,7 +18,7 @@ def test_steps_are_spread(steps, most: int, chosen: list[int]) -> None:
     assert chosen_steps(list(steps), most) == chosen
 
 
-def test_whole_groups_and_troubled_samples(run: RunReader) -> None:
+def test_report_chooses_whole_groups_and_troubled_samples(run: RunReader) -> None:
     table = run.samples.table()
     picked = table.take(chosen_samples(table, [0, NUM_STEPS - 1], ReportSize(num_groups=2)))
     places = set(zip(picked["step"].to_pylist(), picked["row"].to_pylist(), strict=True))
@@ -46,6 +46,6 @@ def test_the_command_writes_it(recorded: Path, tmp_path: Path, capsys: pytest.Ca
     assert [child.name for child in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_where_it_cannot_be_written(run: RunReader, tmp_path: Path) -> None:
+def test_report_refuses_a_path_that_cannot_be_written(run: RunReader, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="choose another path"):
         write_report([run], tmp_path / "missing" / "report.html")

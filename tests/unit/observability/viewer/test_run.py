@@ -1,4 +1,4 @@
-"""A run as the page sees it: its state, what it does now, what is missing."""
+"""Reader of a run: state, current phase, missing files."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_the_lock_of_a_run_is_seen_and_not_touched(tmp_path: Path) -> None:
     assert is_locked(tmp_path / "run" / "metrics.jsonl") is False
 
 
-def test_what_a_run_does_is_the_phase_that_has_begun(tmp_path: Path) -> None:
+def test_now_is_the_phase_that_has_begun(tmp_path: Path) -> None:
     live = begin_run(tmp_path / "run")
     run = RunReader(tmp_path / "run", "run")
 
@@ -59,7 +59,7 @@ def test_what_a_run_does_is_the_phase_that_has_begun(tmp_path: Path) -> None:
     live.directory.close()
 
 
-def test_what_a_run_of_an_earlier_version_does_is_what_followed_before(tmp_path: Path) -> None:
+def test_now_is_the_usual_successor_in_traces_of_earlier_versions(tmp_path: Path) -> None:
     write_run(tmp_path / "run", num_steps=3)
     trace, metrics = TraceReader(tmp_path / "run" / "trace.json"), MetricColumns(tmp_path / "run" / "metrics.jsonl")
     trace.update()
@@ -133,7 +133,7 @@ def test_a_sample_is_there_before_the_index_knows_it(recorded: Path) -> None:
     assert answer["index"] == 4 * 16 + 5
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_problems_name_missing_files(tmp_path: Path) -> None:
     run = RunReader(tmp_path, "run")
     problems = "\n".join(run_answer(run)["problems"])
     for name in ("metrics.jsonl", "config.yaml", "trace.json", "samples/"):

@@ -1,4 +1,4 @@
-"""The index follows the files: new ones, changed ones, ones that are gone, damaged ones."""
+"""Index of samples over new, changed, removed and damaged files."""
 
 import shutil
 from pathlib import Path
@@ -21,7 +21,7 @@ def copy(recorded: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(recorded, tmp_path / "run"))
 
 
-def test_newest_first_and_as_much_as_there_is_time_for(recorded: Path) -> None:
+def test_update_reads_newest_files_first_within_its_budget(recorded: Path) -> None:
     index = SampleIndex(recorded)
     index.update(0.0)
     assert index.progress == (1, NUM_STEPS)
@@ -41,7 +41,7 @@ def test_a_file_is_read_once(recorded: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(read) == list(range(NUM_STEPS))
 
 
-def test_files_that_change_or_go(copy: Path) -> None:
+def test_update_follows_changed_and_removed_files(copy: Path) -> None:
     index = SampleIndex(copy)
     index.update()
     files = sorted((copy / "samples").iterdir())
@@ -54,7 +54,7 @@ def test_files_that_change_or_go(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"PAR1", b"no parquet at all" * 10])
-def test_a_damaged_file_is_named_and_the_others_read(copy: Path, damage: bytes) -> None:
+def test_a_damaged_file_is_reported_and_the_others_are_read(copy: Path, damage: bytes) -> None:
     (copy / "samples" / "rollout_000004.parquet").write_bytes(damage)
     index = SampleIndex(copy)
     index.update()
@@ -62,7 +62,7 @@ def test_a_damaged_file_is_named_and_the_others_read(copy: Path, damage: bytes) 
     assert index.table().num_rows == 16 * (NUM_STEPS - 1)
 
 
-def test_a_file_of_another_version_shows_what_it_has(copy: Path) -> None:
+def test_a_file_of_another_version_is_indexed_as_far_as_possible(copy: Path) -> None:
     table = pa.table({"index": [7, 8], "response": ["a", "b"], "new column": [1, 2]})
     pq.write_table(table, copy / "samples" / "rollout_000099.parquet")
     index = SampleIndex(copy)
@@ -73,7 +73,7 @@ def test_a_file_of_another_version_shows_what_it_has(copy: Path) -> None:
     assert last["kept"].to_pylist() == [True, True]
 
 
-def test_files_without_columns_of_their_own_for_it_tell_the_same(recorded: Path, tmp_path: Path) -> None:
+def test_search_columns_are_derived_for_files_of_earlier_versions(recorded: Path, tmp_path: Path) -> None:
     path = recorded / "samples" / f"rollout_{STALE_FROM:06d}.parquet"
     added = ["response_length", "advantage_mean", "oldest_version", "prompt_key"]
     pq.write_table(pq.read_table(path).drop_columns(added), tmp_path / "older.parquet", write_statistics=False)
@@ -111,7 +111,7 @@ def test_index_reads_no_text_and_no_tokens(recorded: Path, monkeypatch: pytest.M
     ]
 
 
-def test_samples_of_evaluations_are_an_index_of_their_own(recorded: Path) -> None:
+def test_samples_of_evaluations_have_an_index_of_their_own(recorded: Path) -> None:
     index = SampleIndex(recorded, "eval")
     index.update()
     table = index.table()
@@ -123,7 +123,7 @@ def test_samples_of_evaluations_are_an_index_of_their_own(recorded: Path) -> Non
     assert index.file(NUM_STEPS) == recorded / "eval" / f"eval_{NUM_STEPS:06d}.parquet"
 
 
-def test_links_lead_nowhere(copy: Path, tmp_path: Path) -> None:
+def test_links_are_not_followed(copy: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.parquet"
     (copy / "samples" / "rollout_000003.parquet").rename(secret)
     (copy / "samples" / "rollout_000003.parquet").symlink_to(secret)

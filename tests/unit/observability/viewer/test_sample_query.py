@@ -17,7 +17,7 @@ from tests.unit.observability.viewer.recorded_run import NUM_STEPS, STALE_FROM, 
 
 @pytest.fixture(scope="module")
 def rows(recorded: Path) -> list[dict]:
-    """Every row of every file, with the step and row that it stands in."""
+    """Return every row of every file with its step and row."""
     found = []
     for step in range(NUM_STEPS):
         table = pq.read_table(recorded / "samples" / f"rollout_{step:06d}.parquet").to_pylist()
@@ -85,13 +85,13 @@ def test_search(run: RunReader, rows: list[dict], text: str) -> None:
     assert sorted(found["index"].to_pylist()) == expected
 
 
-def test_a_search_reads_one_file_where_there_is_no_time(run: RunReader) -> None:
+def test_a_search_without_time_reads_one_file(run: RunReader) -> None:
     found, share = TextSearch("row").go_on(run.samples, run.samples.table(), -1.0)
     assert share == pytest.approx(1 / NUM_STEPS)
-    assert set(found["step"].to_pylist()) == {NUM_STEPS - 1}, "the newest first"
+    assert set(found["step"].to_pylist()) == {NUM_STEPS - 1}, "newest first"
 
 
-def test_a_search_goes_on_when_a_step_is_added_or_the_filter_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_continues_when_a_step_is_added_or_the_filter_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[str] = []
     original = sample_query.rows_with_text
     monkeypatch.setattr(sample_query, "rows_with_text", lambda path, text: searched.append(path.name) or original(path, text))
@@ -108,10 +108,10 @@ def test_a_search_goes_on_when_a_step_is_added_or_the_filter_changes(tmp_path: P
     live.step(3)
     assert found(EVERYTHING) > before
     assert searched[3:] == ["rollout_000003.parquet"], "only the new step is searched"
-    assert found(SampleFilter(engine=0)) == 4, "of each step row 1, and not rows 10 to 15"
+    assert found(SampleFilter(engine=0)) == 4, "row 1 of each step, and not rows 10 to 15"
     assert len(searched) == 4
     live.directory.write_samples(2, groups_of(2)[:1])
-    assert found(EVERYTHING) < before + 4, "a file that was written anew is searched anew"
+    assert found(EVERYTHING) < before + 4, "a rewritten file is searched again"
     assert searched[4:] == ["rollout_000002.parquet"]
     live.directory.close()
 

@@ -1,4 +1,4 @@
-"""A growing file is read a whole line at a time, once, however its bytes arrive."""
+"""Tail of a growing file: every complete line is read once, however its bytes arrive."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A user's own reward: any way to misbehave fails its samples, with the reason, and nothing else."""
+"""Custom rewards: any misbehaviour fails its samples with the reason, and nothing else."""
 
 import asyncio
 import math
@@ -113,7 +113,7 @@ async def test_a_reward_that_raises_or_hangs_fails_the_sample(
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None, "1.0", [1.0], {"score": 1.0}, np.array([1.0, 2.0]), 10**400, 1j, {}])
-async def test_what_is_no_finite_number_fails_the_sample(make_group: MakeGroup, value: Any) -> None:
+async def test_a_reward_that_is_not_a_finite_number_fails_the_sample(make_group: MakeGroup, value: Any) -> None:
     async def function(args: Any, sample: Any) -> Any:
         return value
 
@@ -124,13 +124,13 @@ async def test_what_is_no_finite_number_fails_the_sample(make_group: MakeGroup, 
 
 
 @pytest.mark.parametrize(("value", "reward"), [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (np.array(2.0), 2.0), (np.int64(3), 3.0)])
-async def test_every_kind_of_number_is_taken(make_group: MakeGroup, value: Any, reward: float) -> None:
+async def test_every_kind_of_number_is_accepted(make_group: MakeGroup, value: Any, reward: float) -> None:
     group = make_group("a")
     await judge(lambda args, sample: value, group)
     assert group.samples[0].reward == reward and type(group.samples[0].reward) is float
 
 
-async def test_a_dict_must_hold_the_reward_key(make_group: MakeGroup) -> None:
+async def test_a_dict_must_have_the_reward_key(make_group: MakeGroup) -> None:
     async def function(args: Any, sample: Any) -> dict[str, Any]:
         return {"score": 1 if sample.index == 0 else math.nan, "note": "kept"}
 
@@ -174,8 +174,8 @@ async def test_a_group_reward_of_the_wrong_shape_fails_the_group(make_group: Mak
     assert [sample.status is SampleStatus.FAILED for sample in group.samples] == [failed == "all", True]
 
 
-async def test_what_a_sample_already_has_is_kept(make_group: MakeGroup) -> None:
-    """A reward of the user's generation function, a failure, an unfinished state."""
+async def test_samples_that_need_no_judging_are_kept(make_group: MakeGroup) -> None:
+    """Samples with a reward of a custom generation function, failed samples and unfinished samples are not judged."""
     group = make_group("given", "failed", "aborted", "bad")
     group.samples[0].reward = 7
     group.samples[1].status = SampleStatus.FAILED
@@ -186,8 +186,8 @@ async def test_what_a_sample_already_has_is_kept(make_group: MakeGroup) -> None:
     assert [str(sample.status) for sample in group.samples] == ["completed", "failed", "aborted", "failed"]
 
 
-async def test_where_a_teacher_teaches_nothing_has_to_judge(make_group: MakeGroup) -> None:
-    """Samples that the user's function gave a reward keep it."""
+async def test_no_reward_is_needed_with_a_teacher(make_group: MakeGroup) -> None:
+    """Samples that already have a reward keep it."""
     async with RewardRunner(RewardSettings(optional=True)) as runner:
         group = make_group("a", "b")
         group.samples[1].reward = 0.5
@@ -195,7 +195,7 @@ async def test_where_a_teacher_teaches_nothing_has_to_judge(make_group: MakeGrou
     assert [sample.reward for sample in group.samples] == [0.0, 0.5]
 
 
-async def test_with_nothing_that_judges_the_sample_fails(make_group: MakeGroup) -> None:
+async def test_a_sample_without_a_reward_type_fails(make_group: MakeGroup) -> None:
     async with RewardRunner(RewardSettings()) as runner:
         group, unknown = make_group("a"), make_group("a", rm_type="maths")
         await runner(group)
@@ -205,7 +205,7 @@ async def test_with_nothing_that_judges_the_sample_fails(make_group: MakeGroup) 
     assert runner.failures == {FailureReason.NO_REWARD: 2}
 
 
-async def test_cancelling_the_run_cancels_a_reward_at_work(make_group: MakeGroup) -> None:
+async def test_cancelling_the_run_cancels_a_running_reward(make_group: MakeGroup) -> None:
     started, cancelled = asyncio.Event(), asyncio.Event()
 
     async def slow(args: Any, sample: Any) -> float:

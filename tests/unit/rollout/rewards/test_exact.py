@@ -1,4 +1,4 @@
-"""The cheap path decides only what math-verify would decide in the same way."""
+"""Exact comparison agrees with math-verify wherever it decides."""
 
 import subprocess
 import sys
@@ -51,7 +51,7 @@ def test_thousands_separators_and_trailing_zeros_do_not_matter(value: Decimal) -
         ("9**9**9**9", "5", None),
     ],
 )
-def test_what_takes_algebra_is_left_undecided(answer: str, gold: str, verdict: bool | None) -> None:
+def test_comparisons_that_take_algebra_are_left_undecided(answer: str, gold: str, verdict: bool | None) -> None:
     assert equal_exactly(answer, gold) is verdict
 
 

@@ -43,7 +43,7 @@ def slow_last_boxed(text: str) -> str | None:
 
 @settings(deadline=None)
 @given(st.lists(PIECE, max_size=20).map("".join))
-def test_any_text_gives_what_the_definition_says(text: str) -> None:
+def test_last_boxed_agrees_with_its_definition_on_any_text(text: str) -> None:
     assert last_boxed(text) == slow_last_boxed(text)
 
 

@@ -1,4 +1,4 @@
-"""Multiple choice: which letter a response chooses, and which one the data say is right."""
+"""Multiple choice: the letter that a response chooses and the one that is right."""
 
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +55,7 @@ QUESTION = Question(("A", "B", "C", "D"), TEXTS)
         ("It must be carbon dioxide", "D"),
         ("It is 10 m/s that it moves at.", "A"),
         ("it is 10 m, or it is carbon dioxide", None),
-        # what chooses nothing
+        # no choice
         ("", None),
         ("I do not know", None),
         ("The answer is E", None),
@@ -68,7 +68,7 @@ QUESTION = Question(("A", "B", "C", "D"), TEXTS)
         ("the answer is A</think>\nno</think>", None),
     ],
 )
-def test_what_a_response_chooses(response: str, letter: str | None) -> None:
+def test_chosen_letter_of_a_response(response: str, letter: str | None) -> None:
     assert chosen(response, QUESTION) == letter
 
 
@@ -129,7 +129,7 @@ def test_the_order_of_the_choices_does_not_matter_where_the_text_is_the_answer(c
 
 @settings(deadline=None, max_examples=60)
 @given(st.text(max_size=200), st.sampled_from([(), TEXTS, ("", " ", "(", "*")]))
-def test_any_text_is_read(text: str, choices: tuple[str, ...]) -> None:
+def test_chosen_accepts_any_text(text: str, choices: tuple[str, ...]) -> None:
     assert gpqa_reward(text, 0, {"choices": choices}) in (0.0, 1.0)
 
 
@@ -155,7 +155,7 @@ def test_several_right_answers_may_be_listed() -> None:
         ("A", {"valid_letters": ["A", "BB"]}, "each needs one letter from A to Z"),
     ],
 )
-def test_data_that_do_not_say_what_is_right_fail_with_the_reason(label: Any, metadata: dict[str, Any], text: str) -> None:
+def test_rows_without_a_right_choice_fail_with_the_reason(label: Any, metadata: dict[str, Any], text: str) -> None:
     with pytest.raises(RewardFailure, match=text) as raised:
         gpqa_reward("Answer: A", label, metadata)
     assert raised.value.reason is FailureReason.BAD_LABEL

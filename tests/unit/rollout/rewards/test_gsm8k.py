@@ -1,4 +1,4 @@
-"""GSM8K: every gold answer is right and every other number wrong, in whatever spelling a model may give it."""
+"""GSM8K: every gold answer is right and every other number wrong, in any spelling."""
 
 import importlib.util
 import json

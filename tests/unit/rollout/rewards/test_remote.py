@@ -1,4 +1,4 @@
-"""A remote reward model, real sockets: retries, deadline, nonsense."""
+"""Remote reward models over real sockets: retries, deadline, invalid replies."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -53,7 +53,7 @@ async def test_the_model_sees_prompt_response_and_label(make_group: MakeGroup, s
     assert seen == [{"prompt": "what is it?", "response": response, "label": ["b"]} for response in ("a \\boxed{b}", "b")]
 
 
-async def test_a_passing_failure_is_retried(make_group: MakeGroup, serve: Any) -> None:
+async def test_a_transient_failure_is_retried(make_group: MakeGroup, serve: Any) -> None:
     tries = 0
 
     async def handler(request: web.Request) -> web.Response:
@@ -109,7 +109,7 @@ async def test_a_model_that_never_answers_fails_the_sample_in_time(make_group: M
     assert runner.failures == {FailureReason.TIMEOUT: 2}
 
 
-async def test_nobody_listening_is_said(make_group: MakeGroup, unused_tcp_port: int) -> None:
+async def test_a_refused_connection_is_reported(make_group: MakeGroup, unused_tcp_port: int) -> None:
     group = make_group("a")
     runner = await judge(f"http://127.0.0.1:{unused_tcp_port}/judge", group, retries=1)
     assert "ClientConnectorError" in str(group.samples[0].error)

@@ -1,4 +1,4 @@
-"""The built-in rewards give what their published rules say."""
+"""Built-in rewards follow their published rules."""
 
 import subprocess
 import sys
@@ -87,7 +87,7 @@ def test_dapo_compares_answers_without_units_and_markup(answer: str, normal: str
 
 @settings(deadline=None)
 @given(st.text(max_size=400))
-def test_dapo_takes_any_text(text: str) -> None:
+def test_dapo_accepts_any_text(text: str) -> None:
     assert dapo_reward(text, [text])["acc"] in (0.0, 1.0)
 
 
@@ -97,7 +97,7 @@ WORDS = st.lists(st.sampled_from(["cat", "dog", "sat", "on"]), max_size=6).map("
 @settings(deadline=None)
 @given(answer=WORDS, gold=WORDS)
 def test_f1_is_the_harmonic_mean_of_precision_and_recall(answer: str, gold: str) -> None:
-    """Against the definition by removal of matched tokens, one at a time."""
+    """Compare with the definition by removal of matched tokens, one at a time."""
     left, matched = gold.split(), 0
     for token in answer.split():
         if token in left:
@@ -112,7 +112,7 @@ def test_f1_is_the_harmonic_mean_of_precision_and_recall(answer: str, gold: str)
         assert score == float(not answer and not gold)
 
 
-async def test_random_is_a_fair_coin_that_depends_on_the_sample_alone(make_group: MakeGroup) -> None:
+async def test_random_is_a_fair_coin_that_depends_on_the_sample_only(make_group: MakeGroup) -> None:
     async with RewardRunner(RewardSettings("random")) as runner:
         first, second = make_group(*["x"] * 400), make_group(*["y"] * 400)
         await runner(first)

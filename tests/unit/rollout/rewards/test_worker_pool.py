@@ -1,4 +1,4 @@
-"""Comparisons that hang, die or are cut off never take the pool with them."""
+"""Reward workers that hang, die or are cancelled do not affect the pool."""
 
 import asyncio
 import os
@@ -25,11 +25,11 @@ async def until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         await asyncio.sleep(0.01)
-    raise TimeoutError("waited a minute in vain")
+    raise TimeoutError("condition not met within a minute")
 
 
 async def until_busy(pool: WorkerPool) -> int:
-    """Wait for the worker process and return it."""
+    """Wait for a busy process and return its pid."""
     await until(lambda: bool(pool._busy))
     return worker_pids(pool)[-1]
 
@@ -51,8 +51,8 @@ async def test_a_comparison_that_hangs_is_ended_and_its_worker_replaced() -> Non
         await pool.close()
 
 
-async def test_a_worker_killed_at_work_is_replaced_once_without_notice() -> None:
-    """The answer is asked again of a new process; when that one is killed too, the sample fails."""
+async def test_a_worker_killed_at_work_is_replaced_once() -> None:
+    """The request is repeated on a new process; if that one is killed too, the sample fails."""
     pool = WorkerPool("symbolic_judge.py", num_workers=1, timeout_s=30.0)
     try:
         question = asyncio.create_task(pool.ask(answer=HANGS, golds=["5"], is_text=False))
@@ -70,7 +70,7 @@ async def test_a_worker_killed_at_work_is_replaced_once_without_notice() -> None
         await pool.close()
 
 
-async def test_a_worker_killed_while_idle_is_not_missed() -> None:
+async def test_a_worker_killed_while_idle_is_replaced() -> None:
     pool = WorkerPool("symbolic_judge.py", num_workers=1, timeout_s=30.0)
     try:
         assert await pool.ask(answer="\\frac12", golds=["0.5"], is_text=False)
@@ -80,7 +80,7 @@ async def test_a_worker_killed_while_idle_is_not_missed() -> None:
         await pool.close()
 
 
-async def test_a_cancelled_question_leaves_no_reply_for_the_next_one() -> None:
+async def test_a_cancelled_request_leaves_no_reply_for_the_next_one() -> None:
     pool = WorkerPool("symbolic_judge.py", num_workers=1, timeout_s=30.0)
     try:
         question = asyncio.create_task(pool.ask(answer=HANGS, golds=["5"], is_text=False))
@@ -107,7 +107,7 @@ async def test_processes_start_when_needed_and_end_with_the_pool() -> None:
 
 
 async def test_workers_end_with_a_parent_that_was_killed() -> None:
-    """An idle one at once, because its input ends; one at work by its own alarm, at the deadline."""
+    """An idle worker ends at once, because its input ends; a busy one ends by its own alarm at the deadline."""
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", KILLED_PARENT, stdout=asyncio.subprocess.PIPE)
     assert parent.stdout is not None
     async with asyncio.timeout(120):
@@ -138,7 +138,7 @@ asyncio.run(main())
 
 
 def is_running(pid: int) -> bool:
-    """Exists, and is no zombie that nobody has reaped yet."""
+    """Return whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -26,10 +26,8 @@ NOT_YET: tuple[str, ...] = (
     "fuligo/page/",
     "fuligo/quickstart/",
     "fuligo/weights/",
-    "tests/unit/cluster/",
     "tests/unit/engines/",
     "tests/unit/observability/",
-    "tests/unit/trainer/",
     "tests/unit/weights/",
 )
 """Folders and files that are still to be rewritten."""

@@ -21,6 +21,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", params=["qwen3", "llama", "glm4"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads of 64: what flash kernels take."""
+    """Return a checkpoint with heads of 64, which flash kernels support."""
     head = {} if request.param == "llama" else {"head_dim": 64}
     return tiny.save_checkpoint(tmp_path_factory.mktemp(request.param), request.param, hidden=256, layers=3, **head)

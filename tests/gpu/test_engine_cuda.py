@@ -18,7 +18,7 @@ NUM_REQUESTS = 40
 
 
 def sampled(checkpoint: Path, dtype: torch.dtype) -> list[Request]:
-    """Finished requests of mixed lengths, more than run at a time."""
+    """Return finished requests of mixed lengths, more than run at a time."""
     engine = EmbeddedEngine(
         EngineModel(str(checkpoint), torch.device("cuda"), dtype),
         max_running_requests=16,

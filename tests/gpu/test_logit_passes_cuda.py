@@ -11,7 +11,7 @@ from fuligo.trainer.megatron_backend.logit_passes import RowSums, grad_of_logits
 
 V = 151_936
 NUM_ROWS = [4096, 1, 1777, 16384]
-"""More and fewer than at first; the last have more values than an int32 counts."""
+"""Row counts above and below the first; the last has more values than an int32 counts."""
 
 
 @pytest.mark.parametrize("num_rows", NUM_ROWS)

@@ -1,6 +1,6 @@
-"""An engine is killed while weights come to it by NCCL: it has them in the end, and so has another; the trainer goes on.
+"""An engine is killed while it receives weights over NCCL; it and another engine have them in the end, and the trainer goes on.
 
-One GPU is the sender's, one is each engine's: with two there is no other engine.
+One GPU is the sender's, one is each engine's: with two GPUs there is no other engine.
 FULIGO_SGLANG_PYTHON and FULIGO_SGLANG_PYTHONPATH: as for test_sglang_cuda.py.
 """
 
@@ -33,7 +33,7 @@ from tests.sglang.test_lost_engine import KillingTrainer
 DEVICE = "cuda"
 NUM_ENGINES = min(2, torch.cuda.device_count() - 1)
 BUCKET_BYTES = 200_000
-"""Several buckets."""
+"""Small enough for several buckets."""
 ARGUMENTS = {
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
@@ -43,7 +43,7 @@ ARGUMENTS = {
     "dtype": "bfloat16",
 }
 TOLERANCE = 0.1
-"""Nats, bfloat16 on both sides; other weights are off by more than ten times as much."""
+"""Nats, bfloat16 on both sides; other weights differ by more than ten times as much."""
 
 pytestmark = [
     pytest.mark.skipif("FULIGO_SGLANG_PYTHON" not in os.environ, reason="FULIGO_SGLANG_PYTHON names no interpreter with SGLang"),
@@ -95,7 +95,7 @@ async def test_the_sync_goes_on(fleet: Fleet, tmp_path: Path) -> None:
     assert await weight_sync.sync() == 1
     await assert_engines_hold(fleet.group, model, 1)
 
-    while len(fleet.group.clients) < NUM_ENGINES:  # nothing tells but asking
+    while len(fleet.group.clients) < NUM_ENGINES:  # there is no event to wait for
         assert not watch.done()
         await asyncio.sleep(0.1)
     renewed(model, seed=3)
@@ -109,7 +109,7 @@ async def test_the_sync_goes_on(fleet: Fleet, tmp_path: Path) -> None:
 
 @torch.no_grad()
 def renewed(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
-    """Other weights altogether, large enough for predictions to have an opinion."""
+    """Replace all weights by others, large enough that the logits differ clearly."""
     generator = torch.Generator(model.device).manual_seed(seed)
     for parameter in model.parameters():
         if parameter.ndim > 1:

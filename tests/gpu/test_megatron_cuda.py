@@ -70,7 +70,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 
 
 def save(directory: Path, family: str) -> Path:
-    """Weights as small as those of trained models: in bfloat16 a sharp random model would drown in rounding."""
+    """Save weights as small as those of trained models: in bfloat16 a sharp random model would drown in rounding."""
     return tiny.save_checkpoint(directory, family, hidden=256, layers=4, initializer_range=0.05, **FAMILIES[family])
 
 
@@ -190,7 +190,7 @@ async def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 async def rollout_of_ppo(megatron: LocalTrainer) -> tuple[dict[str, float], list[FloatArray]]:
-    """Its metrics, and the values that it began with."""
+    """Run a rollout of PPO; return its metrics, and the values that it began with."""
     scored = await megatron.score(train_batches.samples(LENGTHS))
     values = [sample.values for sample in scored if sample.values is not None]
     settings = AdvantageSettings(samples_per_step=len(scored), estimator="ppo")

@@ -1,6 +1,6 @@
-"""Real SGLang engines on one GPU, a trainer on another, or both on the same ones: weights arrive, and the quickstart's reward rises.
+"""Real SGLang engines on one GPU and a trainer on another, or both on the same: weights arrive, and the quickstart's reward rises.
 
-FULIGO_SGLANG_PYTHON is the interpreter that has SGLang and its router, FULIGO_SGLANG_PYTHONPATH what it needs on its path.
+FULIGO_SGLANG_PYTHON is the interpreter that has SGLang and its router, FULIGO_SGLANG_PYTHONPATH its additional module path.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def test_ray_places_trainer_and_engines_on_the_same_gpus(backend: str, tmp_path:
 
 
 def test_engines_that_share_the_trainers_gpu_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is killed while it samples, then while the trainer has the GPU: each time it finds the same memory free as at first."""
+    """One engine is killed while it samples, then while the trainer has the GPU; each restart finds the same free memory as at first."""
     monkeypatch.setenv("KILL_ENGINES", "sampling:1:0 training:2:0")
     run_dir = tmp_path / "run"
     train(

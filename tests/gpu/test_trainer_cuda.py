@@ -28,7 +28,7 @@ LENGTHS = [(4, 90), (1, 3), (60, 9), (2, 1), (5, 140), (3, 90), (7, 6), (8, 20)]
 
 @pytest.fixture(scope="module", autouse=True)
 def cuda_world():
-    """Half precision runs under FSDP also on one rank, which needs a process group."""
+    """Return a world of one rank with a process group, which half precision under FSDP needs."""
     world = join_world(0, 1, "cuda", store=HashStore(), timeout_s=60)
     yield world
     dist.destroy_process_group()
@@ -71,7 +71,7 @@ def test_logprobs_and_gradients_equal_the_cpus(checkpoint, precision, logprob_bo
 
 @pytest.mark.parametrize(("precision", "value_bound", "gradient_bound"), [("fp32", 1e-4, 1e-3), ("bf16", 0.5, 0.15)])
 def test_values_and_their_gradients_equal_the_cpus(checkpoint, tmp_path, precision, value_bound, gradient_bound):
-    """Without a clip: in bfloat16 a value near its bound may be on either side of it."""
+    """Not clipped: in bfloat16 a value near its bound may be on either side of it."""
     family = AutoConfig.from_pretrained(checkpoint).model_type
     head = {} if family == "llama" else {"head_dim": 64}
     values = tiny.save_value_model(tmp_path, family, seed=2, hidden=256, layers=3, **head)

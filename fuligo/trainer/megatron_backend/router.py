@@ -192,7 +192,7 @@ def refuse_unsupported_routing(config: TransformerConfig) -> None:
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise ConfigError(
             f"--tensor-model-parallel-size {config.tensor_model_parallel_size} of a mixture of experts needs --sequence-parallel: "
-            "Megatron-Core trains it no other way"
+            "Megatron-Core does not train it without"
         )
     kinds = config.moe_router_load_balancing_type
     for kind in [kinds] if isinstance(kinds, str) else kinds:

@@ -1,4 +1,4 @@
-"""What is said of a Ray cluster that is not there."""
+"""Errors of a Ray cluster that is not there."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ for line in sys.argv[1:]:
 """
 
 
-def test_of_a_lost_node_the_run_alone_speaks() -> None:
-    """In Ray's words (src/ray/gcs/gcs_node_manager.cc), which its driver prints as it prints others of its own."""
+def test_a_lost_node_is_reported_by_the_run_alone() -> None:
+    """The message is Ray's own (src/ray/gcs/gcs_node_manager.cc), which its driver prints with others."""
     dead = "The node with node id: f00 and address: 10.0.0.2 and node name: 10.0.0.2 has been marked dead because the detector has missed"
     printed = subprocess.run(
         [sys.executable, "-c", PRINT, dead, "3 workers were killed"], capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""An engine on another node, whose agent is scripted. (Real ones: tests/cluster.)"""
+"""An engine on another node, with a scripted agent. (Real ones: tests/cluster.)"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fuligo.errors import EngineError
 
 
 def agent(**answers: Any) -> SimpleNamespace:
-    """A handle whose calls give what is said, raise it, or wait for good (None)."""
+    """Return a handle whose calls return the scripted value, raise it, or wait forever (None)."""
 
     def call(answer: Any) -> SimpleNamespace:
         async def remote(*_: object) -> Any:
@@ -44,7 +44,7 @@ async def test_an_engine_that_is_not_ready_in_time_is_named_whatever_its_node_sa
     last_lines: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines, "LOG_TIMEOUT_S", 0.05)
-    ports = ServerPorts(9, 1, 1)  # nobody is there
+    ports = ServerPorts(9, 1, 1)  # nothing listens
     settings = ServerSettings("engine 3", "model", 1, 1, {}, "regular", "cpu", "127.0.0.1", ports, tmp_path / "log", start_timeout_s=0.0)
     parts = [RemotePart(agent(start="started", ending=None, last_lines=last_lines, stop="stopped"), "127.0.0.1", ())]
     server = RemoteServer(settings, parts)

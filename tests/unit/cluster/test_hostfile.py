@@ -1,4 +1,4 @@
-"""Files that name the nodes of a cluster."""
+"""Files that list the nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def test_lines_as_people_write_them(tmp_path: Path) -> None:
     [
         ("10.0.0.1 slots=eight", "line 1: '10.0.0.1 slots=eight' is no"),
         ("10.0.0.1\n10.0.0.1 slots=2", "line 2: 10.0.0.1 is listed twice"),
-        ("# nobody\n", "lists no host"),
+        ("# no host\n", "lists no host"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_line(text: str, said: str, tmp_path: Path) -> None:
+def test_read_hostfile_names_the_line_of_an_error(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(text)
     with pytest.raises(ConfigError, match=said):
         read_hostfile(tmp_path / "hosts", default_slots=8)
@@ -42,7 +42,7 @@ def test_the_head_is_the_host_that_is_this_machine() -> None:
 
 
 def test_the_others_reach_the_head_by_its_ip_address() -> None:
-    """Its name may lead to its loopback interface, on itself."""
+    """The head's name may resolve to its loopback interface on the head itself."""
     by_number, by_name, elsewhere = Host("127.0.0.2", 8), Host("localhost", 8), Host("127.0.0.3", 8)
     assert head_ip(by_number, [elsewhere]) == "127.0.0.2"
     assert head_ip(by_name, [elsewhere]) == "127.0.0.1"

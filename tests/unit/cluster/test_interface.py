@@ -1,4 +1,4 @@
-"""Which network interface torch is told to use."""
+"""The network interface that torch is set to use."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def placed(flags: str):
 
 
 def drawn(layout: ClusterLayout) -> tuple[list[tuple[int, int]], dict[int, list[tuple[int, int]]]]:
-    """(node, index) of each trainer rank and of each engine's ranks, as the plan has them."""
+    """Return (node, index) of each trainer rank and of each engine's ranks in the plan."""
     trainers = {gpu.trainer.rank: (gpu.node, gpu.local_index) for gpu in layout.gpus if gpu.trainer is not None}
     engines: dict[int, dict[int, tuple[int, int]]] = {}
     for gpu in layout.gpus:

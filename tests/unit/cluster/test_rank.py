@@ -18,7 +18,7 @@ from fuligo.trainer.ranks.handle import RankLostError
 
 
 class ScriptedActor:
-    """Stands for an actor's handle, and for its method `run`."""
+    """Stand-in for an actor's handle, and for its method `run`."""
 
     def __init__(self, answer: Answer[None] | Exception) -> None:
         self.run = self

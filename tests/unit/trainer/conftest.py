@@ -7,16 +7,16 @@ import pytest
 from tests import tiny
 
 SHAPE = {"tie_word_embeddings": True, "initializer_range": 0.05}
-"""Weights of about the size of real ones: float32 noise grows with them."""
+"""Weights of about the size of real ones, since float32 noise grows with them."""
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
-    """A two-layer Qwen3 of 64 hidden units."""
+    """Save a two-layer Qwen3 of 64 hidden units."""
     return tiny.save_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", **SHAPE)
 
 
 @pytest.fixture(scope="session")
 def reference_checkpoint(tmp_path_factory) -> Path:
-    """The same architecture with other weights."""
+    """Save the same architecture with other weights."""
     return tiny.save_checkpoint(tmp_path_factory.mktemp("reference"), "qwen3", seed=1, **SHAPE)

@@ -1,4 +1,4 @@
-"""What --before-train-step-path may leave of a batch."""
+"""Batches that --before-train-step-path may and may not leave."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.random_samples import random_samples
 
 
 def run(change: Callable[[TrainBatch], object], num_replicas: int = 2) -> TrainBatch:
-    """Twelve samples in three steps of four."""
+    """Run the hook on twelve samples in three steps of four."""
     batch = assign_advantages(random_samples(0), AdvantageSettings(samples_per_step=4, num_steps=3))
     BeforeTrainStep(lambda rollout_id, batch: change(batch), num_replicas)(0, batch)
     return batch
 
 
 def keep(batch: TrainBatch, num_samples: int) -> None:
-    """The first ones, with their steps."""
+    """Keep the first samples, with their steps."""
     del batch.samples[num_samples:]
     batch.steps = [kept for step in batch.steps if (kept := [position for position in step if position < num_samples])]
     batch.num_rollouts_per_step = [len(step) for step in batch.steps]

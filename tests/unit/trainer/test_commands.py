@@ -1,4 +1,4 @@
-"""Commands reach ranks in this process and in others, each once, and leave nothing behind."""
+"""Commands reach ranks in this process and in others, each once, and leave no references behind."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from fuligo.trainer.ranks.world import Rendezvous
 
 
 class Held:
-    """Something that can be seen to be gone."""
+    """Object whose deletion can be observed."""
 
 
 @dataclass
 class Worker:
-    """A worker that remembers what it scored without keeping it."""
+    """Worker that remembers what it scored without keeping it."""
 
     seen: list[weakref.ref[Held]] = field(default_factory=list)
     released: threading.Event = field(default_factory=threading.Event)
@@ -70,7 +70,7 @@ def soon(condition: Callable[[], bool]) -> bool:
 
 
 class Served:
-    """A connected rank whose other end is a thread of this process."""
+    """Connected rank whose other end is a thread of this process."""
 
     def __init__(self, rank: int = 0) -> None:
         ours, theirs = Pipe()

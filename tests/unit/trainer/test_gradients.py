@@ -1,4 +1,4 @@
-"""The gradient of a step's loss does not depend on how the step is packed, cut or ordered: max|dg| <= 1e-6 max|g| in float32."""
+"""The gradient of a step's loss does not depend on packing, splitting or order: max|dg| <= 1e-6 max|g| in float32."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def worker(checkpoint, reference_checkpoint) -> TorchRankWorker:
 
 @pytest.fixture(scope="module")
 def batch(worker) -> TrainBatch:
-    """A step with ratios on both sides of the clip; its third sample is fully masked, its last two are parts of one rollout."""
+    """Return a step with ratios on both sides of the clip; its third sample is fully masked, its last two are parts of one rollout."""
     samples = shares.scored(worker, train_batches.samples(LENGTHS))
     samples = train_batches.with_old_logprobs(samples, noise=0.3, logprobs=[s.old_logprobs for s in samples])
     samples[2] = replace(samples[2], loss_mask=np.zeros_like(samples[2].loss_mask), mask_sum=0.0)
@@ -65,7 +65,7 @@ def gradient(
 
 
 NOISE = 2e-6
-"""Of float32 sums in another order, relative to the largest gradient: 0.5e-6 to 1.2e-6, by the CPU whose kernels add."""
+"""Float32 sums in another order, relative to the largest gradient: 0.5e-6 to 1.2e-6, depending on the CPU's kernels."""
 
 
 def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
@@ -123,7 +123,7 @@ def test_metrics_do_not_depend_on_packing_either(worker, batch):
 
 
 def test_masked_tokens_have_no_say(worker, batch):
-    """Trap 6: neither the loss, nor KL, nor entropy look at tokens outside the response mask."""
+    """Trap 6: loss, KL and entropy ignore tokens outside the response mask."""
     spoilt = [
         replace(s, advantages=np.where(s.loss_mask, s.advantages, 1e6), engine_logprobs=np.where(s.loss_mask, s.engine_logprobs, -50.0))
         for s in batch.samples

@@ -1,4 +1,4 @@
-"""What goes to host memory comes back to the same tensors, and takes no memory of the device meanwhile."""
+"""Tensors return from host memory unchanged, and take no memory of the device meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def state() -> dict[str, torch.Tensor]:
-    """Several types, a view of another tensor, and tensors larger than a chunk."""
+    """Return tensors of several types, a view of another tensor, and tensors larger than a chunk."""
     torch.manual_seed(0)
     whole = torch.randn(100)
     return {

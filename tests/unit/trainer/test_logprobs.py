@@ -58,7 +58,7 @@ def test_half_precision_hidden_states_give_float32_logprobs():
 
 
 class MostTokens(TorchDispatchMode):
-    """Notes the most rows of any tensor with a vocabulary axis, the transposed weight [E, V] aside."""
+    """Mode that notes the most rows of any tensor with a vocabulary axis, the transposed weight [E, V] aside."""
 
     rows = 0
 

@@ -1,4 +1,4 @@
-"""Which arguments of Megatron's the trainer takes: what it says it reads, it reads."""
+"""Megatron's arguments: the trainer reads all those that it claims to read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOURCES = "\n".join(
     path.read_text() for path in (*PACKAGE.rglob("*.py"), *PACKAGE.parents[1].glob("models/*/megatron.py")) if path.name != "flags.py"
 )
 ELSEWHERE = {"grad_reduce_in_bf16": "job/megatron_settings.py"}
-"""Read where settings are made."""
+"""Read where settings are built."""
 
 
 def test_what_is_taken_is_read_somewhere() -> None:

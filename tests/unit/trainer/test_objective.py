@@ -1,4 +1,4 @@
-"""The objective of a micro-batch: what it adds up, and that how a step is cut changes nothing."""
+"""Objective of a micro-batch: its sums, and their independence of how a step is split."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VARIANTS = {
 
 
 class Step:
-    """One optimizer step over twelve random samples, whose policy is a leaf tensor a sample."""
+    """One optimizer step over twelve random samples, whose policy is one leaf tensor for each sample."""
 
     def __init__(self, seed: int, per_token: bool = False) -> None:
         batch = assign_advantages(random_samples(seed), AdvantageSettings(samples_per_step=12))
@@ -50,7 +50,7 @@ class Step:
         return loss_inputs([self.samples[i] for i in positions], [self.policy[i] for i in positions], [self.weights[i] for i in positions])
 
     def run(self, micro_batches, loss_settings):
-        """Loss, metrics and gradient of the step, cut as given: lists of positions."""
+        """Return loss, metrics and gradient of the step split into these lists of positions."""
         objectives = [objective(self.inputs(positions), loss_settings) for positions in micro_batches]
         loss = torch.stack([result.loss for result in objectives]).sum()
         sums = objectives[0].sums
@@ -94,7 +94,7 @@ def test_the_loss_is_the_weighted_sum_of_its_terms():
 
 @pytest.mark.parametrize("from_engine", [False, True])
 def test_the_reverse_kl_to_a_teacher_is_measured_and_no_part_of_the_loss(from_engine):
-    """The advantages have it already."""
+    """The advantages contain it already."""
     inputs = Step(0).inputs(range(12))
     teacher = torch.randn_like(inputs.loss_mask).masked_fill(inputs.loss_mask == 0, float("nan"))
     loss_settings = LossSettings(old_from_engine=from_engine)
@@ -109,7 +109,7 @@ def test_the_reverse_kl_to_a_teacher_is_measured_and_no_part_of_the_loss(from_en
 
 
 def test_kl_and_entropy_count_trained_tokens_only():
-    """What stands at masked tokens (tool output; no log-probability at all) reaches neither loss, gradient nor metrics."""
+    """Values at masked tokens (tool output; no log-probability at all) reach neither loss, gradient nor metrics."""
     step = Step(3)
     inputs = step.inputs(range(12))
     masked = inputs.loss_mask == 0
@@ -140,7 +140,7 @@ def test_without_old_log_probabilities_the_ratio_is_one_and_the_gradient_that_of
 
 
 def test_means_are_over_what_is_trained_and_the_loss_over_all_samples():
-    """Where half of the samples are fully masked, the loss halves; the mean ratio of the others does not."""
+    """If half of the samples are fully masked, the loss halves; the mean ratio of the others does not."""
     step = Step(1)
     inputs = replace(step.inputs(range(12)), old_logprobs=None)
     first_half = inputs.sample_ids < 6
@@ -180,8 +180,8 @@ def test_the_importance_weight_multiplies_the_policy_gradient_alone_and_has_no_g
 
 
 @pytest.mark.parametrize("from_engine", [False, True])
-def test_bad_samples_that_strayed_are_not_learned_from(from_engine):
-    """Token by token, sample by sample, as the definition says; entropy and KL go on for all."""
+def test_opsm_masks_bad_samples_far_from_the_old_policy(from_engine):
+    """Token by token, sample by sample, as defined; entropy and KL still count for all samples."""
     step, delta = Step(6), 0.01
     inputs = step.inputs(range(12))
     loss_settings = LossSettings(entropy_coef=0.1, kl_loss=KlLoss(0.1, "k3"), clip=Clip(9, 9), old_from_engine=from_engine)
@@ -200,7 +200,7 @@ def test_bad_samples_that_strayed_are_not_learned_from(from_engine):
     assert masking.sums.means()["kl_loss"] == plain.sums.means()["kl_loss"]
 
 
-def test_in_the_rollouts_only_step_nothing_has_strayed():
+def test_opsm_masks_nothing_in_the_rollouts_only_step():
     inputs = replace(Step(6).inputs(range(12)), old_logprobs=None)
     assert objective(inputs, LossSettings(opsm_delta=0.0)).sums.means()["opsm_masked_fraction"] == 0
 
@@ -244,7 +244,7 @@ def test_a_custom_loss_gets_the_batch_and_the_log_probabilities():
 
 
 def test_metrics_of_a_custom_loss_are_added_by_name():
-    """Whatever order the function's dict has; a name that comes and goes would be added to another."""
+    """The function's dict may have any order; a metric that is sometimes missing would be added to another."""
     inputs = Step(0).inputs(range(12))
 
     def sums(**metrics: float):

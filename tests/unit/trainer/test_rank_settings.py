@@ -1,4 +1,4 @@
-"""Settings that travel to ranks on other machines."""
+"""Settings that are sent to ranks on other machines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 
 
 def paths(settings: object) -> Iterator[Path]:
-    """Wherever one stands in the settings."""
+    """Yield all paths in the settings."""
     for field in fields(settings):  # pyright: ignore[reportArgumentType]
         value = getattr(settings, field.name)
         if isinstance(value, Path):

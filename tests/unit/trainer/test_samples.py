@@ -1,4 +1,4 @@
-"""Which samples of a rollout are trained on, and what they share."""
+"""Selection of a rollout's samples to train on, and what they share."""
 
 from __future__ import annotations
 

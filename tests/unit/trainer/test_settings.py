@@ -1,4 +1,4 @@
-"""What the flags mean for samples, advantages and loss."""
+"""Settings of samples, advantages and loss for given flags."""
 
 from __future__ import annotations
 

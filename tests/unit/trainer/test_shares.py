@@ -1,4 +1,4 @@
-"""Each replica gets the samples that it computes and what is counted over all; nothing else depends on how samples are divided."""
+"""Each replica gets the samples that it computes and the counts of the whole step; nothing else depends on the division."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ EVERY_TRAINER = pytest.mark.parametrize("settings", TRAINERS.values(), ids=TRAIN
 
 
 def samples() -> list[TrainSample]:
-    """Experts are known of every third."""
+    """Return samples, every third with known experts."""
     drawn = train_batches.samples(LENGTHS)
     return [
         replace(sample, routed_experts=np.zeros((len(sample.tokens) - 1, 2, 4), np.uint8)) if sample.index % 3 == 0 else sample

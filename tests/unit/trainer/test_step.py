@@ -1,4 +1,4 @@
-"""What an optimizer step takes from the whole rollout's batch."""
+"""An optimizer step's part of the rollout's batch."""
 
 from __future__ import annotations
 

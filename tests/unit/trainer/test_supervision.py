@@ -1,4 +1,4 @@
-"""Whatever keeps a command from being finished by all ranks is named: the rank, its host, the command, the cause."""
+"""Supervision names the rank, its host, the command and the cause when not all ranks finish a command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fuligo.trainer.ranks.supervision import finish, heartbeat
 
 
 class ScriptedRank(RankHandle):
-    """A rank of which every command has the same outcome."""
+    """Rank of which every command has the same outcome."""
 
     def __init__(self, rank: int, outcome: Coroutine[Any, Any, Answer[Any]] | None = None) -> None:
         super().__init__(rank, f"10.0.0.{rank}")
@@ -80,7 +80,7 @@ async def test_ranks_that_are_slower_than_others_are_not_polled(monkeypatch: pyt
 
 
 async def test_a_lost_rank_is_the_cause_of_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0's collective breaks, and rank 2's too: both only because rank 1 is gone, which shows a moment later."""
+    """Rank 0's collective breaks, and rank 2's too, only because rank 1 is gone, which shows a moment later."""
     monkeypatch.setattr(supervision, "GRACE_S", HANGS_S)
     lost = RankLostError("ended with exit code -9 (killed, often because memory ran out)")
     said = await failure(says(Answer(error=RuntimeError("connection closed by peer"))), says(lost, 0.1), says(ECHO))

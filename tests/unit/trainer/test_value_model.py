@@ -1,4 +1,4 @@
-"""The value model of the torch trainer: what it computes, how it learns, and what becomes of it in a checkpoint."""
+"""The value model of the torch trainer: its values, its training and its checkpoints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CLIP = 0.2
 
 @pytest.fixture(scope="session")
 def values_checkpoint(tmp_path_factory) -> Path:
-    """A value model of the tests' architecture whose head is not zero."""
+    """Save a value model of the tests' architecture whose head is not zero."""
     return tiny.save_value_model(tmp_path_factory.mktemp("values"), "qwen3", seed=2, **SHAPE)
 
 
@@ -69,7 +69,7 @@ def values_of(worker: TorchRankWorker, samples: list[TrainSample]) -> list[np.nd
 
 
 def train(worker: TorchRankWorker, seed: int) -> dict[str, float]:
-    """A rollout of two optimizer steps."""
+    """Train a rollout of two optimizer steps."""
     samples = shares.scored(worker, train_batches.samples(LENGTHS, seed=seed))
     assert samples is not None
     batch = assign_advantages(samples, AdvantageSettings(samples_per_step=4, num_steps=2, estimator="ppo"))
@@ -94,7 +94,7 @@ def test_the_first_values_are_zero(settings):
 
 @pytest.mark.parametrize("capacity", [Capacity(max_samples=1), Capacity(max_tokens=30), Capacity()])
 def test_values_are_the_heads_product_with_the_models_own_hidden_states(settings, values_checkpoint, capacity):
-    """transformers' own forward pass of each sample alone; the value of a token is of the state before it."""
+    """transformers' own forward pass of each sample alone; the value of a token is that of the state before it."""
     worker, samples = worker_of(replace(begun_with(settings, values_checkpoint), score_capacity=capacity)), train_batches.samples(LENGTHS)
     model = AutoModelForCausalLM.from_pretrained(values_checkpoint, ignore_mismatched_sizes=True)
     (head,) = load_file(values_checkpoint / "model.safetensors")["lm_head.weight"]
@@ -106,7 +106,7 @@ def test_values_are_the_heads_product_with_the_models_own_hidden_states(settings
 
 @pytest.fixture
 def batch(settings, values_checkpoint) -> TrainBatch:
-    """Values on both sides of the clip; the third sample is fully masked."""
+    """Return values on both sides of the clip; the third sample is fully masked."""
     samples = shares.scored(worker_of(begun_with(settings, values_checkpoint)), train_batches.samples(LENGTHS))
     assert samples is not None
     samples = train_batches.with_returns(samples, noise=CLIP)
@@ -206,7 +206,7 @@ def test_a_saved_value_model_is_where_another_begins(settings, tmp_path):
 
 
 def test_transformers_loads_what_was_saved(settings, tmp_path):
-    """As a token classifier: its logit at a token is the value of the token after it."""
+    """Load it as a token classifier: its logit at a token is the value of the token after it."""
     worker, samples = worker_of(settings), train_batches.samples(LENGTHS)
     train(worker, seed=0)
     worker.save(tmp_path / "saved")

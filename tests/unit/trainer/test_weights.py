@@ -1,4 +1,4 @@
-"""What the torch trainer sends to engines: parameters in the engines' data type, the correction of routers' scores in full."""
+"""Weights that the torch trainer sends to engines: parameters in the engines' data type, the correction of routers' scores in full."""
 
 from __future__ import annotations
 

@@ -1,7 +1,11 @@
 """Settings and fixtures of all tests."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+
+# Several processes share the cores of the machine, and OpenMP's threads spin while they wait for one another. torch reads this on import.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings

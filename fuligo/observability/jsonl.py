@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from fuligo.errors import ConfigError
-from fuligo.observability.files import append, open_to_append
+from fuligo.formats.disk import writing
 
 Record = dict[str, Any]
 """One line: a flat object of JSON values. A float that is not finite is written as null."""
@@ -69,3 +69,22 @@ def _parse(path: Path) -> list[tuple[int, Record]]:
         except orjson.JSONDecodeError as error:
             raise ConfigError(f"{path}: line {number} is not JSON ({error}); fix or remove the file, then resume") from None
     return records
+
+
+def open_to_append(path: Path) -> int:
+    """Open a file to append to and return its descriptor; a last line torn by a crash is removed first."""
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+
+def append(fd: int, data: bytes, path: Path) -> None:
+    """Append data to a file, in one write if the system accepts it at once, as it does for regular files.
+
+    Raises:
+        FuligoError: the file cannot be written.
+    """
+    rest = memoryview(data)
+    with writing(path):
+        while rest:
+            rest = rest[os.write(fd, rest) :]

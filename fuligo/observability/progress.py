@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -15,9 +16,9 @@ from rich.text import Text
 
 from fuligo.observability.console_warnings import warnings_shown_on
 from fuligo.observability.jsonl import Record
-from fuligo.observability.sparkline import sparkline
 
 REFRESH_PER_S = 4
+_BARS = "▁▂▃▄▅▆▇█"
 _DOING = {
     "start": "loading the model",
     "rollout": "sampling",
@@ -246,3 +247,30 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def sparkline(values: Sequence[float], width: int, *, low: float | None = None, high: float | None = None) -> str:
+    """Return the curve of `values` in at most `width` characters; more values are averaged over equal intervals.
+
+    Args:
+        values: finite numbers, oldest first.
+        width: characters.
+        low: value of the lowest bar (default: the smallest value).
+        high: value of the highest bar (default: the largest value).
+    """
+    points = _shorten(values, width)
+    if not points:
+        return ""
+    bottom = min(points) if low is None else low
+    span = (max(points) if high is None else high) - bottom
+    if span <= 0:
+        return _BARS[0] * len(points)
+    top = len(_BARS) - 1
+    return "".join(_BARS[min(top, max(0, round((point - bottom) / span * top)))] for point in points)
+
+
+def _shorten(values: Sequence[float], width: int) -> list[float]:
+    if len(values) <= width:
+        return list(values)
+    edges = [position * len(values) // width for position in range(width + 1)]
+    return [sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]

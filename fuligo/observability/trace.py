@@ -21,7 +21,7 @@ import orjson
 
 from fuligo.errors import FuligoError
 from fuligo.formats.disk import writing
-from fuligo.observability.files import append, open_to_append
+from fuligo.observability.jsonl import append, open_to_append
 from fuligo.types import Sample, Span
 
 DRIVER_PID = 1

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuligo.observability.sparkline import sparkline
+from fuligo.observability.progress import sparkline
 
 BARS = "▁▂▃▄▅▆▇█"
 

@@ -13,7 +13,7 @@ from fuligo.data.dataset import PromptDataset
 from fuligo.data.settings import data_settings
 from fuligo.data.source import PromptSource
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.metrics import EngineMonitor
+from fuligo.job.engines import Engines
 from fuligo.rollout.build import build_evaluator, build_generate, build_sampling, vocab_size
 from fuligo.rollout.continuous import ContinuousRunner
 from fuligo.rollout.evaluate import Evaluator
@@ -73,10 +73,8 @@ class RolloutBuilder:
 
     config: Config
     data: RunData
-    engines: EngineGroup | None
+    engines: Engines | None
     """None if nothing is sampled."""
-    monitor: EngineMonitor | None
-    """Monitor of the engines."""
     teacher: ServedTeacher | None
     policy_version: Callable[[], int]
     """Version of the weights in the engines."""
@@ -102,7 +100,7 @@ class RolloutBuilder:
             method, activity, evaluator = self._sampled(source)
         if state is not None:
             method.restore(state)
-        producer = RolloutProducer(method, phase=phase, activity=activity, monitor=self.monitor)
+        producer = RolloutProducer(method, phase=phase, activity=activity, monitor=None if self.engines is None else self.engines.monitor)
         rollouts = PacedRollouts(
             producer.produce,
             start=start,
@@ -120,7 +118,7 @@ class RolloutBuilder:
         sampling = build_sampling(
             self.config,
             prompts=prompts,
-            engines=self.engines,
+            engines=self.engines.group,
             tokenizer=self.data.tokenizer,
             reward=reward,
             policy_version=self.policy_version,
@@ -129,15 +127,16 @@ class RolloutBuilder:
         )
         if isinstance(sampling.method, ContinuousRunner):
             self.stack.push_async_callback(sampling.method.close)
-        return sampling.method, sampling.activity, self._evaluator(self.engines, sampling.generate, reward)
+        return sampling.method, sampling.activity, self._evaluator(self.engines.group, sampling.generate, reward)
 
     def _supervised(self, source: ConversationSource) -> tuple[RolloutMethod, Evaluator | None]:
         """Build rollouts of conversations; engines serve the evaluation alone."""
         rollouts = SupervisedRollouts(source, batch_size=self.config.rollout.rollout_batch_size)
         if self.engines is None:
             return rollouts, None
-        generate = build_generate(self.config, engines=self.engines, tokenizer=self.data.tokenizer, policy_version=self.policy_version)
-        return rollouts, self._evaluator(self.engines, generate, self._reward())
+        engines = self.engines.group
+        generate = build_generate(self.config, engines=engines, tokenizer=self.data.tokenizer, policy_version=self.policy_version)
+        return rollouts, self._evaluator(engines, generate, self._reward())
 
     def _reward(self) -> RewardFn:
         reward = reward_runner(self.config)

@@ -116,19 +116,9 @@ async def _wire(started: Started) -> Wired:
         if trainer is not None:
             with opened.recorder.phase("sync", opened.origin.step):
                 await weights.resync()
-    rollouts, evaluator = RolloutBuilder(
-        started.config,
-        opened.data,
-        None if engines is None else engines.group,
-        None if engines is None else engines.monitor,
-        started.teacher,
-        lambda: weights.version,
-        opened.stack,
-    ).build(
-        start=opened.origin.step,
-        state=None if opened.origin.state is None else opened.origin.state.rollout,
-        phase=opened.recorder.phase,
-    )
+    builder = RolloutBuilder(started.config, opened.data, engines, started.teacher, lambda: weights.version, opened.stack)
+    state = None if opened.origin.state is None else opened.origin.state.rollout
+    rollouts, evaluator = builder.build(start=opened.origin.step, state=state, phase=opened.recorder.phase)
     evaluate: Evaluate | None = None
     if evaluator is not None:
         schedule = Schedule(started.config.eval.eval_interval, opened.data.num_rollout)

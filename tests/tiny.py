@@ -67,7 +67,7 @@ FAMILIES: dict[str, dict] = {
         "index_n_heads": 8,
         "index_head_dim": 16,
         "index_topk": 6,
-        "rms_norm_eps": 1e-6,  # which transformers' class takes for the norms of the latents, whatever config.json says
+        "rms_norm_eps": 1e-6,  # transformers hard-codes it for the norms of latents
     },
 }
 

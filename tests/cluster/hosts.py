@@ -182,7 +182,7 @@ def _wait_for_own_network(pid: int) -> None:
     own = Path("/proc/self/ns/net").readlink()
     deadline = time.monotonic() + 120
     while Path(f"/proc/{pid}/ns/net").readlink() == own:
-        assert time.monotonic() < deadline, "no network of its own"
+        assert time.monotonic() < deadline, "the host has no network of its own"
         time.sleep(0.01)
 
 

@@ -55,4 +55,4 @@ def test_an_engine_counts_its_gpus_among_those_that_it_sees(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr[-3000:]
     assert "has 5 7\n" in done.stdout
     assert "sees 5,7, takes" in log.read_text()
-    assert "--base-gpu-id 1" in log.read_text(), "the second of those, which the machine calls 7"
+    assert "--base-gpu-id 1" in log.read_text(), "the second of them has the number 7 on the machine"

@@ -70,7 +70,7 @@ def test_a_lost_host_with_a_rank_ends_the_run_and_it_resumes(
     assert "resume with --load" in said
     assert_nothing_left(network.hosts[0])
     other.plug_in()
-    assert_nothing_left(other)  # whatever it was told, or could not be told
+    assert_nothing_left(other)  # its processes end without a message, too
 
     done = int((tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     succeed(*job(**flags, num_rollout=done + 1, load=tmp_path / "run" / "checkpoints"))

@@ -68,12 +68,12 @@ def test_the_run_goes_on_with_the_other_engine(
     assert [step["step"] for step in steps] == list(range(num_rollout))
     assert all(step["rollout/num_groups_kept"] == 4 and step["rollout/num_failed"] == 0 for step in steps)
     rows = sample_rows(run_dir, "index", "kept", "engine", "versions")
-    assert sorted(row["index"] for row in rows) == list(range(num_rollout * 16)), "each sample once"
+    assert sorted(row["index"] for row in rows) == list(range(num_rollout * 16)), "each sample is there once"
     assert all(row["kept"] for row in rows)
     assert {row["engine"] for row in rows if row["step"] == 0} == {0, 1}
     assert {row["engine"] for row in rows if row["step"] == num_rollout - 1} == {0}
     assert all(set(row["versions"]) == {row["step"]} for row in rows)
     assert_nothing_left(network.hosts[0])
-    if how == "unplugged":  # who was told nothing ends by itself; after a kill nobody is left to give shared memory back
+    if how == "unplugged":  # an unplugged host cleans up by itself; a killed one cannot free its shared memory
         other.plug_in()
         assert_nothing_left(other)

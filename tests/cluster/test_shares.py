@@ -43,7 +43,7 @@ class ListeningRank:
         assert isinstance(command, Train)
         self._positions += [list(step.samples.positions) for step in command.steps]
         samples = [sample for step in command.steps for sample in step.samples.samples]
-        assert not any(array.flags.owndata or array.flags.writeable for array in _arrays(samples)), "each lies in the object store"
+        assert not any(array.flags.owndata or array.flags.writeable for array in _arrays(samples)), "each is in the object store"
         return Answer(StepResult(metrics={}, scores={}, num_tokens=0))
 
     async def positions(self) -> list[list[int]]:

@@ -25,7 +25,7 @@ def refused(job: Job, tmp_path: Path):
         said = " ".join(line for line in done.stderr.splitlines() if not line.startswith("import time:"))
         assert done.returncode == 2, said
         assert "fuligo.config.parse" in imports
-        assert not imports & {"torch", "transformers"}, "nothing heavy was imported"
+        assert not imports & {"torch", "transformers"}, "no heavy package was imported"
         assert not (tmp_path / "run").exists()
         return " ".join(said.split())
 

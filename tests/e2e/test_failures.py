@@ -25,7 +25,7 @@ def test_a_reward_that_fails_on_some_samples_fails_those_samples(job: Job, tmp_p
     succeed(*job(rm_type=None, custom_rm_path="tests.e2e.rewards.fails_on_some", rm_timeout_s=1, num_rollout=2, run_dir=tmp_path / "run"))
     records, rows = metrics(tmp_path / "run"), sample_rows(tmp_path / "run", "index", "status", "error", "reward", "kept", "advantages")
     assert [record["rollout/num_failed"] for record in records] == [4, 4]
-    assert all(row["kept"] for row in rows), "three judged samples of a group are enough to learn from"
+    assert all(row["kept"] for row in rows), "a group with three rewarded samples is kept"
 
     errors = defaultdict(set)
     for row in rows:

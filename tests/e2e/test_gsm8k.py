@@ -41,6 +41,6 @@ def test_convert_and_train(tmp_path: Path) -> None:
 
     shell(readme_commands("python -c").replace("[:16]", "[:8]"), tmp_path)
     run_dir = tmp_path / "runs" / "gsm8k-smoke"
-    assert len(metrics(run_dir)) == 2, "8 problems, 4 a rollout"
+    assert len(metrics(run_dir)) == 2, "8 problems in rollouts of 4"
     assert {row["status"] for row in sample_rows(run_dir, "status")} <= {"completed", "truncated"}
     assert [record["num_rollouts"] for record in evaluations(run_dir)] == [0, 2]

@@ -65,4 +65,4 @@ def test_engine_ranks_and_workers_end_with_the_run(
     assert number == signal.SIGKILL or while_loading or f"interrupted; run directory: {run_dir}\nit has no checkpoint yet" in said
     wait_until(lambda: not alive(family), f"all of {family} have ended", timeout_s=120)
     wait_until(lambda: not shared_memory([process.pid, *family]), "shared memory is given back", timeout_s=120)
-    assert [record["step"] for record in metrics(run_dir)] == list(range(len(metrics(run_dir)))), "records are whole"
+    assert [record["step"] for record in metrics(run_dir)] == list(range(len(metrics(run_dir)))), "all records are complete"

@@ -77,7 +77,7 @@ def test_the_engine_has_the_weights_of_a_mixture(
     assert "train/logprob_abs_diff" in records[-1]
 
 
-@pytest.mark.slow  # tests/megatron/test_checkpoint.py has the same of the trainer alone, the test below a resumed run
+@pytest.mark.slow  # tests/megatron/test_checkpoint.py covers the trainer, the test below a resumed run
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(job: Job, tmp_path: Path) -> None:
     """With two optimizer steps per rollout under tensor and sequence parallelism; tokens and metrics are bit for bit equal."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

@@ -41,14 +41,14 @@ def test_every_prompt_ends_once_or_waits_once(mode: dict, job: Job, tmp_path: Pa
         dynamic_sampling_filter_path="tests.e2e.killers.drop_some",
         n_samples_per_prompt=NUM_SAMPLES,
         rollout_max_response_len=32,
-        embedded_max_running_requests=10,  # not all at a time: when a rollout is full, some have begun and some have not
+        embedded_max_running_requests=10,  # so that some samples have not begun when a rollout is full
         num_rollout=NUM_ROLLOUT,
         save_interval=2,
         run_dir=run_dir,
         load=run_dir / "checkpoints",
     )
     assert fuligo(*command, KILL_AT=f"rollout:{KILLED_IN}").returncode == -signal.SIGKILL
-    assert len(metrics(run_dir)) < NUM_ROLLOUT, "it was killed before the end"
+    assert len(metrics(run_dir)) < NUM_ROLLOUT, "the run was killed before its end"
     succeed(*command)
 
     rows = sample_rows(run_dir, "index", "group_index", "prompt", "kept", "drop_reason")
@@ -57,28 +57,28 @@ def test_every_prompt_ends_once_or_waits_once(mode: dict, job: Job, tmp_path: Pa
     assert [record["step"] for record in metrics(run_dir)] == list(range(NUM_ROLLOUT))
     assert sum(row["kept"] for row in rows) == NUM_ROLLOUT * 4 * NUM_SAMPLES
 
-    assert set(Counter(row["index"] for row in ended).values()) == {1}, "a sample ends once"
+    assert set(Counter(row["index"] for row in ended).values()) == {1}, "each sample ends once"
     groups = {row["group_index"]: row["prompt"] for row in ended}
     assert set(Counter(row["group_index"] for row in ended).values()) == {NUM_SAMPLES}, "all samples of a prompt end together"
     waiting = {group.index: group.row for group in state.buffer}
-    assert not groups.keys() & waiting.keys(), "what waits in the buffer was not used"
+    assert not groups.keys() & waiting.keys(), "groups in the buffer are unused"
     assert max([*groups, *waiting]) < state.next_group_index
 
     returned = state.source["returned"]
     epoch, offset = state.source["epoch"], state.source["offset"]
     assert isinstance(returned, list) and isinstance(epoch, int) and isinstance(offset, int)
     drawn = Counter(_row(prompt) for prompt in groups.values()) + Counter(waiting.values()) + Counter(returned)
-    assert drawn.total() == epoch * NUM_PROMPTS + offset, "as many prompts as were drawn"
-    assert {drawn[row] for row in range(NUM_PROMPTS)} <= {epoch, epoch + 1}, "each once an epoch"
+    assert drawn.total() == epoch * NUM_PROMPTS + offset, "each drawn prompt is accounted for"
+    assert {drawn[row] for row in range(NUM_PROMPTS)} <= {epoch, epoch + 1}, "each row is drawn once per epoch"
 
     if mode.get("async_mode") == "full":
         oldest = {row["step"]: 0 for row in rows}
         for row in sample_rows(run_dir, "kept", "versions"):
             if row["kept"]:
                 oldest[row["step"]] = max(oldest[row["step"]], row["step"] - min(row["versions"]))
-        assert max(oldest.values()) == 1, "trained on by weights at most one version newer, and sampled ahead"
+        assert max(oldest.values()) == 1, "the policy lag reaches its bound of 1"
         return
-    assert any(row["drop_reason"] == "aborted" for row in rows), "the run did what this test is about"
+    assert any(row["drop_reason"] == "aborted" for row in rows), "some groups were aborted"
     if "partial_rollout" in mode:
         assert sum(record["rollout/num_resumed"] for record in metrics(run_dir)) > 0
 

@@ -64,7 +64,7 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(
     flags = [*command, "--run-dir", run_dir, "--load", run_dir / "checkpoints"]
     for moment in moments:
         assert fuligo(*flags, KILL_AT=moment).returncode == -signal.SIGKILL, moment
-        assert len(metrics(run_dir)) < len(metrics(uninterrupted)), "it was killed before the end"
+        assert len(metrics(run_dir)) < len(metrics(uninterrupted)), "the run was killed before its end"
 
     succeed(*flags)
     assert metrics(run_dir) == metrics(uninterrupted)

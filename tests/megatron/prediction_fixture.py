@@ -37,7 +37,7 @@ class PredictionLayer(nn.Module):
         """Map [1, T, E] hidden states and [1, T, E] embeddings to [1, T, E]."""
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
         output = self.layer(joined, **layer_inputs)
-        return self.final_norm(output[0] if isinstance(output, tuple) else output)  # beside it the token choice of sparse attention
+        return self.final_norm(output[0] if isinstance(output, tuple) else output)  # sparse attention also returns its token choice
 
 
 @dataclass(slots=True)
@@ -105,6 +105,6 @@ class PredictingModel:
                 own = rest if module == "layer" else f"{names.get(module, module)}.{rest}"
                 found[f"{prefix}.{own}"] = value(tensor)
             if self.family == "mimo" and (projection := found[f"{prefix}.input_proj.weight"]) is not None:
-                embedded, hidden = projection.chunk(2, dim=1)  # MiMo's takes the hidden state first
+                embedded, hidden = projection.chunk(2, dim=1)  # MiMo concatenates the hidden state first
                 found[f"{prefix}.input_proj.weight"] = torch.cat([hidden, embedded], dim=1)
         return {name: tensor for name, tensor in found.items() if tensor is not None}

@@ -113,7 +113,7 @@ def _serve(rank: int, port: int, connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    gc.freeze()  # what is there before the first run stays
+    gc.freeze()  # objects from before the first run stay
     store = TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
@@ -137,4 +137,4 @@ def _leave() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()  # models are in cycles with their groups, and every group of gloo has threads that wake up again and again
+    gc.collect()  # reference cycles keep models and process groups, whose gloo threads keep polling

@@ -170,7 +170,7 @@ def test_a_conversion_that_cannot_be_done_leaves_nothing(checkpoints, tmp_path: 
     assert not dist.exists()
     hf_to_dist(source, dist, World())
     shutil.rmtree(dist / "release")
-    hf_to_dist(source, dist, World())  # what its own tracker names may be made anew
+    hf_to_dist(source, dist, World())  # an export that its own tracker names may be replaced
     assert resolve(dist) is not None
     with pytest.raises(CheckpointError, match="release is there already"):
         hf_to_dist(source, dist, World())
@@ -180,7 +180,7 @@ def test_a_conversion_that_cannot_be_done_leaves_nothing(checkpoints, tmp_path: 
     (tmp_path / "run" / TRACKER).write_text("20")
     with pytest.raises(CheckpointError, match="holds the checkpoints of a run"):
         hf_to_dist(source, tmp_path / "run", World())
-    assert (tmp_path / "run" / TRACKER).read_text() == "20", "the run still resumes from its own"
+    assert (tmp_path / "run" / TRACKER).read_text() == "20", "the run still resumes from its own checkpoint"
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").touch()
     with pytest.raises(CheckpointError, match=r"full: it holds other files \(notes\.txt\); give another directory with --save"):

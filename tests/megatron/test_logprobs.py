@@ -37,7 +37,7 @@ def inputs(scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def parallel(world: World, padded: int, scale: float, has_main_grad: bool, terms: str) -> Values:
     """Return this rank's values; its gradient of the hidden states is one summand."""
     hidden, weight, targets, upstream = inputs(scale)
-    whole = torch.full((padded, E), 1e6)  # padding must not matter, whatever is there
+    whole = torch.full((padded, E), 1e6)  # the content of padding must not matter
     whole[:V] = weight
     hidden.requires_grad_()
     own = torch.nn.Parameter(whole.chunk(world.size)[world.rank].clone())
@@ -52,7 +52,7 @@ def parallel(world: World, padded: int, scale: float, has_main_grad: bool, terms
     grad_weight = own.grad
     if has_main_grad:
         assert own.grad_added_to_main_grad
-        grad_weight = own.main_grad - 1  # what was there before stays
+        grad_weight = own.main_grad - 1  # added to the ones that were there before
     return Values(values.logprobs.detach(), values.entropy.detach(), hidden.grad, grad_weight)
 
 

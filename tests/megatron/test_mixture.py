@@ -266,7 +266,7 @@ def weights_after_a_step(world: World, settings: MegatronTrainerSettings, of: Tr
 def test_hidden_communication_changes_nothing_of_a_step(pool: RankPool, checkpoints) -> None:
     """Experts have their own gradient buffers, which other ranks share than those of the other weights."""
     layout = Layout(ep=2, num_ranks=4)
-    adam = OptimizerSettings(LearningRateSchedule(peak=1e-3), eps=1e-3)  # else steps are little more than signs
+    adam = OptimizerSettings(LearningRateSchedule(peak=1e-3), eps=1e-3)  # with a usual epsilon, steps are little more than signs
     settings = mixture_settings(checkpoints("glm4_moe"), layout, optimizer=adam, optimizer_place=OptimizerPlace(distributed=True))
     hidden = replace(settings, model_flags={**settings.model_flags, "overlap_grad_reduce": True, "overlap_param_gather": True})
     expected, *_ = pool.run(4, weights_after_a_step, settings, batch())

@@ -34,7 +34,7 @@ SLOW = pytest.mark.slow
 SHAPES: dict[str, dict[str, Any]] = {
     "mimo": {"layers": 4},
     "glm4_moe": {},
-    "glm4_moe_lite": {"rms_norm_eps": 1e-6},  # which transformers' class takes for the norms of the latents, whatever config.json says
+    "glm4_moe_lite": {"rms_norm_eps": 1e-6},  # transformers hard-codes it for the norms of latents
 }
 LAYOUTS = {
     "one": Layout(),

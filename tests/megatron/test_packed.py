@@ -68,7 +68,7 @@ def test_ranks_together_have_every_sequence_in_zigzag_pieces_with_padding_after_
             assert ids[: last - first].tolist() == tokens.input_ids[first:last].tolist()
             assert last - first > end - start - layout.row_multiple
         else:
-            assert number == len(sequences), "one sequence of padding at the most"
+            assert number == len(sequences), "at most one sequence is padding"
 
 
 @given(lengths=lengths, layout=layouts)

@@ -26,7 +26,7 @@ def fail_on_rank_1(world: World) -> None:
 
 
 def test_runs_of_different_sizes_use_the_same_processes():
-    with closing(RankPool()) as new:  # that of the other tests is started anew now and then
+    with closing(RankPool()) as new:  # a pool of its own, since the shared one restarts its ranks now and then
         of_two = new.run(2, sum_of_ranks, 10)
         of_four = new.run(4, sum_of_ranks, offset=10)
     assert [r[:2] for r in of_two] == [(21, 2)] * 2

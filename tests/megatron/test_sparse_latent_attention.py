@@ -107,7 +107,7 @@ def test_gradients_are_those_of_plain_torch(pool: RankPool, reference: Reference
 @pytest.mark.parametrize(
     ("layout", "recomputation"),
     [
-        ("one", Recomputation("full", "uniform", 1)),  # a layer that takes over a choice is computed again without the one that made it
+        ("one", Recomputation("full", "uniform", 1)),  # recomputation runs a layer that reuses a choice without the layer that made it
         pytest.param("pp2 uneven", Recomputation("full", "uniform", 1), marks=SLOW),
         pytest.param("tp2 sp", Recomputation("selective", modules=("core_attn", "moe")), marks=SLOW),
     ],

@@ -48,5 +48,5 @@ def test_no_token_is_older_than_the_mode_allows(mode: dict, running: Fleet, job:
     sampled, trained = (
         np.concatenate([np.array(row[side])[now] for row, now in zip(rows, current)]) for side in ("engine_logprobs", "trainer_logprobs")
     )
-    assert np.abs(sampled - trained).max() < 1e-3, "engines sampled with the weights that the versions say"
+    assert np.abs(sampled - trained).max() < 1e-3, "engines sampled with the recorded versions of the weights"
     assert [record["num_rollouts"] for record in evaluations(run_dir)] == [0, 2, 4, 5]

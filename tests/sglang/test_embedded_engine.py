@@ -46,4 +46,4 @@ async def test_what_comes_through_the_router_is_answered_as_what_comes_directly(
         assert abs(routed.logprobs - alone.logprobs).max() < 1e-5
     await direct.close()
     arrived = [(await client.load()).num_arrived for client in engines.clients]
-    assert arrived == [len(prompts) // 2 + len(prompts), len(prompts) // 2], "the router gave half of them to each engine"
+    assert arrived == [len(prompts) // 2 + len(prompts), len(prompts) // 2], "the router gave each engine half of them"

@@ -47,7 +47,7 @@ async def test_connections_stay_open_while_the_trainer_works(engines: EngineGrou
     """A connection closed just as the next rollout begins would lose a request and mark the engine as unhealthy at the router."""
     url = urlsplit(engines.clients[0].url)
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
-    for idle_s in (0, 6):  # SGLang's own patience is 5 s
+    for idle_s in (0, 6):  # SGLang's own keep-alive time is 5 s
         await asyncio.sleep(idle_s)
         writer.write(b"GET /health HTTP/1.1\r\nHost: engine\r\n\r\n")
         assert b" 200 " in await reader.readline()

@@ -55,7 +55,7 @@ async def test_engine_and_router_come_back(fleet: Fleet, number: signal.Signals)
     fleet.renew = renew
     watch = asyncio.create_task(fleet.watch())
 
-    # An engine dies while it samples, or stops with its connections open: its requests finish on the other one.
+    # An engine dies during sampling, or stops with its connections open; its requests finish on the other engine.
     requests = [asyncio.create_task(fleet.group.generate(PROMPT, LONG, rid=f"{n}", timeout_s=120)) for n in range(16)]
     await asyncio.sleep(0.5)
     victim = fleet.servers[0]
@@ -64,13 +64,15 @@ async def test_engine_and_router_come_back(fleet: Fleet, number: signal.Signals)
         os.kill(pid, number)
     generations = await asyncio.gather(*requests)
     assert [len(generation.output_ids) for generation in generations] == [LONG.max_new_tokens] * 16
-    while victim.url in fleet.group.urls:  # the router may have sent it nothing, and one that stopped is found by its health alone
+    while victim.url in fleet.group.urls:  # a stopped engine is found by its health check alone
         assert not watch.done()
         await asyncio.sleep(0.1)
     assert fleet.group.urls == (fleet.servers[1].url,)
-    assert {generation.engine for generation in generations} <= {0, 1}, "the router does not say who answered, the engines do"
+    assert {generation.engine for generation in generations} <= {0, 1}, (
+        "the answering engine is known, although the router does not report it"
+    )
 
-    # It is started again, and serves when it has been given weights.
+    # It is restarted, and serves once it has the weights.
     while not renewed:
         assert not watch.done()
         await asyncio.sleep(0.1)
@@ -79,7 +81,7 @@ async def test_engine_and_router_come_back(fleet: Fleet, number: signal.Signals)
     assert {worker.url for worker in await fleet.router.workers()} == set(fleet.group.urls)
     assert len((await fleet.group.clients[-1].generate(PROMPT, SHORT, rid="again")).output_ids) == 4
 
-    # The router dies: requests wait for the next one, which knows the engines.
+    # The router dies; requests wait for its successor, which knows the engines.
     os.kill(next(iter(descendants(fleet.router.process.pid))), signal.SIGKILL)
     generations = await asyncio.gather(*(fleet.group.generate(PROMPT, SHORT, rid=f"after-{n}", timeout_s=120) for n in range(4)))
     assert all(len(generation.output_ids) == 4 for generation in generations)
@@ -100,7 +102,7 @@ async def test_without_fault_tolerance_the_end_names_the_engine(
 ) -> None:
     fleet = await Fleet.launch(fleet_settings(checkpoint, claims, tmp_path, num_engines=1, restart=False))
     try:
-        await asyncio.sleep(2 * LOOK_S)  # the guard has seen what its processes share
+        await asyncio.sleep(2 * LOOK_S)  # until the guard has seen the shared memory of its processes
         os.kill(next(iter(descendants(fleet.servers[0].process.pid))), signal.SIGKILL)
         with pytest.raises(EngineError, match=r"engine 0 was killed, .*engine-0.txt"):
             await asyncio.wait_for(fleet.watch(), 120)

@@ -102,7 +102,7 @@ def test_the_reward_rises_and_an_engine_that_dies_comes_back(start, tmp_path: Pa
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.2
     assert all(step["rollout/num_groups_kept"] == 32 and step["rollout/num_failed"] == 0 for step in steps)
     assert sum(step["rollout/num_resumed"] for step in steps) > 0
-    # The engines' log-probabilities are the trainer's, also where tokens of several versions meet in a sample.
+    # Engine and trainer agree on log-probabilities.
     on_policy = [step["train/logprob_abs_diff"] for step in steps if step["rollout/num_resumed"] == 0]
     assert on_policy and max(on_policy) < 1e-3
 
@@ -112,7 +112,7 @@ def test_the_reward_rises_and_an_engine_that_dies_comes_back(start, tmp_path: Pa
     assert all(len(sample["versions"]) == len(sample["response_ids"]) for sample in samples)
     assert {version for sample in kept for version in sample["versions"]} <= {0, 1, 2, 3}
     first = pq.read_table(tmp_path / "run" / "samples" / "rollout_000000.parquet")
-    assert set(first["engine"].to_pylist()) == {0, 1}, "the router does not say who answered, the engines do"
+    assert set(first["engine"].to_pylist()) == {0, 1}, "the answering engine is known, although the router does not report it"
 
 
 @pytest.mark.slow

@@ -99,10 +99,10 @@ async def test_the_sync_goes_on(fleet: Fleet, checkpoint: Path, tmp_path: Path, 
     oracle.perturbed(trainer.model, seed=2)
     trainer.num_updates += 1
     assert await weight_sync.sync() == 1
-    assert fleet.group.urls[0] == fleet.servers[1].url, "the one that was left has not been restarted"
+    assert fleet.group.urls[0] == fleet.servers[1].url, "the remaining engine was not restarted"
     await assert_engines_hold(fleet.group, trainer.model, 1)
 
-    while len(fleet.group.clients) < 2:  # nothing tells but asking
+    while len(fleet.group.clients) < 2:  # there is no event to wait for
         assert not watch.done()
         await asyncio.sleep(0.1)
     await assert_engines_hold(fleet.group, trainer.model, 1)

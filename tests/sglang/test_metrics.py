@@ -18,7 +18,7 @@ async def test_load_cache_and_engines_apart(engines: EngineGroup) -> None:
         await engine.flush_cache()
     monitor = EngineMonitor(engines, interval_s=0.05)
     watch = asyncio.create_task(monitor.watch())
-    for turn in range(2):  # the second finds the first one's prompts in the caches
+    for turn in range(2):  # the caches hold the prompts for the second
         requests = [engines.generate(oracle.PROMPTS[0], LONG, rid=f"watched-{turn}-{number}") for number in range(NUM_REQUESTS)]
         await asyncio.gather(*requests)
     watch.cancel()

@@ -99,4 +99,4 @@ def test_a_run_trains_on_the_routing_of_its_engines(tmp_path: Path) -> None:
     steps = metrics(tmp_path / "run")
     assert len(steps) == 3
     assert steps[0]["train/routing_replay_changed"] < 0.01 and steps[0]["train/logprob_abs_diff"] < 1e-3
-    assert sum(step["rollout/num_resumed"] for step in steps) > 0, "lengths differ, so that some responses are cut"
+    assert sum(step["rollout/num_resumed"] for step in steps) > 0, "lengths differ, so that some responses are aborted"

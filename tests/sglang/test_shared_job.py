@@ -56,10 +56,10 @@ def test_the_run_outlives_engines_that_share_its_devices(start: Start, num_engin
     assert max(step["train/logprob_abs_diff"] for step in steps) < 1e-3
     assert steps[-1]["rollout/reward_mean"] > steps[0]["rollout/reward_mean"]
     rows = sample_rows(run_dir, "index", "kept", "engine", "versions")
-    assert sorted(row["index"] for row in rows) == list(range(num_rollout * 256)), "each sample once"
+    assert sorted(row["index"] for row in rows) == list(range(num_rollout * 256)), "each sample is there once"
     assert all(row["kept"] and set(row["versions"]) == {row["step"]} for row in rows)
     by_engine = [Counter(row["engine"] for row in rows if row["step"] == step) for step in range(num_rollout)]
     assert set(by_engine[0]) == set(by_engine[-1]) == set(range(num_engines))
     if num_engines == 2:
-        assert by_engine[1][1] > 128, "the other answered what the dead one did not"
-        assert set(by_engine[3]) == {0}, "what started when the trainer was off waits for weights"
+        assert by_engine[1][1] > 128, "engine 1 took over the requests of the dead engine"
+        assert set(by_engine[3]) == {0}, "the restarted engine waits for weights"

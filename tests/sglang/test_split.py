@@ -50,7 +50,7 @@ async def test_pairs_sample_what_the_model_says_through_aborts_and_syncs(fleet: 
     (router,) = fleet.group.answering
     assert oracle.largest_difference(model, await oracle.sample(router)) < oracle.TOLERANCE
 
-    # What runs is cut short with what it has, and nothing is refused afterwards.
+    # An abort ends running requests with their tokens so far, and later requests succeed.
     running = [asyncio.create_task(fleet.group.generate(oracle.PROMPTS[0], LONG, rid=f"long-{n}", timeout_s=60)) for n in range(8)]
     await asyncio.sleep(1.0)
     await fleet.group.pause("abort")
@@ -58,7 +58,7 @@ async def test_pairs_sample_what_the_model_says_through_aborts_and_syncs(fleet: 
     assert all(generation.finish_reason == "abort" for generation in cut if len(generation.output_ids) < LONG.max_new_tokens)
     assert any(generation.finish_reason == "abort" for generation in cut)
 
-    # Both engines take the weights.
+    # Both engines receive the weights.
     oracle.perturbed(model, seed=1)
     target = WeightTarget("tensor", 1, 40_000, tuple(EngineAddress(url) for url in fleet.group.urls))
     await asyncio.to_thread(WeightSender().send, list(model.named_parameters()), target)

@@ -72,7 +72,7 @@ async def test_its_requests_finish_elsewhere_and_it_comes_back(fleet: Fleet) -> 
     watch = asyncio.create_task(fleet.watch())
     victim, other = fleet.servers
     requests = [asyncio.create_task(fleet.group.generate([1, 2, 3], PARAMS, rid=f"{n}", timeout_s=60)) for n in range(8)]
-    await asyncio.sleep(0.5)  # half of them are with either engine
+    await asyncio.sleep(0.5)  # so that each engine has half of them
     assert isinstance(victim, ScriptedServer)
     for pid in descendants(victim.process.pid):
         os.kill(pid, signal.SIGSTOP)

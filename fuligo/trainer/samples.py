@@ -19,15 +19,15 @@ RewardPostProcess = Callable[[list[Sample]], tuple[Sequence[float], Sequence[flo
 class SampleSettings:
     """Data that training needs of each sample."""
 
-    rewarded: bool = True
+    has_rewards: bool = True
     """False: rewards are ignored (SFT), and groups of one sample are trained on."""
     reward_key: str | None = None
     """Key of the value to learn from if a reward is a dict."""
     post_process: RewardPostProcess | None = None
     """Its second list replaces the rewards; the estimator's own normalisation still follows."""
-    routed: bool = False
+    needs_routing: bool = False
     """The experts of every token that a trained token depends on must be known."""
-    taught: bool = False
+    needs_teacher: bool = False
     """An engine computed the teacher's log-probability of every token."""
 
 
@@ -43,11 +43,11 @@ def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[T
         RolloutError: the experts, or the teacher's log-probabilities, of a sample's tokens are not known.
     """
     samples = [sample for group in groups for sample in _kept(group, settings)]
-    rewards = _rewards(samples, settings) if settings.rewarded else [0.0] * len(samples)
-    if settings.routed:
+    rewards = _rewards(samples, settings) if settings.has_rewards else [0.0] * len(samples)
+    if settings.needs_routing:
         for sample in samples:
             _require_routing(sample)
-    if settings.taught:
+    if settings.needs_teacher:
         for sample in samples:
             _require_teacher(sample)
     mask_sums: dict[int, float] = {}
@@ -65,8 +65,8 @@ def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[T
             versions=sample.versions,
             mask_sum=mask_sums[sample.index],
             status=sample.status,
-            teacher_logprobs=sample.teacher_logprobs if settings.taught else None,
-            routed_experts=sample.routed_experts if settings.routed else None,
+            teacher_logprobs=sample.teacher_logprobs if settings.needs_teacher else None,
+            routed_experts=sample.routed_experts if settings.needs_routing else None,
         )
         for sample, reward in zip(samples, rewards)
     ]
@@ -102,9 +102,9 @@ def _require_routing(sample: Sample) -> None:
 
 
 def _kept(group: SampleGroup, settings: SampleSettings) -> list[Sample]:
-    samples = usable(group.samples, rewarded=settings.rewarded)
+    samples = usable(group.samples, rewarded=settings.has_rewards)
     num_drawn, num_left = len({sample.index for sample in group.samples}), len({sample.index for sample in samples})
-    if settings.rewarded and num_left < min(2, num_drawn):
+    if settings.has_rewards and num_left < min(2, num_drawn):
         group.kept, group.drop_reason = False, TOO_FEW_USABLE
         return []
     return samples

@@ -18,11 +18,11 @@ from fuligo.trainer.samples import SampleSettings
 
 def sample_settings(config: Config) -> SampleSettings:
     return SampleSettings(
-        rewarded=not config.is_sft,
+        has_rewards=not config.is_sft,
         reward_key=config.reward.reward_key,
         post_process=bound_hook(config, "custom_reward_post_process_path"),
-        routed=config.replays_engine_routing,
-        taught=config.teacher_from == "engine",
+        needs_routing=config.replays_engine_routing,
+        needs_teacher=config.teacher_from == "engine",
     )
 
 

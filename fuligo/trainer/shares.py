@@ -75,7 +75,7 @@ def score_shares(samples: Sequence[TrainSample], settings: TrainerSettings, bala
     Raises:
         TrainerError: there are fewer samples than replicas.
     """
-    own = [_own(schedule) for schedule in settings.micro_batch_schedules(_lengths(samples), settings.score_capacity, balance_by)]
+    own = [_localize(schedule) for schedule in settings.micro_batch_schedules(_lengths(samples), settings.score_capacity, balance_by)]
     return [ScoreShare(positions, [samples[i] for i in positions], schedule) for positions, schedule in own]
 
 
@@ -84,12 +84,12 @@ def step_shares(batch: TrainBatch, settings: TrainerSettings, balance_by: Cost |
     steps: list[list[StepShare]] = []
     for step in range(len(batch.steps)):
         samples = StepSamples.of(batch, step, settings.loss)
-        own = [_own(schedule) for schedule in settings.micro_batch_schedules(_lengths(samples.samples), settings.capacity, balance_by)]
-        steps.append([StepShare(samples.some(positions), schedule) for positions, schedule in own])
+        own = [_localize(schedule) for schedule in settings.micro_batch_schedules(_lengths(samples.samples), settings.capacity, balance_by)]
+        steps.append([StepShare(samples.select(positions), schedule) for positions, schedule in own])
     return [list(of_replica) for of_replica in zip(*steps, strict=True)]
 
 
-def in_order(of_ranks: Iterable[Mapping[int, T]]) -> list[T]:
+def join_by_position(of_ranks: Iterable[Mapping[int, T]]) -> list[T]:
     """Join values by position from several ranks into one list of all."""
     found = {i: value for of_rank in of_ranks for i, value in of_rank.items()}
     return [found[i] for i in range(len(found))]
@@ -99,7 +99,7 @@ def _lengths(samples: Sequence[TrainSample]) -> list[int]:
     return [len(sample.tokens) for sample in samples]
 
 
-def _own(schedule: MicroBatchSchedule) -> tuple[list[int], MicroBatchSchedule]:
+def _localize(schedule: MicroBatchSchedule) -> tuple[list[int], MicroBatchSchedule]:
     """Return the positions of the samples in the schedule, and the schedule with positions among these samples."""
     positions = sorted({i for plan in schedule.plans for i in plan.samples})
     place = {position: number for number, position in enumerate(positions)}

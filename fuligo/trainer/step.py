@@ -50,7 +50,7 @@ class StepSamples:
         num_tokens = sum(len(sample.tokens) - 1 for sample in samples)
         return cls(positions, samples, step_denominators(batch, step), settings.per_token, num_tokens, num_choices(samples))
 
-    def some(self, chosen: Sequence[int]) -> StepSamples:
+    def select(self, chosen: Sequence[int]) -> StepSamples:
         """Select some of the samples.
 
         Args:

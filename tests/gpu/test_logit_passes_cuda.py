@@ -36,7 +36,7 @@ def test_gradient(num_rows: int, with_entropy: bool) -> None:
     compiled = grad_of_logits(logits, *given, torch.bfloat16)
     for rows in torch.arange(num_rows, device="cuda").split(512):
         parts = tuple(value if value is None else value[rows] for value in given)
-        wanted = logit_passes._but_for_targets(logits[rows], *parts[1:], torch.float32)
+        wanted = logit_passes._grad_without_targets(logits[rows], *parts[1:], torch.float32)
         wanted.scatter_add_(1, targets[rows, None], grads[0][rows, None])
         torch.testing.assert_close(compiled[rows].float(), wanted, rtol=2**-8, atol=1e-9)
 

@@ -64,7 +64,9 @@ async def test_experts_are_those_of_transformers_also_of_a_continued_response(mi
     known = [sample.routed_experts for sample in cut]
     whole = [await generate(sample, SamplingParams(max_new_tokens=sample.response_length + 8, ignore_eos=True)) for sample in cut]
     forced = ForcedModel(checkpoint)
-    for sample, first, trained in zip(whole, known, train_samples([SampleGroup(0, 0, whole)], SampleSettings(routed=True)), strict=True):
+    for sample, first, trained in zip(
+        whole, known, train_samples([SampleGroup(0, 0, whole)], SampleSettings(needs_routing=True)), strict=True
+    ):
         assert trained.routed_experts is not None and first is not None
         assert np.array_equal(trained.routed_experts[: len(first)], first)
         forced.num_changed = 0

@@ -24,7 +24,7 @@ def mixture(config: TransformerConfig, modules: BackendSpecProvider) -> ModuleSp
     return spec
 
 
-def sum_over_their_copies(model: nn.Module) -> None:
+def sum_expert_gradients_over_copies(model: nn.Module) -> None:
     """Sum the gradients of routed experts over the ranks that hold copies of them.
 
     Megatron does so only if experts are distributed (EP > 1). Else it sums them like those of other weights, over the data-parallel ranks,

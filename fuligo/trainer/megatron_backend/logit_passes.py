@@ -28,7 +28,7 @@ class RowSums(NamedTuple):
 
 def row_sums(logits: Tensor) -> RowSums:
     """Return the sums of [n, V] float32, V at least 1."""
-    return RowSums(*_on_its_device(_row_sums, logits)(logits))
+    return RowSums(*_compiled_on_gpu(_row_sums, logits)(logits))
 
 
 def grad_of_logits(
@@ -54,11 +54,11 @@ def grad_of_logits(
         grad_entropy: [n]
     """
     gradients = log_total, entropy, grad_logprobs, grad_entropy
-    grad = _on_its_device(_but_for_targets, logits)(logits, *gradients, dtype)
+    grad = _compiled_on_gpu(_grad_without_targets, logits)(logits, *gradients, dtype)
     if grad_logprobs is not None and logits.size(1):
         own = ((targets >= 0) & (targets < logits.size(1)))[:, None]
         column = targets[:, None].where(own, 0)
-        at_target = _but_for_targets(logits.gather(1, column), *gradients, torch.float32) + grad_logprobs[:, None]
+        at_target = _grad_without_targets(logits.gather(1, column), *gradients, torch.float32) + grad_logprobs[:, None]
         grad.scatter_(1, column, at_target.to(dtype).where(own, grad.gather(1, column)))
     return grad
 
@@ -70,7 +70,7 @@ def _row_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return peak, exp.sum(-1), below.mul_(exp).sum(-1)
 
 
-def _but_for_targets(
+def _grad_without_targets(
     logits: Tensor, log_total: Tensor, entropy: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Return the gradient without the term `grad_logprobs` that each target's own logit gets in addition."""
@@ -82,11 +82,11 @@ def _but_for_targets(
 
 
 _COMPILED: dict[Callable[..., Any], Callable[..., Any]] = {
-    pass_: torch.compile(pass_, dynamic=True) for pass_ in (_row_sums, _but_for_targets)
+    pass_: torch.compile(pass_, dynamic=True) for pass_ in (_row_sums, _grad_without_targets)
 }
 """Nothing is compiled before the first call. The last chunk of a batch is shorter than the others: one kernel serves all lengths."""
 
 
-def _on_its_device(pass_: Callable[..., Any], logits: Tensor) -> Callable[..., Any]:
+def _compiled_on_gpu(pass_: Callable[..., Any], logits: Tensor) -> Callable[..., Any]:
     """Run a pass, compiled on GPUs, where moving the logits to and from memory takes the time."""
     return _COMPILED[pass_] if logits.is_cuda else pass_

@@ -140,7 +140,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             torch.mm(grad_logits, rows.to(hidden.dtype), out=grad_hidden[chunk])
             if grad_weight is not None:
                 _add_product(grad_weight[: ctx.num_own], grad_logits.t(), hidden[chunk])
-        return grad_hidden, _handed_over(weight, grad_weight), None, None, None, None, None
+        return grad_hidden, _for_autograd(weight, grad_weight), None, None, None, None, None
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType) -> Tensor:
@@ -171,7 +171,7 @@ def _weight_gradient(weight: Tensor) -> Tensor:
     return torch.zeros_like(weight, dtype=torch.float32)
 
 
-def _handed_over(weight: Tensor, grad_weight: Tensor | None) -> Tensor | None:
+def _for_autograd(weight: Tensor, grad_weight: Tensor | None) -> Tensor | None:
     """Return what autograd receives as the weight's gradient.
 
     If the gradient is already in `main_grad`, return a tensor to call Megatron's hooks with, which add it only to embeddings' gradients of

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage, is_vp_first_stage, is_vp_last_stage
 from torch import Tensor, nn
 
-from fuligo.trainer.megatron_backend.experts import sum_over_their_copies
+from fuligo.trainer.megatron_backend.experts import sum_expert_gradients_over_copies
 from fuligo.trainer.megatron_backend.layer_spec import block_spec, modules_for, mtp_spec
 from fuligo.trainer.megatron_backend.model_config import is_tied, padded_vocab_size, rotary, transformer_config
 from fuligo.trainer.megatron_backend.mtp import cut_off, predict, without_gradient
@@ -107,7 +107,7 @@ def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[Po
         require_weights(settings.model_provider, chunks, settings)
     for chunk in chunks:
         chunk.requires_grad_(trained)
-        sum_over_their_copies(chunk)
+        sum_expert_gradients_over_copies(chunk)
         freeze_indexers(chunk)
         chunk.trains_jointly = settings.mtp.joint
         if chunk.mtp_process and not settings.mtp.trained:

@@ -230,22 +230,22 @@ def _shards(state: MegatronState) -> Iterator[Shard]:
     weights = held_weights(state.chunks, state.names)
     yield from _weight_shards(weights)
     if state.reference is not None:
-        own = [held for number, held in enumerate(weights) if _is_own(held, number)]
+        own = [held for number, held in enumerate(weights) if _is_written_here(held, number)]
         yield from _reference_shards(own, state.reference)
     if state.progress.num_optimizer_steps:
         numbers = {id(held.tensor): number for number, held in enumerate(weights)}
         for held, parameter in _trained(weights, state.optimizer):
-            if held.is_first_copy and (parameter.is_spread or _is_own(held, numbers[id(held.tensor)])):
+            if held.is_first_copy and (parameter.is_spread or _is_written_here(held, numbers[id(held.tensor)])):
                 yield from _state_shards(held, parameter, parameter.tensors())
 
 
 def _weight_shards(weights: Sequence[LocalWeight]) -> Iterator[Shard]:
     for number, held in enumerate(weights):
-        if _is_own(held, number):
+        if _is_written_here(held, number):
             yield from (part.shard for part in held.parts)
 
 
-def _is_own(held: LocalWeight, number: int) -> bool:
+def _is_written_here(held: LocalWeight, number: int) -> bool:
     """Return whether this rank writes the weight; data-parallel ranks hold the same weights and write them in turn."""
     rank, size = held.data_parallel
     return held.is_first_copy and number % size == rank

@@ -36,7 +36,7 @@ from fuligo.trainer.megatron_backend.world import join_megatron, leave_megatron
 from fuligo.trainer.metric_sums import MetricSums, mean_of_steps
 from fuligo.trainer.packing import Cost
 from fuligo.trainer.ranks.world import World
-from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare, in_order
+from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare, join_by_position
 from fuligo.trainer.step import StepGradients, total
 from fuligo.trainer.timeline import Timeline
 from fuligo.types import FloatArray, StepResult, TokenScores
@@ -61,8 +61,8 @@ class MegatronRankWorker:
         config_json = read_config_json(settings.hf_checkpoint)
         self.names = names_of(config_json, str(settings.hf_checkpoint / "config.json"))
         chunks = build_chunks(settings, trained=True)
-        self.reference = self._waiting(chunks, settings.reference_weights)
-        self.teacher = self._waiting(chunks, settings.teacher_weights)
+        self.reference = self._load_to_host(chunks, settings.reference_weights)
+        self.teacher = self._load_to_host(chunks, settings.teacher_weights)
         self._load(chunks, settings.initial_weights)
         freeze_parameters(chunks, list(self.names.weights()), settings.trained)
         if settings.optimizer_place.on_cpu and world.device.type == "cuda":
@@ -83,19 +83,19 @@ class MegatronRankWorker:
         with self._timeline.span("score"):
             routing: Routing = "recorded" if self.settings.records_routing else "replayed"
             old = self._scores(share, routing=routing) if self.settings.needs_old_logprobs else Scores()
-            olds, refs, taught = _logprobs(old), self._logprobs_of(self.reference, share), self._logprobs_of(self.teacher, share)
+            olds, refs, teachers = _logprobs(old), self._logprobs_of(self.reference, share), self._logprobs_of(self.teacher, share)
             values = self.critic.values(share) if self.critic is not None else {}
-        scored = olds.keys() | refs.keys() | taught.keys() | values.keys()
-        own = {i: SampleScores(olds.get(i), refs.get(i), taught.get(i), values.get(i)) for i in scored}
+        scored = olds.keys() | refs.keys() | teachers.keys() | values.keys()
+        own = {i: SampleScores(olds.get(i), refs.get(i), teachers.get(i), values.get(i)) for i in scored}
         gathered = self.world.gather((own, old.routing))
         if gathered is None:
             return None
-        return self._with_routing(in_order(scores for scores, _ in gathered), [recorded for _, recorded in gathered])
+        return self._with_routing(join_by_position(scores for scores, _ in gathered), [recorded for _, recorded in gathered])
 
     def logprobs(self, share: ScoreShare) -> list[FloatArray] | None:
         """Return log-probabilities of the current policy for all replicas' samples, on rank 0; None on others."""
         gathered = self.world.gather(_logprobs(self._scores(share, routing="own")))
-        return None if gathered is None else in_order(gathered)
+        return None if gathered is None else join_by_position(gathered)
 
     def train(self, steps: Sequence[StepShare]) -> StepResult:
         """Take the optimizer steps of a rollout. The result is complete on rank 0; other ranks have no metrics.
@@ -122,8 +122,8 @@ class MegatronRankWorker:
         self._maybe_renew_reference()
         if self.settings.shares_device:
             torch.cuda.empty_cache()  # the engine uses the activations' memory until the next rollout
-        handed_over = [[_handed_over(of_model) for of_model in step if of_model is not None] for step in found]
-        gathered = self.world.gather((handed_over, self._timeline.take()))
+        on_host = [[_on_host(of_model) for of_model in step if of_model is not None] for step in found]
+        gathered = self.world.gather((on_host, self._timeline.take()))
         if gathered is None:
             return StepResult(metrics={}, scores={}, num_tokens=0)
         replicas = [replica for replica, _ in gathered if all(replica)]
@@ -185,7 +185,7 @@ class MegatronRankWorker:
         else:
             load_hugging_face(chunks, directory)
 
-    def _waiting(self, chunks: list[PolicyModel], directory: Path | None) -> HostWeights | None:
+    def _load_to_host(self, chunks: list[PolicyModel], directory: Path | None) -> HostWeights | None:
         """Load the weights of another model, which is never trained, through the stages, into host memory."""
         if directory is None:
             return None
@@ -260,7 +260,7 @@ def _means(replicas: Sequence[Sequence[StepGradients]]) -> dict[str, float]:
     return means
 
 
-def _handed_over(step: StepGradients) -> StepGradients:
+def _on_host(step: StepGradients) -> StepGradients:
     """Move the tensors to the host."""
     sums: MetricSums = step.sums.with_vector(step.sums.vector().cpu())
     return replace(step, sums=sums, losses=step.losses.cpu())

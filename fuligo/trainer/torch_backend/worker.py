@@ -22,7 +22,7 @@ from fuligo.trainer.packing import Cost, sequence_flops
 from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.settings import CriticSettings
 from fuligo.trainer.ranks.world import World
-from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare, in_order
+from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare, join_by_position
 from fuligo.trainer.step import Progress, StepGradients
 from fuligo.trainer.timeline import Timeline
 from fuligo.trainer.torch_backend.critic import Critic
@@ -85,16 +85,16 @@ class TorchRankWorker:
         with self._timeline.span("score"):
             olds = self._logprobs(self.policy, share) if self.settings.needs_old_logprobs else {}
             refs = self._logprobs(self.reference, share) if self.reference is not None else {}
-            taught = self._logprobs(self.teacher, share) if self.teacher is not None else {}
+            teachers = self._logprobs(self.teacher, share) if self.teacher is not None else {}
             values = self._scores(self.critic.value_model, share) if self.critic is not None else {}
-        own = {i: SampleScores(olds.get(i), refs.get(i), taught.get(i), values.get(i)) for i in share.positions}
+        own = {i: SampleScores(olds.get(i), refs.get(i), teachers.get(i), values.get(i)) for i in share.positions}
         gathered = self.world.gather(own)
-        return None if gathered is None else in_order(gathered)
+        return None if gathered is None else join_by_position(gathered)
 
     def logprobs(self, share: ScoreShare) -> list[FloatArray] | None:
         """Return log-probabilities of the current policy for all ranks' samples, on rank 0; None on others."""
         gathered = self.world.gather(self._logprobs(self.policy, share))
-        return None if gathered is None else in_order(gathered)
+        return None if gathered is None else join_by_position(gathered)
 
     def train(self, steps: Sequence[StepShare]) -> StepResult:
         """Take the optimizer steps of a rollout.

@@ -45,25 +45,25 @@ def test_experts_are_needed_of_every_token_that_a_trained_one_sees(loss_mask, nu
     samples = [sample(0, loss_mask=loss_mask), sample(1, loss_mask=loss_mask)]
     for each in samples:
         each.routed_experts = np.ones((num_needed, 2, 3), np.uint8)
-    (trained, _) = train_samples([group(*samples)], SampleSettings(routed=True))
+    (trained, _) = train_samples([group(*samples)], SampleSettings(needs_routing=True))
     assert trained.routed_experts is samples[0].routed_experts
     assert train_samples([group(*samples)], SampleSettings())[0].routed_experts is None
     if num_needed:
         samples[1].routed_experts = None
         with pytest.raises(RolloutError, match=f"sample 1: .* its first {num_needed} tokens, and those of 0 are known"):
-            train_samples([group(*samples)], SampleSettings(routed=True))
+            train_samples([group(*samples)], SampleSettings(needs_routing=True))
 
 
 def test_a_served_teacher_has_scored_every_sample():
     samples = [sample(0), sample(1)]
     for each in samples:
         each.teacher_logprobs = np.full(2, -0.25, np.float32)
-    (trained, _) = train_samples([group(*samples)], SampleSettings(taught=True))
+    (trained, _) = train_samples([group(*samples)], SampleSettings(needs_teacher=True))
     assert trained.teacher_logprobs is samples[0].teacher_logprobs
     assert train_samples([group(*samples)], SampleSettings())[0].teacher_logprobs is None, "the trainer's teacher scores by itself"
     samples[1].teacher_logprobs = None
     with pytest.raises(RolloutError, match=r"sample 1: --use-opd .* needs teacher_logprobs"):
-        train_samples([group(*samples)], SampleSettings(taught=True))
+        train_samples([group(*samples)], SampleSettings(needs_teacher=True))
 
 
 def test_truncated_samples_stay_even_fully_masked_and_failed_aborted_unrewarded_and_empty_ones_go():
@@ -100,7 +100,7 @@ def test_samples_split_from_one_rollout_share_one_denominator():
 
 
 def test_supervised_samples_need_no_reward():
-    assert [trained.reward for trained in train_samples([group(sample(0, reward=None))], SampleSettings(rewarded=False))] == [0.0]
+    assert [trained.reward for trained in train_samples([group(sample(0, reward=None))], SampleSettings(has_rewards=False))] == [0.0]
 
 
 def test_the_reward_key_chooses_the_value_to_learn_from():

@@ -63,7 +63,7 @@ def test_every_flag_reaches_its_setting():
             "train": {"num_steps_per_rollout": 4},
         }
     )
-    assert sample_settings(config) == SampleSettings(reward_key="acc", routed=True, taught=True)
+    assert sample_settings(config) == SampleSettings(reward_key="acc", needs_routing=True, needs_teacher=True)
     assert advantage_settings(config) == AdvantageSettings(
         samples_per_step=64,
         num_steps=4,
@@ -87,7 +87,7 @@ def test_every_flag_reaches_its_setting():
         per_token=True,
     )
 
-    hooks, elsewhere = {"post_process", "custom", "custom_loss", "custom_weights"}, {"rewarded", "loss_type", "std_epsilon"}
+    hooks, elsewhere = {"post_process", "custom", "custom_loss", "custom_weights"}, {"has_rewards", "loss_type", "std_epsilon"}
     for given, default in (
         (sample_settings(config), SampleSettings()),
         (advantage_settings(config), AdvantageSettings(samples_per_step=256)),
@@ -99,7 +99,7 @@ def test_every_flag_reaches_its_setting():
 
 def test_supervised_samples_are_not_rewarded():
     config = Config.model_validate({"algorithm": {"loss_type": "sft_loss"}})
-    assert not sample_settings(config).rewarded
+    assert not sample_settings(config).has_rewards
     assert loss_settings(config).loss_type == "sft_loss"
 
 

@@ -19,7 +19,7 @@ from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity, sequence_flops
 from fuligo.trainer.ranks.settings import OptimizerSettings, TrainerSettings
 from fuligo.trainer.schedule import LearningRateSchedule
-from fuligo.trainer.shares import SampleScores, in_order, score_shares, step_shares
+from fuligo.trainer.shares import SampleScores, join_by_position, score_shares, step_shares
 from fuligo.trainer.step import StepSamples
 from fuligo.types import TrainBatch, TrainSample
 from tests import train_batches
@@ -90,7 +90,7 @@ def test_samples_are_scored_by_the_replica_that_has_them(settings: TrainerSettin
         }
         for share in shares
     ]
-    scores = in_order(found)
+    scores = join_by_position(found)
     filled = [of_sample.filled_into(sample) for of_sample, sample in zip(scores, given, strict=True)]
     assert [sample.old_logprobs for sample in filled] == [sample.index for sample in given]
     assert all(after.routed_experts is before.routed_experts for after, before in zip(filled, given))

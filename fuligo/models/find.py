@@ -93,18 +93,14 @@ def find_engine_config_json(config: Config) -> FoundConfigJson | None:
 
 
 def _of_engines(config: Config) -> FoundConfigJson | None:
-    return _of_directory(config.model.hf_checkpoint) or _of_file(config.model.model_config_file)
+    given = config.model.model_config_file  # a file or a directory, which must exist
+    return _of_directory(config.model.hf_checkpoint) or (FoundConfigJson(read_config_json(Path(given)), given) if given else None)
 
 
 def _of_directory(path: str | None) -> FoundConfigJson | None:
     """Return the directory's config.json, or None if it is not on this machine."""
     file = Path(path) / "config.json" if path else None
     return FoundConfigJson(read_config_json(file), str(file)) if file and file.is_file() else None
-
-
-def _of_file(path: str | None) -> FoundConfigJson | None:
-    """Return the config.json at `path`, a file or a directory; raises ConfigError if it does not exist."""
-    return FoundConfigJson(read_config_json(Path(path)), path) if path else None
 
 
 def _nothing_found(config: Config) -> str:

@@ -44,7 +44,9 @@ def rollout_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     if not decoders:
         return Phase("rollout", "engines", 0.0, 0.0, flops, "external engines: not estimated")
     num_gpus = sum(spec.num_gpus for spec, _ in decoders)
-    slowest = max((_decoding(subject, spec, memory, requests * spec.num_gpus / num_gpus) for spec, memory in decoders), key=_seconds)
+    slowest = max(
+        (_decoding(subject, spec, memory, requests * spec.num_gpus / num_gpus) for spec, memory in decoders), key=lambda each: each.seconds
+    )
     prefill_s, prefill_note = _prefill(subject, groups)
     note = f"{slowest.batch:.0f} requests decoded at once per engine, {slowest.step_s * 1e3:.1f} ms a step; {prefill_note}"
     return Phase("rollout", "engines", 0.0, slowest.seconds + prefill_s, flops, note)
@@ -66,10 +68,6 @@ def teacher_phase(subject: Subject, rollout_s: float) -> Phase | None:
     tokens = config.samples_per_rollout * (average_prompt(config) + average_response(config))
     note = f"{magnitude(tokens)} tokens at {speeds.PREFILL:.0%} of the peak, during the rollout; only the last group comes after it"
     return Phase("prefill", "teacher", max(0.0, rollout_s + last_s - seconds), seconds, flops, note)
-
-
-def _seconds(decoding: _Decoding) -> float:
-    return decoding.seconds
 
 
 def _decoding(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, requests: float) -> _Decoding:

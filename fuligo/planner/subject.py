@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from fuligo.config import Config
 from fuligo.config.topology import EngineGroupSpec
-from fuligo.models.architecture import Architecture
+from fuligo.models.architecture import Architecture, Part, PartKind, Split
 from fuligo.models.find import (
     FoundConfigJson,
     find_architectures,
@@ -43,6 +43,11 @@ class Subject:
         """Subject with the trainer's teacher in place of the policy; None without one. An unknown teacher has the policy's shape."""
         return replace(self, architecture=self.own_teacher or self.architecture) if self.config.teacher_from == "trainer" else None
 
+    @property
+    def value_model(self) -> Subject:
+        """Subject with the value model in place of the policy."""
+        return replace(self, architecture=value_architecture(self.architecture))
+
     def served_by(self, spec: EngineGroupSpec) -> Architecture | None:
         """Return the model of a group's servers, or None if unknown; servers that receive weights have the trained model."""
         path = spec.model_path
@@ -68,3 +73,9 @@ def read_subject(config: Config, gpu_name: str) -> Subject:
         find_teacher_architecture(config),
         find_served_architectures(config),
     )
+
+
+def value_architecture(policy: Architecture) -> Architecture:
+    """Return the shapes of a policy's value model: an output layer of one row, not tied to the embedding, and no MTP layers."""
+    head = Part(PartKind.HEAD, policy.hidden_size, Split.REPLICATED, quantisable=False)
+    return replace(policy, head=head, tied_embeddings=False, mtp_layers=())

@@ -12,7 +12,8 @@ from fuligo.planner.subject import Subject
 
 def embedded_items(subject: Subject) -> tuple[MemoryItem, ...]:
     """Return the items of its process: weights and the full KV cache."""
-    architecture, size = subject.rollout_architecture, _element_bytes(subject)
+    architecture = subject.rollout_architecture
+    size = FP32 if subject.config.engine.embedded_dtype == "fp32" else BF16
     tokens = embedded_kv_tokens(subject)
     per_token = size * cached_elements_per_token(architecture)
     return (
@@ -42,7 +43,3 @@ def embedded_kv_tokens(subject: Subject) -> int:
         config.resolved_over_sampling_batch_size * config.rollout.n_samples_per_prompt,
     )
     return requests * longest_sample(config)
-
-
-def _element_bytes(subject: Subject) -> int:
-    return FP32 if subject.config.engine.embedded_dtype == "fp32" else BF16

@@ -13,7 +13,6 @@ from fuligo.planner.memory.engine import EngineMemory
 from fuligo.planner.memory.samples import num_rollouts_at_a_time, sample_bytes, shares_here
 from fuligo.planner.memory.torch_trainer import torch_offloaded_items
 from fuligo.planner.memory.trainer import TrainerState, trainer_state
-from fuligo.planner.memory.value_model import value_subject
 from fuligo.planner.plan import ClusterLayout, MemoryItem, PlacedGpu, TrainerRank
 from fuligo.planner.subject import Subject
 from fuligo.quantities import amount, count, magnitude
@@ -46,7 +45,7 @@ def host_items(subject: Subject, layout: ClusterLayout, engines: Mapping[int, En
         engines: host memory per GPU, by engine group.
     """
     states = _states(subject, layout)
-    value_states = _states(value_subject(subject), layout) if subject.config.trains_values else []
+    value_states = _states(subject.value_model, layout) if subject.config.trains_values else []
     nodes: list[list[PlacedGpu]] = [[] for _ in range(layout.num_nodes)]
     for placed in layout.gpus:
         nodes[placed.node].append(placed)

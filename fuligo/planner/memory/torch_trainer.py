@@ -10,9 +10,8 @@ from fuligo.models.architecture import Architecture, GroupedAttention, Layer
 from fuligo.planner.lengths import micro_batch_tokens
 from fuligo.planner.memory.activations import BF16, FP32, normed_head_elements, num_output_norms
 from fuligo.planner.memory.constants import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTES, FRAGMENTATION, billions
-from fuligo.planner.memory.value_model import value_architecture
 from fuligo.planner.plan import MemoryItem
-from fuligo.planner.subject import Subject
+from fuligo.planner.subject import Subject, value_architecture
 from fuligo.quantities import amount, count
 
 

@@ -22,7 +22,6 @@ from fuligo.planner.memory.constants import (
     billions,
 )
 from fuligo.planner.memory.parameters import LocalParameters, frozen_parameters, loaded_mtp_layers, trained_parameters
-from fuligo.planner.memory.value_model import value_subject
 from fuligo.planner.plan import ClusterLayout, MemoryItem, Stage
 from fuligo.planner.stages import stage_layers
 from fuligo.planner.subject import Subject
@@ -173,7 +172,7 @@ def _state_items(subject: Subject, shape: TrainerShape, state: TrainerState) -> 
 
 def _value_items(subject: Subject, shape: TrainerShape, stages: list[Stage]) -> Iterator[MemoryItem]:
     if subject.config.trains_values:
-        state = trainer_state(value_subject(subject), shape, stages)
+        state = trainer_state(subject.value_model, shape, stages)
         num_bytes = state.weights + state.gradients + state.optimizer
         note = f"{billions(state.trained.total + state.frozen.total)} parameters a GPU: weights, gradients and optimizer as the policy's"
         yield MemoryItem("value_model", num_bytes, f"{note}; it takes turns with the policy for all else")

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from fuligo.config.findings import Change, Severity
 from fuligo.config.topology import EngineGroupSpec
-from fuligo.planner.rules.numbers import divisors, nearest_first
-from fuligo.planner.rules.rule import Fix, Violation, rule
+from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
 from fuligo.planner.rules.servers import engine_size, resizes, serving_policy, set_argument, shown, where
 from fuligo.planner.server_settings import max_running_requests, server_settings
 from fuligo.planner.subject import Subject

@@ -13,8 +13,7 @@ from fuligo.config import Config
 from fuligo.config.findings import Severity
 from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.models.architecture import GroupedAttention
-from fuligo.planner.rules.numbers import divisors, nearest_first
-from fuligo.planner.rules.rule import Fix, Violation, rule
+from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
 from fuligo.planner.subject import Subject
 
 _GPUS = ("--actor-num-nodes", "--actor-num-gpus-per-node")

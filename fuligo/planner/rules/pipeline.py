@@ -13,9 +13,8 @@ from itertools import product
 from fuligo.config import Config
 from fuligo.config.findings import Change
 from fuligo.config.rules.rule import set_flag, unset_flag
-from fuligo.planner.rules.numbers import divisors, nearest_first
 from fuligo.planner.rules.parallel import is_megatron
-from fuligo.planner.rules.rule import Fix, Violation, rule
+from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
 from fuligo.planner.subject import Subject
 
 _FIRST, _LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"

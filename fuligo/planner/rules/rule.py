@@ -1,8 +1,8 @@
-"""Rules of the planner: pure functions of the subject that yield violations with fixes to try."""
+"""Rules of the planner: pure functions of the subject that yield violations with fixes to try; arithmetic for fixes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from fuligo.config.findings import Change, Severity
@@ -53,3 +53,14 @@ def rule(
         options: flags that the rule is about, as typed.
     """
     return lambda check: PlannerRule(rule_id, severity, options, check)
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors, rising."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def nearest_first(value: int, candidates: Iterable[int]) -> list[int]:
+    """Return the candidates other than `value`, sorted by their ratio to it; ties go to the larger."""
+    others = {candidate for candidate in candidates if candidate != value and candidate > 0}
+    return sorted(others, key=lambda other: (max(other, value) / min(other, value), -other))

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from fuligo.config.findings import Severity
 from fuligo.config.rules.cluster import SHARED_FRACTION
 from fuligo.config.topology import EngineGroupSpec
-from fuligo.planner.rules.numbers import nearest_first
-from fuligo.planner.rules.rule import Violation, rule
+from fuligo.planner.rules.rule import Violation, nearest_first, rule
 from fuligo.planner.rules.servers import running, serving_policy, set_argument, shown, where
 from fuligo.planner.server_settings import SPECULATIVE_REQUESTS, max_running_requests, server_settings
 from fuligo.planner.subject import Subject

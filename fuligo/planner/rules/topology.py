@@ -11,9 +11,8 @@ from fuligo.config.findings import Change, Severity
 from fuligo.config.rules.cluster import SHARED_FRACTION
 from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.config.topology import EngineGroupSpec
-from fuligo.planner.rules.numbers import divisors, nearest_first
 from fuligo.planner.rules.parallel import trainer_gpus
-from fuligo.planner.rules.rule import Fix, Violation, rule
+from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
 from fuligo.planner.rules.servers import all_groups, engine_size, option, resizes, running, set_argument, shown, where
 from fuligo.planner.subject import Subject
 from fuligo.quantities import count

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from fuligo.config import Config
 from fuligo.config.findings import Change, Severity
 from fuligo.config.rules.rule import set_flag, unset_flag
-from fuligo.planner.rules.numbers import divisors, nearest_first
 from fuligo.planner.rules.parallel import expert_tensor_parallel_size, is_megatron
-from fuligo.planner.rules.rule import Violation, rule
+from fuligo.planner.rules.rule import Violation, divisors, nearest_first, rule
 from fuligo.planner.subject import Subject
 
 

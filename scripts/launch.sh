@@ -2,10 +2,10 @@
 #
 #   PLAN=1          plan instead of running: nothing is started, no GPU is needed
 #   MASTER_ADDR     address of this node, the head (127.0.0.1)
-#   HOSTFILE        nodes of the cluster, one address a line (`10.0.0.1 slots=8`): the workers are started by ssh;
+#   HOSTFILE        nodes of the cluster, one address per line (`10.0.0.1 slots=8`); the script starts workers by ssh;
 #                   without it, start them yourself: ray start --address=$MASTER_ADDR:6379 --num-gpus 8
-#   RAY_AUTH_TOKEN  Ray takes nobody without it; workers get it by ssh. Unset, whoever reaches Ray's ports may run commands: for closed networks
-#   DASHBOARD_HOST  where Ray's dashboard and job server listen (127.0.0.1; from elsewhere: ssh -L 8265:127.0.0.1:8265 HEAD)
+#   RAY_AUTH_TOKEN  token that Ray requires of clients; workers receive it by ssh. Without it anyone who reaches Ray's ports can run commands
+#   DASHBOARD_HOST  address of Ray's dashboard and job server (127.0.0.1; to reach it: ssh -L 8265:127.0.0.1:8265 HEAD)
 #   SOCKET_IFNAME   network interface of the nodes, for NCCL, Gloo and DeepEP
 #   MODEL_ARGS      further Megatron flags of the model, such as "--rotary-base 10000 --override-model-config"
 #   PYTHON          interpreter (python3)

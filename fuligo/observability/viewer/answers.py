@@ -95,7 +95,7 @@ def samples_answer(run: RunReader, wanted: SampleFilter, order: Order, offset: i
     found, share = matching(index.table(), wanted), 1.0
     if text := wanted.text.strip():
         with run.lock:
-            found, share = run.search(of, text).go_on(index, found, SEARCH_BUDGET_S)
+            found, share = run.search(of, text).advance(index, found, SEARCH_BUDGET_S)
     return {
         "total": found.num_rows,
         "offset": offset,

@@ -37,7 +37,7 @@ class Now:
     """Seconds until the end of the run at this pace."""
 
 
-def what_now(metrics: MetricColumns, num_rollouts: int | None, trace: TraceReader) -> Now:
+def current_activity(metrics: MetricColumns, num_rollouts: int | None, trace: TraceReader) -> Now:
     """Return the current activity: the phase that has begun, or, in traces of earlier versions, the usual successor of the last phase."""
     step_s = median(finite(metrics.column("perf/step_s")[-WINDOW_STEPS:]))
     latest = metrics.latest("step")

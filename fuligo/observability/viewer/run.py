@@ -14,7 +14,7 @@ from fuligo.observability.viewer.attribution import Cause
 from fuligo.observability.viewer.liveness import State, is_locked, run_state
 from fuligo.observability.viewer.metric_columns import MetricColumns, finite, median
 from fuligo.observability.viewer.mismatch import Explanation, explanation, mismatches
-from fuligo.observability.viewer.now import WINDOW_STEPS, Now, what_now
+from fuligo.observability.viewer.now import WINDOW_STEPS, Now, current_activity
 from fuligo.observability.viewer.run_files import SampleSet, inside, missing_files
 from fuligo.observability.viewer.sample_index import SampleIndex
 from fuligo.observability.viewer.sample_query import TextSearch
@@ -111,7 +111,7 @@ class RunReader:
 
     def now(self) -> Now:
         with self.lock:
-            return what_now(self.metrics, self.num_rollouts, self.trace)
+            return current_activity(self.metrics, self.num_rollouts, self.trace)
 
     def problems(self) -> list[str]:
         """Describe what is missing or damaged, and what cannot be shown as a result."""

@@ -96,7 +96,7 @@ class TextSearch:
         self._hits: dict[int, Hits] = {}
         """By step."""
 
-    def go_on(self, index: SampleIndex, table: pa.Table, budget_s: float) -> tuple[pa.Table, float]:
+    def advance(self, index: SampleIndex, table: pa.Table, budget_s: float) -> tuple[pa.Table, float]:
         """Search the files of the rows in `table`, newest first; at least one file, then until the time is over.
 
         Returns:

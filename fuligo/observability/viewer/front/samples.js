@@ -60,7 +60,7 @@ class Samples {
     this.list = new SampleList({
       question: () => this.question(),
       choose: (row) => go({ sample: `${row.step}.${row.row}` }, { quietly: this.isOpen }),
-      status: (answer) => this.told(answer),
+      status: (answer) => this.showFound(answer),
     });
     this.view = new SampleView({ of: () => this.of, close: () => this.closeSample(), open: (step, row) => go({ sample: `${step}.${row}` }) });
     this.split = element(
@@ -163,7 +163,7 @@ class Samples {
     );
   }
 
-  told({ total, searched, indexed }) {
+  showFound({ total, searched, indexed }) {
     const read = indexed[0] < indexed[1] ? ` · ${indexed[0]} of ${indexed[1]} steps read` : "";
     const search = searched < 1 ? ` · ${share(searched)} searched` : "";
     const note = isReport ? " in this report" : "";

@@ -7,7 +7,7 @@ import pytest
 from fuligo.observability.viewer.answers import run_answer, sample_answer, step_answer, steps_answer
 from fuligo.observability.viewer.liveness import is_locked, run_state
 from fuligo.observability.viewer.metric_columns import MetricColumns
-from fuligo.observability.viewer.now import what_now
+from fuligo.observability.viewer.now import current_activity
 from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.settings import differences, read_settings
 from fuligo.observability.viewer.trace_reader import TraceReader
@@ -67,7 +67,7 @@ def test_now_is_the_usual_successor_in_traces_of_earlier_versions(tmp_path: Path
     expected = {"rollout": "scoring", "score": "training", "train": "syncing weights", "sync": "writing samples", "record": "sampling"}
     for phase in trace.by_step[2]:
         trace.last = phase
-        now = what_now(metrics, 10, trace)
+        now = current_activity(metrics, 10, trace)
         assert now.doing == expected[phase.name]
         assert now.doing_step == (3 if phase.name == "record" else 2)
         assert now.left_s == pytest.approx(7 * STEP_S)

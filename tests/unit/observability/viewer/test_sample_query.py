@@ -80,13 +80,13 @@ def test_newest_first_in_the_order_of_the_file(run: RunReader) -> None:
 def test_search(run: RunReader, rows: list[dict], text: str) -> None:
     search, share, found = TextSearch(text), 0.0, run.samples.table()
     while share < 1:
-        found, share = search.go_on(run.samples, matching(run.samples.table(), SampleFilter(step_min=2)), 0.0)
+        found, share = search.advance(run.samples, matching(run.samples.table(), SampleFilter(step_min=2)), 0.0)
     expected = [row["index"] for row in rows if row["step"] >= 2 and text.lower() in f"{row['prompt']}\n{row['response']}".lower()]
     assert sorted(found["index"].to_pylist()) == expected
 
 
 def test_a_search_without_time_reads_one_file(run: RunReader) -> None:
-    found, share = TextSearch("row").go_on(run.samples, run.samples.table(), -1.0)
+    found, share = TextSearch("row").advance(run.samples, run.samples.table(), -1.0)
     assert share == pytest.approx(1 / NUM_STEPS)
     assert set(found["step"].to_pylist()) == {NUM_STEPS - 1}, "newest first"
 
@@ -99,7 +99,7 @@ def test_a_search_continues_when_a_step_is_added_or_the_filter_changes(tmp_path:
 
     def found(wanted: SampleFilter) -> int:
         index.update()
-        return search.go_on(index, matching(index.table(), wanted), 60.0)[0].num_rows
+        return search.advance(index, matching(index.table(), wanted), 60.0)[0].num_rows
 
     for step in range(3):
         live.step(step)

@@ -120,7 +120,8 @@ def _raise_cause(command: str, ranks: Sequence[RankHandle], outcomes: Sequence[A
     error, own_error = failed[rank], failed.get(ranks[0])
     if error is own_error and not isinstance(error, UnexpectedError):
         raise error
-    raise TrainerError(f"trainer rank {rank.rank} on {rank.host} failed during `{command}`: {error}. {rank.log_hint()}") from own_error
+    text = str(error).rstrip(".")
+    raise TrainerError(f"trainer rank {rank.rank} on {rank.host} failed during `{command}`: {text}. {rank.log_hint()}") from own_error
 
 
 def _precedence(rank: int, error: BaseException) -> tuple[int, int]:

@@ -69,11 +69,15 @@ class RankedTrainer:
         self._phase = "during start"
 
     async def load(self) -> None:
-        self.ranks = await self._start_ranks()
-        rendezvous = None
-        if len(self.ranks) > 1:
-            opened = self.ranks[0].run(SharedCommand(OpenRendezvous()))
-            rendezvous = await supervision.finish(OpenRendezvous.name, self.ranks[:1], [opened], timeout_s=START_TIMEOUT_S)
+        try:
+            self.ranks = await self._start_ranks()
+            rendezvous = None
+            if len(self.ranks) > 1:
+                opened = self.ranks[0].run(SharedCommand(OpenRendezvous()))
+                rendezvous = await supervision.finish(OpenRendezvous.name, self.ranks[:1], [opened], timeout_s=START_TIMEOUT_S)
+        except BaseException:
+            self._failed = True
+            raise
         self._balance_by = await self._run(Load(self._settings, rendezvous))
 
     async def score(self, samples: list[TrainSample]) -> list[TrainSample]:

@@ -1,15 +1,17 @@
-"""Model in training, with its optimizer and its counters."""
+"""Model in training, with AdamW over its trained parameters, and its counters."""
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from fuligo.errors import TrainerError
-from fuligo.trainer.ranks.settings import OptimizerSettings
+from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import Progress, StepGradients, require_finite
-from fuligo.trainer.torch_backend.optimizer import apply_step, build_optimizer, gradient_norm
+from fuligo.trainer.trained_parameters import trained_names
 
 
 class Learner:
@@ -23,7 +25,7 @@ class Learner:
 
     def __init__(self, model: PreTrainedModel, settings: OptimizerSettings, world: World, *, flag: str = "--lr", whose: str = "") -> None:
         self.model = model
-        self.optimizer = build_optimizer(model, settings)
+        self.optimizer = _build_optimizer(model, settings)
         self.progress = Progress()
         self._settings, self._world = settings, world
         self._flag, self._whose = flag, whose
@@ -34,9 +36,9 @@ class Learner:
         Raises:
             TrainerError: a loss or the gradient is not finite; the weights are unchanged.
         """
-        grad_norm = gradient_norm(self.optimizer)
+        grad_norm = _gradient_norm(self.optimizer)
         self._check_finite(gradients.losses, grad_norm)
-        lr = apply_step(self.optimizer, self._settings, step=self.progress.num_optimizer_steps, grad_norm=grad_norm)
+        lr = _apply_step(self.optimizer, self._settings, step=self.progress.num_optimizer_steps, grad_norm=grad_norm)
         self.progress.num_optimizer_steps += 1
         sums = gradients.sums.with_vector(self._world.sum(gradients.sums.vector()))
         return {**sums.means(), "lr": lr, "grad_norm": grad_norm}
@@ -55,3 +57,48 @@ class Learner:
         except TrainerError:
             self.optimizer.zero_grad(set_to_none=True)
             raise
+
+
+def freeze_parameters(model: nn.Module, trained: TrainedParameters) -> None:
+    """Switch off the gradient of all parameters that are not trained.
+
+    Raises:
+        ConfigError: the lists do not fit the model.
+    """
+    parameters = dict(model.named_parameters())
+    chosen = trained_names({name: (name,) for name in parameters}, trained)
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(parameter.requires_grad and name in chosen)
+
+
+def _build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
+    """Build AdamW: matrices decay, parameters with fewer axes (norms, biases) do not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=settings.schedule.peak, betas=settings.betas, eps=settings.eps, fused=True)
+
+
+def _gradient_norm(optimizer: torch.optim.Optimizer) -> float:
+    """Return the Euclidean norm of all gradients together, over all ranks."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in _parameters(optimizer) if p.grad is not None])
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def _apply_step(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, *, step: int, grad_norm: float) -> float:
+    """Clip the gradients, update the weights, and drop the gradients; return the learning rate of the 0-based step."""
+    lr = settings.schedule.at(step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    if settings.clip_grad > 0:
+        torch.nn.utils.clip_grads_with_norm_(_parameters(optimizer), settings.clip_grad, torch.tensor(grad_norm))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return lr
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -27,9 +27,8 @@ from fuligo.trainer.step import Progress, StepGradients
 from fuligo.trainer.timeline import Timeline
 from fuligo.trainer.torch_backend.critic import Critic
 from fuligo.trainer.torch_backend.gradients import compute_gradients
-from fuligo.trainer.torch_backend.learner import Learner
+from fuligo.trainer.torch_backend.learner import Learner, freeze_parameters
 from fuligo.trainer.torch_backend.model import PackedModel, Policy, check_packed_forward, enable_gradient_checkpointing, load_model
-from fuligo.trainer.torch_backend.optimizer import freeze_parameters
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.sharding import shard
 from fuligo.trainer.torch_backend.state import TrainingState, copy_state, restore_state, save_state

@@ -56,7 +56,7 @@ def read_yaml(path: Path) -> Given:
     """Read the assignments of a file. Never raises: errors are in `problems`."""
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), LOADER)
-    except (OSError, ValueError) as error:  # a ValueError is text that is not UTF-8, or a path that no file can have
+    except (OSError, ValueError) as error:  # A ValueError means text that is not UTF-8, or an impossible path.
         return Given(problems=[f"--config {path}: cannot read the file ({getattr(error, 'strerror', None) or error})"])
     except (yaml.YAMLError, RecursionError) as error:
         return Given(problems=[f"--config {path} is not valid YAML: {' '.join(str(error).split())}"])

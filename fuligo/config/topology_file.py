@@ -37,7 +37,7 @@ def read_topology(file: Path) -> Topology:
     """Read a `--sglang-config` file. Never raises: errors are in `problems`."""
     try:
         text = file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # a ValueError is text that is not UTF-8, or a path that no file can have
+    except (OSError, ValueError) as error:  # A ValueError means text that is not UTF-8, or an impossible path.
         return Topology(problems=[f"--sglang-config {file}: cannot read the file ({getattr(error, 'strerror', None) or error})"])
     return topology_from_text(text, file)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections import defaultdict
@@ -10,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 POLL_S = 0.05
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 240.0) -> None:
@@ -66,9 +68,41 @@ def command_line(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
 
 
+@contextmanager
+def nothing_left_in_shared_memory(timeout_s: float = 60.0) -> Iterator[None]:
+    """Fail if the block leaves files in /dev/shm. Files that other processes of the machine use do not count."""
+    before = set(SHARED_MEMORY.iterdir())
+    yield
+    wait_until(lambda: not _new_files(before), "shared memory is given back", timeout_s)
+
+
+def _new_files(before: set[Path]) -> set[Path]:
+    own = {os.getpid(), *descendants(os.getpid())}
+    others = [directory for directory in Path("/proc").glob("[0-9]*") if int(directory.name) not in own]
+    inodes = {inode for directory in others for inode in _inodes_in_use(directory)}
+    found = set()
+    for file in set(SHARED_MEMORY.iterdir()) - before:
+        with suppress(FileNotFoundError):
+            if file.stat().st_ino not in inodes:
+                found.add(file)
+    return found
+
+
+def _inodes_in_use(process: Path) -> Iterator[int]:
+    """Yield the inodes of the files in /dev/shm that a process has mapped or open; a file may have got another name since."""
+    with suppress(OSError):
+        for line in (process / "maps").read_bytes().splitlines():
+            if b" /dev/shm/" in line:
+                yield int(line.split()[4])
+    with suppress(OSError):
+        for descriptor in (process / "fd").iterdir():
+            if os.readlink(descriptor).startswith("/dev/shm/"):  # noqa: PTH115
+                yield descriptor.stat().st_ino
+
+
 def shared_memory(pids: list[int]) -> list[str]:
     """Return the names of the tensors in /dev/shm that these processes share."""
-    return [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(tuple(f"torch_{pid}_" for pid in pids))]
+    return [path.name for path in SHARED_MEMORY.iterdir() if path.name.startswith(tuple(f"torch_{pid}_" for pid in pids))]
 
 
 def _is_running(pid: int, command: str) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.processes import alive, descendants, interrupt
+from tests.e2e.processes import SHARED_MEMORY, alive, descendants, interrupt, nothing_left_in_shared_memory, wait_until
 
 
 def test_descendants_and_neighbours_may_have_names_of_any_bytes(tmp_path: Path) -> None:
@@ -51,3 +51,28 @@ def test_a_process_starts_with_or_without_sigint(ignored_here: bool, ignored: bo
         assert (signal.getsignal(signal.SIGINT) is signal.SIG_IGN) == (ignored_here or before is signal.SIG_IGN)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+OTHER = """
+import sys, time
+with open(sys.argv[1], "w"), open(sys.argv[2], "w") as note:
+    print("ready", file=note, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs a POSIX shared memory file system")
+def test_files_of_other_processes_in_shared_memory_do_not_count(tmp_path: Path) -> None:
+    own, other, note = SHARED_MEMORY / f"own-{os.getpid()}", SHARED_MEMORY / f"other-{os.getpid()}", tmp_path / "note"
+    shell = 'python=$1; shift; "$python" "$@" >/dev/null 2>&1 & echo $!'  # its child belongs to nobody once the shell has ended
+    command = ["sh", "-c", shell, "sh", sys.executable, "-c", OTHER, str(other), str(note)]
+    with nothing_left_in_shared_memory():
+        pid = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        wait_until(note.exists, "the other process has its file")
+    try:
+        with pytest.raises(AssertionError, match="shared memory is given back"), nothing_left_in_shared_memory(timeout_s=0.2):
+            own.touch()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        own.unlink(missing_ok=True)
+        other.unlink()

@@ -16,20 +16,18 @@ from fuligo.engines.guard import LOOK_S
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
 from fuligo.errors import EngineError
-from tests.e2e.processes import descendants
+from tests.e2e.processes import descendants, nothing_left_in_shared_memory
 from tests.sglang.conftest import fleet_settings
 
 PROMPT = list(range(20, 60))
-SHARED_MEMORY = Path("/dev/shm")
 LONG = SamplingParams(max_new_tokens=300, ignore_eos=True)
 SHORT = SamplingParams(max_new_tokens=4, ignore_eos=True)
 
 
 @pytest.fixture
 def nothing_shared_stays() -> Iterator[None]:
-    before = set(SHARED_MEMORY.iterdir())
-    yield
-    assert set(SHARED_MEMORY.iterdir()) <= before
+    with nothing_left_in_shared_memory():
+        yield
 
 
 @pytest_asyncio.fixture

@@ -16,7 +16,7 @@ import torch
 from fuligo.errors import WeightSyncError
 from fuligo.formats.checksum import weights_checksum
 from fuligo.formats.payload import SHARED_MEMORY, decode_named_tensors, shared_payload
-from tests.e2e.processes import alive, descendants
+from tests.e2e.processes import alive, descendants, nothing_left_in_shared_memory
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs a POSIX shared memory file system")
 
@@ -70,12 +70,12 @@ def received(process: subprocess.Popen[str], payload: str) -> str:
 
 def test_several_processes_get_the_same_bytes_and_nothing_stays_behind(receiver: subprocess.Popen[str]) -> None:
     tensors = some_tensors()
-    files, open_before = set(SHARED_MEMORY.iterdir()), own_descriptors().keys()
-    with shared_payload(tensors) as payload:
-        assert own_descriptors().keys() > open_before
-        assert [received(receiver, payload) for _ in range(3)] == [weights_checksum(tensors).checksum] * 3
-    assert own_descriptors().keys() <= open_before
-    assert set(SHARED_MEMORY.iterdir()) <= files
+    open_before = own_descriptors().keys()
+    with nothing_left_in_shared_memory():
+        with shared_payload(tensors) as payload:
+            assert own_descriptors().keys() > open_before
+            assert [received(receiver, payload) for _ in range(3)] == [weights_checksum(tensors).checksum] * 3
+        assert own_descriptors().keys() <= open_before
 
 
 def test_no_process_of_torchs_outlives_the_sender(receiver: subprocess.Popen[str]) -> None:
@@ -123,14 +123,13 @@ def test_what_a_receiver_changes_is_its_own() -> None:
 
 
 def test_a_killed_sender_leaves_nothing() -> None:
-    files = set(SHARED_MEMORY.iterdir())
-    process = subprocess.Popen([sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    payload = process.stdout.readline()
-    assert decode_named_tensors(payload.strip())[0][1].sum() == 100_000
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert set(SHARED_MEMORY.iterdir()) <= files
+    with nothing_left_in_shared_memory():
+        process = subprocess.Popen([sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        payload = process.stdout.readline()
+        assert decode_named_tensors(payload.strip())[0][1].sum() == 100_000
+        process.send_signal(signal.SIGKILL)
+        process.wait()
     with pytest.raises(WeightSyncError, match="check that the sender is alive and on this machine"):
         decode_named_tensors(payload.strip())
 

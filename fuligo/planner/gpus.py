@@ -48,7 +48,7 @@ GPUS: dict[str, Gpu] = {
         Gpu("a100-80", 81050 * MIB, 312e12, 312e12, 2.039e12, 300e9, 25e9, 32e9, 256 * GIB),
         # NVIDIA A100 data sheet (SXM4); DGX A100 320GB: 1 TB
         Gpu("a100-40", 40340 * MIB, 312e12, 312e12, 1.555e12, 300e9, 25e9, 32e9, 128 * GIB),
-        # NVIDIA L40S data sheet: PCIe 4.0 x16, no NVLink; network of OVX servers, 200 Gb/s a GPU; host: an assumption
+        # NVIDIA L40S data sheet: PCIe 4.0 x16, no NVLink; network of OVX servers, 200 Gb/s per GPU; host: an assumption
         Gpu("l40s", 45460 * MIB, 362.05e12, 733e12, 0.864e12, 32e9, 25e9, 32e9, 64 * GIB),
         # NVIDIA Ada architecture white paper (FP32 accumulation): PCIe 4.0 x16, no NVLink; network and host: assumptions
         Gpu("rtx-4090", 24210 * MIB, 165.2e12, 330.3e12, 1.008e12, 32e9, 1.5e9, 32e9, 32 * GIB),

@@ -35,7 +35,7 @@ def rollout_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     flops = _flops(subject, requests)
     if config.resolved_rollout_backend == "embedded":
         decoding = _embedded(subject, requests)
-        note = f"{decoding.batch:.0f} requests decoded at once, {decoding.step_s * 1e3:.1f} ms a step, embedded engine"
+        note = f"{decoding.batch:.0f} requests decoded at once, {decoding.step_s * 1e3:.1f} ms per step, embedded engine"
         return Phase("rollout", "engines", 0.0, decoding.seconds, flops, note)
     engines = planned_engines(subject)
     policy = policy_model(config) if engines else None
@@ -48,7 +48,7 @@ def rollout_phase(subject: Subject, layout: ClusterLayout) -> Phase:
         (_decoding(subject, spec, memory, requests * spec.num_gpus / num_gpus) for spec, memory in decoders), key=lambda each: each.seconds
     )
     prefill_s, prefill_note = _prefill(subject, groups)
-    note = f"{slowest.batch:.0f} requests decoded at once per engine, {slowest.step_s * 1e3:.1f} ms a step; {prefill_note}"
+    note = f"{slowest.batch:.0f} requests decoded at once per engine, {slowest.step_s * 1e3:.1f} ms per step; {prefill_note}"
     return Phase("rollout", "engines", 0.0, slowest.seconds + prefill_s, flops, note)
 
 

@@ -84,7 +84,7 @@ def _moves(subject: Subject, layout: ClusterLayout) -> list[Phase]:
         state = trainer_state(subject, shape, [stage for stage in layout.stages if stage.pipeline_rank == rank])
         per_gpu = max(per_gpu, num_trained_models(subject) * (state.weights + state.optimizer))
     seconds = per_gpu / subject.gpu.host_bytes_per_s
-    note = f"{per_gpu / 1e9:.1f} GB a GPU at {subject.gpu.host_bytes_per_s / 1e9:.0f} GB/s"
+    note = f"{per_gpu / 1e9:.1f} GB per GPU at {subject.gpu.host_bytes_per_s / 1e9:.0f} GB/s"
     return [Phase("onload", "trainer", 0.0, seconds, 0.0, note), Phase("offload", "trainer", 0.0, seconds, 0.0, note)]
 
 

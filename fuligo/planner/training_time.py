@@ -23,7 +23,7 @@ def train_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     exchange = _expert_exchange_s(subject, shape, layout, passes=1 + 1 + min(1.0, recomputed_passes(subject)))
     exchange *= num_trained_models(subject)
     seconds = flops / (shape.num_ranks * subject.gpu.bf16_flops * efficiency) / (1 - bubble) + exchange
-    note = f"{passes:g} x forward FLOPs at {efficiency:.0%} of {subject.gpu.bf16_flops / 1e12:.0f} TFLOP/s a GPU"
+    note = f"{passes:g} x forward FLOPs at {efficiency:.0%} of {subject.gpu.bf16_flops / 1e12:.0f} TFLOP/s per GPU"
     if config.trains_values:
         note += ", of policy and value model"
     if shape.pp > 1:
@@ -81,7 +81,7 @@ def optimizer_phase(subject: Subject, layout: ClusterLayout) -> Phase:
         seconds = on_gpu_s + copies_s + reduced_s
         if seconds >= slowest:
             slowest = seconds
-            note = f"{sharded / 1e9:.2f} B parameters a GPU; gradients and weights {reduced_s:.2f} s"
+            note = f"{sharded / 1e9:.2f} B parameters per GPU; gradients and weights {reduced_s:.2f} s"
             if on_host:
                 speed = speeds.HOST_ADAM_BYTES_PER_S / 1e9
                 note += f"; CPU Adam {on_host_s:.1f} s at {speed:.0f} GB/s of host memory, copies {copied_s:.1f} s"

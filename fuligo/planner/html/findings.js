@@ -1,4 +1,4 @@
-// What is wrong, what would mend it, what the estimates assume.
+// Findings, fixes, and assumptions of the estimates.
 
 function copyButton(text) {
   const button = element("button", { type: "button", class: "copy" }, "Copy");

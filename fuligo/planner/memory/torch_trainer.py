@@ -20,7 +20,7 @@ def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
     config, architecture = subject.config, subject.architecture
     num_ranks = trainer_shape(config).num_ranks
     share = math.ceil(architecture.num_parameters / num_ranks)
-    each = f"{billions(share)} parameters a GPU ({billions(architecture.num_parameters)} over {num_ranks})"
+    each = f"{billions(share)} parameters per GPU ({billions(architecture.num_parameters)} over {num_ranks})"
     items = [
         MemoryItem("weights", FP32 * share, f"{each} x 4 bytes, fp32"),
         MemoryItem("gradients", FP32 * share, f"{billions(share)} x 4 bytes, fp32"),

@@ -150,7 +150,7 @@ def _main_gradients(subject: Subject, shape: TrainerShape, state: TrainerState) 
 
 def _state_items(subject: Subject, shape: TrainerShape, state: TrainerState) -> Iterator[MemoryItem]:
     trained = state.trained
-    held = f"{billions(trained.total + state.frozen.total)} parameters a GPU"
+    held = f"{billions(trained.total + state.frozen.total)} parameters per GPU"
     split = f"({billions(trained.dense)} dense over TP {shape.tp}"
     if trained.experts:
         split += f", {billions(trained.experts)} of experts over EP {shape.ep} x ETP {shape.etp}"
@@ -174,7 +174,7 @@ def _value_items(subject: Subject, shape: TrainerShape, stages: list[Stage]) -> 
     if subject.config.trains_values:
         state = trainer_state(subject.value_model, shape, stages)
         num_bytes = state.weights + state.gradients + state.optimizer
-        note = f"{billions(state.trained.total + state.frozen.total)} parameters a GPU: weights, gradients and optimizer as the policy's"
+        note = f"{billions(state.trained.total + state.frozen.total)} parameters per GPU: weights, gradients and optimizer as the policy's"
         yield MemoryItem("value_model", num_bytes, f"{note}; it takes turns with the policy for all else")
 
 

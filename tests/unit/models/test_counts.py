@@ -111,7 +111,7 @@ def test_fp8_checkpoint_has_the_published_size() -> None:
     """Blocks of 128 x 128 with a float32 scale each; the rest bf16, correction biases float32.
 
     755,617,140,416 bytes are reported for the tensors of the published FP8 checkpoint of GLM-5.3, whose config.json differs from GLM-5.2's
-    in no shape, the prediction layer included.
+    in no shape, the MTP layer included.
     """
     model = architecture("glm5.2-744b", "model-fp8")
     layers = (*model.layers, *model.mtp_layers)

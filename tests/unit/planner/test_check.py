@@ -60,8 +60,8 @@ def test_separate_halves_of_a_node_are_said_to_be_separate() -> None:
     assert finding.id == "PLAN-SPLIT-GPUS" and finding.severity is Severity.WARNING
     assert "the trainer has 4 GPUs and the engines 4 others" in finding.text and "8 in total" in finding.text
     shared = parse(["--config", str(EXAMPLES / DENSE)]).config
-    mended = apply_changes(read_subject(parse(["--config", str(EXAMPLES / SEPARATE)]).config, "h100-80").config, finding.fix)
-    assert mended.cluster == shared.cluster
+    fixed = apply_changes(read_subject(parse(["--config", str(EXAMPLES / SEPARATE)]).config, "h100-80").config, finding.fix)
+    assert fixed.cluster == shared.cluster
 
 
 def test_an_even_cut_of_78_layers_over_8_stages_is_refused_and_the_fix_is_no_slower_than_the_published_cut() -> None:
@@ -69,11 +69,11 @@ def test_an_even_cut_of_78_layers_over_8_stages_is_refused_and_the_fix_is_no_slo
     subject = Run(SPARSE, changes=even).subject()
     (finding,) = check(subject)
     assert finding.id == "PLAN-PP-LAYERS"
-    mended = stages(replace(subject, config=apply_changes(subject.config, finding.fix)))
-    assert all(stage.first_layer in stage.index_layers for stage in mended)
+    fixed = stages(replace(subject, config=apply_changes(subject.config, finding.fix)))
+    assert all(stage.first_layer in stage.index_layers for stage in fixed)
     published = stages(Run(SPARSE).subject())
     assert [stage.first_layer + 1 for stage in published] == [1, 15, 23, 31, 39, 47, 55, 63]
-    assert max(stage.num_layers for stage in mended) <= max(stage.num_layers for stage in published)
+    assert max(stage.num_layers for stage in fixed) <= max(stage.num_layers for stage in published)
 
 
 def test_one_engine_of_256_gpus_is_beyond_deepep() -> None:

@@ -66,13 +66,13 @@ def test_bytes_of_samples_are_those_of_the_objects(flags: str) -> None:
         advantages=floats.copy(), teacher_logprobs=floats.copy() if config.teacher_from == "trainer" else sample.teacher_logprobs,
         values=floats.copy() if config.trains_values else None, returns=floats.copy() if config.trains_values else None,
     )  # fmt: skip
-    reckoned = sample_bytes(subject)
-    assert NUM_TOKENS * reckoned.batch_token_bytes == pytest.approx(len(pickle.dumps(TrainBatch([trained], [[0]], [1]))), rel=0.03)
-    assert NUM_TOKENS * reckoned.sample_token_bytes == pytest.approx(held_bytes(sample), rel=0.03)
+    estimated = sample_bytes(subject)
+    assert NUM_TOKENS * estimated.batch_token_bytes == pytest.approx(len(pickle.dumps(TrainBatch([trained], [[0]], [1]))), rel=0.03)
+    assert NUM_TOKENS * estimated.sample_token_bytes == pytest.approx(held_bytes(sample), rel=0.03)
     made = [trained.tokens, trained.advantages, trained.old_logprobs, trained.ref_logprobs, trained.values, trained.returns]
     made += [] if sample.teacher_logprobs is not None else [trained.teacher_logprobs]
     made += [] if sample.routed_experts is trained.routed_experts else [trained.routed_experts]
-    assert NUM_TOKENS * reckoned.new_token_bytes == pytest.approx(sum(array.nbytes for array in made if array is not None), rel=0.05)
+    assert NUM_TOKENS * estimated.new_token_bytes == pytest.approx(sum(array.nbytes for array in made if array is not None), rel=0.05)
 
 
 def held_bytes(sample: Sample) -> int:

@@ -101,7 +101,7 @@ def test_the_embedding_may_count_as_a_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags, told",
+    "flags, message",
     [
         ("--pipeline-model-parallel-size 2", "47"),
         ("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 10", "leaves 37 of 47 layers to 3 stages"),
@@ -109,8 +109,8 @@ def test_the_embedding_may_count_as_a_layer() -> None:
         ("--expert-model-parallel-size 16", "--expert-model-parallel-size 16"),
     ],
 )
-def test_sizes_that_do_not_divide_are_named(flags: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_sizes_that_do_not_divide_are_named(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         make_layout(subject_of(f"{flags} --actor-num-gpus-per-node 8", "glm4.7-flash"))
 
 
@@ -168,6 +168,6 @@ def test_without_training_no_gpu_has_a_trainer() -> None:
     assert [phase.name for phase in plan.phases] == ["rollout"]
 
 
-def test_a_cluster_that_nobody_has_is_refused_at_once() -> None:
+def test_a_cluster_above_the_limit_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"--actor-num-nodes 100000000 .* are 800000000 GPUs; plans support up to 32768"):
         make_layout(subject_of(f"{GLM4_9B_COLOCATED} --actor-num-nodes 100000000", "glm4-9b"))

@@ -60,7 +60,7 @@ def edited(values: dict[str, Any], step: str) -> None:
         raise AssertionError(f"not understood: {step}")
 
 
-def mended_as_typed(config: Config, finding: Finding, file: Path) -> Config:
+def fixed_as_typed(config: Config, finding: Finding, file: Path) -> Config:
     """Return the config after typing the fix and editing the config file as it says."""
     values = config.model_dump(mode="json", exclude_defaults=True)
     typed: list[str] = []
@@ -77,9 +77,9 @@ def mended_as_typed(config: Config, finding: Finding, file: Path) -> Config:
 def test_a_fix_of_the_planner_mends_the_run(rule: str, run: Run, tmp_path: Path) -> None:
     subject = run.subject()
     for finding in check(subject):
-        mended = mended_as_typed(subject.config, finding, tmp_path / "run.yaml")
-        assert mended == apply_changes(subject.config, finding.fix)
-        left = {each.text for each in violations(replace(subject, config=mended)) if each.id == rule}
+        fixed = fixed_as_typed(subject.config, finding, tmp_path / "run.yaml")
+        assert fixed == apply_changes(subject.config, finding.fix)
+        left = {each.text for each in violations(replace(subject, config=fixed)) if each.id == rule}
         assert finding.text not in left or not finding.fix
 
 
@@ -87,4 +87,4 @@ def test_a_fix_of_the_planner_mends_the_run(rule: str, run: Run, tmp_path: Path)
 def test_a_fix_of_the_flags_is_what_is_typed(values: dict[str, Any], tmp_path: Path) -> None:
     config = config_of(values)
     for finding in findings(config):
-        assert mended_as_typed(config, finding, tmp_path / "run.yaml") == apply_changes(config, finding.fix)
+        assert fixed_as_typed(config, finding, tmp_path / "run.yaml") == apply_changes(config, finding.fix)

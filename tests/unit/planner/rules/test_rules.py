@@ -35,10 +35,10 @@ def test_a_broken_rule_is_found_alone_and_its_fix_mends_it(rule: str, run: Run) 
         assert finding.fix or finding.advice
         assert all(change_text(change, subject.config) for change in finding.fix)
     if rule not in _ADVICE_ONLY:
-        mended = subject.config
+        fixed = subject.config
         for finding in found:
-            mended = apply_changes(mended, finding.fix)
-        assert check(replace(subject, config=mended)) == ()
+            fixed = apply_changes(fixed, finding.fix)
+        assert check(replace(subject, config=fixed)) == ()
 
 
 def test_every_rule_is_broken_by_some_run() -> None:

@@ -20,7 +20,6 @@ NOT_YET: tuple[str, ...] = (
     "fuligo/engines/",
     "fuligo/job/",
     "fuligo/machine/",
-    "fuligo/quickstart/",
     "fuligo/weights/",
     "tests/unit/engines/",
     "tests/unit/weights/",

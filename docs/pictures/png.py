@@ -12,7 +12,7 @@ _BYTES_PER_PIXEL = {2: 3, 6: 4}
 
 
 def recompressed(png: bytes) -> bytes:
-    """The same picture, rows unfiltered, at the highest level of compression."""
+    """Return the same picture with unfiltered rows at the highest compression level."""
     chunks = list(_chunks(png))
     header = next(data for kind, data in chunks if kind == b"IHDR")
     width, height, _, colour_type = struct.unpack(">IIBB", header[:10])

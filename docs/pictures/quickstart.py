@@ -27,7 +27,7 @@ FONT_FROM_THE_WEB = re.compile(r"@font-face\s*\{[^}]*\}")
 
 
 def panel(run_dir: Path, title: str) -> Panel:
-    """The progress panel as the run left it."""
+    """Return the progress panel at the end of the run."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     curves = Curves(title, num_rollouts=len(records))
     for record in records:
@@ -51,7 +51,7 @@ def before_and_after(run_dir: Path) -> list[BeforeAfter]:
 
 
 def draw(run_dir: Path, last_line: str) -> str:
-    """The picture as SVG."""
+    """Return the picture as SVG."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, highlight=False)
     console.print(panel(run_dir, f"runs/{run_dir.name}"))
     console.print()

@@ -1,1 +1,1 @@
-"""What `fuligo quickstart` ships: a tiny warm-start model, prompts, a configuration."""
+"""Assets of `fuligo quickstart`: a tiny warm-start model, prompts, a configuration."""

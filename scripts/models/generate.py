@@ -25,7 +25,7 @@ RECIPES = {
 
 
 def script(recipe: str) -> str:
-    """The text of one script."""
+    """Return the text of one script."""
     config_json = json.loads((EXAMPLES / recipe / "model" / "config.json").read_text(encoding="utf-8"))
     lines = [line(name, value) for name, value in megatron_flags(config_json).items()]
     return "\n".join([f"# Made from examples/{recipe}/model/config.json by scripts/models/generate.py.", "MODEL_ARGS=(", *lines, ")", ""])

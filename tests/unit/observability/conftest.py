@@ -32,7 +32,7 @@ def make_sample(index: int, *, group: int, num_tokens: int = 3, **fields: object
 
 @pytest.fixture
 def make_group() -> MakeGroup:
-    """A group of `size` finished samples; keywords set fields of its samples."""
+    """Make a group of `size` finished samples; keywords set fields of the samples."""
 
     def make(index: int = 0, size: int = 2, *, kept: bool = True, drop_reason: str | None = None, **fields: object) -> SampleGroup:
         samples = [make_sample(index * size + position, group=index, **fields) for position in range(size)]

@@ -26,7 +26,7 @@ def create(path: Path, *, resume: bool = False) -> RunDirectory:
 
 @pytest.fixture
 def recorded(tmp_path: Path, make_group) -> RunDirectory:
-    """A run of four steps, evaluated before the first and after every second."""
+    """Record a run of four steps, evaluated before the first and after every second."""
     run = create(tmp_path / "run")
     run.write_evaluation(0, {"aime": [make_group()]}, {"eval/aime/mean@1": 0.0})
     for step in range(4):

@@ -80,8 +80,8 @@ def _require_teacher(sample: Sample) -> None:
     """
     if sample.teacher_logprobs is None:
         raise RolloutError(
-            f"sample {sample.index}: --use-opd with a teacher on an engine needs teacher_logprobs, and it has none; a rollout that was "
-            "saved without a teacher cannot be learned from"
+            f"sample {sample.index} has no teacher_logprobs, which --use-opd with a teacher on an engine needs; a rollout that was saved "
+            "without a teacher cannot be trained on"
         )
 
 

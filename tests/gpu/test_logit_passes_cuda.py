@@ -15,7 +15,7 @@ NUM_ROWS = [4096, 1, 1777, 16384]
 
 
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
-def test_sums(num_rows: int) -> None:
+def test_metric_sums_add_up(num_rows: int) -> None:
     logits = drawn(num_rows)
     compiled = row_sums(logits)
     for rows in torch.arange(num_rows).split(512):

@@ -159,7 +159,7 @@ async def test_two_gpus_train_as_one(tmp_path: Path, family: str, layout: str) -
     assert_near(two_after, one_after, mean=max(0.03, 0.1 * float(changed)), largest=2 * largest)
 
 
-async def test_what_is_sent_is_what_was_loaded(tmp_path: Path) -> None:
+async def test_engines_receive_the_weights_that_were_loaded(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "model", "qwen3")
     (tmp_path / "sent").mkdir()
     async with trainer(checkpoint) as megatron:
@@ -174,7 +174,7 @@ async def test_what_is_sent_is_what_was_loaded(tmp_path: Path) -> None:
         torch.testing.assert_close(sent[name], tensor.to(sent[name].dtype), rtol=0.01, atol=1e-6)
 
 
-async def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
+async def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "model", "qwen3")
     batch = train_batches.batch(train_batches.samples(LENGTHS))
     async with trainer(checkpoint) as megatron:
@@ -197,7 +197,7 @@ async def rollout_of_ppo(megatron: LocalTrainer) -> tuple[dict[str, float], list
     return (await megatron.train(assign_advantages(scored, settings))).metrics, values
 
 
-async def test_a_value_model_learns_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+async def test_a_value_model_learns_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "model", "qwen3")
     flags = ("--advantage-estimator", "ppo", "--critic-lr", "1e-3")
     async with trainer(checkpoint, *flags) as megatron:
@@ -215,7 +215,7 @@ async def test_a_value_model_learns_and_goes_on_bit_for_bit(tmp_path: Path) -> N
     assert again["train/critic_grad_norm"] == pytest.approx(metrics["train/critic_grad_norm"], rel=1e-2)
 
 
-async def test_offloaded_and_back_it_is_the_same(tmp_path: Path) -> None:
+async def test_offload_and_onload_restore_the_state(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "model", "qwen3")
     batch = train_batches.batch(train_batches.samples(LENGTHS))
     async with trainer(checkpoint) as megatron:

@@ -90,7 +90,7 @@ def test_a_student_comes_near_its_teacher(tmp_path: Path, backend: str) -> None:
 
 
 @needs_megatron
-def test_megatron_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_megatron_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     train(run_dir, update_weight_transport="nccl", train_backend="megatron", num_rollout=6)
     train(run_dir, update_weight_transport="nccl", train_backend="megatron", num_rollout=12, load=run_dir / "checkpoints")

@@ -25,7 +25,7 @@ async def test_an_address_where_nothing_listens_is_named_at_once(several_nodes: 
                 pass
 
 
-async def test_a_cluster_that_was_killed_and_left_its_address_is_named_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+async def test_a_killed_cluster_that_left_its_address_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray would try for minutes"))
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
     monkeypatch.setattr("ray._private.utils.get_ray_address_file", lambda _: str(tmp_path / "ray_current_cluster"))

@@ -40,7 +40,7 @@ def agent(**answers: Any) -> SimpleNamespace:
     [("out of memory", "out of memory"), (RayError("lost"), "its node does not answer"), (None, "its node does not answer")],
     ids=["answers", "lost", "unplugged"],
 )
-async def test_an_engine_that_is_not_ready_in_time_is_named_whatever_its_node_says(
+async def test_an_engine_that_is_not_ready_in_time_is_named(
     last_lines: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines, "LOG_TIMEOUT_S", 0.05)

@@ -10,7 +10,7 @@ from fuligo.cluster.hostfile import Host, head_ip, head_of, read_hostfile
 from fuligo.errors import ConfigError
 
 
-def test_lines_as_people_write_them(tmp_path: Path) -> None:
+def test_read_hostfile_accepts_common_forms(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# cluster\n10.0.0.1 slots=4\n\n10.0.0.2 slot=2  # half\nnode-3.local\n10.0.0.4 slots = 8 max_slots=8\n")
     assert read_hostfile(path, default_slots=8) == [Host("10.0.0.1", 4), Host("10.0.0.2", 2), Host("node-3.local", 8), Host("10.0.0.4", 8)]
@@ -30,7 +30,7 @@ def test_read_hostfile_names_the_line_of_an_error(text: str, said: str, tmp_path
         read_hostfile(tmp_path / "hosts", default_slots=8)
 
 
-def test_the_file_is_missing(tmp_path: Path) -> None:
+def test_a_missing_hostfile_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_hostfile(tmp_path / "hosts", default_slots=8)
 

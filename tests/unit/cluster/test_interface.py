@@ -17,20 +17,20 @@ def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interface.psutil, "net_if_addrs", lambda: interfaces)
 
 
-def test_the_one_that_has_the_nodes_address() -> None:
+def test_the_interface_with_the_nodes_address_is_used() -> None:
     environment: dict[str, str] = {}
     use_interface_of("192.168.0.7", environment)
     assert environment == {"GLOO_SOCKET_IFNAME": "ib0", "TP_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0"}
 
 
-def test_what_the_user_chose_stays() -> None:
+def test_use_interface_of_keeps_the_users_choice() -> None:
     environment = {"NCCL_SOCKET_IFNAME": "eth"}
     use_interface_of("192.168.0.7", environment)
     assert environment == {"GLOO_SOCKET_IFNAME": "ib0", "TP_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "eth"}
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "203.0.113.5"])
-def test_one_machine_alone_or_one_behind_a_translation_is_left_as_it_is(address: str) -> None:
+def test_loopback_and_translated_addresses_change_nothing(address: str) -> None:
     environment: dict[str, str] = {}
     use_interface_of(address, environment)
     assert environment == {}

@@ -85,7 +85,7 @@ def test_an_engine_of_unequal_parts_is_refused() -> None:
         ("--actor-num-gpus-per-node 8 --rollout-num-gpus 8", {}, "ray"),
     ],
 )
-def test_who_launches(flags: str, environment: dict[str, str], launcher: str) -> None:
+def test_chosen_launcher(flags: str, environment: dict[str, str], launcher: str) -> None:
     assert chosen_launcher(parse(f"--hf-checkpoint m --prompt-data d {flags}".split()).config, environment) == launcher
 
 
@@ -107,7 +107,7 @@ def test_a_cluster_that_starts_here_has_a_token_of_its_own() -> None:
         ({"RAY_AUTH_MODE": "disabled"}, False),
     ],
 )
-def test_what_the_user_set_for_ray_stays(given: dict[str, str], makes_one: bool) -> None:
+def test_prepare_environment_keeps_the_users_settings(given: dict[str, str], makes_one: bool) -> None:
     environment = dict(given)
     prepare_environment(several_nodes=False, environment=environment)
     assert (environment.get("RAY_AUTH_TOKEN") != given.get("RAY_AUTH_TOKEN")) == makes_one

@@ -42,7 +42,7 @@ async def test_a_rank_whose_actor_died_is_lost(tmp_path: Path) -> None:
         await ActorRank(3, "10.0.0.3", ScriptedActor(ActorDiedError()), tmp_path / "log.txt").run(ping)
 
 
-def test_the_hint_holds_the_end_of_a_log_that_can_be_read(tmp_path: Path) -> None:
+def test_log_hint_holds_the_end_of_a_readable_log(tmp_path: Path) -> None:
     log = tmp_path / "trainer-rank-1.txt"
     rank = ActorRank(1, "10.0.0.1", None, log)
     assert rank.log_hint() == f"Its log, on that host, is {log}."

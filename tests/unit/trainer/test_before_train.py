@@ -29,7 +29,7 @@ def keep(batch: TrainBatch, num_samples: int) -> None:
     batch.num_rollouts_per_step = [len(step) for step in batch.steps]
 
 
-def test_a_batch_may_be_looked_at_masked_and_cut() -> None:
+def test_a_hook_may_read_mask_and_shorten_a_batch() -> None:
     assert len(run(lambda batch: print(len(batch.samples))).samples) == 12
     assert not run(lambda batch: batch.samples[0].loss_mask.fill(0)).samples[0].loss_mask.any()
     assert run(lambda batch: keep(batch, 6)).steps == [[0, 1, 2, 3], [4, 5]]
@@ -46,10 +46,10 @@ def test_a_batch_may_be_looked_at_masked_and_cut() -> None:
         (lambda batch: setattr(batch.samples[3], "advantages", np.zeros(99)), r"sample 3 has \d response tokens, its advantages the shape"),
     ],
 )
-def test_what_cannot_be_trained_on_names_the_hook(change: Callable[[TrainBatch], object], text: str) -> None:
+def test_a_batch_that_cannot_be_trained_on_names_the_hook(change: Callable[[TrainBatch], object], text: str) -> None:
     with pytest.raises(TrainerError, match=f"--before-train-step-path left a batch that cannot be trained on: {text}"):
         run(change)
 
 
-def test_steps_that_were_small_before_are_not_the_hooks_doing() -> None:
+def test_steps_that_were_small_before_the_hook_are_accepted() -> None:
     run(lambda batch: None, num_replicas=8)

@@ -128,7 +128,7 @@ async def test_errors_of_another_process_keep_their_type_if_they_are_for_the_use
     assert isinstance(unexpected, TrainerError) and str(unexpected) == "IndexError: 7"
 
 
-async def test_an_error_of_this_process_is_the_very_error() -> None:
+async def test_an_error_of_this_process_is_the_same_object() -> None:
     error = IndexError("7")
     handle = InProcessRank(executor_of(0, Worker()), "here")
     assert (await handle.run(of(Fail(error)))).error is error
@@ -162,7 +162,7 @@ async def test_a_rank_that_ends_fails_its_running_and_its_next_commands() -> Non
         await handle.run(of(Ping()))
 
 
-def test_work_that_is_done_holds_on_to_nothing() -> None:
+def test_compute_thread_keeps_no_reference_to_finished_work() -> None:
     compute, held = ComputeThread("test"), Held()
     gone = weakref.ref(held)
     compute.submit(lambda held=held: held).result()
@@ -171,7 +171,7 @@ def test_work_that_is_done_holds_on_to_nothing() -> None:
     compute.stop()
 
 
-async def test_a_rank_that_waits_for_the_next_command_holds_on_to_nothing(served: Served) -> None:
+async def test_a_waiting_rank_keeps_no_reference_to_the_last_command(served: Served) -> None:
     await served.handle.run(of(Score(Held())))  # pyright: ignore[reportArgumentType]
     (gone,) = served.worker.seen
     assert soon(lambda: gone() is None)

@@ -122,7 +122,7 @@ def test_metrics_do_not_depend_on_packing_either(worker, batch):
         assert value == pytest.approx(want[name], rel=1e-5, abs=1e-7), name
 
 
-def test_masked_tokens_have_no_say(worker, batch):
+def test_masked_tokens_do_not_affect_the_loss(worker, batch):
     """Trap 6: loss, KL and entropy ignore tokens outside the response mask."""
     spoilt = [
         replace(s, advantages=np.where(s.loss_mask, s.advantages, 1e6), engine_logprobs=np.where(s.loss_mask, s.engine_logprobs, -50.0))

@@ -42,7 +42,7 @@ def test_contents_come_back_to_the_same_tensors(chunk_bytes: int) -> None:
     assert tensors["part"][5] == -1.0, "still a view"
 
 
-def test_more_may_come_later() -> None:
+def test_tensors_may_be_added_later() -> None:
     """An optimizer has no state before its first step."""
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())

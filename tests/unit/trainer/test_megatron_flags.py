@@ -19,14 +19,14 @@ ELSEWHERE = {"grad_reduce_in_bf16": "job/megatron_settings.py"}
 """Read where settings are built."""
 
 
-def test_what_is_taken_is_read_somewhere() -> None:
+def test_accepted_arguments_are_read_somewhere() -> None:
     unread = {name for name in flags.READ - ELSEWHERE.keys() if f'"{name}"' not in SOURCES}
     assert not unread
     for name, file in ELSEWHERE.items():
         assert f'"{name}"' in (PACKAGE.parents[1] / file).read_text()
 
 
-def test_what_is_read_is_taken() -> None:
+def test_arguments_that_are_read_are_accepted() -> None:
     read = set(re.findall(r'flags(?:\.get\(|\[)"(\w+)"', SOURCES))
     assert len(read) > 20
     assert read <= flags.READ
@@ -51,5 +51,5 @@ def test_all_are_arguments_of_megatron() -> None:
     ],
     ids=["read", "as it is anyway", "decided otherwise", "not read", "Megatron's defaults"],
 )
-def test_an_argument_without_effect_is_named_unless_it_says_nothing(given: dict[str, object], refused: list[tuple]) -> None:
+def test_an_argument_without_effect_is_named_unless_it_is_the_default(given: dict[str, object], refused: list[tuple]) -> None:
     assert sorted(flags.not_taken(MegatronArguments(given))) == refused

@@ -42,7 +42,7 @@ def test_every_sample_counts_once_and_limits_hold(lengths, num_ranks, multiple_o
 
 
 @given(LENGTHS, st.integers(300, 900))
-def test_no_two_micro_batches_could_be_one(lengths, max_tokens):
+def test_no_two_micro_batches_fit_in_one(lengths, max_tokens):
     (plans,) = pack(lengths, Capacity(max_tokens))
     two_smallest = sorted(tokens(plan, lengths) for plan in plans)[:2]
     assert len(plans) == 1 or sum(two_smallest) > max_tokens

@@ -49,7 +49,7 @@ def test_a_rank_that_leaves_its_gpu_to_engines_pins_memory_with_many_threads() -
     assert "PYTORCH_CUDA_ALLOC_CONF" not in replace(megatron, device="cpu").environment
 
 
-def test_what_is_set_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_join_trainer_keeps_variables_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = MegatronTrainerSettings(Path("model"), Path("model"), OptimizerSettings(LearningRateSchedule(peak=1e-3)))
     for name in settings.environment:
         monkeypatch.setenv(name, "mine")

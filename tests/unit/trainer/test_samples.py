@@ -62,7 +62,7 @@ def test_a_served_teacher_has_scored_every_sample():
     assert trained.teacher_logprobs is samples[0].teacher_logprobs
     assert train_samples([group(*samples)], SampleSettings())[0].teacher_logprobs is None, "the trainer's teacher scores by itself"
     samples[1].teacher_logprobs = None
-    with pytest.raises(RolloutError, match=r"sample 1: --use-opd .* needs teacher_logprobs"):
+    with pytest.raises(RolloutError, match=r"sample 1 has no teacher_logprobs, which --use-opd"):
         train_samples([group(*samples)], SampleSettings(needs_teacher=True))
 
 
@@ -78,7 +78,7 @@ def test_truncated_samples_stay_even_fully_masked_and_failed_aborted_unrewarded_
     assert [trained.index for trained in train_samples([group(*samples)], SampleSettings())] == [0, 1]
 
 
-def test_a_group_left_with_one_sample_is_dropped_and_says_so():
+def test_a_group_left_with_one_sample_is_marked_as_dropped():
     lonely, whole = group(sample(0), sample(1, reward=None)), group(sample(2), sample(3))
     assert [trained.index for trained in train_samples([lonely, whole], SampleSettings())] == [2, 3]
     assert (lonely.kept, lonely.drop_reason) == (False, TOO_FEW_USABLE)

@@ -97,7 +97,7 @@ def test_samples_are_scored_by_the_replica_that_has_them(settings: TrainerSettin
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_what_is_counted_is_counted_over_the_whole_step(per_token: bool) -> None:
+def test_counts_are_over_the_whole_step(per_token: bool) -> None:
     settings = replace(COMMON, num_ranks=4, loss=LossSettings(per_token=per_token))
     batch = train_batches.batch(samples(), num_steps=2)
     for step, of_replicas in enumerate(zip(*step_shares(batch, settings, None), strict=True)):
@@ -110,7 +110,7 @@ def test_what_is_counted_is_counted_over_the_whole_step(per_token: bool) -> None
             assert all(np.array_equal(own, weights[i]) for own, i in zip(share.weights, share.positions, strict=True))
 
 
-def test_what_all_replicas_are_sent_is_little_more_than_one_batch() -> None:
+def test_all_shares_together_are_little_more_than_one_batch() -> None:
     batch = train_batches.batch(train_batches.samples([(40, 400), (60, 200), (20, 600), (30, 300)] * 32), num_steps=2)
     settings = replace(COMMON, num_ranks=8, capacity=Capacity(max_tokens=1000))
     sent = [len(pickle.dumps(share)) for share in step_shares(batch, settings, FLOPS)]
@@ -119,12 +119,12 @@ def test_what_all_replicas_are_sent_is_little_more_than_one_batch() -> None:
     assert max(sent) < 1.2 * whole / 8
 
 
-def test_ranks_can_say_what_they_balance_by(checkpoint: Path) -> None:
+def test_a_cost_can_be_pickled(checkpoint: Path) -> None:
     flops = forward_flops(architecture_of(read_config_json(checkpoint)))
     for cost in (sequence_flops(2.0, 3.0), flops.whole_sequence):
         assert [pickle.loads(pickle.dumps(cost))(length) for length in (1, 100)] == [cost(1), cost(100)]
 
 
-def test_a_step_of_too_few_samples_is_refused_before_a_rank_hears_of_it() -> None:
+def test_a_step_of_too_few_samples_is_refused_before_it_is_sent() -> None:
     with pytest.raises(TrainerError, match="2 samples cannot be spread over 4 trainer ranks"):
         step_shares(TrainBatch(samples()[:2], [[0, 1]], [2]), replace(COMMON, num_ranks=4), None)

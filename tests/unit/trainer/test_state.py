@@ -47,7 +47,7 @@ def saved(settings, tmp_path) -> Path:
     return tmp_path / "saved"
 
 
-def test_what_is_saved_beside_training_is_what_was_there_when_it_began(settings, tmp_path):
+def test_a_background_save_holds_the_state_at_its_beginning(settings, tmp_path):
     worker = worker_of(settings)
     train(worker, seed=0)
     saving = worker.begin_save(tmp_path / "saved")
@@ -58,7 +58,7 @@ def test_what_is_saved_beside_training_is_what_was_there_when_it_began(settings,
     assert train(resumed, seed=1) == next_step
 
 
-def test_training_goes_on_bit_for_bit(settings, saved):
+def test_training_resumes_bit_for_bit(settings, saved):
     uninterrupted = worker_of(settings)
     train(uninterrupted, seed=0)
     resumed = worker_of(settings)
@@ -69,7 +69,7 @@ def test_training_goes_on_bit_for_bit(settings, saved):
         assert torch.equal(ours, theirs), name
 
 
-def test_random_numbers_go_on_where_they_were(settings, tmp_path):
+def test_random_numbers_resume(settings, tmp_path):
     worker = worker_of(settings)
     torch.rand(3)
     worker.save(tmp_path)

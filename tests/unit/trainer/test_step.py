@@ -33,7 +33,7 @@ def test_weights_are_those_of_the_mean_that_the_loss_asks_for(per_token: bool, s
     assert all((weights[~mask] == 0).all() for weights, mask in zip(taken.weights, masks))
 
 
-def test_a_loss_that_is_not_finite_is_refused_though_its_gradient_is_and_the_other_way_round() -> None:
+def test_a_loss_or_a_gradient_that_is_not_finite_is_refused() -> None:
     losses = torch.tensor([[0.5, -0.5], [0.25, float("nan")]])
     with pytest.raises(TrainerError, match=r"optimizer step 7: the loss of micro-batch 1 on rank 1 is not finite"):
         require_finite(losses, 1.0, optimizer_step=7)

@@ -104,7 +104,7 @@ async def test_a_rank_that_failed_is_named_though_others_hang_or_fail_in_consequ
     assert expected in await failure(says(Answer(error=RuntimeError("closed by peer"))), says(Answer()), says(wrong))
 
 
-async def test_the_latest_are_named() -> None:
+async def test_late_ranks_are_named() -> None:
     said = await failure(says(Answer("result")), says(Answer(), HANGS_S), says(Answer(), HANGS_S), timeout_s=0.2)
     assert "trainer rank 1 on 10.0.0.1 did not finish within 0.2 s (nor did ranks 2) during `train`" in said
     said = await failure(says(Answer("result"), HANGS_S), says(Answer()), says(Answer()), timeout_s=0.2)
@@ -118,7 +118,7 @@ async def test_a_rank_that_answers_as_the_deadline_passes_is_not_late() -> None:
     assert await finish("save", RANKS, [answers(), answers(), answers()], timeout_s=0) == "fine"
 
 
-async def test_what_all_ranks_refuse_keeps_its_text_and_type() -> None:
+async def test_an_error_of_all_ranks_keeps_its_text_and_type() -> None:
     error = CheckpointError("the checkpoint is of another model")
     refused: Answer[Any] = Answer(error=CheckpointError(str(error)))
     with pytest.raises(CheckpointError) as raised:

@@ -77,7 +77,7 @@ async def test_one_optimizer_step_for_every_entry_of_the_batch(settings):
     await trainer.close()
 
 
-async def test_a_result_tells_what_the_rank_did_when(settings):
+async def test_a_result_holds_the_ranks_spans(settings):
     trainer = await loaded(replace(settings, needs_old_logprobs=True))
     samples = await trainer.score(train_batches.samples(LENGTHS))
     first = await trainer.train(train_batches.batch(samples, num_steps=2))

@@ -145,7 +145,7 @@ def test_gradient_is_that_of_ppo2s_loss_however_the_step_is_packed(settings, val
     assert max((got[name] - want[name]).abs().max() for name in want) <= 2e-6 * largest
 
 
-def test_what_stands_at_masked_tokens_reaches_neither_gradient_nor_metrics(settings, values_checkpoint, batch):
+def test_values_at_masked_tokens_reach_neither_gradient_nor_metrics(settings, values_checkpoint, batch):
     worker = worker_of(begun_with(settings, values_checkpoint))
     want = gradient(worker, batch)
     for sample in batch.samples:
@@ -181,7 +181,7 @@ def test_at_first_the_value_model_alone_learns_then_both(settings):
     assert {"train/pg_loss", "train/lr", "train/value_loss", "train/critic_lr"} <= metrics.keys()
 
 
-def test_training_goes_on_bit_for_bit(settings, tmp_path):
+def test_training_resumes_bit_for_bit(settings, tmp_path):
     settings = replace(settings, critic=replace(settings.critic, num_only_rollouts=2))
     uninterrupted = worker_of(settings)
     train(uninterrupted, seed=0)

@@ -23,11 +23,11 @@ def teacher_is_given(config: Config) -> Violation | None:
     if source == "trainer" and load is None:
         text = f"--opd-type {flags.opd_type} needs the teacher's weights, but --opd-teacher-load is not given"
         fix = (set_flag("opd_type", "engine"),) if url is not None or served else ()
-        return Violation(text, fix, advice="give --opd-teacher-load", flags=("--opd-type", "--opd-teacher-load"))
+        return Violation(text, fix, advice=f"{'or ' if fix else ''}give --opd-teacher-load", flags=("--opd-type", "--opd-teacher-load"))
     if source == "engine" and url is None and not served and not config.debug.debug_train_only:
         text = f"--opd-type {flags.opd_type} needs an engine, but neither --opd-teacher-url nor {_SERVED} is given"
         fix = (set_flag("opd_type", "trainer"),) if load is not None else ()
-        return Violation(text, fix, advice="give one of them", flags=("--opd-type", "--opd-teacher-url"))
+        return Violation(text, fix, advice=f"{'or ' if fix else ''}give one of them", flags=("--opd-type", "--opd-teacher-url"))
     if source is None:
         return Violation(
             "--use-opd needs a teacher, but none is given",
@@ -64,7 +64,7 @@ def teacher_has_an_address(config: Config) -> Violation | None:
         return None
     base = re.match(r"https?://[^/\s]+", url)
     text = f"--opd-teacher-url {url!r} is not a server address; fuligo appends the paths"
-    return Violation(text, (set_flag("opd_teacher_url", base[0]),) if base else (), "give http://host:port")
+    return Violation(text, (set_flag("opd_teacher_url", base[0]),)) if base else Violation(text, advice="give http://host:port")
 
 
 @rule("CFG-OPD-TEMPERATURE", "--rollout-temperature", "--opd-type")

@@ -84,7 +84,8 @@ def reward_is_known(config: Config) -> Violation | None:
     near = nearest(name, [*REWARD_NEEDS, *boxed])
     hint = "" if near else f"; known: {', '.join(REWARD_NEEDS)}, each also with the prefix {_BOXED}"
     text = f"--rm-type {name} is not a built-in reward{hint}"
-    return Violation(text, (set_flag("rm_type", near[0]),) if near else (), advice="pass your own function with --custom-rm-path")
+    own = "pass your own function with --custom-rm-path"
+    return Violation(text, (set_flag("rm_type", near[0]),), f"or {own}") if near else Violation(text, advice=own)
 
 
 def lacking_column(rm_type: str, *, label_key: str | None, metadata_key: str | None) -> tuple[str, str] | None:

@@ -33,7 +33,7 @@ INDEX_SCHEMA = pa.schema(
         ("dataset", pa.string()),
     ]
 )
-"""Null where the file of a step does not say. `row`: position in that file; `length`: response tokens; `advantage`: mean over the response;
+"""Null if the file of a step lacks the value. `row`: position in that file; `length`: response tokens; `advantage`: mean over the response;
 `staleness`: versions between the sample's oldest token and the newest token of its step; `engine`: the last one that sampled it;
 `prompt`: key of the prompt's text (`prompt_key`); `dataset`: name, in evaluations."""
 _STORED = {
@@ -169,7 +169,7 @@ def read_index_table(path: Path, step: int) -> pa.Table:
 
 
 def _newest_version(metadata: pq.FileMetaData) -> int | None:
-    """Return the greatest version of any token, from the statistics in the footer; None where it has none."""
+    """Return the greatest version of any token, from the statistics in the footer; None if it has none."""
     places = [at for at in range(metadata.num_columns) if metadata.schema.column(at).path == VERSIONS_IN_FOOTER]
     found = [metadata.row_group(group).column(at).statistics for group in range(metadata.num_row_groups) for at in places]
     return max((each.max for each in found if each is not None and each.has_min_max), default=None)

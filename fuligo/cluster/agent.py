@@ -20,7 +20,7 @@ APPEARANCE_TIMEOUT_S = 10.0
 
 
 class NodeAgent:
-    """Node agent; its engines end when it ends, for whatever reason.
+    """Actor of a node; its engines end when it ends, for whatever reason.
 
     Args:
         host: this node's address

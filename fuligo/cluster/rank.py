@@ -44,7 +44,7 @@ class TrainerRank:
 
 
 class ActorRank(RankHandle):
-    """A rank in a `TrainerRank`. A node fetches each command from the object store once for all its ranks.
+    """Handle of a `TrainerRank`. A node fetches each command from the object store once for all its ranks.
 
     Args:
         actor: handle of the `TrainerRank`

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class BaseCritic:
-    """Base of all backends' critics.
+    """Base class of all backends' critics.
 
     Args:
         progress: the value model's counters, which its learner advances.

@@ -13,7 +13,7 @@ CHUNK_BYTES = 1 << 30
 
 
 class HostMemory:
-    """Moves the contents of tensors to the host and back. Its memory is allocated once, pinned if the tensors are on a GPU.
+    """Buffer for the contents of a device's tensors, allocated once, pinned if the tensors are on a GPU.
 
     The tensors stay objects on their device, with storage of size 0 meanwhile: views, sharded parameters, and references of FSDP and
     optimizers are valid again afterwards.

@@ -10,7 +10,7 @@ from fuligo.weights.source import WeightSource
 
 
 class Trainer(WeightSource, Protocol):
-    """Every method is a coroutine that returns when all ranks are done; none blocks the event loop meanwhile."""
+    """Trainer of a policy. Every method is a coroutine that returns when all ranks are done, and leaves the event loop free meanwhile."""
 
     async def load(self) -> None:
         """Build the policy, the reference, teacher and value model where they are needed, and optimizers; load the first weights."""

@@ -12,7 +12,7 @@ from fuligo.types import Span
 
 
 class Timeline:
-    """Collects spans until they are taken."""
+    """Collector of a rank's spans."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -29,7 +29,7 @@ E = TypeVar("E")
 
 
 class Command(ABC, Generic[R_co]):
-    """One call on a rank; can be pickled. `R_co` is rank 0's result, other ranks' results are dropped."""
+    """Command to a rank; can be pickled. `R_co` is rank 0's result, other ranks' results are dropped."""
 
     name: ClassVar[str]
     """As errors and logs name it."""
@@ -43,7 +43,7 @@ class Command(ABC, Generic[R_co]):
 
 @dataclass(slots=True, frozen=True)
 class Ping(Command[None]):
-    """Answered as long as the rank's interpreter runs."""
+    """Question that is answered as long as the rank's interpreter runs."""
 
     name = "ping"
     is_queued = False
@@ -54,7 +54,7 @@ class Ping(Command[None]):
 
 @dataclass(slots=True, frozen=True)
 class OpenRendezvous(Command["Rendezvous"]):
-    """Open the store through which the ranks form their process group; for rank 0."""
+    """Command to rank 0: open the store through which the ranks form their process group."""
 
     name = "start"
 
@@ -64,7 +64,7 @@ class OpenRendezvous(Command["Rendezvous"]):
 
 @dataclass(slots=True, frozen=True)
 class Load(Command["Cost | None"]):
-    """Join the other ranks and build the rank's worker; returns its `balance_by`."""
+    """Command to join the other ranks and build the worker; the result is its `balance_by`."""
 
     name = "load"
     settings: TrainerSettings
@@ -77,7 +77,7 @@ class Load(Command["Cost | None"]):
 
 @dataclass(slots=True, frozen=True)
 class Score(Command["list[SampleScores]"]):
-    """`RankWorker.score`"""
+    """Call of `RankWorker.score`."""
 
     name = "score"
     share: ScoreShare
@@ -88,7 +88,7 @@ class Score(Command["list[SampleScores]"]):
 
 @dataclass(slots=True, frozen=True)
 class Logprobs(Command[list[FloatArray]]):
-    """`RankWorker.logprobs`"""
+    """Call of `RankWorker.logprobs`."""
 
     name = "logprobs"
     share: ScoreShare
@@ -99,7 +99,7 @@ class Logprobs(Command[list[FloatArray]]):
 
 @dataclass(slots=True, frozen=True)
 class Train(Command[StepResult]):
-    """`RankWorker.train`"""
+    """Call of `RankWorker.train`."""
 
     name = "train"
     steps: Sequence[StepShare]
@@ -110,7 +110,7 @@ class Train(Command[StepResult]):
 
 @dataclass(slots=True, frozen=True)
 class SendWeights(Command["WeightManifest | Undelivered"]):
-    """`RankWorker.send_weights`"""
+    """Call of `RankWorker.send_weights`."""
 
     name = "send_weights"
     target: WeightTarget
@@ -121,7 +121,7 @@ class SendWeights(Command["WeightManifest | Undelivered"]):
 
 @dataclass(slots=True, frozen=True)
 class Save(Command[None]):
-    """`RankWorker.save`"""
+    """Call of `RankWorker.save`."""
 
     name = "save"
     directory: Path
@@ -132,7 +132,7 @@ class Save(Command[None]):
 
 @dataclass(slots=True, frozen=True)
 class BeginSave(Command[None]):
-    """`RankWorker.begin_save`; the rank keeps its future for `EndSave`."""
+    """Call of `RankWorker.begin_save`; the rank keeps its future for `EndSave`."""
 
     name = "begin_save"
     directory: Path
@@ -143,7 +143,7 @@ class BeginSave(Command[None]):
 
 @dataclass(slots=True, frozen=True)
 class EndSave(Command[None]):
-    """Wait until the save that `BeginSave` began is on disk. Queued commands run meanwhile."""
+    """Command to wait until the save that `BeginSave` began is on disk. Queued commands run meanwhile."""
 
     name = "end_save"
     is_queued = False
@@ -155,7 +155,7 @@ class EndSave(Command[None]):
 
 @dataclass(slots=True, frozen=True)
 class Restore(Command[None]):
-    """`RankWorker.restore`"""
+    """Call of `RankWorker.restore`."""
 
     name = "restore"
     directory: Path
@@ -166,7 +166,7 @@ class Restore(Command[None]):
 
 @dataclass(slots=True, frozen=True)
 class Offload(Command[None]):
-    """`RankWorker.offload`"""
+    """Call of `RankWorker.offload`."""
 
     name = "offload"
 
@@ -176,7 +176,7 @@ class Offload(Command[None]):
 
 @dataclass(slots=True, frozen=True)
 class Onload(Command[None]):
-    """`RankWorker.onload`"""
+    """Call of `RankWorker.onload`."""
 
     name = "onload"
 
@@ -186,7 +186,7 @@ class Onload(Command[None]):
 
 @dataclass(slots=True, frozen=True)
 class Leave(Command[None]):
-    """Leave the process group; the last command."""
+    """Last command: leave the process group."""
 
     name = "close"
 
@@ -212,11 +212,11 @@ class Answer(Generic[R]):
 
 
 class UnexpectedError(TrainerError):
-    """An error of a rank in another process that was not raised for the user to read; its traceback is in the rank's output."""
+    """Error of a rank in another process that was not raised for the user to read; its traceback is in the rank's output."""
 
 
 class SharedCommand(Generic[R]):
-    """A command on its way to several ranks; each transport encodes it once, however many ranks get it."""
+    """Command on its way to several ranks; each transport encodes it once, for all its ranks."""
 
     def __init__(self, command: Command[R]) -> None:
         self.command = command

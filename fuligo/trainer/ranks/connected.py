@@ -32,7 +32,7 @@ _HEADER = struct.Struct("!q?")
 
 
 class ConnectedRank(RankHandle):
-    """A rank behind a connection.
+    """Rank in another process, behind a connection.
 
     Args:
         process: where the driver started it; None: torchrun did

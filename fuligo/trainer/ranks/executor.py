@@ -12,7 +12,7 @@ from fuligo.trainer.ranks.rank import Rank
 
 
 class RankExecutor:
-    """Runs commands one after another in a thread, so that the process answers pings meanwhile."""
+    """Thread that runs a rank's commands one after another, so that the process answers pings meanwhile."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank

@@ -1,4 +1,4 @@
-"""A trainer rank as the driver sees it, wherever the rank computes."""
+"""Trainer ranks as the driver sees them, wherever they compute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAVE_TIMEOUT_S = 10.0
 
 
 class RankLostError(Exception):
-    """The rank will never answer; the text says how it ended."""
+    """Loss of a rank, which will never answer; the text says how it ended."""
 
 
 class RankHandle(ABC):
@@ -57,7 +57,7 @@ class RankHandle(ABC):
 
 
 class InProcessRank(RankHandle):
-    """A rank that computes in a thread of this process. Its unexpected errors keep their type and traceback."""
+    """Rank that computes in a thread of this process. Its unexpected errors keep their type and traceback."""
 
     def __init__(self, executor: RankExecutor, host: str) -> None:
         super().__init__(executor.rank.number, host)

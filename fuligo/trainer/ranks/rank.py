@@ -1,4 +1,4 @@
-"""One rank in the process that computes it: what commands act on."""
+"""Trainer rank in the process that computes: the object that commands act on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Rank:
-    """A rank before and after it has a worker. Imports torch when it opens the rendezvous or loads.
+    """Trainer rank, with a worker once it is loaded. Imports torch when it opens the rendezvous or loads.
 
     Args:
         host: address at which rank 0's rendezvous store listens

@@ -1,4 +1,4 @@
-"""The trainer that the loop drives: every call is one command that all ranks run, wherever the ranks are."""
+"""Trainer that the loop drives, on ranks in this process, in other processes or on Ray."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ START_TIMEOUT_S = 120.0
 
 
 class RankedTrainer:
-    """Implements `trainer.protocol.Trainer` with commands to ranks.
+    """Trainer whose every call is a command that all ranks run. Implements `trainer.protocol.Trainer`.
 
     Samples are planned here, so that each data-parallel replica is sent its own samples alone.
 
@@ -180,7 +180,7 @@ class RankedTrainer:
 
 
 class LocalTrainer(RankedTrainer):
-    """A trainer whose rank 0 computes in this process; the others are its child processes, or torchrun started them."""
+    """Trainer whose rank 0 computes in this process; the others are its child processes, or torchrun started them."""
 
     def __init__(self, settings: TrainerSettings) -> None:
         super().__init__(settings, lambda: _start_local_ranks(settings.num_ranks))

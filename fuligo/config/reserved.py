@@ -43,7 +43,7 @@ MOVED = {
     "use_slime_router": "leave it out: fuligo always runs sglang-router in front of the engines",
     "sglang_router_ip": "leave it out: fuligo starts the router (engines that run elsewhere: --rollout-external-engine-addrs)",
     "sglang_router_port": "leave it out: fuligo starts the router (engines that run elsewhere: --rollout-external-engine-addrs)",
-    "sglang_server_concurrency": "limit an engine with --sglang-max-running-requests",
+    "sglang_server_concurrency": "give --rollout-concurrency, which counts the requests of all engines together",
     "megatron_to_hf_mode": "leave it out: fuligo converts weight names with its own tables",
     "model_name": "leave it out: fuligo reads the model type from config.json",
     "loss_mask_type": "leave it out: the mask of assistant tokens comes from the chat template",

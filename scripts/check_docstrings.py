@@ -16,10 +16,8 @@ from pathlib import Path
 FOLDERS = ("fuligo", "tests", "benchmarks", "tools", "examples", "scripts", "docs")
 OPENINGS = re.compile(r"\s*(Of|What|Who|Whose|Where|Whether|How|Which)\b")
 NOT_YET: tuple[str, ...] = (
-    "fuligo/cli/",
     "fuligo/engines/",
     "fuligo/job/",
-    "fuligo/machine/",
     "fuligo/weights/",
     "tests/unit/engines/",
     "tests/unit/weights/",

@@ -1,4 +1,4 @@
-"""The command `fuligo` (`python -m fuligo` is the same)."""
+"""The command `fuligo`, also run as `python -m fuligo`."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from typing import NoReturn
 from fuligo.errors import ConfigError, FuligoError
 
 COMMANDS = {
-    "quickstart": "GRPO with a tiny model, here and now: about a minute, no GPU",
-    "train": "the job: fuligo train --config run.yaml, or flags, or both",
-    "eval": "a checkpoint on the evaluation data sets, without training; the same arguments",
-    "plan": "what train would do to a cluster, without one: rules, layout, memory, time; the same arguments",
-    "convert": "a checkpoint from one format to another: Hugging Face, distributed, FP8; or two compared",
-    "view": "a page over run directories: curves, samples, time, health; live, or a report in one file",
-    "import-script": "the config file of a bash launch script, which runs in a sandbox with stand-ins",
-    "launch": "train on the nodes of a hostfile: Ray is started there, and ended; or make this machine one of them",
-    "serve": "the embedded engine alone",
-    "doctor": "what this machine has, and lacks for a run: the arguments of train, or none",
+    "quickstart": "train a tiny model with GRPO on this machine: about a minute, no GPU",
+    "train": "run a training job: --config run.yaml, flags, or both",
+    "eval": "evaluate a checkpoint without training; takes the arguments of train",
+    "plan": "check a job and estimate layout, memory and time without a cluster; takes the arguments of train",
+    "convert": "convert checkpoints between Hugging Face, distributed and FP8 formats, or compare two",
+    "view": "show runs in a browser: curves, samples, time, health; live, or as a report in one file",
+    "import-script": "turn a bash launch script into a config file",
+    "launch": "start Ray on the nodes of a hostfile, train, and stop Ray; or join this machine to a cluster",
+    "serve": "serve a model with the embedded engine",
+    "doctor": "check this machine, and what a job needs of it; takes the arguments of train, or none",
 }
-"""Each is a module here with `main(arguments) -> exit code`, imported when it is asked for."""
+"""Command -> summary. Each is a module here with `main(arguments) -> exit code`, imported on use."""
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
+"""Exit code after Ctrl-C, as in shells: 128 + SIGINT."""
 
 
 def program(argv: Sequence[str] | None = None) -> NoReturn:
-    """`main` as a process.
+    """Run `main` and exit.
 
-    After an error or Ctrl-C a thread may still be in the middle of a long computation, or of a reward that hangs. The interpreter's own end
-    would pull it out of C++ code, which aborts the process; so the process ends without.
+    After an error or Ctrl-C a daemon thread may still be inside a long computation or a reward that hangs. Finalizing the interpreter would
+    abort the process while that thread is in C++ code, so the process exits without finalization.
     """
-    # Engine and trainer take turns on the same cores: threads that wait by spinning for long (GNU OpenMP's way, milliseconds) would take
-    # them from whoever works; some ten microseconds bridge the gaps between parallel regions of one training step.
+    # Engine and trainer take turns on the same cores. GNU OpenMP's idle threads spin for milliseconds by default, which takes cores from
+    # the other side; tens of microseconds bridge the gaps between parallel regions of one training step.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     code = main(argv)
     if any(thread.daemon for thread in threading.enumerate()):
@@ -48,9 +48,9 @@ def program(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code: 0, 1 after a failure at run time, 2 after bad input, 130 after Ctrl-C.
+    """Run a command and return its exit code: 0, 1 after a failure at run time, 2 after bad input, 130 after Ctrl-C.
 
-    A deliberate error is shown as its text; with FULIGO_DEBUG=1 in the environment, with its traceback.
+    A `FuligoError` is printed without a traceback, unless FULIGO_DEBUG=1 is set in the environment.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -84,14 +84,17 @@ def _run(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("fuligo"):
             raise
-        # Plain: what shows other errors may be missing, too.
-        print(f"error: {sys.executable} has no {error.name}: take the Python that fuligo is installed in, or install it", file=sys.stderr)
+        # Printed plainly: the packages that format other errors may be missing, too.
+        print(
+            f"error: {sys.executable} has no package {error.name}: use the Python that fuligo is installed in, or install it",
+            file=sys.stderr,
+        )
         return 2
     return module.main(rest)
 
 
 def overview() -> str:
-    """The commands, one line each."""
+    """List the commands, one line each."""
     width = max(map(len, COMMANDS))
     lines = [f"  fuligo {command:<{width}}  {text}" for command, text in COMMANDS.items()]
     return "\n".join(["fuligo: reinforcement-learning post-training of language models", "", *lines, "", "More: fuligo train --help"])

@@ -11,7 +11,7 @@ from fuligo.errors import ConfigError, FuligoError
 
 
 def show_error(error: FuligoError) -> None:
-    """The text of an error without its traceback; several problems one below the other."""
+    """Print an error without its traceback; several problems become a list."""
     problems = error.problems if isinstance(error, ConfigError) else (str(error),)
     _print("error", "bold red", problems[0] if len(problems) == 1 else f"{len(problems)} problems")
     if len(problems) > 1:
@@ -20,14 +20,13 @@ def show_error(error: FuligoError) -> None:
 
 
 def show_warning(text: str) -> None:
-    """One line that does not stop anything."""
+    """Print a warning on one line."""
     _print("warning", "bold yellow", text)
 
 
 def _print(label: str, style: str, text: str) -> None:
-    text = "".join(
-        char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text
-    )  # no escape sequences of a script or file
-    # soft_wrap: a path or a command must not be broken by a line end.
+    # A script or file must not send escape sequences to the terminal.
+    text = "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+    # soft_wrap keeps paths and commands on one line.
     separator = " " if label.endswith("-") else ": "
     Console(file=sys.stderr, soft_wrap=True).print(Text.assemble((label, style), separator, text))

@@ -1,40 +1,244 @@
-"""`fuligo convert`: a checkpoint from one format to another."""
+"""`fuligo convert`: a checkpoint from one format to another, or two compared.
+
+Each conversion has a parser of its own; heavy packages are imported once its arguments are known to be right.
+"""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from fuligo.errors import ConfigError
+from fuligo.convert import fp8_plan
+from fuligo.errors import ConfigError, FuligoError
+from fuligo.planner import conversion
 
-CONVERSIONS = {
-    "hf-to-dist": ("fuligo.cli.convert_hf_to_dist", "a Hugging Face checkpoint to a distributed one, also under torchrun"),
-    "dist-to-hf": ("fuligo.cli.convert_dist_to_hf", "a distributed checkpoint to a Hugging Face directory"),
-    "value-to-hf": ("fuligo.cli.convert_value_to_hf", "a checkpoint's value model to a Hugging Face token classifier"),
-    "compare": ("fuligo.cli.convert_compare", "whether two checkpoints hold the same tensors, to the bit"),
-    "fp8": ("fuligo.cli.convert_fp8", "a Hugging Face checkpoint to FP8, which engines load: blocks, channels or tensors"),
-}
-"""Name -> a module with `main(arguments) -> exit code`, imported when it is asked for, and what the conversion does."""
+_TORCHRUN_TIMEOUT_S = 7200.0
+"""Time until the last process has written its share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """One subcommand."""
+
+    summary: str
+    run: Callable[[Sequence[str]], int]
+    """Arguments -> exit code."""
+    parser: Callable[[], argparse.ArgumentParser]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one conversion; its exit code.
+    """Run one conversion and return its exit code.
 
     Raises:
-        ConfigError: there is no such conversion.
+        ConfigError: there is no such conversion, or its arguments do not fit; nothing was written.
+        CheckpointError: a checkpoint is damaged, or cannot be read or written.
     """
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
     name, *rest = arguments
     if name not in CONVERSIONS:
-        raise ConfigError(f"fuligo convert: there is no conversion {name!r}; they are {', '.join(CONVERSIONS)}")
-    module, _ = CONVERSIONS[name]
-    return importlib.import_module(module).main(rest)
+        raise ConfigError(f"fuligo convert: there is no conversion {name!r}; choose one of {', '.join(CONVERSIONS)}")
+    return CONVERSIONS[name].run(rest)
 
 
 def overview() -> str:
-    """The conversions, one line each."""
+    """List the conversions, one line each."""
     width = max(map(len, CONVERSIONS))
-    lines = [f"  fuligo convert {name:<{width}}  {text}" for name, (_, text) in CONVERSIONS.items()]
+    lines = [f"  fuligo convert {name:<{width}}  {conversion.summary}" for name, conversion in CONVERSIONS.items()]
     return "\n".join(["fuligo convert: a checkpoint from one format to another", "", *lines])
+
+
+def _parser(name: str, description: str, *positional: tuple[str, str], save: bool = True, model: str) -> argparse.ArgumentParser:
+    """Build the parser that most conversions share.
+
+    Args:
+        positional: names and helps of the positional arguments.
+        model: help of `--hf-checkpoint`.
+    """
+    made = argparse.ArgumentParser(f"fuligo convert {name}", description=description, allow_abbrev=False)
+    for argument, text in positional:
+        made.add_argument(argument, type=Path, help=text)
+    if save:
+        made.add_argument("--save", type=Path, required=True, help="new or empty directory")
+    made.add_argument("--hf-checkpoint", type=Path, help=model)
+    return made
+
+
+# -- hf-to-dist ------------------------------------------------------------------------------------------------------------------------
+
+
+def _hf_to_dist_parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        allow_abbrev=False,
+        usage="""fuligo convert hf-to-dist [MODEL_ARGS] --hf-checkpoint DIR --save DIR
+    torchrun --nproc-per-node N -m fuligo convert hf-to-dist [MODEL_ARGS] --hf-checkpoint DIR --save DIR
+
+Takes the Megatron flags of the model and of a parallel layout, as fuligo train does.""",
+    )
+    made.add_argument("--plan", action="store_true", help="print the plan of the conversion, and stop")
+    made.add_argument("--world-size", type=int, help="with --plan: number of processes to plan for (default: torchrun's)")
+    return made
+
+
+def hf_to_dist(arguments: Sequence[str]) -> int:
+    """Convert a Hugging Face checkpoint in one process or those of torchrun; only the first process prints."""
+    own, flags = _hf_to_dist_parser().parse_known_args(list(arguments))
+    if own.world_size is not None and not own.plan:
+        raise ConfigError(f"--world-size {own.world_size} has no effect without --plan; a conversion runs on the processes of torchrun")
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        plan = conversion.plan_hf_to_dist(flags, own.world_size or conversion.torchrun_size())
+        if is_first:
+            for line in conversion.describe(plan):
+                print(line, flush=True)
+        if not own.plan:
+            _convert_hf_to_dist(plan)
+            if is_first:
+                print(f"{plan.target} is complete: give it by --ref-load or --load", flush=True)
+    except FuligoError as error:
+        if is_first:
+            raise
+        return error.exit_code
+    return 0
+
+
+def _convert_hf_to_dist(plan: conversion.DistPlan) -> None:
+    import torch.distributed as dist
+
+    from fuligo.convert.hf_to_dist import hf_to_dist
+    from fuligo.trainer.ranks.torchrun import torchrun_place
+    from fuligo.trainer.ranks.world import World, join_world
+
+    place = torchrun_place()
+    if place is None:
+        hf_to_dist(Path(plan.source), Path(plan.target), World())
+        return
+    server = place.host_store() if place.rank == 0 else None
+    try:
+        world = join_world(place.rank, place.size, "cpu", store=place.rendezvous.connect(), timeout_s=_TORCHRUN_TIMEOUT_S)
+        hf_to_dist(Path(plan.source), Path(plan.target), world)
+        dist.barrier()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        del server
+
+
+# -- to Hugging Face -------------------------------------------------------------------------------------------------------------------
+
+
+def _dist_to_hf_parser() -> argparse.ArgumentParser:
+    return _parser(
+        "dist-to-hf",
+        "Convert a distributed checkpoint to a Hugging Face directory.",
+        ("checkpoint", "distributed checkpoint, or a directory of them, of which the newest is taken"),
+        model="directory with config.json and tokenizer (default: those in the checkpoint)",
+    )
+
+
+def dist_to_hf(arguments: Sequence[str]) -> int:
+    """Convert a distributed checkpoint to a Hugging Face directory."""
+    options = _dist_to_hf_parser().parse_args(list(arguments))
+
+    from fuligo.checkpoint.location import weights_directory
+    from fuligo.convert.dist_to_hf import dist_to_hf
+    from fuligo.formats.checkpoint_files import is_distributed
+
+    source = weights_directory(options.checkpoint)
+    if not is_distributed(source):
+        raise ConfigError(
+            f"{options.checkpoint} is not a distributed checkpoint: give a directory with .metadata, or a directory of checkpoints"
+        )
+    dist_to_hf(source, options.save, model=options.hf_checkpoint)
+    print(f"{source} -> {options.save}")
+    return 0
+
+
+def _value_to_hf_parser() -> argparse.ArgumentParser:
+    return _parser(
+        "value-to-hf",
+        "Convert the value model of a checkpoint to a Hugging Face directory, a token classifier with one label.",
+        ("checkpoint", "checkpoint of either trainer, a directory of them (the newest is taken), or its critic/"),
+        model="directory with config.json and tokenizer (default: those beside the weights)",
+    )
+
+
+def value_to_hf(arguments: Sequence[str]) -> int:
+    """Convert the value model of a checkpoint to a Hugging Face token classifier."""
+    options = _value_to_hf_parser().parse_args(list(arguments))
+
+    from fuligo.convert.value_to_hf import value_to_hf
+
+    source = value_to_hf(options.checkpoint, options.save, model=options.hf_checkpoint)
+    print(f"{source} -> {options.save}")
+    return 0
+
+
+# -- compare and FP8 -------------------------------------------------------------------------------------------------------------------
+
+
+def _compare_parser() -> argparse.ArgumentParser:
+    kinds = "Hugging Face directory, distributed checkpoint, or directory of checkpoints"
+    made = _parser(
+        "compare",
+        "Compare the tensors of two checkpoints of either format, value models included.",
+        ("first", kinds),
+        ("second", kinds),
+        save=False,
+        model="directory with the config.json of a distributed checkpoint that has none",
+    )
+    made.add_argument("--all", action="store_true", help="list equal tensors, too")
+    return made
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """Print the tensors that differ, and a summary; return 0 if all are equal, else 1."""
+    options = _compare_parser().parse_args(list(arguments))
+
+    from fuligo.convert.compare import compare
+
+    num_equal, differing, largest = 0, 0, 0.0
+    for result in compare(options.first, options.second, options.hf_checkpoint):
+        if result.difference:
+            differing, largest = differing + 1, max(largest, result.largest)
+            print(f"{result.name}: {result.difference}", flush=True)
+        else:
+            num_equal += 1
+            if options.all:
+                print(f"{result.name}: equal", flush=True)
+    if not differing:
+        print(f"all {num_equal} tensors are equal to the bit")
+        return 0
+    print(f"{differing} of {num_equal + differing} tensors differ" + (f", by up to {largest:.3g}" if largest < float("inf") else ""))
+    return 1
+
+
+def fp8(arguments: Sequence[str]) -> int:
+    """Convert a Hugging Face checkpoint to FP8, file by file; the same command resumes after an error."""
+    options = fp8_plan.parser().parse_args(arguments)
+    plan = fp8_plan.plan_hf_to_fp8(arguments)
+    for line in fp8_plan.describe(plan):
+        print(line, flush=True)
+    if options.plan:
+        return 0
+    if not plan.shards:
+        raise ConfigError(f"--model-dir {plan.source} has no *.safetensors files with weights; --plan prints the plan without them")
+    from fuligo.convert.fp8 import convert
+
+    convert(plan, lambda line: print(line, flush=True))
+    print(f"{plan.target} is complete and was compared with {plan.source}")
+    return 0
+
+
+CONVERSIONS = {
+    "hf-to-dist": Conversion("a Hugging Face checkpoint to a distributed one, also under torchrun", hf_to_dist, _hf_to_dist_parser),
+    "dist-to-hf": Conversion("a distributed checkpoint to a Hugging Face directory", dist_to_hf, _dist_to_hf_parser),
+    "value-to-hf": Conversion("the value model of a checkpoint to a Hugging Face token classifier", value_to_hf, _value_to_hf_parser),
+    "compare": Conversion("compare two checkpoints, tensor by tensor, to the bit", compare, _compare_parser),
+    "fp8": Conversion("a Hugging Face checkpoint to FP8, which engines load: blocks, channels or tensors", fp8, fp8_plan.parser),
+}
+"""Name -> conversion."""

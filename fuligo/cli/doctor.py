@@ -1,4 +1,4 @@
-"""`fuligo doctor`: what this machine has, and whether the run that the arguments describe can work here."""
+"""`fuligo doctor`: a check of this machine, and of what a job needs of it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fuligo.machine.needs import needs
 USAGE = """\
 fuligo doctor [--config FILE] [--flag VALUE ...]
 
-What this machine has: Python, packages, GPUs, memory, places to write to. With the arguments of fuligo train also what that run needs
-of it, and what is missing. Starts nothing. Exit code 0 where the run can work, 1 where something is in its way, 2 after bad arguments.
+Checks this machine: Python, packages, GPUs, memory, writable directories. With the arguments of fuligo train, it also checks what that
+run needs. It starts nothing. Exit code: 0 if the run can work, 1 if something is missing, 2 after bad arguments.
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the report; 0 where a run can work, 1 where something is in its way.
+    """Print the report; return 0 if a run can work, 1 if something is missing.
 
     Raises:
-        ConfigError: the arguments are none of `fuligo train`, or do not go together.
+        ConfigError: the arguments are not valid for `fuligo train`.
     """
     if any(argument in ("-h", "--help") for argument in arguments):
         print(USAGE, end="")

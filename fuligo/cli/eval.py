@@ -1,4 +1,4 @@
-"""`fuligo eval`: a checkpoint on the evaluation data sets."""
+"""`fuligo eval`: evaluation of a checkpoint, without training."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fuligo.errors import ConfigError
 if TYPE_CHECKING:
     from fuligo.job.evaluation import Evaluated
 
-OF_TRAINING = {"CFG-DATA-MISSING", "CFG-RUN-LENGTH"}
-"""Rules about what an evaluation does without: prompts to train on, and for how long."""
+TRAINING_RULES = {"CFG-DATA-MISSING", "CFG-RUN-LENGTH"}
+"""Rules that an evaluation need not meet: training prompts and run length."""
 _USAGE = """\
 fuligo eval [--config FILE] [--load DIR [--ckpt-step N]] [--flag VALUE ...]
 
-Samples and judges the data sets of --eval-prompt-data or --eval-config, as a run does between its steps, and prints what it found.
-The weights are those of the newest checkpoint of --load, or of --ckpt-step; without --load those of --hf-checkpoint.
-Takes the arguments of fuligo train; what only training needs may be left out. Metrics and every sample go to --run-dir
+Evaluates the data sets of --eval-prompt-data or --eval-config, as a run does between its steps, and prints the metrics.
+The weights are those of the newest checkpoint of --load, or of --ckpt-step; without --load, those of --hf-checkpoint.
+Takes the arguments of fuligo train; arguments that only training needs may be left out. Metrics and every sample go to --run-dir
 (default runs/eval-<time>), which must be new.
 
 More: docs/rollout.md; the flags: fuligo train --help
@@ -33,9 +33,10 @@ More: docs/rollout.md; the flags: fuligo train --help
 
 
 def main(arguments: Sequence[str]) -> int:
-    """
+    """Evaluate and print the metrics.
+
     Raises:
-        FuligoError: bad input (exit code 2) or a failure at run time (1); the caller shows it.
+        FuligoError: bad input (exit code 2) or a failure at run time (1); the caller prints it.
     """
     topic = asked_for_help(arguments)
     if topic is not None:
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     check(parsed.config)
     config = without_training(parsed.config)
 
-    # Imports cost time: what help and wrong flags do not need comes only now.
+    # Imported late: help and wrong flags should not wait for these imports.
     from rich.console import Console
 
     from fuligo.cli.console import show_warning
@@ -67,23 +68,24 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check(config: Config) -> None:
-    """
+    """Check the flags of an evaluation.
+
     Raises:
-        ConfigError: flags do not fit together, or there is nothing to evaluate
+        ConfigError: flags do not fit together, or there is nothing to evaluate.
     """
-    require_no_errors([finding for finding in findings(config) if finding.id not in OF_TRAINING], config)
+    require_no_errors([finding for finding in findings(config) if finding.id not in TRAINING_RULES], config)
     if not config.has_eval:
         raise ConfigError("there is nothing to evaluate: give --eval-prompt-data or --eval-config")
     if config.engine.rollout_external_engine_addrs and config.checkpoint.load is not None:
         raise ConfigError(
-            f"--load {config.checkpoint.load}: engines that run already (--rollout-external-engine-addrs) are evaluated with the weights "
-            "that they have; drop one of the two"
+            f"--load {config.checkpoint.load}: external engines (--rollout-external-engine-addrs) are evaluated with the weights "
+            "that they have; remove one of the two flags"
         )
     refuse(config)
 
 
 def without_training(config: Config) -> Config:
-    """The same evaluation, without what belongs to training alone."""
+    """Return the config without the settings that only training uses."""
     return config.model_copy(
         update={
             "data": config.data.model_copy(update={"prompt_data": None}),
@@ -94,15 +96,16 @@ def without_training(config: Config) -> Config:
 
 
 def run_directory(config: Config, started: datetime) -> Path:
-    """`--name` names the run that the arguments are of, not its evaluation."""
+    """Return `--run-dir`, else a new directory; `--name` is the name of the training run, not of its evaluation."""
     given = config.observability.run_dir
     return Path(given) if given is not None else Path("runs") / f"eval-{started:%Y-%m-%d-%H%M%S}"
 
 
 def _show(evaluated: Evaluated, *, of_others: bool) -> None:
-    """
+    """Print the metrics of every data set.
+
     Args:
-        of_others: somebody else runs the engines
+        of_others: the engines are external and keep their weights.
     """
     from rich.console import Console
     from rich.table import Table
@@ -114,5 +117,5 @@ def _show(evaluated: Evaluated, *, of_others: bool) -> None:
         _, data_set, metric = key.split("/", 2)
         table.add_row(data_set, metric, f"{value:.4g}")
     console.print(table)
-    weights = "those that the engines have" if of_others else evaluated.weights.directory
+    weights = "those of the external engines" if of_others else evaluated.weights.directory
     console.print(f"weights: {weights}\nrun directory: {evaluated.run_dir}", markup=False)

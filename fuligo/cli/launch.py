@@ -1,4 +1,4 @@
-"""`fuligo launch`: a run on the nodes of a hostfile. Starts a Ray cluster for it, and ends it."""
+"""`fuligo launch`: a run on the nodes of a hostfile, in a Ray cluster that starts and stops with it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from fuligo.errors import ConfigError
 
 DESCRIPTION = """\
   fuligo launch --hostfile F -- <arguments of fuligo train>
-      starts Ray here and, by ssh, on the other hosts of F (`address slots=8`, a line each), runs, and ends what it started
+      starts Ray here and, by ssh, on the other hosts of F (one `address slots=8` per line), trains, and stops Ray
   fuligo launch --join ADDRESS:PORT --slots 8
-      makes this machine a node of a cluster that runs, until Ctrl-C
+      joins this machine to a running cluster until Ctrl-C
 """
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=10 {host} {command}"
-"""It gives a host up that does not answer for half a minute."""
+"""Command template; ssh fails if a host does not answer for half a minute."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """
+    """Launch a run, or join a cluster.
+
     Raises:
-        ConfigError: wrong arguments
-        FuligoError: a node did not come, or what ended the run
+        ConfigError: the arguments are wrong.
+        FuligoError: a node did not join, or the run failed.
     """
     own, train = _split(list(arguments))
     options = parser().parse_args(own)
@@ -78,7 +79,7 @@ def _join(options: argparse.Namespace, logs: Path) -> int:
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Before and after `--`."""
+    """Split the arguments at `--`."""
     if "--" not in arguments:
         return arguments, []
     at = arguments.index("--")
@@ -86,16 +87,17 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Build the parser of the command's own options."""
     made = argparse.ArgumentParser("fuligo launch", usage="\n" + DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--hostfile", help="nodes, an address a line")
-    made.add_argument("--head-port", type=int, default=6379, help="of Ray on this machine (6379)")
-    made.add_argument("--ssh", default=SSH, help=f"how a command gets to a host ({SSH})")
-    made.add_argument("--timeout-s", type=float, default=300.0, help="for all hosts to join (300)")
-    made.add_argument("--join", metavar="ADDRESS:PORT", help="of a Ray head")
+    made.add_argument("--hostfile", help="file of nodes, one address per line")
+    made.add_argument("--head-port", type=int, default=6379, help="port of Ray on this machine (6379)")
+    made.add_argument("--ssh", default=SSH, help=f"command that runs another on a host ({SSH})")
+    made.add_argument("--timeout-s", type=float, default=300.0, help="seconds until all hosts must have joined (300)")
+    made.add_argument("--join", metavar="ADDRESS:PORT", help="address of a Ray head")
     made.add_argument(
         "--host", help="this machine's IP address, as the other nodes reach it (that of the interface that leads to the head)"
     )
-    made.add_argument("--name", help="of this machine, as Ray lists it (its address)")
+    made.add_argument("--name", help="name of this machine in Ray (default: its address)")
     made.add_argument("--slots", type=int, default=8, help="GPUs of this machine (8)")
     made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: slots are processes")
     made.add_argument("--attached", action="store_true", help="end when standard input closes")

@@ -1,4 +1,4 @@
-"""What a config may ask for, and `fuligo plan` plans, but `fuligo train` cannot run yet. A row goes when its part lands."""
+"""Features that `fuligo plan` plans and `fuligo train` does not run yet."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from fuligo.errors import ConfigError
 from fuligo.trainer.megatron_backend.flags import not_taken
 
 _SHOWN = 3
-"""Arguments of a backend; more are summed up."""
+"""Number of backend arguments that a message lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """A part that does not exist."""
+    """A feature that is not implemented."""
 
     asked: Callable[[Config], str | None]
-    """The flags that ask for it, as typed; None where nothing does."""
+    """Function that returns the flags that ask for it, as typed, or None."""
     part: str
-    """What it is: `the Megatron trainer`."""
+    """Name of the feature."""
     instead: str
-    """What works."""
+    """Alternative that works."""
 
 
 def refuse(config: Config) -> None:
-    """
+    """Reject a config that needs a feature which is not implemented.
+
     Raises:
-        ConfigError: the config asks for what cannot run yet; one text a part.
+        ConfigError: one text per feature.
     """
     problems = list(not_yet(config))
     if problems:
@@ -40,7 +41,7 @@ def refuse(config: Config) -> None:
 
 
 def not_yet(config: Config) -> Iterator[str]:
-    """What cannot run yet, one text a part."""
+    """Yield one text per feature that is not implemented."""
     for row in ROWS:
         asked = row.asked(config)
         if asked is not None:
@@ -48,7 +49,7 @@ def not_yet(config: Config) -> Iterator[str]:
 
 
 def _switch(name: str, *values: str) -> Callable[[Config], str | None]:
-    """Asked for by a flag that is not at its default, or has one of these values."""
+    """Return a test for a flag that differs from its default, or has one of these values."""
 
     def asked(config: Config) -> str | None:
         flag, value = flags()[name], config.value_of(name)
@@ -68,7 +69,7 @@ def _megatron_arguments(config: Config) -> str | None:
 
 
 def _shared_gpus(config: Config) -> str | None:
-    """Engines that released their weights need a weight sync; a restarted one of a pair needs weights while the other has requests."""
+    """Return the flags of ways to share GPUs that need weights at a time when none are synced."""
     if not config.cluster.colocate or config.resolved_rollout_backend != "sglang":
         return None
     policy = policy_model(config)

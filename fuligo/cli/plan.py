@@ -1,4 +1,4 @@
-"""`fuligo plan`: what a config would do to a cluster, on any machine, without starting anything."""
+"""`fuligo plan`: rules, layout, memory and time of a job, computed on any machine without starting anything."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from fuligo.planner.plan import Plan
 DEFAULT_GPU = "h100-80"
 STANDARD_OUTPUT = "-"
 OWN_OPTIONS = ("--gpu", "--host-memory", "--json", "--html")
-"""All else belongs to the job."""
+"""Options of `fuligo plan` itself; all other arguments belong to the job."""
 _GIB = 1024**3
 _PLAIN_WIDTH = 100
-"""Of the report where there is no terminal to ask."""
+"""Width of the report without a terminal."""
 _USAGE = f"""\
 fuligo plan [--gpu NAME] [--host-memory GIB] [--json [FILE]] [--html FILE] [--config FILE] [--flag VALUE ...]
 
-Says what the job would do to a cluster: rules that it breaks, with fixes; where every process runs; memory; the time of a step.
-Takes the arguments of fuligo train, starts nothing, needs no GPU. Exit code 2 where there are errors, else 0.
+Reports what the job would do on a cluster: violated rules with fixes, placement of every process, memory, time of a step.
+Takes the arguments of fuligo train, starts nothing, needs no GPU. Exit code: 2 if there are errors, else 0.
 
   --gpu NAME           plan for this GPU, default {DEFAULT_GPU}: {", ".join(GPUS)}
-  --host-memory GIB    memory of one node, default what the GPU's maker puts into his servers
-  --json [FILE]        everything as JSON, into FILE, or instead of the report where no FILE is given
-  --html FILE          everything as one page for a browser
+  --host-memory GIB    memory of one node, default that of the vendor's servers with this GPU
+  --json [FILE]        write everything as JSON to FILE, or print it instead of the report
+  --html FILE          write everything as one HTML page
 
 More: docs/plan.md; the flags of the job: fuligo train --help
 """
@@ -41,20 +41,20 @@ More: docs/plan.md; the flags of the job: fuligo train --help
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `fuligo plan` takes besides the arguments of `fuligo train`."""
+    """Options of `fuligo plan`, and the arguments of the job."""
 
     gpu: str = DEFAULT_GPU
     host_memory_bytes: int | None = None
-    """Of one node; None: as in the servers of the GPU's maker."""
+    """Memory of one node; None for that of the vendor's servers."""
     json_file: str | None = None
-    """`-` for standard output."""
+    """File to write; `-` for standard output."""
     html_file: str | None = None
     job: tuple[str, ...] = field(default=())
-    """The arguments of `fuligo train`."""
+    """Arguments of `fuligo train`."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the plan; 0 where the job could start, 2 where its config has errors.
+    """Print the plan; return 0 if the job could start, 2 if its config has errors.
 
     Raises:
         ConfigError: a flag is unknown or its value has the wrong type (then there is no config to plan), no such GPU, no model facts,
@@ -72,10 +72,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def split_options(arguments: Sequence[str]) -> Options:
-    """The options of `fuligo plan` apart from the arguments of the job, which may stand in any order; the last of two wins.
+    """Separate the options of `fuligo plan` from the arguments of the job, in any order; the last of two options wins.
 
     Raises:
-        ConfigError: an option lacks its value, or the value is no number.
+        ConfigError: an option lacks its value, or the value is not a number.
     """
     given: dict[str, str] = {}
     job: list[str] = []
@@ -116,7 +116,7 @@ def _bytes_of_gib(text: str) -> int:
 
 
 def plan_name(config: Config, job: Sequence[str]) -> str:
-    """`--name`, else after the config file (`glm4-9b` for `glm4-9b.yaml` and for `glm4-9b/config.yaml`), else `plan`."""
+    """Return `--name`, else the config file's name (`glm4-9b` for `glm4-9b.yaml` and for `glm4-9b/config.yaml`), else `plan`."""
     if config.observability.name:
         return config.observability.name
     if "--config" in job[:-1]:
@@ -164,4 +164,4 @@ def _write_text(option: str, file: str, text: str) -> None:
     try:
         Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{option} {file} cannot be written: {error.strerror}; choose another place") from None
+        raise ConfigError(f"cannot write {option} {file}: {error.strerror}; choose another file") from None

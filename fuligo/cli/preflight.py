@@ -1,4 +1,4 @@
-"""Checks of what a config names on disk, before any model loads: checkpoints, data, hooks, places to write to."""
+"""Checks of the files that a config names, before any model loads: checkpoints, data, hooks, output directories."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ from fuligo.rollout.rewards.rows import unjudged
 from fuligo.rollout.rewards.settings import reward_settings
 
 _EVAL_SET_KEYS = {"input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template"}
-"""What an evaluation data set may say otherwise than the training data."""
+"""Settings that an evaluation data set may override."""
 
 
 def preflight(config: Config) -> None:
-    """
+    """Check everything on disk.
+
     Raises:
-        ConfigError: every problem found, one text each.
+        ConfigError: all problems found, one text each.
     """
     problems = preflight_problems(config)
     if problems:
@@ -60,19 +61,19 @@ def preflight(config: Config) -> None:
 
 
 def preflight_problems(config: Config) -> list[str]:
-    """What is wrong on disk, one text each."""
+    """Return the problems on disk, one text each."""
     checks = (_weights, _value_model, _teacher, _megatron, _engines, _resume, _data, _places, hook_problems, _rewards, _stop_tokens)
     return [problem for check in checks for problem in check(config)]
 
 
 def evaluation_problems(config: Config) -> list[str]:
-    """The same for `fuligo eval`, which trains nothing."""
+    """Return the problems on disk for `fuligo eval`, which trains nothing."""
     checks = (_served, _engines, _data, _places, hook_problems, _rewards, _stop_tokens)
     return [problem for check in checks for problem in check(config)]
 
 
 def _served(config: Config) -> Iterator[str]:
-    """The weights that are evaluated."""
+    """Check the weights to evaluate."""
     flags, model = config.checkpoint, config.model.hf_checkpoint
     if model is not None:
         yield from (f"--hf-checkpoint: {text}" for text in checkpoint_problems(Path(model)))
@@ -82,11 +83,11 @@ def _served(config: Config) -> Iterator[str]:
         yield str(error)
         return
     if found is None and flags.load is not None:
-        yield f"--load {flags.load} holds no checkpoint to evaluate; drop it to evaluate --hf-checkpoint"
+        yield f"--load {flags.load} holds no checkpoint to evaluate; remove it to evaluate --hf-checkpoint"
 
 
 def _megatron(config: Config) -> Iterator[str]:
-    """What the Megatron trainer needs on this machine; on a cluster the nodes have the package, whatever this machine has."""
+    """Check what the Megatron trainer needs here; on a cluster only the nodes need its package."""
     if config.resolved_train_backend != "megatron":
         return
     if chosen_launcher(config) == "local" and package_version("megatron-core") is None:
@@ -101,11 +102,11 @@ def _megatron(config: Config) -> Iterator[str]:
 
 
 def _engines(config: Config) -> Iterator[str]:
-    """What SGLang engines need of their models, and on this machine; as above, a cluster's nodes have their own packages."""
+    """Check what SGLang engines need of their models and, without a cluster, of this machine."""
     for path in sorted({group.model_path for group in engine_groups(config) if group.model_path is not None}):
         if (Path(path) / "config.json").is_file() and not _names_its_class(Path(path)):
             yield (
-                f"{path}/config.json names no class of the model, and SGLang goes by it: add "
+                f"{path}/config.json does not name the class of the model, which SGLang needs: add "
                 '"architectures": ["..."], as transformers writes it with save_pretrained (for qwen3: "Qwen3ForCausalLM")'
             )
     if chosen_launcher(config) != "local" or not any(group.num_engines for group in engine_groups(config)):
@@ -124,7 +125,7 @@ def _names_its_class(model: Path) -> bool:
     try:
         return bool(read_config_json(model).get("architectures"))
     except ConfigError:
-        return True  # said by who checks the file
+        return True  # reported by the check of the file
 
 
 def _weights(config: Config) -> Iterator[str]:
@@ -143,7 +144,7 @@ def _weights(config: Config) -> Iterator[str]:
             yield f"--ref-load: {difference}"
     first = "--hf-checkpoint" if config.checkpoint.ref_load is None else "--ref-load"
     if first in sound and is_quantised(sound[first]):
-        yield f"{first} {sound[first]} is quantised, training cannot start from it: give the weights that it was made from by --ref-load"
+        yield f"{first} {sound[first]} is quantised, training cannot start from it: give the unquantised weights by --ref-load"
     if "--hf-checkpoint" in sound and _syncs_to_sglang(config):
         try:
             EngineQuantisation.read(sound["--hf-checkpoint"])
@@ -152,7 +153,7 @@ def _weights(config: Config) -> Iterator[str]:
 
 
 def _teacher(config: Config) -> Iterator[str]:
-    """What is learned from (--use-opd), as far as it is on this disk."""
+    """Check the teacher (--use-opd), as far as it is on this disk."""
     model, load = config.model.hf_checkpoint, config.algorithm.opd_teacher_load
     student = Path(model) if model is not None and (Path(model) / "config.json").is_file() else None
     if config.teacher_from == "trainer" and load is not None:
@@ -174,7 +175,7 @@ def _loaded_teacher(config: Config, path: Path, student: Path | None) -> Iterato
         return
     directory = model_directory(weights_directory(path))
     if is_quantised(directory):
-        yield f"{option} {directory} is quantised, which the trainer cannot load: give the weights that it was made from"
+        yield f"{option} {directory} is quantised, which the trainer cannot load: give the unquantised weights"
     swapped = config.resolved_train_backend == "megatron"
     difference = architecture_difference(directory, student) if swapped else vocabulary_difference(directory, student)
     if difference is not None:
@@ -227,7 +228,7 @@ def _distributed(config: Config, option: str, directory: Path) -> Iterator[str]:
     try:
         read_model_config(model_directory(directory))
     except DamagedFileError as error:
-        yield f"{option} {directory} is no distributed checkpoint that fuligo wrote, or is incomplete: {error}"
+        yield f"{option} {directory} is incomplete, or not a distributed checkpoint written by fuligo: {error}"
 
 
 def _syncs_to_sglang(config: Config) -> bool:
@@ -264,7 +265,7 @@ def _resume(config: Config) -> Iterator[str]:
     else:
         problems = [f"--load: {text}" for text in checkpoint_problems(model)]
     if not problems and not is_distributed(weights) and is_quantised(model):
-        problems = [f"--load {model} is quantised, training cannot start from it: give the weights that it was made from"]
+        problems = [f"--load {model} is quantised, training cannot start from it: give the unquantised weights"]
     yield from problems
     if problems or policy is None:
         return
@@ -295,7 +296,7 @@ def _data(config: Config) -> Iterator[str]:
         if spec.custom_reward_path(config) is None and config.rollout.custom_generate_function_path is None:
             yield from _judged(given, spec.path, settings, spec.rm_type or config.reward.rm_type)
         if config.is_unjudged and not (spec.rm_type or spec.custom_rm_path or spec.metadata_key):
-            yield f"evaluation data set {spec.name}: nothing judges its responses; give it an rm_type, or the whole run one (--rm-type)"
+            yield f"evaluation data set {spec.name}: its responses have no reward; give it an rm_type, or give --rm-type for the whole run"
         if spec.custom_rm_path is not None:
             yield from hook_problem("custom_rm_path", spec.custom_rm_path)
 
@@ -319,7 +320,7 @@ def _judged(given: str, path: str, settings: DataSettings, rm_type: str | None) 
     try:
         problem = unjudged(path, settings, rm_type)
     except (ConfigError, DataError):
-        return  # of the reward's name or the file itself, and said by who reads these
+        return  # reported by the checks of the reward and of the file
     if problem is not None:
         yield f"{given}: {problem}"
 
@@ -332,7 +333,7 @@ def _rewards(config: Config) -> Iterator[str]:
 
 
 def _stop_tokens(config: Config) -> Iterator[str]:
-    """The planner's rule, for models that it does not know and evaluations, which it does not plan."""
+    """Apply the planner's rule to models that it does not know, and to evaluations, which it does not plan."""
     try:
         vocab_size = read_model_config(Path(config.model.hf_checkpoint or "")).get("vocab_size")
     except DamagedFileError:
@@ -345,24 +346,24 @@ def _stop_tokens(config: Config) -> Iterator[str]:
 def _places(config: Config) -> Iterator[str]:
     observability = config.observability
     run_directory = Path(observability.run_dir) if observability.run_dir is not None else Path("runs") / (observability.name or "")
-    # {rollout_id} stands in the last parts of these paths: what is in front of it must be writable.
+    # {rollout_id} is in the last parts of these paths: the directory before it must be writable.
     given = {"--run-dir": str(run_directory), "--save": config.checkpoint.save, "--save-hf": config.checkpoint.save_hf}
     for option, path in given.items():
         if path is None:
             continue
         cause = _why_unwritable(Path(path.split("{rollout_id}")[0]))
         if cause is not None:
-            yield f"{option} {path} cannot be written: {cause}; choose another"
+            yield f"cannot write {option} {path}: {cause}; choose another directory"
     if config.checkpoint.save_hf is not None:
         yield from _export(config, Path(config.checkpoint.save_hf))
 
 
 def _export(config: Config, target: Path) -> Iterator[str]:
-    """An export replaces what is there."""
+    """Check that an export replaces nothing that the run reads."""
     given = {"--hf-checkpoint": config.model.hf_checkpoint, "--ref-load": config.checkpoint.ref_load, "--load": config.checkpoint.load}
     for option, path in given.items():
         if path is not None and Path(path).resolve() == target.resolve():
-            yield f"--save-hf {target} is what {option} reads; give another place"
+            yield f"--save-hf {target} would replace the checkpoint of {option}; give another directory"
             return
     problem = export_problem(target)
     if problem is not None:
@@ -370,7 +371,7 @@ def _export(config: Config, target: Path) -> Iterator[str]:
 
 
 def _why_unwritable(directory: Path) -> str | None:
-    """Tries it on the nearest directory that exists: permissions do not tell everything (root, read-only and full file systems)."""
+    """Try to write to the nearest directory that exists; permissions alone say nothing for root, read-only or full file systems."""
     existing = next(parent for parent in [directory, *directory.absolute().parents] if parent.exists())
     if not existing.is_dir():
         return f"{existing} is a file"

@@ -1,4 +1,4 @@
-"""`fuligo quickstart`: a tiny model learns to add by GRPO, here and now."""
+"""`fuligo quickstart`: a tiny model learns to add with GRPO on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_ROWS_SHOWN = 8
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run, show answers before and after, and end with the line that says how the reward rose."""
+    """Train, show answers before and after, and end with a line on the reward."""
     options = _options(arguments)
     run_dir = Path(options.run_dir or Path("runs") / f"quickstart-{datetime.now():%Y%m%d-%H%M%S}")
 
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str]) -> int:
 
     console = Console(highlight=False)
     console.print(
-        "GRPO with a model of 0.8 million parameters on this machine. It can add digit by digit, but mostly guesses or forgets the carry.\n"
-        "Each step: 32 sums, 8 answers to each, a reward of 1 for the right number in the box. Nobody shows it how.\n"
+        "GRPO with a model of 0.8 million parameters on this machine. It can add digits, but mostly guesses or forgets the carry.\n"
+        "Each step: 32 sums, 8 answers to each, a reward of 1 for the right number in the box, no examples.\n"
     )
     outcome = run(config)
     before, after = outcome.evaluations[0], outcome.evaluations[-1]
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         f"every answer {run_dir}/samples/*.parquet\n"
         f"timeline     {run_dir}/trace.json (open it at ui.perfetto.dev, or chrome://tracing)\n"
         f"model        {run_dir}/checkpoints/iter_{config.data.num_rollout:07d}/hf\n"
-        f"again, yours fuligo train --config {run_dir}/config.yaml --run-dir runs/lower-lr --lr 5e-5\n",
+        f"try your own fuligo train --config {run_dir}/config.yaml --run-dir runs/lower-lr --lr 5e-5\n",
         markup=False,
         soft_wrap=True,
     )
@@ -61,12 +61,12 @@ def main(arguments: Sequence[str]) -> int:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("fuligo quickstart", description="GRPO with a tiny model on a CPU, in about a minute.")
     parser.add_argument("--run-dir", help="new or empty directory (default: runs/quickstart-<time>)")
-    parser.add_argument("--seed", type=int, default=1, help="of data order, sampling and training (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of data order, sampling and training (default: 1)")
     return parser.parse_args(arguments)
 
 
 def _flags(run_dir: Path, seed: int) -> list[str]:
-    """The shipped configuration with this machine's paths."""
+    """Return the flags of the shipped config with the paths of this machine."""
     flags = {
         "--config": ASSETS / "config.yaml",
         "--hf-checkpoint": ASSETS / "model",
@@ -80,7 +80,7 @@ def _flags(run_dir: Path, seed: int) -> list[str]:
 
 
 def _write_report(run_dir: Path) -> Path:
-    """Curves, samples, time and health in one page. A small one: it is written within the quickstart's time."""
+    """Write curves, samples, time and health as one page, small enough for the quickstart's minute."""
     from fuligo.observability.viewer.report import ReportSize, write_report
     from fuligo.observability.viewer.run import RunReader
 
@@ -90,7 +90,7 @@ def _write_report(run_dir: Path) -> Path:
 
 
 def _show_answers(console, before, after) -> None:
-    """The same held-out prompts, one answer each, before and after."""
+    """Print one answer to each held-out prompt, before and after."""
     from fuligo.observability.before_after import Answer, BeforeAfter, before_after_table
 
     def answer(group) -> Answer:

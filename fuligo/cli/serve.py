@@ -1,4 +1,4 @@
-"""`fuligo serve`: the embedded engine alone, behind the subset of SGLang's HTTP API that RL needs."""
+"""`fuligo serve`: the embedded engine behind the subset of SGLang's HTTP API that RL needs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 from fuligo.errors import ConfigError
 
 GRACE_S = 10.0
-"""Between the request to stop and the hard end, after the parent died."""
+"""Seconds between SIGTERM and exit after the parent died."""
 
 
 def main(argv: list[str]) -> int:
     """Serve until SIGTERM, SIGINT or the end of the parent.
 
     Raises:
-        ConfigError: no such model, or the address is taken
+        ConfigError: there is no such model, or the address is taken.
     """
     args = _parser().parse_args(argv)
     if args.parent_pid is not None:
@@ -51,13 +51,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model-path", required=True, help="Hugging Face directory")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=30000, help="port to listen on; 0 takes a free one (%(default)s)")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto takes CUDA where there is one")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA if available")
     parser.add_argument("--dtype", choices=["auto", "fp32", "bf16"], default="auto", help="auto: bf16 on CUDA, fp32 on a CPU")
     parser.add_argument("--max-running-requests", type=_positive, default=256, help="requests decoded together (%(default)s)")
     parser.add_argument("--max-total-tokens", type=_positive, help="tokens of the KV cache (default: what the free memory allows)")
     parser.add_argument("--num-threads", type=_positive, help="CPU threads (default: all cores)")
-    parser.add_argument("--parent-pid", type=int, help="end when this process ends")
-    parser.add_argument("--ready-file", type=Path, help='write {"port": ...} here when requests are taken')
+    parser.add_argument("--parent-pid", type=int, help="exit when this process exits")
+    parser.add_argument("--ready-file", type=Path, help='write {"port": ...} here once requests are accepted')
     return parser
 
 
@@ -69,13 +69,13 @@ def _positive(text: str) -> int:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Before the model is loaded: a taken port is found out at once."""
+    """Bind the socket; done before the model loads, so that a taken port fails at once."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--host {host} --port {port}: cannot listen there: {error}") from error
+        raise ConfigError(f"cannot listen on --host {host} --port {port}: {error}") from error
     return listener
 
 
@@ -85,7 +85,7 @@ def _end_with_parent(pid: int) -> None:
         parent = os.pidfd_open(pid)
         select.select([parent], [], [])
     except ProcessLookupError:
-        pass  # gone already
+        pass  # it has already exited
     except (AttributeError, OSError):  # no pidfd on this system
         while os.getppid() == pid:
             time.sleep(0.5)

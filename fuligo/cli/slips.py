@@ -1,4 +1,4 @@
-"""What of a config may be meant, and may be a slip: `fuligo train` warns of it and goes on."""
+"""Warnings of `fuligo train` about settings that are valid but may be a mistake."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fuligo.observability.run_directory import CHECKPOINTS
 
 
 def slips(config: Config) -> list[str]:
-    """One text each; of a config that `preflight` let pass."""
+    """Return the warnings for a config that passed `preflight`."""
     return [*_begins_anew(config), *_plain_prompts(config)]
 
 
@@ -23,8 +23,8 @@ def _begins_anew(config: Config) -> Iterator[str]:
     if load is None or resolve(Path(load)) is not None:
         return
     save = Path(config.checkpoint.save or config.run_directory(datetime.now()) / CHECKPOINTS)
-    if save.resolve() != Path(load).resolve():  # else one command starts a run and resumes it
-        yield f"--load {load} holds no checkpoint: the run begins anew, and saves to {save}"
+    if save.resolve() != Path(load).resolve():  # the same directory starts a run and resumes it
+        yield f"--load {load} holds no checkpoint: the run starts from scratch and saves to {save}"
 
 
 def _plain_prompts(config: Config) -> Iterator[str]:
@@ -33,6 +33,6 @@ def _plain_prompts(config: Config) -> Iterator[str]:
         return
     if Path(directory).is_dir() and has_chat_template(Path(directory)):
         yield (
-            "without --apply-chat-template prompts go to the model as they stand, though its tokenizer has a chat template: that is "
-            "right for a base model, and for prompts that are rendered already"
+            "--apply-chat-template is not given, so prompts go to the model unchanged although its tokenizer has a chat template; this is "
+            "right for a base model and for prompts that are already rendered"
         )

@@ -1,4 +1,4 @@
-"""`fuligo train`: the job."""
+"""`fuligo train`: a training job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     """Check everything that can be checked without a model, then run.
 
     Raises:
-        FuligoError: bad input (exit code 2) or a failure at run time (1); the caller shows it.
+        FuligoError: bad input (exit code 2) or a failure at run time (1); the caller prints it.
     """
     topic = asked_for_help(arguments)
     if topic is not None:
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     warnings = [*parsed.warnings, *require_no_errors(planned(config), config)]
     refuse(config)
 
-    # Imports cost time: what help and wrong flags do not need comes only now.
+    # Imported late: help and wrong flags should not wait for these imports.
     from fuligo.cli.console import show_warning
     from fuligo.cli.preflight import preflight
     from fuligo.cli.slips import slips
@@ -47,9 +47,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def planned(config: Config) -> tuple[Finding, ...]:
-    """What `fuligo plan` finds by its rules.
+    """Return the findings of the rules of `fuligo plan`.
 
-    Where the shape of the model is not known, those of the flags alone: the torch trainer takes models that the planner does not know.
+    If the planner does not know the model, which the torch trainer may still train, only the rules about flags apply.
     """
     from fuligo.planner.check import check
     from fuligo.planner.gpus import GPUS
@@ -59,5 +59,5 @@ def planned(config: Config) -> tuple[Finding, ...]:
         subject = read_subject(config, next(iter(GPUS)))
     except ConfigError:
         return findings(config)
-    # Rules that depend on the GPU only warn; whether the run fits its memory is an estimate of `fuligo plan`.
+    # Rules that depend on the GPU only warn; memory is an estimate of `fuligo plan`.
     return check(subject)

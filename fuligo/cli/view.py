@@ -1,4 +1,4 @@
-"""`fuligo view`: a page over run directories, live or finished; or a report in one file."""
+"""`fuligo view`: runs in a browser, live or finished, or a report in one file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fuligo.errors import ConfigError
 
 DEFAULT_PORT = 6780
 BACKLOG = 128
-_DESCRIPTION = "See what the model did, and why the step took that long: a local page over run directories, live or finished."
+_DESCRIPTION = "Show curves, samples, step time and health of runs, live or finished, on a local page."
 
 
 def main(arguments: Sequence[str]) -> int:
     """Serve until Ctrl-C, or write the report.
 
     Raises:
-        ConfigError: a path is no run, the address is taken, or the report cannot be written.
+        ConfigError: a path is not a run, the address is taken, or the report cannot be written.
     """
     options = parser().parse_args(arguments)
     from fuligo.observability.viewer.find_runs import find_runs, run_names
@@ -37,30 +37,33 @@ def main(arguments: Sequence[str]) -> int:
     from fuligo.observability.viewer.server import address, serve, token_for
 
     token = token_for(options.host, options.token)
-    print(f"{len(runs)} run{'s' * (len(runs) > 1)} at {address(options.host, listener.getsockname()[1], token)}  (Ctrl-C ends)", flush=True)
+    print(
+        f"{len(runs)} run{'s' * (len(runs) > 1)} at {address(options.host, listener.getsockname()[1], token)}  (Ctrl-C stops it)",
+        flush=True,
+    )
     with contextlib.suppress(KeyboardInterrupt):
         serve(runs, listener, token)
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command's own options."""
+    """Build the parser of the command's options."""
     parser = argparse.ArgumentParser("fuligo view", description=_DESCRIPTION)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory, or a directory that holds some")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory, or a directory of run directories")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument(
-        "--port", type=int, help=f"port to listen on; 0 takes a free one (default {DEFAULT_PORT}, or a free one where it is taken)"
+        "--port", type=int, help=f"port to listen on; 0 takes a free one (default {DEFAULT_PORT}, or a free one if it is taken)"
     )
-    parser.add_argument("--token", help="asked of visitors (default: none on localhost, a random one elsewhere)")
-    parser.add_argument("--export", type=Path, metavar="FILE", help="write one page with everything in it, and serve nothing")
+    parser.add_argument("--token", help="token that visitors must give (default: none on localhost, else random)")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write the report to this file instead of serving")
     return parser
 
 
 def bind(host: str, port: int | None) -> socket.socket:
-    """A socket that listens there; without a port the usual one, or a free one where that is taken.
+    """Return a listening socket; without a port, on the default port or a free one if that is taken.
 
     Raises:
-        ConfigError: it is taken, or there is no such address.
+        ConfigError: the port is taken, or there is no such address.
     """
     try:
         return _bound(host, DEFAULT_PORT if port is None else port)
@@ -68,7 +71,7 @@ def bind(host: str, port: int | None) -> socket.socket:
         if port is None and isinstance(error, OSError):
             return bind(host, 0)
         given = f"--host {host}" + ("" if port is None else f" --port {port}")
-        raise ConfigError(f"{given}: cannot listen there: {error}; give another, or --port 0 for a free one") from error
+        raise ConfigError(f"cannot listen on {given}: {error}; give another address, or --port 0 for a free port") from error
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -76,7 +79,7 @@ def _bound(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen(BACKLOG)  # whoever opens the address at once waits, and is not turned away
+        listener.listen(BACKLOG)  # early visitors wait instead of being refused
     except BaseException:
         listener.close()
         raise

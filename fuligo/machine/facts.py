@@ -1,4 +1,4 @@
-"""What this machine has: everything that `fuligo doctor` holds against a config."""
+"""Facts about this machine that `fuligo doctor` compares with a config."""
 
 from __future__ import annotations
 
@@ -29,40 +29,40 @@ print(json.dumps({name: version(name) for name in sys.argv[1:]}))
 
 @dataclass(frozen=True, slots=True)
 class Torch:
-    """What torch says of itself."""
+    """Build and devices of the installed torch."""
 
     version: str
     cuda: str | None = None
-    """CUDA that it is built for; None: a CPU build."""
+    """CUDA version of the build; None for a CPU build."""
     nccl: str | None = None
-    """Version of the NCCL that it brings."""
+    """Version of the bundled NCCL."""
     num_devices: int = 0
-    """CUDA devices that it sees."""
+    """Number of visible CUDA devices."""
     num_threads: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One node."""
+    """Hardware and software of one node."""
 
     python: str
     system: str
     """`Linux x86_64`"""
     torch: Torch | None
     torch_problem: str | None
-    """Why torch cannot be imported."""
+    """Reason why torch cannot be imported."""
     gpus: Gpus = field(default_factory=Gpus)
     num_cores: int = 1
-    """Those that this process may use."""
+    """Number of cores that this process may use."""
     memory_bytes: int = 0
     shared_memory_bytes: int | None = None
-    """Free in /dev/shm; None where there is none."""
+    """Free bytes in /dev/shm; None if it does not exist."""
     num_open_files: int = 1024
-    """Soft limit of a process (`ulimit -n`)."""
+    """Soft limit per process (`ulimit -n`)."""
 
 
 def read_machine() -> Machine:
-    """Ask this machine. Takes as long as the import of torch."""
+    """Collect the facts; this takes as long as importing torch."""
     torch, problem = _torch()
     return Machine(
         python=platform.python_version(),
@@ -78,7 +78,7 @@ def read_machine() -> Machine:
 
 
 def package_version(package: str) -> str | None:
-    """Of an installed package; None where it is missing."""
+    """Return the version of an installed package, None if it is missing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -88,10 +88,10 @@ def package_version(package: str) -> str | None:
 def package_versions(
     packages: Sequence[str], python: str = sys.executable, environment: Mapping[str, str] | None = None
 ) -> dict[str, str | None]:
-    """The same for several, also of another interpreter; all missing where that does not run.
+    """Return the versions of several packages, also for another interpreter; None for all if that fails to run.
 
     Args:
-        environment: variables beside this process's, among them perhaps PYTHONPATH.
+        environment: variables added to those of this process, such as PYTHONPATH.
     """
     if Path(python) == Path(sys.executable) and not environment:
         return {package: package_version(package) for package in packages}

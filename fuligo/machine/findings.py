@@ -1,4 +1,4 @@
-"""Lines of the doctor's report that hold for any run: Python, packages, devices, memory, places to write to."""
+"""Findings of the doctor that hold for any run: Python, packages, devices, memory, writable directories."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Finding:
     name: str
     value: str
     problem: str | None = None
-    """Why a run cannot work so, and what to do."""
+    """Reason why a run cannot work, and the fix."""
     warning: str | None = None
-    """Why it may be slow or fail later, and what to do."""
+    """Reason why a run may be slow or fail later, and the fix."""
 
 
 def machine_findings(machine: Machine) -> list[Finding]:
-    """What is here, needed by every run or by some."""
+    """Return the findings on what every run, or some runs, need."""
     return [_python(machine), _torch(machine), *_packages(), *_devices(machine), *_system(machine), *_places()]
 
 
@@ -41,16 +41,16 @@ def _python(machine: Machine) -> Finding:
 def _torch(machine: Machine) -> Finding:
     torch = machine.torch
     if torch is None:
-        return Finding("torch", "not usable", f"it cannot be imported ({machine.torch_problem}); install it again")
+        return Finding("torch", "not usable", f"cannot import torch ({machine.torch_problem}); reinstall it")
     build = "CPU build" if torch.cuda is None else f"CUDA {torch.cuda}, NCCL {torch.nccl or 'none'}"
     return Finding("torch", f"{torch.version}, {build}, {torch.num_threads} threads")
 
 
 def _packages() -> list[Finding]:
     versions = {name: package_version(name) for name in (*PACKAGES, *OPTIONAL_PACKAGES)}
-    fix = "install fuligo again: pip install fuligo"
+    fix = "reinstall fuligo: pip install fuligo"
     needed = [Finding(name, versions[name] or "missing", None if versions[name] else fix) for name in PACKAGES]
-    return [*needed, *(Finding(name, versions[name] or "not installed (some runs need it)") for name in OPTIONAL_PACKAGES)]
+    return [*needed, *(Finding(name, versions[name] or "not installed (optional)") for name in OPTIONAL_PACKAGES)]
 
 
 def _devices(machine: Machine) -> list[Finding]:
@@ -71,14 +71,14 @@ def _system(machine: Machine) -> list[Finding]:
     return [
         Finding("cores", f"{machine.num_cores} usable"),
         Finding("memory", f"{machine.memory_bytes / GIB:.1f} GiB"),
-        Finding("open files", f"{machine.num_open_files} a process"),
+        Finding("open files", f"{machine.num_open_files} per process"),
     ]
 
 
 def _places() -> list[Finding]:
-    found = [_place("working directory", Path.cwd(), "run directories go there: change to another, or give --run-dir")]
+    found = [_place("working directory", Path.cwd(), "run directories are written there: change to another, or give --run-dir")]
     if SHARED_MEMORY.is_dir():
-        found.append(_place("shared memory", SHARED_MEMORY, "weights travel through it: mount it writable"))
+        found.append(_place("shared memory", SHARED_MEMORY, "weights are passed through it: mount it writable"))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a config needs of this machine, held against what it has."""
+"""Comparison of what a config needs on this machine with what the machine has."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from fuligo.quantities import amount
 
 Versions = Callable[[Sequence[str], str, Mapping[str, str]], Mapping[str, str | None]]
 NCCL_SHARED_MEMORY_BYTES = 1024**3
-"""NCCL's buffers between the GPUs of a node: a container's default of 64 MiB ends a run at its first collective."""
+"""NCCL's buffers between the GPUs of a node; with a container's default of 64 MiB a run fails at its first collective."""
 OWN_FILES = 256
-"""Files that a process has open besides its connections: libraries, data, logs."""
+"""Files that a process has open in addition to its connections: libraries, data, logs."""
 
 
 def needs(config: Config, machine: Machine, versions: Versions = package_versions) -> list[Finding]:
-    """A line for each need of this node, met or not.
+    """Return a finding for each need of this node, met or not.
 
     Args:
-        config: valid
-        machine: where the run's processes of one node would be
-        versions: of packages of an interpreter with these variables beside this process's, None for those that are missing
+        config: validated config.
+        machine: node on which the processes of the run would be.
+        versions: function from packages, interpreter and added environment variables to versions, None for missing packages.
     """
     checks = (_packages(config, machine, versions), _gpus(config, machine), _links(config, machine), _shared_memory(config, machine))
     return [*(finding for check in checks for finding in check), *_ports(config), _open_files(config, machine)]
 
 
 def num_gpus_of_node(config: Config, machine: Machine) -> int:
-    """GPUs that the run takes here; 0 where it computes on the CPU."""
+    """Return the number of GPUs that the run uses on this node; 0 if it computes on the CPU."""
     asked = config.cluster.device
     on_cpu = asked == "cpu" or (asked == "auto" and not machine.gpus.devices)
     return 0 if on_cpu else min(config.total_num_gpus, config.cluster.num_gpus_per_node)
 
 
 def _packages(config: Config, machine: Machine, versions: Versions) -> Iterator[Finding]:
-    """Those of the backends, in the versions whose flags are known; engines may run under an interpreter of their own."""
+    """Check the packages of the backends, in the versions whose flags are known; engines may have their own interpreter."""
     here = sys.executable
     if config.resolved_train_backend == "megatron":
         yield _package(versions, here, "megatron-core", schema("megatron").version)
@@ -83,26 +83,28 @@ def _gpus(config: Config, machine: Machine) -> Iterator[Finding]:
         found = f"CPU, {processes}" + (" (--device auto finds no GPU)" if asked == "auto" else "")
         needs_gpus = config.resolved_train_backend == "megatron" and asked == "auto"
         yield (
-            Finding("device", found, "the Megatron trainer needs GPUs: ask on a node of the cluster")
+            Finding("device", found, "the Megatron trainer needs GPUs: run fuligo doctor on a node of the cluster")
             if needs_gpus
             else Finding("device", found)
         )
         return
     value = f"{needed} needed, {devices} here"
     if devices < needed:
-        fix = "give fewer (--actor-num-gpus-per-node, --rollout-num-gpus), say what a node has (--num-gpus-per-node), or --device cpu"
+        fix = (
+            "use fewer (--actor-num-gpus-per-node, --rollout-num-gpus), give the GPUs of a node by --num-gpus-per-node, or use --device cpu"
+        )
         yield Finding("GPUs", value, fix)
     elif torch is not None and torch.num_devices < needed:
-        cause = "it is a CPU build: install one for CUDA" if torch.cuda is None else "look at the driver and at CUDA_VISIBLE_DEVICES"
+        cause = "it is a CPU build: install a CUDA build" if torch.cuda is None else "check the driver and CUDA_VISIBLE_DEVICES"
         yield Finding("GPUs", f"{value}, torch sees {torch.num_devices}", cause)
     else:
         yield Finding("GPUs", value)
     if needed > 1 and torch is not None:
-        yield Finding("NCCL", torch.nccl or "none", None if torch.nccl else "several GPUs need it: install torch for CUDA")
+        yield Finding("NCCL", torch.nccl or "none", None if torch.nccl else "runs on several GPUs need NCCL: install a CUDA build of torch")
 
 
 def _links(config: Config, machine: Machine) -> Iterator[Finding]:
-    """The GPUs that exchange activations in every layer."""
+    """Check the links between GPUs that exchange activations in every layer."""
     here = num_gpus_of_node(config, machine)
     sizes = [("an engine", group.tp_size) for group in engine_groups(config)]
     if config.resolved_train_backend == "megatron":
@@ -114,9 +116,11 @@ def _links(config: Config, machine: Machine) -> Iterator[Finding]:
     no_access = machine.gpus.without_peer_access(here)
     no_link = machine.gpus.without_nvlink(here)
     if no_access:
-        warning = f"GPUs {no_access[0][0]} and {no_access[0][1]} cannot read each other's memory: all goes through the host; lower the size"
+        warning = (
+            f"GPUs {no_access[0][0]} and {no_access[0][1]} cannot access each other's memory and copy through the host; lower the size"
+        )
     elif no_link:
-        warning = f"GPUs {no_link[0][0]} and {no_link[0][1]} have no NVLink: every layer waits for PCIe; a size within NVLink is faster"
+        warning = f"GPUs {no_link[0][0]} and {no_link[0][1]} have no NVLink, so every layer waits for PCIe; a size within NVLink is faster"
     else:
         warning = None
     yield Finding("peer access", value, warning=warning)
@@ -135,7 +139,7 @@ def _shared_memory(config: Config, machine: Machine) -> Iterator[Finding]:
 
 
 def _shared_bytes(config: Config, machine: Machine) -> int:
-    """What may lie in /dev/shm at a time: a bucket of weights that is read while the next is filled, or all weights; NCCL's buffers."""
+    """Return the peak use of /dev/shm: one weight bucket being read and one being filled, or all weights, and NCCL's buffers."""
     gpus = num_gpus_of_node(config, machine)
     nccl = NCCL_SHARED_MEMORY_BYTES if gpus > 1 else 0
     if not config.needs_engine or config.debug.debug_rollout_only:
@@ -151,7 +155,7 @@ def _shared_bytes(config: Config, machine: Machine) -> int:
 
 
 def _ports(config: Config) -> Iterator[Finding]:
-    """Claimed as a run would claim them, and given back."""
+    """Claim the ports that a run would claim, and release them."""
     num_engines = sum(group.num_engines for group in engine_groups(config))
     if num_engines == 0:
         return
@@ -168,5 +172,5 @@ def _ports(config: Config) -> Iterator[Finding]:
 def _open_files(config: Config, machine: Machine) -> Finding:
     needed = (config.rollout.rollout_concurrency if config.needs_engine else 0) + OWN_FILES
     short = machine.num_open_files < needed
-    fix = f"each request in flight is a connection: ulimit -n {needed}, or lower --rollout-concurrency"
+    fix = f"each request in flight needs a connection: raise the limit (ulimit -n {needed}) or lower --rollout-concurrency"
     return Finding("open files", f"{machine.num_open_files} of {needed} that may be needed", fix if short else None)

@@ -1,4 +1,4 @@
-"""The GPUs of this machine as the driver's `nvidia-smi` tells them: it works where torch is a CPU build, or cannot be imported."""
+"""GPUs of this machine as `nvidia-smi` reports them; it works without a CUDA build of torch."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ _MIB = 1024**2
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One device."""
+    """One GPU."""
 
     index: int
     name: str
     memory_bytes: int
     driver: str
-    """Version of the driver."""
+    """Driver version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """All of them, and what lies between each two."""
+    """All GPUs, and the connection between each pair."""
 
     devices: tuple[Gpu, ...] = ()
     links: tuple[tuple[str, ...], ...] = ()
-    """[n][n] of `nvidia-smi topo -m`: NV18 is 18 NVLinks; SYS, NODE, PHB, PXB, PIX are ways over PCIe."""
+    """[n][n] matrix of `nvidia-smi topo -m`: NV18 is 18 NVLinks; SYS, NODE, PHB, PXB, PIX are paths over PCIe."""
     peers: tuple[tuple[str, ...], ...] = ()
-    """[n][n] of `nvidia-smi topo -p2p r`: OK where one reads the other's memory."""
+    """[n][n] matrix of `nvidia-smi topo -p2p r`: OK if the pair has peer access."""
 
     def without_nvlink(self, count: int) -> list[tuple[int, int]]:
-        """Pairs among the first `count` GPUs that only PCIe connects."""
+        """Return the pairs among the first `count` GPUs that only PCIe connects."""
         return [(a, b) for a, b in _pairs(self.links, count) if not self.links[a][b].startswith("NV")]
 
     def without_peer_access(self, count: int) -> list[tuple[int, int]]:
-        """Pairs among the first `count` GPUs that cannot read each other's memory."""
+        """Return the pairs among the first `count` GPUs without peer access."""
         return [(a, b) for a, b in _pairs(self.peers, count) if self.peers[a][b] != "OK"]
 
 
 def read_gpus() -> Gpus:
-    """What is here; nothing where there is no driver."""
+    """Return the GPUs; none without a driver."""
     devices = parse_devices(_nvidia_smi(*GPU_QUERY))
     if len(devices) < 2:
         return Gpus(devices)
@@ -55,7 +55,7 @@ def read_gpus() -> Gpus:
 
 
 def parse_devices(text: str) -> tuple[Gpu, ...]:
-    """`0, NVIDIA H200, 143771, 580.159.04`, one a line; lines that are no such row (messages of a broken driver) are passed over."""
+    """Parse lines such as `0, NVIDIA H200, 143771, 580.159.04`; skip others, such as messages of a broken driver."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     return tuple(
         Gpu(int(row[0]), row[1], int(row[2]) * _MIB, row[3]) for row in rows if len(row) == 4 and row[0].isdigit() and row[2].isdigit()
@@ -63,7 +63,7 @@ def parse_devices(text: str) -> tuple[Gpu, ...]:
 
 
 def parse_matrix(text: str) -> tuple[tuple[str, ...], ...]:
-    """The rows GPU0 .. GPUn-1 of a topology, and of each the columns of the GPUs; empty where there is none."""
+    """Parse the rows and columns GPU0 .. GPUn-1 of a topology matrix; empty without one."""
     rows = [_COLOURS.sub("", line).split() for line in text.splitlines()]
     gpus = [row for row in rows if len(row) > 1 and re.fullmatch(r"GPU\d+", row[0]) and not re.fullmatch(r"GPU\d+", row[1])]
     return tuple(tuple(row[1 : len(gpus) + 1]) for row in gpus)
@@ -74,7 +74,7 @@ def _pairs(matrix: tuple[tuple[str, ...], ...], count: int) -> list[tuple[int, i
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """Its output; empty where it is not there or does not answer."""
+    """Return the output of nvidia-smi; empty if it is missing or does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""

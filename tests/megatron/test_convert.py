@@ -189,7 +189,7 @@ def test_a_conversion_that_cannot_be_done_leaves_nothing(checkpoints, tmp_path: 
         hf_to_dist(source, tmp_path / "full" / "notes.txt", World())
     with pytest.raises(CheckpointError, match="is not an empty directory"):
         dist_to_hf(dist / "release", tmp_path / "full")
-    with pytest.raises(ConfigError, match="is no distributed checkpoint"):
+    with pytest.raises(ConfigError, match="is not a distributed checkpoint"):
         convert(["dist-to-hf", str(source), "--save", str(tmp_path / "back")])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dist", "full", "no weights", "run"]
 

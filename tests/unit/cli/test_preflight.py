@@ -69,7 +69,7 @@ def test_one_that_does_not_say_of_which_model_it_is(model: Path, dist: Path, tmp
     (other / "release" / "manifest.json").unlink()
     shutil.rmtree(other / "release" / "model")
     (problem,) = problems(model, option, other, "--train-backend", "megatron")
-    assert f"{option} {other / 'release'} is no distributed checkpoint that fuligo wrote" in problem
+    assert f"{option} {other / 'release'} is incomplete, or not a distributed checkpoint written by fuligo" in problem
     assert f"{other / 'release' / 'model' / 'config.json'} is missing" in problem
 
 
@@ -122,7 +122,7 @@ def test_a_model_whose_class_sglang_could_not_find(model: Path, tmp_path: Path):
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({name: value for name, value in settings.items() if name != "architectures"}))
     (problem,) = engine_problems(model, *engines)
-    assert f"{model}/config.json names no class of the model" in problem and '"architectures": ["..."]' in problem
+    assert f"{model}/config.json does not name the class of the model" in problem and '"architectures": ["..."]' in problem
     assert engine_problems(model) == [], "the embedded engine goes by the model_type"
 
 
@@ -201,7 +201,7 @@ def test_evaluation_beside_a_teacher_alone_has_rewards_of_its_own(model: Path, t
     judged = {"name": "judged", "path": str(prompts), "rm_type": "math", "label_key": "label"}
     (tmp_path / "eval.yaml").write_text(json.dumps({"eval": {"datasets": [judged, {"name": "open", "path": str(prompts)}]}}))
     (problem,) = problems(model, "--use-opd", "--opd-teacher-load", model, "--eval-config", tmp_path / "eval.yaml")
-    assert problem.startswith("evaluation data set open: nothing judges its responses")
+    assert problem.startswith("evaluation data set open: its responses have no reward")
 
 
 def test_first_weights_of_a_value_model_are_of_the_policys_model(model: Path, dist: Path, tmp_path: Path):
@@ -210,7 +210,7 @@ def test_first_weights_of_a_value_model_are_of_the_policys_model(model: Path, di
     tiny.tokenizer().save_pretrained(values)
     assert problems(model, *ppo, values) == problems(model, *ppo, model) == []
     (problem,) = problems(model, "--ref-load", values)
-    assert "lm_head.weight has the shape [1, 64]" in problem, "a value model is no policy"
+    assert "lm_head.weight has shape [1, 64]" in problem, "a value model is no policy"
     assert problems(model, *ppo, dist, "--train-backend", "megatron") == []
     (problem,) = problems(model, *ppo, dist)
     assert f"--critic-load {dist / 'release'} is a distributed checkpoint" in problem

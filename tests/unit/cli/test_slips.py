@@ -24,7 +24,7 @@ def test_a_load_without_checkpoints_is_warned_of_unless_the_run_makes_them_there
 
     assert warnings() == warnings("--load", tmp_path / "checkpoints") == []
     assert warnings("--load", tmp_path / "own", "--save", tmp_path / "own") == []
-    begins_anew = f"--load {tmp_path / 'chekpoints'} holds no checkpoint: the run begins anew, and saves to {tmp_path / 'checkpoints'}"
+    begins_anew = f"--load {tmp_path / 'chekpoints'} holds no checkpoint: the run starts from scratch and saves to {tmp_path / 'checkpoints'}"
     assert warnings("--load", tmp_path / "chekpoints") == [begins_anew]
     saved(model, tmp_path / "chekpoints", 1)
     assert warnings("--load", tmp_path / "chekpoints") == []
@@ -37,7 +37,7 @@ def test_prompts_without_the_chat_template_that_the_tokenizer_has_are_warned_of(
     tokenizer = tmp_path / "tokenizer_config.json"
     tokenizer.write_text(json.dumps({"chat_template": "{{ messages }}"}))
     (warning,) = warnings()
-    assert "without --apply-chat-template prompts go to the model as they stand" in warning
+    assert "--apply-chat-template is not given, so prompts go to the model unchanged" in warning
     assert warnings("--apply-chat-template") == []
     tokenizer.write_text("{}")
     assert warnings() == [], "a base model without a template"

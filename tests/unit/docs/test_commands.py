@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from fuligo.cli import convert_compare, convert_dist_to_hf, convert_value_to_hf, import_script, plan, quickstart, serve
+from fuligo.cli import convert, import_script, plan, quickstart, serve
 from fuligo.cli import eval as evaluation
 from fuligo.config import Config
 from fuligo.config.files import load_yaml
@@ -132,19 +131,15 @@ def test_fuligo_convert_hf_to_dist(page: Path, arguments: list[str]):
 
 
 @pytest.mark.parametrize(
-    ("page", "arguments", "conversion"),
+    ("page", "arguments", "name"),
     [
-        pytest.param(*case.values, conversion, id=f"{conversion.__name__}-{case.id}")
-        for name, conversion in (
-            ("dist-to-hf", convert_dist_to_hf),
-            ("value-to-hf", convert_value_to_hf),
-            ("compare", convert_compare),
-        )
+        pytest.param(*case.values, name, id=f"{name}-{case.id}")
+        for name in ("dist-to-hf", "value-to-hf", "compare")
         for case in commands_of_all_pages("fuligo", "convert", name)
     ],
 )
-def test_fuligo_convert(page: Path, arguments: list[str], conversion: ModuleType):
-    conversion._parser().parse_args(arguments)
+def test_fuligo_convert(page: Path, arguments: list[str], name: str):
+    convert.CONVERSIONS[name].parser().parse_args(arguments)
 
 
 @pytest.mark.parametrize(("page", "script"), SCRIPTS)

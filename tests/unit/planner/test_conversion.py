@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.cli.convert_hf_to_dist import main
+from fuligo.cli.convert import hf_to_dist as main
 from fuligo.errors import ConfigError
 from fuligo.models.registry import read_architecture
 from fuligo.planner.conversion import describe, plan_hf_to_dist, torchrun_size

@@ -62,7 +62,7 @@ def test_every_problem_on_disk_is_named(given: list[str], tmp_path: Path) -> Non
 
 def test_engines_of_others_have_the_weights_that_they_have(given: list[str], tmp_path: Path) -> None:
     said = refused(*given, "--rollout-external-engine-addrs", "127.0.0.1:30000", "--load", tmp_path)
-    assert "are evaluated with the weights that they have; drop one of the two" in said
+    assert "are evaluated with the weights that they have; remove one of the two flags" in said
 
 
 def test_the_name_of_a_run_is_not_that_of_its_evaluation(given: list[str]) -> None:

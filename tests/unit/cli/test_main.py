@@ -120,4 +120,4 @@ def test_a_python_without_the_packages_is_named():
     command = [sys.executable, "-S", "-m", "fuligo", "plan"]  # -S disables site-packages.
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
-    assert ended.stderr.startswith(f"error: {sys.executable} has no pydantic") and "Traceback" not in ended.stderr
+    assert ended.stderr.startswith(f"error: {sys.executable} has no package pydantic") and "Traceback" not in ended.stderr

@@ -75,7 +75,7 @@ def test_one_that_does_not_say_of_which_model_it_is(model: Path, dist: Path, tmp
 
 def test_an_export_replaces_neither_what_the_run_reads_nor_what_is_no_export(model: Path, tmp_path: Path):
     (problem,) = problems(model, "--save-hf", model)
-    assert f"--save-hf {model} is what --hf-checkpoint reads" in problem
+    assert f"--save-hf {model} would replace the checkpoint of --hf-checkpoint" in problem
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "notes.txt").touch()
     (problem,) = problems(model, "--save-hf", tmp_path / "home")

@@ -24,7 +24,8 @@ def test_a_load_without_checkpoints_is_warned_of_unless_the_run_makes_them_there
 
     assert warnings() == warnings("--load", tmp_path / "checkpoints") == []
     assert warnings("--load", tmp_path / "own", "--save", tmp_path / "own") == []
-    begins_anew = f"--load {tmp_path / 'chekpoints'} holds no checkpoint: the run starts from scratch and saves to {tmp_path / 'checkpoints'}"
+    misspelt, saved_to = tmp_path / "chekpoints", tmp_path / "checkpoints"
+    begins_anew = f"--load {misspelt} holds no checkpoint: the run starts from scratch and saves to {saved_to}"
     assert warnings("--load", tmp_path / "chekpoints") == [begins_anew]
     saved(model, tmp_path / "chekpoints", 1)
     assert warnings("--load", tmp_path / "chekpoints") == []

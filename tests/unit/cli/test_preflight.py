@@ -79,7 +79,7 @@ def test_an_export_replaces_neither_what_the_run_reads_nor_what_is_no_export(mod
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "notes.txt").touch()
     (problem,) = problems(model, "--save-hf", tmp_path / "home")
-    assert f"{tmp_path / 'home'} is there and is no Hugging Face directory" in problem
+    assert f"{tmp_path / 'home'}: it is not a Hugging Face directory" in problem
     assert problems(model, "--save-hf", tmp_path / "new") == []
 
 

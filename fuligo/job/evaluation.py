@@ -9,14 +9,12 @@ from pathlib import Path
 
 from fuligo.checkpoint.location import Checkpoint, WeightsOnly, resolve, weights_of
 from fuligo.config import Config
-from fuligo.engines.group import EngineGroup
 from fuligo.formats.checkpoint_files import is_distributed
 from fuligo.job.engines import launch_engines
 from fuligo.job.join import join_cluster
+from fuligo.job.rollouts import build_eval_only
 from fuligo.observability.run_directory import RunDirectory
-from fuligo.rollout.build import build_evaluator, build_generate
-from fuligo.rollout.evaluate import Evaluation, Evaluator
-from fuligo.rollout.rewards import reward_runner
+from fuligo.rollout.evaluate import Evaluation
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,6 +62,8 @@ async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
     Raises:
         FuligoError: the evaluation failed
     """
+    from transformers import AutoTokenizer
+
     weights = EvaluatedWeights.find(config)
     async with AsyncExitStack() as stack:
         directory = RunDirectory.create(run_dir, config, resume=False)
@@ -73,7 +73,9 @@ async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
         engines = await launch_engines(joined.config, directory, stack, joined.cluster)
         assert engines is not None, "validated: there is something to evaluate"
         await stack.enter_async_context(engines.watched(None))
-        evaluator = _evaluator(joined.config.served_at(engines.urls), engines.group, stack)
+        tokenizer = AutoTokenizer.from_pretrained(model["hf_checkpoint"])
+        evaluator = build_eval_only(joined.config.served_at(engines.urls), engines.group, tokenizer, lambda: 0, stack)
+        assert evaluator is not None, "validated: there is something to evaluate"
         with directory.trace.phase("eval", weights.num_rollouts):
             evaluation = await evaluator.evaluate()
         record = dict(evaluation.metrics)
@@ -90,22 +92,3 @@ def _hugging_face(weights: Path, target: Path, stack: AsyncExitStack) -> Path:
     stack.callback(shutil.rmtree, target, ignore_errors=True)
     dist_to_hf(weights, target)
     return target
-
-
-def _evaluator(config: Config, engines: EngineGroup, stack: AsyncExitStack) -> Evaluator:
-    """Build the evaluator.
-
-    Raises:
-        ConfigError, DataError, HookError: a data set or its settings are wrong
-    """
-    from transformers import AutoTokenizer
-
-    assert config.model.hf_checkpoint is not None, "validated"
-    tokenizer = AutoTokenizer.from_pretrained(config.model.hf_checkpoint)
-    reward = reward_runner(config)
-    stack.push_async_callback(reward.close)
-    generate = build_generate(config, engines=engines, tokenizer=tokenizer, policy_version=lambda: 0)
-    evaluator = build_evaluator(config, engines=engines, tokenizer=tokenizer, generate=generate, reward=reward)
-    assert evaluator is not None, "validated: there is something to evaluate"
-    stack.push_async_callback(evaluator.close)
-    return evaluator

@@ -20,7 +20,7 @@ from fuligo.rollout.evaluate import Evaluator
 from fuligo.rollout.given import SavedRollouts, SupervisedRollouts
 from fuligo.rollout.modes import PacedRollouts
 from fuligo.rollout.producer import Activity, PhaseTimer, RolloutProducer
-from fuligo.rollout.protocol import GenerateFn, RewardFn, RolloutMethod, RolloutState
+from fuligo.rollout.protocol import RolloutMethod, RolloutState
 from fuligo.rollout.rewards import reward_runner
 from fuligo.rollout.teacher import ServedTeacher
 
@@ -95,7 +95,9 @@ class RolloutBuilder:
         if saved is not None:
             method, evaluator = SavedRollouts(saved, vocab_size=vocab_size(self.config)), None
         elif isinstance(source, ConversationSource):
-            method, evaluator = self._supervised(source)
+            method, evaluator = SupervisedRollouts(source, batch_size=self.config.rollout.rollout_batch_size), None
+            if self.engines is not None:
+                evaluator = build_eval_only(self.config, self.engines.group, self.data.tokenizer, self.policy_version, self.stack)
         else:
             method, activity, evaluator = self._sampled(source)
         if state is not None:
@@ -114,12 +116,14 @@ class RolloutBuilder:
 
     def _sampled(self, prompts: PromptSource | None) -> tuple[RolloutMethod, Activity, Evaluator | None]:
         assert self.engines is not None, "validated: there are engines to sample from"
-        reward = self._reward()
+        reward = reward_runner(self.config)
+        self.stack.push_async_callback(reward.close)
+        group, tokenizer = self.engines.group, self.data.tokenizer
         sampling = build_sampling(
             self.config,
             prompts=prompts,
-            engines=self.engines.group,
-            tokenizer=self.data.tokenizer,
+            engines=group,
+            tokenizer=tokenizer,
             reward=reward,
             policy_version=self.policy_version,
             num_rollout=self.data.num_rollout,
@@ -127,24 +131,24 @@ class RolloutBuilder:
         )
         if isinstance(sampling.method, ContinuousRunner):
             self.stack.push_async_callback(sampling.method.close)
-        return sampling.method, sampling.activity, self._evaluator(self.engines.group, sampling.generate, reward)
-
-    def _supervised(self, source: ConversationSource) -> tuple[RolloutMethod, Evaluator | None]:
-        """Build rollouts of conversations; engines serve the evaluation alone."""
-        rollouts = SupervisedRollouts(source, batch_size=self.config.rollout.rollout_batch_size)
-        if self.engines is None:
-            return rollouts, None
-        engines = self.engines.group
-        generate = build_generate(self.config, engines=engines, tokenizer=self.data.tokenizer, policy_version=self.policy_version)
-        return rollouts, self._evaluator(engines, generate, self._reward())
-
-    def _reward(self) -> RewardFn:
-        reward = reward_runner(self.config)
-        self.stack.push_async_callback(reward.close)
-        return reward
-
-    def _evaluator(self, engines: EngineGroup, generate: GenerateFn, reward: RewardFn) -> Evaluator | None:
-        evaluator = build_evaluator(self.config, engines=engines, tokenizer=self.data.tokenizer, generate=generate, reward=reward)
+        evaluator = build_evaluator(self.config, engines=group, tokenizer=tokenizer, generate=sampling.generate, reward=reward)
         if evaluator is not None:
             self.stack.push_async_callback(evaluator.close)
-        return evaluator
+        return sampling.method, sampling.activity, evaluator
+
+
+def build_eval_only(
+    config: Config, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase, policy_version: Callable[[], int], stack: AsyncExitStack
+) -> Evaluator | None:
+    """Build the evaluator of a run that samples nothing else; None without evaluation data.
+
+    Raises:
+        ConfigError, DataError, HookError: a data set or its settings are wrong
+    """
+    reward = reward_runner(config)
+    stack.push_async_callback(reward.close)
+    generate = build_generate(config, engines=engines, tokenizer=tokenizer, policy_version=policy_version)
+    evaluator = build_evaluator(config, engines=engines, tokenizer=tokenizer, generate=generate, reward=reward)
+    if evaluator is not None:
+        stack.push_async_callback(evaluator.close)
+    return evaluator

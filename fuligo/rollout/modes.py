@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from types import TracebackType
 from typing import Literal
 
 from fuligo.rollout.metrics import staleness_metrics
@@ -21,7 +20,7 @@ class PacedRollouts:
     full: `produce` takes rollouts out of sampling that never stops (`continuous.ContinuousRunner`). Weights may change at any time:
     `settle()` announces the change and does not wait.
 
-    Leave it as an async context manager, or `close()` it, to cancel a rollout that began ahead.
+    `close()` cancels a rollout that began ahead.
 
     Args:
         produce: produces the rollout of a step
@@ -69,12 +68,6 @@ class PacedRollouts:
         if self._one_ahead and self._next < self._stop:
             self._ahead = asyncio.ensure_future(self._produce(self._next))
         return rollout
-
-    async def __aenter__(self) -> PacedRollouts:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self.close()
 
     async def settle(self) -> None:
         """Return when the weights may change: when no rollout is being sampled, or at once in full mode.

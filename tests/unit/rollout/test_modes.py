@@ -82,10 +82,11 @@ async def test_an_error_ahead_of_time_comes_when_its_rollout_is_asked_for():
 
 async def test_leaving_early_cancels_the_rollout_that_is_ahead():
     given = world(engine=ScriptedEngine(lambda row, index: 1000), rollout_max_response_len=1000)
-    async with PacedRollouts(given.runner.rollout, start=0, stop=9, mode="one-step") as rollouts:
-        async for _ in rollouts:
-            await given.engine.until(lambda: given.engine.num_running > 0)
-            break
+    rollouts = PacedRollouts(given.runner.rollout, start=0, stop=9, mode="one-step")
+    async for _ in rollouts:
+        await given.engine.until(lambda: given.engine.num_running > 0)
+        break
+    await rollouts.close()
     assert given.engine.num_running == 0
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
 

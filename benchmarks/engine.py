@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from fuligo.engines.client import EngineClient, SamplingParams
-from fuligo.engines.launch import EmbeddedEngineSettings, launch_embedded
+from fuligo.engines.client import EngineClient
+from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedded
+from fuligo.engines.generation import SamplingParams
 from fuligo.engines.ports import PortClaims
-from fuligo.engines.sglang.place import claim_ports
-from fuligo.engines.sglang.server import ServerSettings, SGLangServer
+from fuligo.engines.sglang.server import ServerPorts, ServerSettings, SGLangServer
 
 Runner = Callable[["Workload"], Awaitable[None]]
 VOCAB_SIZE = 512
@@ -173,7 +173,7 @@ async def sglang_engine(directory: Path, args: argparse.Namespace) -> AsyncItera
             worker_type="regular",
             device="cpu",
             host="127.0.0.1",
-            ports=claim_ports(claims),
+            ports=ServerPorts.claim(claims),
             log_file=directory / "sglang.log",
             python=args.engine_python,
             environment={"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": str(TORCHVISION_STUB)},

@@ -32,10 +32,9 @@ from transformers import AutoTokenizer
 
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.ports import PortClaims
-from fuligo.engines.router import RouterSettings
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
-from fuligo.engines.sglang.place import claim_ports
-from fuligo.engines.sglang.server import ServerSettings
+from fuligo.engines.sglang.router import RouterSettings
+from fuligo.engines.sglang.server import ServerPorts, ServerSettings
 from fuligo.types import IntArray
 
 TORCHVISION_STUB = Path(__file__).parents[1] / "tests" / "sglang" / "stubs"
@@ -58,7 +57,7 @@ async def fleet(args: argparse.Namespace, directory: Path) -> AsyncIterator[Flee
             worker_type="regular",
             device=args.device,
             host=HOST,
-            ports=claim_ports(claims),
+            ports=ServerPorts.claim(claims),
             log_file=directory / "engine.txt",
             gpu_ids=tuple(range(args.tp)) if args.device == "cuda" else (),
             python=args.engine_python,

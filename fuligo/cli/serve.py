@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--model-path {args.model_path}: there is no config.json; give a directory with a Hugging Face checkpoint")
     listener = _bind(args.host, args.port)
 
-    from fuligo.engines.serve import ServeSettings, serve
+    from fuligo.engines.embedded.serve import ServeSettings, serve
 
     return serve(
         ServeSettings(

@@ -11,7 +11,6 @@ from pathlib import Path
 from fuligo.cluster.interface import use_interface_of
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.server_process import last_lines
-from fuligo.engines.sglang.place import claim_ports
 from fuligo.engines.sglang.server import ServerPorts, ServerSettings, SGLangServer
 from fuligo.errors import EngineError
 
@@ -40,7 +39,7 @@ class NodeAgent:
         return self._gpus
 
     async def claim_engine_ports(self) -> ServerPorts:
-        return claim_ports(self._claims)
+        return ServerPorts.claim(self._claims)
 
     async def missing(self, paths: list[str]) -> list[str]:
         """Return the paths that this node does not see; a network disk may show new files late."""

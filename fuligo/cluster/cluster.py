@@ -16,8 +16,7 @@ from fuligo.cluster.placement import Placement, engine_parts, place
 from fuligo.cluster.rank import ActorRank, TrainerRank
 from fuligo.cluster.reservation import AGENT_TIMEOUT_S, Bundle, Device, Reservation, reserve, start_agent
 from fuligo.config import Config
-from fuligo.engines.sglang.place import EnginePlace
-from fuligo.engines.sglang.server import ServerSettings
+from fuligo.engines.sglang.server import EnginePlace, ServerSettings
 from fuligo.errors import ConfigError
 from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.ranks.trainer import RankedTrainer

@@ -1,4 +1,4 @@
-"""HTTP exchanges with one engine: one session, deadlines, tries, and errors that name the engine and the call."""
+"""HTTP session with one engine: deadlines, retries, and errors that name the engine and the call."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any, TypeVar
 import aiohttp
 import orjson
 
+from fuligo.engines.answers import Retryable
 from fuligo.engines.deadlines import Deadline, Overdue
-from fuligo.engines.generation import Retryable
 from fuligo.errors import EngineError
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 SILENCE_S = 40
-"""How long the machine of an engine may answer no packet."""
+"""Time that an engine's machine may answer no packet before the connection is dropped."""
 CONNECT_TIMEOUT_S = 10.0
 CONNECT_TO_GENERATE_TIMEOUT_S = 60.0
-"""When thousands of requests begin at a time, the server's queue of connections overflows, and the kernel tries again after 1, 2, 4 s."""
+"""When thousands of requests start at once, the server's accept queue overflows and the kernel reconnects after 1, 2, 4 s."""
 T = TypeVar("T")
 
 
 class Connection:
-    """To the engine at `url`; opened by the first request."""
+    """Connection to the engine at `url`, opened by the first request."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -33,18 +33,18 @@ class Connection:
         self._session: aiohttp.ClientSession | None = None
 
     async def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """One HTTP exchange; an empty or non-JSON 200 outside `/generate` gives its text.
+        """Make one HTTP request; return its JSON, or the text of a success without JSON (except for `/generate`).
 
         Raises:
             Retryable: no connection, a 5xx status, or a malformed answer
-            EngineError: refused, or the engine is given up
+            EngineError: the engine refused the request or was given up
         """
         if self._is_given_up:
             raise EngineError(f"engine {self.url}: {path}: the engine is lost")
         session = self._session
         if session is None:
             session = self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60, socket_factory=_attentive_socket),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60, socket_factory=_probing_socket),
                 headers={"Content-Type": "application/json"},
             )
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -68,11 +68,11 @@ class Connection:
             return raw.decode(errors="replace")
 
     async def retried(self, what: str, attempt: Callable[[], Awaitable[T]], retries: int, within: Deadline) -> T:
-        """What `attempt` gives, tried again after a `Retryable`.
+        """Return the result of `attempt`, which is repeated after a `Retryable`.
 
         Raises:
-            Overdue: none was done in time
-            EngineError: all failed
+            Overdue: no attempt ended in time
+            EngineError: all attempts failed
         """
         cause: Retryable | None = None
         try:
@@ -85,13 +85,13 @@ class Connection:
                     if number < retries:
                         await asyncio.sleep(min(FIRST_BACKOFF_S * 2**number, MAX_BACKOFF_S))
         except TimeoutError as error:
-            earlier = f"; before that: {cause}" if cause else ""
-            longer = f" ({within.flag} allows more)" if within.flag else ""
+            earlier = f"; last error: {cause}" if cause else ""
+            longer = f"; raise {within.flag} to allow more" if within.flag else ""
             raise Overdue(f"engine {self.url}: {what}: no answer within {within.seconds:g} s{longer}{earlier}") from error
-        raise EngineError(f"engine {self.url}: {what}: failed {retries + 1} times; last: {cause}") from cause
+        raise EngineError(f"engine {self.url}: {what}: failed {retries + 1} times; last error: {cause}") from cause
 
     async def give_up(self) -> None:
-        """The engine is lost: requests that wait for it fail now, and later ones at once."""
+        """Fail pending requests now and later ones at once, because the engine is lost."""
         self._is_given_up = True
         await self.close()
 
@@ -101,8 +101,8 @@ class Connection:
             await session.close()
 
 
-def _attentive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """The kernel probes the other machine while an answer is waited for: a machine that is lost tells nobody."""
+def _probing_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Return a socket with keep-alive probes, because a lost machine does not close its connections."""
     family, kind, protocol, *_ = address
     connection = socket.socket(family, kind, protocol)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -113,7 +113,7 @@ def _attentive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 def _error_text(raw: bytes) -> str:
-    """The message in an error answer, which SGLang writes in several shapes."""
+    """Return the message of an error answer, which SGLang writes in several shapes."""
     try:
         answer = orjson.loads(raw)
     except orjson.JSONDecodeError:

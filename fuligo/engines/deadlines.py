@@ -1,4 +1,4 @@
-"""How long a call to an engine may take that is no request for tokens. A scheduler that hangs answers none, while `/health` is fine."""
+"""Deadlines of control calls to engines. A scheduler that hangs answers none of them, though `/health` still succeeds."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from fuligo.errors import EngineError
 
 
 class Overdue(EngineError):
-    """No answer within the deadline: what became of the call is not known."""
+    """Missing answer at the deadline: whether the call took effect is unknown."""
 
 
 class Deadline(NamedTuple):
-    """Of one call, with all its tries."""
+    """Time limit of one call over all its attempts."""
 
     seconds: float
     flag: str = ""
-    """That makes it longer; empty where none does."""
+    """Flag that raises the limit; empty if none does."""
 
 
 STEP = Deadline(120.0)
 """Longer than a step of SGLang, which prefills in chunks."""
 WEIGHTS = Deadline(600.0)
-"""Without flags, as long as an engine may take to start."""
+"""Same as the default time for an engine to start."""
 BUCKET = Deadline(300.0)
-"""Far shorter than the deadline of the trainer's ranks, which wait meanwhile."""
+"""Far shorter than the deadline of the trainer's ranks, which wait for it."""
 
 
 @dataclass(slots=True, frozen=True)
 class ControlDeadlines:
-    """By what a call asks of an engine."""
+    """Deadlines by kind of call."""
 
     step: Deadline = STEP
-    """What the scheduler does between two of its steps."""
+    """Calls that the scheduler handles between two steps."""
     weights: Deadline = WEIGHTS
-    """What concerns all weights, or memory. An engine that starts has as long to load its weights."""
+    """Calls about all weights or memory; an engine has as long to load its weights when it starts."""
     bucket: Deadline = BUCKET
-    """To take one bucket of weights, or to join a process group."""
+    """Loading one bucket of weights, or joining a process group."""
 
     @classmethod
     def of_watched(cls, *, health_timeout_s: float, start_timeout_s: float) -> ControlDeadlines:
-        """Of SGLang engines that the run started."""
+        """Return the deadlines of SGLang engines that the run started."""
         step = Deadline(max(STEP.seconds, health_timeout_s), "--rollout-health-check-timeout")
         return cls(step, Deadline(start_timeout_s, "--engine-start-timeout-s"))
 
     @classmethod
     def of_others(cls, *, request_timeout_s: float, start_timeout_s: float) -> ControlDeadlines:
-        """Of engines that others started, and of the embedded one, which prefills all that it has room for in one step.
+        """Return the deadlines of engines that others started, and of the embedded one, which prefills all it has room for in one step.
 
-        Where a step outlasts a request's time, its requests have failed.
+        If a step takes longer than a request may, its requests have failed anyway.
         """
         weights = Deadline(start_timeout_s, "--engine-start-timeout-s")
         return cls(min(Deadline(request_timeout_s, "--rollout-timeout-s"), weights), weights)

@@ -1,4 +1,4 @@
-"""Several engines as if they were one: requests go to one of them, control calls to all."""
+"""Group of engines used as one: requests go to one of them, control calls to all."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from fuligo.engines.client import EngineClient, MemoryTag, PauseMode
+from fuligo.engines.connect import connect
 from fuligo.engines.deadlines import DEFAULT, ControlDeadlines
+from fuligo.engines.engine import InferenceEngine, MemoryTag, PauseMode
 from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams, Served
 from fuligo.errors import EngineError
 from fuligo.formats.checksum import WeightsDigest
@@ -20,33 +21,33 @@ from fuligo.types import FloatArray, IntArray
 
 T = TypeVar("T")
 DIRECT_TIMEOUT_S = 600.0
-"""For an engine to come back, where the request has no deadline of its own."""
+"""Time for an engine to come back if the request has no deadline of its own."""
 WAIT_S = 0.1
-"""Between looks whether one has."""
+"""Interval between checks for one."""
 MAX_AHEAD = 8
-"""Requests that an engine may have more than the idlest one before affinity gives way to balance."""
+"""Number of requests by which an engine may exceed the least busy one before balance overrides affinity."""
 
 
 class Membership(Protocol):
-    """Who looks after the engines of a group: `engines.sglang.fleet.Fleet` is one."""
+    """Supervisor of a group's engines, which restarts those that die; see `sglang.fleet.Fleet`."""
 
-    async def is_lost(self, client: EngineClient) -> bool:
-        """A control call to this engine failed: True where it is dead or hangs, and the others go on without it."""
+    async def is_lost(self, client: InferenceEngine) -> bool:
+        """Return whether an engine whose control call failed is dead or hangs, so that the others continue without it."""
         ...
 
-    async def admit(self, clients: Sequence[EngineClient]) -> None:
-        """They have the current weights: requests may reach them."""
+    async def admit(self, clients: Sequence[InferenceEngine]) -> None:
+        """Send requests to restarted engines, which have the current weights."""
         ...
 
     @property
     def is_settled(self) -> bool:
-        """No engine is being started, and nothing is left of one that died: their memory is what is known of them."""
+        """No engine is being started or stopped, so that each holds the memory it was told to hold."""
         ...
 
 
 @dataclass(slots=True)
 class _Aborts:
-    """Of a group and of all that is its `everyone`: they end the same requests."""
+    """Count of aborts, shared by a group and its `everyone`, which end the same requests."""
 
     number: int = 0
 
@@ -55,16 +56,16 @@ class EngineGroup:
     """Several engines that serve the same weights, used like one.
 
     Args:
-        clients: every engine; control calls go to all of them
-        router: where given, requests go through it, else to the engines in turn
-        membership: who comes and goes; without one, the engines are those that were given
-        split: an engine prefills or decodes; the router makes a response of both
+        clients: all engines; control calls go to each of them
+        router: receives requests if given; otherwise the engines take turns
+        membership: supervisor of the engines; None if none is ever restarted
+        split: prefill and decode are separate engines, which the router combines
     """
 
     def __init__(
         self,
-        clients: Sequence[EngineClient],
-        router: EngineClient | None = None,
+        clients: Sequence[InferenceEngine],
+        router: InferenceEngine | None = None,
         *,
         membership: Membership | None = None,
         split: bool = False,
@@ -73,14 +74,14 @@ class EngineGroup:
         self._aborts = _Aborts()
         self.clients = list(clients)
         self.router = router
-        self.joining: list[EngineClient] = []
-        """Restarted engines that wait for weights; no request reaches them."""
+        self.joining: list[InferenceEngine] = []
+        """Restarted engines that wait for weights and get no requests."""
         self.membership = membership
         self.served = Served()
-        """Everything that was answered to `generate`."""
+        """Sums over all results of `generate`."""
         self._turn = itertools.cycle(enumerate(self.clients))
-        self._num_direct: Counter[EngineClient] = Counter()
-        """Requests under way that were sent past the router."""
+        self._num_direct: Counter[InferenceEngine] = Counter()
+        """Requests in flight that bypassed the router."""
         self._num_lost = 0
 
     @classmethod
@@ -93,9 +94,9 @@ class EngineGroup:
         timeout_s: float = 600.0,
         deadlines: ControlDeadlines = DEFAULT,
     ) -> EngineGroup:
-        """Clients of the engines at `urls`; nothing is sent yet."""
-        clients = [EngineClient(url, retries=retries, timeout_s=timeout_s, deadlines=deadlines) for url in urls]
-        router = EngineClient(router_url, retries=retries, timeout_s=timeout_s) if router_url else None
+        """Return the group of the engines at `urls`; nothing is sent yet."""
+        clients = [connect(url, retries=retries, timeout_s=timeout_s, deadlines=deadlines) for url in urls]
+        router = connect(router_url, retries=retries, timeout_s=timeout_s) if router_url else None
         return cls(clients, router)
 
     @property
@@ -104,7 +105,7 @@ class EngineGroup:
 
     @property
     def everyone(self) -> EngineGroup:
-        """Who serves, and who was restarted and waits for weights, as they are now."""
+        """Group of the engines that serve and the restarted ones that wait for weights, as of now."""
         everyone = EngineGroup([*self.clients, *self.joining], self.router, membership=self.membership, split=self.split)
         everyone._aborts = self._aborts
         return everyone
@@ -114,8 +115,8 @@ class EngineGroup:
         return self.membership is None or self.membership.is_settled
 
     @property
-    def answering(self) -> list[EngineClient]:
-        """Who gives a response when asked alone: each engine; where prefill and decode are split the router, if it is known."""
+    def answering(self) -> list[InferenceEngine]:
+        """Clients that can answer by themselves: each engine, or the router if prefill and decode are split."""
         if self.split:
             return [self.router] if self.router is not None else []
         return list(self.clients)
@@ -130,7 +131,7 @@ class EngineGroup:
         timeout_s: float | None = None,
         routing: RoutingQuery | None = None,
     ) -> Generation:
-        """See `EngineClient.generate`."""
+        """Sample one response; see `InferenceEngine.generate`."""
         if routing is not None:
             generation = await self._generate_directly(input_ids, params, routing, rid=rid, priority=priority, timeout_s=timeout_s)
         else:
@@ -141,12 +142,12 @@ class EngineGroup:
     async def _generate_somewhere(
         self, input_ids: Sequence[int] | IntArray, params: SamplingParams, *, rid: str, priority: int, timeout_s: float | None
     ) -> Generation:
-        """Through the router, if there is one. A request that failed while an engine was lost is sent again: perhaps there was no other."""
+        """Generate through the router, if any. A request that failed while an engine was lost is retried: there may have been no other."""
         while True:
             if self.membership is not None:
                 await self._until_one_serves(timeout_s)
             number, client = (None, self.router) if self.router is not None else next(self._turn)
-            # What a pair is handing over when all is aborted has no answer but an error.
+            # A request that a prefill engine hands over during an abort gets an error as its answer.
             num_aborts, num_lost = self._aborts.number, self._num_lost
             was_aborted = partial(self._aborted_since, num_aborts) if self.split else None
             try:
@@ -162,7 +163,7 @@ class EngineGroup:
                 return generation
 
     async def score(self, input_ids: IntArray, num_given: int, *, rid: str, timeout_s: float | None = None) -> FloatArray:
-        """See `EngineClient.score`. As with `generate`, a request that failed while an engine was lost is sent again."""
+        """Score tokens; see `InferenceEngine.score`. A request that failed while an engine was lost is retried."""
         while True:
             if self.membership is not None:
                 await self._until_one_serves(timeout_s)
@@ -187,7 +188,7 @@ class EngineGroup:
         priority: int,
         timeout_s: float | None,
     ) -> Generation:
-        """Past the router, which drops the question. A request whose engine dies goes to another."""
+        """Generate past the router, which drops the routing query. A request whose engine dies is retried on another."""
         while True:
             client = await self._by_affinity(routing.affinity, timeout_s)
             self._num_direct[client] += 1
@@ -204,8 +205,8 @@ class EngineGroup:
             finally:
                 self._num_direct[client] -= 1
 
-    async def _by_affinity(self, affinity: int, timeout_s: float | None) -> EngineClient:
-        """The engine of these first tokens, unless it has much more to do than another. Where all are being restarted, wait for one.
+    async def _by_affinity(self, affinity: int, timeout_s: float | None) -> InferenceEngine:
+        """Return the engine of this affinity, unless it is much busier than another. If all are restarting, wait for one.
 
         Raises:
             EngineError: no engine came back in time
@@ -216,7 +217,7 @@ class EngineGroup:
         return client if self._num_direct[client] <= self._num_direct[idlest] + MAX_AHEAD else idlest
 
     async def _until_one_serves(self, timeout_s: float | None) -> None:
-        """Return when an engine serves: at once, but where all are being restarted.
+        """Return when an engine serves: at once, unless all are restarting.
 
         Raises:
             EngineError: no engine came back in time
@@ -225,26 +226,27 @@ class EngineGroup:
         deadline = time.monotonic() + limit_s
         while not self.clients:
             if time.monotonic() >= deadline:
-                raise EngineError(f"all engines are gone, and none came back within {limit_s:g} s")
+                raise EngineError(f"all engines were lost and none came back within {limit_s:g} s")
             await asyncio.sleep(WAIT_S)
 
     async def wait_ready(self, timeout_s: float) -> None:
+        """Return when every engine is healthy."""
         await self._all(lambda client: client.wait_ready(timeout_s))
 
-    async def learn_num_ranks(self) -> None:
-        """See `EngineClient.learn_num_ranks`."""
-        await self._all(lambda client: client.learn_num_ranks())
+    async def read_num_ranks(self) -> None:
+        """Read every engine's number of ranks."""
+        await self._all(lambda client: client.read_num_ranks())
 
     async def model_infos(self) -> list[tuple[str, ModelInfo]]:
-        """Of every engine, with its URL."""
+        """Return (URL, model info) of every engine."""
 
-        async def ask(client: EngineClient) -> tuple[str, ModelInfo]:
+        async def ask(client: InferenceEngine) -> tuple[str, ModelInfo]:
             return client.url, await client.model_info()
 
         return await self._all(ask)
 
     async def load(self) -> EngineLoad:
-        """The sum over the engines."""
+        """Return the load summed over the engines."""
         loads = await self._all(lambda client: client.load())
         arrived = [load.num_arrived for load in loads if load.num_arrived is not None]
         return EngineLoad(
@@ -268,9 +270,9 @@ class EngineGroup:
         await self._all(lambda client: client.update_weights_from_disk(path, version))
 
     async def weights_checksums(self) -> list[tuple[str, WeightsDigest]]:
-        """Of every engine, with its URL."""
+        """Return (URL, checksum) of every engine's weights."""
 
-        async def ask(client: EngineClient) -> tuple[str, WeightsDigest]:
+        async def ask(client: InferenceEngine) -> tuple[str, WeightsDigest]:
             return client.url, await client.weights_checksum()
 
         return await self._all(ask)
@@ -286,16 +288,16 @@ class EngineGroup:
         if self.router is not None:
             await self.router.close()
 
-    async def admit(self, engines: Sequence[EngineClient]) -> None:
-        """Restarted engines have the current weights and serve again."""
+    async def admit(self, engines: Sequence[InferenceEngine]) -> None:
+        """Return restarted engines, which have the current weights, to service."""
         if engines:
-            assert self.membership is not None, "only a member restarts"
+            assert self.membership is not None, "engines restart only under a supervisor"
             self.joining = [client for client in self.joining if client not in engines]
             self.clients += engines
             await self.membership.admit(engines)
 
     async def tell(self, call: Callable[[EngineGroup], Awaitable[object]]) -> None:
-        """A control call to everyone; where all are lost meanwhile, nobody has to be told."""
+        """Make a control call to every engine, including those that wait for weights; no-op if all of them are lost."""
         everyone = self.everyone
         while True:
             try:
@@ -306,7 +308,7 @@ class EngineGroup:
                     raise
 
     async def drop_lost(self) -> bool:
-        """Something failed that all engines had a part in: remove those that are lost; whether there were any."""
+        """Remove lost engines after a call that involved all of them failed; return whether there were any."""
         if self.membership is None:
             return False
         asked = list(self.clients)
@@ -316,14 +318,14 @@ class EngineGroup:
                 self.remove(client)
         return any(lost)
 
-    def remove(self, client: EngineClient) -> None:
-        """It is dead: nothing is sent to it any more."""
+    def remove(self, client: InferenceEngine) -> None:
+        """Send nothing more to an engine, because it is lost."""
         self._num_lost += client in self.clients
         self.clients = [other for other in self.clients if other is not client]
         self.joining = [other for other in self.joining if other is not client]
 
-    async def _all(self, call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
-        """Every engine at once; all have answered when the first error is raised. Lost engines are passed over while others are left."""
+    async def _all(self, call: Callable[[InferenceEngine], Awaitable[T]]) -> list[T]:
+        """Call every engine at once; raise the first error when all have answered. Lost engines are skipped while others are left."""
         asked = list(self.clients)
         answers = await asyncio.gather(*(call(client) for client in asked), return_exceptions=True)
         good = [answer for answer in answers if not isinstance(answer, BaseException)]

@@ -1,9 +1,8 @@
-"""Runs a command so that nothing of it outlives the process that asked for it: `python -m fuligo.engines.guard GRACE_S COMMAND ...`.
+"""Guard process that leaves nothing behind of a command: `python -m fuligo.engines.guard GRACE_S COMMAND ...`.
 
-Inference servers start processes of their own, and end them only when they end in good order. The guard stands between: it leads the
-command's process group, adopts every orphan below it, and ends them all when the command ends, when it is told to stop (SIGTERM), or when
-its standard input closes, which the kernel sees to however the asking process dies. What they shared in memory goes with them: torch and
-multiprocessing leave that to a process beside each, which is ended here, too, or by the server in its haste, and then removes nothing.
+Inference servers start processes of their own and stop them only if they end normally. The guard leads the command's process group, adopts
+every orphan below it, and ends them all when the command ends, on SIGTERM, or when its standard input closes, which happens however its
+parent dies. It also removes their files in shared memory: torch and multiprocessing leave that to helper processes, which are killed too.
 """
 
 from __future__ import annotations
@@ -21,31 +20,32 @@ from typing import Literal
 
 POLL_S = 0.05
 LOOK_S = 2.0
-"""Between looks at what the processes share: when a server's first process is killed, the others may be gone before the guard looks."""
+"""Interval between listings of shared files: when a server's first process is killed, the others may end before the guard lists theirs."""
 PR_SET_CHILD_SUBREAPER = 36
-"""Linux, prctl(2): orphans below this process become its children."""
+"""Option of Linux's prctl(2): orphans below this process become its children."""
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_BY_A_FAMILY = ("sem.mp-", "sglang_loads_", "sgl_shm_")
-"""Files there that no other processes know: the locks of multiprocessing, and what SGLang's processes tell each other: their load, and, of
-several ranks, requests (SGLang removes these of killed processes under CI alone: 0.5.15, `utils/stale_shm_cleanup.py`)."""
+"""Prefixes of files that only one family of processes uses: multiprocessing's locks, SGLang's load reports, and its requests between ranks
+(SGLang 0.5.15 removes those of killed processes under CI only, `utils/stale_shm_cleanup.py`)."""
 
 
 def main(command: Sequence[str], grace_s: float) -> int:
-    """
+    """Run the command until it ends or the guard is told to stop.
+
     Args:
-        grace_s: between asking processes to end and forcing them.
+        grace_s: time between SIGTERM and SIGKILL
 
     Returns:
-        The command's exit code; 128 + the signal where a signal ended it.
+        The command's exit code; 128 + the signal that ended it.
     """
     _adopt_orphans()
     asked_to_stop = _Flag()
     signal.signal(signal.SIGTERM, asked_to_stop.set)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this decides what Ctrl-C ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C ends
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     shared: set[Path] = set()
     next_look = time.monotonic() + LOOK_S
-    while child.poll() is None and not asked_to_stop.value and not _parent_is_gone():
+    while child.poll() is None and not asked_to_stop.value and not _parent_has_ended():
         if time.monotonic() > next_look:
             shared.update(_shared_files(_descendants(os.getpid())))
             next_look = time.monotonic() + LOOK_S
@@ -64,36 +64,36 @@ class _Flag:
 
 
 def _adopt_orphans() -> None:
-    """Elsewhere than on Linux only the process group is ended."""
+    """Become the parent of orphans below this process; on systems other than Linux, only the process group is ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _parent_is_gone() -> bool:
-    """Waits a moment for standard input to close; nothing is ever written to it."""
+def _parent_has_ended() -> bool:
+    """Wait a moment for standard input to close; nothing is ever written to it."""
     readable, _, _ = select.select([sys.stdin], [], [], POLL_S)
     return bool(readable) and not os.read(sys.stdin.fileno(), 1)
 
 
 def _end(child: subprocess.Popen[bytes], grace_s: float) -> int:
-    """End the group, then whatever left it; returns the exit code of the command."""
+    """End the process group and the processes that left it; return the command's exit code."""
     family = {child.pid, *_descendants(os.getpid())}
     _signal_all(child.pid, signal.SIGTERM)
-    if not _all_gone(child, grace_s):
+    if not _wait_for_end(child, grace_s):
         family.update(_descendants(os.getpid()))
-        _all_gone(child, grace_s, force=True)
+        _wait_for_end(child, grace_s, force=True)
     code = child.wait()
     for file in _tensor_files(family):
         file.unlink(missing_ok=True)
     return code
 
 
-def _all_gone(child: subprocess.Popen[bytes], timeout_s: float, *, force: bool = False) -> bool:
-    """Wait until the command's group and every orphan have ended, at most `timeout_s`; whether they have."""
+def _wait_for_end(child: subprocess.Popen[bytes], timeout_s: float, *, force: bool = False) -> bool:
+    """Wait up to `timeout_s` until the command's group and every orphan have ended; return whether they have."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if force:
-            _signal_all(child.pid, signal.SIGKILL)  # again and again: orphans come up when their parents are gone
+            _signal_all(child.pid, signal.SIGKILL)  # repeatedly, because orphans appear when their parents end
         child.poll()
         _reap(child.pid)
         if child.returncode is not None and not _group_exists(child.pid) and not _children():
@@ -103,19 +103,19 @@ def _all_gone(child: subprocess.Popen[bytes], timeout_s: float, *, force: bool =
 
 
 def _tensor_files(ended: set[int]) -> list[Path]:
-    """Files of torch's that bear the number of one of these processes."""
+    """Return torch's shared files, whose names have the id of one of these processes."""
     return [file for file in SHARED_MEMORY.glob("torch_*_*") if file.name.split("_")[1] in map(str, ended)]
 
 
 def _shared_files(family: Iterable[int]) -> list[Path]:
-    """Files of a family that one of these running processes has mapped; by inode, for glibc makes a semaphore under another name."""
+    """Return the shared files that these running processes have mapped; by inode, because glibc creates semaphores under another name."""
     inodes = {inode for pid in family for inode in _mapped_inodes(pid)}
     candidates = [file for file in SHARED_MEMORY.glob("*") if file.name.startswith(SHARED_BY_A_FAMILY)]
     return [file for file in candidates if _inode(file) in inodes]
 
 
 def _mapped_inodes(pid: int) -> Iterator[int]:
-    """Of files in shared memory."""
+    """Yield the inodes of files in shared memory that a process has mapped."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
@@ -147,7 +147,7 @@ def _group_exists(group: int) -> bool:
 
 
 def _reap(command_pid: int) -> None:
-    """Take the exit codes of adopted processes; the command's own belongs to its Popen."""
+    """Collect the exit codes of adopted processes, but not the command's, which belongs to its Popen."""
     for pid in _children():
         if pid != command_pid:
             try:
@@ -163,7 +163,7 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _children(parent: int | Literal["self"] = "self") -> list[int]:
-    """Of a process, by default this one, adopted ones too; empty where /proc does not tell."""
+    """Return the children of a process (default: this one), including adopted ones; empty without /proc."""
     found: list[int] = []
     for task in Path(f"/proc/{parent}/task").glob("*/children"):
         try:

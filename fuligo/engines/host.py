@@ -1,4 +1,4 @@
-"""By which address other machines reach this one."""
+"""Address of this machine for others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 
 def own_address(urls: Sequence[str]) -> str:
-    """The address of the interface that leads to `urls`; loopback where all of them are on this machine."""
+    """Return the address of the interface that leads to `urls`; loopback if all of them are on this machine."""
     for url in urls:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             parts = urlsplit(url)

@@ -1,4 +1,4 @@
-"""What engines say of themselves while they sample: `engine/*` of a step."""
+"""Metrics of the engines during sampling: `engine/*` of a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from fuligo.engines.client import EngineClient
+from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.generation import EngineLoad, Served
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import EngineError
@@ -16,17 +16,17 @@ POLL_TIMEOUT_S = 5.0
 
 
 class EngineMonitor:
-    """Asks every engine for its load, again and again. One that does not answer is counted, and is no error: others watch over engines.
+    """Periodic poll of every engine's load. An engine that does not answer is counted, but is no error: the fleet supervises engines.
 
-    The load is read from `/v1/loads`, which costs SGLang a look into shared memory. What SGLang has there of its prefix cache is of the
-    last prefill alone and zero in between, so that cache and speculation are counted from the answers to requests instead.
+    The load comes from `/v1/loads`, which SGLang reads from shared memory. Its prefix-cache figures there cover the last prefill only, so
+    cache and speculation are counted from the answers to requests instead.
     """
 
     def __init__(self, engines: EngineGroup, *, interval_s: float = POLL_S) -> None:
         self._engines = engines
         self._interval_s = interval_s
         self._numbers: dict[str, int] = {}
-        """By URL, in the order of first sight: an engine that was restarted keeps its number."""
+        """Number of each URL, in order of first poll: a restarted engine keeps its number."""
         self._polls: list[dict[int, EngineLoad]] = []
         self._num_missed = 0
         self._served = engines.served
@@ -38,21 +38,21 @@ class EngineMonitor:
             await asyncio.sleep(self._interval_s)
 
     async def poll(self) -> None:
-        """Ask every engine once."""
+        """Poll every engine once."""
         loads: dict[int, EngineLoad] = {}
         await asyncio.gather(*(self._ask(client, loads) for client in self._engines.clients))
         if any(load.num_running or load.num_waiting for load in loads.values()):
             self._polls.append(loads)
 
     def take(self) -> dict[str, float]:
-        """`engine/*` since the last call. Polls that found no request in any engine do not count."""
+        """Return `engine/*` since the last call. Polls that found no request in any engine do not count."""
         polls, self._polls = self._polls, []
         num_missed, self._num_missed = self._num_missed, 0
         before, self._served = self._served, self._engines.served
         metrics = load_metrics(polls, num_engines=len(self._numbers)) | served_metrics(before, self._served)
         return metrics | {"engine/num_missed_polls": num_missed}
 
-    async def _ask(self, client: EngineClient, loads: dict[int, EngineLoad]) -> None:
+    async def _ask(self, client: InferenceEngine, loads: dict[int, EngineLoad]) -> None:
         number = self._numbers.setdefault(client.url, len(self._numbers))
         try:
             async with asyncio.timeout(POLL_TIMEOUT_S):
@@ -62,10 +62,10 @@ class EngineMonitor:
 
 
 def load_metrics(polls: Sequence[dict[int, EngineLoad]], *, num_engines: int) -> dict[str, float]:
-    """Of all engines together, and of each where there are several.
+    """Return the metrics of all engines together and, if there are several, of each.
 
     Args:
-        polls: loads by the number of the engine; one that did not answer is left out, and its means are over the other polls
+        polls: loads by engine number, without engines that did not answer; their means are over the other polls
     """
     if not polls:
         return {}
@@ -95,7 +95,7 @@ def load_metrics(polls: Sequence[dict[int, EngineLoad]], *, num_engines: int) ->
 
 
 def served_metrics(before: Served, now: Served) -> dict[str, float]:
-    """What the answers between two moments say."""
+    """Return the metrics of the answers between two moments."""
     metrics: dict[str, float] = {}
     if num_prompt_tokens := now.num_prompt_tokens - before.num_prompt_tokens:
         metrics["engine/cache_hit_rate"] = (now.num_cached_tokens - before.num_cached_tokens) / num_prompt_tokens
@@ -105,6 +105,6 @@ def served_metrics(before: Served, now: Served) -> dict[str, float]:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Of those that there are."""
+    """Return the mean of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None

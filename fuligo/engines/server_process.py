@@ -1,8 +1,9 @@
-"""A server in a process of its own: started under a guard, watched, its log at hand, ended without remains."""
+"""Server in a process of its own: started under a guard, watched, logged, and stopped with all its children."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -10,23 +11,24 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fuligo.errors import EngineError
 
 POLL_S = 0.1
 NUM_LOG_LINES = 20
 GRACE_S = 10.0
-"""For a server to end in good order."""
+"""Time for a server to end by itself."""
 
 
 class ServerProcess:
-    """A command under `engines.guard`. It ends with this process, however that ends.
+    """Command under `engines.guard`. It ends with this process, however that ends.
 
     Args:
-        name: for messages: `engine 3`, `router`
+        name: name in messages: `engine 3`, `router`
         log_file: stdout and stderr; appended to
-        environment: variables beside this process's own
-        grace_s: from asking it to end to forcing it
+        environment: variables in addition to this process's
+        grace_s: time between SIGTERM and SIGKILL
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the guard."""
+        """Process id of the guard."""
         return self._process.pid
 
     @property
@@ -62,21 +64,22 @@ class ServerProcess:
         return self._process.poll() is None
 
     def check_alive(self) -> None:
-        """
+        """Check that it has not ended.
+
         Raises:
-            EngineError: it has ended; carries the last lines of its log
+            EngineError: it has ended; with the last lines of its log
         """
         if not self.alive:
             raise EngineError(f"{self.name} {self._ending()}; its log ({self.log_file}) ends:\n{last_lines(self.log_file)}")
 
     async def wait_until(self, ready: Callable[[], Awaitable[bool]], timeout_s: float, *, what: str | None = None) -> None:
-        """Return when `ready` says so.
+        """Return when `ready` returns True.
 
         Args:
-            what: has not happened when the deadline passes; by default that the server was ready
+            what: start of the error message at the deadline; by default "NAME was not ready"
 
         Raises:
-            EngineError: the process ended before, or the deadline passed; carries the last lines of its log
+            EngineError: the process ended, or the deadline passed; with the last lines of its log
         """
         deadline = time.monotonic() + timeout_s
         while not await ready():
@@ -87,16 +90,16 @@ class ServerProcess:
             await asyncio.sleep(POLL_S)
 
     async def ended(self) -> None:
-        """Return when it has."""
-        while self.alive:  # noqa: ASYNC110  # nothing tells when a process ends but asking
+        """Return when it has ended."""
+        while self.alive:  # noqa: ASYNC110  # the end of a process can only be polled for
             await asyncio.sleep(POLL_S)
 
     async def stop(self) -> None:
-        """Returns when it and all that it started are gone."""
+        """Stop it; return when it and all its children have ended."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            async with asyncio.timeout(2 * self._grace_s + 5.0):  # the guard asks, then forces, each for one grace
+            async with asyncio.timeout(2 * self._grace_s + 5.0):  # the guard sends SIGTERM, then SIGKILL, and gives each one grace period
                 await self.ended()
         except TimeoutError:
             self._process.kill()
@@ -105,9 +108,29 @@ class ServerProcess:
     def _ending(self) -> str:
         code = self._process.returncode
         if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
-            return "was killed, for want of memory or by itself after an error"
+            return "was killed (out of memory, or by itself after an error)"
         return f"ended with exit code {code}"
 
 
 def last_lines(log_file: Path) -> str:
+    """Return the end of a log."""
     return "\n".join(log_file.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:])
+
+
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """Return arguments as a command line: `{"dp_size": 8, "enable_metrics": True}` -> `["--dp-size", "8", "--enable-metrics"]`.
+
+    True is a bare flag, False and None leave the flag out, a list is several values, a mapping is JSON.
+    """
+    parts: list[str] = []
+    for name, value in arguments.items():
+        if value is None or value is False:
+            continue
+        parts.append("--" + name.replace("_", "-"))
+        if value is True:
+            continue
+        if isinstance(value, Mapping):
+            parts.append(json.dumps(dict(value)))
+        else:
+            parts += [str(entry) for entry in (value if isinstance(value, list | tuple) else [value])]
+    return parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from fuligo.engines.client import EngineClient
+from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.group import EngineGroup
 
 
@@ -23,7 +23,7 @@ class SharedDevices(Protocol):
         """Return when an engine may start: it sizes its cache by the free memory, so the trainer must hold none."""
         ...
 
-    async def align(self, client: EngineClient, group: EngineGroup) -> None:
+    async def align(self, client: InferenceEngine, group: EngineGroup) -> None:
         """Release the memory of a restarted engine that the other engines of its group have released.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Stop strings: whether a response has reached one, and its text without it. Text is for people: it never changes the ids."""
+"""Stop strings: finding one in a response, and cutting it off the text. Token ids are never changed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any, Protocol
 
 
 class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
+    """Part of a transformers tokenizer that is used."""
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> Any: ...
 
 
 def matched_stop(tokenizer: Tokenizer, ids: list[int], stops: Sequence[str]) -> str | None:
-    """The stop string that the newest token completed.
+    """Return the stop string that the newest token completed, if any.
 
-    Only the tail is decoded: every token of a stop string holds at least one of its bytes.
+    Only the tail is decoded, because every token of a stop string holds at least one of its bytes.
     """
     longest = max(len(stop.encode()) for stop in stops)
     tail = tokenizer.decode(ids[-(longest + 1) :])
@@ -23,6 +23,6 @@ def matched_stop(tokenizer: Tokenizer, ids: list[int], stops: Sequence[str]) -> 
 
 
 def trim(text: str, stops: Sequence[str], num_before: int = 0) -> str:
-    """The text before the first stop string that ends after the first `num_before` characters."""
+    """Return the text before the first stop string that ends after the first `num_before` characters."""
     starts = [text.find(stop, max(0, num_before - len(stop) + 1)) for stop in stops]
     return text[: min((start for start in starts if start >= 0), default=len(text))]

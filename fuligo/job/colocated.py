@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fuligo.engines.client import EngineClient, MemoryTag
+from fuligo.engines.engine import InferenceEngine, MemoryTag
 from fuligo.engines.group import WAIT_S, EngineGroup
 from fuligo.formats.weight_manifest import WeightManifest, WeightTarget
 from fuligo.trainer.protocol import Trainer
@@ -95,7 +95,7 @@ class ColocatedDevices:
         while not self._engines_may_start.is_set():  # the event may be cleared again before this waiter runs
             await self._engines_may_start.wait()
 
-    async def align(self, client: EngineClient, group: EngineGroup) -> None:
+    async def align(self, client: InferenceEngine, group: EngineGroup) -> None:
         """Release the memory of a restarted engine that the other engines of its group have released."""
         if "kv_cache" in self._held:
             return
@@ -235,24 +235,24 @@ class ColocatedWeightSync:
         async with self.devices.work:
             await self.weight_sync.resync()
 
-    async def renew(self, engine: EngineClient) -> bool:
+    async def sync_restarted(self, engine: InferenceEngine) -> bool:
         """Send weights to a restarted engine if no other engine serves; otherwise it would end the requests of those that do.
 
         Once begun, the sync runs to its end even if the caller is cancelled because the engine died again.
         """
-        renewing = asyncio.create_task(self._renew(engine))
+        renewing = asyncio.create_task(self._sync_restarted(engine))
         try:
             return await asyncio.shield(renewing)
         except asyncio.CancelledError:
             renewing.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieves the error; the caller knows the cause
             raise
 
-    async def _renew(self, engine: EngineClient) -> bool:
+    async def _sync_restarted(self, engine: InferenceEngine) -> bool:
         async with self.devices.work:
             if self.engines.clients or not self.devices.engines_sample:
                 return engine in self.engines.clients
             try:
                 await self.devices.to_both()  # waits for other engines that are starting; they receive the weights too
-                return await self.weight_sync.renew(engine)
+                return await self.weight_sync.sync_restarted(engine)
             finally:
                 await self.devices.to_engines()

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from fuligo.config import Config
 from fuligo.config.topology import policy_model
 from fuligo.engines.deadlines import ControlDeadlines
+from fuligo.engines.embedded.launch import EmbeddedEngineProcess, EmbeddedEngineSettings, launch_embedded
 from fuligo.engines.generation import RoutingQuery, SamplingParams
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.launch import EmbeddedEngineProcess, EmbeddedEngineSettings, launch_embedded
 from fuligo.engines.metrics import EngineMonitor
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
@@ -88,11 +88,11 @@ class Engines:
             await stack.enter_async_context(while_watching(self.monitor.watch()))
             if self.fleet is not None:
                 syncs = isinstance(weights, WeightSync | ColocatedWeightSync)
-                self.fleet.renew = weights.renew if syncs else self.fleet.serve_as_loaded
+                self.fleet.sync_restarted = weights.sync_restarted if syncs else self.fleet.serve_as_loaded
                 self.fleet.devices = devices
                 await stack.enter_async_context(while_watching(self.fleet.watch()))
             for fleet in self.others.values():
-                fleet.renew = fleet.serve_as_loaded
+                fleet.sync_restarted = fleet.serve_as_loaded
                 fleet.devices = devices
                 await stack.enter_async_context(while_watching(fleet.watch()))
             yield
@@ -130,7 +130,7 @@ async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncEx
     )
     stack.push_async_callback(engines.close)
     await engines.wait_ready(flags.engine_start_timeout_s)
-    await engines.learn_num_ranks()
+    await engines.read_num_ranks()
     await _require_routing(config, engines)
     return Engines.of(engines)
 

@@ -9,10 +9,9 @@ from fuligo.config import Config
 from fuligo.config.topology import EngineGroupSpec, engine_groups, policy_model
 from fuligo.engines.deadlines import ControlDeadlines
 from fuligo.engines.ports import PortClaims
-from fuligo.engines.router import RouterSettings
 from fuligo.engines.sglang.fleet import FleetSettings
-from fuligo.engines.sglang.place import EnginePlace, claim_ports
-from fuligo.engines.sglang.server import ServerSettings
+from fuligo.engines.sglang.router import RouterSettings
+from fuligo.engines.sglang.server import EnginePlace, ServerPorts, ServerSettings
 from fuligo.errors import ConfigError
 from fuligo.job.trainer_settings import resolve_device
 from fuligo.layout.slots import engine_gpus, engine_slots, trainer_slots
@@ -75,7 +74,7 @@ def local_places(config: Config, claims: PortClaims) -> list[EnginePlace]:
     per_node = max(config.total_num_gpus, 1)
     slots = engine_slots(trainers, sum(group.num_gpus for group in groups), per_node, shares=config.cluster.colocate)
     return [
-        EnginePlace(LOOPBACK, claim_ports(claims), tuple(slots[number][1] for number in numbers) if device == "cuda" else ())
+        EnginePlace(LOOPBACK, ServerPorts.claim(claims), tuple(slots[number][1] for number in numbers) if device == "cuda" else ())
         for numbers in engine_gpus(groups)
     ]
 

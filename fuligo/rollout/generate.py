@@ -28,7 +28,7 @@ STATUS_BY_FINISH_REASON: dict[FinishReason, SampleStatus] = {
 
 
 class Engine(Protocol):
-    """Engine that samples one continuation; `engines.group.EngineGroup` and `EngineClient` implement it."""
+    """Engine that samples one continuation; `engines.group.EngineGroup` and `InferenceEngine` implement it."""
 
     async def generate(
         self,

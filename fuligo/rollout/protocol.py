@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fuligo.engines.client import PauseMode
+from fuligo.engines.engine import PauseMode
 from fuligo.engines.generation import EngineLoad, SamplingParams
 from fuligo.types import Prompt, Sample, SampleGroup
 

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
-from fuligo.engines.client import EngineClient
+from fuligo.engines.connect import connect
 from fuligo.engines.deadlines import BUCKET
+from fuligo.engines.engine import InferenceEngine
 from fuligo.errors import EngineError
 from fuligo.formats.buckets import Bucket, as_bytes
 from fuligo.formats.weight_manifest import EngineAddress
@@ -50,7 +51,7 @@ class BroadcastGroup:
         """
         self.engines = tuple(engines)
         self.name = f"fuligo-weights-{next(_numbers)}"
-        self._clients = [EngineClient(engine.url, retries=0, number=engine.number) for engine in engines]
+        self._clients = [connect(engine.url, retries=0, number=engine.number) for engine in engines]
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._group: dist.ProcessGroup | None = None
         self._store: TCPStore | None = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
@@ -164,7 +165,7 @@ class BroadcastGroup:
             dist.destroy_process_group(self._group)
             self._group = None
 
-        async def leave(client: EngineClient) -> None:
+        async def leave(client: InferenceEngine) -> None:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await client.destroy_weights_update_group(self.name)
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from fuligo.engines.client import EngineClient
+from fuligo.engines.connect import connect
 from fuligo.errors import EngineError
 from fuligo.formats.buckets import Bucket
 from fuligo.formats.payload import shared_payload
@@ -81,9 +81,9 @@ class OwnEngine:
                 self._send(refusal, rank)
 
     async def _post(self, payloads: list[str], version: int | None) -> None:
-        client = EngineClient(self.engine.url, number=self.engine.number)
+        client = connect(self.engine.url, number=self.engine.number)
         try:
-            await client.update_weights_from_tensor(payloads, version=version, flush_cache=version is not None)
+            await client.update_weights_from_tensor(payloads, version)
         finally:
             await client.close()
 

@@ -8,7 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from fuligo.engines.client import EngineClient, SamplingParams
+from fuligo.engines.engine import InferenceEngine
+from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import WeightSyncError
 from fuligo.formats.checksum import WeightsDigest
@@ -73,7 +74,7 @@ class LogprobProof:
                     "explained by precision. Its weights are not the trainer's, or it computes something else with them."
                 )
 
-    async def _sample(self, client: EngineClient, version: int, num_probes: int) -> list[TrainSample]:
+    async def _sample(self, client: InferenceEngine, version: int, num_probes: int) -> list[TrainSample]:
         prompts = np.random.default_rng(version).integers(0, self.vocab_size, (num_probes, self.num_tokens), dtype=np.int32)
         params = SamplingParams(max_new_tokens=self.num_tokens, temperature=self.temperature, ignore_eos=True)
         calls = [client.generate(prompt, params, rid=f"proof-{version}-{number}") for number, prompt in enumerate(prompts)]

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from traceback import clear_frames
 
-from fuligo.engines.client import EngineClient
+from fuligo.engines.connect import connect
 from fuligo.engines.host import own_address
 from fuligo.errors import EngineError
 from fuligo.formats.buckets import Bucket, Changes, Counted, NamedTensors, cut_into_buckets, send_each
@@ -147,13 +147,11 @@ def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | No
     """Through memory that both sides see: each rank of each engine opens the same tensors."""
 
     async def post(payloads: list[str]) -> None:
-        clients = [EngineClient(engine.url, number=engine.number) for engine in engines]
+        clients = [connect(engine.url, number=engine.number) for engine in engines]
         waiting = iter(payloads)
         try:
             calls = [
-                client.update_weights_from_tensor(
-                    [next(waiting) for _ in range(engine.num_ranks)], version=version, flush_cache=version is not None
-                )
+                client.update_weights_from_tensor([next(waiting) for _ in range(engine.num_ranks)], version)
                 for client, engine in zip(clients, engines)
             ]
             outcomes = await asyncio.gather(*calls, return_exceptions=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fuligo.engines.client import EngineClient
+from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.group import WAIT_S, EngineGroup
 from fuligo.engines.shared_devices import SharedDevices
 from fuligo.errors import EngineError, WeightSyncError
@@ -81,7 +81,7 @@ class WeightSync:
         """As `sync`, under the current version: at the start, and after a resume."""
         await self._push_to_all(self.version)
 
-    async def renew(self, engine: EngineClient) -> bool:
+    async def sync_restarted(self, engine: InferenceEngine) -> bool:
         """Bring a restarted engine, and all that wait as it does, to the current version and into service.
 
         Returns:
@@ -118,7 +118,7 @@ class WeightSync:
             self.version, self._num_updates = version, num_updates
             await self._admit(everyone.clients)
 
-    async def _admit(self, engines: Sequence[EngineClient]) -> None:
+    async def _admit(self, engines: Sequence[InferenceEngine]) -> None:
         """Those that were restarted, and are not lost again."""
         await self._engines.admit([engine for engine in self._engines.joining if engine in engines])
 
@@ -173,7 +173,7 @@ class WeightSync:
             with_checksum=isinstance(self._proof, ChecksumProof),
         )
 
-    def _address(self, client: EngineClient) -> EngineAddress:
+    def _address(self, client: InferenceEngine) -> EngineAddress:
         ranks = () if client.number is None else self._settings.trainer_ranks.get(client.number, ())
         return EngineAddress(client.url, client.num_ranks, client.start, client.number, ranks)
 

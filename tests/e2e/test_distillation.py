@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fuligo.engines.launch import EmbeddedEngineProcess, EmbeddedEngineSettings, launch_embedded
+from fuligo.engines.embedded.launch import EmbeddedEngineProcess, EmbeddedEngineSettings, launch_embedded
 from tests import tiny
 from tests.e2e.command import succeed
 from tests.e2e.conftest import Job

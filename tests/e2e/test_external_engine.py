@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fuligo.engines.client import EngineClient
-from fuligo.engines.launch import EmbeddedEngineProcess, EmbeddedEngineSettings, launch_embedded
+from fuligo.engines.embedded.launch import EmbeddedEngineProcess, EmbeddedEngineSettings, launch_embedded
 from tests.e2e.conftest import Job, Start
 from tests.e2e.processes import alive, descendants, wait_until
 from tests.e2e.records import metrics

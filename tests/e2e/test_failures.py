@@ -148,4 +148,4 @@ def test_an_engine_that_is_not_there_is_named(job: Job, tmp_path: Path) -> None:
     error = fail(
         1, *job(rollout_external_engine_addrs=address, embedded_num_threads=None, engine_start_timeout_s=0.5, run_dir=tmp_path / "run")
     )
-    assert f"engine http://{address}: not ready within 0.5 s" in error
+    assert f"engine http://{address} was not ready within 0.5 s" in error

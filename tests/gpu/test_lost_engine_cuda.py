@@ -82,7 +82,7 @@ async def test_the_sync_goes_on(fleet: Fleet, tmp_path: Path) -> None:
     weight_sync = WeightSync(
         cast(Trainer, trainer), fleet.group, WeightSyncSettings("nccl", BUCKET_BYTES, False, tmp_path / "model", tmp_path)
     )
-    fleet.renew = weight_sync.renew
+    fleet.sync_restarted = weight_sync.sync_restarted
     watch = asyncio.create_task(fleet.watch())
     await weight_sync.resync()
     await assert_engines_hold(fleet.group, model, 0)

@@ -11,8 +11,8 @@ import pytest_asyncio
 
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.ports import PortClaims
-from fuligo.engines.router import RouterSettings
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
+from fuligo.engines.sglang.router import RouterSettings
 from tests import tiny
 from tests.sglang.engines import ENVIRONMENT, server_settings, sglang_python
 

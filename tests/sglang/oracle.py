@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fuligo.engines.client import EngineClient, SamplingParams
-from fuligo.engines.generation import Generation
+from fuligo.engines.client import EngineClient
+from fuligo.engines.generation import Generation, SamplingParams
 from fuligo.engines.group import EngineGroup
 
 PROMPTS = [list(range(20 + n, 40 + 2 * n)) for n in range(4)]

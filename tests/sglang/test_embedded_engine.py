@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest_asyncio
 
 from fuligo.engines.client import EngineClient
+from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedded
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.launch import EmbeddedEngineSettings, launch_embedded
 from fuligo.engines.ports import PortClaims
-from fuligo.engines.router import launch_router
+from fuligo.engines.sglang.router import launch_router
 from tests.sglang.conftest import fleet_settings
 
 PARAMS = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.9, stop=("zz",), stop_token_ids=(7,), sampling_seed=3)

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from fuligo.engines.client import SamplingParams
+from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import EngineError
 from tests.sglang import oracle

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from fuligo.engines.client import EngineClient, SamplingParams
+from fuligo.engines.client import EngineClient
+from fuligo.engines.generation import SamplingParams
 from fuligo.engines.guard import LOOK_S
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet

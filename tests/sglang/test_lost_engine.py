@@ -84,7 +84,7 @@ async def test_the_sync_goes_on(fleet: Fleet, checkpoint: Path, tmp_path: Path, 
     """Only the deadline of the bucket detects a stopped scheduler, whose HTTP server still answers."""
     trainer = KillingTrainer(oracle.perturbed(oracle.load(checkpoint), seed=1))
     weight_sync = WeightSync(cast(Trainer, trainer), fleet.group, WeightSyncSettings(transport, BUCKET_BYTES, False, checkpoint, tmp_path))
-    fleet.renew = weight_sync.renew
+    fleet.sync_restarted = weight_sync.sync_restarted
     watch = asyncio.create_task(fleet.watch())
     await weight_sync.resync()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from fuligo.engines.client import SamplingParams
+from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.metrics import EngineMonitor
 from tests.sglang import oracle

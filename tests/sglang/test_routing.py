@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from fuligo.engines.client import SamplingParams
+from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.server import SGLangServer

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from fuligo.engines.client import SamplingParams
+from fuligo.engines.generation import SamplingParams
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
 from fuligo.formats.weight_manifest import EngineAddress, WeightTarget

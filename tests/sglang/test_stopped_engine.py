@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from fuligo.engines.client import EngineClient, SamplingParams
+from fuligo.engines.client import EngineClient
+from fuligo.engines.generation import SamplingParams
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.server_process import ServerProcess
 from fuligo.engines.sglang.fleet import Fleet

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fuligo.engines.client import SamplingParams
+from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from tests import tiny
 from tests.e2e.conftest import Start, start

@@ -1,7 +1,7 @@
-"""The one part of a model that the engine replaces: attention over the KV pools.
+"""Attention over the KV pools, the only part of a Hugging Face model that the engine replaces.
 
-Hugging Face modules compute everything else on a flat row of tokens [1, N]. `transformers` calls `attend` for every layer; the
-`AttentionPlan` of the step reaches it as a keyword argument of the model.
+The modules compute everything else on a flat row of tokens [1, N]. `transformers` calls `attend` for every layer and passes it the
+`AttentionPlan` of the step, a keyword argument of the model.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ UNSUPPORTED = {
     "softcap": "soft-capped scores",
     "s_aux": "attention sinks",
     "position_bias": "a position bias",
-    "indices": "keys that an indexer chose",
+    "indices": "keys selected by an indexer",
 }
 
 
 @dataclass(slots=True)
 class Segment:
-    """The tokens `start .. end` of a batch, which belong to rows of one pool."""
+    """Tokens `start .. end` of a batch, which belong to rows of one pool."""
 
     pool: KVPool
     start: int
     end: int
     slots: torch.Tensor
-    """[end - start] int64, where a token's keys and values go: row * capacity + position."""
+    """[end - start] int64, slot of each token's keys and values: row * capacity + position."""
     positions: torch.Tensor
     """[end - start] int64"""
     longest: int
-    """Tokens of the longest row, this step's included."""
+    """Tokens of the longest row, including this step's."""
     equal: bool
-    """All rows are that long."""
+    """All rows have that length."""
 
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """What attention needs to know about a step, prepared once for all layers."""
+    """Attention inputs of a step, prepared once for all layers."""
 
     segments: list[Segment]
     cu_seqlens: list[int] | None
-    """Prefill: where sequences start, [S + 1]. None: decode, one token a row."""
+    """[S + 1] starts of the sequences in a prefill; None in decode, with one token per row."""
     seen: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """Layer -> (Hkv, Dk, Dv) of the keys and values that went through it."""
+    """(Hkv, Dk, Dv) of the keys and values of each layer that called `attend`."""
     _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
 
     def mask(self, number: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """[n, 1, 1, longest] additive, of a decode segment; None where every row sees all its keys."""
+        """Return the additive mask [n, 1, 1, longest] of a decode segment; None if every row sees all its keys."""
         key = (number, window)
         if key not in self._masks:
             segment = self.segments[number]
@@ -82,20 +82,23 @@ def attend(
     attention_plan: AttentionPlan | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer, as `transformers` calls it.
+    """Compute the attention of one layer, as `transformers` calls it.
 
     Args:
         query: [1, H, N, D]
         key, value: [1, Hkv, N, D]
 
     Returns:
-        [1, N, H, Dv] and no weights
+        [1, N, H, Dv] and no attention weights
+
+    Raises:
+        EngineError: the model needs more than plain attention
     """
     for name, meaning in UNSUPPORTED.items():
         if kwargs.get(name) is not None:
-            raise EngineError(f"{type(module).__name__} uses {meaning} ({name}), which the embedded engine does not serve")
+            raise EngineError(f"{type(module).__name__} uses {meaning} ({name}), which the embedded engine does not support")
     if attention_plan is None:
-        raise EngineError(f"{type(module).__name__} is not handed the keyword arguments of the model; the embedded engine cannot serve it")
+        raise EngineError(f"the embedded engine cannot serve {type(module).__name__}: the model does not pass its keyword arguments to it")
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -115,9 +118,9 @@ def attend(
 
 
 def decode_segment(segment: Segment, layer: int, query: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """One query token per row against the row's keys. query [N, H, D] -> [n, H, Dv]
+    """Attend with one query token per row to the row's keys: query [N, H, D] -> [n, H, Dv].
 
-    The query heads that read one key head are that head's rows, so keys are never repeated.
+    Query heads that share a key head are the rows of one attention call, so keys are never repeated.
     """
     n = segment.end - segment.start
     k = segment.pool.keys(layer)[:n, : segment.longest].transpose(1, 2)
@@ -128,4 +131,4 @@ def decode_segment(segment: Segment, layer: int, query: torch.Tensor, mask: torc
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attend)
-# No mask function is registered under this name: transformers then builds no masks at all.
+# No mask function is registered under this name, so transformers builds no masks at all.

@@ -1,4 +1,4 @@
-"""The engine: a thread that steps the scheduler, and the commands that others may give it."""
+"""Embedded engine: a thread that steps the scheduler, and the commands that other threads may give it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from fuligo.engines.client import PauseMode
 from fuligo.engines.embedded.kv_cache import KVCache, length_class
 from fuligo.engines.embedded.model import EngineModel
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.embedded.scheduler import Scheduler
+from fuligo.engines.engine import PauseMode
 from fuligo.errors import EngineError
 from fuligo.formats.checksum import WeightsDigest, weights_checksum
 from fuligo.formats.receiver import NamedTensors, WeightStore
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def command(method: Callable[Concatenate[EmbeddedEngine, P], T]) -> Callable[Concatenate[EmbeddedEngine, P], Future[T]]:
-    """The method runs in the engine's thread, between two steps, also while paused; whoever calls it gets a future."""
+    """Run the method in the engine's thread, between two steps, also while paused; the caller gets a future."""
 
     @wraps(method)
     def asking(self: EmbeddedEngine, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -37,11 +37,11 @@ def command(method: Callable[Concatenate[EmbeddedEngine, P], T]) -> Callable[Con
 
 
 class EmbeddedEngine:
-    """Methods may be called from any thread; what they ask for happens in the engine's thread, between two steps.
+    """Engine whose methods may be called from any thread; they run in the engine's thread, between two steps.
 
     Args:
         on_ended: called in the engine's thread with requests that have ended
-        on_failure: called in the engine's thread when a step raised; all requests have ended, and the engine takes no more
+        on_failure: called in the engine's thread when a step raised; all requests have ended, and the engine accepts no more
     """
 
     def __init__(
@@ -80,25 +80,25 @@ class EmbeddedEngine:
         self._thread.join(timeout_s)
 
     def submit(self, request: Request) -> None:
-        """Take a request in.
+        """Queue a request.
 
         Raises:
-            EngineError: it can never run here
+            EngineError: the request can never run here, or the engine has stopped
         """
         limit = self.model.context_length
         if request.max_tokens > limit:
             raise EngineError(
                 f"prompt ({len(request.input_ids)}) + max_new_tokens ({request.params.max_new_tokens}) = {request.max_tokens} tokens "
-                f"exceed the model's context of {limit}: leave such prompts out (--rollout-max-prompt-len) or lower max_new_tokens"
+                f"exceed the model's context of {limit}; drop such prompts (--rollout-max-prompt-len) or lower max_new_tokens"
             )
         if request.score_start is None and length_class(request.max_tokens) > self.max_total_tokens:
             raise EngineError(
-                f"the request may need {length_class(request.max_tokens)} tokens of KV cache and there are {self.max_total_tokens}: "
+                f"the request may need {length_class(request.max_tokens)} tokens of KV cache, and there are {self.max_total_tokens}; "
                 "raise --max-total-tokens or lower max_new_tokens"
             )
         with self._wake:
             if self.failure is not None:
-                raise EngineError(f"the engine stopped: {self.failure!r}")
+                raise EngineError(f"the engine has failed: {self.failure!r}")
             request.arrival = self.num_arrived
             self.num_arrived += 1
             self._incoming.append(request)
@@ -128,7 +128,7 @@ class EmbeddedEngine:
     @command
     def resume(self) -> None:
         if self.weights.torn:
-            raise EngineError("a weight sync is unfinished: send its last bucket, or all weights anew, before generation goes on")
+            raise EngineError("cannot continue generation: a weight sync is unfinished; send its last bucket, or all weights again")
         self._paused = False
 
     @command
@@ -137,21 +137,21 @@ class EmbeddedEngine:
 
     @command
     def flush_cache(self) -> None:
-        """Drop all keys and values. Requests that a pause keeps in place are put back among the waiting, to be prefilled anew."""
+        """Drop all keys and values. Requests that a pause keeps in place return to the queue and are prefilled again."""
         if self._scheduler.num_running and not self._paused:
-            raise EngineError("the cache cannot be flushed while requests run: pause the engine first")
+            raise EngineError("cannot flush the cache while requests run; pause the engine first")
         self._scheduler.retract()
 
     @command
     def update_weights(self, version: int | None, load: Callable[[], NamedTensors | str], *, flush: bool, abort_all: bool) -> None:
-        """Load a bucket of tensors, or a directory, that `load` names.
+        """Load the bucket of tensors, or the directory, that `load` returns.
 
-        Without `flush`, requests paused in place go on with keys and values of the old weights for the tokens that they have.
+        Without `flush`, requests paused in place continue with the old weights' keys and values for the tokens they have.
         """
         if abort_all:
             self._end(self._scheduler.abort(lambda _: True, "aborted by an update of weights"))
         if self._scheduler.num_running and not self._paused:
-            raise EngineError("weights cannot change while requests run: pause the engine first")
+            raise EngineError("cannot update weights while requests run; pause the engine first")
         source = load()
         if isinstance(source, str):
             self.weights.load_directory(source, self.weights.version if version is None else version)
@@ -167,9 +167,9 @@ class EmbeddedEngine:
 
     @command
     def release_memory(self) -> None:
-        """Free the KV pools, and a GPU of the weights. Requests wait until `resume_memory`."""
+        """Free the KV pools and move the weights off a GPU. Requests wait until `resume_memory`."""
         if self._scheduler.num_running:
-            raise EngineError("memory cannot be released while requests run: abort or retract them first")
+            raise EngineError("cannot release memory while requests run; abort or retract them first")
         self._released = True
         self._scheduler.cache.release()
         if self.model.device.type == "cuda":
@@ -202,30 +202,30 @@ class EmbeddedEngine:
             while self._wait_for_work():
                 while self._commands:
                     command = self._commands.popleft()
-                    self._take_in()  # a command concerns all requests that came before it
+                    self._take_in()  # a command applies to all requests that came before it
                     command()
                 self._take_in()
                 if self._may_step():
                     self._end(self._scheduler.step())
                     self._share_device()
         except BaseException as error:
-            logger.exception("the engine stopped")
+            logger.exception("the engine failed")
             with self._wake:
                 self.failure = error
                 left = [*self._scheduler.abort(lambda _: True, ""), *self._incoming]
             for request in left:
-                request.error = f"the engine stopped: {error!r}"
+                request.error = f"the engine failed: {error!r}"
             self._end(left)
             self._on_failure()
 
     def _share_device(self) -> None:
-        """Without requests the KV memory of a GPU goes back to it: a trainer on the same GPU needs it now."""
+        """Free a GPU's KV memory when no request runs: a trainer on the same GPU needs it now."""
         if self.model.device.type == "cuda" and not self._scheduler.num_running:
             self._scheduler.cache.release()
             torch.cuda.empty_cache()
 
     def _wait_for_work(self) -> bool:
-        """Sleep until there is something to do. False: the engine is to stop."""
+        """Sleep until there is work; return False if the engine is to stop."""
         with self._wake:
             while not (self._stopping or self._commands or self._incoming or self._may_step()):
                 self._wake.wait()

@@ -1,7 +1,7 @@
-"""Keys and values of running requests: dense pools, one per length class.
+"""Keys and values of running requests, in dense pools, one per length class.
 
-A request owns one row of the pool whose capacity its length fits, and moves to the next class when it outgrows it. Rows of a pool are
-always `0 .. n-1`, so attention runs on views of the pools: nothing is gathered, and no short row pays for a long one's length.
+A request owns one row of the pool whose capacity fits its length, and moves to the next class when it outgrows it. Rows of a pool are
+always `0 .. n-1`, so attention runs on views of the pools: nothing is gathered, and a short row is not padded to the longest.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from fuligo.engines.embedded.request import Request
 SMALLEST_CLASS = 32
 MIN_ROWS = 16
 KEPT_BYTES = 64 * 1024**2
-"""An empty pool of at most this size is kept for later rows."""
+"""Size up to which an empty pool is kept for later rows."""
 
 
 def length_class(num_tokens: int) -> int:
-    """Capacity of the pool for rows of `num_tokens`: the next power of two."""
+    """Return the capacity of the pool for rows of `num_tokens`: the next power of two."""
     return max(SMALLEST_CLASS, 1 << (num_tokens - 1).bit_length())
 
 
 @dataclass(slots=True, frozen=True)
 class CacheShape:
-    """What a model keeps per token."""
+    """Shape of the keys and values that a model keeps per token."""
 
     num_layers: int
     num_heads: int
@@ -39,36 +39,36 @@ class CacheShape:
 
 
 class KVPool:
-    """Rows of equal capacity. The tensor grows with the number of rows and is kept for later ones."""
+    """Rows of equal capacity, in one tensor that grows with their number and never shrinks."""
 
     def __init__(self, shape: CacheShape, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         self.capacity = capacity
         self.requests: list[Request] = []
-        """By row."""
+        """The owner of each row."""
         head_dim = max(shape.key_dim, shape.value_dim)
         self.store = torch.empty(2 * shape.num_layers, 0, capacity, shape.num_heads, head_dim, dtype=dtype, device=device)
-        """[2 * layers (keys and values in turn), rows, capacity, Hkv, max(Dk, Dv)]"""
+        """[2 * layers (keys and values alternate), rows, capacity, Hkv, max(Dk, Dv)]"""
 
     def keys(self, layer: int) -> torch.Tensor:
-        """[rows, capacity, Hkv, Dk]"""
+        """Return a view [rows, capacity, Hkv, Dk]."""
         return self.store[2 * layer, ..., : self.shape.key_dim]
 
     def values(self, layer: int) -> torch.Tensor:
-        """[rows, capacity, Hkv, Dv]"""
+        """Return a view [rows, capacity, Hkv, Dv]."""
         return self.store[2 * layer + 1, ..., : self.shape.value_dim]
 
     def append(self, request: Request) -> None:
-        request.pool, request.row = self, len(self.requests)
+        request.pool_capacity, request.row = self.capacity, len(self.requests)
         self.requests.append(request)
         self._make_room(len(self.requests))
 
     def remove(self, requests: Sequence[Request]) -> None:
-        """The last rows fill the holes."""
-        gone = {request.row for request in requests}
-        num_left = len(self.requests) - len(gone)
-        holes = sorted(row for row in gone if row < num_left)
-        movers = [row for row in range(num_left, len(self.requests)) if row not in gone]
+        """Free the rows of `requests`; the last rows move into the holes."""
+        freed = {request.row for request in requests}
+        num_left = len(self.requests) - len(freed)
+        holes = sorted(row for row in freed if row < num_left)
+        movers = [row for row in range(num_left, len(self.requests)) if row not in freed]
         if movers:
             length = max(self.requests[row].num_tokens for row in movers)
             self.store[:, holes, :length] = self.store[:, movers, :length]
@@ -88,7 +88,7 @@ class KVPool:
 
 
 class KVCache:
-    """All pools. `max_total_tokens` bounds what running requests may grow to, not what is allocated at a given time."""
+    """All pools. `max_total_tokens` limits what running requests may grow to, not what is allocated at a given time."""
 
     def __init__(self, shape: CacheShape, max_total_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
@@ -100,8 +100,12 @@ class KVCache:
 
     @property
     def pools(self) -> list[KVPool]:
-        """Non-empty ones, shortest class first: the order of rows in a batch."""
+        """Non-empty pools, shortest class first: the order of rows in a batch."""
         return [self._pools[capacity] for capacity in sorted(self._pools) if self._pools[capacity].requests]
+
+    def pool_of(self, request: Request) -> KVPool:
+        """Return the pool that has the request's row."""
+        return self._pools[request.pool_capacity]
 
     def fits(self, request: Request) -> bool:
         return self.reserved_tokens + length_class(request.max_tokens) <= self.max_total_tokens
@@ -112,20 +116,20 @@ class KVCache:
         self._pool(request.num_tokens).append(request)
 
     def copy_prompt(self, donor: Request, requests: Sequence[Request]) -> None:
-        """Give requests with the donor's prompt its keys and values, of all but the prompt's last token."""
+        """Copy the donor's keys and values, of all but the prompt's last token, to requests with the same prompt."""
         shared = len(donor.input_ids) - 1
-        for pool, group in _by_pool(requests):
-            assert donor.pool is not None
-            pool.store[:, [request.row for request in group], :shared] = donor.pool.store[:, donor.row, None, :shared]
+        source = self.pool_of(donor).store[:, donor.row, None, :shared]
+        for pool, group in self._by_pool(requests):
+            pool.store[:, [request.row for request in group], :shared] = source
             for request in group:
                 request.cached_tokens = shared
 
     def remove(self, requests: Sequence[Request]) -> None:
-        for pool, leaving in _by_pool(requests):
+        for pool, leaving in self._by_pool(requests):
             pool.remove(leaving)
         for request in requests:
             self.reserved_tokens -= length_class(request.max_tokens)
-            request.pool, request.row = None, -1
+            request.pool_capacity, request.row = 0, -1
 
     def promote(self) -> None:
         """Move rows that have no room for another token to the next class."""
@@ -145,7 +149,7 @@ class KVCache:
                 del self._pools[pool.capacity]
 
     def scrub(self) -> None:
-        """Masked keys have weight 0, but 0 times a value that is not finite is not 0: such values must not stay in rows used again."""
+        """Zero all values that are not finite: a masked key has weight 0, but 0 times infinity is not 0 in rows that are used again."""
         for pool in self._pools.values():
             pool.store.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -160,13 +164,9 @@ class KVCache:
             self._pools[capacity] = KVPool(self.shape, capacity, self.dtype, self.device)
         return self._pools[capacity]
 
-
-def _by_pool(requests: Sequence[Request]) -> Iterator[tuple[KVPool, list[Request]]]:
-    groups: dict[int, list[Request]] = {}
-    for request in requests:
-        assert request.pool is not None
-        groups.setdefault(request.pool.capacity, []).append(request)
-    for group in groups.values():
-        pool = group[0].pool
-        assert pool is not None
-        yield pool, group
+    def _by_pool(self, requests: Sequence[Request]) -> Iterator[tuple[KVPool, list[Request]]]:
+        groups: dict[int, list[Request]] = {}
+        for request in requests:
+            groups.setdefault(request.pool_capacity, []).append(request)
+        for capacity, group in groups.items():
+            yield self._pools[capacity], group

@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model, made to run on flat batches with the engine's attention."""
+"""Hugging Face causal language model that runs on flat batches with the engine's attention."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated
 logger = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEAN_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-"""Of log-probabilities, that rounding may make between two ways to compute attention."""
+"""Mean difference of log-probabilities that rounding explains between two attention implementations."""
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class EngineModel:
-    """The model with its tokenizer.
+    """Model with its tokenizer.
 
     Raises:
-        ConfigError: the directory is no Hugging Face checkpoint of a causal language model
-        EngineError: the embedded engine does not serve this architecture
+        ConfigError: the directory is not a Hugging Face checkpoint of a causal language model
+        EngineError: the embedded engine does not support this architecture
     """
 
     def __init__(self, path: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -53,12 +53,12 @@ class EngineModel:
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, keep: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits of a flat batch.
+        """Compute the logits of a flat batch.
 
         Args:
             input_ids: [N]
-            positions: [N] of each token in its sequence
-            keep: [S] tokens whose logits are wanted; None: all
+            positions: [N] position of each token in its sequence
+            keep: [S] tokens whose logits are returned; None: all
 
         Returns:
             [N or S, V]
@@ -71,10 +71,10 @@ class EngineModel:
 
     @torch.inference_mode()
     def _probe_cache_shape(self) -> CacheShape:
-        """Run a few tokens, see what the layers keep, and hold the result against the model's own attention.
+        """Run a few tokens, record the shapes that layers keep, and compare the result with the model's own attention.
 
-        A model whose attention does more than the interface tells (ALiBi, layers that share keys, recurrent layers) would be served
-        wrong without a sign; here it differs and is refused.
+        A model whose attention does more than the interface passes on (ALiBi, layers that share keys, recurrent layers) would be served
+        wrongly without an error; here its results differ and it is refused.
         """
         ids = torch.arange(1, 17, device=self.device) % self.vocab_size
         plan = AttentionPlan([], [0, len(ids)])
@@ -87,30 +87,30 @@ class EngineModel:
         difference = (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().mean().item()
         if not difference <= MEAN_DIFFERENCE[self.dtype]:
             raise EngineError(
-                f"--model-path {self.path}: {type(self.module).__name__} gives other log-probabilities with the engine's attention than "
-                f"with its own (by {difference:.2g} on average); the embedded engine does not serve it"
+                f"--model-path {self.path}: the embedded engine cannot serve {type(self.module).__name__}: log-probabilities with its "
+                f"attention differ from those with the model's own by {difference:.2g} on average"
             )
         if set(plan.seen) != set(range(len(plan.seen))) or len(set(plan.seen.values())) != 1:
             raise EngineError(
-                f"--model-path {self.path}: {type(self.module).__name__} cannot be served: each layer's attention must go through "
-                f"transformers' interface, and keep keys and values of one shape; (heads, size of keys, size of values) are {plan.seen}"
+                f"--model-path {self.path}: the embedded engine cannot serve {type(self.module).__name__}: each layer's attention must go "
+                f"through transformers' interface and keep keys and values of one shape; (heads, key size, value size) are {plan.seen}"
             )
         return CacheShape(len(plan.seen), *plan.seen[0])
 
 
 def servable_config(path: str) -> Any:
-    """The config of a checkpoint, as transformers reads it.
+    """Return the config of a checkpoint as transformers reads it, if the engine can serve the model.
 
     Raises:
         ConfigError: there is none, or transformers does not know the model
-        EngineError: it says that the engine cannot serve the model
+        EngineError: the embedded engine cannot serve the model
     """
     config = load_config(path)
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     if kind in BATCH_DEPENDENT_ROPE:
-        raise EngineError(f"rope_type {kind!r} depends on the longest sequence of a batch; the embedded engine does not serve it")
+        raise EngineError(f"rope_type {kind!r} depends on the longest sequence of a batch, which the embedded engine does not support")
     if layers := unpackable_layers(config):
-        raise EngineError(f"{config.model_type} has layers of type {', '.join(layers)}, which the embedded engine does not serve")
+        raise EngineError(f"{config.model_type} has layers of type {', '.join(layers)}, which the embedded engine does not support")
     return config
 
 
@@ -123,9 +123,9 @@ def _load(path: str, config: Any, dtype: torch.dtype) -> Any:
             ),
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"--model-path {path}: the model does not load: {error}") from error
+        raise ConfigError(f"cannot load --model-path {path}: {error}") from error
     if missing := sorted(report["missing_keys"]):
-        raise ConfigError(f"--model-path {path}: weights are missing: {', '.join(missing[:8])} ({len(missing)} in all)")
+        raise ConfigError(f"--model-path {path}: {len(missing)} weights are missing: {', '.join(missing[:8])}")
     if prefixes := prediction_prefixes(config.to_dict()):
-        logger.info("not loaded, since nothing is drafted with them: %d prediction layers (%s)", len(prefixes), ", ".join(prefixes))
+        logger.info("skipping the weights of %d MTP layers, which this engine does not use (%s)", len(prefixes), ", ".join(prefixes))
     return module

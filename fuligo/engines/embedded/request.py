@@ -1,26 +1,18 @@
-"""One request in the embedded engine: what was asked, and what has been sampled so far."""
+"""State of one request in the embedded engine: what was asked, and what has been sampled so far."""
 
 from __future__ import annotations
 
-import secrets
-import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from fuligo.engines.stop_strings import trim
-
-if TYPE_CHECKING:
-    from fuligo.engines.embedded.kv_cache import KVPool
-    from fuligo.engines.embedded.model import EngineModel
-    from fuligo.engines.generate_body import GenerateRequest
-    from fuligo.engines.generation import SamplingParams
+from fuligo.engines.generation import SamplingParams
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Lives from its arrival to its answer. While it runs it owns one row of a KV pool.
+    """Request from its arrival to its answer. While it runs it owns one row of a KV pool.
 
     Between steps a running request has `num_cached == num_tokens - 1`: the newest token is fed to the model in the next step.
     """
@@ -32,53 +24,32 @@ class Request:
     end_ids: frozenset[int]
     """Tokens that end the response: end of text (unless ignored) and stop_token_ids."""
     seed: int
-    """Of the sampling stream; drawn from the operating system where the request gave none."""
+    """Seed of the sampling stream; drawn from the operating system if the request gave none."""
     priority: int = 0
     arrival: int = 0
-    """The n-th request that the engine received."""
+    """Index of the request among all that the engine received."""
     waiter: Any = None
-    """Whoever waits for the answer; the engine only hands it back."""
+    """Future of whoever waits for the answer; the engine does not touch it."""
 
     score_start: int | None = None
-    """Given, nothing is sampled, and `input_logprobs` are those of the tokens behind this position."""
+    """If given, nothing is sampled, and `input_logprobs` are those of the tokens after this position."""
     input_logprobs: list[float] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: dict[str, Any] | None = None
     """SGLang's object: `{"type": "stop", "matched": ...}`, `{"type": "length", ...}` or `{"type": "abort", ...}`."""
     error: str | None = None
-    """Why it failed; such a request has no answer."""
+    """Why the request failed; it then has no answer."""
     weight_version: int = 0
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were copied from another request."""
 
-    pool: KVPool | None = None
+    pool_capacity: int = 0
+    """Capacity of the KV pool that has the request's row; 0 while it has none."""
     row: int = -1
-    """Row in `pool`."""
+    """Row in that pool."""
     prompt_key: bytes = b""
     """Equal for requests with equal prompts."""
-
-    @classmethod
-    def of(cls, asked: GenerateRequest, model: EngineModel, waiter: Any) -> Request:
-        """
-        Raises:
-            ValueError: the model cannot answer it
-        """
-        ids, params = asked.input_ids, asked.params
-        if min(ids) < 0 or max(ids) >= model.vocab_size:
-            raise ValueError(f"input_ids go from {min(ids)} to {max(ids)}; the vocabulary has ids 0 to {model.vocab_size - 1}")
-        if params.stop and model.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and the model's directory has none: use stop_token_ids")
-        return cls(
-            rid=secrets.token_hex(16) if asked.rid is None else asked.rid,
-            input_ids=ids,
-            params=params,
-            end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model.end_ids),
-            seed=(secrets.randbits(64) if params.sampling_seed is None else params.sampling_seed) % 2**64,
-            priority=asked.priority,
-            waiter=waiter,
-            score_start=asked.score_start,
-        )
 
     def __post_init__(self) -> None:
         self.prompt_key = np.asarray(self.input_ids, np.int32).tobytes()
@@ -89,7 +60,7 @@ class Request:
 
     @property
     def max_tokens(self) -> int:
-        """Prompt and longest response."""
+        """Prompt plus longest possible response."""
         return len(self.input_ids) + self.params.max_new_tokens
 
     @property
@@ -98,31 +69,5 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Waiting requests start by descending priority, then in order of arrival."""
+        """Sort key of waiting requests: descending priority, then arrival."""
         return -self.priority, self.arrival
-
-    def answer(self, model: EngineModel, started: float) -> dict[str, Any]:
-        """SGLang's JSON of the ended request. `started`: `time.perf_counter()` when it came in."""
-        assert self.finish_reason is not None
-        text = "" if model.tokenizer is None else str(model.tokenizer.decode(self.output_ids, skip_special_tokens=True))
-        matched = self.finish_reason.get("matched")
-        answer: dict[str, Any] = {
-            "text": trim(text, [matched]) if isinstance(matched, str) else text,
-            "output_ids": self.output_ids,
-            "meta_info": {
-                "id": self.rid,
-                "finish_reason": self.finish_reason,
-                "prompt_tokens": len(self.input_ids),
-                "completion_tokens": len(self.output_ids),
-                "cached_tokens": self.cached_tokens,
-                "weight_version": str(self.weight_version),
-                "e2e_latency": time.perf_counter() - started,
-                "output_token_logprobs": [(logprob, token, None) for logprob, token in zip(self.logprobs, self.output_ids)],
-            },
-        }
-        if self.score_start is not None:
-            given = self.input_ids[self.score_start :]
-            answer["meta_info"]["input_token_logprobs"] = [
-                (score, token, None) for score, token in zip([None, *self.input_logprobs], given)
-            ]
-        return answer

@@ -1,4 +1,4 @@
-"""The next token of every request of a batch: it depends on the request's logits, seed and position alone, never on the other rows."""
+"""Sampling of the next token of each request: it depends on the request's logits, seed and position alone, never on the other rows."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from fuligo.engines.embedded.request import Request
 from fuligo.models.sampling import Filter, filtered, inverse_cdf, uniforms
 
 GREEDY_BELOW = 1e-6
-"""Temperatures below take the likeliest token, with its log-probability at temperature 1."""
+"""Temperature below which the most likely token is taken, with its log-probability at temperature 1."""
 
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """The sampling parameters of a batch's rows, as tensors."""
+    """Sampling parameters of a batch's rows, as tensors."""
 
     seeds: NDArray[np.uint64]
     """[N]"""
     temperature: torch.Tensor | None
-    """[N, 1]; None where all are 1."""
+    """[N, 1]; None if all are 1."""
     filter: Filter | None
     suppressed: list[tuple[int, list[int]]]
-    """(row, tokens that it may not sample yet)"""
+    """(row, tokens that it must not sample yet)"""
 
     @classmethod
     def of(cls, requests: Sequence[Request], vocab_size: int, device: torch.device) -> SamplingBatch:
@@ -59,14 +59,14 @@ class SamplingBatch:
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch, positions: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token per row.
+    """Sample one token per row.
 
     Args:
         logits: [N, V]
-        positions: [N] of the tokens to be sampled, counted from the start of the prompt
+        positions: [N] positions of the tokens to sample, counted from the start of the prompt
 
     Returns:
-        tokens [N] int64, and their log-probabilities [N] float32: log softmax(logits / T) over the full vocabulary, before
+        Tokens [N] int64, and their log-probabilities [N] float32: log softmax(logits / T) over the full vocabulary, before
         top-p, top-k, min-p and the suppression of end tokens
     """
     logits = logits.float()

@@ -1,4 +1,4 @@
-"""Continuous batching. What a step does depends on the waiting and running requests alone, never on the clock."""
+"""Continuous batching: a step depends on the waiting and running requests alone, never on the clock."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from fuligo.engines.embedded.sampler import SamplingBatch, sample
 from fuligo.engines.stop_strings import matched_stop
 
 MAX_PREFILL_TOKENS = 8192
-"""Tokens of one packed prefill; a longer prompt is a prefill of its own."""
+"""Tokens of one packed prefill; a longer prompt is prefilled by itself."""
 MAX_SCORED_TOKENS = 1024
-"""Of one packed pass that scores: it has the logits of all."""
+"""Tokens of one packed scoring pass, which holds the logits of all of them."""
 
 
 @dataclass(slots=True)
 class DecodeBatch:
-    """The running requests in batch order. Kept from step to step until a request joins, leaves, or changes its pool."""
+    """Running requests in batch order, kept from step to step until a request joins, leaves, or changes its pool."""
 
     requests: list[Request]
     input_ids: torch.Tensor
-    """[N] int64, the newest token of each."""
+    """[N] int64, the newest token of each request."""
     positions: NDArray[np.int64]
-    """[N] of those tokens."""
+    """[N] positions of those tokens in their sequences."""
     row_starts: NDArray[np.int64]
-    """[N] where a request's row starts in its pool, in tokens."""
+    """[N] start of each request's row in its pool, in tokens."""
     pools: list[KVPool]
     bounds: list[tuple[int, int]]
-    """Start and end of every pool's requests in the batch."""
+    """Start and end of each pool's requests in the batch."""
     sampling: SamplingBatch
 
     def outgrown(self) -> bool:
-        """A row has no room for its newest token."""
+        """Return whether a row has no room for its newest token."""
         return any(self.positions[start:end].max() >= pool.capacity for pool, (start, end) in zip(self.pools, self.bounds))
 
 
 class Scheduler:
-    """Single-threaded: the engine's thread alone calls it."""
+    """Schedule of requests over prefill and decode steps. Called by the engine's thread alone."""
 
     def __init__(self, model: EngineModel, cache: KVCache, max_running_requests: int) -> None:
         self.model = model
@@ -57,7 +57,7 @@ class Scheduler:
         """Heap by `Request.order`."""
         self._batch: DecodeBatch | None = None
         self._by_prompt: dict[bytes, list[Request]] = {}
-        """Running requests whose prompt's keys and values are of the current weights."""
+        """Running requests, by prompt, that hold the prompt's keys and values under the current weights."""
         self._ended: list[Request] = []
 
     @property
@@ -73,7 +73,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """One token for every running request; returns those that are done."""
+        """Sample one token for every running request; return those that are done."""
         for packed in packs(self._take_scored(), MAX_SCORED_TOKENS):
             self._score(packed)
         fresh, copies = self._admit()
@@ -88,7 +88,7 @@ class Scheduler:
         return ended
 
     def abort(self, which: Callable[[Request], bool], message: str) -> list[Request]:
-        """End the requests that `which` selects, running and waiting; they keep what they have."""
+        """End the requests that `which` selects, running and waiting; they keep their tokens so far."""
         running = [request for request in self.running if which(request)]
         waiting = [request for _, request in sorted(self.waiting) if which(request)]
         self.waiting = [entry for entry in self.waiting if not which(entry[1])]
@@ -99,18 +99,18 @@ class Scheduler:
         return running + waiting
 
     def retract(self) -> None:
-        """Put all running requests back among the waiting; their keys and values are computed anew when they go on."""
+        """Move all running requests back to the queue; their keys and values are recomputed when they resume."""
         running = self.running
         self._leave(running)
         for request in running:
             self.enqueue(request)
 
     def forget_prompts(self) -> None:
-        """The weights changed: what is cached must not be copied into new requests."""
+        """Stop copying cached prompts into new requests, because the weights changed."""
         self._by_prompt.clear()
 
     def _take_scored(self) -> list[Request]:
-        """The waiting requests that sample nothing; they need no room."""
+        """Take the scoring requests off the queue; they need no row."""
         taken = [entry for entry in self.waiting if entry[1].score_start is not None]
         if taken:
             self.waiting = [entry for entry in self.waiting if entry[1].score_start is None]
@@ -118,7 +118,7 @@ class Scheduler:
         return [request for _, request in sorted(taken)]
 
     def _score(self, requests: Sequence[Request]) -> None:
-        """Log-probabilities, at temperature 1, of tokens that were given; nothing is kept of them."""
+        """Compute log-probabilities, at temperature 1, of given tokens; nothing is cached."""
         lengths = [request.num_tokens for request in requests]
         cu_seqlens = [0, *accumulate(lengths)]
         starts = [request.score_start or 0 for request in requests]
@@ -132,14 +132,14 @@ class Scheduler:
             request.input_logprobs = own.tolist()
             request.finish_reason = {"type": "length", "length": 0}
             if not own.isfinite().all():
-                request.error = "the model gave logits that are not finite at the tokens to score"
+                request.error = "the model produced non-finite logits at the tokens to score"
             self._ended.append(request)
 
     def _admit(self) -> tuple[list[Request], list[Request]]:
         """Start waiting requests while there is room.
 
         Returns:
-            those that need a prefill, and those whose prompt another request has, or is about to have, in the cache
+            Requests that need a prefill, and requests whose prompt another request has, or is about to have, in the cache.
         """
         fresh: list[Request] = []
         copies: list[Request] = []
@@ -170,7 +170,7 @@ class Scheduler:
         cu_seqlens = [0, *accumulate(lengths.tolist())]
         positions = np.concatenate([np.arange(length) for length in lengths])
         row_starts = np.repeat(_row_starts(requests), lengths)
-        pools = [(pool, len(list(group))) for pool, group in groupby(request.pool for request in requests) if pool]
+        pools = [(pool, len(list(group))) for pool, group in groupby(self.cache.pool_of(request) for request in requests)]
         ends = [cu_seqlens[end] for end in accumulate(count for _, count in pools)]
         bounds = list(pairwise([0, *ends]))
         plan = AttentionPlan(self._segments([pool for pool, _ in pools], bounds, row_starts, positions), cu_seqlens)
@@ -217,7 +217,7 @@ class Scheduler:
         return segments
 
     def _append(self, requests: Sequence[Request], tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Add a sampled token to each request, and find those that are done."""
+        """Add a sampled token to each request, and collect those that are done."""
         scores: list[float] = logprobs.tolist()
         if not math.isfinite(sum(scores)):
             self._fail([request for request, score in zip(requests, scores) if not math.isfinite(score)])
@@ -226,16 +226,16 @@ class Scheduler:
             request.logprobs.append(score)
             params = request.params
             if token in request.end_ids or len(request.output_ids) >= params.max_new_tokens or params.stop:
-                self._judge(request)
+                self._finish_if_done(request)
 
-    def _judge(self, request: Request) -> None:
+    def _finish_if_done(self, request: Request) -> None:
         token, params = request.output_ids[-1], request.params
         if request.error is not None:
             return
         if token in request.end_ids:
             request.finish_reason = {"type": "stop", "matched": token}
         elif params.stop and len(request.output_ids) >= params.min_new_tokens:
-            assert self.model.tokenizer is not None, "Request.of refuses stop strings without one"
+            assert self.model.tokenizer is not None, "parse_requests refuses stop strings without one"
             matched = matched_stop(self.model.tokenizer, request.output_ids, params.stop)
             request.finish_reason = {"type": "stop", "matched": matched} if matched else None
         if request.finish_reason is None and len(request.output_ids) >= params.max_new_tokens:
@@ -245,12 +245,12 @@ class Scheduler:
 
     def _fail(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            request.error = f"the model gave logits that are not finite after {request.num_tokens} tokens"
+            request.error = f"the model produced non-finite logits after {request.num_tokens} tokens"
             self._ended.append(request)
         self.cache.scrub()
 
     def _release_ended(self) -> None:
-        self._leave([request for request in self._ended if request.pool is not None])
+        self._leave([request for request in self._ended if request.pool_capacity])
 
     def _leave(self, requests: Sequence[Request]) -> None:
         if not requests:
@@ -269,7 +269,7 @@ class Scheduler:
 
 
 def packs(requests: Sequence[Request], max_tokens: int) -> Iterator[list[Request]]:
-    """Cut into packs of at most `max_tokens`, ordered by length, and so by pool: of equal lengths, prefill attention is one call."""
+    """Split requests into packs of at most `max_tokens`, ordered by length and so by pool; equal lengths share one attention call."""
     pack: list[Request] = []
     size = 0
     for request in sorted(requests, key=lambda request: request.num_tokens):
@@ -283,4 +283,4 @@ def packs(requests: Sequence[Request], max_tokens: int) -> Iterator[list[Request
 
 
 def _row_starts(requests: Sequence[Request]) -> NDArray[np.int64]:
-    return np.array([request.row * request.pool.capacity for request in requests if request.pool is not None])
+    return np.array([request.row * request.pool_capacity for request in requests])

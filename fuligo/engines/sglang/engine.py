@@ -1,4 +1,4 @@
-"""One engine of a fleet: its server, the client that speaks to it, its restart, and whether it lives."""
+"""One engine of a fleet: its server, its client, its restarts and its health."""
 
 from __future__ import annotations
 
@@ -6,31 +6,32 @@ import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
 
-from fuligo.engines.client import EngineClient
+from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.sglang.server import Server
 from fuligo.errors import EngineError
 
 ENDING_S = 15.0
-"""SGLang closes its port first when it crashes, then writes what happened, and ends seconds later."""
+"""Time that a crashed SGLang takes to end: it closes its port first, then logs the error."""
 POLL_S = 0.5
-"""Between looks whether it has ended."""
+"""Interval between checks whether it has ended."""
 
 
 @dataclass(slots=True)
 class FleetEngine:
-    """As the fleet knows it. Server and client are replaced when it is restarted."""
+    """Engine of a fleet. Server and client are replaced by a restart."""
 
     server: Server
-    client: EngineClient
+    client: InferenceEngine
     health_timeout_s: float
     num_restarts: int = 0
     restart: asyncio.Task[None] | None = None
     is_moving: bool = False
-    """Its processes are being started or ended: what they hold of the devices is in nobody's books."""
+    """Its processes are being started or stopped, and the device memory they hold is unknown."""
 
     @property
     def is_restarting(self) -> bool:
-        """
+        """Whether a restart is in progress.
+
         Raises:
             EngineError: the restart failed
         """
@@ -39,21 +40,22 @@ class FleetEngine:
         return self.restart is not None
 
     async def is_dead(self, *, ask_health: bool) -> bool:
+        """Return whether its process has ended or, with `ask_health`, its health check fails."""
         if not self.server.alive:
             return True
         return ask_health and not await self.server.answers(self.health_timeout_s)
 
     async def serves(self) -> bool:
-        """It lives, and so does the part of it that samples: that may wait for good in a process group that broke.
+        """Return whether it and its scheduler answer; a scheduler can hang forever in a broken process group.
 
-        One that was too late once is not asked: nobody knows whether it is paused, or what of its memory it holds.
+        False once a call was overdue: whether the engine is paused, and which memory it holds, is then unknown.
         """
         if self.client.is_overdue:
             return False
         return not await self.is_dead(ask_health=True) and await self.client.scheduler_answers(self.health_timeout_s)
 
     async def answers_or_ends(self) -> bool:
-        """Whether it answers; one that does not gets the time to end, and to say why."""
+        """Return whether it answers; if not, first give it time to end and to log the reason."""
         with suppress(TimeoutError):
             async with asyncio.timeout(ENDING_S):
                 while self.server.alive:
@@ -63,7 +65,7 @@ class FleetEngine:
         return False
 
     def does_not_answer(self) -> EngineError:
-        """The error that names it."""
+        """Return the error for an engine that hangs."""
         return EngineError(
             f"{self.server.settings.name} ({self.server.url}) does not answer; its log is {self.server.settings.log_file}. "
             "Resume from the last checkpoint; with --use-fault-tolerance it would have been restarted."

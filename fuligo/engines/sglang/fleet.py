@@ -1,4 +1,4 @@
-"""SGLang engines behind a router, as one: started together, watched, restarted, ended together."""
+"""Fleet of SGLang engines behind a router: started together, supervised, restarted, and stopped together."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from fuligo.engines.client import EngineClient
+from fuligo.engines.connect import connect
 from fuligo.engines.deadlines import DEFAULT, ControlDeadlines
+from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.router import Router, RouterSettings, launch_router
 from fuligo.engines.sglang.engine import FleetEngine
+from fuligo.engines.sglang.router import Router, RouterSettings, launch_router
 from fuligo.engines.sglang.server import Server, ServerSettings, SGLangServer
 from fuligo.engines.shared_devices import SharedDevices
 from fuligo.errors import EngineError
@@ -19,33 +20,33 @@ from fuligo.errors import EngineError
 logger = logging.getLogger(__name__)
 
 WATCH_S = 0.5
-"""Between looks at the processes; their health is asked for less often."""
+"""Interval between checks of the processes; their health is checked less often."""
 MAX_RESTARTS = 3
-"""Of one engine or of the router in one run: what dies more often is broken, not unlucky."""
-Renew = Callable[[EngineClient], Awaitable[bool]]
-"""Give a restarted engine the current weights; False where that must wait for the next weight sync."""
+"""Restarts of one engine, or of the router, in one run."""
+SyncRestarted = Callable[[InferenceEngine], Awaitable[bool]]
+"""Sends a restarted engine the current weights; returns False if that must wait for the next weight sync."""
 Start = Callable[[ServerSettings], Server]
-"""Begins to start an engine; on this machine, or wherever it has its place."""
+"""Begins to start an engine on this machine or on its node."""
 
 
 @dataclass(slots=True, frozen=True)
 class FleetSettings:
-    """What to start, and how to watch it."""
+    """Settings of a fleet's processes and their supervision."""
 
     servers: tuple[ServerSettings, ...]
     router: RouterSettings
     restart: bool
-    """A dead engine or router is started again (--use-fault-tolerance); else it ends the run."""
+    """Restart a dead engine or router (--use-fault-tolerance); otherwise it ends the run."""
     health_interval_s: float
     health_timeout_s: float
     request_retries: int
     request_timeout_s: float
     deadlines: ControlDeadlines = DEFAULT
-    """Of calls that are no requests."""
+    """Deadlines of control calls."""
 
 
 class Fleet:
-    """Running engines and their router. Requests go through `group`."""
+    """Running engines and their router, used through `group`."""
 
     def __init__(self, settings: FleetSettings, servers: Sequence[Server], router: Router, start: Start = SGLangServer) -> None:
         self._settings = settings
@@ -53,19 +54,19 @@ class Fleet:
         self.router = router
         self._engines = [FleetEngine(server, _client(settings, server.settings, start=0), settings.health_timeout_s) for server in servers]
         self._router_restarts = 0
-        self._router_waits_in_vain = False
-        """Requests are open in it that a lost machine will not answer."""
-        # Requests outlive a restart of the router: it takes seconds, they are tried for a minute.
-        patient = EngineClient(router.url, retries=max(settings.request_retries, 40), timeout_s=settings.request_timeout_s)
+        self._router_is_stuck = False
+        """The router waits for answers from a lost machine, which never come."""
+        # The router restarts in seconds; requests to it are retried for a minute.
+        patient = connect(router.url, retries=max(settings.request_retries, 40), timeout_s=settings.request_timeout_s)
         split = settings.router.prefill_decode
         self.group = EngineGroup([engine.client for engine in self._engines], patient, membership=self, split=split)
-        self.renew: Renew = _with_next_sync
+        self.sync_restarted: SyncRestarted = _with_next_sync
         self.devices: SharedDevices | None = None
         """None if the engines have devices of their own."""
 
     @property
     def is_settled(self) -> bool:
-        """No engine is being started, and nothing is left of one that died."""
+        """No engine is being started or stopped."""
         return not any(engine.is_moving for engine in self._engines)
 
     @property
@@ -74,10 +75,10 @@ class Fleet:
 
     @classmethod
     async def launch(cls, settings: FleetSettings, start: Start = SGLangServer) -> Fleet:
-        """Start everything; returns when the router sends requests to every engine.
+        """Start engines and router; return when the router sends requests to every engine.
 
         Raises:
-            EngineError: one did not start; carries the last lines of its log, and nothing is left running
+            EngineError: one did not start; with the last lines of its log, and nothing is left running
         """
         servers: list[Server] = []
         routers: list[Router] = []
@@ -94,7 +95,7 @@ class Fleet:
                     starting.create_task(server.wait_ready())
             [router] = routers
             for server in servers:
-                await _enlist(router, server.settings)
+                await _add(router, server.settings)
         except BaseException as error:
             await _stop_all(*servers, *routers)
             if isinstance(error, ExceptionGroup):
@@ -103,16 +104,16 @@ class Fleet:
         return cls(settings, servers, router, start)
 
     async def watch(self) -> None:
-        """Look after the processes until cancelled.
+        """Supervise the processes until cancelled.
 
         Raises:
-            EngineError: one died and is not to be restarted, or died too often
+            EngineError: a process died and must not be restarted, or died too often
         """
         next_health = 0.0
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(WATCH_S)
-            if not self.router.process.alive or self._router_waits_in_vain:
+            if not self.router.process.alive or self._router_is_stuck:
                 await self._restart_router()
             ask_health = clock() >= next_health
             if ask_health:
@@ -120,30 +121,30 @@ class Fleet:
             asked = [(engine, engine.server) for engine in self._engines if not engine.is_restarting]
             dead = await asyncio.gather(*(engine.is_dead(ask_health=ask_health) for engine, _ in asked))
             for (engine, server), is_dead in zip(asked, dead):
-                if is_dead and not engine.is_restarting and engine.server is server:  # it may have been restarted meanwhile
+                if is_dead and not engine.is_restarting and engine.server is server:  # it may have been restarted since
                     await self._lose(engine)
 
-    async def is_lost(self, client: EngineClient) -> bool:
-        """A call to this engine failed: whether it is because the engine is dead or hangs, and will be seen to."""
+    async def is_lost(self, client: InferenceEngine) -> bool:
+        """Return whether an engine whose call failed is dead or hangs and is being restarted."""
         if not self._settings.restart:
             return False
         engine = self._engine_of(client)
         if engine is not None and await engine.serves():
             return False
-        if engine is not None and engine is self._engine_of(client):  # nobody else saw it meanwhile
+        if engine is not None and engine is self._engine_of(client):  # no other task has noticed it since
             await self._lose(engine)
         return True
 
-    def _engine_of(self, client: EngineClient) -> FleetEngine | None:
-        """None of one that is being restarted, until it waits for weights."""
+    def _engine_of(self, client: InferenceEngine) -> FleetEngine | None:
+        """Return the engine of a client; None while it is being restarted, until it waits for weights."""
         engine = next((engine for engine in self._engines if engine.client is client), None)
         return None if engine is None or (engine.is_restarting and client not in self.group.joining) else engine
 
     async def check_alive(self) -> None:
-        """After a call failed: who does not answer gets the time to end, and to say why. Nothing where the dead are restarted.
+        """Check every process after a call failed, giving those that do not answer time to end; no-op if the dead are restarted.
 
         Raises:
-            EngineError: an engine does not answer, or it or the router has ended: then with the last lines of its log
+            EngineError: an engine hangs, or an engine or the router has ended; then with the last lines of its log
         """
         if self._settings.restart:
             return
@@ -154,23 +155,23 @@ class Fleet:
                 raise engine.does_not_answer()
         self.router.process.check_alive()
 
-    async def admit(self, clients: Sequence[EngineClient]) -> None:
-        """See `engines.group.Membership`."""
+    async def admit(self, clients: Sequence[InferenceEngine]) -> None:
+        """Send requests to restarted engines, which have the current weights."""
         for engine in self._engines:
-            if engine.client in clients and await self._takes_up(engine):
+            if engine.client in clients and await self._enlist(engine):
                 logger.info("%s (%s) is in service", engine.server.settings.name, engine.server.url)
 
-    async def _takes_up(self, engine: FleetEngine) -> bool:
-        """Whether the router has taken up the engine; else one of them is lost, and is seen to.
+    async def _enlist(self, engine: FleetEngine) -> bool:
+        """Add the engine to the router; return False if one of the two is lost and is being restarted.
 
         Raises:
-            EngineError: the router refuses an engine that lives
+            EngineError: the router refuses an engine that is alive
         """
         try:
-            await _enlist(self.router, engine.server.settings)
+            await _add(self.router, engine.server.settings)
         except EngineError:
             if not self.router.process.alive:
-                return False  # the next one is told of all that serve
+                return False  # the next router gets all engines that serve
             restarts_itself = engine.restart is asyncio.current_task()
             if restarts_itself or not self._settings.restart or await engine.serves():
                 raise
@@ -178,26 +179,26 @@ class Fleet:
             return False
         return True
 
-    async def serve_as_loaded(self, client: EngineClient) -> bool:
-        """The `Renew` of engines whose weights are never synced: the weights that they start with are right."""
+    async def serve_as_loaded(self, client: InferenceEngine) -> bool:
+        """Return an engine to service with the weights it started with, because they are never synced."""
         await self.group.admit([client])
         return True
 
     async def stop(self) -> None:
-        """Returns when nothing of the fleet is left."""
+        """Stop engines and router; return when all their processes have ended."""
         for engine in self._engines:
             if engine.restart is not None:
                 engine.restart.cancel()
         await asyncio.gather(*(engine.restart for engine in self._engines if engine.restart is not None), return_exceptions=True)
-        await asyncio.gather(*(engine.client.close() for engine in self._engines))  # also of those that wait for weights
+        await asyncio.gather(*(engine.client.close() for engine in self._engines))  # including those that wait for weights
         await self.group.close()
         await _stop_all(*self.servers, self.router)
 
     async def _lose(self, engine: FleetEngine) -> None:
-        """Take a dead engine out of service, and start it again in the background; again from the beginning, if it was being restarted.
+        """Take a dead engine out of service and restart it in the background, from the beginning if a restart was in progress.
 
         Raises:
-            EngineError: it is not to be restarted, or was lost too often
+            EngineError: it must not be restarted, or died too often
         """
         if not self._settings.restart:
             await engine.answers_or_ends()
@@ -207,9 +208,10 @@ class Fleet:
         if engine.num_restarts > MAX_RESTARTS:
             engine.server.check_alive()
             raise EngineError(
-                f"{engine.server.settings.name} was lost {engine.num_restarts} times; its log is {engine.server.settings.log_file}"
+                f"{engine.server.settings.name} died {engine.num_restarts} times; its log is {engine.server.settings.log_file}"
             )
-        logger.warning("%s (%s) is gone; its requests go elsewhere, it is restarted", engine.server.settings.name, engine.server.url)
+        settings = engine.server.settings
+        logger.warning("%s (%s) died; retrying its requests on other engines and restarting it", settings.name, settings.url)
         self.group.remove(engine.client)
         engine.is_moving = True
         if engine.restart is not None and engine.restart is not asyncio.current_task():
@@ -217,42 +219,45 @@ class Fleet:
         engine.restart = asyncio.create_task(self._restart(engine))
         for other in self._engines:
             if other.restart is None and other.client in self.group.joining:
-                other.restart = asyncio.create_task(self._renew_now(other))
+                other.restart = asyncio.create_task(self._sync_now(other))
 
     async def _restart(self, engine: FleetEngine) -> None:
-        """
+        """Restart a dead engine until it has its weights or waits for them.
+
         Raises:
             EngineError: it died too often
         """
         await engine.client.give_up()
         try:
             await self.router.remove(engine.server.url)
-        except EngineError as error:  # the next router is told of those alone that serve; this one asks for their health
-            logger.warning("the router was not told that %s is gone: %s", engine.server.settings.name, error)
+        except EngineError as error:  # harmless: this router checks their health, and the next one gets only engines that serve
+            logger.warning("cannot remove %s from the router: %s", engine.server.settings.name, error)
         while True:
             engine.is_moving = True
             await engine.server.stop()
             engine.is_moving = False
             if engine.server.is_lost:
-                self._go_on_without(engine)
+                self._continue_without(engine)
                 return
             try:
-                await self._start_again(engine)
-                served = await self.renew(engine.client)
+                await self._start_new(engine)
+                served = await self.sync_restarted(engine.client)
             except EngineError as error:
                 self.group.remove(engine.client)
                 await engine.client.give_up()
                 engine.num_restarts += 1
                 if engine.num_restarts > MAX_RESTARTS:
                     raise
-                logger.warning("%s did not come back, it is tried again: %s", engine.server.settings.name, error)
+                logger.warning("restart of %s failed; retrying: %s", engine.server.settings.name, error)
             else:
-                logger.info("%s is running again%s", engine.server.settings.name, "" if served else "; the next weight sync takes it along")
+                later = "" if served else "; it receives its weights at the next weight sync"
+                logger.info("%s restarted%s", engine.server.settings.name, later)
                 engine.restart = None
                 return
 
-    async def _start_again(self, engine: FleetEngine) -> None:
-        """
+    async def _start_new(self, engine: FleetEngine) -> None:
+        """Start a new process for an engine and line it up for weights.
+
         Raises:
             EngineError: it did not start
         """
@@ -267,55 +272,59 @@ class Fleet:
         self.group.joining.append(engine.client)
         engine.is_moving = False
 
-    async def _renew_now(self, engine: FleetEngine) -> None:
-        """It could wait for the next weight sync while another served.
+    async def _sync_now(self, engine: FleetEngine) -> None:
+        """Sync a restarted engine that was waiting for the next weight sync, because no other engine serves any more.
 
         Raises:
-            EngineError: it was lost too often
+            EngineError: it died too often
         """
         try:
-            await self.renew(engine.client)
+            await self.sync_restarted(engine.client)
         except EngineError as error:
-            logger.warning("%s did not take the weights: %s", engine.server.settings.name, error)
+            logger.warning("weight sync to %s failed: %s", engine.server.settings.name, error)
             await self._lose(engine)
         else:
             engine.restart = None
 
-    def _go_on_without(self, engine: FleetEngine) -> None:
-        """
+    def _continue_without(self, engine: FleetEngine) -> None:
+        """Remove an engine whose machine is lost.
+
         Raises:
-            EngineError: none is left that does its work
+            EngineError: no other engine of its kind is left
         """
         server = engine.server.settings
         others = [other for other in self._engines if other is not engine]
         if not any(other.server.settings.worker_type == server.worker_type for other in others):
-            raise EngineError(f"{server.name} is gone with its machine {server.host}, and no other is left: resume on other machines")
+            raise EngineError(
+                f"{server.name} was lost with its machine {server.host}, and no other engine is left; resume on other machines"
+            )
         self._engines = others
-        logger.warning("%s is gone with its machine %s; the run goes on without it", server.name, server.host)
-        self._router_waits_in_vain = True
+        logger.warning("%s was lost with its machine %s; continuing without it", server.name, server.host)
+        self._router_is_stuck = True
 
     async def _restart_router(self) -> None:
-        """
+        """Start a new router for the engines that serve.
+
         Raises:
-            EngineError: it is not to be restarted, or did not start
+            EngineError: it must not be restarted, or did not start
         """
-        if self._router_waits_in_vain:
-            self._router_waits_in_vain = False
-            logger.warning("the router is restarted: what it waits for is asked of other engines")
+        if self._router_is_stuck:
+            self._router_is_stuck = False
+            logger.warning("restarting the router to retry requests of a lost machine on other engines")
             await self.router.stop()
         else:
             if not self._settings.restart or self._router_restarts == MAX_RESTARTS:
                 self.router.process.check_alive()
             self._router_restarts += 1
-            logger.warning("the router is gone; it is restarted")
+            logger.warning("the router died; restarting it")
         self.router = await launch_router(self._settings.router)
         for engine in self._engines:
             if engine.client in self.group.clients:
-                await self._takes_up(engine)
+                await self._enlist(engine)
 
 
-def _client(settings: FleetSettings, server: ServerSettings, *, start: int) -> EngineClient:
-    return EngineClient(
+def _client(settings: FleetSettings, server: ServerSettings, *, start: int) -> InferenceEngine:
+    return connect(
         server.url,
         retries=settings.request_retries,
         timeout_s=settings.request_timeout_s,
@@ -326,13 +335,13 @@ def _client(settings: FleetSettings, server: ServerSettings, *, start: int) -> E
     )
 
 
-async def _enlist(router: Router, server: ServerSettings) -> None:
-    """Return when the router sends requests to the engine."""
+async def _add(router: Router, server: ServerSettings) -> None:
+    """Add an engine to a router; return when it gets requests."""
     bootstrap_port = server.ports.bootstrap if server.worker_type == "prefill" else None
     await router.add(server.url, worker_type=server.worker_type, bootstrap_port=bootstrap_port)
 
 
-async def _with_next_sync(_: EngineClient) -> bool:
+async def _with_next_sync(_: InferenceEngine) -> bool:
     return False
 
 

@@ -1,4 +1,4 @@
-"""One SGLang engine: its command, its environment, its start on this machine."""
+"""One SGLang engine: its place, command and environment, and its process on this machine."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from fuligo.engines.arguments import command_line
-from fuligo.engines.client import EngineClient
-from fuligo.engines.generation import WeightLabel
-from fuligo.engines.server_process import ServerProcess
+from fuligo.engines.answers import WeightLabel
+from fuligo.engines.connect import connect
+from fuligo.engines.ports import PortClaims
+from fuligo.engines.server_process import ServerProcess, command_line
 
 PROBE_TIMEOUT_S = 5.0
 PORTS_PER_ENGINE = 64
-"""Consecutive ones for torch.distributed and, under DP attention, for the messages between SGLang's processes, which it counts up
-from `dist_init_addr`."""
+"""Consecutive ports for torch.distributed and, under DP attention, for messages between SGLang's processes, counted up from
+`dist_init_addr`."""
 OWN_ENVIRONMENT = {
-    # Callers close idle connections first. At SGLang's 5 s, requests that follow 5 s of training meet connections that just then close:
-    # the router takes that for a sick engine.
+    # With SGLang's 5 s, requests after 5 s of training would meet connections that are just closing, which the router counts as failures.
     "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
-    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else every health check samples a token
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # otherwise every health check samples a token
     "HF_HUB_OFFLINE": "1",
 }
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
@@ -35,52 +34,70 @@ CPU_ARGUMENTS: dict[str, Any] = {
     "max_total_tokens": 65536,
     "max_running_requests": 64,
     "dtype": "float32",
-    "sleep_on_idle": True,  # else the scheduler spins a core that the trainer needs
+    "sleep_on_idle": True,  # otherwise the scheduler spins on a core that the trainer needs
 }
-"""What makes SGLang 0.5.15 serve on a CPU without its kernels; the user's flags win."""
+"""Arguments with which SGLang 0.5.15 serves on a CPU without its kernels; the user's flags override them."""
 OWN_ARGUMENTS: dict[str, Any] = {"grammar_backend": "none", "skip_server_warmup": True, "log_level_http": "warning"}
-"""Rollouts need no grammars, the first rollout is the warm-up, and a line in the log for every request is too much."""
+"""Rollouts need no grammars, the first rollout warms the engine up, and a log line per request is too much."""
 
 
 @dataclass(slots=True, frozen=True)
 class ServerPorts:
-    """Of one engine, on its first node."""
+    """Ports of one engine on its first node."""
 
     http: int
     distributed: int
-    """The first of `PORTS_PER_ENGINE`."""
+    """First of `PORTS_PER_ENGINE` consecutive ports."""
     bootstrap: int
-    """Where decode engines ask a prefill engine for its keys and values."""
+    """Port at which decode engines fetch a prefill engine's KV cache."""
+
+    @classmethod
+    def claim(cls, claims: PortClaims) -> ServerPorts:
+        """Claim the ports of one engine on this machine."""
+        return cls(claims.claim(), claims.claim(PORTS_PER_ENGINE), claims.claim())
+
+
+@dataclass(slots=True, frozen=True)
+class EnginePlace:
+    """Host, ports and GPUs of an engine."""
+
+    host: str
+    """Address of its first node for driver and trainer."""
+    ports: ServerPorts
+    """Claimed on its first node."""
+    gpu_ids: tuple[int, ...] = ()
+    """GPUs on its first node; empty on a CPU, and if the node itself assigns them."""
+    num_nodes: int = 1
 
 
 @dataclass(slots=True, frozen=True)
 class ServerSettings:
-    """An engine, or the part of it on one node."""
+    """Settings of an engine, or of its part on one node."""
 
     name: str
-    """For messages and the log: `engine 3`."""
+    """Name in messages and logs: `engine 3`."""
     model_path: str
     tp_size: int
     pp_size: int
     arguments: Mapping[str, Any]
-    """SGLang's own (`--sglang-*` with the group's overrides), names with underscores."""
+    """SGLang's arguments (`--sglang-*` with the group's overrides), with underscores in the names."""
     worker_type: Literal["regular", "prefill", "decode"]
     device: Literal["cpu", "cuda"]
     host: str
-    """Of the engine's first node: its HTTP server and its rendezvous."""
+    """Address of the engine's first node: HTTP server and rendezvous."""
     ports: ServerPorts
     log_file: Path
     number: int | None = None
-    """Among the engines of the run, from 0; it labels its answers with it."""
+    """Index among the engines of the run; the engine labels its answers with it."""
     gpu_ids: tuple[int, ...] = ()
-    """Among those that it sees, consecutive. The others of the run stay visible: NCCL cannot reach a peer's GPU that its process does not
-    see."""
+    """Consecutive indices among the visible GPUs. The run's other GPUs stay visible, because NCCL reaches only peers whose GPU its process
+    sees."""
     num_nodes: int = 1
     node_rank: int = 0
     listens_at: tuple[str, int] | None = None
-    """Of a part on a further node, which answers /health there; None: `host` and its HTTP port."""
+    """Address of a part on a further node, which answers /health there; None: `host` and its HTTP port."""
     python: str = sys.executable
-    """Interpreter that has SGLang."""
+    """Interpreter with SGLang."""
     environment: Mapping[str, str] = field(default_factory=dict)
     start_timeout_s: float = 600.0
 
@@ -89,6 +106,7 @@ class ServerSettings:
         return f"http://{self.host}:{self.ports.http}"
 
     def command(self) -> list[str]:
+        """Return the command that starts the engine."""
         host, port = self.listens_at or (self.host, self.ports.http)
         placed: dict[str, Any] = {
             "model_path": self.model_path,
@@ -112,7 +130,7 @@ class ServerSettings:
         return [self.python, "-m", "sglang.launch_server", *command_line({**defaults, **self.arguments, **placed})]
 
     def full_environment(self) -> dict[str, str]:
-        """What the engine's processes get beside the driver's environment."""
+        """Return the variables that the engine's processes get in addition to the driver's."""
         chosen = OWN_ENVIRONMENT | (CPU_ENVIRONMENT if self.device == "cpu" else {})
         if self.device == "cpu" and self.tp_size > 1:
             chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(self.tp_size))
@@ -120,7 +138,7 @@ class ServerSettings:
 
 
 class Server(Protocol):
-    """A started engine, wherever it runs."""
+    """Started engine process, on this machine or another."""
 
     @property
     def settings(self) -> ServerSettings: ...
@@ -130,40 +148,41 @@ class Server(Protocol):
 
     @property
     def alive(self) -> bool:
-        """Its processes have not ended, as far as is known here."""
+        """Its processes have not ended, as far as this process knows."""
         ...
 
     @property
     def is_lost(self) -> bool:
-        """Its machine is gone: it cannot be started again, and what was sent to it never gets an answer, not even an error."""
+        """Its machine is lost: it cannot be restarted, and requests to it get no answer, not even an error."""
         ...
 
     def check_alive(self) -> None:
-        """
+        """Check that it has not ended.
+
         Raises:
-            EngineError: it has ended; carries the last lines of its log
+            EngineError: it has ended; with the last lines of its log
         """
         ...
 
     async def wait_ready(self) -> None:
-        """Return when it takes requests.
+        """Return when it accepts requests.
 
         Raises:
-            EngineError: it ended, or was not ready before the deadline; carries the last lines of its log
+            EngineError: it ended, or was not ready before the deadline; with the last lines of its log
         """
         ...
 
     async def answers(self, timeout_s: float) -> bool:
-        """Its `/health` does, within the time."""
+        """Return whether `/health` succeeds in time."""
         ...
 
     async def stop(self) -> None:
-        """Returns when it and all that it started are gone."""
+        """Stop it; return when it and all its children have ended."""
         ...
 
 
 class SGLangServer:
-    """An engine as a process of this machine. Implements `Server`."""
+    """`Server` on this machine."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -195,8 +214,8 @@ class SGLangServer:
 
 
 async def answers(url: str, timeout_s: float) -> bool:
-    """`/health` of the engine does, within the time."""
-    client = EngineClient(url, retries=0)
+    """Return whether the engine's `/health` succeeds in time."""
+    client = connect(url, retries=0)
     try:
         async with asyncio.timeout(timeout_s):
             return await client.is_healthy()

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from fuligo.engines.client import EngineClient, SamplingParams
+from fuligo.engines.client import EngineClient
 from fuligo.engines.deadlines import ControlDeadlines, Deadline
+from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import EngineError
 
@@ -149,7 +150,7 @@ CONTROL_CALLS: dict[str, tuple[Callable[[EngineClient], Awaitable[object]], Dead
     "/abort_request": (lambda client: client.abort_all(), STEP),
     "/flush_cache": (lambda client: client.flush_cache(), STEP),
     "/model_info": (lambda client: client.model_info(), STEP),
-    "/server_info": (lambda client: client.learn_num_ranks(), STEP),
+    "/server_info": (lambda client: client.read_num_ranks(), STEP),
     "/v1/loads": (lambda client: client.load(), STEP),
     "/destroy_weights_update_group": (lambda client: client.destroy_weights_update_group("group"), STEP),
     "/update_weights_from_disk": (lambda client: client.update_weights_from_disk("weights", 1), WEIGHTS),
@@ -179,7 +180,7 @@ async def test_each_control_call_has_the_deadline_of_its_kind(server: Misbehavin
         client = EngineClient(server.url, timeout_s=3600.0, deadlines=ControlDeadlines(STEP, WEIGHTS, BUCKET))
         with pytest.raises(EngineError) as caught:
             await call(client)
-        longer = f" ({deadline.flag} allows more)" if deadline.flag else ""
+        longer = f"; raise {deadline.flag} to allow more" if deadline.flag else ""
         assert str(caught.value) == f"engine {server.url}: {path}: no answer within {deadline.seconds:g} s{longer}"
         assert client.is_overdue
         await client.close()
@@ -322,10 +323,10 @@ async def test_engines_that_run_already_say_how_many_ranks_want_weights() -> Non
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     group = EngineGroup.connect([f"http://127.0.0.1:{runner.addresses[0][1]}"], retries=0)
     server_info: dict[str, Any] = {"tp_size": 4, "dp_size": 1}
-    await group.learn_num_ranks()
+    await group.read_num_ranks()
     assert [client.num_ranks for client in group.clients] == [4]
     server_info.clear()
-    with pytest.raises(EngineError, match="without tp_size"):
-        await group.learn_num_ranks()
+    with pytest.raises(EngineError, match="has no tp_size"):
+        await group.read_num_ranks()
     await group.close()
     await runner.cleanup()

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from fuligo.engines.client import EngineClient, SamplingParams
-from fuligo.engines.generation import Generation, RoutingQuery
+from fuligo.engines.client import EngineClient
+from fuligo.engines.generation import Generation, RoutingQuery, SamplingParams
 from fuligo.engines.group import MAX_AHEAD, EngineGroup
 from fuligo.errors import EngineError
 from fuligo.models.routing import RoutingShape

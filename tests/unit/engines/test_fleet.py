@@ -12,10 +12,10 @@ from unittest.mock import AsyncMock
 import pytest
 
 from fuligo.engines.client import EngineClient
-from fuligo.engines.router import RouterSettings
 from fuligo.engines.sglang import engine as engine_module
 from fuligo.engines.sglang import fleet as fleet_module
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings, Start
+from fuligo.engines.sglang.router import RouterSettings
 from fuligo.engines.sglang.server import Server, ServerPorts, ServerSettings
 from fuligo.errors import EngineError
 
@@ -64,7 +64,7 @@ class ScriptedRouter:
         self._check_alive()
         if url in self.refuses:
             self.refuses.remove(url)
-            raise EngineError(f"engine {url} was not taken up by the router")
+            raise EngineError(f"engine {url} was not added by the router")
         self.engines.append(url)
 
     async def remove(self, url: str) -> None:
@@ -202,7 +202,7 @@ async def test_an_engine_that_was_too_late_once_is_lost(
 async def test_a_restart_that_is_quicker_than_a_health_check_is_no_loss(routers: list[ScriptedRouter], tmp_path: Path) -> None:
     """The answer that does not come is that of the process before."""
     fleet = await fleet_of(["regular"], tmp_path / "log", health_interval_s=0.05)
-    fleet.renew = fleet.serve_as_loaded
+    fleet.sync_restarted = fleet.serve_as_loaded
     [before], [client] = fleet.servers, fleet.group.clients
     asked, told = asyncio.Event(), asyncio.Event()
 
@@ -247,7 +247,7 @@ async def test_engines_that_hang_are_found_in_the_time_of_one(routers: list[Scri
 
     for server in fleet.servers:
         server.answers = hangs
-    fleet.renew = fleet.serve_as_loaded
+    fleet.sync_restarted = fleet.serve_as_loaded
     watch = asyncio.create_task(fleet.watch())
     async with asyncio.timeout(120):
         while [client.start for client in fleet.group.clients] != [1, 1]:  # noqa: ASYNC110  # nothing tells but asking
@@ -268,7 +268,7 @@ async def served_by(router: ScriptedRouter, fleet: Fleet) -> list[int]:
 async def test_the_router_dies_with_an_engine(routers: list[ScriptedRouter], tmp_path: Path) -> None:
     """Nobody tells it that the engine is gone, and the next one learns it."""
     fleet = await fleet_of(["regular", "regular"], tmp_path / "log")
-    fleet.renew = fleet.serve_as_loaded
+    fleet.sync_restarted = fleet.serve_as_loaded
     routers[0].process.alive = False
     fleet.group.clients[0].is_overdue = True
     assert await fleet.is_lost(fleet.group.clients[0])
@@ -286,7 +286,7 @@ async def test_an_engine_that_dies_while_a_new_router_is_told_of_it(
     routers: list[ScriptedRouter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = await fleet_of(["regular", "regular"], tmp_path / "log")
-    fleet.renew = fleet.serve_as_loaded
+    fleet.sync_restarted = fleet.serve_as_loaded
     victim = fleet.servers[0]
 
     async def launch(settings: RouterSettings) -> ScriptedRouter:
@@ -313,7 +313,7 @@ async def test_a_router_that_refuses_an_engine_that_lives_ends_the_run(
     fleet = await fleet_of(["regular"], tmp_path / "log")
     monkeypatch.setattr(fleet.group.clients[0], "scheduler_answers", AsyncMock(return_value=True))
     routers[0].refuses.add(fleet.servers[0].url)
-    with pytest.raises(EngineError, match="was not taken up by the router"):
+    with pytest.raises(EngineError, match="was not added by the router"):
         await fleet.admit(fleet.group.clients)
     await fleet.stop()
 
@@ -339,12 +339,12 @@ async def test_an_engine_that_waits_for_weights_and_never_takes_them_ends_the_ru
     fleet = await fleet_of(["regular", "regular"], tmp_path / "log")
     waiting, other = fleet.group.clients
 
-    async def renew(client: EngineClient) -> bool:
+    async def sync_restarted(client: EngineClient) -> bool:
         if client.url == waiting.url and not fleet.group.clients:
             raise EngineError("it refuses the weights")
         return False
 
-    fleet.renew = renew
+    fleet.sync_restarted = sync_restarted
     waiting.is_overdue = True
     assert await fleet.is_lost(waiting)
     watch = asyncio.create_task(fleet.watch())

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuligo.engines.generation import Retryable, SamplingParams, WeightLabel, parse_generation
+from fuligo.engines.answers import Retryable, WeightLabel, parse_generation
+from fuligo.engines.generation import SamplingParams
 
 params = st.builds(
     SamplingParams,

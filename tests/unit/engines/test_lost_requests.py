@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from fuligo.engines.client import SamplingParams
-from fuligo.engines.generation import Generation
+from fuligo.engines.generation import Generation, SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import EngineError
 

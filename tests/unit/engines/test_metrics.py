@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from fuligo.engines.generation import EngineLoad, Generation, Served, parse_generation, parse_load
+from fuligo.engines.answers import parse_generation, parse_load
+from fuligo.engines.generation import EngineLoad, Generation, Served
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.metrics import EngineMonitor, load_metrics, served_metrics
 from fuligo.observability.metric_table import undocumented

@@ -1,4 +1,4 @@
-"""Given tokens are scored: what an engine answers is checked, and the embedded engine samples nothing for it."""
+"""Scoring of given tokens: the answer is checked, and the embedded engine samples nothing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fuligo.engines.answers import Retryable, parse_scores
+from fuligo.engines.embedded.generate_body import parse_requests
 from fuligo.engines.embedded.model import EngineModel
-from fuligo.engines.embedded.request import Request
-from fuligo.engines.generate_body import parse_generate
-from fuligo.engines.generation import Retryable
-from fuligo.engines.scoring import parse_scores
 
 
 def answer(*entries: tuple[float | None, int]) -> dict[str, Any]:
@@ -31,10 +29,10 @@ def test_the_last_id_of_a_vocabulary_is_reported_as_0() -> None:
 @pytest.mark.parametrize(
     ("broken", "text"),
     [
-        ({}, "without log-probabilities"),
-        ({"meta_info": {"input_token_logprobs": None}}, "without log-probabilities"),
-        (answer((-0.5, 9)), "other tokens"),
-        (answer((-0.5, 9), (-0.5, 8)), "other tokens"),
+        ({}, "no log-probabilities"),
+        ({"meta_info": {"input_token_logprobs": None}}, "no log-probabilities"),
+        (answer((-0.5, 9)), "different tokens"),
+        (answer((-0.5, 9), (-0.5, 8)), "different tokens"),
         (answer((None, 8), (-0.5, 9)), "not a finite number"),
         (answer((-0.5, 8), (0.5, 9)), "not a finite number"),
     ],
@@ -48,8 +46,8 @@ def test_what_scores_joins_no_batch(engine_model: EngineModel, make_scheduler: A
     """Nor is anything kept of it: its answer comes before a token is sampled for others."""
     scheduler = make_scheduler(max_running_requests=1)
     scheduler.enqueue(make_request([5, 6, 7], max_new_tokens=3, ignore_eos=True))
-    (asked,), _ = parse_generate(b'{"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 0}, "logprob_start_len": 0}')
-    scoring = Request.of(asked, engine_model, None)
+    body = b'{"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 0}, "logprob_start_len": 0}'
+    (scoring,), _ = parse_requests(body, engine_model, lambda: None)
     scoring.arrival = 1
     scheduler.enqueue(scoring)
     assert scheduler.step() == [scoring]

@@ -12,9 +12,9 @@ from typing import Any, cast
 import pytest
 
 from fuligo.engines.ports import PortClaims
-from fuligo.engines.router import RouterSettings
 from fuligo.engines.sglang import fleet as fleet_module
 from fuligo.engines.sglang.fleet import Fleet
+from fuligo.engines.sglang.router import RouterSettings
 from fuligo.engines.sglang.server import ServerSettings
 from fuligo.formats.payload import SHARED_MEMORY
 from fuligo.formats.weight_manifest import WeightManifest, WeightTarget
@@ -102,7 +102,7 @@ class World:
         settings = WeightSyncSettings("tensor", 16, False, directory, directory)
         weight_sync = WeightSync(self.trainer, fleet.group, settings, devices=devices)
         self.weight_sync = ColocatedWeightSync(weight_sync, fleet.group, devices)
-        fleet.renew, fleet.devices = self.weight_sync.renew, devices
+        fleet.sync_restarted, fleet.devices = self.weight_sync.sync_restarted, devices
 
     async def step(self, *, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
         """Train and sync."""

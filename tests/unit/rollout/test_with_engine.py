@@ -17,8 +17,8 @@ from fuligo.config.groups import DataFlags, EvalFlags, ModelFlags, RewardFlags, 
 from fuligo.data.dataset import PromptDataset
 from fuligo.data.settings import data_settings
 from fuligo.data.source import PromptSource
+from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedded
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.launch import EmbeddedEngineSettings, launch_embedded
 from fuligo.rollout.build import Sampling, build_evaluator, build_sampling
 from fuligo.rollout.protocol import Rollout, RolloutState
 from fuligo.rollout.rewards import reward_runner

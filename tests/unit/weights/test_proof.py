@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fuligo.engines.client import SamplingParams
+from fuligo.engines.generation import SamplingParams
 from fuligo.errors import WeightSyncError
 from fuligo.formats.weight_manifest import WeightManifest
 from fuligo.types import TrainSample

@@ -16,9 +16,9 @@ import torch
 from fuligo.engines.client import EngineClient
 from fuligo.engines.deadlines import ControlDeadlines, Deadline
 from fuligo.engines.ports import PortClaims
-from fuligo.engines.router import RouterSettings
 from fuligo.engines.sglang import fleet as fleet_module
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
+from fuligo.engines.sglang.router import RouterSettings
 from fuligo.engines.sglang.server import ServerPorts, ServerSettings
 from fuligo.errors import EngineError
 from fuligo.formats.payload import SHARED_MEMORY
@@ -94,7 +94,7 @@ class World:
         self.trainer = OneRank()
         settings = WeightSyncSettings(transport, 16, changes_only, directory, directory)  # a bucket a tensor
         self.weight_sync = WeightSync(cast(Trainer, self.trainer), fleet.group, settings)
-        fleet.renew = self.weight_sync.renew
+        fleet.sync_restarted = self.weight_sync.sync_restarted
 
     async def held(self) -> list[Held]:
         """By every engine, once none is being restarted."""

@@ -103,7 +103,7 @@ async def test_a_sync_waits_for_a_restarted_engine_that_is_being_renewed() -> No
     await world.weight_sync.sync()
     world.restart()
     world.told.clear()
-    renewed, version = await asyncio.gather(world.weight_sync.renew(world.restarted), world.weight_sync.sync())
+    renewed, version = await asyncio.gather(world.weight_sync.sync_restarted(world.restarted), world.weight_sync.sync())
     assert (renewed, version) == (True, 2)
     assert world.told[:4] == ["pause http://restarted", "begin 1", "end 1", "resume http://restarted"]
     assert sorted(world.told[4:7]) == ["pause http://a", "pause http://b", "pause http://restarted"]
@@ -115,7 +115,7 @@ async def test_a_restarted_engine_gets_the_weights_of_the_version_alone() -> Non
     await world.weight_sync.sync()
     world.restart()
     world.told.clear()
-    assert await world.weight_sync.renew(world.restarted)
+    assert await world.weight_sync.sync_restarted(world.restarted)
     assert world.told == ["pause http://restarted", "begin 1", "end 1", "resume http://restarted"]
     assert world.members.admitted == [world.restarted]
     assert (world.group.clients, world.group.joining) == ([world.a, world.b, world.restarted], [])
@@ -129,7 +129,7 @@ async def test_weights_that_were_trained_since_are_not_sent_as_the_version_befor
     world.trainer.num_updates += not while_they_are_sent
     world.trainer.trains_meanwhile = False
     world.restart()
-    assert not await world.weight_sync.renew(world.restarted)
+    assert not await world.weight_sync.sync_restarted(world.restarted)
     assert (world.restarted.version, world.members.admitted) == (0, [])
     assert await world.weight_sync.sync() == 2, "the next one takes it along"
     assert (world.restarted.version, world.members.admitted) == (2, [world.restarted])

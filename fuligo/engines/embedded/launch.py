@@ -1,4 +1,4 @@
-"""Starting an embedded engine as a process of its own."""
+"""Process of an embedded engine: its settings, start and stop."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ POLL_S = 0.02
 
 @dataclass(slots=True, frozen=True)
 class EmbeddedEngineSettings:
-    """What `fuligo serve` is started with."""
+    """Settings of `fuligo serve`."""
 
     model_path: str
     log_file: Path
-    """stdout and stderr of the engine; appended to."""
+    """Receives the engine's stdout and stderr; appended to."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     max_running_requests: int = 256
@@ -48,7 +48,7 @@ class EmbeddedEngineSettings:
 
 
 class EmbeddedEngineProcess:
-    """A running engine. It ends with this process, however that ends."""
+    """Running engine. It ends with this process, however that ends."""
 
     def __init__(self, process: subprocess.Popen[bytes], url: str, log_file: Path) -> None:
         self._process = process
@@ -64,20 +64,21 @@ class EmbeddedEngineProcess:
         return self._process.poll() is None
 
     def check_alive(self) -> None:
-        """
+        """Check that the process has not ended.
+
         Raises:
-            EngineError: the process has ended; carries the last lines of its log
+            EngineError: it has ended; with the last lines of its log
         """
         if not self.alive:
             code = self._process.returncode
-            why = " (killed, often for want of memory)" if code == -signal.SIGKILL else ""
+            why = " (killed, often because memory ran out)" if code == -signal.SIGKILL else ""
             raise EngineError(
-                f"engine {self.url}: its process ended with exit code {code}{why}; "
+                f"engine {self.url} ended with exit code {code}{why}; "
                 f"its log ({self.log_file}) ends:\n{last_lines(self.log_file)}\nResume from the last checkpoint."
             )
 
     async def stop(self, timeout_s: float = 15.0) -> None:
-        """Ask the engine to end, and make it after `timeout_s`."""
+        """Terminate the engine, and kill it after `timeout_s`."""
         if self.alive:
             self._process.terminate()
         if not await _ended(self._process, timeout_s):
@@ -86,10 +87,10 @@ class EmbeddedEngineProcess:
 
 
 async def launch_embedded(settings: EmbeddedEngineSettings) -> EmbeddedEngineProcess:
-    """Start an engine on a free port of this machine; returns when it takes requests.
+    """Start an engine on a free port of this machine; return when it accepts requests.
 
     Raises:
-        EngineError: it ended, or was not ready before the deadline; carries the last lines of its log
+        EngineError: it ended, or was not ready before the deadline; with the last lines of its log
     """
     settings.log_file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="fuligo-engine-") as directory:
@@ -101,7 +102,7 @@ async def launch_embedded(settings: EmbeddedEngineSettings) -> EmbeddedEnginePro
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                process_group=0,  # Ctrl-C in a terminal reaches this process alone, which decides when the engine ends
+                process_group=0,  # Ctrl-C in a terminal reaches this process only, which stops the engine
             )
         try:
             port = await _wait_ready(process, ready_file, settings)
@@ -129,7 +130,7 @@ async def _wait_ready(process: subprocess.Popen[bytes], ready_file: Path, settin
 
 
 def _read_port(ready_file: Path) -> int | None:
-    """What the engine wrote when it began to take requests; None before."""
+    """Return the port that the engine wrote when it began to serve; None before."""
     return int(json.loads(ready_file.read_bytes())["port"]) if ready_file.exists() else None
 
 

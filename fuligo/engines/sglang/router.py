@@ -1,7 +1,7 @@
-"""sglang-router: one address for many engines. A process of its own; here it is started, told of engines, and asked about them.
+"""sglang-router, the process that gives many engines one address: its start, and the calls that add and remove engines.
 
-Its ways, seen in 0.3.2: adding and removing a worker is asynchronous (202), a worker that does not answer is retried on another, control
-calls are not passed on to the engines, and fields of `/generate` that its own schema lacks are dropped.
+Behaviour of 0.3.2: adding and removing a worker is asynchronous (202), an unanswered request is retried on another worker, control calls
+are not forwarded to the engines, and fields of `/generate` that its own schema lacks are dropped.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from typing import Any, Literal
 
 import aiohttp
 
-from fuligo.engines.arguments import command_line
-from fuligo.engines.server_process import ServerProcess
+from fuligo.engines.server_process import ServerProcess, command_line
 from fuligo.errors import EngineError
 
 LAUNCH = "import sys; sys.modules['sglang'] = None; from sglang_router.launch_router import main; main()"
-"""The router does without SGLang where that is not installed. Where it is, it would be imported, with torch, for tracing that the router
-does not use: seconds of a core and hundreds of megabytes, while the engines start on the same cores."""
+"""The router imports SGLang and torch, if installed, for tracing that it does not use: seconds of CPU time and hundreds of megabytes while
+the engines start on the same cores. It also runs without them."""
 WorkerType = Literal["regular", "prefill", "decode"]
 REQUEST_TIMEOUT_S = 10.0
 
 
 @dataclass(slots=True, frozen=True)
 class RouterSettings:
-    """How the router is started."""
+    """Settings of a router."""
 
     log_file: Path
     host: str
-    """Address by which the runner and the engines' hosts reach it."""
+    """Address that the runner and the engines' hosts reach."""
     port: int
     prometheus_port: int
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """The router's own (`--router-*`), names with underscores."""
+    """The router's arguments (`--router-*`), with underscores in the names."""
     name: str = "router"
-    """For messages."""
+    """Name in messages."""
     prefill_decode: bool = False
-    """Every request passes a prefill and a decode engine."""
+    """Every request passes through a prefill and a decode engine."""
     python: str = sys.executable
-    """Interpreter that has sglang-router."""
+    """Interpreter with sglang-router."""
     environment: Mapping[str, str] = field(default_factory=dict)
     start_timeout_s: float = 60.0
 
     def command(self) -> list[str]:
+        """Return the command that starts the router."""
         own: dict[str, Any] = {
             "host": self.host,
             "port": self.port,
@@ -53,18 +53,18 @@ class RouterSettings:
             "prometheus_port": self.prometheus_port,
             "worker_startup_check_interval": 1,
             "log_level": "warn",
-            "cb_timeout_duration_secs": 5,  # nobody is sent to an engine that failed ten times in a row: not for a minute
+            "cb_timeout_duration_secs": 5,  # how long an engine that failed ten times in a row gets no requests: not a minute
         }
         if self.prefill_decode:
-            # Requests that a pair was handing over when all was aborted come back as errors. The router must neither send them again, to
-            # engines that are paused, nor take it as a sign of a sick engine, which nobody would be sent to for a minute.
+            # Requests that were being handed over during an abort return as errors. The router must neither retry them on paused engines
+            # nor take them for failures of the engine, which would then get no requests for a minute.
             own |= {"pd_disaggregation": True, "disable_retries": True, "disable_circuit_breaker": True}
         return [self.python, "-c", LAUNCH, *command_line({**own, **self.arguments})]
 
 
 @dataclass(slots=True, frozen=True)
 class Worker:
-    """An engine as the router sees it."""
+    """Engine as the router sees it."""
 
     id: str
     url: str
@@ -72,7 +72,7 @@ class Worker:
 
 
 class Router:
-    """A running router."""
+    """Running router."""
 
     def __init__(self, process: ServerProcess, settings: RouterSettings) -> None:
         self.process = process
@@ -84,10 +84,10 @@ class Router:
         """Return when the router sends requests to the engine at `url`.
 
         Args:
-            bootstrap_port: of a prefill engine
+            bootstrap_port: port of a prefill engine for its decode engines
 
         Raises:
-            EngineError: the router refused, or does not find the engine healthy in time
+            EngineError: the router refused, or did not see the engine healthy in time
         """
         body: dict[str, Any] = {"url": url, "worker_type": worker_type}
         if bootstrap_port is not None:
@@ -97,10 +97,10 @@ class Router:
         async def serving() -> bool:
             return any(worker.url == url and worker.is_healthy for worker in await self.workers())
 
-        await self.process.wait_until(serving, timeout_s, what=f"engine {url} was not taken up by the router")
+        await self.process.wait_until(serving, timeout_s, what=f"the router did not add engine {url}")
 
     async def remove(self, url: str, *, timeout_s: float = 60.0) -> None:
-        """Return when the router sends nothing to `url` any more; it may not know it."""
+        """Return when the router sends nothing to `url` any more; no-op if it does not know the engine."""
         for worker in await self.workers():
             if worker.url == url:
                 await self._request("DELETE", f"/workers/{worker.id}")
@@ -108,17 +108,19 @@ class Router:
         async def gone() -> bool:
             return all(worker.url != url for worker in await self.workers())
 
-        await self.process.wait_until(gone, timeout_s, what=f"engine {url} was not given up by the router")
+        await self.process.wait_until(gone, timeout_s, what=f"the router did not remove engine {url}")
 
     async def workers(self) -> list[Worker]:
+        """Return the engines that the router knows."""
         answer = await self._request("GET", "/workers")
         return [Worker(worker["id"], worker["url"], worker["is_healthy"]) for worker in answer["workers"]]
 
     async def stop(self) -> None:
+        """Stop it; return when its process has ended."""
         await self.process.stop()
 
     async def answers(self) -> bool:
-        """It is alive; it may have no engines yet."""
+        """Return whether it answers; it may have no engines yet."""
         try:
             await self._request("GET", "/workers")
         except EngineError:
@@ -126,9 +128,10 @@ class Router:
         return True
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """
+        """Make a call to the router's own API.
+
         Raises:
-            EngineError: no answer, or one that is not a success
+            EngineError: no answer, or not a success
         """
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         try:
@@ -141,10 +144,10 @@ class Router:
 
 
 async def launch_router(settings: RouterSettings) -> Router:
-    """Start a router without engines; returns when it answers.
+    """Start a router without engines; return when it answers.
 
     Raises:
-        EngineError: it ended, or did not answer in time; carries the last lines of its log
+        EngineError: it ended, or did not answer in time; with the last lines of its log
     """
     process = ServerProcess(settings.name, settings.command(), log_file=settings.log_file, environment=settings.environment)
     router = Router(process, settings)

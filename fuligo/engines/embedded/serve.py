@@ -1,4 +1,4 @@
-"""The process of an embedded engine: model, compute thread, HTTP server."""
+"""`fuligo serve`: the embedded engine's model, compute thread and HTTP server."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ import uvicorn
 import uvloop
 
 from fuligo.engines.embedded.engine import EmbeddedEngine
+from fuligo.engines.embedded.http_api import Api, wake
 from fuligo.engines.embedded.kv_cache import length_class
 from fuligo.engines.embedded.model import DTYPES, EngineModel
-from fuligo.engines.http_api import Api, wake
 from fuligo.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 GIL_SWITCH_S = 2e-4
-"""The compute thread takes the GIL once an operation; at Python's 5 ms a busy event loop would stall it for a step at a time."""
+"""The compute thread takes the GIL once per operation; at Python's 5 ms a busy event loop would stall it for whole steps."""
 KEEP_ALIVE_S = 600
 SHUTDOWN_S = 5
 MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.4}
-"""Part of the free memory that running requests may grow to; rows on their way to a longer pool leave room behind in the shorter ones."""
+"""Fraction of the free memory that running requests may use; the rest covers the space that rows leave behind in shorter pools."""
 
 
 @dataclass(slots=True, frozen=True)
 class ServeSettings:
+    """Settings of the engine's process."""
+
     model_path: str
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
@@ -49,17 +51,17 @@ class ServeSettings:
 
 
 def serve(settings: ServeSettings, listener: socket.socket) -> int:
-    """Serve on `listener` until SIGTERM or SIGINT; returns the exit code: 1 after a failure of the engine."""
+    """Serve on `listener` until SIGTERM or SIGINT; return the exit code, 1 after a failure of the engine."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     transformers.utils.logging.disable_progress_bar()
     sys.setswitchinterval(GIL_SWITCH_S)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for every request in flight
-    torch.set_num_threads(settings.num_threads or max(1, torch.get_num_threads() - 1))  # the server's loop needs a core, too
-    # cuDNN's attention builds a plan for every new shape, and in decoding every step has new shapes.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one connection per request in flight
+    torch.set_num_threads(settings.num_threads or max(1, torch.get_num_threads() - 1))  # the server's event loop needs a core
+    # cuDNN's attention builds a plan for every new shape, and every decoding step has new shapes.
     torch.backends.cuda.enable_cudnn_sdp(False)
     model = _load(settings)
-    gc.freeze()  # modules and model live as long as the process: full collections, a tenth of a second each, need not look at them
+    gc.freeze()  # keeps modules and model, which live as long as the process, out of full collections of 0.1 s each
     return uvloop.run(_serve(settings, model, listener))
 
 
@@ -89,7 +91,7 @@ async def _serve(settings: ServeSettings, model: EngineModel, listener: socket.s
     )
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    serving.add_done_callback(lambda _: server.listening.set())  # nobody waits for a server that cannot start
+    serving.add_done_callback(lambda _: server.listening.set())  # do not wait for a server that cannot start
     await server.listening.wait()
     if serving.done():
         await serving
@@ -101,7 +103,7 @@ async def _serve(settings: ServeSettings, model: EngineModel, listener: socket.s
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     if engine.failure is None:
-        await asyncio.wrap_future(engine.pause("abort"))  # whoever waits is answered with what there is
+        await asyncio.wrap_future(engine.pause("abort"))  # requests in flight are answered with their tokens so far
     server.should_exit = True
     await serving
     engine.stop()
@@ -109,6 +111,8 @@ async def _serve(settings: ServeSettings, model: EngineModel, listener: socket.s
 
 
 class _Server(uvicorn.Server):
+    """Server that reports when it listens and leaves signals to this process."""
+
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
@@ -119,20 +123,20 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are ours: uvicorn would raise them once more on its way out."""
+        """Do not capture signals: uvicorn would raise them again when it exits."""
         yield
 
 
 def _load(settings: ServeSettings) -> EngineModel:
     if settings.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu")
+        raise ConfigError("--device cuda: torch finds no CUDA device; give --device cpu")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device)
     dtype = ("bf16" if device.type == "cuda" else "fp32") if settings.dtype == "auto" else settings.dtype
     return EngineModel(settings.model_path, device, DTYPES[dtype])
 
 
 def affordable_tokens(model: EngineModel, max_running_requests: int) -> int:
-    """Tokens of KV cache: what the longest requests need, within a share of the memory that is free now.
+    """Return the tokens of KV cache that the longest requests need, limited to a fraction of the free memory.
 
     Raises:
         ConfigError: not even the shortest request fits
@@ -143,14 +147,12 @@ def affordable_tokens(model: EngineModel, max_running_requests: int) -> int:
     )
     fitting = int(MEMORY_SHARE[device] * free_bytes) // model.cache_shape.bytes_per_token(model.dtype)
     if fitting < length_class(1):
-        raise ConfigError(
-            f"{free_bytes / 2**20:.0f} MiB of free memory leave no room for a KV cache; free some, or give --max-total-tokens"
-        )
+        raise ConfigError(f"{free_bytes / 2**20:.0f} MiB of free memory are too few for a KV cache; free some, or give --max-total-tokens")
     return min(fitting, max_running_requests * length_class(model.context_length))
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Readers see nothing or all of it."""
+    """Write a file atomically."""
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(text)
     unfinished.rename(path)

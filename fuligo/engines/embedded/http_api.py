@@ -1,4 +1,4 @@
-"""HTTP in front of the embedded engine: the subset of SGLang's API that RL needs, with its names and schemas. `client.py` is its caller."""
+"""HTTP API of the embedded engine: the subset of SGLang's API that RL needs, with the same names and schemas."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fuligo.engines.embedded.engine import EmbeddedEngine
+from fuligo.engines.embedded.generate_body import answer, parse_requests
 from fuligo.engines.embedded.request import Request
-from fuligo.engines.generate_body import parse_generate
 from fuligo.errors import EngineError, FuligoError
 from fuligo.formats.payload import decode_named_tensors
 
@@ -24,17 +24,17 @@ Handler = Callable[[dict[str, Any]], Awaitable[Any]]
 
 
 class Unsupported(Exception):
-    """An endpoint of SGLang's that makes no sense here; the text says why."""
+    """Call of an SGLang endpoint that the embedded engine does not have; the text says why."""
 
 
 class Api:
-    """Turns HTTP requests into engine calls. The engine tells it of ended requests by `wake`, from its own thread."""
+    """Translation of HTTP requests into engine calls. The engine reports ended requests by `wake`, from its own thread."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
 
     def app(self) -> ASGIApp:
-        """`/generate`, of which a step makes hundreds, is answered before the framework's layers, which cost more than it does."""
+        """Return the application; it routes `/generate` past the framework's layers, which cost more than the call itself."""
         others = self._others()
 
         async def route(scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,31 +78,30 @@ class Api:
         return app
 
     async def generate(self, http: HttpRequest) -> Response:
-        """Waits for the answer, or for the client to hang up, which aborts the request."""
+        """Wait for the answer, or for the client to disconnect, which aborts the request."""
         started = time.perf_counter()
         loop, model = asyncio.get_running_loop(), self._engine.model
         requests: list[Request] = []
         try:
-            asked, is_batch = parse_generate(await http.body())
-            requests = [Request.of(one, model, loop.create_future()) for one in asked]
+            requests, is_batch = parse_requests(await http.body(), model, loop.create_future)
             for request in requests:
                 self._engine.submit(request)
         except (ValueError, EngineError) as error:
             self._engine.abort(requests.__contains__)
             return _error(400, str(error))
         ended = requests[0].waiter if not is_batch else asyncio.gather(*(request.waiter for request in requests))
-        hang_up = asyncio.ensure_future(http.receive())
+        disconnect = asyncio.ensure_future(http.receive())
         try:
-            await asyncio.wait((ended, hang_up), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((ended, disconnect), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            hang_up.cancel()
+            disconnect.cancel()
         if not ended.done():
             self._engine.abort(requests.__contains__)
             return Response(status_code=499)
         errors = [request.error for request in requests if request.error]
         if errors:
             return _error(500, errors[0])
-        answers = [request.answer(model, started) for request in requests]
+        answers = [answer(request, model, started) for request in requests]
         return _json(answers if is_batch else answers[0])
 
     async def health(self, _: HttpRequest) -> Response:
@@ -145,10 +144,10 @@ class Api:
         return {"dp_rank_count": 1, "loads": [load]}
 
     async def abort(self, body: dict[str, Any]) -> Any:
-        """By `rid`, or all with `abort_all`."""
+        """Abort the request `rid`, or all with `abort_all`."""
         rid, everything = body.get("rid"), bool(body.get("abort_all"))
         if not rid and not everything:
-            raise ValueError("give rid, or abort_all=true")
+            raise ValueError("neither rid nor abort_all is given: give rid, or abort_all=true")
         await _done(self._engine.abort(lambda request: everything or request.rid == rid))
 
     async def pause(self, body: dict[str, Any]) -> Any:
@@ -182,7 +181,7 @@ class Api:
 
     async def _update(self, body: dict[str, Any], load: Callable[[], Any]) -> None:
         if body.get("load_format") not in (None, "auto"):
-            raise ValueError(f"load_format {body['load_format']!r} is not supported: send named tensors as they are")
+            raise ValueError(f"load_format {body['load_format']!r} is not supported: leave it out")
         version = body.get("weight_version")
         if version is not None and not str(version).isdecimal():
             raise ValueError(f"weight_version is {version!r}; it must be a number")
@@ -197,7 +196,7 @@ class Api:
 
     async def check_weights(self, body: dict[str, Any]) -> Any:
         if body.get("action") != "checksum":
-            raise ValueError(f"action is {body.get('action')!r}; the embedded engine knows checksum")
+            raise ValueError(f"action is {body.get('action')!r}; the embedded engine supports checksum only")
         digest = await _done(self._engine.checksum())
         return {"success": True, "message": "", **digest._asdict()}
 
@@ -208,15 +207,17 @@ class Api:
         await _done(self._engine.resume_memory())
 
     async def no_process_group(self, _: dict[str, Any]) -> NoReturn:
-        raise Unsupported("the embedded engine joins no process group: send weights by /update_weights_from_tensor or _from_disk")
+        raise Unsupported(
+            "the embedded engine joins no process group; send weights by /update_weights_from_tensor or /update_weights_from_disk"
+        )
 
 
 def wake(requests: Sequence[Request]) -> None:
-    """Tell the event loop, from the engine's thread, that `requests` have ended."""
+    """Notify the event loop, from the engine's thread, that `requests` have ended."""
 
     def wake_all() -> None:
         for request in requests:
-            if not request.waiter.done():  # cancelled where the client hung up
+            if not request.waiter.done():  # cancelled if the client disconnected
                 request.waiter.set_result(None)
 
     requests[0].waiter.get_loop().call_soon_threadsafe(wake_all)

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fuligo.engines.answers import parse_scores, scoring_body
 from fuligo.engines.embedded.engine import EmbeddedEngine
+from fuligo.engines.embedded.http_api import Api, wake
 from fuligo.engines.embedded.model import EngineModel
-from fuligo.engines.http_api import Api, wake
-from fuligo.engines.scoring import parse_scores, scoring_body
 from fuligo.formats.checksum import weights_checksum
 from fuligo.formats.payload import shared_payload
 from tests import tiny

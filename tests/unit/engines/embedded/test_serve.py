@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from fuligo.cli import serve
-from fuligo.engines.client import EngineClient, EngineLoad, SamplingParams
+from fuligo.engines.client import EngineClient
+from fuligo.engines.embedded.launch import EmbeddedEngineProcess, EmbeddedEngineSettings, launch_embedded
 from fuligo.engines.embedded.model import EngineModel
+from fuligo.engines.embedded.serve import ServeSettings
+from fuligo.engines.embedded.serve import _serve as serve_model
+from fuligo.engines.generation import EngineLoad, SamplingParams
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.launch import EmbeddedEngineProcess, EmbeddedEngineSettings, launch_embedded
-from fuligo.engines.serve import ServeSettings
-from fuligo.engines.serve import _serve as serve_model
 from fuligo.errors import ConfigError, EngineError
 from fuligo.formats.checksum import weights_checksum
 from fuligo.formats.payload import shared_payload
@@ -133,7 +134,7 @@ async def test_nothing_is_left_when_the_parent_is_killed(checkpoint: Path, tmp_p
     parent = f"""
 import asyncio, sys, time
 from pathlib import Path
-from fuligo.engines.launch import EmbeddedEngineSettings, launch_embedded
+from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedded
 settings = EmbeddedEngineSettings({str(checkpoint)!r}, Path({str(tmp_path)!r}) / "log", device="cpu", num_threads=1)
 engine = asyncio.run(launch_embedded(settings))
 print(engine.pid, flush=True)
@@ -183,7 +184,7 @@ class TestCommand:
         assert caught.value.code == 2
 
     def test_the_ready_file_holds_the_port(self, process: EmbeddedEngineProcess) -> None:
-        from fuligo.engines.serve import _write_whole
+        from fuligo.engines.embedded.serve import _write_whole
 
         target = process.log_file.parent / "ready.json"
         _write_whole(target, json.dumps({"port": 1}))

@@ -1,0 +1,153 @@
+"""Answers of SGLang's HTTP API, checked and made into the types of `generation`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fuligo.engines.generation import EngineLoad, Generation, RoutingQuery
+from fuligo.types import FloatArray, IntArray, RoutedExperts
+
+MAX_LOGPROB = 1e-3
+"""Rounding can put the log-probability of a certain token slightly above 0."""
+
+
+class Retryable(Exception):
+    """Failure of a request that may succeed when sent again: no connection, a server error, or a malformed answer."""
+
+
+@dataclass(slots=True, frozen=True)
+class WeightLabel:
+    """Text that engines behind a router report as `weight_version`: `40@2` is version 40 on engine 2.
+
+    SGLang returns any text with every answer, and the router does not tell which engine answered.
+    """
+
+    version: int
+    engine: int | None = None
+
+    def __str__(self) -> str:
+        return str(self.version) if self.engine is None else f"{self.version}@{self.engine}"
+
+    @classmethod
+    def parse(cls, value: Any) -> WeightLabel:
+        """Parse a reported `weight_version`.
+
+        Raises:
+            Retryable: it is not a label
+        """
+        if value == "default":  # SGLang's label before the first update
+            return cls(0)
+        version, _, engine = str(value).partition("@")
+        try:
+            return cls(int(version), int(engine) if engine else None)
+        except ValueError as error:
+            raise Retryable(f"weight_version is {value!r}, which is not a number") from error
+
+
+def parse_generation(answer: Any) -> Generation:
+    """Return a checked answer of `/generate`.
+
+    Raises:
+        Retryable: the answer is malformed
+    """
+    try:
+        meta = answer["meta_info"]
+        ids = np.asarray(answer["output_ids"], np.int64).reshape(-1)
+        scored = meta["output_token_logprobs"]
+        logprobs = np.asarray([entry[0] for entry in scored], np.float32)
+        scored_ids = np.asarray([entry[1] for entry in scored], np.int64)
+        reason = meta["finish_reason"]["type"]
+        prompt_tokens, cached_tokens = int(meta["prompt_tokens"]), int(meta.get("cached_tokens", 0))
+        num_verifications = int(meta.get("spec_verify_ct", 0))
+        text = answer.get("text") or ""
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        raise Retryable(f"malformed answer ({type(error).__name__}: {error}): {answer!r:.200}") from error
+    if reason not in ("stop", "length", "abort"):
+        raise Retryable(f"unknown finish reason {reason!r}")
+    if len(ids) != len(logprobs):
+        raise Retryable(f"{len(ids)} output_ids but {len(logprobs)} output_token_logprobs")
+    if not np.array_equal(ids, scored_ids):
+        raise Retryable("output_token_logprobs and output_ids have different tokens")
+    if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
+        raise Retryable(f"a token id is out of range: {ids.min()} .. {ids.max()}")
+    if not np.isfinite(logprobs).all() or (logprobs > MAX_LOGPROB).any():
+        raise Retryable("a log-probability is not a finite number <= 0")
+    label = WeightLabel.parse(meta.get("weight_version", "default"))
+    return Generation(
+        ids.astype(np.int32),
+        logprobs,
+        reason,
+        label.version,
+        prompt_tokens,
+        cached_tokens,
+        str(text),
+        num_verifications,
+        label.engine,
+    )
+
+
+def parse_routing(answer: Any, query: RoutingQuery, num_prompt_tokens: int) -> RoutedExperts:
+    """Return the experts [n, M, K] of the queried tokens from a checked answer of `/generate`.
+
+    Raises:
+        ValueError: they are missing, or the model's routers cannot choose them
+    """
+    num_tokens = query.num_missing(num_prompt_tokens, len(answer["output_ids"]))
+    return query.shape.decode(answer["meta_info"].get("routed_experts"), num_tokens) if num_tokens else query.shape.empty()
+
+
+def parse_load(ranks: Sequence[Mapping[str, Any]]) -> EngineLoad:
+    """Return the load summed over the data-parallel ranks in an answer of `/v1/loads`.
+
+    Raises:
+        KeyError, TypeError, AttributeError: the answer is malformed
+    """
+    arrived = [rank["num_arrived_reqs"] for rank in ranks if "num_arrived_reqs" in rank]
+    capacity = sum(rank.get("max_total_num_tokens", 0) for rank in ranks)
+    return EngineLoad(
+        num_running=sum(rank["num_running_reqs"] for rank in ranks),
+        num_waiting=sum(rank["num_waiting_reqs"] for rank in ranks),
+        num_arrived=sum(arrived) if len(arrived) == len(ranks) else None,
+        kv_usage=sum(rank.get("num_used_tokens", 0) for rank in ranks) / capacity if capacity else None,
+        tokens_per_s=sum(rank.get("gen_throughput", 0.0) for rank in ranks) or None,
+    )
+
+
+def scoring_body(input_ids: Sequence[int] | IntArray, num_given: int) -> dict[str, Any]:
+    """Return the body of `/generate` for the log-probabilities of all tokens after the first `num_given`.
+
+    SGLang reports none for the token at `logprob_start_len` itself: its predecessor may come from the cache, which has no logits.
+    """
+    return {
+        "input_ids": np.ascontiguousarray(input_ids, np.int32),
+        "sampling_params": {"max_new_tokens": 0},
+        "return_logprob": True,
+        "logprob_start_len": num_given - 1,
+    }
+
+
+def parse_scores(answer: Any, scored_ids: IntArray) -> FloatArray:
+    """Return [R] log softmax(logits), always at temperature 1, from an answer of `/generate`.
+
+    Args:
+        scored_ids: [R] the last tokens of the request
+
+    Raises:
+        Retryable: the answer is malformed
+    """
+    try:
+        entries = answer["meta_info"]["input_token_logprobs"][-len(scored_ids) :]
+        logprobs = np.asarray([entry[0] for entry in entries], np.float32)
+        ids = np.asarray([entry[1] for entry in entries], np.int64)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise Retryable(f"the answer has no log-probabilities of the input ({type(error).__name__}: {error}): {answer!r:.200}") from error
+    # SGLang 0.5.15 reports the last id of the vocabulary as 0, with the right log-probability.
+    if len(ids) != len(scored_ids) or ((ids != scored_ids) & (ids != 0)).any():
+        raise Retryable("input_token_logprobs and input_ids have different tokens")
+    if not np.isfinite(logprobs).all() or (logprobs > MAX_LOGPROB).any():
+        raise Retryable("a log-probability of the input is not a finite number <= 0")
+    return logprobs

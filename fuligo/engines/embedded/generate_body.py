@@ -1,0 +1,141 @@
+"""`/generate` on the server's side, in SGLang's names: a body to requests, an ended request to its answer."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from fuligo.engines.embedded.model import EngineModel
+from fuligo.engines.embedded.request import Request
+from fuligo.engines.generation import SamplingParams
+from fuligo.engines.stop_strings import trim
+
+PER_REQUEST = ("input_ids", "sampling_params", "rid")
+"""Fields that are lists in the batch form."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "text": (None,),
+    "input_embeds": (None,),
+    "image_data": (None,),
+    "stream": (None, False),
+    "return_hidden_states": (None, False),
+    "return_routed_experts": (None, False),
+    "routed_experts_start_len": (None, 0),
+    "top_logprobs_num": (None, 0),
+    "token_ids_logprob": (None,),
+    "lora_path": (None,),
+    # sglang-router adds these with its own defaults.
+    "model": (None,),
+    "background": (None, False),
+    "no_logs": (None, False),
+    "return_bytes": (None, False),
+    "return_entropy": (None, False),
+}
+"""Fields that would change the answer, accepted only with these neutral values."""
+HARMLESS = {
+    "return_logprob",
+    "logprob_start_len",
+    "priority",
+    "extra_key",
+    "session_id",
+    "return_text_in_logprobs",
+    "log_metrics",
+    "routing_key",
+}
+
+
+def parse_requests(raw: bytes, model: EngineModel, new_waiter: Callable[[], Any]) -> tuple[list[Request], bool]:
+    """Return the requests of a body, and whether it has the batch form.
+
+    Args:
+        new_waiter: makes the `waiter` of a request
+
+    Raises:
+        ValueError: the body is malformed, or the model cannot answer it
+    """
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ValueError("the body must be a JSON object")
+    for name in body.keys() - HARMLESS - set(PER_REQUEST):
+        if name not in NEUTRAL:
+            raise ValueError(f"{name} is not known")
+        if body[name] not in NEUTRAL[name]:
+            raise ValueError(f"{name}={body[name]!r:.50} is not supported by the embedded engine; token ids go in (input_ids) and come out")
+    ids, params, rids, priority = (body.get(name) for name in (*PER_REQUEST, "priority"))
+    score_start = body.get("logprob_start_len")
+    if not isinstance(score_start, int | None):
+        raise ValueError(f"logprob_start_len is {score_start!r:.50}; it must be one integer")
+    score_start = None if score_start == -1 else score_start
+    if not isinstance(ids, list) or not ids:
+        raise ValueError("input_ids must be a list of token ids, or a list of such lists")
+    if not isinstance(ids[0], list):
+        return [_request(ids, params, rids, priority, score_start, model, new_waiter())], False
+    params = params if isinstance(params, list) else [params] * len(ids)
+    rids = rids if isinstance(rids, list) else [None if rids is None else f"{rids}_{i}" for i in range(len(ids))]
+    if len(params) != len(ids) or len(rids) != len(ids):
+        raise ValueError(f"a batch of {len(ids)} input_ids with {len(params)} sampling_params and {len(rids)} rids: the lengths must agree")
+    return [_request(*one, priority, score_start, model, new_waiter()) for one in zip(ids, params, rids)], True
+
+
+def _request(ids: Any, params: Any, rid: Any, priority: Any, score_start: int | None, model: EngineModel, waiter: Any) -> Request:
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+        raise ValueError("input_ids must be a non-empty list of integers")
+    if not isinstance(priority, int | None) or not isinstance(rid, str | None):
+        raise ValueError("priority must be an integer and rid a string")
+    sampling = _sampling(params, len(ids), score_start)
+    if min(ids) < 0 or max(ids) >= model.vocab_size:
+        raise ValueError(f"input_ids range from {min(ids)} to {max(ids)}; the vocabulary has ids 0 to {model.vocab_size - 1}")
+    if sampling.stop and model.tokenizer is None:
+        raise ValueError("stop strings need a tokenizer, and the model's directory has none: use stop_token_ids")
+    return Request(
+        rid=secrets.token_hex(16) if rid is None else rid,
+        input_ids=ids,
+        params=sampling,
+        end_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else model.end_ids),
+        seed=(secrets.randbits(64) if sampling.sampling_seed is None else sampling.sampling_seed) % 2**64,
+        priority=priority or 0,
+        waiter=waiter,
+        score_start=score_start,
+    )
+
+
+def _sampling(params: Any, num_tokens: int, score_start: int | None) -> SamplingParams:
+    if score_start is None:
+        return SamplingParams.from_json({} if params is None else params)
+    if not isinstance(params, dict) or params.get("max_new_tokens") != 0:
+        raise ValueError("logprob_start_len asks for log-probabilities of the input: sample nothing with it (max_new_tokens 0)")
+    if not 0 <= score_start < num_tokens - 1:
+        raise ValueError(f"logprob_start_len is {score_start}; at least one of the {num_tokens} input_ids must follow it")
+    return replace(SamplingParams.from_json({**params, "max_new_tokens": 1}), max_new_tokens=0)
+
+
+def answer(request: Request, model: EngineModel, started: float) -> dict[str, Any]:
+    """Return SGLang's JSON object for an ended request.
+
+    Args:
+        started: `time.perf_counter()` when the request arrived
+    """
+    assert request.finish_reason is not None
+    text = "" if model.tokenizer is None else str(model.tokenizer.decode(request.output_ids, skip_special_tokens=True))
+    matched = request.finish_reason.get("matched")
+    meta: dict[str, Any] = {
+        "id": request.rid,
+        "finish_reason": request.finish_reason,
+        "prompt_tokens": len(request.input_ids),
+        "completion_tokens": len(request.output_ids),
+        "cached_tokens": request.cached_tokens,
+        "weight_version": str(request.weight_version),
+        "e2e_latency": time.perf_counter() - started,
+        "output_token_logprobs": [(logprob, token, None) for logprob, token in zip(request.logprobs, request.output_ids)],
+    }
+    if request.score_start is not None:
+        scored = request.input_ids[request.score_start :]
+        meta["input_token_logprobs"] = [(score, token, None) for score, token in zip([None, *request.input_logprobs], scored)]
+    return {"text": trim(text, [matched]) if isinstance(matched, str) else text, "output_ids": request.output_ids, "meta_info": meta}

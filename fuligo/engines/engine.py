@@ -1,0 +1,169 @@
+"""The contract of an inference engine: everything that the rest of the package asks of one.
+
+Rollouts, weight sync, colocation and the teacher depend on this file, not on a backend. `connect.connect` returns the engine at a URL. What
+differs between backends and must be known before an engine runs is in `config.backends.EngineCapabilities`; how engines are started is in
+each backend's `launch` (see `docs/add-an-engine.md`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams
+from fuligo.formats.checksum import WeightsDigest
+from fuligo.types import FloatArray, IntArray
+
+PauseMode = Literal["abort", "retract", "in_place"]
+MemoryTag = Literal["weights", "kv_cache"]
+"""Part of an engine's device memory."""
+
+
+class InferenceEngine(Protocol):
+    """One running engine, or a router that passes requests on to several.
+
+    Every call raises `EngineError` if the engine refuses it, cannot be reached, or does not answer before the call's deadline.
+    """
+
+    url: str
+    num_ranks: int
+    """Tensor-parallel processes."""
+    start: int
+    """Restarts before this one."""
+    number: int | None
+    """Index among the engines of the run; None if the run did not start it."""
+    is_overdue: bool
+    """A control call missed its deadline: the engine's state (paused, released, which weights) is unknown."""
+
+    async def generate(
+        self,
+        input_ids: Sequence[int] | IntArray,
+        params: SamplingParams,
+        *,
+        rid: str,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        was_aborted: Callable[[], bool] | None = None,
+        routing: RoutingQuery | None = None,
+    ) -> Generation:
+        """Sample one response.
+
+        Args:
+            input_ids: [P] prompt, followed by the tokens so far if a response is continued
+            rid: request id in the engine; a retry is sent as `<rid>.retry<n>`
+            priority: queued requests start in descending order
+            was_aborted: called after a failed attempt; if it returns True, all requests were aborted and the result is empty
+            routing: requests the tokens' experts, from the engine itself, because a router drops the query
+        """
+        ...
+
+    async def score(self, input_ids: IntArray, num_given: int, *, rid: str, timeout_s: float | None = None) -> FloatArray:
+        """Return [T - num_given] log-probabilities at temperature 1 of the tokens after the first `num_given` (at least 1)."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop decoding before the next step; later requests wait.
+
+        Args:
+            mode: `abort` ends all requests with the tokens they have; `retract` returns them to the queue; `in_place` keeps them and
+                their KV cache
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Continue generation after `pause`."""
+        ...
+
+    async def abort_all(self) -> None:
+        """End every request; each returns its tokens so far with finish reason `abort`."""
+        ...
+
+    async def update_weights_from_disk(self, path: str, version: int) -> None:
+        """Load a Hugging Face directory that the engine can read, with the model's shapes."""
+        ...
+
+    async def update_weights_from_tensor(self, payloads: Sequence[str], version: int | None) -> None:
+        """Load one bucket of weights from shared memory.
+
+        Args:
+            payloads: `formats.payload.shared_payload`, one per tensor-parallel rank
+            version: given with the last bucket, which also drops the old weights' KV cache
+        """
+        ...
+
+    async def init_weights_update_group(
+        self, *, host: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        """Join a process group for `update_weights_from_distributed`; return when all its ranks have joined.
+
+        Args:
+            host, port: TCPStore of rank 0, the sender
+            rank_offset: rank of the engine's first process; the others follow
+        """
+        ...
+
+    async def update_weights_from_distributed(
+        self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str, version: int | None
+    ) -> None:
+        """Receive one bucket as a row of bytes from rank 0 of the group; return when it is loaded.
+
+        Args:
+            version: given with the last bucket, which also drops the old weights' KV cache
+        """
+        ...
+
+    async def destroy_weights_update_group(self, group_name: str) -> None:
+        """Leave a process group."""
+        ...
+
+    async def weights_checksum(self) -> WeightsDigest:
+        """Return the checksum of the weights in the engine; only with the capability `reports_checksum`."""
+        ...
+
+    async def release_memory(self, tag: MemoryTag | None = None) -> None:
+        """Free device memory of the idle engine: the KV cache, the weights (which are lost), or by default both."""
+        ...
+
+    async def resume_memory(self, tag: MemoryTag | None = None) -> None:
+        """Allocate memory again after `release_memory`."""
+        ...
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Return when the engine is healthy.
+
+        Raises:
+            EngineError: not within `timeout_s`
+        """
+        ...
+
+    async def is_healthy(self) -> bool:
+        """Return whether the engine answers its health check. Never raises."""
+        ...
+
+    async def scheduler_answers(self, timeout_s: float) -> bool:
+        """Return whether the part that samples answers in time: it can hang while the health check succeeds. Never raises."""
+        ...
+
+    async def model_info(self) -> ModelInfo:
+        """Return the served model and the version of its weights."""
+        ...
+
+    async def read_num_ranks(self) -> None:
+        """Set `num_ranks` to what the engine reports; for engines that the run did not start."""
+        ...
+
+    async def load(self, *, retries: int | None = None) -> EngineLoad:
+        """Return the current load.
+
+        Args:
+            retries: by default those of every call
+        """
+        ...
+
+    async def give_up(self) -> None:
+        """Fail pending requests now and later ones at once, because the engine is lost."""
+        ...
+
+    async def close(self) -> None:
+        """Close connections."""
+        ...

@@ -154,7 +154,7 @@ def test_what_forced_processes_share_goes_with_them(tmp_path: Path) -> None:
 async def test_a_server_that_is_killed_is_said_to_be(tmp_path: Path) -> None:
     process = ServerProcess("engine 1", [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], log_file=tmp_path / "engine.txt")
     await process.ended()
-    with pytest.raises(EngineError, match="engine 1 was killed \(out of memory, or by itself after an error\)"):
+    with pytest.raises(EngineError, match=r"engine 1 was killed \(out of memory, or by itself after an error\)"):
         process.check_alive()
 
 

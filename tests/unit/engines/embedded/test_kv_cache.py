@@ -15,16 +15,15 @@ def request(num_tokens: int, max_new_tokens: int = 100, first_token: int = 0) ->
     return Request("r", list(range(first_token, first_token + num_tokens)), SamplingParams(max_new_tokens), frozenset(), 0)
 
 
-def fill(owner: Request, value: float) -> None:
-    """Mark what the owner has cached."""
-    assert owner.pool is not None
-    owner.pool.store[:, owner.row, : owner.num_tokens - 1] = value
+def fill(cache: KVCache, owner: Request, value: float) -> None:
+    """Mark the owner's cached keys and values."""
+    cache.pool_of(owner).store[:, owner.row, : owner.num_tokens - 1] = value
 
 
-def held(owner: Request) -> torch.Tensor:
-    assert owner.pool is not None
-    assert owner.pool.requests[owner.row] is owner
-    return owner.pool.store[:, owner.row, : owner.num_tokens - 1]
+def held(cache: KVCache, owner: Request) -> torch.Tensor:
+    pool = cache.pool_of(owner)
+    assert pool.requests[owner.row] is owner
+    return pool.store[:, owner.row, : owner.num_tokens - 1]
 
 
 @given(st.integers(1, 5000))
@@ -45,7 +44,7 @@ def test_rows_keep_their_contents_through_joins_leaves_and_growth(data: st.DataO
             newcomer = request(data.draw(st.integers(1, 130)))
             cache.add(newcomer)
             mark = float(len(live) + 1000 * step + 1)
-            fill(newcomer, mark)
+            fill(cache, newcomer, mark)
             live[mark] = newcomer
         if live:
             leaving = data.draw(st.lists(st.sampled_from(sorted(live)), unique=True))
@@ -53,11 +52,11 @@ def test_rows_keep_their_contents_through_joins_leaves_and_growth(data: st.DataO
         for mark, owner in live.items():
             owner.output_ids += [0] * data.draw(st.integers(0, 1))
             cache.promote()
-            fill(owner, mark)
+            fill(cache, owner, mark)
         cache.promote()
         for mark, owner in live.items():
-            assert (held(owner) == mark).all()
-            assert owner.pool is not None and owner.pool.capacity >= owner.num_tokens
+            assert (held(cache, owner) == mark).all()
+            assert owner.pool_capacity >= owner.num_tokens
         assert sum(len(pool.requests) for pool in cache.pools) == len(live)
         assert cache.reserved_tokens == sum(length_class(owner.max_tokens) for owner in live.values())
 
@@ -67,14 +66,14 @@ def test_pools_come_shortest_first_and_rows_that_outgrow_one_move_on() -> None:
     long, short = request(60), request(SMALLEST_CLASS)
     cache.add(long)
     cache.add(short)
-    fill(short, 3.0)
+    fill(cache, short, 3.0)
     assert [pool.capacity for pool in cache.pools] == [32, 64]
     cache.promote()
     assert [pool.capacity for pool in cache.pools] == [32, 64], "a row that still fits stays"
     short.output_ids.append(0)
     cache.promote()
     assert [[r is short for r in pool.requests] for pool in cache.pools] == [[False, True]]
-    assert (held(short)[:, : SMALLEST_CLASS - 1] == 3.0).all()
+    assert (held(cache, short)[:, : SMALLEST_CLASS - 1] == 3.0).all()
 
 
 def test_a_prompt_is_copied_but_for_its_last_token() -> None:
@@ -84,11 +83,10 @@ def test_a_prompt_is_copied_but_for_its_last_token() -> None:
     copies = [request(10), request(10)]
     for owner in (donor, *copies):
         cache.add(owner)
-    assert donor.pool is not None
-    donor.pool.store[:, donor.row] = torch.arange(64.0)[None, :, None, None]
+    cache.pool_of(donor).store[:, donor.row] = torch.arange(64.0)[None, :, None, None]
     cache.copy_prompt(donor, copies)
     for copy in copies:
-        assert torch.equal(held(copy)[0, :, 0, 0], torch.arange(9.0))
+        assert torch.equal(held(cache, copy)[0, :, 0, 0], torch.arange(9.0))
         assert copy.cached_tokens == 9
 
 
@@ -106,7 +104,6 @@ def test_values_that_are_not_finite_do_not_stay_in_rows_used_again() -> None:
     cache = KVCache(SHAPE, 10**6, torch.float32, torch.device("cpu"))
     owner = request(5)
     cache.add(owner)
-    assert owner.pool is not None
-    owner.pool.store[:, owner.row] = float("nan")
+    cache.pool_of(owner).store[:, owner.row] = float("nan")
     cache.scrub()
-    assert torch.isfinite(owner.pool.store).all()
+    assert torch.isfinite(cache.pool_of(owner).store).all()

@@ -70,7 +70,7 @@ def _megatron_arguments(config: Config) -> str | None:
 
 def _shared_gpus(config: Config) -> str | None:
     """Return the flags of ways to share GPUs that need weights at a time when none are synced."""
-    if not config.cluster.colocate or config.resolved_rollout_backend != "sglang":
+    if not config.cluster.colocate or not config.engine_capabilities.releases_memory:
         return None
     policy = policy_model(config)
     if config.engine.use_fault_tolerance and any(

@@ -145,7 +145,7 @@ def _weights(config: Config) -> Iterator[str]:
     first = "--hf-checkpoint" if config.checkpoint.ref_load is None else "--ref-load"
     if first in sound and is_quantised(sound[first]):
         yield f"{first} {sound[first]} is quantised, training cannot start from it: give the unquantised weights by --ref-load"
-    if "--hf-checkpoint" in sound and _syncs_to_sglang(config):
+    if "--hf-checkpoint" in sound and _syncs_quantised(config):
         try:
             EngineQuantisation.read(sound["--hf-checkpoint"])
         except ConfigError as error:
@@ -231,8 +231,8 @@ def _distributed(config: Config, option: str, directory: Path) -> Iterator[str]:
         yield f"{option} {directory} is incomplete, or not a distributed checkpoint written by fuligo: {error}"
 
 
-def _syncs_to_sglang(config: Config) -> bool:
-    return config.needs_engine and config.resolved_rollout_backend == "sglang" and not config.debug.debug_rollout_only
+def _syncs_quantised(config: Config) -> bool:
+    return config.needs_engine and config.engine_capabilities.serves_quantised and not config.debug.debug_rollout_only
 
 
 def _resume(config: Config) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import PrivateAttr
 
 from fuligo.algorithms.estimators import ESTIMATORS
+from fuligo.config.engine_capabilities import ENGINE_CAPABILITIES, EngineCapabilities
 from fuligo.config.flag import PREFIXES, option_name
 from fuligo.config.flags import MEGATRON_FLAGS, SGLANG_FLAGS, flags
 from fuligo.config.group import FlagGroup
@@ -207,6 +208,16 @@ class Config(FlagGroup):
         return "sglang" if sglang else "embedded"
 
     @property
+    def engine_capabilities(self) -> EngineCapabilities:
+        """Capabilities of the rollout backend's engines."""
+        return ENGINE_CAPABILITIES[self.resolved_rollout_backend]
+
+    @property
+    def takes_turns(self) -> bool:
+        """Trainer and engines use the same GPUs in turns (--colocate)."""
+        return self.cluster.colocate and self.needs_engine and self.engine_capabilities.releases_memory
+
+    @property
     def resolved_actor_num_gpus_per_node(self) -> int:
         """Trainer GPUs per node; on a CPU, trainer processes."""
         if self.cluster.actor_num_gpus_per_node is not None:
@@ -228,7 +239,7 @@ class Config(FlagGroup):
             return self.cluster.rollout_num_gpus
         if self.engine.rollout_external_engine_addrs:
             return 0
-        if self.resolved_rollout_backend == "embedded":
+        if self.engine_capabilities.beside_trainer:
             return 1
         return self.num_train_gpus if self.cluster.colocate else self.resolved_rollout_num_gpus_per_engine
 
@@ -240,7 +251,7 @@ class Config(FlagGroup):
     @property
     def num_rollout_only_gpus(self) -> int:
         """Engine GPUs that the trainer does not use. The embedded engine shares the trainer's first GPU."""
-        if self.resolved_rollout_backend == "embedded":
+        if self.engine_capabilities.beside_trainer:
             return 0
         shared = self.num_train_gpus if self.cluster.colocate else 0
         return max(0, self.resolved_rollout_num_gpus - shared)

@@ -59,7 +59,7 @@ class EngineGroupSpec:
 
 def engine_groups(config: Config) -> tuple[EngineGroupSpec, ...]:
     """Return all engine groups of a run: one group without `--sglang-config`, none if the run starts no SGLang engine."""
-    if config.resolved_rollout_backend != "sglang" or config.resolved_rollout_num_gpus == 0:
+    if config.engine_capabilities.beside_trainer or config.resolved_rollout_num_gpus == 0:
         return ()
     if config.engine.sglang_config is None:
         return (

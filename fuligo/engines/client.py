@@ -146,6 +146,9 @@ class EngineClient:
     async def abort_all(self) -> None:
         await self._call("POST", "/abort_request", {"abort_all": True})
 
+    async def flush_cache(self) -> None:
+        await self._call("POST", "/flush_cache", {})
+
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         body = {"model_path": path, "weight_version": self._label(version), "flush_cache": True}
         await self._call("POST", "/update_weights_from_disk", body, within=self.deadlines.weights, retries=0)

@@ -78,6 +78,10 @@ class InferenceEngine(Protocol):
         """End every request; each returns its tokens so far with finish reason `abort`."""
         ...
 
+    async def flush_cache(self) -> None:
+        """Drop all cached keys and values of the paused or idle engine."""
+        ...
+
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         """Load a Hugging Face directory that the engine can read, with the model's shapes."""
         ...

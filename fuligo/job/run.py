@@ -18,7 +18,6 @@ from fuligo.config import Config
 from fuligo.errors import CheckpointError
 from fuligo.job.colocated import ColocatedDevices, ColocatedTrainer, ColocatedWeightSync
 from fuligo.job.engines import Engines, build_weight_sync, launch_engines, share_devices
-from fuligo.job.fleet import shares_devices
 from fuligo.job.join import Joined, join_cluster
 from fuligo.job.origin import Origin
 from fuligo.job.periodic import Evaluate, SaveCheckpoint, SaveDebugRollout, Schedule
@@ -26,9 +25,10 @@ from fuligo.job.recorder import RunRecorder
 from fuligo.job.rollouts import RolloutBuilder, RunData
 from fuligo.job.stages import Opened, Started, Wired
 from fuligo.job.teacher import find_teacher
-from fuligo.job.trainer_settings import resolve_device, trainer_settings
+from fuligo.job.trainer_settings import trainer_settings
 from fuligo.job.watch import failing_with, while_watching
 from fuligo.loop import Loop, Periodic, sample_only
+from fuligo.models.device import resolve_device
 from fuligo.observability.progress import open_progress
 from fuligo.observability.run_directory import CHECKPOINTS, RunDirectory
 from fuligo.observability.sinks import open_sinks
@@ -77,7 +77,7 @@ async def _open(config: Config, stack: AsyncExitStack) -> Opened:
     joined = await join_cluster(config, origin.weights_to_read(config), directory, stack)
 
     engines_may_start = asyncio.Event()
-    if not shares_devices(joined.config):
+    if not joined.config.takes_turns:
         engines_may_start.set()
     launching = asyncio.create_task(_launch_engines(engines_may_start, joined, directory, stack))
     stack.push_async_callback(_cancel, launching)
@@ -199,7 +199,7 @@ async def _load_trainer(opened: Opened) -> Trainer | None:
 
 def _shared_devices(started: Started) -> ColocatedDevices | None:
     """Return the devices that trainer and engines share; None if each has its own, or one of them is missing."""
-    if started.trainer is None or started.engines is None or not shares_devices(started.config):
+    if started.trainer is None or started.engines is None or not started.config.takes_turns:
         return None
     return share_devices(started.config, started.trainer, started.engines)
 

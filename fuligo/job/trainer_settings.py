@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal
 
 from fuligo.checkpoint.location import value_weights_directory, weights_directory
 from fuligo.config import Config
-from fuligo.config.launcher import chosen_launcher
-from fuligo.config.topology import engine_groups
-from fuligo.engines.sglang.server import CPU_ARGUMENTS
-from fuligo.errors import ConfigError, FuligoError
-from fuligo.formats.checkpoint_form import prediction_prefixes
-from fuligo.formats.hugging_face import read_config_json
-from fuligo.formats.quantisation import EngineQuantisation
+from fuligo.engines.backend import engine_backend
 from fuligo.formats.weight_manifest import EngineFormat
+from fuligo.models.device import Device, resolve_precision
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.settings import CriticSettings, OptimizerSettings, TrainedParameters, TrainerSettings
 from fuligo.trainer.schedule import LearningRateSchedule
@@ -25,33 +18,6 @@ from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 
 DEFAULT_MAX_TOKENS = 8192
 """Tokens of a micro-batch if no flag limits it; the loss does not depend on it."""
-Device = Literal["cpu", "cuda"]
-Precision = Literal["fp32", "bf16"]
-_SGLANG_DTYPES: Mapping[str, Precision] = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
-"""Values of `--sglang-dtype` in which weights are sent."""
-
-
-def resolve_device(config: Config) -> Device:
-    """Resolve `--device`.
-
-    Raises:
-        ConfigError: `--device cuda` without a CUDA device
-    """
-    import torch
-
-    asked = config.cluster.device
-    if asked != "auto" and chosen_launcher(config) == "ray":
-        return asked  # the nodes compute, not this machine
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no CUDA device here; give --device cpu, or auto")
-    return "cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu"
-
-
-def resolve_precision(asked: Literal["auto", "fp32", "bf16"], device: Device) -> Precision:
-    """Resolve `auto` to bf16 on CUDA and to fp32 on a CPU."""
-    if asked == "auto":
-        return "bf16" if device == "cuda" else "fp32"
-    return asked
 
 
 def trainer_settings(config: Config, device: Device, *, initial_weights: Path, num_rollout: int) -> TrainerSettings:
@@ -80,7 +46,8 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
     num_critic_only = config.algorithm.num_critic_only_steps if config.trains_values else 0
     reference = config.initial_weights_path if config.needs_reference else None
     teacher = config.algorithm.opd_teacher_load if config.teacher_from == "trainer" else None
-    engine_format = _engine_format(config)
+    backend = engine_backend(config)
+    engine_format = backend.engine_format(config) if config.needs_engine else EngineFormat()
     return TrainerSettings(
         hf_checkpoint=Path(config.model.hf_checkpoint),
         initial_weights=initial_weights,
@@ -98,9 +65,9 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
         balance_data=train.balance_data,
         trained=TrainedParameters(tuple(train.only_train_params_name_list), tuple(train.freeze_params_name_list)),
         device=device,
-        shares_device=device == "cuda" and (config.cluster.colocate or config.resolved_rollout_backend == "embedded"),
+        shares_device=device == "cuda" and (config.cluster.colocate or config.engine_capabilities.beside_trainer),
         precision=resolve_precision(config.model.precision, device),
-        sync_dtype=_sync_dtype(config, device, engine_format),
+        sync_dtype=None if engine_format.quantisation is not None else backend.weight_dtype(config, device),
         engine_format=engine_format,
         num_ranks=config.num_train_gpus,
         seed=train.seed,
@@ -140,42 +107,6 @@ def _critic(config: Config, policy_weights: Path, num_rollout: int) -> CriticSet
         num_only_rollouts=config.algorithm.num_critic_only_steps,
         may_begin_at_resume=given is not None,
     )
-
-
-def _engine_format(config: Config) -> EngineFormat:
-    """Return the form of the weights that engines load. The embedded engine runs transformers' models: no MTP layers, FP8 dequantised.
-
-    Raises:
-        ConfigError: the embedded engine does not serve `--hf-checkpoint`, or its quantisation accepts no new weights
-    """
-    if not config.needs_engine:
-        return EngineFormat()
-    assert config.model.hf_checkpoint is not None
-    directory = Path(config.model.hf_checkpoint)
-    if config.resolved_rollout_backend == "sglang":
-        return EngineFormat(quantisation=EngineQuantisation.read(directory))
-    from fuligo.engines.embedded.model import servable_config
-
-    read_config_json(directory)  # a missing config.json is an error of its own, not one of the engine
-    try:
-        served = servable_config(str(directory))
-    except FuligoError as error:
-        fix = "--rollout-backend sglang" + (" --train-backend megatron" if config.resolved_train_backend == "torch" else "")
-        raise ConfigError(f"the embedded engine does not serve --hf-checkpoint {directory}; give {fix}: {error}") from error
-    return EngineFormat(left_out=prediction_prefixes(served.to_dict()))
-
-
-def _sync_dtype(config: Config, device: Device, engine_format: EngineFormat) -> Precision | None:
-    """Return the data type of the engines if flags set it. None means that of `--hf-checkpoint`, which they cast as they did at start."""
-    if engine_format.quantisation is not None:
-        return None
-    if config.resolved_rollout_backend == "embedded":
-        return resolve_precision(config.engine.embedded_dtype, device)
-    policy = next((group for group in engine_groups(config) if group.update_weights), None)
-    if policy is None:
-        return None
-    started_with = {**(CPU_ARGUMENTS if device == "cpu" else {}), **dict(policy.arguments.items())}
-    return _SGLANG_DTYPES.get(started_with.get("dtype", "auto"))
 
 
 def _capacity(config: Config, max_tokens: int | None) -> Capacity:

@@ -8,8 +8,8 @@ from fuligo.config import Config
 from fuligo.config.topology import engine_groups, policy_model
 from fuligo.errors import ConfigError
 from fuligo.formats.weight_manifest import Transport
-from fuligo.job.fleet import ranks_beside_engines
-from fuligo.job.trainer_settings import resolve_device
+from fuligo.layout.slots import engine_gpus
+from fuligo.models.device import resolve_device
 
 if TYPE_CHECKING:
     from fuligo.cluster.cluster import RayCluster
@@ -39,8 +39,8 @@ def _reaching(config: Config, cluster: RayCluster | None) -> Transport:
     asked = config.weight_sync.update_weight_transport
     if config.engine.rollout_external_engine_addrs:
         return _to_engines_elsewhere("disk" if asked == "auto" else asked, cluster)
-    embedded = config.resolved_rollout_backend == "embedded"
-    one_machine = cluster is None or (cluster.sender_is_here if embedded else cluster.sender_shares_machine_with(_served_by_rank_0(config)))
+    beside = config.engine_capabilities.beside_trainer
+    one_machine = cluster is None or (cluster.sender_is_here if beside else cluster.sender_shares_machine_with(_served_by_rank_0(config)))
     if asked != "auto":
         here = cluster is None or (one_machine and (asked != "disk" or cluster.sender_is_here))
         if asked in ("tensor", "disk") and not here:
@@ -49,9 +49,9 @@ def _reaching(config: Config, cluster: RayCluster | None) -> Transport:
                 "are on several: leave it out, or give nccl (gloo on a CPU)"
             )
         return asked
-    if embedded and not one_machine:
+    if beside and not one_machine:
         raise ConfigError("the embedded engine runs beside the driver, and trainer rank 0 on another node: use --rollout-backend sglang")
-    if not embedded and resolve_device(config) == "cuda" and not config.cluster.colocate:
+    if not beside and resolve_device(config) == "cuda" and not config.cluster.colocate:
         return "nccl"
     return "tensor" if one_machine else "gloo"
 
@@ -71,3 +71,14 @@ def _served_by_rank_0(config: Config) -> list[int]:
     models = [group.model for group in engine_groups(config) for _ in range(group.num_engines)]
     beside = ranks_beside_engines(config)
     return [number for number, model in enumerate(models) if model == policy and number not in beside]
+
+
+def ranks_beside_engines(config: Config) -> dict[int, tuple[int, ...]]:
+    """Return, for each engine on the trainer's GPUs (--colocate), the trainer's ranks there in the order of the engine's.
+
+    The n-th GPU of the engines is that of rank n, as far as there are ranks.
+    """
+    if not config.takes_turns:
+        return {}
+    engines = enumerate(engine_gpus(engine_groups(config)))
+    return {number: tuple(gpus) for number, gpus in engines if gpus.stop <= config.num_train_gpus}

@@ -26,7 +26,7 @@ def memory_findings(
         yield Finding(TRAINER, Severity.ERROR, f"{_needs(worst)}, more than the {gibibytes(worst.capacity_bytes)} of {gpus}.", flags)
     engine = list(_engine_problems(subject, bars, capacities, gpus))
     if engine:
-        yield Finding(ENGINE, Severity.ERROR, " ".join(engine), _engine_flags(subject))
+        yield Finding(ENGINE, Severity.ERROR, " ".join(engine), subject.config.engine_capabilities.memory_flags)
     host = [bar for bar in bars if bar.owner == "host" and not bar.fits]
     if host:
         severity = Severity.ERROR if host_memory_given else Severity.WARNING
@@ -99,9 +99,3 @@ def _trainer_flags(subject: Subject) -> tuple[str, ...]:
     if subject.config.resolved_train_backend == "torch":
         return ("--actor-num-gpus-per-node", "--max-tokens-per-gpu")
     return ("--tensor-model-parallel-size", "--recompute-granularity", "--max-tokens-per-gpu")
-
-
-def _engine_flags(subject: Subject) -> tuple[str, ...]:
-    if subject.config.resolved_rollout_backend == "embedded":
-        return ("--embedded-max-total-tokens",)
-    return ("--sglang-mem-fraction-static", "--rollout-num-gpus-per-engine")

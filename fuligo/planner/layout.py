@@ -35,7 +35,7 @@ def make_layout(subject: Subject) -> ClusterLayout:
             f"with the engines' own (--rollout-num-gpus) are {config.total_num_gpus} GPUs; plans support up to {MAX_GPUS}"
         )
     shape = trainer_shape(config)
-    specs, embedded = engine_groups(config), config.needs_engine and config.resolved_rollout_backend == "embedded"
+    specs, embedded = engine_groups(config), config.needs_engine and config.engine_capabilities.beside_trainer
     per_node = max(config.cluster.num_gpus_per_node, config.resolved_actor_num_gpus_per_node)
     trainers_at = trainer_slots(shape.num_ranks, config.resolved_actor_num_gpus_per_node)
     engine_ranks = [EMBEDDED_RANK] if embedded else list(_engine_ranks(specs))

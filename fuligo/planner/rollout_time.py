@@ -33,7 +33,7 @@ def rollout_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     config = subject.config
     requests = config.samples_per_rollout
     flops = _flops(subject, requests)
-    if config.resolved_rollout_backend == "embedded":
+    if config.engine_capabilities.beside_trainer:
         decoding = _embedded(subject, requests)
         note = f"{decoding.batch:.0f} requests decoded at once, {decoding.step_s * 1e3:.1f} ms per step, embedded engine"
         return Phase("rollout", "engines", 0.0, decoding.seconds, flops, note)

@@ -164,7 +164,7 @@ def _doubled(subject: Subject, name: str, size: int, *, sequence_parallel: bool 
 
 def _engine_candidates(subject: Subject) -> Iterator[Changes]:
     config = subject.config
-    if config.resolved_rollout_backend == "embedded":
+    if config.engine_capabilities.beside_trainer:
         yield (Change(("engine", "embedded_max_total_tokens"), 8 * longest_sample(config)),)
         return
     for percent in range(90, 25, -5):

@@ -220,7 +220,7 @@ def _reproducible(config: Config) -> bool:
     """Return whether waves can start aligned: the engine is embedded, used by nothing else, and gets one request per sample."""
     return (
         config.rollout.async_mode == "sync"
-        and config.resolved_rollout_backend == "embedded"
+        and config.engine_capabilities.is_reproducible
         and not config.engine.rollout_external_engine_addrs
         and config.rollout.custom_generate_function_path is None
     )

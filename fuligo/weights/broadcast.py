@@ -1,7 +1,7 @@
-"""Weights by broadcast: a process group of the sending rank (rank 0) and all ranks of the engines.
+"""Weight sync by broadcast, in a process group of the sending rank (rank 0) and all ranks of the engines.
 
-Built as SGLang builds its end (`init_custom_process_group` in its 0.5.15: a TCPStore, under a prefix with the group's name, and torch's own
-helper), so that both ends meet under the same keys. A bucket travels as one row of bytes, its names, types and shapes by HTTP
+The group is built as on SGLang's side (`init_custom_process_group` in 0.5.15: a TCPStore, under a prefix with the group's name, and torch's
+helper), so that both sides use the same keys. A bucket is sent as one row of bytes; its names, types and shapes go by HTTP
 (`/update_weights_from_distributed`, load_format `flattened_bucket`).
 """
 
@@ -28,26 +28,27 @@ from fuligo.formats.buckets import Bucket, as_bytes
 from fuligo.formats.weight_manifest import EngineAddress
 
 TIMEOUT = timedelta(seconds=BUCKET.seconds)
-"""Of a group's beginning and of one broadcast, where no engine says that it failed."""
+"""Limit for joining a group, and for one broadcast, if no engine reports a failure."""
 LEAVE_TIMEOUT_S = 15.0
-"""For an engine to leave a group. NCCL waits for a dead peer for good: who is in it then does not leave, and has to be started again."""
+"""Limit for an engine to leave a group. In NCCL an engine waits for a dead peer forever; it does not leave and must be restarted."""
 _numbers = count()
 T = TypeVar("T")
 
 
 class BroadcastGroup:
-    """The sender's end, open until `close`.
+    """Process group on the sender's side, open until `close`.
 
     Args:
-        engines: their ranks follow each other in this order
+        engines: the engines, whose ranks follow each other in this order
         backend: gloo on a CPU, nccl between GPUs
-        host: of this process, as the engines reach it
+        host: address of this process for the engines
     """
 
     def __init__(self, engines: Sequence[EngineAddress], backend: Literal["gloo", "nccl"], host: str) -> None:
-        """
+        """Join the group together with the engines.
+
         Raises:
-            EngineError: an engine did not join; nobody waits for it any more
+            EngineError: an engine did not join; the others have left
         """
         self.engines = tuple(engines)
         self.name = f"fuligo-weights-{next(_numbers)}"
@@ -77,14 +78,16 @@ class BroadcastGroup:
             )
 
         def join() -> dist.ProcessGroup:
-            store = TCPStore(host, port, is_master=False, timeout=TIMEOUT)  # our own goes when we give up, and whoever waits in it hears so
+            store = TCPStore(
+                host, port, is_master=False, timeout=TIMEOUT
+            )  # the master store closes on failure, which wakes everyone who waits in it
             group, _ = _new_process_group_helper(
                 world_size,
                 0,
                 [],
                 dist.Backend(backend),
                 PrefixStore(self.name, store),
-                group_name=self.name,  # pyright: ignore[reportArgumentType]  # SGLang gives a plain text, too
+                group_name=self.name,  # pyright: ignore[reportArgumentType]  # SGLang passes a plain string, too
                 timeout=TIMEOUT,
             )
             assert isinstance(group, dist.ProcessGroup)
@@ -94,13 +97,13 @@ class BroadcastGroup:
         return self._together(join, engines_join(), f"join the {backend} group")
 
     def broadcast(self, bucket: Bucket, version: int | None) -> None:
-        """Send one bucket to all engines; returns when they have loaded it.
+        """Send one bucket to all engines; return when they have loaded it.
 
         Args:
             version: given with the last bucket
 
         Raises:
-            EngineError: an engine refused it, or is gone; others may have loaded it, and some may still wait in the group until `close`
+            EngineError: an engine refused it or died; others may have loaded it, and some may wait in the group until `close`
         """
         row = torch.cat([as_bytes(tensor) for _, tensor in bucket]).to(self._device)
 
@@ -126,9 +129,9 @@ class BroadcastGroup:
             torch.cuda.synchronize(row.device)
 
     def _together(self, own_part: Callable[[], T], engines_part: Coroutine[Any, Any, None], what: str) -> T:
-        """Do both at the same time: each waits for the other, and the first that fails ends the wait.
+        """Run both parts at once, because each waits for the other; the first failure ends the wait.
 
-        Our part is in a daemon thread, for where an engine fails it may wait for good, out of reach of any deadline.
+        The sender's part runs in a daemon thread: if an engine fails, it may wait forever, and no deadline can interrupt it.
         """
         mine: Future[T] = Future()
         mine.set_running_or_notify_cancel()
@@ -136,7 +139,7 @@ class BroadcastGroup:
         def work() -> None:
             try:
                 mine.set_result(own_part())
-            except BaseException as error:  # handed to whoever waits
+            except BaseException as error:  # raised in the waiting coroutine
                 mine.set_exception(error)
 
         async def both() -> T:
@@ -146,7 +149,7 @@ class BroadcastGroup:
                     await asyncio.gather(own, theirs)
                 return own.result()
             finally:
-                own.cancel()  # the thread's end is nobody's concern any more
+                own.cancel()  # the thread is not waited for
                 theirs.cancel()
                 await asyncio.gather(theirs, return_exceptions=True)
 
@@ -155,13 +158,13 @@ class BroadcastGroup:
             return asyncio.run(self._and_close(both()))
         except (EngineError, RuntimeError, TimeoutError) as error:
             urls = ", ".join(engine.url for engine in self.engines)
-            cause = str(error) or f"no end within {TIMEOUT.total_seconds():g} s"
+            cause = str(error) or f"timed out after {TIMEOUT.total_seconds():g} s"
             raise EngineError(f"the engines {urls} did not {what}: {cause}") from error
 
     def close(self) -> None:
-        """Leave the group, whatever state it is in. Engines that wait for us in it hear that we are gone, where its backend tells them."""
+        """Leave the group in whatever state it is. Engines that wait in it get an error if its backend reports lost peers."""
         if self._group is not None:
-            self._group.abort()  # unlike a shutdown it does not wait for peers, who may be gone
+            self._group.abort()  # unlike a shutdown, it does not wait for peers, which may be dead
             dist.destroy_process_group(self._group)
             self._group = None
 
@@ -170,13 +173,13 @@ class BroadcastGroup:
                 await client.destroy_weights_update_group(self.name)
 
         async def engines_leave() -> None:
-            self._store = None  # who still waits for others to join gets an error
+            self._store = None  # engines that still wait for others to join get an error
             await asyncio.gather(*(leave(client) for client in self._clients), return_exceptions=True)
 
         asyncio.run(self._and_close(engines_leave()))
 
     async def _and_close(self, call: Coroutine[Any, Any, T]) -> T:
-        """A client's connections belong to the event loop that they were opened in."""
+        """Await the call, then close the clients, whose connections belong to this event loop."""
         try:
             return await call
         finally:

@@ -1,7 +1,7 @@
-"""Weights to an engine on the trainer's own GPUs: each rank hands over the memory of its GPU, the first of them speaks to the engine.
+"""Weight sync to an engine on the trainer's own GPUs: each rank shares the memory of its GPU, and the first of them calls the engine.
 
-SGLang takes one payload for each of its tensor-parallel ranks (`serialized_named_tensors`), and a CUDA IPC handle is good on the GPU where
-it was made: the payload of an engine's rank comes from the trainer's rank beside it.
+SGLang takes one payload per tensor-parallel rank (`serialized_named_tensors`), and a CUDA IPC handle is valid only on the GPU where it was
+created, so the payload of an engine's rank comes from the trainer rank on the same GPU.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 @dataclass(slots=True, frozen=True)
 class TrainerRanks:
-    """The ranks that gather weights together, as one of them sees them."""
+    """This trainer rank and its connection to the others."""
 
     rank: int = 0
     objects: dist.ProcessGroup | None = None
-    """Gloo group of all ranks, for Python objects; None where there is one rank."""
+    """Gloo group of all ranks, for Python objects; None if there is one rank."""
 
     def gather(self, text: str) -> list[str]:
-        """Every rank's text, in order, on every rank."""
+        """Return every rank's text, in order, on every rank."""
         if self.objects is None:
             return [text]
         texts = [""] * dist.get_world_size(self.objects)
@@ -40,35 +40,36 @@ class TrainerRanks:
 
 @dataclass(slots=True, frozen=True)
 class OwnEngine:
-    """The engine on this rank's GPU, and those of its neighbours."""
+    """Engine on the GPUs of this rank and its neighbours."""
 
     engine: EngineAddress
     ranks: TrainerRanks
 
     @property
-    def speaker(self) -> int:
+    def caller(self) -> int:
+        """Rank that calls the engine."""
         return self.engine.trainer_ranks[0]
 
     def share(self, bucket: Bucket, version: int | None) -> None:
-        """Hand over one bucket, together with the other ranks of the engine, which have the same; returns when the engine has it.
+        """Share one bucket, which all ranks of the engine have, together with them; return when the engine has loaded it.
 
         Args:
             version: given with the last bucket
 
         Raises:
-            EngineError: the engine refused it or did not answer; on each of its ranks
+            EngineError: the engine refused it or did not answer; raised on each rank
         """
         with shared_payload(bucket) as payload:
-            if self.ranks.rank == self.speaker:
-                self._speak(payload, version)
+            if self.ranks.rank == self.caller:
+                self._call(payload, version)
             else:
-                self._send(payload, self.speaker)
-                refusal = self._receive("", self.speaker)
+                self._send(payload, self.caller)
+                refusal = self._receive("", self.caller)
                 if refusal:
                     raise EngineError(refusal)
 
-    def _speak(self, payload: str, version: int | None) -> None:
-        others = [rank for rank in self.engine.trainer_ranks if rank != self.speaker]
+    def _call(self, payload: str, version: int | None) -> None:
+        others = [rank for rank in self.engine.trainer_ranks if rank != self.caller]
         payloads = [payload, *(self._receive(payload, rank) for rank in others)]
         refusal = ""
         try:
@@ -97,5 +98,5 @@ class OwnEngine:
 
 
 def own_engine(engines: tuple[EngineAddress, ...], ranks: TrainerRanks) -> OwnEngine | None:
-    """The engine that takes this rank's memory, if one does."""
+    """Return the engine on this rank's GPU, if any."""
     return next((OwnEngine(engine, ranks) for engine in engines if ranks.rank in engine.trainer_ranks), None)

@@ -1,4 +1,4 @@
-"""Proofs that engines hold what the trainer sent (--check-weight-update-equal)."""
+"""Checks that engines hold the weights that the trainer sent (--check-weight-update-equal)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ NUM_PROBES = 8
 
 
 class EqualityProof(Protocol):
-    """Asked after each weight sync, when the engines sample again."""
+    """Check after each weight sync, when the engines sample again."""
 
     async def check(self, engines: EngineGroup, manifest: WeightManifest) -> None:
-        """
+        """Check every engine.
+
         Raises:
-            WeightSyncError: an engine holds something else than was sent; names it
+            WeightSyncError: an engine does not hold what was sent
         """
         ...
 
 
 class ChecksumProof:
-    """By the bytes of every tensor. The embedded engine has the names and types in which tensors are sent."""
+    """Check by checksums of every tensor's bytes, for engines that hold tensors as they are sent."""
 
     async def check(self, engines: EngineGroup, manifest: WeightManifest) -> None:
         sent = WeightsDigest(manifest.num_tensors, manifest.num_bytes, manifest.checksum or "")
@@ -43,22 +44,22 @@ class ChecksumProof:
 
 @dataclass(slots=True, frozen=True)
 class LogprobProof:
-    """By what the weights compute: each engine samples, and the trainer scores the same tokens.
+    """Check by results: each engine samples, and the trainer scores the same tokens.
 
-    SGLang fuses, splits and renames tensors, so that bytes cannot be compared. A tensor that went astray, on any rank, changes the
-    log-probabilities of most tokens by far more than the precision does. Where prefill and decode are split, pairs of engines answer as
-    the router chooses them, and an engine that comes back is proven at the next weight sync.
+    SGLang fuses, splits and renames tensors, so bytes cannot be compared. A wrong tensor on any rank changes the log-probabilities of most
+    tokens by far more than rounding does. If prefill and decode are split, pairs of engines answer as the router chooses them, and a
+    restarted engine is checked at the next weight sync.
     """
 
     trainer: WeightSource
     temperature: float
     vocab_size: int
     tolerance: float
-    """Of the mean absolute difference, in nats: what the types that both compute in explain."""
+    """Limit of the mean absolute difference, in nats, that rounding in both data types explains."""
     num_replicas: int = 1
-    """Of the trainer's model: each scores at least one probe."""
+    """Data-parallel replicas of the trainer; each scores at least one probe."""
     num_tokens: int = 32
-    """Of a probe's prompt and of its response."""
+    """Tokens of a probe's prompt, and of its response."""
 
     async def check(self, engines: EngineGroup, manifest: WeightManifest) -> None:
         num_probes = max(NUM_PROBES * (len(engines.clients) if engines.split else 1), self.num_replicas)
@@ -71,7 +72,7 @@ class LogprobProof:
                 raise WeightSyncError(
                     f"--check-weight-update-equal: after version {manifest.version} was sent, log-probabilities of engine {client.url} and "
                     f"of the trainer differ by {difference:.2g} on average over {len(sampled)} tokens; at most {self.tolerance:g} is "
-                    "explained by precision. Its weights are not the trainer's, or it computes something else with them."
+                    "explained by precision. Its weights differ from the trainer's, or it computes something else with them."
                 )
 
     async def _sample(self, client: InferenceEngine, version: int, num_probes: int) -> list[TrainSample]:

@@ -1,6 +1,6 @@
-"""The trainer's end of a weight sync: a stream of named tensors goes into buckets, the buckets go to the engines.
+"""Trainer side of a weight sync: splits a stream of named tensors into buckets and sends them to the engines.
 
-Runs on every rank of the trainer: rank 0 sends, and under --colocate every rank that shares its GPU with an engine.
+It runs on every trainer rank: rank 0 sends, and with --colocate every rank that shares its GPU with an engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fuligo.weights.colocated import TrainerRanks, own_engine
 
 
 class WeightSender:
-    """Sends weights again and again; keeps what one send leaves for the next: the process group, and what the engines have."""
+    """Sender of weights. It keeps, from one sync to the next, the process group and the digests of what the engines have."""
 
     def __init__(self, engine_format: EngineFormat = AS_CHECKPOINT, ranks: TrainerRanks = TrainerRanks()) -> None:  # noqa: B008  # frozen
         self._format = engine_format
@@ -34,30 +34,30 @@ class WeightSender:
         self._group: BroadcastGroup | None = None
         self._changes = Changes()
         self._receivers: tuple[EngineAddress, ...] = ()
-        """Who has all that `_changes` knows of."""
+        """Engines that have everything in `_changes`."""
 
     def send(self, named_weights: NamedTensors, target: WeightTarget) -> WeightManifest | Undelivered | None:
-        """Hand the weights to `target`; returns when every engine that this rank sends to has them (or, by disk, when they are written).
+        """Send the weights to `target`; return when every engine that this rank sends to has them (by disk: when they are written).
 
         Args:
-            named_weights: Hugging Face names with full tensors, each once. Consumed to the end, bucket by bucket, on every rank.
+            named_weights: Hugging Face names and full tensors, each once; consumed to the end, bucket by bucket, on every rank
 
         Returns:
-            What was sent, or that an engine did not take it, whichever rank it was sent by; None on a rank that sends nothing.
+            What was sent, or why an engine did not load it, whichever rank sent it; None on a rank that sends nothing.
 
         Raises:
-            WeightSyncError: a weight to be quantised is not finite, or the memory or disk that weights go through is full.
+            WeightSyncError: a weight to be quantised is not finite, or the memory or disk on the way is full
         """
         sent = self._send(named_weights, target)
         if any(engine.trainer_ranks for engine in target.engines):
             reasons = self._ranks.gather(sent.reason if isinstance(sent, Undelivered) else "")
             if any(reasons):
                 self._changes.forget()
-                return Undelivered("; ".join(dict.fromkeys(filter(None, reasons))))  # the ranks of an engine say the same
+                return Undelivered("; ".join(dict.fromkeys(filter(None, reasons))))  # all ranks of an engine report the same error
         return sent
 
     def _send(self, named_weights: NamedTensors, target: WeightTarget) -> WeightManifest | Undelivered | None:
-        """As `send`, as far as this rank knows."""
+        """Send from this rank, without knowing whether others failed."""
         if self._ranks.rank > 0 and (target.transport != "tensor" or own_engine(target.engines, self._ranks) is None):
             for _ in named_weights:
                 pass  # gathering is a collective
@@ -76,7 +76,7 @@ class WeightSender:
         except EngineError as error:
             self._changes.forget()
             self.close()
-            clear_frames(error.__traceback__)  # they hold the bucket, and one another: it would stay in memory until the next collection
+            clear_frames(error.__traceback__)  # its frames hold the bucket in a reference cycle, until the next garbage collection
             return Undelivered(str(error))
         except BaseException:
             self._changes.forget()
@@ -90,21 +90,21 @@ class WeightSender:
             self._group = None
 
     def _changed(self, weights: NamedTensors, target: WeightTarget) -> NamedTensors:
-        """Other engines than before have nothing yet: they get all."""
+        """Yield the weights that changed; all of them if the engines are not those of the last sync."""
         if self._receivers != target.engines:
             self._changes.forget()
             self._receivers = target.engines
         return self._changes.only(weights)
 
     def _bucket_sender(self, target: WeightTarget) -> Callable[[Bucket, bool], None]:
-        """How one bucket is sent. The last one carries the new version: until then the engines report the old one."""
+        """Return the function that sends one bucket. The last bucket brings the new version; until then, engines report the old one."""
         if target.transport == "tensor":
             return self._through_memory(target)
-        # Joined with the first bucket: an engine that does not join ends no gathering.
+        # The group is joined with the first bucket, so that an engine that does not join does not interrupt the gathering.
         return lambda bucket, is_last: self._group_with(target).broadcast(bucket, target.version if is_last else None)
 
     def _through_memory(self, target: WeightTarget) -> Callable[[Bucket, bool], None]:
-        """Engines on the trainer's GPUs are served by the ranks there, those that have their own by rank 0."""
+        """Return the function that shares a bucket's memory: each rank with the engine on its GPU, rank 0 with engines on other GPUs."""
         own = own_engine(target.engines, self._ranks)
         apart = tuple(engine for engine in target.engines if not engine.trainer_ranks) if self._ranks.rank == 0 else ()
 
@@ -118,7 +118,7 @@ class WeightSender:
         return share
 
     def _group_with(self, target: WeightTarget) -> BroadcastGroup:
-        """The process group with the target's engines; a new one where they are others than before.
+        """Return the process group with the target's engines, a new one if the engines changed.
 
         Raises:
             EngineError: an engine did not join, or cannot be reached
@@ -131,20 +131,20 @@ class WeightSender:
             try:
                 host = own_address(urls)
             except OSError as error:
-                raise EngineError(f"nothing leads from this machine to one of the engines {', '.join(urls)}: {error}") from error
+                raise EngineError(f"no route from this machine to one of the engines {', '.join(urls)}: {error}") from error
             self._group = BroadcastGroup(target.engines, target.transport, host)
         return self._group
 
 
 def _in_format(named_weights: NamedTensors, engine_format: EngineFormat) -> NamedTensors:
-    """The trainer's tensors as the tensors that engines take."""
+    """Return the trainer's tensors in the form that engines take."""
     used = ((name, weight) for name, weight in named_weights if not name.startswith(engine_format.left_out))
     quantisation = engine_format.quantisation
     return checkpoint_weights(used) if quantisation is None else quantised_weights(used, quantisation)
 
 
 def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | None) -> None:
-    """Through memory that both sides see: each rank of each engine opens the same tensors."""
+    """Share a bucket's memory with every rank of every engine."""
 
     async def post(payloads: list[str]) -> None:
         clients = [connect(engine.url, number=engine.number) for engine in engines]
@@ -163,7 +163,7 @@ def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | No
 
     num_receivers = sum(engine.num_ranks for engine in engines)
     with ExitStack() as shared:
-        if any(tensor.is_cuda for _, tensor in bucket):  # a CUDA IPC handle can be opened once
+        if any(tensor.is_cuda for _, tensor in bucket):  # a CUDA IPC handle can be opened only once
             payloads = [shared.enter_context(shared_payload(bucket)) for _ in range(num_receivers)]
         else:
             payloads = [shared.enter_context(shared_payload(bucket))] * num_receivers
@@ -171,7 +171,7 @@ def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | No
 
 
 def _write_shards(buckets: Iterator[Bucket], directory: Path) -> None:
-    """One safetensors file a bucket, and the index that Hugging Face loaders read."""
+    """Write one safetensors file per bucket, and the index that Hugging Face loaders read."""
     from safetensors.torch import save_file
 
     weight_map: dict[str, str] = {}

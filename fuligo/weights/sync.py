@@ -1,4 +1,4 @@
-"""Brings the trainer's weights to the engines. The driver holds handles and versions here, never a tensor."""
+"""Weight sync on the driver, which holds versions and handles but never a tensor."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class WeightSyncSettings:
-    """How weights travel."""
+    """Settings of the weight sync."""
 
     transport: Transport
     bucket_bytes: int
     changes_only: bool
     """Send only tensors that changed since the last sync."""
     model_files: Path
-    """Hugging Face directory whose config and tokenizer go beside weights written to disk."""
+    """disk: Hugging Face directory whose config and tokenizer are copied beside the weights."""
     scratch: Path
-    """disk: under which directory weights are written for the engines to read."""
+    """disk: parent of the directories in which weights are written for the engines."""
     trainer_ranks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """tensor: of engines on the trainer's GPUs, by number, the ranks there; see `EngineAddress`."""
+    """tensor: trainer ranks beside each engine on the trainer's GPUs, by engine number; see `EngineAddress`."""
 
 
 class WeightSync:
-    """Counts `policy_version` and moves weights: pause the engines, send, flush, check, go on.
+    """Sends the trainer's weights to the engines and counts `policy_version`: pause, send, flush, check, resume.
 
     Args:
-        proof: asked after each weight sync whether the engines hold what was sent
-        devices: None where trainer and engines have their own
+        proof: checks after each weight sync that the engines hold what was sent
+        devices: None if trainer and engines have their own
     """
 
     def __init__(
@@ -62,39 +62,39 @@ class WeightSync:
         self._devices = devices
         self._sending = asyncio.Lock()
         self._num_updates = -1
-        """Of the trainer, when `version` was sent."""
+        """The trainer's `num_updates` when `version` was sent."""
         self.version = version
 
     async def sync(self) -> int:
-        """Send the weights as the next version, which is returned.
+        """Send the weights as the next version, and return it.
 
-        Engines that are lost meanwhile do not end it (--use-fault-tolerance): the others get all weights anew.
+        If an engine is lost on the way (--use-fault-tolerance), the others get all weights again.
 
         Raises:
-            EngineError: an engine that lives did not take them.
-            WeightSyncError: an engine reports another version or other weights than were sent; the run must not go on.
+            EngineError: a live engine did not load them
+            WeightSyncError: an engine reports another version or other weights than were sent; the run must end
         """
-        await self._push_to_all(self.version + 1)
+        await self._send_to_all(self.version + 1)
         return self.version
 
     async def resync(self) -> None:
-        """As `sync`, under the current version: at the start, and after a resume."""
-        await self._push_to_all(self.version)
+        """Send the weights under the current version, at the start and after a resume."""
+        await self._send_to_all(self.version)
 
     async def sync_restarted(self, engine: InferenceEngine) -> bool:
-        """Bring a restarted engine, and all that wait as it does, to the current version and into service.
+        """Send the current version to all restarted engines and return them to service.
 
         Returns:
-            False where the trainer's weights are no longer those of that version: the next weight sync takes the engine along.
+            False if the trainer has changed its weights since: `engine` gets them at the next weight sync.
 
         Raises:
-            EngineError: it did not take them
+            EngineError: `engine` did not load them
         """
         async with self._sending:
             while engine in self._engines.joining and self._trainer.num_updates == self._num_updates:
                 waiting = list(self._engines.joining)
                 try:
-                    await self._push(EngineGroup(waiting, split=self._engines.split), self.version)
+                    await self._send(EngineGroup(waiting, split=self._engines.split), self.version)
                 except EngineError:
                     others = EngineGroup([other for other in waiting if other is not engine], membership=self._engines.membership)
                     if not await others.drop_lost():
@@ -103,39 +103,39 @@ class WeightSync:
                     await self._admit(waiting)
             return engine in self._engines.clients
 
-    async def _push_to_all(self, version: int) -> None:
+    async def _send_to_all(self, version: int) -> None:
         async with self._sending:
             num_updates = self._trainer.num_updates
             while True:
-                everyone = await self._everyone()
+                everyone = await self._available_engines()
                 try:
-                    await self._push(everyone, version)
+                    await self._send(everyone, version)
                     break
                 except EngineError as error:
                     if not await everyone.drop_lost():
                         raise
-                    logger.warning("version %d is sent anew, without the engines that were lost meanwhile: %s", version, error)
+                    logger.warning("resending version %d without the engines that were lost: %s", version, error)
             self.version, self._num_updates = version, num_updates
             await self._admit(everyone.clients)
 
     async def _admit(self, engines: Sequence[InferenceEngine]) -> None:
-        """Those that were restarted, and are not lost again."""
+        """Return restarted engines to service, unless they were lost again."""
         await self._engines.admit([engine for engine in self._engines.joining if engine in engines])
 
-    async def _everyone(self) -> EngineGroup:
-        """Who serves, and who was restarted and waits for weights; where all are being restarted, those that come back first."""
+    async def _available_engines(self) -> EngineGroup:
+        """Return the engines that serve or wait for weights; if all are restarting, wait for the first."""
         own = self._engines
-        while not own.clients and not own.joining:  # who looks after them raises where none comes back
+        while not own.clients and not own.joining:  # the fleet's supervision raises if none comes back
             if self._devices is not None:
                 await self._devices.make_room()
             await asyncio.sleep(WAIT_S)
         return own.everyone
 
-    async def _push(self, engines: EngineGroup, version: int) -> None:
-        """From the rollouts' view the change is atomic: no token is sampled between the first bucket and the check."""
+    async def _send(self, engines: EngineGroup, version: int) -> None:
+        """Send a version. The change is atomic for rollouts: no token is sampled between the first bucket and the check."""
         await engines.pause("abort")
         if self._settings.transport == "disk":
-            manifest = await self._push_by_disk(engines, version)
+            manifest = await self._send_by_disk(engines, version)
         else:
             manifest = await self._trainer.send_weights(self._target(engines, version, directory=""))
         await _check_version(engines, version)
@@ -152,7 +152,7 @@ class WeightSync:
             manifest.num_bytes_sent,
         )
 
-    async def _push_by_disk(self, engines: EngineGroup, version: int) -> WeightManifest:
+    async def _send_by_disk(self, engines: EngineGroup, version: int) -> WeightManifest:
         with scratch_directory(self._settings.scratch) as directory:
             with filling(directory):
                 for file in self._settings.model_files.glob("*.json"):
@@ -179,16 +179,17 @@ class WeightSync:
 
 
 async def _check_version(engines: EngineGroup, version: int) -> None:
+    """Check that every engine reports the version that was sent."""
     for url, info in await engines.model_infos():
         if info.weight_version != version:
             raise WeightSyncError(
                 f"engine {url} reports weight version {info.weight_version} after version {version} was sent; "
-                "it must not be sampled from. Restart the run: it resumes from the last checkpoint."
+                "it must not be sampled from; restart the run from the last checkpoint"
             )
 
 
 class VersionCounter:
-    """Stands where a `WeightSync` would where there is no engine: counts versions."""
+    """Replacement for `WeightSync` in runs without engines or trainer, which only counts versions."""
 
     def __init__(self, version: int = 0) -> None:
         self.version = version

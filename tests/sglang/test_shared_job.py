@@ -48,7 +48,7 @@ def test_the_run_outlives_engines_that_share_its_devices(start: Start, num_engin
     process = start("train", *task, KILL_ENGINES=f"sampling:1:0 training:2:{num_engines - 1}")
     said, _ = process.communicate(timeout=500)
     assert process.returncode == 0, said
-    assert said.count("its requests go elsewhere, it is restarted") == 2, said
+    assert said.count("retrying its requests on other engines and restarting it") == 2, said
 
     steps = metrics(run_dir)
     assert [step["step"] for step in steps] == list(range(num_rollout))

@@ -67,7 +67,7 @@ def engines_have_gpus(config: Config) -> Violation | None:
     """Require the number of engine GPUs unless engines share the trainer's; it is not guessed."""
     cluster = config.cluster
     elsewhere = config.engine.rollout_external_engine_addrs or not config.needs_engine or cluster.device == "cpu"
-    if config.resolved_rollout_backend == "embedded" or elsewhere or cluster.colocate or cluster.rollout_num_gpus is not None:
+    if config.engine_capabilities.beside_trainer or elsewhere or cluster.colocate or cluster.rollout_num_gpus is not None:
         return None
     if config.rollout.async_mode == "sync" and config.resolved_train_backend == "megatron":
         room = () if config.sglang.get("mem_fraction_static") is not None else (Change(("sglang", "mem_fraction_static"), SHARED_FRACTION),)
@@ -118,14 +118,14 @@ def transport_reaches_the_engines(config: Config) -> Violation | None:
     transport, cluster = config.weight_sync.update_weight_transport, config.cluster
     given = f"--update-weight-transport {transport}"
     fix = (unset_flag("update_weight_transport"),)
-    if transport in ("nccl", "gloo") and config.resolved_rollout_backend == "embedded":
+    if transport not in ("auto", *config.engine_capabilities.weight_transports):
         return Violation(f"{given} broadcasts to SGLang engines; the embedded engine takes tensor or disk", fix)
     if transport == "nccl" and cluster.colocate:
         flags = ("--update-weight-transport", "--colocate")
         return Violation(f"{given} needs a GPU for each side, but with --colocate they share one", fix, flags=flags)
     if transport == "nccl" and cluster.device == "cpu":
         return Violation(f"{given} runs on GPUs, but --device is cpu", (set_flag("update_weight_transport", "gloo"),))
-    separate = config.resolved_rollout_backend == "sglang" and not cluster.colocate and cluster.device != "cpu"
+    separate = not config.engine_capabilities.beside_trainer and not cluster.colocate and cluster.device != "cpu"
     if transport == "tensor" and separate and config.num_nodes > 1:
         return Violation(f"{given} shares memory, but trainer and engines are on {config.num_nodes} nodes", fix)
     return None

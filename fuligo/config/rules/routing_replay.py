@@ -52,7 +52,7 @@ def fused_router(config: Config) -> Violation | None:
 def engine_records_routing(config: Config) -> Violation | None:
     """Require SGLang engines for engine routing: the embedded engine does not record experts."""
     served_elsewhere = bool(config.engine.rollout_external_engine_addrs)
-    if not config.replays_engine_routing or not config.needs_engine or served_elsewhere or config.resolved_rollout_backend == "sglang":
+    if not config.replays_engine_routing or not config.needs_engine or served_elsewhere or config.engine_capabilities.records_routing:
         return None
     return Violation(
         "--use-rollout-routing-replay needs SGLang engines, which record the experts of every token, but --rollout-backend is embedded",

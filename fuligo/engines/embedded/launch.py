@@ -63,7 +63,7 @@ class EmbeddedEngineProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def check_alive(self) -> None:
+    async def check_alive(self) -> None:
         """Check that the process has not ended.
 
         Raises:

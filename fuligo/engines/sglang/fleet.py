@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fuligo.engines.backend import SyncRestarted
 from fuligo.engines.connect import connect
 from fuligo.engines.deadlines import DEFAULT, ControlDeadlines
 from fuligo.engines.engine import InferenceEngine
@@ -23,8 +24,6 @@ WATCH_S = 0.5
 """Interval between checks of the processes; their health is checked less often."""
 MAX_RESTARTS = 3
 """Restarts of one engine, or of the router, in one run."""
-SyncRestarted = Callable[[InferenceEngine], Awaitable[bool]]
-"""Sends a restarted engine the current weights; returns False if that must wait for the next weight sync."""
 Start = Callable[[ServerSettings], Server]
 """Begins to start an engine on this machine or on its node."""
 
@@ -63,6 +62,11 @@ class Fleet:
         self.sync_restarted: SyncRestarted = _with_next_sync
         self.devices: SharedDevices | None = None
         """None if the engines have devices of their own."""
+
+    @property
+    def url(self) -> str:
+        """Address of the router."""
+        return self.router.url
 
     @property
     def is_settled(self) -> bool:

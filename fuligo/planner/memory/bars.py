@@ -31,7 +31,7 @@ def memory_bars(subject: Subject, layout: ClusterLayout, host_memory_bytes: int 
 def engine_capacities(subject: Subject, layout: ClusterLayout) -> tuple[EngineCapacity, ...]:
     """Return the capacity of one engine of each group."""
     longest = longest_sample(subject.config)
-    if layout.engine_groups and subject.config.resolved_rollout_backend == "embedded":
+    if layout.engine_groups and subject.config.engine_capabilities.beside_trainer:
         tokens = embedded_kv_tokens(subject)
         return (EngineCapacity(0, tokens, tokens // longest),)
     capacities = []
@@ -65,7 +65,7 @@ def _trainer_bars(subject: Subject, layout: ClusterLayout) -> list[MemoryBar]:
     shape = trainer_shape(subject.config)
     if not shape.is_megatron:
         items = torch_trainer_items(subject)
-        if not (layout.engine_groups and subject.config.resolved_rollout_backend == "embedded"):
+        if not (layout.engine_groups and subject.config.engine_capabilities.beside_trainer):
             return [MemoryBar("trainer", shape.num_ranks, capacity, (*items, *_engines_left_over(subject)), pipeline_rank=0)]
         shared = MemoryBar("trainer and engine", 1, capacity, (*items, *embedded_items(subject)), pipeline_rank=0, engine_group=0)
         alone = MemoryBar("trainer", shape.num_ranks - 1, capacity, items, pipeline_rank=0)

@@ -73,7 +73,7 @@ def _trainer_items(subject: Subject, states: Sequence[TrainerState], gpus: Seque
     placed = [gpu.trainer.pp for gpu in gpus if gpu.trainer is not None]
     if states:
         yield from _state_items(subject, [states[rank] for rank in placed])
-    elif subject.config.cluster.colocate and subject.config.resolved_rollout_backend == "sglang":
+    elif subject.config.cluster.colocate and subject.config.engine_capabilities.releases_memory:
         yield from torch_offloaded_items(subject, len(placed))
 
 

@@ -173,7 +173,7 @@ def disaggregation_has_pairs(subject: Subject) -> Iterator[Violation]:
 def separate_gpus_take_turns(subject: Subject) -> Iterator[Violation]:
     """In sync mode, separate GPUs take turns: the trainer's idle while the engines sample, and vice versa."""
     config = subject.config
-    separate = config.resolved_rollout_backend == "sglang" and not config.cluster.colocate and config.cluster.device != "cpu"
+    separate = not config.engine_capabilities.beside_trainer and not config.cluster.colocate and config.cluster.device != "cpu"
     engines, trainer = config.num_rollout_only_gpus, config.num_train_gpus
     if not separate or not engines or config.rollout.async_mode != "sync" or config.is_sft or config.debug.debug_rollout_only:
         return

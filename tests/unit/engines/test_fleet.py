@@ -148,7 +148,7 @@ async def test_the_others_go_on_without_an_engine_whose_machine_is_lost(routers:
 async def test_without_another_of_its_kind_the_run_ends(servers: list[str], routers: list[ScriptedRouter], tmp_path: Path) -> None:
     fleet = await fleet_of(servers, tmp_path / "log")
     fleet.servers[0].lose_machine()
-    with pytest.raises(EngineError, match=r"engine 0 is gone with its machine 10\.0\.0\.0, and no other is left"):
+    with pytest.raises(EngineError, match=r"engine 0 was lost with its machine 10\.0\.0\.0, and no other engine is left"):
         async with asyncio.timeout(120):
             await fleet.watch()
 
@@ -353,6 +353,6 @@ async def test_an_engine_that_waits_for_weights_and_never_takes_them_ends_the_ru
             await asyncio.sleep(0.01)
         other.is_overdue = True
         assert await fleet.is_lost(other)
-        with pytest.raises(EngineError, match="engine 0 was lost 2 times"):
+        with pytest.raises(EngineError, match="engine 0 died 2 times"):
             await watch
     await fleet.stop()

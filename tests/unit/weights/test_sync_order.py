@@ -131,5 +131,5 @@ async def test_weights_that_were_trained_since_are_not_sent_as_the_version_befor
     world.restart()
     assert not await world.weight_sync.sync_restarted(world.restarted)
     assert (world.restarted.version, world.members.admitted) == (0, [])
-    assert await world.weight_sync.sync() == 2, "the next one takes it along"
+    assert await world.weight_sync.sync() == 2, "the next sync includes it"
     assert (world.restarted.version, world.members.admitted) == (2, [world.restarted])

@@ -1,31 +1,79 @@
-"""From the configuration to a fleet of SGLang engines, and to their places on this machine."""
+"""Backend `sglang`: fleets of SGLang servers behind routers, one fleet per model."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
 
 from fuligo.config import Config
 from fuligo.config.topology import EngineGroupSpec, engine_groups, policy_model
+from fuligo.engines.backend import EngineHosts, LaunchedEngines, stopped_at_exit
 from fuligo.engines.deadlines import ControlDeadlines
 from fuligo.engines.ports import PortClaims
-from fuligo.engines.sglang.fleet import FleetSettings
+from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.router import RouterSettings
-from fuligo.engines.sglang.server import EnginePlace, ServerPorts, ServerSettings
+from fuligo.engines.sglang.server import CPU_ARGUMENTS, EnginePlace, ServerPorts, ServerSettings, SGLangServer
 from fuligo.errors import ConfigError
-from fuligo.job.trainer_settings import resolve_device
+from fuligo.formats.quantisation import EngineQuantisation
+from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.layout.slots import engine_gpus, engine_slots, trainer_slots
-from fuligo.observability.run_directory import RunDirectory
+from fuligo.models.device import Device, Precision, resolve_device
 
 LOOPBACK = "127.0.0.1"
+_DTYPES: Mapping[str, Precision] = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
+"""Values of `--sglang-dtype` in which weights are sent."""
 
 
-def fleet_settings(config: Config, directory: RunDirectory, places: Sequence[EnginePlace], claims: PortClaims) -> dict[str, FleetSettings]:
-    """By name of the model: each has a router of its own.
+class SGLangBackend:
+    """Implementation of `engines.backend.EngineBackend`."""
+
+    async def launch(self, config: Config, directory: Path, stack: AsyncExitStack, hosts: EngineHosts | None) -> LaunchedEngines:
+        """Start the fleets of all models at the same time."""
+        claims = stack.enter_context(PortClaims())
+        places = local_places(config, claims) if hosts is None else await hosts.engine_places()
+        start = SGLangServer if hosts is None else hosts.start_engine
+
+        async def launch(settings: FleetSettings) -> Fleet:
+            fleet = await Fleet.launch(settings, start)
+            await stack.enter_async_context(stopped_at_exit(fleet))
+            return fleet
+
+        try:
+            async with asyncio.TaskGroup() as launching:
+                settings = fleet_settings(config, directory, places, claims)
+                tasks = {model: launching.create_task(launch(its_settings)) for model, its_settings in settings.items()}
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # the others were cancelled because of it
+        fleets = {model: task.result() for model, task in tasks.items()}
+        urls = {model: fleet.url for model, fleet in fleets.items()}
+        policy = fleets.pop(policy_model(config))
+        return LaunchedEngines(policy.group, policy, fleets, urls)
+
+    def engine_format(self, config: Config) -> EngineFormat:
+        """Send weights quantised as the checkpoint is."""
+        assert config.model.hf_checkpoint is not None, "validated"
+        return EngineFormat(quantisation=EngineQuantisation.read(Path(config.model.hf_checkpoint)))
+
+    def weight_dtype(self, config: Config, device: Device) -> Precision | None:
+        policy = next((group for group in engine_groups(config) if group.update_weights), None)
+        if policy is None:
+            return None
+        arguments = {**(CPU_ARGUMENTS if device == "cpu" else {}), **dict(policy.arguments.items())}
+        return _DTYPES.get(arguments.get("dtype", "auto"))
+
+
+BACKEND = SGLangBackend()
+
+
+def fleet_settings(config: Config, directory: Path, places: Sequence[EnginePlace], claims: PortClaims) -> dict[str, FleetSettings]:
+    """Return the settings of each model's fleet; each has a router of its own.
 
     Args:
-        places: of the engines of all models, in order
-        claims: of this machine's ports, for the routers; open as long as the fleets run
+        places: places of the engines of all models, in order
+        claims: ports of this machine, for the routers; open as long as the fleets run
     """
     servers: dict[str, list[ServerSettings]] = {}
     for group, server in _servers(config, directory, places):
@@ -33,13 +81,13 @@ def fleet_settings(config: Config, directory: RunDirectory, places: Sequence[Eng
     return {model: _fleet_of(config, directory, model, its_servers, claims) for model, its_servers in servers.items()}
 
 
-def _fleet_of(config: Config, directory: RunDirectory, model: str, servers: Sequence[ServerSettings], claims: PortClaims) -> FleetSettings:
+def _fleet_of(config: Config, directory: Path, model: str, servers: Sequence[ServerSettings], claims: PortClaims) -> FleetSettings:
     name = "router" if model == policy_model(config) else f"router of {model}"
     return FleetSettings(
         servers=tuple(servers),
         router=RouterSettings(
             name=name,
-            log_file=directory.path / f"{name.replace(' of ', '-')}.txt",
+            log_file=directory / f"{name.replace(' of ', '-')}.txt",
             host=LOOPBACK,
             port=claims.claim(),
             prometheus_port=claims.claim(),
@@ -61,7 +109,7 @@ def _fleet_of(config: Config, directory: RunDirectory, model: str, servers: Sequ
 
 
 def local_places(config: Config, claims: PortClaims) -> list[EnginePlace]:
-    """On this machine, in the order of `fuligo plan`.
+    """Return the places of all engines on this machine, in the order of `fuligo plan`.
 
     Raises:
         ConfigError: the run needs more GPUs than this machine has
@@ -79,23 +127,7 @@ def local_places(config: Config, claims: PortClaims) -> list[EnginePlace]:
     ]
 
 
-def ranks_beside_engines(config: Config) -> dict[int, tuple[int, ...]]:
-    """--colocate: of each engine on the trainer's GPUs, by number, the ranks there in the order of its own.
-
-    The n-th GPU of the engines is that of rank n, as far as there are ranks.
-    """
-    if not shares_devices(config):
-        return {}
-    engines = enumerate(engine_gpus(engine_groups(config)))
-    return {number: tuple(gpus) for number, gpus in engines if gpus.stop <= config.num_train_gpus}
-
-
-def shares_devices(config: Config) -> bool:
-    """Trainer and SGLang engines take turns. (The embedded engine is small enough to stay.)"""
-    return config.cluster.colocate and config.needs_engine and config.resolved_rollout_backend == "sglang"
-
-
-def _servers(config: Config, directory: RunDirectory, places: Sequence[EnginePlace]) -> Iterator[tuple[EngineGroupSpec, ServerSettings]]:
+def _servers(config: Config, directory: Path, places: Sequence[EnginePlace]) -> Iterator[tuple[EngineGroupSpec, ServerSettings]]:
     groups = [group for group in engine_groups(config) for _ in range(group.num_engines)]
     for number, (group, place) in enumerate(zip(groups, places, strict=True)):
         assert group.model_path is not None, "validated"
@@ -110,7 +142,7 @@ def _servers(config: Config, directory: RunDirectory, places: Sequence[EnginePla
             device=resolve_device(config),
             host=place.host,
             ports=place.ports,
-            log_file=directory.path / f"engine-{number}.txt",
+            log_file=directory / f"engine-{number}.txt",
             number=number,
             gpu_ids=place.gpu_ids,
             num_nodes=place.num_nodes,
@@ -122,10 +154,9 @@ def _servers(config: Config, directory: RunDirectory, places: Sequence[EnginePla
 
 
 def _own_arguments(config: Config, group: EngineGroupSpec) -> dict[str, bool]:
-    """What the run asks of the engines of its own accord; flags of the user win.
+    """Return the arguments that the run itself needs; flags of the user override them.
 
-    --colocate: without a memory saver SGLang keeps the memory that it is told to release; weights that nobody sends again must outlive
-    that.
+    With --colocate, SGLang releases memory only with its memory saver, and weights that are never synced need a copy in host memory.
     """
     is_policy = group.model == policy_model(config)
     arguments = {"enable_return_routed_experts": True} if config.replays_engine_routing and is_policy else {}
@@ -140,8 +171,8 @@ def _check_gpus(config: Config) -> None:
     here, needed = torch.cuda.device_count(), config.total_num_gpus
     if needed > here:
         raise ConfigError(
-            f"trainer and engines need {needed} GPUs and this machine has {here}: take fewer "
-            "(--actor-num-gpus-per-node, --rollout-num-gpus), or --colocate to share them"
+            f"trainer and engines need {needed} GPUs and this machine has {here}; lower --actor-num-gpus-per-node or --rollout-num-gpus, "
+            "or give --colocate to share them"
         )
 
 

@@ -12,10 +12,11 @@ from fuligo.config import Config
 from fuligo.config.changes import apply_changes
 from fuligo.config.findings import Change
 from fuligo.engines.ports import PortClaims
+from fuligo.engines.sglang import backend
+from fuligo.engines.sglang.backend import fleet_settings, local_places
 from fuligo.engines.sglang.fleet import FleetSettings
 from fuligo.engines.sglang.server import ServerSettings
-from fuligo.job import fleet
-from fuligo.job.fleet import fleet_settings, local_places, ranks_beside_engines
+from fuligo.job.transport import ranks_beside_engines
 from fuligo.observability.run_directory import RunDirectory
 
 ACTOR_IN_PAIRS = {"name": "actor", "server_groups": [{"worker_type": "prefill", "num_gpus": 2}, {"worker_type": "decode", "num_gpus": 1}]}
@@ -37,11 +38,11 @@ def fleets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     directories: list[RunDirectory] = []
 
     def fleets(config: Config, device: str = "cpu") -> dict[str, FleetSettings]:
-        monkeypatch.setattr(fleet, "resolve_device", lambda config: device)
-        monkeypatch.setattr(fleet, "_check_gpus", lambda config: None)
+        monkeypatch.setattr(backend, "resolve_device", lambda config: device)
+        monkeypatch.setattr(backend, "_check_gpus", lambda config: None)
         directories.append(RunDirectory.create(tmp_path / str(len(directories)), config, resume=False))
         with PortClaims() as claims:
-            return fleet_settings(config, directories[-1], local_places(config, claims), claims)
+            return fleet_settings(config, directories[-1].path, local_places(config, claims), claims)
 
     yield fleets
     for directory in directories:

@@ -1,0 +1,53 @@
+"""Capabilities of the rollout backends: facts about their engines that are needed before one runs. Code asks for these, not for names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, frozen=True)
+class EngineCapabilities:
+    """Properties of a backend's engines."""
+
+    beside_trainer: bool
+    """One engine, in a process beside the driver and on the trainer's first GPU; otherwise servers in groups, each with its own GPUs."""
+    releases_memory: bool
+    """With --colocate, engines free their GPU memory while the trainer works; otherwise they are small enough to stay."""
+    reports_checksum: bool
+    """Engines hold tensors with the names and types in which they are sent, and report a checksum of them."""
+    serves_quantised: bool
+    """Engines on an FP8 checkpoint take FP8 weights; otherwise they load and take the weights that it stands for."""
+    records_routing: bool
+    """Engines report the experts of every token (--use-rollout-routing-replay)."""
+    is_reproducible: bool
+    """Tokens depend on the requests alone, not on when they arrive, so that rollouts can be repeated exactly."""
+    weight_transports: tuple[str, ...]
+    """Values of --update-weight-transport that engines accept, besides auto."""
+    memory_flags: tuple[str, ...]
+    """Flags that change the GPU memory of an engine."""
+
+
+ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
+    "embedded": EngineCapabilities(
+        beside_trainer=True,
+        releases_memory=False,
+        reports_checksum=True,
+        serves_quantised=False,
+        records_routing=False,
+        is_reproducible=True,
+        weight_transports=("tensor", "disk"),
+        memory_flags=("--embedded-max-total-tokens",),
+    ),
+    "sglang": EngineCapabilities(
+        beside_trainer=False,
+        releases_memory=True,
+        reports_checksum=False,
+        serves_quantised=True,
+        records_routing=True,
+        is_reproducible=False,
+        weight_transports=("tensor", "nccl", "gloo", "disk"),
+        memory_flags=("--sglang-mem-fraction-static", "--rollout-num-gpus-per-engine"),
+    ),
+}
+"""By value of --rollout-backend; `engines/NAME/backend.py` implements each."""

@@ -1,0 +1,140 @@
+"""Contract of an engine backend, the folder behind `--rollout-backend NAME`: it starts engines and states the form of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol
+
+from fuligo.config import Config
+from fuligo.engines.engine import InferenceEngine
+from fuligo.engines.group import EngineGroup
+from fuligo.engines.sglang.server import EnginePlace, Server, ServerSettings
+from fuligo.engines.shared_devices import SharedDevices
+from fuligo.errors import EngineError, FuligoError
+from fuligo.formats.weight_manifest import EngineFormat
+from fuligo.models.device import Device, Precision
+
+SyncRestarted = Callable[[InferenceEngine], Awaitable[bool]]
+"""Sends a restarted engine the current weights; returns False if that must wait for the next weight sync."""
+
+
+class EngineFleet(Protocol):
+    """Supervised engines of one model."""
+
+    group: EngineGroup
+    sync_restarted: SyncRestarted
+    devices: SharedDevices | None
+    """None if the engines have devices of their own."""
+
+    @property
+    def url(self) -> str:
+        """Address that takes requests for the model."""
+        ...
+
+    async def serve_as_loaded(self, client: InferenceEngine) -> bool:
+        """Return an engine to service with the weights it started with; the `SyncRestarted` of models that are never synced."""
+        ...
+
+    async def watch(self) -> None:
+        """Restart dead engines until cancelled.
+
+        Raises:
+            EngineError: an engine died and must not be restarted, or died too often
+        """
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class LaunchedEngines:
+    """Engines that a backend started."""
+
+    group: EngineGroup
+    """Engines that rollouts are sampled from."""
+    policy: EngineFleet | None = None
+    """Their supervisor; None if they are not restarted."""
+    others: Mapping[str, EngineFleet] = field(default_factory=dict)
+    """Fleets of further models, by name; their weights are never synced."""
+    urls: Mapping[str, str] = field(default_factory=dict)
+    """Addresses that take requests, by model, for hooks."""
+
+
+class EngineHosts(Protocol):
+    """Machines of a cluster that run engines."""
+
+    async def engine_places(self) -> list[EnginePlace]:
+        """Return the places of all engines, in order."""
+        ...
+
+    def start_engine(self, settings: ServerSettings) -> Server:
+        """Begin to start an engine on its nodes."""
+        ...
+
+
+class EngineBackend(Protocol):
+    """Backend; `config.engine_capabilities` has its facts."""
+
+    async def launch(self, config: Config, directory: Path, stack: AsyncExitStack, hosts: EngineHosts | None) -> LaunchedEngines:
+        """Start the engines of a run; return when they answer.
+
+        Args:
+            directory: directory of the engines' logs
+            stack: stops the engines when it closes
+            hosts: machines for the engines; None: this one
+
+        Raises:
+            EngineError: an engine did not start
+        """
+        ...
+
+    def engine_format(self, config: Config) -> EngineFormat:
+        """Return how the tensors that engines take differ from the trainer's.
+
+        Raises:
+            ConfigError: the engines cannot serve `--hf-checkpoint`, or take no new weights for it
+        """
+        ...
+
+    def weight_dtype(self, config: Config, device: Device) -> Precision | None:
+        """Return the type that the engines compute in, if flags set it; None: the type of `--hf-checkpoint`."""
+        ...
+
+
+class StartedProcess(Protocol):
+    """Process or processes that can be checked and stopped."""
+
+    async def check_alive(self) -> None:
+        """Check that they have not ended.
+
+        Raises:
+            EngineError: a process has ended; with the last lines of its log
+        """
+        ...
+
+    async def stop(self) -> None:
+        """Stop them; return when they have ended."""
+        ...
+
+
+def engine_backend(config: Config) -> EngineBackend:
+    """Return the backend of a run: `BACKEND` in `engines/NAME/backend.py`."""
+    return import_module(f"fuligo.engines.{config.resolved_rollout_backend}.backend").BACKEND
+
+
+@asynccontextmanager
+async def stopped_at_exit(process: StartedProcess) -> AsyncIterator[None]:
+    """Stop the process at the end of the block. If it has died, its error comes before the block's, as the likely cause."""
+    try:
+        yield
+    except FuligoError as error:
+        try:
+            await process.check_alive()
+        except EngineError as cause:
+            effect = str(error) if str(error) != str(cause) else ""
+            raise EngineError("\n".join(filter(None, (str(cause), effect)))) from error
+        raise
+    finally:
+        await process.stop()

@@ -1,0 +1,62 @@
+"""Backend `embedded`: one engine in a process beside the driver."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from fuligo.config import Config
+from fuligo.engines.backend import EngineHosts, LaunchedEngines, stopped_at_exit
+from fuligo.engines.deadlines import ControlDeadlines
+from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedded
+from fuligo.engines.group import EngineGroup
+from fuligo.errors import ConfigError, FuligoError
+from fuligo.formats.checkpoint_form import prediction_prefixes
+from fuligo.formats.hugging_face import read_config_json
+from fuligo.formats.weight_manifest import EngineFormat
+from fuligo.models.device import Device, Precision, resolve_precision
+
+
+class EmbeddedBackend:
+    """Implementation of `engines.backend.EngineBackend`."""
+
+    async def launch(self, config: Config, directory: Path, stack: AsyncExitStack, hosts: EngineHosts | None) -> LaunchedEngines:
+        assert config.model.hf_checkpoint is not None, "validated"
+        flags, rollout = config.engine, config.rollout
+        engine = await launch_embedded(
+            EmbeddedEngineSettings(
+                model_path=config.model.hf_checkpoint,
+                log_file=directory / "engine.txt",
+                device=config.cluster.device,
+                dtype=flags.embedded_dtype,
+                max_running_requests=flags.embedded_max_running_requests,
+                max_total_tokens=flags.embedded_max_total_tokens,
+                num_threads=flags.embedded_num_threads,
+                start_timeout_s=flags.engine_start_timeout_s,
+            )
+        )
+        await stack.enter_async_context(stopped_at_exit(engine))
+        deadlines = ControlDeadlines.of_others(request_timeout_s=rollout.rollout_timeout_s, start_timeout_s=flags.engine_start_timeout_s)
+        group = EngineGroup.connect([engine.url], retries=rollout.rollout_retries, timeout_s=rollout.rollout_timeout_s, deadlines=deadlines)
+        stack.push_async_callback(group.close)
+        return LaunchedEngines(group)
+
+    def engine_format(self, config: Config) -> EngineFormat:
+        """Leave out MTP layers, which transformers' models lack, and quantisation."""
+        from fuligo.engines.embedded.model import servable_config
+
+        assert config.model.hf_checkpoint is not None, "validated"
+        directory = Path(config.model.hf_checkpoint)
+        read_config_json(directory)  # a missing file is no fault of the engine
+        try:
+            served = servable_config(str(directory))
+        except FuligoError as error:
+            fix = "--rollout-backend sglang" + (" --train-backend megatron" if config.resolved_train_backend == "torch" else "")
+            raise ConfigError(f"the embedded engine cannot serve --hf-checkpoint {directory}; give {fix}: {error}") from error
+        return EngineFormat(left_out=prediction_prefixes(served.to_dict()))
+
+    def weight_dtype(self, config: Config, device: Device) -> Precision | None:
+        return resolve_precision(config.engine.embedded_dtype, device)
+
+
+BACKEND = EmbeddedBackend()

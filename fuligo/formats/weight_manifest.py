@@ -33,7 +33,7 @@ class EngineAddress:
     start: int = 0
     """Number of restarts; a restarted engine has lost what it received before."""
     number: int | None = None
-    """See `EngineClient`."""
+    """Index among the engines of the run; see `InferenceEngine`."""
     trainer_ranks: tuple[int, ...] = ()
     """tensor transport: trainer ranks on the GPUs of the engine's ranks, in order; empty if the engine has its own GPUs."""
 

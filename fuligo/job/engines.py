@@ -75,8 +75,9 @@ class Engines:
             await stack.enter_async_context(while_watching(self.monitor.watch()))
             policy = self.launched.policy
             for fleet in (*self.others.values(), *(() if policy is None else (policy,))):
-                syncs = fleet is policy and isinstance(weights, WeightSync | ColocatedWeightSync)
-                fleet.sync_restarted = weights.sync_restarted if syncs else fleet.serve_as_loaded
+                fleet.sync_restarted = fleet.serve_as_loaded
+                if fleet is policy and isinstance(weights, WeightSync | ColocatedWeightSync):
+                    fleet.sync_restarted = weights.sync_restarted
                 fleet.devices = devices
                 await stack.enter_async_context(while_watching(fleet.watch()))
             yield

@@ -121,5 +121,5 @@ def test_every_rank_hears_of_an_engine_that_refuses(make_engine: Any, send: Call
     """Also rank 0, which speaks for all to the driver. The other engine has its weights all the same, and no rank waits for another."""
     good, refusing = make_engine(), make_engine(refuses=True)
     said = send(4, [(good, (0,)), (refusing, (1, 2))])
-    assert said == [f"engine {refusing.url}: /update_weights_from_tensor: no room"] * 4, "once, not once for each of its ranks"
+    assert said == [f"engine {refusing.url} refused /update_weights_from_tensor: no room"] * 4, "once, not once for each of its ranks"
     assert len(good.buckets) == 2

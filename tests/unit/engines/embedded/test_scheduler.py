@@ -200,7 +200,7 @@ def test_logits_that_are_not_finite_fail_their_request_and_poison_no_other(
     finally:
         with torch.no_grad():
             embedding[7] = before
-    assert poisoned.error is not None and "not finite" in poisoned.error
+    assert poisoned.error is not None and "non-finite" in poisoned.error
     run_all(scheduler, [later])
     assert later.error is None and later.finish_reason is not None
 

@@ -182,7 +182,7 @@ class _Counters:
                 raise CheckpointError(f"{file}: not a checkpoint of this fuligo version's Megatron trainer")
             return cls(Progress(content["num_optimizer_steps"], content["num_rollouts"]), Layout(**content["layout"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{file}: cannot be read: {error}") from error
+            raise CheckpointError(f"cannot read {file}: {error}") from error
 
 
 @dataclass(slots=True, frozen=True)

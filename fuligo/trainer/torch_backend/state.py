@@ -232,7 +232,7 @@ def _read_progress(file: Path) -> tuple[Progress, Progress | None]:
         critic = fields.get("critic")
         return _progress(fields), None if critic is None else _progress(critic)
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        raise CheckpointError(f"cannot read {file}: {error}") from error
 
 
 def _progress(fields: dict[str, int]) -> Progress:

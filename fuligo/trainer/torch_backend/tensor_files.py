@@ -54,7 +54,7 @@ class TensorFiles:
         try:
             self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
         except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{index}: cannot be read: {error}") from error
+            raise CheckpointError(f"cannot read {index}: {error}") from error
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in sorted(set(self._files.values())):
             with self._open(file) as tensors:

@@ -55,7 +55,7 @@ def _single_row(directory: Path, name: str) -> Tensor | None:
                 if name in tensors.keys() and tensors.get_slice(name).get_shape()[0] == 1:  # noqa: SIM118
                     return tensors.get_tensor(name)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{directory}: cannot be read: {error}") from error
+        raise CheckpointError(f"cannot read {directory}: {error}") from error
     return None
 
 

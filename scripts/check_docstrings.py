@@ -15,13 +15,6 @@ from pathlib import Path
 
 FOLDERS = ("fuligo", "tests", "benchmarks", "tools", "examples", "scripts", "docs")
 OPENINGS = re.compile(r"\s*(Of|What|Who|Whose|Where|Whether|How|Which)\b")
-NOT_YET: tuple[str, ...] = (
-    "fuligo/engines/",
-    "fuligo/job/",
-    "tests/unit/engines/",
-    "tests/unit/weights/",
-)
-"""Folders and files that are still to be rewritten."""
 
 
 def docstrings(module: ast.Module) -> Iterator[ast.Constant]:
@@ -43,7 +36,7 @@ def violations(file: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    files = [file for folder in FOLDERS for file in sorted(Path(folder).rglob("*.py")) if not file.as_posix().startswith(NOT_YET)]
+    files = [file for folder in FOLDERS for file in sorted(Path(folder).rglob("*.py"))]
     found = [violation for file in files for violation in violations(file)]
     print(*found, sep="\n", end="\n" if found else "")
     if found:

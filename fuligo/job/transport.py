@@ -1,4 +1,4 @@
-"""How the trainer's weights reach the engines."""
+"""Choice of the transport by which the trainer's weights reach the engines."""
 
 from __future__ import annotations
 

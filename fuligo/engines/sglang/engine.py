@@ -30,7 +30,7 @@ class FleetEngine:
 
     @property
     def is_restarting(self) -> bool:
-        """Whether a restart is in progress.
+        """Return True while a restart is in progress.
 
         Raises:
             EngineError: the restart failed

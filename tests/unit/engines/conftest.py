@@ -1,4 +1,4 @@
-"""A tiny Qwen3, shared by the tests of the embedded engine."""
+"""Fixtures of the engine tests: a tiny Qwen3 shared by the tests of the embedded engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_scheduler(engine_model: EngineModel) -> Callable[..., Scheduler]:
 
 @pytest.fixture
 def make_request(engine_model: EngineModel) -> Callable[..., Request]:
-    """A request with the given sampling parameters; numbered in the order of making."""
+    """Return a request with the given sampling parameters, numbered in order of creation."""
     numbers = itertools.count()
 
     def make(input_ids: Sequence[int], max_new_tokens: int = 8, *, priority: int = 0, seed: int = 0, **params: object) -> Request:
@@ -53,7 +53,7 @@ def make_request(engine_model: EngineModel) -> Callable[..., Request]:
 
 @pytest.fixture
 def run_all() -> Callable[[Scheduler, Sequence[Request]], list[Request]]:
-    """Run requests to their end; returns them in the order in which they ended."""
+    """Run requests to their end and return them in the order in which they finished."""
 
     def run(scheduler: Scheduler, requests: Sequence[Request]) -> list[Request]:
         for request in requests:

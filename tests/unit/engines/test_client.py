@@ -1,4 +1,4 @@
-"""The client against a server that misbehaves in every way that it is told to."""
+"""Client against a server that misbehaves in every way that a test asks for."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def torn_body(request: web.Request) -> web.StreamResponse:
 
 @dataclass
 class Misbehaving:
-    """Answers the n-th request by `script[n]`, and what comes after the script's end by `good`."""
+    """Server that answers the n-th request with `script[n]`, and later ones with `good`."""
 
     url: str = ""
     script: list[Behaviour] = field(default_factory=list)
@@ -173,7 +173,7 @@ CONTROL_CALLS: dict[str, tuple[Callable[[EngineClient], Awaitable[object]], Dead
 
 
 async def test_each_control_call_has_the_deadline_of_its_kind(server: Misbehaving) -> None:
-    """However long a request may take. The engine's HTTP server lives; its scheduler hangs."""
+    """The deadline of a call does not depend on the time that requests may take: the HTTP server answers, the scheduler hangs."""
 
     async def fails(path: str) -> None:
         call, deadline = CONTROL_CALLS[path]
@@ -189,7 +189,7 @@ async def test_each_control_call_has_the_deadline_of_its_kind(server: Misbehavin
 
 
 async def test_what_waits_for_an_engine_that_is_given_up_fails_at_once(server: Misbehaving) -> None:
-    """A lost machine tells nobody, and its calls would end with their deadlines."""
+    """A lost machine sends nothing; without a probe its calls would wait until their deadlines."""
     client = EngineClient(server.url)
     arrived = asyncio.Event()
 
@@ -215,7 +215,7 @@ async def test_a_request_that_takes_too_long_says_nothing_of_the_engine(server: 
 
 
 def test_a_short_health_check_does_not_hurry_a_step() -> None:
-    """Health checks ask the HTTP server, which answers while a step goes on."""
+    """Health checks reach the HTTP server, which answers during a step."""
     short, long = (ControlDeadlines.of_watched(health_timeout_s=seconds, start_timeout_s=600.0) for seconds in (5.0, 1000.0))
     assert (short.step.seconds, long.step.seconds) == (120.0, 1000.0)
 
@@ -289,7 +289,7 @@ async def test_a_group_with_a_router_sends_requests_there(server: Misbehaving) -
 async def test_a_pair_that_is_aborted_answers_with_an_error_and_nothing_was_sampled(
     server: Misbehaving, abort: Callable[[EngineGroup], Awaitable[None]]
 ) -> None:
-    """Prefill and decode engines have no partial answer for what is between them; without an abort an error is tried again."""
+    """Prefill/decode pairs have no partial answer for a request in transfer; without an abort the error is retried."""
     arrived, aborted = asyncio.Event(), asyncio.Event()
 
     async def fails_later(request: web.Request) -> web.StreamResponse:
@@ -311,7 +311,7 @@ async def test_a_pair_that_is_aborted_answers_with_an_error_and_nothing_was_samp
 
 
 async def test_engines_that_run_already_say_how_many_ranks_want_weights() -> None:
-    """As many as SGLang's `/server_info` has for tensor parallelism."""
+    """The number of ranks is the tensor-parallel size in SGLang's `/server_info`."""
 
     async def answer(_: web.Request) -> web.StreamResponse:
         return web.json_response(server_info)

@@ -1,4 +1,4 @@
-"""Requests that ask where tokens go, which a router would not pass on: what they say, where they are sent, what is made of the answer."""
+"""Requests with routing or scoring data, which a router would not forward: their body, destination and parsed answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fuligo.models.routing import RoutingShape
 PARAMS = SamplingParams(4)
 SHAPE = RoutingShape(num_layers=2, moe_layers=(1,), num_experts=8, top_k=2)
 EXPERTS = np.array([[[0, 0], [token, token + 1]] for token in range(6)], np.int32)
-"""Of all tokens but the last of four prompt tokens and three new ones."""
+"""Experts of all tokens except the last one, for four prompt tokens and three new ones."""
 
 
 def query(num_known: int = 0, affinity: int = 0) -> RoutingQuery:
@@ -28,7 +28,7 @@ def query(num_known: int = 0, affinity: int = 0) -> RoutingQuery:
 
 
 class Recording:
-    """An engine that answers three tokens, and the experts from `routed_experts_start_len` on."""
+    """Return an engine that answers three tokens, and the experts from `routed_experts_start_len` on."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -84,7 +84,7 @@ async def test_an_engine_that_does_not_record_is_an_error_at_once(server: tuple[
 
 
 class FakeClient:
-    """Answers when told to, or fails."""
+    """Engine that answers when told to, or fails."""
 
     def __init__(self, name: str, *, fails: bool = False) -> None:
         self.name, self.fails, self.rids = name, fails, list[str]()
@@ -97,7 +97,7 @@ class FakeClient:
 
 
 class LostMembers:
-    """Knows that engines which fail are dead."""
+    """Fleet that considers engines dead once they fail."""
 
     async def is_lost(self, client: Any) -> bool:
         return client.fails

@@ -1,4 +1,4 @@
-"""What becomes of engines that are gone for good. (Real ones that come back: tests/sglang/test_fleet.py.)"""
+"""Supervision of engines that are lost for good. (Restarts of real engines: tests/sglang/test_fleet.py.)"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fuligo.errors import EngineError
 
 
 class ScriptedServer:
-    """An engine that is as the test says. Implements `Server`."""
+    """Scripted server. Implements `Server`."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -51,7 +51,7 @@ class ScriptedServer:
 
 
 class ScriptedRouter:
-    """Knows whom it sends requests to."""
+    """Router that records the engines it sends requests to."""
 
     def __init__(self) -> None:
         self.process = SimpleNamespace(alive=True, check_alive=lambda: None)
@@ -81,7 +81,7 @@ class ScriptedRouter:
 
 @pytest.fixture
 def routers(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedRouter]:
-    """Those that were started, in order."""
+    """Return the servers that were started, in order."""
     started: list[ScriptedRouter] = []
 
     async def launch(settings: RouterSettings) -> ScriptedRouter:
@@ -97,7 +97,8 @@ def routers(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedRouter]:
 async def fleet_of(
     servers: Sequence[str], log: Path, *, restart: bool = True, health_interval_s: float = 1.0, start: Start = ScriptedServer
 ) -> Fleet:
-    """
+    """Start a fleet of scripted servers.
+
     Args:
         servers: their types
     """
@@ -127,7 +128,7 @@ async def test_an_engine_that_does_not_start_leaves_no_router_behind(routers: li
 
 
 async def test_the_others_go_on_without_an_engine_whose_machine_is_lost(routers: list[ScriptedRouter], tmp_path: Path) -> None:
-    """What the router waits for would never come: a new one is asked again."""
+    """A new router is asked again, because the engine that the old one waited for will not come."""
     fleet = await fleet_of(["regular", "regular"], tmp_path / "log")
     other, lost = fleet.servers
     watch = asyncio.create_task(fleet.watch())
@@ -159,7 +160,7 @@ def crash(server: Server) -> None:
 
 
 async def test_an_engine_that_is_about_to_end_is_waited_for(routers: list[ScriptedRouter], tmp_path: Path) -> None:
-    """So that the error which ends a run is the engine's, not that of the request which it did not answer."""
+    """The error that ends a run names the engine, not the request that it left unanswered."""
     fleet = await fleet_of(["regular", "regular"], tmp_path / "log", restart=False)
     await fleet.check_alive()
     crash(fleet.servers[1])
@@ -188,7 +189,7 @@ async def test_an_engine_that_neither_answers_nor_ends_is_named(
 async def test_an_engine_that_was_too_late_once_is_lost(
     routers: list[ScriptedRouter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may answer again: nobody knows what it has done of what it was told."""
+    """The engine may answer again, but it is unknown which calls it carried out."""
     fleet = await fleet_of(["regular", "regular"], tmp_path / "log")
     late, other = fleet.group.clients
     for client in (late, other):
@@ -200,7 +201,7 @@ async def test_an_engine_that_was_too_late_once_is_lost(
 
 
 async def test_a_restart_that_is_quicker_than_a_health_check_is_no_loss(routers: list[ScriptedRouter], tmp_path: Path) -> None:
-    """The answer that does not come is that of the process before."""
+    """The missing answer belongs to the process before the restart."""
     fleet = await fleet_of(["regular"], tmp_path / "log", health_interval_s=0.05)
     fleet.sync_restarted = fleet.serve_as_loaded
     [before], [client] = fleet.servers, fleet.group.clients
@@ -237,7 +238,7 @@ async def test_a_restart_that_is_quicker_than_a_health_check_is_no_loss(routers:
 
 
 async def test_engines_that_hang_are_found_in_the_time_of_one(routers: list[ScriptedRouter], tmp_path: Path) -> None:
-    """A lost machine may take many with it, each of which is waited for."""
+    """A lost machine may take many engines with it, and each of them is waited for."""
     fleet = await fleet_of(["regular", "regular"], tmp_path / "log")
     all_asked = asyncio.Barrier(2)
 
@@ -257,7 +258,7 @@ async def test_engines_that_hang_are_found_in_the_time_of_one(routers: list[Scri
 
 
 async def served_by(router: ScriptedRouter, fleet: Fleet) -> list[int]:
-    """How often each of the engines was restarted, once all serve again."""
+    """Return the number of restarts of each engine, once all serve again."""
     async with asyncio.timeout(120):
         while len(fleet.group.clients) < len(fleet.servers) or len(router.engines) < len(fleet.servers):  # noqa: ASYNC110  # nothing tells but asking
             await asyncio.sleep(0.01)
@@ -266,7 +267,7 @@ async def served_by(router: ScriptedRouter, fleet: Fleet) -> list[int]:
 
 
 async def test_the_router_dies_with_an_engine(routers: list[ScriptedRouter], tmp_path: Path) -> None:
-    """Nobody tells it that the engine is gone, and the next one learns it."""
+    """The old router is not told that the engine is gone; the next one is."""
     fleet = await fleet_of(["regular", "regular"], tmp_path / "log")
     fleet.sync_restarted = fleet.serve_as_loaded
     routers[0].process.alive = False
@@ -334,7 +335,7 @@ async def test_engines_that_are_restarted_are_not_to_blame(routers: list[Scripte
 async def test_an_engine_that_waits_for_weights_and_never_takes_them_ends_the_run(
     routers: list[ScriptedRouter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It could wait for the next weight sync as long as another served."""
+    """The engine could wait for the next weight sync as long as another one served."""
     monkeypatch.setattr(fleet_module, "MAX_RESTARTS", 1)
     fleet = await fleet_of(["regular", "regular"], tmp_path / "log")
     waiting, other = fleet.group.clients

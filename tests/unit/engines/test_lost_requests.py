@@ -1,4 +1,4 @@
-"""Requests through the router, and calls to all engines, while every engine is being restarted: they wait, they do not fail."""
+"""Requests through the router and calls to all engines wait while every engine restarts; they do not fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARAMS = SamplingParams(4)
 
 
 class Engine:
-    """As the router knows it, too."""
+    """Register the engine with the router too."""
 
     def __init__(self) -> None:
         self.is_dead = False
@@ -28,7 +28,7 @@ class Engine:
 
 
 class Router:
-    """Passes requests to one engine."""
+    """Router that forwards all requests to one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

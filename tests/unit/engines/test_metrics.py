@@ -1,4 +1,4 @@
-"""What engines say of themselves becomes metrics of the step; an engine that says nothing is counted."""
+"""Engine loads become metrics of the step; an engine that does not answer is counted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rank(running: int, waiting: int = 0, used: int = 0, **more: float) -> dict[s
 
 @dataclass
 class Loaded:
-    """An engine with scripted loads, one a poll; the last one stays."""
+    """Engine with scripted loads, one per poll; the last one repeats."""
 
     url: str = ""
     script: list[dict[str, Any]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""No two claimants of a machine get the same port."""
+"""Port claims on one machine never collide."""
 
 from __future__ import annotations
 

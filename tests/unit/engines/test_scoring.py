@@ -17,7 +17,7 @@ def answer(*entries: tuple[float | None, int]) -> dict[str, Any]:
 
 
 def test_the_last_entries_are_of_the_scored_tokens() -> None:
-    """The first is of a token that SGLang says nothing of."""
+    """The first entry belongs to a token for which SGLang reports nothing."""
     logprobs = parse_scores(answer((None, 7), (-0.5, 8), (-1.5, 9)), np.array([8, 9], np.int32))
     np.testing.assert_array_equal(logprobs, np.float32([-0.5, -1.5]))
 
@@ -43,7 +43,7 @@ def test_an_answer_that_makes_no_sense_is_asked_for_again(broken: Any, text: str
 
 
 def test_what_scores_joins_no_batch(engine_model: EngineModel, make_scheduler: Any, make_request: Any) -> None:
-    """Nor is anything kept of it: its answer comes before a token is sampled for others."""
+    """A scoring request keeps no cache: its answer comes before a token is sampled for others."""
     scheduler = make_scheduler(max_running_requests=1)
     scheduler.enqueue(make_request([5, 6, 7], max_new_tokens=3, ignore_eos=True))
     body = b'{"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 0}, "logprob_start_len": 0}'

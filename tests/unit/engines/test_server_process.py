@@ -1,4 +1,4 @@
-"""Nothing of a server outlives the process that started it, whichever way that ends."""
+"""No server process outlives the process that started it, however that one ends."""
 
 from __future__ import annotations
 

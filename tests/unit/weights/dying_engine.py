@@ -1,4 +1,4 @@
-"""An engine in a process of its own that takes weights as SGLang does, and dies, hangs or refuses at the call that a test names."""
+"""Engine in its own process that receives weights as SGLang does, and dies, hangs or refuses at the call that a test names."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from fuligo.formats.payload import decode_named_tensors
 
 @dataclass(slots=True, frozen=True)
 class Fault:
-    """Happens once: a restarted engine is a good one."""
+    """Fault that happens once: a restarted engine works."""
 
     path: str
-    """Of the call."""
+    """Path of the call that fails."""
     how: Literal["dies", "hangs", "refuses"]
     call: int = 1
-    """The first to this path is 1."""
+    """Number of the failing call to this path, from 1."""
 
 
 class DyingServer:
-    """Implements `Server`. Its fault is in the file `<log file>.fault`, if there is one."""
+    """Engine process; implements `Server`. Its fault is read from the file `<log file>.fault`, if it exists."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -80,7 +80,7 @@ class DyingServer:
 
 @dataclass(slots=True)
 class Held:
-    """What an engine says of itself."""
+    """State that an engine reports about itself."""
 
     version: int
     paused: bool
@@ -105,7 +105,7 @@ def fault_file(settings: ServerSettings) -> Path:
 
 
 def plan(settings: ServerSettings, fault: Fault) -> None:
-    """For the next start of the engine."""
+    """Write the fault of the next start."""
     fault_file(settings).write_text(json.dumps(asdict(fault)))
 
 

@@ -1,4 +1,4 @@
-"""A broadcast that an engine fails ends at once and names it, whatever our own end of the process group is waiting for."""
+"""A broadcast that an engine fails ends at once and names it, whatever our side of the process group waits for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.weights.test_sync import fleet_settings
 
 
 class RefusingEngine:
-    """An engine that says no to everything."""
+    """Engine that refuses everything."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -71,7 +71,7 @@ def test_an_engine_that_does_not_join_is_named(engine: RefusingEngine) -> None:
 
 @pytest.mark.timeout(60)
 def test_an_engine_that_does_not_receive_is_named(engine: RefusingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our end is in the collective meanwhile, and stays there."""
+    """Our side stays in the collective meanwhile."""
     group = object.__new__(BroadcastGroup)  # as it is once all have joined
     group.engines, group.name = (EngineAddress(engine.url),), "g"
     group._clients, group._device = [EngineClient(engine.url, retries=0)], torch.device("cpu")
@@ -82,7 +82,7 @@ def test_an_engine_that_does_not_receive_is_named(engine: RefusingEngine, monkey
 
 @pytest.fixture
 async def receiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[DyingServer]:
-    """A good engine in a process of its own."""
+    """Start a working engine in its own process."""
     monkeypatch.setattr(broadcast, "LEAVE_TIMEOUT_S", 3.0)
     with PortClaims() as claims:
         server = DyingServer(fleet_settings(tmp_path, claims, num_engines=1).servers[0])
@@ -100,7 +100,7 @@ async def scheduler_answers(server: DyingServer) -> bool:
 
 
 async def test_who_waits_for_others_to_join_hears_that_nobody_comes(receiver: DyingServer, engine: RefusingEngine) -> None:
-    """And can be asked for something else. (What failed is still being looked at meanwhile, and holds on to the group.)"""
+    """The engine accepts other calls while the failed one is still examined and holds the group."""
     engine.may_answer.clear()
     engines = [EngineAddress(receiver.url), EngineAddress(engine.url)]
     joining = asyncio.create_task(asyncio.to_thread(BroadcastGroup, engines, "gloo", "127.0.0.1"))
@@ -114,7 +114,7 @@ async def test_who_waits_for_others_to_join_hears_that_nobody_comes(receiver: Dy
 
 
 def test_a_group_is_left_without_waiting_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL ends a group together with its peers, unless it was aborted before: one of them may be gone."""
+    """NCCL tears a group down together with its peers unless it was aborted before, and a peer may be gone."""
 
     class Group:
         aborted = False

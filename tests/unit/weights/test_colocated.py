@@ -1,4 +1,4 @@
-"""Under --colocate every rank hands over its own memory: an engine gets one payload from each of its ranks' neighbours, in order."""
+"""Colocated weight sync: each rank shares its own memory, and an engine receives one payload per rank, in order."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ dist.destroy_process_group()
 
 
 class Engine:
-    """Takes payloads, one for each of its ranks, as SGLang does."""
+    """Engine that receives one payload for each of its ranks, as SGLang does."""
 
     def __init__(self, *, refuses: bool = False) -> None:
         self.refuses = refuses
         self.buckets: list[tuple[list[dict[str, list[float]]], str | None]] = []
-        """What each rank got, and the version, by bucket."""
+        """(payload of each rank, version) of each bucket."""
         self.url = ""
         self.loop = asyncio.new_event_loop()
         ready = threading.Event()
@@ -93,7 +93,7 @@ def make_engine() -> Iterator[Any]:
 @pytest.fixture
 def send() -> Callable[..., list[str]]:
     def send(size: int, engines: list[tuple[Engine, tuple[int, ...]]]) -> list[str]:
-        """What each of `size` ranks says of its send to the engines, which stand beside the ranks given with them."""
+        """Return what each of `size` ranks reports about its send to the engines on its GPUs."""
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         where = repr([(engine.url, ranks) for engine, ranks in engines])
         commands = [[sys.executable, "-c", RANK, str(rank), str(size), str(store.port), where] for rank in range(size)]
@@ -110,7 +110,7 @@ def bucket(ranks: list[float], name: str) -> list[dict[str, list[float]]]:
 
 
 def test_an_engine_of_two_ranks_and_one_of_its_own(make_engine: Any, send: Callable[..., list[str]]) -> None:
-    """Ranks 0 and 1 share their GPUs with the first engine; the second has its own GPU, and rank 0 serves it; rank 2 has none."""
+    """Ranks 0 and 1 share GPUs with the first engine; rank 0 also serves the second, which has its own GPU; rank 2 serves none."""
     wide, apart = make_engine(), make_engine()
     assert send(3, [(wide, (0, 1)), (apart, ())]) == ["sent 32", "sent 32", "sent None"]
     assert wide.buckets == [(bucket([0.0, 1.0], "rank"), None), (bucket([0.0, 1.0], "same"), "7@0")]
@@ -118,7 +118,8 @@ def test_an_engine_of_two_ranks_and_one_of_its_own(make_engine: Any, send: Calla
 
 
 def test_every_rank_hears_of_an_engine_that_refuses(make_engine: Any, send: Callable[..., list[str]]) -> None:
-    """Also rank 0, which speaks for all to the driver. The other engine has its weights all the same, and no rank waits for another."""
+    """A refusal reaches every rank, including rank 0, which reports to the driver; the other engine still gets its weights, and no rank
+    waits."""
     good, refusing = make_engine(), make_engine(refuses=True)
     said = send(4, [(good, (0,)), (refusing, (1, 2))])
     assert said == [f"engine {refusing.url} refused /update_weights_from_tensor: no room"] * 4, "once, not once for each of its ranks"

@@ -1,4 +1,4 @@
-"""What is asked of trainer and engines to prove that they have the same weights."""
+"""Calls to trainer and engines that prove that both have the same weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines are sent: in their form, and with --update-weight-mode delta what they do not have, whatever other engines have."""
+"""Tensors sent to engines: in their format, and with --update-weight-mode delta only those that an engine lacks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def target(tmp_path: Path) -> WeightTarget:
 
 
 def sent(sender: WeightSender, weights: dict[str, torch.Tensor], target: WeightTarget) -> set[str]:
-    """Names of the tensors that were handed over."""
+    """Return the names of the tensors that were sent."""
     manifest = sender.send(iter(weights.items()), target)
     names = set(load_file(Path(target.directory) / "model-00000.safetensors"))
     assert isinstance(manifest, WeightManifest) and (manifest.num_tensors, manifest.num_bytes_sent) == (3, 16 * len(names))
@@ -70,7 +70,7 @@ def test_after_a_send_that_an_engine_did_not_take_nobody_knows_what_the_engines_
 
 
 def test_after_a_send_that_an_engine_did_not_take_its_weights_are_freed_at_once(target: WeightTarget):
-    """Not when Python next looks for cycles: a bucket is gigabytes of a GPU that trains next."""
+    """Memory is freed at once, not at Python's next collection: a bucket takes gigabytes of a GPU that trains next."""
     gathered: list[weakref.ref[torch.Tensor]] = []
 
     def gather() -> Iterator[tuple[str, torch.Tensor]]:
@@ -89,7 +89,7 @@ def test_after_a_send_that_an_engine_did_not_take_its_weights_are_freed_at_once(
 
 
 def test_an_engine_that_nothing_leads_to_took_nothing(target: WeightTarget):
-    """As when its machine is gone with the network to it."""
+    """Fail as if the machine were lost together with its network."""
     target = replace(target, transport="gloo", engines=(EngineAddress("http://255.255.255.255:30000"),))
     undelivered = WeightSender().send(iter(WEIGHTS.items()), target)
     assert isinstance(undelivered, Undelivered)

@@ -1,4 +1,4 @@
-"""A weight sync outlives engines that die or hang meanwhile (--use-fault-tolerance), on every transport; other failures end it."""
+"""A weight sync survives engines that die or hang (--use-fault-tolerance) on every transport; other failures end it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CALL = {
 
 
 class OneRank(RankedTrainer):
-    """A trainer of three tensors that sends them as all trainers do."""
+    """Trainer of three tensors that sends them as all trainers do."""
 
     def __init__(self) -> None:
         super().__init__(None, None)  # pyright: ignore[reportArgumentType]
@@ -75,7 +75,7 @@ class OneRank(RankedTrainer):
 
 
 class Router(ScriptedRouter):
-    """Notes what an engine holds when requests begin to reach it."""
+    """Fleet that records the weights an engine holds when requests begin to reach it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class World:
         fleet.sync_restarted = self.weight_sync.sync_restarted
 
     async def held(self) -> list[Held]:
-        """By every engine, once none is being restarted."""
+        """Check the weights of every engine once none is restarting."""
         while len(self.fleet.group.clients) < len(self.fleet.servers):  # noqa: ASYNC110  # nothing tells but asking
             await asyncio.sleep(0.02)
         return [await Held.of(server.url) for server in self.fleet.servers]
@@ -181,7 +181,7 @@ def open_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
 
 @pytest.mark.parametrize("transport", ["tensor", "gloo", "disk"])
 async def test_an_engine_that_dies_comes_back_and_all_have_the_weights(open_world: Open, transport: Transport) -> None:
-    """Two engines had a part of them; the third dies in the middle."""
+    """Two engines received part of the weights; the third dies midway."""
     call = 1 if transport == "disk" else 2
     async with open_world(transport, {0: Fault(CALL[transport], "dies", call)}) as world:
         world.trainer.set(a=1.0, b=2.0, c=3.0)
@@ -199,7 +199,7 @@ async def test_an_engine_that_dies_comes_back_and_all_have_the_weights(open_worl
 
 
 async def test_death_while_engines_join(open_world: Open) -> None:
-    """Those that wait for it to join wait no longer, nor does a rank that gathers."""
+    """Neither the peers that wait for it nor a gathering rank wait any longer."""
     async with open_world("gloo", {1: Fault("/init_weights_update_group", "dies")}) as world:
         world.trainer.set(a=1.0)
         assert await world.weight_sync.sync() == 1
@@ -208,7 +208,7 @@ async def test_death_while_engines_join(open_world: Open) -> None:
 
 
 async def test_an_engine_that_hangs_in_the_broken_group_is_restarted_too(open_world: Open) -> None:
-    """As engines do whose NCCL waits for a dead peer: they answer /health, and nothing that their scheduler has a part in."""
+    """Engines whose NCCL waits for a dead peer answer /health but nothing that needs their scheduler."""
     faults = {0: Fault(CALL["gloo"], "dies", 2), 1: Fault("/destroy_weights_update_group", "hangs")}
     async with open_world("gloo", faults) as world:
         start = [client.start for client in world.fleet.group.clients]
@@ -224,7 +224,7 @@ async def test_an_engine_that_hangs_in_the_broken_group_is_restarted_too(open_wo
 async def test_an_engine_whose_scheduler_hangs_is_restarted(
     open_world: Open, monkeypatch: pytest.MonkeyPatch, transport: Transport, path: str
 ) -> None:
-    """Its HTTP server lives: nothing but the deadline of the call tells, whoever makes it."""
+    """Its HTTP server lives; only the deadline of the call reveals the hang, whoever makes the call."""
     soon_s = 2.0
     monkeypatch.setattr(senders, "connect", partial(connect, deadlines=ControlDeadlines(bucket=Deadline(soon_s))))
     monkeypatch.setattr(broadcast, "TIMEOUT", timedelta(seconds=soon_s))
@@ -264,7 +264,7 @@ async def test_a_restarted_engine_that_dies_again_on_the_way_to_its_weights(open
 
 @pytest.mark.parametrize("transport", ["tensor", "gloo"])
 async def test_changes_alone_go_to_those_that_have_the_rest(open_world: Open, transport: Transport) -> None:
-    """After a weight sync that failed nobody knows what engines have."""
+    """After a failed weight sync the engines' weights are unknown."""
     async with open_world(transport, {0: Fault(CALL[transport], "dies", 4)}, changes_only=True) as world:
         world.trainer.set(a=1.0, b=2.0, c=3.0)
         await world.weight_sync.sync()
@@ -282,7 +282,7 @@ async def test_changes_alone_go_to_those_that_have_the_rest(open_world: Open, tr
 
 @pytest.mark.parametrize("transport", ["tensor", "gloo", "disk"])
 async def test_a_refusal_is_no_death(open_world: Open, transport: Transport) -> None:
-    """It ends the weight sync; the trainer has gathered all weights and could send them again."""
+    """The error ends the weight sync; the trainer has gathered all weights and can send them again."""
     async with open_world(transport, {0: Fault(CALL[transport], "refuses")}) as world:
         with pytest.raises(EngineError, match="no room"):
             await world.weight_sync.sync()

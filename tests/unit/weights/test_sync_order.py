@@ -1,4 +1,4 @@
-"""Order of a weight sync: no request samples from half-new weights, from a version that was not sent, or from outdated weights."""
+"""Order of a weight sync: no request samples from half-new, unsent or outdated weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fuligo.weights.sync import WeightSync, WeightSyncSettings
 
 
 class Engine(EngineClient):
-    """Notes what it is told."""
+    """Recorder of the calls it receives."""
 
     def __init__(self, url: str, told: list[str]) -> None:
         super().__init__(url)
@@ -37,7 +37,7 @@ class Engine(EngineClient):
 
 
 class OneTrainer:
-    """Sends its weights to engines in this process."""
+    """Trainer that sends its weights to engines in this process."""
 
     def __init__(self, engines: dict[str, Engine], told: list[str]) -> None:
         self.engines, self.told = engines, told

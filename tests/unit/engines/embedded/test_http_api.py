@@ -1,4 +1,4 @@
-"""The HTTP API, on a real engine in this process; requests go straight into the application."""
+"""HTTP API on a real engine in this process; requests are passed directly to the application."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests import tiny
 
 @pytest.fixture
 def engine(checkpoint: Path) -> EmbeddedEngine:
-    """A model of its own: tests change its weights."""
+    """Return a model of its own, because tests change its weights."""
     model = EngineModel(str(checkpoint), torch.device("cpu"), torch.float32)
     return EmbeddedEngine(model, max_running_requests=4, max_total_tokens=4096, on_ended=wake, on_failure=lambda: None)
 
@@ -75,7 +75,7 @@ async def test_an_answer_has_the_fields_of_sglang(http: httpx.AsyncClient) -> No
 
 
 async def test_what_the_router_adds_changes_nothing(http: httpx.AsyncClient) -> None:
-    """sglang-router 0.3.2 sends a request on with these."""
+    """sglang-router 0.3.2 forwards a request with these headers."""
     switches = ("stream", "return_text_in_logprobs", "return_hidden_states", "background", "no_logs", "return_bytes", "return_entropy")
     added = {"model": None, "log_metrics": True, **dict.fromkeys(switches, False)}
     assert (await post(http, "/generate", body() | added))["output_ids"] == (await post(http, "/generate", body()))["output_ids"]
@@ -117,7 +117,7 @@ async def test_what_cannot_be_served_is_refused_with_the_reason(http: httpx.Asyn
 
 
 async def test_given_tokens_are_scored_as_transformers_does(http: httpx.AsyncClient, checkpoint: Path) -> None:
-    """More tokens than go through the model at a time, at whatever temperature was asked for."""
+    """Score more tokens than one forward pass takes, whatever temperature was requested."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     rng = np.random.default_rng(0)
     ids = [rng.integers(3, 400, size=size).astype(np.int32) for size in (2, 40, 700, 800)]
@@ -173,7 +173,7 @@ async def test_requests_that_arrive_in_a_pause_wait(http: httpx.AsyncClient) -> 
 
 
 async def running(http: httpx.AsyncClient, **params: Any) -> asyncio.Task[Any]:
-    """A long request that has begun."""
+    """Return a long request that is already running."""
     task = asyncio.create_task(post(http, "/generate", body(max_new_tokens=600, **params) | {"rid": "long"}))
     await until(http, num_running_reqs=1)
     return task

@@ -16,7 +16,7 @@ def request(num_tokens: int, max_new_tokens: int = 100, first_token: int = 0) ->
 
 
 def fill(cache: KVCache, owner: Request, value: float) -> None:
-    """Mark the owner's cached keys and values."""
+    """Write the owner's mark into its cached keys and values."""
     cache.pool_of(owner).store[:, owner.row, : owner.num_tokens - 1] = value
 
 
@@ -36,7 +36,7 @@ def test_length_classes_are_powers_of_two_that_fit(num_tokens: int) -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_rows_keep_their_contents_through_joins_leaves_and_growth(data: st.DataObject) -> None:
-    """A model-based test: every live request finds what it stored, rows are dense, reservations add up."""
+    """Model-based test: every live request finds what it stored, rows are dense, reservations add up."""
     cache = KVCache(SHAPE, 10**6, torch.float32, torch.device("cpu"))
     live: dict[float, Request] = {}
     for step in range(data.draw(st.integers(1, 12))):

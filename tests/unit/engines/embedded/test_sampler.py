@@ -17,7 +17,7 @@ def request(seed: int = 0, output_ids: list[int] | None = None, end_ids: frozens
 
 
 def allowed(probs: list[float], *, top_p: float = 1.0, top_k: int = -1, min_p: float = 0.0) -> set[int]:
-    """The definitions, token by token."""
+    """Compute the probabilities by definition, token by token."""
     order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
     kept = set()
     before = 0.0
@@ -30,7 +30,7 @@ def allowed(probs: list[float], *, top_p: float = 1.0, top_k: int = -1, min_p: f
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.5}, {"top_p": 0.7}, {"top_k": 3}, {"min_p": 0.3}, {"top_p": 0.9, "top_k": 4}])
 def test_samples_follow_the_distribution(params: dict[str, float]) -> None:
-    """Chi-square against the definition, at a fixed seed: far from the critical value or the sampler is wrong."""
+    """Chi-square test against the definition with a fixed seed; the bound is far above the critical value."""
     num_draws = 20_000
     logits = torch.tensor([2.0, 1.5, 0.0, -1.0, 0.5, 1.0, -3.0, 0.2])
     probs = (logits / params.get("temperature", 1.0)).softmax(0)

@@ -31,7 +31,7 @@ def test_seeded_tokens_do_not_depend_on_what_else_is_decoded(
 
 
 def test_the_schedule_is_a_function_of_the_waiting_set(make_scheduler: MakeScheduler, make_request: MakeRequest, run_all: RunAll) -> None:
-    """Bit for bit, also on a scheduler that has run something else before."""
+    """Equal bit for bit, also on a scheduler that ran other requests before."""
     scheduler = make_scheduler(4)
 
     def wave() -> list[tuple[list[int], list[float]]]:

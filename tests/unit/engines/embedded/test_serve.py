@@ -1,4 +1,4 @@
-"""A real `fuligo serve` process, over HTTP."""
+"""A real `fuligo serve` process, tested over HTTP."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_control_calls(group: EngineGroup) -> None:
 
 
 async def test_a_server_that_cannot_listen_says_so(checkpoint: Path, tmp_path: Path) -> None:
-    """Rather than that nothing is ever answered."""
+    """The process ends instead of never answering."""
     listener = socket.socket()
     listener.close()
     given = ServeSettings(str(checkpoint), max_total_tokens=1024, ready_file=tmp_path / "ready.json")
@@ -116,7 +116,7 @@ async def test_a_server_that_cannot_listen_says_so(checkpoint: Path, tmp_path: P
 
 
 async def test_sigterm_answers_who_waits_and_ends_cleanly(checkpoint: Path, tmp_path: Path) -> None:
-    """In the background, where Ctrl-C does not."""
+    """The process runs in the background, where Ctrl-C does not reach it."""
     with interrupt(ignored=True):
         engine = await launch_embedded(settings(checkpoint, tmp_path))
     client = EngineClient(engine.url, retries=0)

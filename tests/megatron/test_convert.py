@@ -172,13 +172,13 @@ def test_a_conversion_that_cannot_be_done_leaves_nothing(checkpoints, tmp_path: 
     shutil.rmtree(dist / "release")
     hf_to_dist(source, dist, World())  # an export that its own tracker names may be replaced
     assert resolve(dist) is not None
-    with pytest.raises(CheckpointError, match="release is there already"):
+    with pytest.raises(CheckpointError, match="release: it already exists"):
         hf_to_dist(source, dist, World())
     with pytest.raises(CheckpointError, match="is a Hugging Face directory; give another directory with --save"):
         hf_to_dist(source, source, World())
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / TRACKER).write_text("20")
-    with pytest.raises(CheckpointError, match="holds the checkpoints of a run"):
+    with pytest.raises(CheckpointError, match="it holds a run's checkpoints"):
         hf_to_dist(source, tmp_path / "run", World())
     assert (tmp_path / "run" / TRACKER).read_text() == "20", "the run still resumes from its own checkpoint"
     (tmp_path / "full").mkdir()

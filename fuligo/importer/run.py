@@ -136,18 +136,7 @@ def import_script(
     folders = _folders(script, root, maps or {}, allowed.get("HOSTFILE"))
     named = dict.fromkeys(_INTERPRETER.findall(script.read_text(encoding="utf-8", errors="replace")))
     task = _Script(script, tuple(arguments), allowed, folders, has_nvlink, seconds, stand_ins=list(named))
-    try:
-        report = _run(task)
-    except UnavailableError as error:
-        if not trusted:
-            raise
-        if maps:
-            raise ConfigError(f"--map needs a sandbox, and {error.reason}; give the script paths of this machine") from None
-        task.sandboxed = False
-        report = _run(task)
-    while task.sandboxed and (found := _interpreters(report)) and len(task.stand_ins) < _MAX_RUNS:
-        task.stand_ins += found
-        report = _run(task)
+    report = _run_all(task, trusted=trusted, has_maps=bool(maps))
     unset = _unset_variables(report, task)
     _check(report)
     read = [
@@ -168,6 +157,23 @@ def import_script(
 
 
 # -- one run ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _run_all(task: _Script, *, trusted: bool, has_maps: bool) -> dict[str, Any]:
+    """Run the script until every interpreter that it names by path has a stand-in; without a sandbox only if it is trusted."""
+    try:
+        report = _run(task)
+    except UnavailableError as error:
+        if not trusted:
+            raise
+        if has_maps:
+            raise ConfigError(f"--map needs a sandbox, and {error.reason}; give the script paths of this machine") from None
+        task.sandboxed = False
+        report = _run(task)
+    while task.sandboxed and (found := _interpreters(report)) and len(task.stand_ins) < _MAX_RUNS:
+        task.stand_ins += found
+        report = _run(task)
+    return report
 
 
 def _folders(script: Path, root: Path | None, maps: Mapping[str, Path], host_file: str | None) -> list[tuple[str, str]]:

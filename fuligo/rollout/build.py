@@ -99,13 +99,7 @@ def build_sampling(
         return Sampling(custom, source, eval_generate, activity)
     parts = RunnerParts(
         source=source,
-        sampler=Sampler(
-            generate,
-            seed=config.data.rollout_seed,
-            stream="train",
-            turns=asyncio.Semaphore(config.rollout.rollout_concurrency),
-            timeout_s=config.rollout.rollout_timeout_s,
-        ),
+        sampler=_training_sampler(config, generate),
         reward=reward if teacher is None else RewardWithTeacher(reward, teacher),
         engines=engines,
         params=sampling_params(config.rollout),
@@ -118,6 +112,16 @@ def build_sampling(
     if config.rollout.async_mode == "full":
         return Sampling(ContinuousRunner(parts, admission=_admission(config, num_rollout)), source, eval_generate, activity)
     return Sampling(RolloutRunner(parts, aligned_waves=_reproducible(config)), source, eval_generate, activity)
+
+
+def _training_sampler(config: Config, generate: GenerateFn) -> Sampler:
+    return Sampler(
+        generate,
+        seed=config.data.rollout_seed,
+        stream="train",
+        turns=asyncio.Semaphore(config.rollout.rollout_concurrency),
+        timeout_s=config.rollout.rollout_timeout_s,
+    )
 
 
 def _adapted(config: Config, args: ArgsView, flag_name: str, adapt: Callable[[Hook, ArgsView], T]) -> T | None:

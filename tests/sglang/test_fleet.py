@@ -51,7 +51,7 @@ async def test_engine_and_router_come_back(fleet: Fleet, number: signal.Signals)
         renewed.append(client.url)
         return True
 
-    fleet.renew = renew
+    fleet.sync_restarted = renew
     watch = asyncio.create_task(fleet.watch())
 
     # An engine dies during sampling, or stops with its connections open; its requests finish on the other engine.
@@ -103,7 +103,7 @@ async def test_without_fault_tolerance_the_end_names_the_engine(
     try:
         await asyncio.sleep(2 * LOOK_S)  # until the guard has seen the shared memory of its processes
         os.kill(next(iter(descendants(fleet.servers[0].process.pid))), signal.SIGKILL)
-        with pytest.raises(EngineError, match=r"engine 0 was killed, .*engine-0.txt"):
+        with pytest.raises(EngineError, match=r"engine 0 was killed \(.*engine-0\.txt"):
             await asyncio.wait_for(fleet.watch(), 120)
     finally:
         await fleet.stop()

@@ -69,7 +69,7 @@ async def test_its_requests_finish_elsewhere_and_it_comes_back(fleet: Fleet) -> 
         renewed.set()
         return True
 
-    fleet.renew = renew
+    fleet.sync_restarted = renew
     watch = asyncio.create_task(fleet.watch())
     victim, other = fleet.servers
     requests = [asyncio.create_task(fleet.group.generate([1, 2, 3], PARAMS, rid=f"{n}", timeout_s=60)) for n in range(8)]

@@ -72,10 +72,10 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def servers_below(pid: int) -> list[int]:
-    """Return the SGLang servers that a run started, without their guards."""
+def servers_below(pid: int) -> dict[int, str]:
+    """Return the command lines of the SGLang servers that a run started, without their guards."""
     found = descendants(pid).items()
-    return [pid for pid, command in found if "sglang.launch_server" in command and "fuligo.engines.guard" not in command]
+    return {pid: command for pid, command in found if "sglang.launch_server" in command and "fuligo.engines.guard" not in command}
 
 
 def test_the_reward_rises_and_an_engine_that_dies_comes_back(start, tmp_path: Path) -> None:
@@ -92,9 +92,11 @@ def test_the_reward_rises_and_an_engine_that_dies_comes_back(start, tmp_path: Pa
     for line in run.stdout:
         lines.append(line)
         if re.match("step 2/", line):
-            os.kill(servers_below(run.pid)[0], signal.SIGKILL)
+            pid, command = next(iter(servers_below(run.pid).items()))
+            os.kill(pid, signal.SIGKILL)
     assert run.wait() == 0, "".join(lines)
-    assert any(re.search(r"engine \d .*died; .*restarting it", line) for line in lines), "".join(lines)
+    port = re.search(r"--port[ =](\d+)", command)[1]
+    assert any(f":{port}) died; " in line and "restarting it" in line for line in lines), "".join(lines)
 
     steps = metrics(tmp_path / "run")
     assert len(steps) == 8
@@ -121,7 +123,7 @@ def test_without_fault_tolerance_the_run_ends_and_names_the_engine(start, tmp_pa
     run = start(num_rollout=8, save_interval=1)
     for line in run.stdout:
         if re.match("step 2/", line):
-            os.kill(servers_below(run.pid)[0], signal.SIGKILL)
+            os.kill(next(iter(servers_below(run.pid))), signal.SIGKILL)
             break
     rest = run.stdout.read()
     assert run.wait() == 1, rest

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fuligo.checkpoint.state import RunState
 from fuligo.errors import CheckpointError
-from fuligo.formats.checkpoint_files import COUNTERS, RELEASE, TRACKER, UNFINISHED, VALUE_MODEL, is_distributed
+from fuligo.formats.checkpoint_files import COUNTERS, LOCK, RELEASE, TRACKER, UNFINISHED, VALUE_MODEL, is_distributed
 from fuligo.formats.file_manifest import MANIFEST, check_manifest
 
 _REPLACED = ".replaced_"
@@ -175,14 +175,14 @@ def replaced_iterations(directory: Path) -> list[int]:
 
 
 def _entries(directory: Path) -> list[Path]:
-    """List the entries of `directory`, without leftovers of a crash."""
+    """List the entries of `directory`, without its lock and leftovers of a crash."""
     if not directory.exists():
         return []
     if not directory.is_dir():
         raise CheckpointError(
             f"cannot load from {directory}: it is a file; give --load a directory of checkpoints or a Hugging Face directory"
         )
-    return [entry for entry in directory.iterdir() if not entry.name.startswith(UNFINISHED)]
+    return [entry for entry in directory.iterdir() if entry.name != LOCK and not entry.name.startswith(UNFINISHED)]
 
 
 def _is_hugging_face(directory: Path) -> bool:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,37 @@ from fuligo.checkpoint.location import (
     replaced_name,
 )
 from fuligo.checkpoint.state import RunState
-from fuligo.errors import CheckpointError, CheckpointWriteError, FuligoError
-from fuligo.formats.checkpoint_files import TRACKER, UNFINISHED
-from fuligo.formats.disk import free_space, replace_text, sync, sync_tree
+from fuligo.errors import CheckpointError, CheckpointWriteError, ConfigError, FuligoError
+from fuligo.formats.checkpoint_files import LOCK, TRACKER, UNFINISHED
+from fuligo.formats.disk import free_space, replace_text, sync, sync_tree, try_lock
 from fuligo.formats.file_manifest import write_manifest
 
 logger = logging.getLogger(__name__)
 
 
+@contextmanager
+def saving_to(directory: Path) -> Iterator[None]:
+    """Keep other runs from saving to `directory`, which is created if needed: each would delete what the other has not finished.
+
+    Raises:
+        ConfigError: another run saves to it.
+        CheckpointError: the directory cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = try_lock(directory / LOCK)
+    except OSError as error:
+        raise _unwritable(directory, error) from None
+    if lock is None:
+        raise ConfigError(f"cannot save to {directory}: a running job saves its checkpoints there; wait for it, or give another --save")
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
 class CheckpointStore:
-    """Directory of checkpoints with a single writer, which keeps the newest ones."""
+    """Directory of checkpoints with a single writer (see `saving_to`), which keeps the newest ones."""
 
     def __init__(self, directory: Path, *, keep: int | None = None) -> None:
         """Create the directory if needed and clean up after a crash.
@@ -51,9 +73,7 @@ class CheckpointStore:
             directory.mkdir(parents=True, exist_ok=True)
             self._clear_up()
         except OSError as error:
-            raise CheckpointError(
-                f"cannot write checkpoints to {directory}: {error.strerror}; give another directory with --save"
-            ) from None
+            raise _unwritable(directory, error) from None
 
     async def save(self, iteration: int, write: Callable[[Path], Awaitable[None]], state: RunState) -> Path:
         """Save `state` and what `write` puts into the directory it is given.
@@ -169,6 +189,10 @@ class CheckpointStore:
             f"cannot write checkpoint {iteration_name(iteration)} to {self.directory}: {error} "
             f"({free_space(self.directory)}; {kept}); free some space or give another directory with --save, then resume"
         )
+
+
+def _unwritable(directory: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"cannot write checkpoints to {directory}: {error.strerror}; give another directory with --save")
 
 
 async def _nothing() -> None:

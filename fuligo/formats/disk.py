@@ -1,7 +1,8 @@
-"""Durable writes, and errors that name a full file system."""
+"""Durable writes, locks, and errors that name a full file system."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -66,3 +67,21 @@ def replace_text(path: Path, text: str) -> None:
     sync(unfinished)
     unfinished.replace(path)
     sync(path.parent)
+
+
+def try_lock(file: Path) -> int | None:
+    """Lock a file, created if needed, until its descriptor is closed or this process ends, however it ends.
+
+    Returns:
+        The file's descriptor; None if another process holds the lock.
+    """
+    fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)  # NFS locks only files that are open for writing
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

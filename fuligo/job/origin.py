@@ -46,7 +46,7 @@ class Origin:
         A run that starts anew because of another `--load`, perhaps a misspelt one, must not replace a finished run.
         """
         load = config.checkpoint.load
-        save = Path(config.checkpoint.save or run_dir / CHECKPOINTS)
+        save = save_directory(config, run_dir)
         return load is not None and (self.checkpoint is not None or Path(load).resolve() == save.resolve())
 
     def weights_to_read(self, config: Config) -> list[Path]:
@@ -58,3 +58,8 @@ class Origin:
         if critic is not None and config.trains_values:
             weights.append(value_weights_directory(Path(critic)))
         return weights
+
+
+def save_directory(config: Config, run_dir: Path) -> Path:
+    """Return the directory that the run saves its checkpoints to."""
+    return Path(config.checkpoint.save or run_dir / CHECKPOINTS)

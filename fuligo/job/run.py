@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 
 from fuligo.checkpoint.location import newest_iteration, nothing_left
-from fuligo.checkpoint.store import CheckpointStore
+from fuligo.checkpoint.store import CheckpointStore, saving_to
 from fuligo.config import Config
 from fuligo.errors import CheckpointError
 from fuligo.job.colocated import ColocatedDevices, ColocatedTrainer, ColocatedWeightSync
 from fuligo.job.engines import Engines, build_weight_sync, launch_engines, share_devices
 from fuligo.job.join import Joined, join_cluster
-from fuligo.job.origin import Origin
+from fuligo.job.origin import Origin, save_directory
 from fuligo.job.periodic import Evaluate, SaveCheckpoint, SaveDebugRollout, Schedule
 from fuligo.job.recorder import RunRecorder
 from fuligo.job.rollouts import RolloutBuilder, RunData
@@ -30,7 +30,7 @@ from fuligo.job.watch import failing_with, while_watching
 from fuligo.loop import Loop, Periodic, sample_only
 from fuligo.models.device import resolve_device
 from fuligo.observability.progress import open_progress
-from fuligo.observability.run_directory import CHECKPOINTS, RunDirectory
+from fuligo.observability.run_directory import RunDirectory
 from fuligo.observability.sinks import open_sinks
 from fuligo.rollout.evaluate import Evaluation
 from fuligo.trainer.before_train import BeforeTrainStep
@@ -70,6 +70,8 @@ async def _open(config: Config, stack: AsyncExitStack) -> Opened:
     directory = RunDirectory.create(run_dir, config, resume=origin.may_cut_back(config, run_dir))
     stack.callback(directory.close)
     stack.push(partial(_report_interruption, config, directory))
+    if not config.debug.debug_rollout_only:
+        stack.enter_context(saving_to(save_directory(config, run_dir)))
     directory.cut_back(origin.step)
     if origin.state is not None:
         logger.info("resuming from %s at rollout %d", origin.checkpoint, origin.step)
@@ -156,7 +158,7 @@ def _report_interruption(config: Config, directory: RunDirectory, kind: type[Bas
     """Print how to resume after Ctrl-C or SIGTERM."""
     if kind is None or not issubclass(kind, asyncio.CancelledError):
         return
-    save = Path(config.checkpoint.save or directory.path / CHECKPOINTS)
+    save = save_directory(config, directory.path)
     iteration = newest_iteration(save)
     print(f"interrupted; run directory: {directory.path}", file=sys.stderr)
     if iteration is None:
@@ -233,7 +235,7 @@ def _periodic(opened: Opened, trainer: Trainer | None, evaluate: Evaluate | None
         periodic.append(evaluate)
     if trainer is not None:
         flags = config.checkpoint
-        store = CheckpointStore(Path(flags.save) if flags.save is not None else opened.directory.checkpoints, keep=flags.keep_checkpoints)
+        store = CheckpointStore(save_directory(config, opened.directory.path), keep=flags.keep_checkpoints)
         schedule = Schedule(flags.save_interval, opened.data.num_rollout)
         text = opened.directory.config_file.read_text()
         save = SaveCheckpoint(store, trainer, schedule, opened.recorder, text, flags.save_hf, in_background=flags.async_save)

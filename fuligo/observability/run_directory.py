@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
@@ -16,6 +15,7 @@ import pyarrow as pa
 from fuligo.config import Config
 from fuligo.config.files import save_yaml
 from fuligo.errors import ConfigError
+from fuligo.formats.disk import try_lock
 from fuligo.observability.jsonl import JsonLines, Record, read_json_lines
 from fuligo.observability.samples import Training, sample_table, write_table
 from fuligo.observability.trace import Trace
@@ -153,12 +153,9 @@ def _lock(path: Path) -> int:
     Raises:
         ConfigError: another process has the lock.
     """
-    fd = os.open(path / "metrics.jsonl", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise ConfigError(f"--run-dir {path} is in use by a running job; wait for it, or give another directory") from None
+    fd = try_lock(path / "metrics.jsonl")
+    if fd is None:
+        raise ConfigError(f"--run-dir {path} is in use by a running job; wait for it, or give another directory")
     return fd
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from fuligo.checkpoint.store import saving_to
 from tests.e2e.command import fail, succeed
 from tests.e2e.conftest import Job, Start
 from tests.e2e.processes import alive, descendants, wait_until
@@ -66,6 +67,16 @@ def test_an_engine_that_dies_or_stops_answering_is_named(number: str, said: str,
 
     succeed(*command)
     assert [record["step"] for record in metrics(run_dir)] == [0, 1]
+
+
+def test_a_save_directory_of_a_running_job_is_refused(job: Job, tmp_path: Path) -> None:
+    """Before an engine starts, and without a touch to what is unfinished there."""
+    unfinished = tmp_path / "saves" / ".tmp_iter_0000007"
+    with saving_to(tmp_path / "saves"):
+        unfinished.mkdir()
+        error = fail(2, *job(save=tmp_path / "saves", run_dir=tmp_path / "run"))
+    assert f"cannot save to {tmp_path / 'saves'}: a running job saves its checkpoints there" in error
+    assert unfinished.is_dir() and not (tmp_path / "run" / "engine.txt").exists()
 
 
 @pytest.mark.slow

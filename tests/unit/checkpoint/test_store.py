@@ -1,12 +1,15 @@
 """Checkpoints appear completely or not at all; a failure leaves earlier ones untouched."""
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from fuligo.checkpoint.store import CheckpointStore
-from fuligo.errors import CheckpointError, CheckpointWriteError, TrainerError
+from fuligo.checkpoint.location import resolve
+from fuligo.checkpoint.store import CheckpointStore, saving_to
+from fuligo.errors import CheckpointError, CheckpointWriteError, ConfigError, TrainerError
 from fuligo.formats.checkpoint_files import TRACKER
 
 
@@ -143,3 +146,33 @@ async def test_what_is_begun_and_fails_leaves_the_earlier_checkpoint(tmp_path: P
     ):
         await rest
     assert names(tmp_path) == ["iter_0000010", TRACKER]
+
+
+SAVES_UNTIL_STDIN_ENDS = (
+    "import pathlib, sys; from fuligo.checkpoint.store import saving_to\n"
+    "with saving_to(pathlib.Path(sys.argv[1])): print('locked', flush=True); sys.stdin.read()"
+)
+
+
+def test_saving_to_a_directory_of_a_running_job_is_refused(tmp_path: Path) -> None:
+    """Also through a link, and only until that job ends, even by kill -9."""
+    (tmp_path / "saves").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "saves")
+    command = [sys.executable, "-c", SAVES_UNTIL_STDIN_ENDS, str(tmp_path / "saves")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
+        assert job.stdout is not None and job.stdout.readline() == b"locked\n"
+        with (
+            pytest.raises(ConfigError, match=r"^cannot save to .*link: a running job saves its checkpoints there; .* another --save$"),
+            saving_to(tmp_path / "link"),
+        ):
+            pass
+        job.kill()
+        job.wait()
+    with saving_to(tmp_path / "link"):
+        assert resolve(tmp_path / "saves") is None, "a directory with nothing but the lock is empty"
+
+
+def test_saving_to_an_unwritable_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot write checkpoints to .*Not a directory"), saving_to(tmp_path / "file" / "saves"):
+        pass

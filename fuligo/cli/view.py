@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import secrets
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +14,8 @@ from fuligo.errors import ConfigError
 
 DEFAULT_PORT = 6780
 BACKLOG = 128
+TOKEN_VARIABLE = "FULIGO_VIEW_TOKEN"
+"""Other users of the machine can read command lines, but not environments."""
 _DESCRIPTION = "Show curves, samples, step time and health of runs, live or finished, on a local page."
 
 
@@ -34,9 +38,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"wrote {options.export} ({num_bytes / 2**20:.1f} MiB)")
         return 0
     listener = bind(options.host, options.port)
-    from fuligo.observability.viewer.server import address, serve, token_for
+    from fuligo.observability.viewer.server import address, serve
 
-    token = token_for(options.host, options.token)
+    token = options.token or os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(18)
     print(
         f"{len(runs)} run{'s' * (len(runs) > 1)} at {address(options.host, listener.getsockname()[1], token)}  (Ctrl-C stops it)",
         flush=True,
@@ -54,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--port", type=int, help=f"port to listen on; 0 takes a free one (default {DEFAULT_PORT}, or a free one if it is taken)"
     )
-    parser.add_argument("--token", help="token that visitors must give (default: none on localhost, else random)")
+    parser.add_argument("--token", help=f"token that visitors must give (default: {TOKEN_VARIABLE} of the environment, or random)")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write the report to this file instead of serving")
     return parser
 

@@ -16,6 +16,7 @@ from fuligo.cli.view import bind
 from fuligo.observability.viewer.api import make_app
 from fuligo.observability.viewer.report import write_report
 from fuligo.observability.viewer.run import RunReader
+from fuligo.observability.viewer.server import address as address_of
 from fuligo.observability.viewer.watcher import Watcher
 from tests.browser.conftest import DEADLINE_MS
 from tests.unit.observability.viewer.recorded_run import FAILED, HOSTILE, NUM_STEPS, SCRIPT, TRUNCATED, begin_run, write_run
@@ -48,13 +49,15 @@ def serve() -> Iterator[Serve]:
         watcher = Watcher(runs)
         watcher.start()
         listener = bind("127.0.0.1", 0)
-        server = uvicorn.Server(uvicorn.Config(make_app(runs, watcher=watcher), log_level="warning", timeout_graceful_shutdown=1))
+        server = uvicorn.Server(
+            uvicorn.Config(make_app(runs, token="secret", watcher=watcher), log_level="warning", timeout_graceful_shutdown=1)
+        )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not server.started:
             time.sleep(0.01)
         servers.append((server, thread))
-        return f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        return address_of("127.0.0.1", listener.getsockname()[1], "secret")
 
     yield start
     for server, thread in servers:
@@ -74,7 +77,7 @@ def open_page(browser: Browser) -> Iterator[OpenView]:
         page.set_default_timeout(DEADLINE_MS)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        home = address.partition("#")[0]
+        home = address.partition("#")[0].partition("?")[0]
         page.on("request", lambda request: None if request.url.startswith(home) else foreign.append(request.url))
         page.goto(address)
         pages.append(page)

@@ -1,9 +1,8 @@
-"""Access control of the server: this machine only, or visitors with the token."""
+"""Access control of the server: visitors with the token."""
 
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qsl, urlencode
 
@@ -14,24 +13,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 _HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"), (b"cache-control", b"no-store"))
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach the host."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 class Access:
-    """Middleware that rejects requests without access.
+    """Middleware that rejects requests without the token, which moves from the address (`?token=`) to a cookie.
 
-    Without a token, only the machine's own names are served; otherwise a foreign page could make a browser send requests under a name of
-    its own that resolves to this machine (DNS rebinding). With a token, `?token=` moves from the address to a cookie.
+    A local page needs it, too. Other users of the machine reach its loopback interface, and so do foreign pages in a browser of this
+    machine, under a name of theirs that resolves to it (DNS rebinding); the browser sends them no cookie of this host.
     """
 
-    def __init__(self, app: ASGIApp, token: str | None, cookie: str) -> None:
+    def __init__(self, app: ASGIApp, token: str, cookie: str) -> None:
         self._app = app
         self._token = token
         self._cookie = cookie
@@ -56,14 +45,12 @@ class Access:
         headers = Headers(scope=scope)
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("this server is read-only", 405)
-        if self._token is None:
-            name = _without_port(headers.get("host", ""))
-            return None if is_loopback(name) else PlainTextResponse(f"this server is reachable as localhost, not as {name!r}", 403)
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         given = dict(query).get("token")
         if given is not None and self._fits(given):
             rest = urlencode([(name, value) for name, value in query if name != "token"])
-            answer = RedirectResponse(scope["path"] + (f"?{rest}" if rest else ""), 303)
+            path = "/" + scope["path"].lstrip("/")  # a browser would take `//name` for another host
+            answer = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
             answer.set_cookie(self._cookie, given, httponly=True, samesite="strict")
             return answer
         if self._fits(_bearer(headers)) or self._fits(_cookie(headers, self._cookie)):
@@ -71,11 +58,7 @@ class Access:
         return PlainTextResponse("token missing or wrong; open the address that fuligo view printed, which ends with the token", 401)
 
     def _fits(self, given: str) -> bool:
-        return self._token is not None and hmac.compare_digest(given.encode(), self._token.encode())
-
-
-def _without_port(host: str) -> str:
-    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        return hmac.compare_digest(given.encode(), self._token.encode())
 
 
 def _bearer(headers: Headers) -> str:

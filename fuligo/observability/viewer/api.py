@@ -33,14 +33,12 @@ class SampleQuery(SampleFilter):
     limit: int = Field(50, ge=0, le=MAX_LIMIT)
 
 
-def make_app(
-    runs: Sequence[RunReader], *, token: str | None = None, cookie: str = "fuligo_view", watcher: Watcher | None = None
-) -> FastAPI:
+def make_app(runs: Sequence[RunReader], *, token: str, cookie: str = "fuligo_view", watcher: Watcher | None = None) -> FastAPI:
     """Return the application that serves the page and its data.
 
     Args:
         runs: runs with different names.
-        token: required of every visitor; None serves only this machine's own names.
+        token: required of every visitor.
         cookie: name of the cookie that keeps the token in the browser.
         watcher: woken by every request.
     """

@@ -37,7 +37,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fuligo.config import Config
-from fuligo.config.parse import parse
+from fuligo.config.command_line import parse
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.job.trainer_settings import trainer_settings
 from fuligo.layout.flops import forward_flops

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fuligo.config.parse import parse
+from fuligo.config.command_line import parse
 from fuligo.config.validate import validate
 from fuligo.machine.facts import read_machine
 from fuligo.machine.findings import Finding, machine_findings

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from fuligo.cli.not_yet import refuse
 from fuligo.config import Config
+from fuligo.config.command_line import parse
 from fuligo.config.help import asked_for_help, help_text
-from fuligo.config.parse import parse
 from fuligo.config.validate import findings, require_no_errors
 from fuligo.errors import ConfigError
 

@@ -42,7 +42,7 @@ def _launch(options: argparse.Namespace, train: list[str], logs: Path) -> int:
     from fuligo.cli.train import main as run
     from fuligo.cluster.hostfile import head_ip, head_of, read_hostfile
     from fuligo.cluster.launch import LaunchedCluster, LaunchSettings
-    from fuligo.config.parse import parse
+    from fuligo.config.command_line import parse
 
     config = parse(train).config
     hosts = read_hostfile(Path(options.hostfile), default_slots=config.cluster.num_gpus_per_node)

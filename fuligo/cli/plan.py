@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fuligo.config import Config
+from fuligo.config.command_line import parse
 from fuligo.config.findings import Severity
 from fuligo.config.help import asked_for_help, help_text
-from fuligo.config.parse import parse
 from fuligo.errors import ConfigError
 from fuligo.planner.gpus import GPUS
 from fuligo.planner.make_plan import make_plan

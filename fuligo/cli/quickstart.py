@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     run_dir = Path(options.run_dir or Path("runs") / f"quickstart-{datetime.now():%Y%m%d-%H%M%S}")
 
     from fuligo.cli.preflight import preflight
-    from fuligo.config.parse import parse
+    from fuligo.config.command_line import parse
     from fuligo.config.validate import validate
 
     config = parse(_flags(run_dir, options.seed)).config

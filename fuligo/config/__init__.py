@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fuligo.config.derived import Config
+from fuligo.config.config import Config
 
 __all__ = ["Config"]

@@ -1,4 +1,4 @@
-"""Reader of command lines.
+"""Parser of the arguments of `fuligo train`.
 
 Syntax: `--name value` or `--name=value`; a bare `--name` or `--no-name` for true and false; several values for a list; JSON where the
 flag takes an object. A value may begin with one dash (`--rollout-top-k -1`); write one that begins with two after `=`.
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fuligo.config.assignments import ADDED, Assignment, Given, anchored, invalid_value
+from fuligo.config import Config
+from fuligo.config.assignments import ADDED, Assignment, Given, anchored, build_config, invalid_value
+from fuligo.config.files import read_yaml
 from fuligo.config.flag import PREFIXES, Flag, Kind
 from fuligo.config.flags import flags, option_name, refusal, suggest_options
 from fuligo.config.passthrough import deprecation
@@ -53,8 +55,28 @@ class _Meaning:
     warning: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """Config whose single values are valid; `fuligo.config.validate` checks that they fit together."""
+
+    config: Config
+    warnings: tuple[str, ...]
+
+
 class _Problem(Exception):
     """Wrong argument; caught in this module."""
+
+
+def parse(arguments: Sequence[str]) -> Parsed:
+    """Parse the arguments of `fuligo train`: defaults, then the `--config` file, then the flags.
+
+    Raises:
+        ConfigError: unknown flags or keys, or values of the wrong type or range; names all of them, each with its fix.
+    """
+    line = read_command_line(arguments)
+    file = read_yaml(Path(line.config_file)) if line.config_file is not None else Given()
+    config = build_config([*file.assignments, *line.assignments], [*file.problems, *line.problems])
+    return Parsed(config, (*file.warnings, *line.warnings))
 
 
 def read_command_line(arguments: Sequence[str]) -> CommandLine:
@@ -155,12 +177,22 @@ def _value(meaning: _Meaning, occurrence: _Occurrence, result: CommandLine) -> A
     if flag.kind is Kind.BOOL:
         return _boolean(flag, occurrence)
     if flag.kind.is_list:
-        return _list(flag, occurrence)
+        if not occurrence.values:
+            raise _Problem(f"{occurrence.option} needs at least one value; an empty list is written {occurrence.option}=[]")
+        if occurrence.attached and occurrence.values[0].startswith("["):
+            return _json(flag, occurrence.values[0])
+        return occurrence.values
     text = _single(occurrence, f"a value: {flag.rule}")
     if _unsets(flag, text):
         return None
     if flag.kind is Kind.TOPOLOGY:
-        return _topology(flag, Path(text), result)
+        topology = read_topology(Path(text))
+        result.warnings += topology.warnings
+        if topology.problems:
+            *others, last = topology.problems
+            result.problems += others
+            raise _Problem(last)
+        return topology.models
     return _json(flag, text) if flag.kind.is_json else text
 
 
@@ -169,16 +201,6 @@ def _unsets(flag: Flag, text: str) -> bool:
     if flag.kind is Kind.TEXT:
         return flag.optional and text == ""
     return text == "none" and "none" not in flag.choices and (flag.optional or flag.group in BACKENDS)
-
-
-def _topology(flag: Flag, file: Path, result: CommandLine) -> Any:
-    topology = read_topology(file)
-    result.warnings += topology.warnings
-    if topology.problems:
-        *others, last = topology.problems
-        result.problems += others
-        raise _Problem(last)
-    return topology.models
 
 
 def _single(occurrence: _Occurrence, wanted: str) -> str:
@@ -198,14 +220,6 @@ def _boolean(flag: Flag, occurrence: _Occurrence) -> bool:
         hint = f"; for false write {option_name('no_' + flag.flat_name)}" + suggest_options(text)
         raise _Problem(invalid_value(flag, occurrence.values[0], occurrence.option) + hint)
     return _BOOLEANS[text]
-
-
-def _list(flag: Flag, occurrence: _Occurrence) -> list[Any]:
-    if not occurrence.values:
-        raise _Problem(f"{occurrence.option} needs at least one value; an empty list is written {occurrence.option}=[]")
-    if occurrence.attached and occurrence.values[0].startswith("["):
-        return _json(flag, occurrence.values[0])
-    return occurrence.values
 
 
 def _json(flag: Flag, text: str) -> Any:

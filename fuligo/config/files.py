@@ -36,7 +36,10 @@ _Dumper.add_representer(str, _text_node)
 
 def save_yaml(config: Config, path: Path) -> None:
     """Write the whole config atomically, defaults included; `load_yaml` returns an equal one."""
-    text = yaml.dump(_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    plain = config.model_dump(mode="json")
+    for flag in flags().values():  # paths mean the same when read from another directory
+        plain[flag.group][flag.name] = anchored(flag, plain[flag.group][flag.name], Path())
+    text = yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(_HEADER.format(name=path.name) + text, encoding="utf-8")
     unfinished.replace(path)
@@ -175,14 +178,6 @@ class _Reader:
                 continue
             seen[key] = line
             yield key, value_node, f"{self.path} line {line}"
-
-
-def _plain(config: Config) -> dict[str, Any]:
-    """Return plain YAML values, with paths that mean the same when read from another directory."""
-    plain = config.model_dump(mode="json")
-    for flag in flags().values():
-        plain[flag.group][flag.name] = anchored(flag, plain[flag.group][flag.name], Path())
-    return plain
 
 
 def _has_misplaced_bool(flag: Flag, value: Any) -> bool:

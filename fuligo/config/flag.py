@@ -1,4 +1,4 @@
-"""Description of one flag: its name, its group, and the values it takes."""
+"""Flags: how a group declares one, and its description for command line, file and help."""
 
 from __future__ import annotations
 
@@ -8,8 +8,30 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field
+
 PREFIXES = {"sglang": "sglang_", "router": "router_"}
 """Group -> prefix of its flags on the command line; a file holds them without it."""
+
+
+class FlagGroup(BaseModel):
+    """Base of the groups: frozen, its field names are the flags; rejects unknown keys, NaN and infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+def flag(default: Any, doc: str, *, unit: str | None = None, source: str | None = None, path: bool = False, **constraints: Any) -> Any:
+    """Declare a flag.
+
+    Args:
+        default: value if the flag is not given.
+        doc: one line for `--help`.
+        unit: `tokens`, `s`, `bytes`, `samples`, ...
+        source: project whose name and meaning the flag keeps, if not fuligo's own: `slime`, `megatron`, `sglang`.
+        path: True for a path (or a list of paths); in a YAML file, `./` and `../` are relative to the file.
+        constraints: pydantic's `gt`, `ge`, `lt`, `le`, `min_length`, ...
+    """
+    return Field(default, description=doc, json_schema_extra={"unit": unit, "source": source, "path": path}, **constraints)
 
 
 class Kind(StrEnum):
@@ -55,6 +77,8 @@ class Flag:
     default: Any
     doc: str
     unit: str | None
+    source: str | None = None
+    """Project whose name and meaning the flag keeps."""
     is_path: bool = False
     """True for a path or a list of paths."""
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from fuligo.config.flag import Flag, Kind, did_you_mean, nearest, option_name
-from fuligo.config.groups import GROUPS, ParallelFlags
+from fuligo.config.groups import GROUPS
 from fuligo.config.reserved import RESERVED
 from fuligo.config.schemas import BACKENDS, Schema, schema
 from fuligo.config.server_groups import ModelServers
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 MEGATRON_FLAGS = (
-    *ParallelFlags.model_fields,
+    *GROUPS["parallel"].model_fields,
     "use_distributed_optimizer",
     "optimizer_cpu_offload",
     "overlap_cpu_optimizer_d2h_h2d",
@@ -144,8 +144,9 @@ def _describe(name: str, group: str, field: FieldInfo) -> Flag:
         bounds=" and ".join(f"{sign} {getattr(m, key)}" for m in field.metadata for key, sign in _BOUNDS.items() if hasattr(m, key)),
         default=field.default,
         doc=field.description,
-        unit=extra.get("unit"),  # pyright: ignore[reportArgumentType]
-        is_path=bool(extra.get("path")),
+        unit=extra["unit"],  # pyright: ignore[reportArgumentType]
+        source=extra["source"],  # pyright: ignore[reportArgumentType]
+        is_path=bool(extra["path"]),
     )
 
 

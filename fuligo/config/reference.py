@@ -60,14 +60,8 @@ def _lines() -> Iterator[str]:
 
 def _row(flag: Flag) -> str:
     value = " ".join(part for part in (placeholder(flag), flag.bounds, flag.unit or "") if part)
-    cells = (f"`{flag.option}`", value, shown_default(flag), flag.doc, _ORIGINS[_source(flag)])
+    cells = (f"`{flag.option}`", value, shown_default(flag), flag.doc, _ORIGINS[flag.source])
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _source(flag: Flag) -> str | None:
-    extra = GROUPS[flag.group].model_fields[flag.name].json_schema_extra
-    assert isinstance(extra, dict)
-    return extra["source"]  # pyright: ignore[reportReturnType]
 
 
 if __name__ == "__main__":

@@ -6,19 +6,13 @@ from collections.abc import Iterable
 
 from fuligo.config import Config
 from fuligo.config.changes import change_text
-from fuligo.config.findings import Change, Finding, Rule, Severity
+from fuligo.config.findings import Finding, Rule, Severity
 from fuligo.config.rules import advice, cluster, combinations, distillation, effects, required, routing_replay, sizes
 from fuligo.errors import ConfigError
 
-RULES: tuple[Rule[Config], ...] = (
-    *required.RULES,
-    *combinations.RULES,
-    *cluster.RULES,
-    *sizes.RULES,
-    *routing_replay.RULES,
-    *distillation.RULES,
-    *effects.RULES,
-    *advice.RULES,
+_MODULES = (required, combinations, cluster, sizes, routing_replay, distillation, effects, advice)
+RULES: tuple[Rule[Config], ...] = tuple(
+    rule for module in _MODULES for rule in getattr(module, "RULES", vars(module).values()) if isinstance(rule, Rule)
 )
 """All rules that need no facts about the model or the GPUs. The docstring of a rule's `check` gives its reason."""
 
@@ -60,10 +54,6 @@ def findings(config: Config) -> tuple[Finding, ...]:
 
 def described(finding: Finding, config: Config) -> str:
     """Return a finding as one line: the problem, then the remedies."""
-    remedies = [" and ".join(_demand(change, config) for change in finding.fix), finding.advice]
+    changes = [change_text(change, config) for change in finding.fix]
+    remedies = [" and ".join(f"use {text}" if text.startswith("--") else text for text in changes), finding.advice]
     return "; ".join(filter(None, [finding.text, *remedies]))
-
-
-def _demand(change: Change, config: Config) -> str:
-    text = change_text(change, config)
-    return f"use {text}" if text.startswith("--") else text

@@ -7,8 +7,8 @@ from math import isclose
 from typing import Any
 
 from fuligo.config import Config
+from fuligo.config.config import MegatronArguments
 from fuligo.config.flag import option_name
-from fuligo.config.megatron_arguments import MegatronArguments
 from fuligo.errors import ConfigError
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from fuligo.config import Config
 from fuligo.config.changes import apply_changes
-from fuligo.config.command_line import read_command_line
+from fuligo.config.command_line import parse, read_command_line
 from fuligo.config.findings import Change
-from fuligo.config.parse import parse
 from fuligo.errors import ConfigError
 from fuligo.layout.trainer_shape import TrainerShape, trainer_shape
 from fuligo.models.architecture import Architecture

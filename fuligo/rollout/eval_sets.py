@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import ValidationError
 
+from fuligo.config.flag import FlagGroup, flag
 from fuligo.config.flags import did_you_mean, nearest
-from fuligo.config.group import FlagGroup, flag
-from fuligo.config.groups.eval import EVAL_NAME
+from fuligo.config.groups.sampling import EVAL_NAME
 from fuligo.config.rules.required import lacking_column
 from fuligo.engines.generation import SamplingParams
 from fuligo.errors import ConfigError

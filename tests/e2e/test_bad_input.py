@@ -24,7 +24,7 @@ def refused(job: Job, tmp_path: Path):
         imports = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
         said = " ".join(line for line in done.stderr.splitlines() if not line.startswith("import time:"))
         assert done.returncode == 2, said
-        assert "fuligo.config.parse" in imports
+        assert "fuligo.config.command_line" in imports
         assert not imports & {"torch", "transformers"}, "no heavy package was imported"
         assert not (tmp_path / "run").exists()
         return " ".join(said.split())

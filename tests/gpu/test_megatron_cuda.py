@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from fuligo.algorithms.assign import assign_advantages
 from fuligo.algorithms.settings import AdvantageSettings
-from fuligo.config.parse import parse
+from fuligo.config.command_line import parse
 from fuligo.formats.weight_manifest import WeightTarget
 from fuligo.job.trainer_settings import trainer_settings
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings

@@ -180,19 +180,3 @@ def trained_mtp_with_broadcast(config: Config) -> Violation | None:
         "drafting with the initial MTP layers and accept fewer tokens as training goes on"
     )
     return Violation(text, (set_flag("update_weight_transport", "disk"),))
-
-
-RULES = (
-    truncated_sampling,
-    k1_as_a_loss,
-    gspo_clip_distance,
-    sequence_mask_bounds,
-    unused_micro_batch_size,
-    groups_of_one,
-    partial_rollout_without_aborts,
-    warmup_longer_than_the_run,
-    intervals_longer_than_the_run,
-    critic_only_run,
-    idle_shared_gpus,
-    trained_mtp_with_broadcast,
-)

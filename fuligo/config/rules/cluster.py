@@ -166,16 +166,3 @@ def one_model_follows_the_trainer(config: Config) -> Violation | None:
         f"--sglang-config: {' and '.join(following)} would receive the trainer's weights, but rollouts are sampled from one model",
         advice="set `update_weights: false` for the others, or make them server groups of one model",
     )
-
-
-RULES = (
-    flags_of_the_other_trainer,
-    flags_of_the_other_engine,
-    engines_have_gpus,
-    engines_are_here_or_elsewhere,
-    topology_is_of_engines_here,
-    trainer_fits_its_nodes,
-    transport_reaches_the_engines,
-    replicas_are_of_attention,
-    one_model_follows_the_trainer,
-)

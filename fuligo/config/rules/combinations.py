@@ -6,7 +6,7 @@ import re
 
 from fuligo.config import Config
 from fuligo.config.findings import Severity
-from fuligo.config.groups.eval import EVAL_NAME
+from fuligo.config.groups.sampling import EVAL_NAME
 from fuligo.config.hook_specs import ALIASES, NONZERO_STD_FILTER
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 
@@ -185,22 +185,3 @@ def environment_names_are_names(config: Config) -> Violation | None:
     return Violation(
         f"--env or --engine-env: {', '.join(map(repr, odd))} is not a valid name of an environment variable", advice="correct it"
     )
-
-
-RULES = (
-    one_kl_term,
-    one_old_policy,
-    trained_parameters_are_named_once,
-    parameter_patterns_compile,
-    eval_data_are_named,
-    stop_strings_are_written,
-    stop_strings_are_as_meant,
-    stop_tokens_are_tokens,
-    filter_has_samples_to_compare,
-    one_side_is_debugged,
-    every_rollout_has_its_file,
-    engine_addresses_are_complete,
-    sampling_ahead_has_its_own_gpus,
-    continuous_sampling_is_ours,
-    environment_names_are_names,
-)

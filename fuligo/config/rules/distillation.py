@@ -107,13 +107,3 @@ def filters_have_rewards(config: Config) -> Violation | None:
     return Violation(
         text, (unset_flag("dynamic_sampling_filter_path"),), "or give a reward (--rm-type)", flags=("--dynamic-sampling-filter-path",)
     )
-
-
-RULES = (
-    teacher_is_given,
-    teacher_is_given_once,
-    teacher_has_an_address,
-    engines_score_at_temperature_1,
-    served_teacher_is_a_model_of_its_own,
-    filters_have_rewards,
-)

@@ -1,30 +1,58 @@
-"""Table of flags that take effect only under a condition; otherwise a value other than the default is an error."""
+"""Flags that take effect only under a condition; otherwise a value other than the default is an error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from fuligo.algorithms.estimators import ESTIMATORS, Estimator
+from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.config import Config
-from fuligo.config.rules.effect import Effect, rules_of
+from fuligo.config.findings import Finding, Rule, Severity
+from fuligo.config.flags import Kind, flags
 from fuligo.config.rules.required import NUMBERS
+from fuligo.config.rules.rule import unset_flag
 
 
-def _estimator(config: Config) -> Estimator:
-    return ESTIMATORS[config.algorithm.advantage_estimator]
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Flags `names`, which take effect only if `condition` holds."""
+
+    suffix: str
+    """End of the rule's id: `CFG-NO-EFFECT-...`."""
+    names: tuple[str, ...]
+    condition: Callable[[Config], bool]
+    otherwise: str
+    """Circumstances without an effect: `without --use-tis`."""
+    remedy: str
+    """Remedy that gives them an effect: `add --use-tis`."""
+
+    @property
+    def id(self) -> str:
+        """Stable name of the rule."""
+        return f"CFG-NO-EFFECT-{self.suffix}"
 
 
-def _custom_advantages(config: Config) -> bool:
-    """Return True if a hook computes advantages; it may read any flag."""
-    return config.algorithm.custom_advantage_function_path is not None
+def _effect(suffix: str, names: str, condition: Callable[[Config], object], otherwise: str, remedy: str) -> Effect:
+    return Effect(suffix, tuple(names.split()), lambda config: bool(condition(config)), otherwise, remedy)
 
 
-def _with(suits: Callable[[Estimator], bool]) -> str:
-    return f"choose an --advantage-estimator that uses it ({', '.join(name for name, facts in ESTIMATORS.items() if suits(facts))})"
+def _needs(suffix: str, names: str, flag: str, value: str | None = None) -> Effect:
+    """Return the effect of flags that need another flag to be given, or to have this value."""
+    shown = flags()[flag].option + (f" {value}" if value else "")
+    given = (lambda config: config.value_of(flag) == value) if value else (lambda config: config.value_of(flag) not in (None, False))
+    return _effect(suffix, names, given, f"without {shown}", f"add {shown}")
 
 
-def _may_call_remote_reward(config: Config) -> bool:
-    return config.reward.rm_type in ("remote_rm", "boxed_remote_rm") or config.data.metadata_key is not None
+def _estimator_needs(suffix: str, names: str, fact: str, *, or_hook: bool = True, further: str = "") -> Effect:
+    """Return the effect of flags that some estimators read; a hook that computes advantages may read any flag."""
+    fitting = ", ".join(name for name, estimator in ESTIMATORS.items() if getattr(estimator, fact))
+    remedy = f"choose an --advantage-estimator that uses it ({fitting}){further}"
+
+    def is_read(config: Config) -> bool:
+        by_hook = or_hook and config.algorithm.custom_advantage_function_path is not None
+        return by_hook or getattr(ESTIMATORS[config.algorithm.advantage_estimator], fact)
+
+    return _effect(suffix, names, is_read, "with this --advantage-estimator", remedy)
 
 
 def _may_be_a_dict(config: Config) -> bool:
@@ -34,322 +62,203 @@ def _may_be_a_dict(config: Config) -> bool:
     return any(hooks) or config.data.metadata_key is not None or config.eval.eval_config is not None or name not in NUMBERS
 
 
-def _starts_sglang(config: Config) -> bool:
-    return config.resolved_rollout_backend == "sglang" and not config.engine.rollout_external_engine_addrs
-
-
 EFFECTS = (
-    Effect(
+    _effect(
         "SFT",
-        (
-            "disable_grpo_std_normalization",
-            "disable_rewards_normalization",
-            "normalize_advantages",
-            "gamma",
-            "lambd",
-            "value_clip",
-            "num_critic_only_steps",
-            "critic_lr",
-            "critic_lr_warmup_iters",
-            "critic_load",
-            "eps_clip",
-            "eps_clip_high",
-            "eps_clip_c",
-            "entropy_coef",
-            "use_kl_loss",
-            "kl_loss_coef",
-            "use_unbiased_kl",
-            "kl_coef",
-            "use_tis",
-            "use_rollout_logprobs",
-            "use_opsm",
-            "use_opd",
-            "use_routing_replay",
-            "use_rollout_routing_replay",
-            "custom_advantage_function_path",
-            "custom_reward_post_process_path",
-            "over_sampling_batch_size",
-            "dynamic_sampling_filter_path",
-            "partial_rollout",
-            "data_source_path",
-            "rollout_function_path",
-            "rollout_sample_filter_path",
-        ),
+        """
+        disable_grpo_std_normalization disable_rewards_normalization normalize_advantages gamma lambd value_clip num_critic_only_steps
+        critic_lr critic_lr_warmup_iters critic_load eps_clip eps_clip_high eps_clip_c entropy_coef use_kl_loss kl_loss_coef
+        use_unbiased_kl kl_coef use_tis use_rollout_logprobs use_opsm use_opd use_routing_replay use_rollout_routing_replay
+        custom_advantage_function_path custom_reward_post_process_path over_sampling_batch_size dynamic_sampling_filter_path
+        partial_rollout data_source_path rollout_function_path rollout_sample_filter_path
+        """,
         lambda config: not config.is_sft,
         "with --loss-type sft_loss",
         "use --loss-type policy_loss",
     ),
-    Effect(
-        "KL-LOSS",
-        ("kl_loss_coef", "use_unbiased_kl"),
-        lambda config: config.algorithm.use_kl_loss,
-        "without --use-kl-loss",
-        "add --use-kl-loss",
-    ),
-    Effect(
-        "KL-COEF",
-        ("kl_coef",),
-        lambda config: _estimator(config).uses_kl_coef or _custom_advantages(config),
-        "with this --advantage-estimator",
-        _with(lambda facts: facts.uses_kl_coef) + " or use --use-kl-loss --kl-loss-coef",
-    ),
-    Effect(
-        "GAMMA",
-        ("gamma",),
-        lambda config: _estimator(config).uses_gamma or _custom_advantages(config),
-        "with this --advantage-estimator",
-        _with(lambda facts: facts.uses_gamma),
-    ),
-    Effect(
-        "VALUES",
-        ("lambd",),
-        lambda config: _estimator(config).uses_values or _custom_advantages(config),
-        "with this --advantage-estimator",
-        "choose --advantage-estimator ppo",
-    ),
-    Effect(
+    _needs("KL-LOSS", "kl_loss_coef use_unbiased_kl", "use_kl_loss"),
+    _estimator_needs("KL-COEF", "kl_coef", "uses_kl_coef", further=" or use --use-kl-loss --kl-loss-coef"),
+    _estimator_needs("GAMMA", "gamma", "uses_gamma"),
+    _estimator_needs("VALUES", "lambd", "uses_values"),
+    _effect(
         "VALUE-MODEL",
-        ("value_clip", "num_critic_only_steps", "critic_lr", "critic_lr_warmup_iters", "critic_load"),
+        "value_clip num_critic_only_steps critic_lr critic_lr_warmup_iters critic_load",
         lambda config: config.trains_values,
         "without a value model",
         "choose --advantage-estimator ppo",
     ),
-    Effect(
-        "STD",
-        ("disable_grpo_std_normalization",),
-        lambda config: _estimator(config).divides_by_std or _custom_advantages(config),
-        "with this --advantage-estimator",
-        _with(lambda facts: facts.divides_by_std),
-    ),
-    Effect(
+    _estimator_needs("STD", "disable_grpo_std_normalization", "divides_by_std"),
+    _effect(
         "STD-RAW",
-        ("disable_grpo_std_normalization",),
+        "disable_grpo_std_normalization",
         lambda config: not config.algorithm.disable_rewards_normalization,
         "with --disable-rewards-normalization",
         "remove --disable-rewards-normalization",
     ),
-    Effect(
-        "DUAL-CLIP",
-        ("eps_clip_c",),
-        lambda config: _estimator(config).has_dual_clip,
-        "with this --advantage-estimator",
-        _with(lambda facts: facts.has_dual_clip),
-    ),
-    Effect(
-        "TIS",
-        ("tis_mode", "tis_clip", "tis_clip_low", "custom_tis_function_path"),
-        lambda config: config.algorithm.use_tis,
-        "without --use-tis",
-        "add --use-tis",
-    ),
-    Effect("OPSM", ("opsm_delta",), lambda config: config.algorithm.use_opsm, "without --use-opsm", "add --use-opsm"),
-    Effect(
+    _estimator_needs("DUAL-CLIP", "eps_clip_c", "has_dual_clip", or_hook=False),
+    _needs("TIS", "tis_mode tis_clip tis_clip_low custom_tis_function_path", "use_tis"),
+    _needs("OPSM", "opsm_delta", "use_opsm"),
+    _effect(
         "OPSM-ONE-STEP",
-        ("use_opsm",),
+        "use_opsm",
         lambda config: config.algorithm.use_rollout_logprobs or config.resolved_num_steps_per_rollout > 1,
         "with one optimizer step per rollout, where old and current policy are the same",
         "take the engine's log-probabilities as the old policy's (--use-rollout-logprobs), or take several steps (--num-steps-per-rollout)",
     ),
-    Effect(
-        "CUSTOM-LOSS",
-        ("custom_loss_function_path",),
-        lambda config: config.algorithm.loss_type == "custom_loss",
-        "without --loss-type custom_loss",
-        "add --loss-type custom_loss",
-    ),
-    Effect(
-        "OPD",
-        ("opd_type", "opd_kl_coef", "opd_teacher_load", "opd_teacher_url"),
-        lambda config: config.algorithm.use_opd,
-        "without --use-opd",
-        "add --use-opd",
-    ),
-    Effect(
+    _needs("CUSTOM-LOSS", "custom_loss_function_path", "loss_type", "custom_loss"),
+    _needs("OPD", "opd_type opd_kl_coef opd_teacher_load opd_teacher_url", "use_opd"),
+    _effect(
         "REFERENCE",
-        ("ref_update_interval",),
+        "ref_update_interval",
         lambda config: config.needs_reference,
         "without a reference model",
         "add --use-kl-loss, which loads one",
     ),
-    Effect(
-        "PARTIAL",
-        ("buffer_filter_path", "mask_offpolicy_in_partial_rollout"),
-        lambda config: config.rollout.partial_rollout,
-        "without --partial-rollout",
-        "add --partial-rollout",
-    ),
-    Effect(
+    _needs("PARTIAL", "buffer_filter_path mask_offpolicy_in_partial_rollout", "partial_rollout"),
+    _effect(
         "STALENESS",
-        ("max_staleness",),
+        "max_staleness",
         lambda config: config.rollout.partial_rollout or config.rollout.async_mode == "full",
         "without --partial-rollout or --async-mode full",
         "add one of them",
     ),
-    Effect(
+    _effect(
         "CONTINUOUS",
-        ("over_sampling_batch_size", "buffer_filter_path", "mask_offpolicy_in_partial_rollout"),
+        "over_sampling_batch_size buffer_filter_path mask_offpolicy_in_partial_rollout",
         lambda config: config.rollout.async_mode != "full",
         "with --async-mode full, which never aborts surplus samples",
         "use --async-mode sync or one-step",
     ),
-    Effect(
+    _effect(
         "BUFFER",
-        ("buffer_filter_path", "max_staleness"),
+        "buffer_filter_path max_staleness",
         lambda config: config.data.data_source_path is None or config.rollout.async_mode == "full",
         "with --data-source-path, which has its own buffer",
         "remove --data-source-path",
     ),
-    Effect(
+    _effect(
         "CUSTOM-REWARD",
-        ("rm_type",),
+        "rm_type",
         lambda config: config.reward.custom_rm_path is None,
         "with --custom-rm-path, which scores every sample",
         "remove --custom-rm-path",
     ),
-    Effect("REMOTE-REWARD", ("rm_url", "rm_retries"), _may_call_remote_reward, "without --rm-type remote_rm", "add --rm-type remote_rm"),
-    Effect(
+    _effect(
+        "REMOTE-REWARD",
+        "rm_url rm_retries",
+        lambda config: config.reward.rm_type in ("remote_rm", "boxed_remote_rm") or config.data.metadata_key is not None,
+        "without --rm-type remote_rm",
+        "add --rm-type remote_rm",
+    ),
+    _effect(
         "REWARD-WORKERS",
-        ("rm_num_workers",),
+        "rm_num_workers",
         lambda config: config.reward.rm_type is not None or config.data.metadata_key is not None,
         "without a built-in reward",
         "add --rm-type",
     ),
-    Effect(
+    _effect(
         "REWARD-KEY",
-        ("reward_key", "eval_reward_key"),
+        "reward_key eval_reward_key",
         _may_be_a_dict,
         "with a --rm-type whose reward is a number",
         "choose a reward that returns a dict",
     ),
-    Effect(
-        "GROUP-REWARD",
-        ("group_rm",),
-        lambda config: config.reward.custom_rm_path is not None,
-        "without --custom-rm-path",
-        "add --custom-rm-path",
-    ),
-    Effect(
+    _needs("GROUP-REWARD", "group_rm", "custom_rm_path"),
+    _effect(
         "EVAL",
-        (
-            "eval_interval",
-            "n_samples_per_eval_prompt",
-            "eval_max_response_len",
-            "eval_temperature",
-            "eval_top_p",
-            "eval_top_k",
-            "skip_eval_before_train",
-            "eval_reward_key",
-        ),
+        """
+        eval_interval n_samples_per_eval_prompt eval_max_response_len eval_temperature eval_top_p eval_top_k skip_eval_before_train
+        eval_reward_key
+        """,
         lambda config: config.has_eval,
         "without evaluation data",
         "add --eval-prompt-data or --eval-config",
     ),
-    Effect(
-        "DYNAMIC-BATCH",
-        ("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu"),
-        lambda config: config.train.use_dynamic_batch_size,
-        "without --use-dynamic-batch-size",
-        "add --use-dynamic-batch-size",
-    ),
-    Effect(
+    _needs("DYNAMIC-BATCH", "max_tokens_per_gpu log_probs_max_tokens_per_gpu", "use_dynamic_batch_size"),
+    _effect(
         "LR-DECAY",
-        ("min_lr", "lr_decay_iters"),
+        "min_lr lr_decay_iters",
         lambda config: config.optimizer.lr_decay_style != "constant",
         "with --lr-decay-style constant",
         "choose --lr-decay-style linear or cosine",
     ),
-    Effect(
-        "TEMPLATE",
-        ("apply_chat_template_kwargs", "tool_key"),
-        lambda config: config.data.apply_chat_template,
-        "without --apply-chat-template",
-        "add --apply-chat-template",
-    ),
-    Effect("CKPT-STEP", ("ckpt_step",), lambda config: config.checkpoint.load is not None, "without --load", "add --load"),
-    Effect(
+    _needs("TEMPLATE", "apply_chat_template_kwargs tool_key", "apply_chat_template"),
+    _needs("CKPT-STEP", "ckpt_step", "load"),
+    _effect(
         "EXTERNAL",
-        ("embedded_max_running_requests", "embedded_max_total_tokens", "embedded_dtype", "embedded_num_threads"),
+        "embedded_max_running_requests embedded_max_total_tokens embedded_dtype embedded_num_threads",
         lambda config: not config.engine.rollout_external_engine_addrs,
         "on external engines",
         "start the external engines with the same setting",
     ),
-    Effect(
-        "WANDB",
-        ("wandb_project", "wandb_group", "wandb_mode"),
-        lambda config: config.observability.use_wandb,
-        "without --use-wandb",
-        "add --use-wandb",
-    ),
-    Effect(
-        "DEBUG-LOAD",
-        ("load_debug_rollout_data",),
-        lambda config: config.debug.debug_train_only,
-        "without --debug-train-only",
-        "add --debug-train-only",
-    ),
-    Effect(
+    _needs("WANDB", "wandb_project wandb_group wandb_mode", "use_wandb"),
+    _needs("DEBUG-LOAD", "load_debug_rollout_data", "debug_train_only"),
+    _effect(
         "DEBUG-SAVE",
-        ("save_debug_rollout_data",),
+        "save_debug_rollout_data",
         lambda config: not config.debug.debug_train_only,
         "with --debug-train-only",
         "remove --debug-train-only",
     ),
-    Effect(
-        "RECOMPUTE",
-        ("recompute_method", "recompute_num_layers"),
-        lambda config: config.parallel.recompute_granularity == "full",
-        "without --recompute-granularity full",
-        "add --recompute-granularity full",
-    ),
-    Effect(
-        "RECOMPUTE-MODULES",
-        ("recompute_modules",),
-        lambda config: config.parallel.recompute_granularity == "selective",
-        "without --recompute-granularity selective",
-        "add --recompute-granularity selective",
-    ),
-    Effect(
-        "CPU-ADAM",
-        ("overlap_cpu_optimizer_d2h_h2d",),
-        lambda config: config.optimizer.optimizer_cpu_offload,
-        "without --optimizer-cpu-offload",
-        "add --optimizer-cpu-offload",
-    ),
-    Effect(
-        "MTP",
-        ("mtp_loss_scaling_factor", "mtp_joint_training"),
-        lambda config: config.train.enable_mtp_training,
-        "without --enable-mtp-training",
-        "add --enable-mtp-training",
-    ),
-    Effect(
+    _needs("RECOMPUTE", "recompute_method recompute_num_layers", "recompute_granularity", "full"),
+    _needs("RECOMPUTE-MODULES", "recompute_modules", "recompute_granularity", "selective"),
+    _needs("CPU-ADAM", "overlap_cpu_optimizer_d2h_h2d", "optimizer_cpu_offload"),
+    _needs("MTP", "mtp_loss_scaling_factor mtp_joint_training", "enable_mtp_training"),
+    _effect(
         "PADDING",
-        ("data_pad_size_multiplier",),
+        "data_pad_size_multiplier",
         lambda config: config.resolved_train_backend == "megatron",
         "with the torch trainer, which does not pad",
         "choose --train-backend megatron",
     ),
-    Effect(
+    _effect(
         "MODEL-ARGS",
-        ("override_model_config",),
-        lambda config: bool(config.megatron),
+        "override_model_config",
+        lambda config: config.megatron,
         "without a flag that describes the model",
         "give the flags that differ from config.json",
     ),
-    Effect(
+    _effect(
         "COLOCATE",
-        ("colocate",),
+        "colocate",
         lambda config: config.resolved_rollout_backend == "sglang" or not config.needs_engine,
         "with the embedded engine, which always shares the trainer's first device",
         "choose --rollout-backend sglang",
     ),
-    Effect(
+    _effect(
         "ENGINES",
-        ("use_fault_tolerance", "rollout_health_check_interval", "rollout_health_check_timeout", "engine_python", "engine_env"),
-        _starts_sglang,
+        "use_fault_tolerance rollout_health_check_interval rollout_health_check_timeout engine_python engine_env",
+        lambda config: config.resolved_rollout_backend == "sglang" and not config.engine.rollout_external_engine_addrs,
         "without SGLang engines that the run starts",
         "choose --rollout-backend sglang",
     ),
 )
 
-RULES = rules_of(EFFECTS)
+
+def _rule(effect: Effect, earlier: Sequence[Effect]) -> Rule[Config]:
+    """Return the rule of an effect. A flag that is idle for two reasons is reported for the first."""
+
+    def check(config: Config) -> Iterator[Finding]:
+        if effect.condition(config):
+            return
+        reported = {name for other in earlier if not other.condition(config) for name in other.names}
+        # The default is the neutral value of each of these flags: coefficients 0, switches off, paths not given.
+        idle = [flags()[name] for name in effect.names if config.value_of(name) != flags()[name].default and name not in reported]
+        if not idle:
+            return
+        shown = []
+        for flag in idle:
+            value = config.value_of(flag.name)
+            text = "" if flag.kind is Kind.BOOL else f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
+            shown.append(flag.option + text)
+        have, them = ("has", "it") if len(idle) == 1 else ("have", "them")
+        text = f"{' and '.join(shown)} {have} no effect {effect.otherwise}"
+        fix, options = tuple(unset_flag(flag.name) for flag in idle), tuple(flag.option for flag in idle)
+        yield Finding(effect.id, Severity.ERROR, text, options, fix, f"to use {them}, {effect.remedy}")
+
+    check.__doc__ = f"{', '.join(flags()[name].option for name in effect.names)}: no effect {effect.otherwise}."
+    return Rule(effect.id, check)
+
+
+RULES = tuple(_rule(effect, EFFECTS[:number]) for number, effect in enumerate(EFFECTS))

@@ -173,20 +173,3 @@ def mtp_training_has_layers(config: Config) -> Violation | None:
     if not config.train.enable_mtp_training or config.train.mtp_num_layers:
         return None
     return Violation("--enable-mtp-training needs MTP layers, but --mtp-num-layers loads none", (set_flag("mtp_num_layers", 1),))
-
-
-RULES = (
-    model_is_given,
-    prompts_are_given,
-    length_is_given_once,
-    reward_is_given,
-    reward_is_known,
-    label_is_given,
-    remote_reward_has_address,
-    custom_loss_has_function,
-    advantages_are_whitened,
-    micro_batches_have_a_limit,
-    debug_training_has_data,
-    continuous_rollout_has_a_bound,
-    mtp_training_has_layers,
-)

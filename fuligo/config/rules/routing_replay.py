@@ -86,12 +86,3 @@ def _holes(group: EngineGroupSpec) -> Iterator[str]:
             yield f"--sglang-{name.replace('_', '-')}"
     if arguments.value("speculative_algorithm") is not None and (arguments.value("speculative_eagle_topk") or 1) > 1:
         yield f"--sglang-speculative-eagle-topk {arguments.value('speculative_eagle_topk')}"
-
-
-RULES = (
-    engine_logprobs_with_trainer_routing,
-    replay_with_one_step,
-    fused_router,
-    engine_records_routing,
-    complete_routing_record,
-)

@@ -146,18 +146,3 @@ def decay_follows_warmup(config: Config) -> Violation | None:
             text = f"--lr-decay-iters {decay}, counted from the first step, does not end after {option} {warmup}"
             return Violation(text, (unset_flag("lr_decay_iters"),), flags=("--lr-decay-iters", option))
     return None
-
-
-RULES = (
-    global_batch_divides_rollout,
-    steps_divide_rollout,
-    global_batch_agrees_with_steps,
-    every_rank_has_a_sample,
-    wave_fills_rollout,
-    context_has_room,
-    cache_holds_a_response,
-    top_k_keeps_a_token,
-    tis_bounds_are_ordered,
-    learning_rate_falls,
-    decay_follows_warmup,
-)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from fuligo.config.megatron_arguments import MegatronArguments
+from fuligo.config.config import MegatronArguments
 
 _MODEL = (
     "num_layers",

@@ -9,7 +9,7 @@ import pytest
 
 from fuligo.cli import eval as command
 from fuligo.config import Config
-from fuligo.config.parse import parse
+from fuligo.config.command_line import parse
 from fuligo.errors import ConfigError
 from tests import tiny
 

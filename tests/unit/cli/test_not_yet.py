@@ -8,7 +8,7 @@ import pytest
 
 from fuligo.cli.not_yet import ROWS, not_yet, refuse
 from fuligo.config import Config
-from fuligo.config.parse import parse
+from fuligo.config.command_line import parse
 from fuligo.config.validate import validate
 from fuligo.errors import ConfigError
 

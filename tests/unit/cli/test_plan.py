@@ -14,7 +14,7 @@ import pytest
 
 from fuligo import cli
 from fuligo.cli.plan import STANDARD_OUTPUT, Options, plan_name, split_options
-from fuligo.config.parse import parse
+from fuligo.config.command_line import parse
 from fuligo.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fuligo.cli.preflight import preflight_problems
-from fuligo.config.parse import parse
+from fuligo.config.command_line import parse
 from fuligo.convert.hf_to_dist import hf_to_dist
 from fuligo.formats.checkpoint_files import TRACKER
 from fuligo.formats.disk import replace_text

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fuligo.cli.slips import slips
-from fuligo.config.parse import parse
+from fuligo.config.command_line import parse
 from tests import tiny
 from tests.unit.cli.test_preflight import saved
 

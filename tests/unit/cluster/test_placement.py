@@ -8,8 +8,8 @@ import pytest
 
 from fuligo.cluster.placement import EnginePart, engine_parts, place
 from fuligo.cluster.ray_environment import prepare_environment
+from fuligo.config.command_line import parse
 from fuligo.config.launcher import chosen_launcher
-from fuligo.config.parse import parse
 from fuligo.errors import ConfigError
 from fuligo.planner.gpus import GPUS
 from fuligo.planner.layout import make_layout

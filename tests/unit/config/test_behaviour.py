@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from fuligo.config import Config
+from fuligo.config.command_line import parse
 from fuligo.config.flags import Flag, Kind, flags, passthrough_flags
 from fuligo.config.hook_specs import HOOKS
-from fuligo.config.parse import parse
 from fuligo.errors import ConfigError
 
 FLAGS = re.findall(

@@ -9,9 +9,9 @@ import pytest
 
 from fuligo.config import Config
 from fuligo.config.changes import apply_changes, change_text
+from fuligo.config.command_line import parse
 from fuligo.config.findings import Change
 from fuligo.config.flags import flags
-from fuligo.config.parse import parse
 from fuligo.errors import ConfigError
 from tests.unit.config.conftest import config_with
 

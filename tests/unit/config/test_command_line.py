@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from fuligo.config.command_line import parse
 from fuligo.config.flags import Kind, flags
-from fuligo.config.parse import parse
 from fuligo.errors import ConfigError
 
 

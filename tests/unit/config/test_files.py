@@ -7,10 +7,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 
 from fuligo.config import Config
+from fuligo.config.command_line import parse
 from fuligo.config.files import load_yaml, save_yaml
 from fuligo.config.flags import flags
 from fuligo.config.groups import GROUPS
-from fuligo.config.parse import parse
 from fuligo.config.schemas import BACKENDS
 from fuligo.errors import ConfigError
 from tests.unit.config.strategies import configs

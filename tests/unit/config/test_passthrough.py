@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuligo.config import Config
+from fuligo.config.command_line import parse
+from fuligo.config.config import MegatronArguments
 from fuligo.config.files import load_yaml, save_yaml
 from fuligo.config.flags import flags, passthrough_flags
 from fuligo.config.help import help_text
-from fuligo.config.megatron_arguments import MegatronArguments
-from fuligo.config.parse import parse
 from fuligo.config.passthrough import RouterArguments, SglangArguments
 from fuligo.config.reserved import RESERVED
 from fuligo.config.schemas import schema

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from fuligo.config.command_line import parse
 from fuligo.config.flag import Flag, Kind
 from fuligo.config.flags import flags, passthrough_flags, sections
-from fuligo.config.parse import parse
 from fuligo.config.passthrough import RouterArguments, SglangArguments
 from fuligo.config.reserved import MOVED
 from fuligo.config.schemas import BACKENDS, Schema, schema

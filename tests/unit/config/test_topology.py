@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fuligo.config import Config
+from fuligo.config.command_line import parse
 from fuligo.config.files import load_yaml, save_yaml
-from fuligo.config.parse import parse
 from fuligo.config.passthrough import SglangArguments
 from fuligo.config.topology import EngineGroupSpec, engine_groups
 from fuligo.errors import ConfigError

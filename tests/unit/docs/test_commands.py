@@ -10,9 +10,9 @@ import pytest
 from fuligo.cli import convert, import_script, plan, quickstart, serve
 from fuligo.cli import eval as evaluation
 from fuligo.config import Config
+from fuligo.config.command_line import parse
 from fuligo.config.files import load_yaml
 from fuligo.config.hooks import hook_problems
-from fuligo.config.parse import parse
 from fuligo.config.validate import validate
 from fuligo.convert import fp8_plan
 from fuligo.planner import conversion

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.config.parse import parse
+from fuligo.config.command_line import parse
 from fuligo.errors import DataError
 from fuligo.job.rollouts import RunData
 from fuligo.rollout.protocol import RolloutState

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.config.parse import parse
+from fuligo.config.command_line import parse
 from fuligo.convert.fp8 import convert
 from fuligo.convert.fp8_plan import plan_hf_to_fp8
 from fuligo.errors import ConfigError

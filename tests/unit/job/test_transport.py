@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from fuligo.config.parse import parse
+from fuligo.config.command_line import parse
 from fuligo.errors import ConfigError
 from fuligo.job.transport import choose_transport
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fuligo.config import Config
-from fuligo.config.parse import parse
+from fuligo.config.command_line import parse
 from fuligo.machine.facts import Machine, Torch, package_versions, read_machine
 from fuligo.machine.findings import Finding, machine_findings
 from fuligo.machine.needs import needs

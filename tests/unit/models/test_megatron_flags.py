@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fuligo.config import Config
-from fuligo.config.megatron_arguments import MegatronArguments
-from fuligo.config.parse import parse
+from fuligo.config.command_line import parse
+from fuligo.config.config import MegatronArguments
 from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.from_flags import architecture_from_flags

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from fuligo.config.parse import parse
+from fuligo.config.command_line import parse
 from fuligo.models.architecture import Architecture
 from fuligo.models.registry import read_architecture
 from fuligo.planner.gpus import gpu

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from fuligo.config.changes import apply_changes, change_text
+from fuligo.config.command_line import parse
 from fuligo.config.findings import Change, Finding, Severity
-from fuligo.config.parse import parse
 from fuligo.planner.check import check, violations
 from fuligo.planner.stages import stages
 from fuligo.planner.subject import Subject, read_subject

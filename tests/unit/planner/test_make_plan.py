@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fuligo.config import Config
 from fuligo.config.changes import apply_changes
+from fuligo.config.command_line import parse
 from fuligo.config.findings import Change, Finding, Severity
-from fuligo.config.parse import parse
 from fuligo.errors import ConfigError
 from fuligo.planner.gpus import GIB, GPUS, gpu
 from fuligo.planner.make_plan import make_plan

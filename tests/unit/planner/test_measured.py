@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fuligo.config.parse import parse
+from fuligo.config.command_line import parse
 from fuligo.layout.trainer_shape import trainer_shape
 from fuligo.models.registry import architecture_of
 from fuligo.planner.gpus import GIB, gpu

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fuligo.config.parse import parse
+from fuligo.config.command_line import parse
 from fuligo.errors import ConfigError
 from fuligo.planner.check import violations
 from fuligo.planner.subject import read_subject

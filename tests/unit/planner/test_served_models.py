@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fuligo.config.command_line import parse
 from fuligo.config.findings import Finding
-from fuligo.config.parse import parse
 from fuligo.planner.estimate import Estimate, estimate
 from fuligo.planner.gpus import MIB, gpu
 from fuligo.planner.make_plan import make_plan

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fuligo.config.command_line import parse
 from fuligo.config.files import load_yaml
-from fuligo.config.parse import parse
 from fuligo.planner.make_plan import make_plan
 
 REPOSITORY = Path(__file__).parents[3]

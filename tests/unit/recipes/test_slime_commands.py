@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from fuligo.config import Config
-from fuligo.config.command_line import read_command_line
+from fuligo.config.command_line import parse, read_command_line
 from fuligo.config.files import load_yaml
 from fuligo.config.findings import Severity
-from fuligo.config.parse import parse
 from fuligo.convert.fp8_plan import plan_hf_to_fp8
 from fuligo.formats.quantisation import Quantisation
 from fuligo.planner.conversion import plan_hf_to_dist

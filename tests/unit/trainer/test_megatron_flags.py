@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.config.megatron_arguments import MegatronArguments
+from fuligo.config.config import MegatronArguments
 from fuligo.config.schemas import schema
 from fuligo.trainer.megatron_backend import flags
 

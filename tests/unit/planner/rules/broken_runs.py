@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fuligo.config.changes import apply_changes
+from fuligo.config.command_line import parse
 from fuligo.config.findings import Change
-from fuligo.config.parse import parse
 from fuligo.models.architecture import Architecture
 from fuligo.planner.subject import Subject, read_subject
 

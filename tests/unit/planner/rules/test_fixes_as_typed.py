@@ -14,9 +14,9 @@ import yaml
 
 from fuligo.config import Config
 from fuligo.config.changes import apply_changes, change_text
+from fuligo.config.command_line import parse
 from fuligo.config.findings import Finding
 from fuligo.config.flag import PREFIXES
-from fuligo.config.parse import parse
 from fuligo.config.validate import findings
 from fuligo.planner.check import check, violations
 from fuligo.quantities import as_typed

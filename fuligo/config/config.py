@@ -12,51 +12,30 @@ from pydantic import PrivateAttr
 from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.config.engine_capabilities import ENGINE_CAPABILITIES, EngineCapabilities
 from fuligo.config.flag import PREFIXES, option_name
-from fuligo.config.flags import MEGATRON_FLAGS, SGLANG_FLAGS, flags
-from fuligo.config.group import FlagGroup
-from fuligo.config.groups import (
-    AlgorithmFlags,
-    CheckpointFlags,
-    ClusterFlags,
-    DataFlags,
-    DebugFlags,
-    EngineFlags,
-    EvalFlags,
-    ModelFlags,
-    ObservabilityFlags,
-    OptimizerFlags,
-    ParallelFlags,
-    RewardFlags,
-    RolloutFlags,
-    TrainFlags,
-    WeightSyncFlags,
-)
-from fuligo.config.megatron_arguments import MegatronArguments
-from fuligo.config.passthrough import RouterArguments, SglangArguments
+from fuligo.config.flags import MEGATRON_FLAGS, SGLANG_FLAGS, flags, name_problem
+from fuligo.config.groups import TypedFlags
+from fuligo.config.passthrough import PassThrough, RouterArguments, SglangArguments
 from fuligo.config.server_groups import TEACHER
 
 
-class Config(FlagGroup):
+class MegatronArguments(PassThrough):
+    """Arguments of Megatron that no typed flag of fuligo covers: `--swiglu` is `{"swiglu": True}`."""
+
+    __slots__ = ()
+    group = "megatron"
+
+    @classmethod
+    def name_problem(cls, name: str) -> str | None:
+        """Return why an argument of this name cannot be given, or None. Typed flags win over Megatron's arguments of the same name."""
+        return name_problem(cls.schema(), name)
+
+
+class Config(TypedFlags):
     """All settings of a run, grouped by concern: `config.rollout.rollout_batch_size`.
 
     The properties assume a config that `validate` accepts.
     """
 
-    cluster: ClusterFlags = ClusterFlags()
-    model: ModelFlags = ModelFlags()
-    checkpoint: CheckpointFlags = CheckpointFlags()
-    data: DataFlags = DataFlags()
-    rollout: RolloutFlags = RolloutFlags()
-    reward: RewardFlags = RewardFlags()
-    eval: EvalFlags = EvalFlags()
-    algorithm: AlgorithmFlags = AlgorithmFlags()
-    train: TrainFlags = TrainFlags()
-    parallel: ParallelFlags = ParallelFlags()
-    optimizer: OptimizerFlags = OptimizerFlags()
-    engine: EngineFlags = EngineFlags()
-    weight_sync: WeightSyncFlags = WeightSyncFlags()
-    observability: ObservabilityFlags = ObservabilityFlags()
-    debug: DebugFlags = DebugFlags()
     sglang: SglangArguments = SglangArguments()
     router: RouterArguments = RouterArguments()
     megatron: MegatronArguments = MegatronArguments()

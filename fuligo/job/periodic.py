@@ -11,7 +11,6 @@ from fuligo.checkpoint.state import DriverRng, RunState
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.convert.export import export
 from fuligo.job.recorder import RunRecorder
-from fuligo.observability.run_directory import RunDirectory
 from fuligo.rollout.debug_data import save_rollout
 from fuligo.rollout.evaluate import Evaluation, Evaluator
 from fuligo.rollout.protocol import Rollout
@@ -36,9 +35,7 @@ class Evaluate:
 
     evaluator: Evaluator
     schedule: Schedule
-    directory: RunDirectory
     recorder: RunRecorder
-    reward_key: str | None
     history: list[Evaluation] = field(default_factory=list)
 
     def due(self, step: int) -> bool:
@@ -56,7 +53,7 @@ class Evaluate:
         with self.recorder.phase("eval", num_rollouts):
             evaluation = await self.evaluator.evaluate()
         self.history.append(evaluation)
-        self.directory.write_evaluation(num_rollouts, evaluation.groups, dict(evaluation.metrics), reward_key=self.reward_key)
+        self.recorder.record_evaluation(num_rollouts, evaluation)
 
     async def finish(self) -> None:
         """Do nothing: an evaluation is complete when `run` returns."""

@@ -11,6 +11,7 @@ from fuligo.observability.run_directory import RunDirectory
 from fuligo.observability.samples import Training
 from fuligo.observability.sinks import Sink
 from fuligo.observability.trace import Phase
+from fuligo.rollout.evaluate import Evaluation
 from fuligo.rollout.judging import failure_warning
 from fuligo.rollout.protocol import Rollout
 from fuligo.types import StepResult, TrainBatch
@@ -29,12 +30,15 @@ class RunRecorder:
         *,
         save_samples: bool,
         reward_key: str | None,
+        eval_reward_key: str | None,
     ) -> None:
         self._directory = directory
         self._progress = progress
         self._sinks = sinks
         self._save_samples = save_samples
         self._reward_key = reward_key
+        self._eval_reward_key = eval_reward_key
+        self._first_evaluation = next(iter(directory.evaluation_records()), None)
         self._last_step_end_s = time.perf_counter()
 
     def phase(self, name: str, step: int) -> Phase:
@@ -66,3 +70,17 @@ class RunRecorder:
         for sink in self._sinks:
             sink.write(record)
         self._progress.record(record)
+
+    def record_evaluation(self, num_rollouts: int, evaluation: Evaluation) -> None:
+        """Write an evaluation to disk, the sinks and the console.
+
+        Args:
+            num_rollouts: complete rollouts, which is the step that the same weights sample next; 0 is the untrained policy.
+            evaluation: its samples and metrics `eval/*`.
+        """
+        metrics = dict(evaluation.metrics)
+        self._directory.write_evaluation(num_rollouts, evaluation.groups, metrics, reward_key=self._eval_reward_key)
+        for sink in self._sinks:
+            sink.write({"step": num_rollouts, "time": time.time(), **metrics})
+        self._progress.evaluation(num_rollouts, metrics, self._first_evaluation)
+        self._first_evaluation = self._first_evaluation or metrics

@@ -124,7 +124,7 @@ async def _wire(started: Started) -> Wired:
     evaluate: Evaluate | None = None
     if evaluator is not None:
         schedule = Schedule(started.config.eval.eval_interval, opened.data.num_rollout)
-        evaluate = Evaluate(evaluator, schedule, opened.directory, opened.recorder, started.config.resolved_eval_reward_key)
+        evaluate = Evaluate(evaluator, schedule, opened.recorder)
     return Wired(started, trainer, weights, rollouts, evaluate, _periodic(opened, trainer, evaluate))
 
 
@@ -219,11 +219,19 @@ def _open_recorder(config: Config, directory: RunDirectory, origin: Origin, num_
     flags = config.observability
     progress = open_progress(flags.progress, str(directory.path), num_rollout, start=origin.step)
     directory.trace.on_phase = progress.phase
-    sinks = open_sinks(config, directory.path, start=origin.step)
+    kept = [record for record in directory.evaluation_records() if record["num_rollouts"] == origin.step]
+    sinks = open_sinks(config, directory.path, start=origin.step, kept=kept)
     for sink in sinks:
         stack.callback(sink.close)
     stack.enter_context(progress)
-    return RunRecorder(directory, progress, sinks, save_samples=flags.save_samples, reward_key=config.reward.reward_key)
+    return RunRecorder(
+        directory,
+        progress,
+        sinks,
+        save_samples=flags.save_samples,
+        reward_key=config.reward.reward_key,
+        eval_reward_key=config.resolved_eval_reward_key,
+    )
 
 
 def _periodic(opened: Opened, trainer: Trainer | None, evaluate: Evaluate | None) -> list[Periodic]:

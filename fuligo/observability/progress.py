@@ -47,6 +47,10 @@ class Progress(Protocol):
         """Show that a step is complete."""
         ...
 
+    def evaluation(self, num_rollouts: int, metrics: Record, first: Record | None) -> None:
+        """Show the metrics `eval/*` after `num_rollouts` rollouts beside those of the run's first evaluation."""
+        ...
+
 
 def open_progress(
     mode: Literal["auto", "rich", "plain", "none"], title: str, num_rollouts: int, *, start: int = 0, console: Console | None = None
@@ -83,6 +87,9 @@ class SilentProgress:
     def record(self, record: Record) -> None:
         pass
 
+    def evaluation(self, num_rollouts: int, metrics: Record, first: Record | None) -> None:
+        pass
+
 
 class PlainProgress(SilentProgress):
     """Progress as one line per step, for logs and pipes."""
@@ -110,7 +117,14 @@ class PlainProgress(SilentProgress):
             _field(record, "tokens/s", "rollout/tokens_per_s", ",.0f"),
             _field(record, "s", "perf/step_s", ".2f"),
         ]
-        self._console.print("  ".join(field for field in fields if field), markup=False, highlight=False, soft_wrap=True)
+        self._print("  ".join(field for field in fields if field))
+
+    def evaluation(self, num_rollouts: int, metrics: Record, first: Record | None) -> None:
+        for name, text in _evaluated(metrics, first).items():
+            self._print(f"eval {num_rollouts}/{self._num_rollouts}  {name}  {text}")
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(slots=True)
@@ -124,6 +138,8 @@ class Curves:
     reward: list[float] = field(default_factory=list)
     length: list[float] = field(default_factory=list)
     latest: Record = field(default_factory=dict)
+    evaluated: dict[str, str] = field(default_factory=dict)
+    """Latest evaluation as text, by name of the data set."""
     doing: tuple[str, int] | None = None
     doing_since_s: float = 0.0
     begun_s: float = 0.0
@@ -152,7 +168,7 @@ class Curves:
 
 
 class LiveProgress:
-    """Progress as a panel of five lines, redrawn in place. The last state stays on the terminal when the run ends."""
+    """Progress as a panel of a few lines, redrawn in place. The last state stays on the terminal when the run ends."""
 
     def __init__(self, console: Console, curves: Curves) -> None:
         self._curves = curves
@@ -175,6 +191,9 @@ class LiveProgress:
     def record(self, record: Record) -> None:
         self._curves.record(record)
 
+    def evaluation(self, num_rollouts: int, metrics: Record, first: Record | None) -> None:
+        self._curves.evaluated = _evaluated(metrics, first)
+
 
 @dataclass(slots=True)
 class Panel:
@@ -193,6 +212,8 @@ class Panel:
             "reward", _curve(curves.reward, ".3f", curve_width, "green", low=min([0.0, *curves.reward]), high=max([1.0, *curves.reward]))
         )
         grid.add_row("length", _curve(curves.length, ".1f", curve_width, "cyan", low=0.0))
+        for name, text in curves.evaluated.items():
+            grid.add_row("eval", f"{name}  {text}")
         grid.add_row("speed", self._speed())
         grid.add_row("now", self._now())
         yield grid
@@ -237,6 +258,19 @@ def _curve(values: list[float], spec: str, width: int, style: str, *, low: float
 def _field(record: Record, name: str, key: str, spec: str, unit: str = "") -> str:
     value = record.get(key)
     return "" if value is None else f"{name} {format(value, spec)}{unit}"
+
+
+def _evaluated(metrics: Record, first: Record | None) -> dict[str, str]:
+    """Return `mean@4 0.350 -> 0.960` for each data set, with the number of failed samples if there are any."""
+    texts = {}
+    for key, value in metrics.items():
+        name, _, metric = key.removeprefix("eval/").rpartition("/")
+        if metric.startswith("mean@"):
+            before = (first or {}).get(key)
+            texts[name] = f"{metric} " + (f"{before:.3f} -> " if before is not None else "") + f"{value:.3f}"
+        elif metric == "num_failed" and value:
+            texts[name] += f" ({value:.0f} failed)"
+    return texts
 
 
 def _duration(seconds: float) -> str:

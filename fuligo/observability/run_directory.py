@@ -118,6 +118,10 @@ class RunDirectory:
         """Return the steps recorded so far."""
         return read_json_lines(self.metrics.path)
 
+    def evaluation_records(self) -> list[Record]:
+        """Return the evaluations recorded so far: `num_rollouts` and `eval/*`."""
+        return read_json_lines(self.evaluations.path)
+
     def close(self) -> None:
         """Close all files and release the lock."""
         self.metrics.close()

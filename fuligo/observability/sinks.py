@@ -1,9 +1,11 @@
-"""Sinks that also receive the records of `metrics.jsonl`: TensorBoard and Weights & Biases."""
+"""Sinks that also receive the metrics of steps and evaluations: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -16,18 +18,21 @@ from fuligo.observability.jsonl import Record
 
 
 class Sink(Protocol):
-    """Receiver of records."""
+    """Receiver of records: `step`, `time` (seconds since 1970) and metrics."""
 
-    def write(self, record: Record) -> None: ...
+    def write(self, record: Record) -> None:
+        """Take the metrics of a step, or those of an evaluation (`eval/*`) of the weights that sample this step."""
+        ...
 
     def close(self) -> None: ...
 
 
-def open_sinks(config: Config, run_dir: Path, *, start: int) -> list[Sink]:
+def open_sinks(config: Config, run_dir: Path, *, start: int, kept: Sequence[Record] = ()) -> list[Sink]:
     """Open the sinks that the flags ask for.
 
     Args:
         start: step at which the run starts or resumes.
+        kept: evaluations of the weights at `start`, which a resume does not repeat: `num_rollouts` and `eval/*`.
 
     Raises:
         ConfigError: a package is not installed, or W&B rejects the run.
@@ -39,7 +44,11 @@ def open_sinks(config: Config, run_dir: Path, *, start: int) -> list[Sink]:
         _require("wandb", "--use-wandb")
     sinks: list[Sink] = []
     if flags.use_tensorboard:
-        sinks.append(TensorBoardSink(run_dir / "tensorboard", start=start))
+        tensorboard = TensorBoardSink(run_dir / "tensorboard", start=start)
+        for evaluation in kept:  # TensorBoard discards them with step `start`
+            metrics = {key: value for key, value in evaluation.items() if key != "num_rollouts"}
+            tensorboard.write({"step": start, "time": time.time(), **metrics})
+        sinks.append(tensorboard)
     if flags.use_wandb:
         sinks.append(WandbSink(config, run_dir))
     return sinks

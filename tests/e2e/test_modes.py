@@ -39,6 +39,7 @@ def full(job: Job, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> P
             eval_config=directory / "eval.yaml",
             eval_interval=2,
             check_weight_update_equal=True,
+            use_tensorboard=True,
             save_interval=1,
             keep_checkpoints=1,
             save_hf=directory / "hf" / "{rollout_id}",
@@ -63,6 +64,15 @@ def test_what_a_run_leaves_behind(full: Path) -> None:
     kept = checkpoint(run_dir, 3)
     assert [path.name for path in (run_dir / "checkpoints").iterdir() if path.is_dir()] == [kept.name], "--keep-checkpoints 1"
     assert (run_dir / "checkpoints" / TRACKER).read_text() == "3"
+
+
+def test_tensorboard_has_the_steps_and_the_evaluations(full: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = event_accumulator.EventAccumulator(str(full / "run" / "tensorboard"))
+    events.Reload()
+    curve = {scalar.step: scalar.value for scalar in events.Scalars("eval/varied/mean@2")}
+    assert curve == pytest.approx({record["num_rollouts"]: record["eval/varied/mean@2"] for record in evaluations(full / "run")})
+    assert len(events.Scalars("rollout/reward_mean")) == 3
 
 
 def test_exported_weights_load_in_transformers_and_are_those_that_sample_next(full: Path) -> None:

@@ -55,6 +55,25 @@ def test_panel_shows_the_phase_before_the_first_step() -> None:
     ]
 
 
+EVALUATION = {"eval/gsm8k/mean@4": 0.96, "eval/gsm8k/pass@4": 1.0, "eval/gsm8k/num_failed": 3.0, "eval/a/b/mean@1": 0.5}
+
+
+def test_an_evaluation_is_shown_beside_the_first_one() -> None:
+    console = Console(file=io.StringIO(), width=60)
+    plain = PlainProgress(console, 40)
+    plain.evaluation(0, {"eval/gsm8k/mean@4": 0.35}, None)
+    plain.evaluation(20, EVALUATION, {"num_rollouts": 0, "eval/gsm8k/mean@4": 0.35})
+    assert console.file.getvalue().splitlines() == [
+        "eval 0/40  gsm8k  mean@4 0.350",
+        "eval 20/40  gsm8k  mean@4 0.350 -> 0.960 (3 failed)",
+        "eval 20/40  a/b  mean@1 0.500",
+    ]
+
+    curves = Curves("runs/demo", 40, clock=Clock())
+    LiveProgress(console, curves).evaluation(20, EVALUATION, {"eval/gsm8k/mean@4": 0.35})
+    assert drawn(curves)[3:5] == ["eval    gsm8k  mean@4 0.350 -> 0.960 (3 failed)", "eval    a/b  mean@1 0.500"]
+
+
 def test_curves_and_pace_follow_the_records() -> None:
     clock = Clock()
     curves = Curves("runs/demo", 40, clock=clock)

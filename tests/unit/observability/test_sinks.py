@@ -44,6 +44,18 @@ def test_tensorboard_discards_records_that_a_resume_overwrote(tmp_path: Path) ->
     assert events.Tags()["scalars"] == ["rollout/reward_mean", "policy_version"]
 
 
+def test_tensorboard_keeps_the_evaluation_at_which_a_run_resumes(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for start, stop, kept in ((0, 5, []), (2, 4, [{"num_rollouts": 2, "eval/aime/mean@1": 2.0}])):
+        (sink,) = open_sinks(config(use_tensorboard=True), tmp_path, start=start, kept=kept)
+        for step in range(start + len(kept), stop):
+            sink.write({"step": step, "time": 1000.0 + step, "eval/aime/mean@1": float(step)})
+        sink.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(scalar.step, scalar.value) for scalar in events.Scalars("eval/aime/mean@1")] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
 def test_tensorboard_on_a_full_disk_fails_the_write_and_not_the_close(small_disk: SmallDisk) -> None:
     pytest.importorskip("tensorboard")

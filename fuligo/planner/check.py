@@ -1,9 +1,6 @@
 """Check of all rules, with a tested fix for each finding."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fuligo.config.changes import apply_changes
@@ -44,26 +41,16 @@ def violations(subject: Subject) -> tuple[Finding, ...]:
 
 
 def _find(subject: Subject) -> list[_Found]:
+    """Return each finding once, errors first; engine groups that share a flag violate a rule together."""
     found = [_Found(finding, (finding.fix,) if finding.fix else ()) for finding in config_findings(subject.config)]
-    found.extend(_planner_findings(subject))
-    return sorted(_without_repeats(found), key=lambda each: each.finding.severity is not Severity.ERROR)
-
-
-def _planner_findings(subject: Subject) -> Iterator[_Found]:
     for rule in RULES:
         for violation in rule.check(subject):
             finding = Finding(rule.id, rule.severity, violation.text, violation.flags or rule.flags, advice=violation.advice)
-            yield _Found(finding, violation.fixes)
-
-
-def _without_repeats(found: list[_Found]) -> Iterator[_Found]:
-    """Yield each finding once; engine groups that share a flag violate a rule together."""
-    seen: set[str] = set()
+            found.append(_Found(finding, violation.fixes))
+    once: dict[str, _Found] = {}
     for each in found:
-        key = repr((each.finding.id, each.fixes[0] if each.fixes else each.finding.text))
-        if key not in seen:
-            seen.add(key)
-            yield each
+        once.setdefault(repr((each.finding.id, each.fixes[0] if each.fixes else each.finding.text)), each)
+    return sorted(once.values(), key=lambda each: each.finding.severity is not Severity.ERROR)
 
 
 def _with_tried_fix(each: _Found, subject: Subject, known: Counter[str]) -> Finding:

@@ -4,8 +4,6 @@ The layout does not change what is written: a distributed checkpoint loads under
 checked here.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,15 +1,19 @@
-"""Estimate of layout, memory and time of a subject."""
+"""Estimate of layout, memory and time of a subject, and findings where its memory exceeds that of GPUs or hosts."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fuligo.planner.fit import fits, lacking_bytes
+from fuligo.config.findings import Finding, Severity
+from fuligo.planner.gpus import GIB
 from fuligo.planner.layout import make_layout
-from fuligo.planner.memory import engine_capacities, memory_bars
+from fuligo.planner.lengths import longest_sample
+from fuligo.planner.memory.bars import engine_capacities, memory_bars
 from fuligo.planner.plan import ClusterLayout, EngineCapacity, MemoryBar, Phase
 from fuligo.planner.roofline import phases, step_seconds
 from fuligo.planner.subject import Subject
+from fuligo.quantities import gibibytes
+
+TRAINER, ENGINE, HOST = "PLAN-MEMORY-TRAINER", "PLAN-MEMORY-ENGINE", "PLAN-MEMORY-HOST"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +25,16 @@ class Estimate:
     capacities: tuple[EngineCapacity, ...]
     phases: tuple[Phase, ...]
     step_s: float
-    fits: bool
+
+    @property
+    def fits(self) -> bool:
+        """True if every GPU's peak fits and every engine holds at least one longest sample."""
+        return self.engines_fit and all(bar.fits for bar in self.memory if bar.owner != "host")
+
+    @property
+    def engines_fit(self) -> bool:
+        """True if the engines alone fit."""
+        return all(bar.fits for bar in self.memory if bar.engine_group is not None) and all(each.holds_one for each in self.capacities)
 
 
 def estimate(subject: Subject, host_memory_bytes: int | None = None) -> Estimate:
@@ -33,15 +46,67 @@ def estimate(subject: Subject, host_memory_bytes: int | None = None) -> Estimate
     layout = make_layout(subject)
     bars, capacities = memory_bars(subject, layout, host_memory_bytes), engine_capacities(subject, layout)
     timeline = phases(subject, layout)
-    return Estimate(layout, bars, capacities, timeline, step_seconds(timeline), fits(subject, bars, capacities))
+    return Estimate(layout, bars, capacities, timeline, step_seconds(timeline))
 
 
 def shortfall(subject: Subject, host_memory_bytes: int | None = None) -> float:
     """Return the bytes by which the peaks of all kinds of GPUs (and of the host if its memory is given) exceed their memory; 0 if they fit.
 
+    A cache too small for one sample counts as one GiB.
+
     Raises:
         ConfigError: the sizes allow no layout.
     """
     layout = make_layout(subject)
-    bars = memory_bars(subject, layout, host_memory_bytes)
-    return lacking_bytes(subject, bars, engine_capacities(subject, layout), host_memory_given=host_memory_bytes is not None)
+    bars = [bar for bar in memory_bars(subject, layout, host_memory_bytes) if bar.owner != "host" or host_memory_bytes is not None]
+    excess = sum(max(0, bar.used_bytes - bar.capacity_bytes) for bar in bars)
+    return excess + GIB * sum(not capacity.holds_one for capacity in engine_capacities(subject, layout))
+
+
+def memory_findings(subject: Subject, numbers: Estimate, *, host_memory_given: bool) -> Iterator[Finding]:
+    """Yield a finding for each kind of memory that does not fit: errors for GPUs and for a given host memory, else a warning."""
+    config, gpus = subject.config, f"--gpu {subject.gpu.name}"
+    trainer = [bar for bar in numbers.memory if bar.pipeline_rank is not None and not bar.fits]
+    if trainer:
+        flags = ("--tensor-model-parallel-size", "--recompute-granularity", "--max-tokens-per-gpu", "--gpu")
+        if config.resolved_train_backend == "torch":
+            flags = ("--actor-num-gpus-per-node", "--max-tokens-per-gpu", "--gpu")
+        worst = max(trainer, key=lambda bar: bar.used_bytes)
+        yield Finding(TRAINER, Severity.ERROR, f"{_excess(worst, of=gpus)}.", flags)
+    engine = list(_engine_problems(subject, numbers.memory, numbers.capacities, gpus))
+    if engine:
+        yield Finding(ENGINE, Severity.ERROR, " ".join(engine), config.engine_capabilities.memory_flags)
+    host = next((bar for bar in numbers.memory if bar.owner == "host" and not bar.fits), None)
+    if host is not None:
+        severity = Severity.ERROR if host_memory_given else Severity.WARNING
+        where = "--host-memory" if host_memory_given else f"standard nodes with {subject.gpu.name}"
+        flags = ("--optimizer-cpu-offload", "--colocate")
+        advice = "Use nodes with more memory, or spread the trainer over more nodes (--actor-num-nodes)."
+        if max(host.items, key=lambda item: item.num_bytes).name in ("samples", "batches"):
+            flags = ("--rollout-batch-size", "--rollout-max-response-len")
+            advice = (
+                "Use nodes with more memory, or rollouts of fewer tokens (--rollout-batch-size, --rollout-max-response-len). More nodes do "
+                "not help: the first node holds all samples, with every token's experts if routing is replayed."
+            )
+        text = _excess(host, of=where, what=" of a node's memory")
+        yield Finding(HOST, severity, f"{text}.", flags, advice=advice)
+
+
+def _engine_problems(subject: Subject, bars: Sequence[MemoryBar], capacities: Sequence[EngineCapacity], gpus: str) -> Iterator[str]:
+    for bar in bars:
+        if bar.engine_group is not None and bar.pipeline_rank is None and not bar.fits:
+            yield f"{_excess(bar, of=gpus)}."
+    owners = {bar.engine_group: bar.owner for bar in bars if bar.engine_group is not None}
+    for capacity in capacities:
+        if not capacity.holds_one:
+            yield (
+                f"{owners.get(capacity.group, 'engines')}: the weights leave {capacity.kv_cache_tokens} tokens of KV cache, "
+                f"but one sample may take {longest_sample(subject.config)}."
+            )
+
+
+def _excess(bar: MemoryBar, *, of: str, what: str = "") -> str:
+    """Return the text for a bar that exceeds the capacity `of` its GPUs or nodes, with the largest items."""
+    largest = sorted(bar.items, key=lambda item: -item.num_bytes)[:3]
+    named = ", ".join(f"{item.name} {gibibytes(item.num_bytes)}" for item in largest)
+    return f"{bar.owner}: needs {gibibytes(bar.used_bytes)} ({named}){what}, more than the {gibibytes(bar.capacity_bytes)} of {of}"

@@ -1,7 +1,5 @@
 """GPUs known to the planner."""
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import dataclass
 

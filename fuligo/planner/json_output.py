@@ -1,7 +1,6 @@
 """Plan as JSON, for other programs and for the page; the schema is `plan.schema.json` beside this file, documented in docs/plan.md."""
 
-from __future__ import annotations
-
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,7 +9,7 @@ from typing import Any
 from fuligo.config import Config
 from fuligo.config.changes import change_text
 from fuligo.config.findings import Finding, Severity
-from fuligo.planner.plan import MemoryBar, Plan
+from fuligo.planner.plan import Plan
 
 SCHEMA_VERSION = 1
 """Incremented when a key changes its meaning or is removed, not when one is added."""
@@ -24,7 +23,7 @@ def plan_document(plan: Plan, config: Config, notes: Sequence[str] = ()) -> dict
     Args:
         notes: warnings of the command-line parser.
     """
-    return {
+    document = {
         "schema_version": SCHEMA_VERSION,
         "name": plan.name,
         "valid": not any(finding.severity is Severity.ERROR for finding in plan.findings),
@@ -36,42 +35,31 @@ def plan_document(plan: Plan, config: Config, notes: Sequence[str] = ()) -> dict
             "num_mtp_parameters": plan.num_mtp_parameters,
         },
         "findings": [_finding(finding, config) for finding in plan.findings],
-        "notes": list(notes),
-        "layout": None if plan.layout is None else _plain(asdict(plan.layout)),
-        "memory": [_bar(bar) for bar in plan.memory],
+        "notes": notes,
+        "layout": None if plan.layout is None else asdict(plan.layout),
+        "memory": [
+            {**asdict(bar), "used_bytes": bar.used_bytes, "free_bytes": bar.capacity_bytes - bar.used_bytes, "fits": bar.fits}
+            for bar in plan.memory
+        ],
         "engine_capacities": [asdict(capacity) for capacity in plan.capacities],
         "step": {"duration_s": plan.step_s, "phases": [asdict(phase) for phase in plan.phases]},
-        "suggestions": [_plain(asdict(suggestion)) for suggestion in plan.suggestions],
-        "assumptions": list(plan.assumptions),
+        "suggestions": [asdict(suggestion) for suggestion in plan.suggestions],
+        "assumptions": plan.assumptions,
         "settings": _settings(config),
     }
+    return json.loads(json.dumps(document))  # tuples become lists, so that the document equals the parsed file
 
 
 def _finding(finding: Finding, config: Config) -> dict[str, Any]:
-    return {
-        "id": finding.id,
-        "severity": str(finding.severity),
-        "text": finding.text,
-        "flags": list(finding.flags),
-        "fix": [change_text(change, config) for change in finding.fix],
-        "advice": finding.advice,
-    }
-
-
-def _bar(bar: MemoryBar) -> dict[str, Any]:
-    return {
-        **_plain(asdict(bar)),
-        "used_bytes": bar.used_bytes,
-        "free_bytes": bar.capacity_bytes - bar.used_bytes,
-        "fits": bar.fits,
-    }
+    return {**asdict(finding), "fix": [change_text(change, config) for change in finding.fix]}
 
 
 def _settings(config: Config) -> list[dict[str, Any]]:
     """Return every value of the config by group, and whether it is the default."""
     defaults = Config().model_dump(mode="json")
     values_by_group = config.model_dump(mode="json")
-    values_by_group["cluster"]["env"] = _without_secrets(values_by_group["cluster"]["env"])
+    env = values_by_group["cluster"]["env"]  # credentials are hidden, since plans are shared
+    values_by_group["cluster"]["env"] = {name: HIDDEN if _SECRET.search(name) else value for name, value in env.items()}
     return [
         {
             "group": group,
@@ -82,19 +70,3 @@ def _settings(config: Config) -> list[dict[str, Any]]:
         for group, values in values_by_group.items()
         for name, value in values.items()
     ]
-
-
-def _without_secrets(env: dict[str, str]) -> dict[str, str]:
-    """Hide credentials in environment variables, since plans are shared."""
-    return {name: HIDDEN if _SECRET.search(name) else value for name, value in env.items()}
-
-
-def _plain(value: Any) -> Any:
-    """Convert tuples to lists, so that the document equals the parsed JSON."""
-    match value:
-        case dict():
-            return {key: _plain(inner) for key, inner in value.items()}
-        case list() | tuple():
-            return [_plain(inner) for inner in value]
-        case _:
-            return value

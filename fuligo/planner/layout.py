@@ -1,7 +1,5 @@
 """Placement of trainer ranks (in Megatron's order) and engines (group by group) on nodes of GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from fuligo.config.topology import EngineGroupSpec, engine_groups

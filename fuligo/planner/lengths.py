@@ -1,7 +1,5 @@
 """Lengths of samples: longest, assumed average, and tokens per micro-batch."""
 
-from __future__ import annotations
-
 import math
 
 from fuligo.config import Config

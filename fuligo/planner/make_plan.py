@@ -1,7 +1,5 @@
 """Creation of a plan from a config: rules first, then the numbers if the sizes allow a layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from fuligo.config import Config
@@ -11,8 +9,7 @@ from fuligo.config.validate import described
 from fuligo.config.validate import findings as config_findings
 from fuligo.errors import ConfigError
 from fuligo.planner.check import check
-from fuligo.planner.estimate import Estimate, estimate
-from fuligo.planner.fit import HOST, memory_findings
+from fuligo.planner.estimate import HOST, estimate, memory_findings
 from fuligo.planner.plan import Plan
 from fuligo.planner.roofline import assumptions
 from fuligo.planner.subject import Subject, read_subject
@@ -26,28 +23,35 @@ def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: in
 
     Args:
         gpu_name: key of `gpus.GPUS`.
-        name: name of the job, for the report.
         host_memory_bytes: memory of one node; None: that of the vendor's own servers.
 
     Raises:
         ConfigError: the GPU or the model's shape is unknown; includes other errors of the config.
     """
     subject = _read_subject(config, gpu_name)
-    rules = check(subject)
-    has_errors = any(finding.severity is Severity.ERROR for finding in rules)
-    findings = _errors_first((*rules, *hook_findings(config)))
-    numbers: Estimate | None = None
+    model, rules = subject.architecture, check(subject)
+    findings = (*rules, *hook_findings(config))
+    plan = Plan(
+        name=name,
+        model_type=model.model_type,
+        num_parameters=model.num_parameters,
+        num_active_parameters=model.num_active_parameters,
+        num_mtp_parameters=model.num_mtp_parameters,
+        gpu=subject.gpu.name,
+        findings=_errors_first(findings),
+    )
     try:
         numbers = estimate(subject, host_memory_bytes)
     except ConfigError as error:
-        if not has_errors:
-            findings = (*(Finding(LAYOUT, Severity.ERROR, problem, ()) for problem in error.problems), *findings)
-    if numbers is None:
-        return _plan(name, subject, findings)
+        if any(finding.severity is Severity.ERROR for finding in rules):
+            return plan
+        problems = (Finding(LAYOUT, Severity.ERROR, problem, ()) for problem in error.problems)
+        return replace(plan, findings=_errors_first((*problems, *findings)))
     found = () if numbers.fits else remedies(subject, host_memory_bytes)
-    memory = tuple(memory_findings(subject, numbers.memory, numbers.capacities, host_memory_given=host_memory_bytes is not None))
+    memory = memory_findings(subject, numbers, host_memory_given=host_memory_bytes is not None)
     return replace(
-        _plan(name, subject, _errors_first((*findings, *(_with_remedy(finding, found) for finding in memory)))),
+        plan,
+        findings=_errors_first((*plan.findings, *(_with_remedy(finding, found) for finding in memory))),
         layout=numbers.layout,
         memory=numbers.memory,
         capacities=numbers.capacities,
@@ -77,24 +81,3 @@ def _with_remedy(finding: Finding, found: tuple[Remedy, ...]) -> Finding:
 
 def _errors_first(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=lambda finding: finding.severity is not Severity.ERROR))
-
-
-def _plan(name: str, subject: Subject, findings: tuple[Finding, ...]) -> Plan:
-    """Return a plan without estimates."""
-    architecture = subject.architecture
-    return Plan(
-        name=name,
-        model_type=architecture.model_type,
-        num_parameters=architecture.num_parameters,
-        num_active_parameters=architecture.num_active_parameters,
-        num_mtp_parameters=architecture.num_mtp_parameters,
-        gpu=subject.gpu.name,
-        findings=findings,
-        layout=None,
-        memory=(),
-        capacities=(),
-        phases=(),
-        step_s=0.0,
-        suggestions=(),
-        assumptions=(),
-    )

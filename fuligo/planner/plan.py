@@ -1,7 +1,5 @@
 """Data of a plan, which `fuligo plan` prints, writes as JSON and draws."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fuligo.config.findings import Finding
@@ -144,6 +142,10 @@ class EngineCapacity:
     concurrent_sequences: int
     """Sequences of the longest prompt and response that fit, limited by the engine's running requests."""
 
+    @property
+    def holds_one(self) -> bool:
+        return self.concurrent_sequences >= 1
+
 
 @dataclass(frozen=True, slots=True)
 class Phase:
@@ -183,14 +185,14 @@ class Plan:
     num_mtp_parameters: int
     gpu: str
     findings: tuple[Finding, ...]
-    layout: ClusterLayout | None
-    """None if errors prevent a layout."""
-    memory: tuple[MemoryBar, ...]
-    capacities: tuple[EngineCapacity, ...]
-    phases: tuple[Phase, ...]
-    """Phases of one step, in order; empty without a layout."""
-    step_s: float
-    suggestions: tuple[Suggestion, ...]
+    layout: ClusterLayout | None = None
+    """None if errors prevent a layout; then the following have no values either."""
+    memory: tuple[MemoryBar, ...] = ()
+    capacities: tuple[EngineCapacity, ...] = ()
+    phases: tuple[Phase, ...] = ()
+    """Phases of one step, in order."""
+    step_s: float = 0.0
+    suggestions: tuple[Suggestion, ...] = ()
     """At most three, the cheapest first; empty if everything fits."""
-    assumptions: tuple[str, ...]
+    assumptions: tuple[str, ...] = ()
     """Assumptions of the estimates, one sentence each."""

@@ -1,7 +1,5 @@
 """Plan as text: placement, memory, one step, findings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -28,7 +26,6 @@ def print_report(plan: Plan, config: Config, console: Console, notes: Sequence[s
     """Print the report of a plan.
 
     Args:
-        config: config of the plan.
         notes: warnings of the command-line parser.
     """
     width = min(console.width, _MAX_WIDTH) - 2

@@ -1,7 +1,5 @@
 """Time of a rollout and of scoring by a served teacher: prefill is bound by FLOPs, decoding by memory bandwidth and launches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from fuligo.config.topology import EngineGroupSpec, policy_model
@@ -10,8 +8,7 @@ from fuligo.planner import speeds
 from fuligo.planner.lengths import average_prompt, average_response
 from fuligo.planner.memory.bars import planned_engines
 from fuligo.planner.memory.embedded import embedded_items
-from fuligo.planner.memory.engine import EngineMemory, is_fp8
-from fuligo.planner.memory.scoring import serves_teacher
+from fuligo.planner.memory.engine import EngineMemory, is_fp8, serves_teacher
 from fuligo.planner.plan import ClusterLayout, Phase
 from fuligo.planner.subject import Subject
 from fuligo.planner.training_time import rollout_forward_flops
@@ -78,10 +75,9 @@ def _decoding(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, req
     replicas = spec.dp_size
     per_engine = requests / spec.num_engines
     room = memory.kv_tokens / context * replicas
-    running = min(per_engine, room, memory.settings.max_running_requests or per_engine)
-    if running < 1:
-        running = 1.0
-    tokens_per_step = _accepted(memory)
+    running = max(1.0, min(per_engine, room, memory.settings.max_running_requests or per_engine))
+    # One token, and the drafted ones before the first rejected one.
+    tokens_per_step = sum(speeds.DRAFT_ACCEPTANCE**k for k in range(memory.settings.draft_tokens))
     tokens = per_engine * response
     longest = 2 * response
     steps = (longest if running >= per_engine else max(longest, tokens / running + longest / 2)) / tokens_per_step
@@ -96,11 +92,6 @@ def _decoding(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, req
     read_s = read / (subject.gpu.memory_bytes_per_s * speeds.DECODE_BANDWIDTH)
     step_s = max(read_s, computed) + speeds.DECODE_LAYER_S * architecture.num_layers
     return _Decoding(steps * step_s, batch, step_s)
-
-
-def _accepted(memory: EngineMemory) -> float:
-    """Return the expected tokens per decoding step: one, and the drafted ones before the first rejected one."""
-    return sum(speeds.DRAFT_ACCEPTANCE**k for k in range(memory.settings.draft_tokens))
 
 
 def _prefill(subject: Subject, groups: list[tuple[EngineGroupSpec, EngineMemory]]) -> tuple[float, str]:

@@ -1,7 +1,5 @@
 """Timeline of one step: FLOPs and bytes of each phase at measured efficiencies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -22,7 +20,11 @@ def phases(subject: Subject, layout: ClusterLayout) -> tuple[Phase, ...]:
     In one-step and fully asynchronous modes the engines sample the next rollout while the trainer works.
     """
     config = subject.config
-    sampling = _sampling(subject, layout) if config.needs_engine and not config.is_sft else ()
+    sampling: tuple[Phase, ...] = ()
+    if config.needs_engine and not config.is_sft:
+        rollout = rollout_phase(subject, layout)
+        teacher = teacher_phase(subject, rollout.duration_s)
+        sampling = (rollout,) if teacher is None else (rollout, teacher)
     if sampling and config.debug.debug_rollout_only:
         return sampling
     trainer = [phase for phase in (score_phase(subject, layout), train_phase(subject, layout), optimizer_phase(subject, layout)) if phase]
@@ -59,13 +61,6 @@ def assumptions(subject: Subject, layout: ClusterLayout) -> tuple[str, ...]:
     if config.teacher_from == "engine" and config.algorithm.opd_teacher_url is not None:
         stated.append("The teacher at --opd-teacher-url takes no time.")
     return tuple(stated)
-
-
-def _sampling(subject: Subject, layout: ClusterLayout) -> tuple[Phase, ...]:
-    """Return the rollout and a served teacher's phase."""
-    rollout = rollout_phase(subject, layout)
-    teacher = teacher_phase(subject, rollout.duration_s)
-    return (rollout,) if teacher is None else (rollout, teacher)
 
 
 def _one_after_another(chain: list[Phase], start_s: float) -> Iterator[Phase]:

@@ -4,8 +4,6 @@ Rules of SGLang 0.5.15.post1 (`srt/server_args.py`: `_handle_gpu_memory_settings
 `srt/arg_groups/speculative_hook.py`), NVIDIA GPUs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from fuligo.config.topology import EngineGroupSpec
@@ -67,7 +65,11 @@ def server_settings(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu)
         chunk = arguments.get("max_prefill_tokens") or DEFAULT_PREFILL_TOKENS
     batch = _graph_batch(spec, size)
     algorithm = arguments.get("speculative_algorithm")
-    num_prefill_graphs = 0 if spec.worker_type == "decode" or arguments.get("disable_prefill_cuda_graph") else _num_prefill_graphs(chunk)
+    num_prefill_graphs = 0
+    if spec.worker_type != "decode" and not arguments.get("disable_prefill_cuda_graph"):
+        # As `_generate_prefill_cuda_graph_batch_sizes` captures them, up to a chunk.
+        ranges = ((4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, chunk + 1, 512))
+        num_prefill_graphs = sum(size <= chunk for bounds in ranges for size in range(*bounds))
     settings = ServerSettings(
         mem_fraction_static=0.0,
         chunked_prefill_tokens=max(1, chunk // spec.dp_size),
@@ -97,12 +99,6 @@ def _graph_batch(spec: EngineGroupSpec, size: _Size) -> int:
     if given:
         return max(int(batch) for batch in given)
     return arguments.get("cuda_graph_max_bs_decode") or (size.batch if spec.tp_size < 4 else size.wide_batch)
-
-
-def _num_prefill_graphs(chunk: int) -> int:
-    """Return the number of graphs that `_generate_prefill_cuda_graph_batch_sizes` captures up to a chunk."""
-    ranges = ((4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, chunk + 1, 512))
-    return sum(1 for bounds in ranges for size in range(*bounds) if size <= chunk)
 
 
 def prefill_graph_bytes(settings: ServerSettings, architecture: Architecture) -> int:

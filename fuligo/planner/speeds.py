@@ -1,7 +1,5 @@
 """Measured efficiencies relative to published speeds, each with its source."""
 
-from __future__ import annotations
-
 PEAK_MEASURED_ON = 989.4e12
 """FLOP/s in the H200's data sheet, the base of the fractions below."""
 DENSE_ONE_GPU = 491e12 / PEAK_MEASURED_ON

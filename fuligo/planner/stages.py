@@ -1,7 +1,5 @@
 """Split of the layers over pipeline ranks, as in Megatron-Core (`transformer_block.get_num_layers_to_build`)."""
 
-from __future__ import annotations
-
 from fuligo.errors import ConfigError
 from fuligo.layout.trainer_shape import trainer_shape
 from fuligo.models.architecture import Architecture, Layer

@@ -1,7 +1,5 @@
 """Suggestions of flag changes that make a run fit, tested on the whole plan and sorted by the cost of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -12,7 +10,6 @@ from fuligo.errors import ConfigError
 from fuligo.layout.trainer_shape import trainer_shape
 from fuligo.planner.check import violations
 from fuligo.planner.estimate import Estimate, estimate, shortfall
-from fuligo.planner.fit import engines_fit
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.plan import Suggestion
 from fuligo.planner.rules.servers import running, set_argument
@@ -35,11 +32,6 @@ class Remedy:
     suggestion: Suggestion
     gpu_seconds: float
     """Cost of one step: seconds x GPUs."""
-
-
-def suggest(subject: Subject) -> tuple[Suggestion, ...]:
-    """Return up to three changes that make the run fit, the cheapest first; empty if it fits or no known change helps."""
-    return tuple(remedy.suggestion for remedy in remedies(subject))
 
 
 def remedies(subject: Subject, host_memory_bytes: int | None = None) -> tuple[Remedy, ...]:
@@ -95,13 +87,7 @@ def _most_helpful(trials: list[_Trial]) -> list[_Trial]:
 
 def _remedy(subject: Subject, trial: _Trial, now: Estimate, host_memory_bytes: int | None) -> Remedy:
     then = estimate(trial.subject, host_memory_bytes)
-    return Remedy(trial.changes, _suggestion(subject, trial.changes, now, then), then.step_s * trial.subject.config.total_num_gpus)
-
-
-def _suggestion(subject: Subject, changes: Changes, now: Estimate, then: Estimate) -> Suggestion:
-    saved = _worst(now) - _worst(then)
-    share = then.step_s / now.step_s - 1 if now.step_s else 0.0
-    slower = f"{share:+.0%}"
+    slower = f"{then.step_s / now.step_s - 1 if now.step_s else 0.0:+.0%}"
     longer = f"{seconds(then.step_s)} instead of {seconds(now.step_s)} ({slower})"
     cost = f"a step takes {'equally long' if slower in ('+0%', '-0%') else longer}"
     host = [bar for bar in then.memory if bar.owner == "host"]
@@ -109,10 +95,12 @@ def _suggestion(subject: Subject, changes: Changes, now: Estimate, then: Estimat
         cost += f", and {gibibytes(host[0].used_bytes)} of a node's memory"
     if then.layout.num_nodes > now.layout.num_nodes:
         cost += f", on {then.layout.num_nodes} nodes instead of {now.layout.num_nodes}"
-    return Suggestion(tuple(change_text(change, subject.config) for change in changes), saved, cost)
+    options = tuple(change_text(change, subject.config) for change in trial.changes)
+    suggestion = Suggestion(options, _fullest(now) - _fullest(then), cost)
+    return Remedy(trial.changes, suggestion, then.step_s * trial.subject.config.total_num_gpus)
 
 
-def _worst(plan: Estimate) -> int:
+def _fullest(plan: Estimate) -> int:
     """Return the bytes of the fullest GPU."""
     return max(bar.used_bytes for bar in plan.memory if bar.owner != "host")
 
@@ -122,7 +110,7 @@ def _candidates(subject: Subject, now: Estimate) -> Iterator[Changes]:
     if any(bar.pipeline_rank is not None and not bar.fits for bar in now.memory):
         yield from _trainer_candidates(subject)
         yield (Change(("cluster", "actor_num_nodes"), 2 * subject.config.cluster.actor_num_nodes),)
-    if not engines_fit(subject, now.memory, now.capacities):
+    if not now.engines_fit:
         yield from _engine_candidates(subject)
 
 

@@ -1,7 +1,5 @@
 """Bars of characters: coloured blocks, or letters without colour."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.text import Text

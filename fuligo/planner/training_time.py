@@ -1,9 +1,5 @@
 """Time of the trainer's phases."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 from fuligo.layout.flops import forward_flops
 from fuligo.layout.trainer_shape import TrainerShape, trainer_shape
 from fuligo.planner import speeds
@@ -51,12 +47,9 @@ def score_phase(subject: Subject, layout: ClusterLayout) -> Phase | None:
     efficiency = trainer_efficiency(subject, shape)
     seconds = flops / (shape.num_ranks * subject.gpu.bf16_flops * efficiency) / (1 - pipeline_bubble(subject, shape))
     seconds += _expert_exchange_s(subject, shape, layout, passes=len(wanted))
-    return Phase("score", "trainer", 0.0, seconds, flops, f"forward passes of {_listed(wanted)} at {efficiency:.0%} of the peak")
-
-
-def _listed(names: Iterable[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
+    *others, last = wanted
+    listed = f"{', '.join(others)} and {last}" if others else last
+    return Phase("score", "trainer", 0.0, seconds, flops, f"forward passes of {listed} at {efficiency:.0%} of the peak")
 
 
 def optimizer_phase(subject: Subject, layout: ClusterLayout) -> Phase:

@@ -1,7 +1,5 @@
 """Plan as a self-contained HTML page."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -5,8 +5,6 @@ backward pass. It is adapted to current layers: flash attention keeps a log-sum-
 RMSNorm, MLPs are gated (three widths instead of two), attention is grouped or latent, and experts see top-k copies of tokens.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -39,10 +37,11 @@ def layer_bytes(layer: Layer, architecture: Architecture, shape: TrainerShape, c
     hidden, split = architecture.hidden_size, shape.shards_sequence
     norms = (2 * 2 + num_output_norms(layer, hidden)) * BF16 * hidden / split
     attention = _attention(architecture, shape) + BF16 * normed_head_elements(layer, architecture) / shape.tp
-    index = _index(architecture, layer)
+    # The chosen tokens, replicated over tensor-parallel ranks. The indexer itself has no gradient.
+    index = INDEX * architecture.sparse_index.top_k if layer.computes_index and architecture.sparse_index else 0
     mlp = _mlp(layer, architecture, shape, gathers=config.parallel.moe_token_dispatcher_type == "allgather")
     whole = norms + attention + index + mlp.kept
-    entry = BF16 * hidden / split + (INDEX * architecture.sparse_index.top_k if layer.computes_index and architecture.sparse_index else 0)
+    entry = BF16 * hidden / split + index
     gathered = 2 * BF16 * hidden if split > 1 else 0
     return LayerBytes(
         stored=whole - _dropped_by_modules(config, architecture, shape, mlp),
@@ -123,12 +122,6 @@ def _absorbed_attention(attention: LatentAttention, shape: TrainerShape) -> floa
     per_head = query + latent + attention.kv_lora_rank + attention.v_head_dim
     compressed = 2 * ((attention.q_lora_rank or 0) + attention.kv_lora_rank) + attention.qk_rope_head_dim
     return BF16 * (attention.num_heads / shape.tp * per_head + compressed / shape.shards_sequence + shape.cp * latent)
-
-
-def _index(architecture: Architecture, layer: Layer) -> float:
-    """Return the bytes of the chosen tokens, replicated over tensor-parallel ranks. The indexer itself has no gradient."""
-    index = architecture.sparse_index
-    return INDEX * index.top_k if index is not None and layer.computes_index else 0
 
 
 def _context_parallel(architecture: Architecture, shape: TrainerShape, config: Config) -> float:

@@ -1,16 +1,11 @@
 """Memory bars: one per kind of GPU, and one for the host."""
 
-from __future__ import annotations
-
 from fuligo.config.topology import EngineGroupSpec, engine_groups
 from fuligo.layout.trainer_shape import trainer_shape
-from fuligo.models.architecture import Architecture
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.memory.embedded import embedded_items, embedded_kv_tokens
-from fuligo.planner.memory.engine import EngineMemory, engine_items, engine_memory, engine_resident_items
+from fuligo.planner.memory.engine import EngineMemory, engine_items, engine_memory, engine_resident_items, records_routing, scoring_of
 from fuligo.planner.memory.host import engine_on_host, host_items
-from fuligo.planner.memory.routing_record import records_routing
-from fuligo.planner.memory.scoring import scoring_of
 from fuligo.planner.memory.torch_trainer import torch_trainer_items
 from fuligo.planner.memory.trainer import trainer_items, trainer_left_bytes, trainer_resident_bytes
 from fuligo.planner.plan import ClusterLayout, EngineCapacity, MemoryBar, MemoryItem
@@ -23,9 +18,23 @@ def memory_bars(subject: Subject, layout: ClusterLayout, host_memory_bytes: int 
     Args:
         host_memory_bytes: memory of one node; None: that of the vendor's own servers.
     """
-    engines = _engine_bars(subject)
+    planned = planned_engines(subject)
     trainer = [] if subject.config.debug.debug_rollout_only else _trainer_bars(subject, layout)
-    return (*trainer, *engines, _host_bar(subject, layout, host_memory_bytes))
+    left_over = trainer_resident_bytes(subject) + trainer_left_bytes(subject) if _trains_there(subject) else 0
+    engines = [
+        MemoryBar(
+            owner=f"engines: {spec.worker_type}" if spec.model == "default" else f"engines: {spec.model} {spec.worker_type}",
+            num_gpus=spec.num_gpus,
+            capacity_bytes=subject.gpu.memory_bytes,
+            items=engine_items(spec, memory, left_over),
+            engine_group=group,
+        )
+        for group, spec, memory in planned
+    ]
+    capacity = subject.gpu.host_memory_bytes * layout.num_gpus_per_node if host_memory_bytes is None else host_memory_bytes
+    num_gpus = max(sum(1 for gpu in layout.gpus if gpu.node == node and gpu.trainer) for node in range(layout.num_nodes))
+    on_host = {group: engine_on_host(subject.config, spec, memory) for group, spec, memory in planned}
+    return (*trainer, *engines, MemoryBar("host", num_gpus, capacity, host_items(subject, layout, on_host)))
 
 
 def engine_capacities(subject: Subject, layout: ClusterLayout) -> tuple[EngineCapacity, ...]:
@@ -46,18 +55,14 @@ def engine_capacities(subject: Subject, layout: ClusterLayout) -> tuple[EngineCa
 def planned_engines(subject: Subject) -> list[tuple[int, EngineGroupSpec, EngineMemory]]:
     """Return (group, its servers, their memory) of the SGLang servers whose model is known."""
     config = subject.config
-    resident = _trainer_left_over(subject)
-    known = [
-        (group, spec, architecture)
-        for group, spec in enumerate(engine_groups(config))
-        if spec.num_engines and (architecture := subject.served_by(spec)) is not None
-    ]
-    return [(group, spec, _engine_memory(subject, spec, architecture, resident)) for group, spec, architecture in known]
-
-
-def _engine_memory(subject: Subject, spec: EngineGroupSpec, architecture: Architecture, resident: int) -> EngineMemory:
-    records, scoring = records_routing(spec, subject.config), scoring_of(spec, subject.config)
-    return engine_memory(spec, architecture, subject.gpu, resident, records_routing=records, scoring=scoring)
+    resident = trainer_resident_bytes(subject) if _trains_there(subject) else 0
+    found = []
+    for group, spec in enumerate(engine_groups(config)):
+        if spec.num_engines and (architecture := subject.served_by(spec)) is not None:
+            records, scoring = records_routing(spec, config), scoring_of(spec, config)
+            memory = engine_memory(spec, architecture, subject.gpu, resident, records_routing=records, scoring=scoring)
+            found.append((group, spec, memory))
+    return found
 
 
 def _trainer_bars(subject: Subject, layout: ClusterLayout) -> list[MemoryBar]:
@@ -91,31 +96,6 @@ def _engines_left_over(subject: Subject) -> tuple[MemoryItem, ...]:
     return max(kept, key=lambda items: sum(item.num_bytes for item in items), default=())
 
 
-def _trainer_left_over(subject: Subject) -> int:
-    """Return the bytes that the trainer keeps on a GPU while the engines start (--colocate)."""
-    return trainer_resident_bytes(subject) if _trains_there(subject) else 0
-
-
 def _trains_there(subject: Subject) -> bool:
+    """Return whether a trainer keeps memory on the engines' GPUs (--colocate)."""
     return subject.config.cluster.colocate and not subject.config.debug.debug_rollout_only
-
-
-def _engine_bars(subject: Subject) -> list[MemoryBar]:
-    left_over = _trainer_left_over(subject) + (trainer_left_bytes(subject) if _trains_there(subject) else 0)
-    return [
-        MemoryBar(
-            owner=f"engines: {spec.worker_type}" if spec.model == "default" else f"engines: {spec.model} {spec.worker_type}",
-            num_gpus=spec.num_gpus,
-            capacity_bytes=subject.gpu.memory_bytes,
-            items=engine_items(spec, memory, left_over),
-            engine_group=group,
-        )
-        for group, spec, memory in planned_engines(subject)
-    ]
-
-
-def _host_bar(subject: Subject, layout: ClusterLayout, host_memory_bytes: int | None) -> MemoryBar:
-    capacity = subject.gpu.host_memory_bytes * layout.num_gpus_per_node if host_memory_bytes is None else host_memory_bytes
-    num_gpus = max(sum(1 for gpu in layout.gpus if gpu.node == node and gpu.trainer) for node in range(layout.num_nodes))
-    engines = {group: engine_on_host(subject.config, spec, memory) for group, spec, memory in planned_engines(subject)}
-    return MemoryBar("host", num_gpus, capacity, host_items(subject, layout, engines))

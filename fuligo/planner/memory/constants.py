@@ -1,7 +1,5 @@
 """Measured memory constants, each with its source."""
 
-from __future__ import annotations
-
 from fuligo.planner.gpus import GIB, MIB
 
 CUDA_CONTEXT_BYTES = 700 * MIB

@@ -1,7 +1,5 @@
 """Memory of the embedded engine, which stays on the trainer's first GPU."""
 
-from __future__ import annotations
-
 from fuligo.models.architecture import Architecture, LatentAttention
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.memory.activations import BF16, FP32

@@ -1,18 +1,21 @@
-"""Peak memory of a GPU of an SGLang server: weights, the remaining KV cache, and the rest."""
+"""Peak memory of a GPU of an SGLang server: weights, the remaining KV cache, records of experts, log-probabilities, and the rest.
 
-from __future__ import annotations
+Sources: SGLang 0.5.15.post1, `srt/state_capturer` (`RoutedExpertsCapturer`, `BaseHostCache`, `BaseDeviceCache`) for the record of each
+token's experts (--use-rollout-routing-replay); `LogitsProcessor.forward` and `process_input_logprobs_by_chunk` for the scoring of given
+tokens by a teacher's server.
+"""
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from fuligo.config.topology import EngineGroupSpec
-from fuligo.models.architecture import Architecture, GroupedAttention, Layer, Part, PartKind, Split
+from fuligo.config import Config
+from fuligo.config.server_groups import TEACHER
+from fuligo.config.topology import EngineGroupSpec, policy_model
+from fuligo.models.architecture import Architecture, GroupedAttention, Part, PartKind, Split
 from fuligo.planner.gpus import MIB, Gpu
 from fuligo.planner.memory.constants import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTES, DEEPEP_BYTES, POINT_TO_POINT_BYTES, billions
-from fuligo.planner.memory.routing_record import RoutingRecord, routing_record
-from fuligo.planner.memory.scoring import Scoring
 from fuligo.planner.plan import MemoryItem
 from fuligo.planner.server_settings import ServerSettings, decode_graph_bytes, prefill_graph_bytes, server_settings
 from fuligo.quantities import amount
@@ -23,6 +26,92 @@ INDEX_BLOCK = 128
 """Elements of an index key that share one fp32 scale (`DSATokenToKVPool.quant_block_size`)."""
 WORKSPACE_BYTES = 512 * MIB
 """Workspace of attention kernels, as reserved by SGLang (`_handle_gpu_memory_settings`)."""
+
+
+CHOICE_BYTES = 4
+"""One expert of one token (int32)."""
+FEWEST_REQUESTS, MOST_REQUESTS = 2048, 4096
+REQUESTS_A_CONTEXT = 512
+"""Requests of one attention replica without --sglang-max-running-requests, per sequence of the model's context that its cache holds, within
+those bounds (`_resolve_max_num_reqs`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRecord:
+    """Record in the process of one GPU; every rank has the whole record of its attention replica, with all layers."""
+
+    gpu_bytes: int = 0
+    """Buffer of a batch's forward pass."""
+    host_bytes: int = 0
+    """Pinned: one entry per token of the KV cache."""
+
+
+def records_routing(spec: EngineGroupSpec, config: Config) -> bool:
+    """Return whether the servers run with --enable-return-routed-experts."""
+    asked = config.replays_engine_routing and spec.model == policy_model(config)
+    return asked or bool(spec.arguments.get("enable_return_routed_experts"))
+
+
+def routing_record(spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings, kv_tokens: int) -> RoutingRecord:
+    """Return the record of a server with `kv_tokens` in the cache of one attention replica."""
+    experts = architecture.experts
+    if experts is None:
+        return RoutingRecord()
+    choices = architecture.num_layers * experts.num_experts_per_token
+    held = (kv_tokens + (spec.arguments.get("page_size") or 1)) * choices * CHOICE_BYTES
+    columns = experts.num_experts_per_token
+    if spec.ep_size == 1 and not spec.arguments.get("disable_shared_experts_fusion"):
+        columns += experts.num_shared_experts  # `determine_num_fused_shared_experts`
+    requests = (settings.max_running_requests or 0) // spec.dp_size
+    if settings.max_running_requests is None:
+        context = spec.arguments.get("context_length") or architecture.max_position_embeddings
+        requests = max(FEWEST_REQUESTS, min(kv_tokens * REQUESTS_A_CONTEXT // context, MOST_REQUESTS))
+    rows = max(settings.chunked_prefill_tokens, min(requests, kv_tokens // 2)) * spec.dp_size  # of all attention replicas
+    gathered = rows * (spec.tp_size // spec.dp_size) if settings.uses_deepep else 0
+    return RoutingRecord(
+        gpu_bytes=(rows * architecture.num_layers + gathered) * columns * CHOICE_BYTES,
+        host_bytes=1 << (held - 1).bit_length(),  # PyTorch rounds pinned memory up to a power of two
+    )
+
+
+BY_CHUNK, CHUNK_TOKENS = "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK", "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE"
+"""Environment variables that limit the tokens per chunk below a prefill chunk, and the limit."""
+DEFAULT_CHUNK_TOKENS = 2048
+_TRUE = ("true", "1", "yes", "y")
+_WHOLE_BYTES = 2 * 4
+"""Bytes per token and vocabulary entry: fp32 logits with a copy of the wanted rows, then that copy with its log-softmax."""
+_CHUNK_BYTES = 3 * 4
+"""Bytes with chunks, where a chunk's logits outlive its log-softmax."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Scoring settings of a server."""
+
+    chunk_tokens: int | None
+    """Tokens at a time; None: a whole prefill."""
+
+    def num_bytes(self, prefill_tokens: int, vocab_size: int) -> int:
+        """Return the bytes on each GPU; every GPU has the logits of the whole vocabulary."""
+        if self.chunk_tokens is None or prefill_tokens <= self.chunk_tokens:
+            return _WHOLE_BYTES * prefill_tokens * vocab_size
+        return _CHUNK_BYTES * self.chunk_tokens * vocab_size
+
+
+def scoring_of(spec: EngineGroupSpec, config: Config) -> Scoring | None:
+    """Return the scoring settings, or None if the servers do not serve the teacher of --use-opd."""
+    if not serves_teacher(spec, config):
+        return None
+    environment = config.engine_environment
+    gathers_replicas = spec.dp_size > 1 and not spec.arguments.get("enable_dp_lm_head")
+    if environment.get(BY_CHUNK, "").lower() not in _TRUE or gathers_replicas:
+        return Scoring(None)
+    given = environment.get(CHUNK_TOKENS, "")
+    return Scoring(int(given) if given.isdecimal() else DEFAULT_CHUNK_TOKENS)
+
+
+def serves_teacher(spec: EngineGroupSpec, config: Config) -> bool:
+    return spec.model == TEACHER and config.teacher_from == "engine" and config.algorithm.opd_teacher_url is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +154,9 @@ def engine_memory(
     static = round(settings.mem_fraction_static * (gpu.memory_bytes - before))
     layers = math.ceil(architecture.num_layers / spec.pp_size)
     held = _holder(spec, architecture, settings)
-    weights = _weights(architecture.layers, held) // spec.pp_size + held(architecture.outer_parts)
+    weights = held(part for layer in architecture.layers for part in layer.parts) // spec.pp_size + held(architecture.outer_parts)
     draft_layers = architecture.mtp_layers if settings.drafts_with_own_layers else ()
-    draft = _weights(draft_layers, held)
+    draft = held(part for layer in draft_layers for part in layer.parts)
     counted, allocated = (round(size * (layers + len(draft_layers))) for size in _cache_bytes(spec, architecture))
     tokens = max(0, static - weights - draft) // counted
     limit = spec.arguments.get("max_total_tokens")
@@ -139,14 +228,18 @@ def is_fp8(spec: EngineGroupSpec, architecture: Architecture) -> bool:
     return architecture.is_quantised or "fp8" in str(spec.arguments.get("quantization") or "")
 
 
-def _weights(layers: Iterable[Layer], held: Callable[[Iterable[Part]], int]) -> int:
-    return held(part for layer in layers for part in layer.parts)
-
-
 def _holder(spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings) -> Callable[[Iterable[Part]], int]:
     """Return a function from parts to their bytes on one rank."""
     fp8 = is_fp8(spec, architecture)
-    share = _shares(spec, architecture, settings)
+    arguments, tp_size, attention_tp = spec.arguments, spec.tp_size, spec.tp_size // spec.dp_size
+    redundant = arguments.get("ep_num_redundant_experts") or 0
+    num_experts = architecture.experts.num_experts if architecture.experts else 1
+    dense = 1 / (arguments.get("moe_dense_tp_size") or tp_size)
+    share = dict.fromkeys(PartKind, dense)  # of one rank, for parts that are not replicated
+    share |= dict.fromkeys((PartKind.ATTENTION, PartKind.INDEXER, PartKind.EMBEDDING), 1 / attention_tp)
+    share[PartKind.HEAD] = 1 / (attention_tp if arguments.get("enable_dp_lm_head") else tp_size)
+    share[PartKind.SHARED_EXPERT] = 1.0 if settings.uses_deepep else dense
+    share[PartKind.ROUTED_EXPERTS] = (1 + redundant / num_experts) / tp_size
 
     def held(parts: Iterable[Part]) -> int:
         counts: Counter[tuple[PartKind, Split, bool]] = Counter()
@@ -159,21 +252,6 @@ def _holder(spec: EngineGroupSpec, architecture: Architecture, settings: ServerS
         return round(total)
 
     return held
-
-
-def _shares(spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings) -> dict[PartKind, float]:
-    """Return the share of one rank by kind, for parts that are not replicated."""
-    arguments, tp_size = spec.arguments, spec.tp_size
-    attention_tp = tp_size // spec.dp_size
-    redundant = arguments.get("ep_num_redundant_experts") or 0
-    num_experts = architecture.experts.num_experts if architecture.experts else 1
-    dense = 1 / (arguments.get("moe_dense_tp_size") or tp_size)
-    shares = dict.fromkeys(PartKind, dense)
-    shares |= dict.fromkeys((PartKind.ATTENTION, PartKind.INDEXER, PartKind.EMBEDDING), 1 / attention_tp)
-    shares[PartKind.HEAD] = 1 / (attention_tp if arguments.get("enable_dp_lm_head") else tp_size)
-    shares[PartKind.SHARED_EXPERT] = 1.0 if settings.uses_deepep else dense
-    shares[PartKind.ROUTED_EXPERTS] = (1 + redundant / num_experts) / tp_size
-    return shares
 
 
 def _cache_bytes(spec: EngineGroupSpec, architecture: Architecture) -> tuple[float, float]:

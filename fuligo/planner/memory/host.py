@@ -1,7 +1,5 @@
 """Host memory of the fullest node: optimizer, reference, teacher, offloaded tensors, samples and engines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -49,15 +47,19 @@ def host_items(subject: Subject, layout: ClusterLayout, engines: Mapping[int, En
     nodes: list[list[PlacedGpu]] = [[] for _ in range(layout.num_nodes)]
     for placed in layout.gpus:
         nodes[placed.node].append(placed)
-    found = [
-        (
-            *_trainer_items(subject, states, gpus),
-            *_value_items(subject, [value_states[gpu.trainer.pp] for gpu in gpus if gpu.trainer is not None] if value_states else []),
-            *_sample_items(subject, [gpu.trainer for gpu in gpus if gpu.trainer is not None], layout.dp, has_driver=node == DRIVER_NODE),
-            *_engine_items([engines[gpu.engine.group] for gpu in gpus if gpu.engine is not None and gpu.engine.group in engines]),
-        )
-        for node, gpus in enumerate(nodes)
-    ]
+    found: list[list[MemoryItem]] = []
+    for node, gpus in enumerate(nodes):
+        ranks = [gpu.trainer for gpu in gpus if gpu.trainer is not None]
+        items: list[MemoryItem] = []
+        if states:
+            items += _state_items(subject, [states[rank.pp] for rank in ranks])
+        elif subject.config.cluster.colocate and subject.config.engine_capabilities.releases_memory:
+            items += torch_offloaded_items(subject, len(ranks))
+        if value_states:
+            items += _value_items(subject, [value_states[rank.pp] for rank in ranks])
+        items += _sample_items(subject, ranks, layout.dp, has_driver=node == DRIVER_NODE)
+        items += _engine_items([engines[gpu.engine.group] for gpu in gpus if gpu.engine is not None and gpu.engine.group in engines])
+        found.append(items)
     return tuple(item for item in max(found, key=lambda items: sum(item.num_bytes for item in items)) if item.num_bytes)
 
 
@@ -67,14 +69,6 @@ def _states(subject: Subject, layout: ClusterLayout) -> list[TrainerState]:
     if not shape.is_megatron:
         return []
     return [trainer_state(subject, shape, [stage for stage in layout.stages if stage.pipeline_rank == rank]) for rank in range(layout.pp)]
-
-
-def _trainer_items(subject: Subject, states: Sequence[TrainerState], gpus: Sequence[PlacedGpu]) -> Iterator[MemoryItem]:
-    placed = [gpu.trainer.pp for gpu in gpus if gpu.trainer is not None]
-    if states:
-        yield from _state_items(subject, [states[rank] for rank in placed])
-    elif subject.config.cluster.colocate and subject.config.engine_capabilities.releases_memory:
-        yield from torch_offloaded_items(subject, len(placed))
 
 
 def _state_items(subject: Subject, ranks: Sequence[TrainerState]) -> Iterator[MemoryItem]:
@@ -88,14 +82,9 @@ def _state_items(subject: Subject, ranks: Sequence[TrainerState]) -> Iterator[Me
     yield MemoryItem("optimizer", adam, f"CPU Adam of {num_gpus} GPUs: fp32 weight, gradient and two moments, 16 bytes per parameter")
     yield MemoryItem("reference", one_copy if config.needs_reference else 0, f"bf16 weights of the reference model, {num_gpus} GPUs")
     yield MemoryItem("teacher", one_copy if has_teacher else 0, f"bf16 weights of the teacher, {num_gpus} GPUs")
-    yield MemoryItem("weights", one_copy if swapped else 0, f"bf16 weights of the policy while {_others(config)} the GPUs")
+    others = f"the reference {'or the teacher ' if has_teacher else ''}or the engines have"
+    yield MemoryItem("weights", one_copy if swapped else 0, f"bf16 weights of the policy while {others} the GPUs")
     yield MemoryItem("offloaded_optimizer", moments, f"{amount(moments)} of optimizer state while the engines have the GPUs")
-
-
-def _others(config: Config) -> str:
-    """Return the models that use the GPUs in place of the policy, as text."""
-    names = ["the teacher"] if config.teacher_from == "trainer" else []
-    return " or ".join(["the reference", *names, "the engines have"])
 
 
 def _value_items(subject: Subject, ranks: Sequence[TrainerState]) -> Iterator[MemoryItem]:

@@ -1,7 +1,5 @@
 """Host memory of samples: rollouts on the driver, and the batches of the trainer's ranks (`trainer/shares.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,8 +77,6 @@ def shares_here(subject: Subject, ranks: Sequence[TrainerRank], num_replicas: in
     """Return the shares of a batch on one node.
 
     Args:
-        ranks: trainer ranks of the node.
-        num_replicas: data-parallel replicas of the trainer.
         has_driver: the driver, which packs for all ranks, is on the node.
     """
     if chosen_launcher(subject.config, {}) == "ray":

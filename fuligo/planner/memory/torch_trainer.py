@@ -1,7 +1,5 @@
 """Peak memory of a GPU of the torch trainer (`fuligo/trainer/torch_backend`): FSDP2 over its ranks, fp32 weights and states."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Peak memory of a GPU of the Megatron trainer, pipeline rank by pipeline rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 

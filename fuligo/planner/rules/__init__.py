@@ -1,7 +1,5 @@
 """Rules about a run, its model and its GPUs. Each rule is a pure function with an id; docs/rules.md lists them."""
 
-from __future__ import annotations
-
 from fuligo.planner.rules import (
     deepep,
     engine_sizes,
@@ -18,18 +16,9 @@ from fuligo.planner.rules import (
 )
 from fuligo.planner.rules.rule import PlannerRule
 
-RULES: tuple[PlannerRule, ...] = (
-    *model.RULES,
-    *parallel.RULES,
-    *pipeline.RULES,
-    *trainer_experts.RULES,
-    *trainer_options.RULES,
-    *topology.RULES,
-    *engine_sizes.RULES,
-    *deepep.RULES,
-    *speculative.RULES,
-    *kernels.RULES,
-    *server_memory.RULES,
-    *lengths.RULES,
+_MODULES = (
+    *(model, parallel, pipeline, trainer_experts, trainer_options),
+    *(topology, engine_sizes, deepep, speculative, kernels, server_memory, lengths),
 )
-"""All rules, in the order of the report."""
+RULES = tuple(value for module in _MODULES for value in vars(module).values() if isinstance(value, PlannerRule))
+"""All rules, in the order of the report: module by module, each in the order of its definitions."""

@@ -4,8 +4,6 @@ Sources: SGLang 0.5.15.post1, `layers/moe/token_dispatcher/deepep.py`, `ServerAr
 dispatch configurations (`deep_ep/buffer.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fuligo.config.findings import Change, Severity
@@ -49,7 +47,10 @@ def dispatch_buffers_hold_a_batch(subject: Subject) -> Iterator[Violation]:
     env = subject.config.cluster.env
     given = env.get(DISPATCH_TOKENS, str(DEFAULT_DISPATCH_TOKENS))
     for spec in with_deepep(subject):
-        if spec.worker_type == "prefill" or spec.arguments.value("deepep_mode") == "normal" or not _captures(spec):
+        has_no_graphs = spec.arguments.get("disable_cuda_graph") or spec.arguments.get("disable_decode_cuda_graph")
+        if has_no_graphs or spec.arguments.get("cuda_graph_backend_decode") == "disabled":
+            continue
+        if spec.worker_type == "prefill" or spec.arguments.value("deepep_mode") == "normal":
             continue
         batch, drafts = _largest_batch(subject, spec), server_settings(spec, subject.rollout_architecture, subject.gpu).draft_tokens
         needed = batch * drafts
@@ -70,11 +71,6 @@ def dispatch_buffers_hold_a_batch(subject: Subject) -> Iterator[Violation]:
             f"(--sglang-cuda-graph-max-bs-decode){where(spec)}{limit}",
             tuple(fixes),
         )
-
-
-def _captures(spec: EngineGroupSpec) -> bool:
-    off = spec.arguments.get("disable_cuda_graph") or spec.arguments.get("disable_decode_cuda_graph")
-    return not off and spec.arguments.get("cuda_graph_backend_decode") != "disabled"
 
 
 def _largest_batch(subject: Subject, spec: EngineGroupSpec) -> int:
@@ -191,14 +187,3 @@ def quantisation_of(subject: Subject) -> dict[str, object] | None:
 def _block_size(quantisation: dict[str, object] | None) -> int | None:
     size = (quantisation or {}).get("weight_block_size")
     return max(size) if isinstance(size, list) and size and all(isinstance(each, int) for each in size) else None
-
-
-RULES = (
-    dispatch_has_a_configuration,
-    dispatch_buffers_hold_a_batch,
-    mode_suits_the_work,
-    deepep_is_used,
-    nvshmem_leaves_nccl_alone,
-    deepep_takes_blocks,
-    shares_are_whole_blocks,
-)

@@ -4,8 +4,6 @@ Sources: SGLang 0.5.15.post1, `ServerArgs._handle_data_parallelism`, `check_serv
 `layers/moe/fused_moe_triton/layer.py`, `eplb/expert_location.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fuligo.config.findings import Severity
@@ -16,20 +14,10 @@ from fuligo.planner.rules.servers import engine_size, resizes, serving_policy, s
 from fuligo.planner.subject import Subject
 
 
-def divides(spec: EngineGroupSpec) -> bool:
-    """Return whether DP attention splits the engine's GPUs into whole replicas."""
-    return spec.tp_size % spec.dp_size == 0
-
-
-def _attention_size(spec: EngineGroupSpec) -> int:
-    """Return the number of GPUs that share the heads of one attention replica."""
-    return spec.tp_size // spec.dp_size
-
-
-def _attention_split(subject: Subject, spec: EngineGroupSpec) -> str:
-    if spec.dp_size == 1:
-        return f"{engine_size(subject, spec)}"
-    return f"{engine_size(subject, spec)} / {shown(spec, 'dp_size')}{where(spec)} = {_attention_size(spec)} GPUs share attention"
+def _attention_split(subject: Subject, spec: EngineGroupSpec, size: int) -> str:
+    """Return the text for `size` GPUs that share the heads of one attention replica."""
+    split = "" if spec.dp_size == 1 else f" / {shown(spec, 'dp_size')}{where(spec)} = {size} GPUs share attention"
+    return f"{engine_size(subject, spec)}{split}"
 
 
 def _attention_fixes(subject: Subject, spec: EngineGroupSpec) -> tuple[Fix, ...]:
@@ -45,7 +33,7 @@ def replicas_are_whole(subject: Subject) -> Iterator[Violation]:
     """Attention replicas are equal parts of an engine's tensor-parallel GPUs."""
     heads = subject.rollout_architecture.attention.num_heads
     for spec in serving_policy(subject):
-        if not divides(spec):
+        if spec.tp_size % spec.dp_size:
             fitting = [size for size in divisors(spec.tp_size) if heads % (spec.tp_size // size) == 0]
             yield Violation(
                 f"{shown(spec, 'dp_size')}{where(spec)} does not divide an engine's {spec.tp_size} tensor-parallel GPUs "
@@ -71,9 +59,10 @@ def heads_divide(subject: Subject) -> Iterator[Violation]:
     """The GPUs of an attention replica share its heads equally."""
     heads = subject.rollout_architecture.attention.num_heads
     for spec in serving_policy(subject):
-        if divides(spec) and heads % _attention_size(spec):
+        size = spec.tp_size // spec.dp_size
+        if spec.tp_size % spec.dp_size == 0 and heads % size:
             yield Violation(
-                f"{_attention_split(subject, spec)}: {_attention_size(spec)} does not divide the model's {heads} attention heads",
+                f"{_attention_split(subject, spec, size)}: {size} does not divide the model's {heads} attention heads",
                 _attention_fixes(subject, spec),
                 f"choose sizes such that the GPUs of one replica divide {heads}",
             )
@@ -86,10 +75,10 @@ def kv_heads_divide(subject: Subject) -> Iterator[Violation]:
     if not isinstance(attention, GroupedAttention):
         return
     for spec in serving_policy(subject):
-        size = _attention_size(spec)
-        if divides(spec) and attention.num_heads % size == 0 and attention.num_kv_heads % size and size % attention.num_kv_heads:
+        size, groups = spec.tp_size // spec.dp_size, attention.num_kv_heads
+        if spec.tp_size % spec.dp_size == 0 and attention.num_heads % size == 0 and groups % size and size % groups:
             yield Violation(
-                f"{_attention_split(subject, spec)}: {size} neither divides nor is a multiple of the model's "
+                f"{_attention_split(subject, spec, size)}: {size} neither divides nor is a multiple of the model's "
                 f"{attention.num_kv_heads} key-value heads",
                 _attention_fixes(subject, spec),
             )
@@ -227,19 +216,3 @@ def engine_is_not_wider_than_its_experts(subject: Subject) -> Iterator[Violation
                 f"{engine_size(subject, spec)}: {spec.tp_size} tensor-parallel GPUs are more than the {experts.num_experts} experts",
                 _sizes(subject, spec),
             )
-
-
-RULES = (
-    replicas_are_whole,
-    replicas_are_several,
-    heads_divide,
-    kv_heads_divide,
-    head_has_replicas,
-    dense_layers_are_whole_or_split,
-    matrices_divide,
-    experts_exist,
-    expert_ranks_divide_engine,
-    all_to_all_takes_all_gpus,
-    experts_divide,
-    engine_is_not_wider_than_its_experts,
-)

@@ -3,8 +3,6 @@
 Source: SGLang 0.5.15.post1, `arg_groups/overrides.py`, `layers/attention/attention_registry.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fuligo.config.findings import Severity
@@ -104,12 +102,3 @@ def kernels_are_deterministic(subject: Subject) -> Iterator[Violation]:
                 f"not with {shown(spec, 'attention_backend')}",
                 ((set_argument(subject, spec, "attention_backend", None),), (set_argument(subject, spec, "attention_backend", "triton"),)),
             )
-
-
-RULES = (
-    kernels_suit_the_attention,
-    kernels_run_on_the_gpu,
-    attention_is_sparse,
-    sparse_cache_has_its_types,
-    kernels_are_deterministic,
-)

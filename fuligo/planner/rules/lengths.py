@@ -3,8 +3,6 @@
 Source: SGLang 0.5.15.post1, `configs/model_config.py` (context length).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fuligo.config import Config
@@ -55,8 +53,11 @@ def samples_fit_the_context(subject: Subject) -> Iterator[Violation]:
             flags=("--rollout-max-context-len",),
         )
         return
+    lengths = {} if config.is_sft else {"rollout_max_response_len": config.rollout.rollout_max_response_len}
+    if config.has_eval and config.eval.eval_max_response_len is not None:
+        lengths["eval_max_response_len"] = config.eval.eval_max_response_len
     prompt = config.data.rollout_max_prompt_len or 1
-    for name, length in _response_lengths(config).items():
+    for name, length in lengths.items():
         if prompt + length > context and (name == "eval_max_response_len" or bounded is None):
             option = f"--{name.replace('_', '-')}"
             known = config.data.rollout_max_prompt_len
@@ -68,13 +69,6 @@ def samples_fit_the_context(subject: Subject) -> Iterator[Violation]:
                 "shorten prompts or responses",
                 flags=(option,),
             )
-
-
-def _response_lengths(config: Config) -> dict[str, int]:
-    lengths = {} if config.is_sft else {"rollout_max_response_len": config.rollout.rollout_max_response_len}
-    if config.has_eval and config.eval.eval_max_response_len is not None:
-        lengths["eval_max_response_len"] = config.eval.eval_max_response_len
-    return lengths
 
 
 @rule("PLAN-MAX-TOKENS", "--max-tokens-per-gpu", "--rollout-max-response-len", severity=Severity.WARNING)
@@ -115,6 +109,3 @@ def _activations(subject: Subject) -> str:
         return ""
     of_trainer = [item.num_bytes for bar in bars if bar.pipeline_rank is not None for item in bar.items if item.name == "activations"]
     return f", whose activations take {amount(max(of_trainer))} of a GPU" if of_trainer else ""
-
-
-RULES = (context_is_the_models, samples_fit_the_context, micro_batches_hold_the_longest_sample)

@@ -1,7 +1,5 @@
 """Description of the model, checkpoints, and environment of the run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from fuligo.config.findings import Change, Severity
@@ -105,12 +103,3 @@ def communication_keeps_its_order(subject: Subject) -> Iterator[Violation]:
             f"{sizes.context_parallel_size} need 1 on {subject.gpu.name}",
             ((Change(("cluster", "env", _CONNECTIONS), "1"),),),
         )
-
-
-RULES = (
-    flags_agree_with_config_json,
-    training_starts_from_full_weights,
-    stop_tokens_are_in_the_vocabulary,
-    offloading_finds_its_memory,
-    communication_keeps_its_order,
-)

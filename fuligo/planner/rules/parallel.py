@@ -3,8 +3,6 @@
 Sources: Megatron-Core 0.16.1, `parallel_state.initialize_model_parallel`, `TransformerConfig.__post_init__`, `MoELayer`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from math import log, prod
@@ -205,16 +203,3 @@ def ranks_have_equally_many_samples(subject: Subject) -> Iterator[Violation]:
         tuple((unset_flag("num_steps_per_rollout"), set_flag("global_batch_size", near)) for near in nearest_first(size, fitting)),
         f"choose a --rollout-batch-size such that the samples of a step are a multiple of {ranks}",
     )
-
-
-RULES = (
-    sizes_divide_gpus,
-    expert_sizes_divide_gpus,
-    heads_divide,
-    kv_heads_divide,
-    mlp_divides,
-    sequence_is_split_over_tp,
-    mixture_splits_its_sequence,
-    tensor_parallel_stays_in_a_node,
-    ranks_have_equally_many_samples,
-)

@@ -4,8 +4,6 @@ Sources: Megatron-Core 0.16.1, `TransformerConfig.__post_init__` and `parallel_s
 starts on a layer which computes its own token choice comes with DSA's index sharing (GLM-5).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -196,20 +194,5 @@ def stages_start_on_computing_layers(subject: Subject) -> Iterator[Violation]:
         f"--pipeline-model-parallel-size {cut.pp}{_given(subject.config)}: stages start at the layers {starts}, and layer {wrong[0] + 1} "
         f"reuses the sparse index of layer {below + 1}, which is in the stage before",
         _recuts(subject, cut),
-        f"every stage must start at one of the layers {_listed(computing)}",
+        f"every stage must start at one of the layers {', '.join(str(number + 1) for number in sorted(computing))}",
     )
-
-
-def _listed(layers: set[int]) -> str:
-    """Return the layers as text, numbered from 1."""
-    return ", ".join(str(number + 1) for number in sorted(layers))
-
-
-RULES = (
-    layout_is_given_by_sizes,
-    accounting_or_first_and_last,
-    layers_divide_into_stages,
-    interleaving_needs_stages,
-    ranks_divide_into_virtual_stages,
-    stages_start_on_computing_layers,
-)

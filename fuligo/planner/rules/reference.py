@@ -1,7 +1,5 @@
 """Generator of docs/rules.md: `python -m fuligo.planner.rules.reference > docs/rules.md`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fuligo.config.hook_syntax import MISFIT, MISSING

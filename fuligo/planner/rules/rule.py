@@ -1,7 +1,5 @@
 """Rules of the planner: pure functions of the subject that yield violations with fixes to try; arithmetic for fixes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -46,12 +44,7 @@ class PlannerRule:
 def rule(
     rule_id: str, *options: str, severity: Severity = Severity.ERROR
 ) -> Callable[[Callable[[Subject], Iterator[Violation]]], PlannerRule]:
-    """Turn a function into a rule; the first line of its docstring states the reason.
-
-    Args:
-        rule_id: stable name, `PLAN-...`.
-        options: flags that the rule is about, as typed.
-    """
+    """Turn a function into a rule; the first line of its docstring states the reason."""
     return lambda check: PlannerRule(rule_id, severity, options, check)
 
 

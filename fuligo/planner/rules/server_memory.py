@@ -4,8 +4,6 @@ Source: SGLang 0.5.15.post1, `ServerArgs._handle_gpu_memory_settings`, `_handle_
 `arg_groups/overrides.py` (page sizes), `arg_groups/speculative_hook.py` (requests).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fuligo.config.findings import Severity
@@ -78,7 +76,11 @@ def every_replica_runs_requests(subject: Subject) -> Iterator[Violation]:
         requests = max_running_requests(spec)
         if requests is None or requests >= spec.dp_size:
             continue
-        text = f"{_requests_shown(spec)} leaves some of {shown(spec, 'dp_size')} replicas without requests{where(spec)}"
+        limit = shown(spec, "max_running_requests")
+        if spec.arguments.get("max_running_requests") is None:
+            algorithm = shown(spec, "speculative_algorithm")
+            limit = f"--sglang-max-running-requests is not given, and SGLang uses {SPECULATIVE_REQUESTS} with {algorithm}, which"
+        text = f"{limit} leaves some of {shown(spec, 'dp_size')} replicas without requests{where(spec)}"
         enough = max(spec.dp_size, _requests_wanted(subject, spec))
         yield Violation(text, ((set_argument(subject, spec, "max_running_requests", enough),),))
 
@@ -97,13 +99,6 @@ def drafting_engines_run_few_requests(subject: Subject) -> Iterator[Violation]:
             f"requests at a time{share}; its share of a rollout is {wanted}",
             ((set_argument(subject, spec, "max_running_requests", wanted),),),
         )
-
-
-def _requests_shown(spec: EngineGroupSpec) -> str:
-    if spec.arguments.get("max_running_requests") is not None:
-        return shown(spec, "max_running_requests")
-    algorithm = shown(spec, "speculative_algorithm")
-    return f"--sglang-max-running-requests is not given, and SGLang uses {SPECULATIVE_REQUESTS} with {algorithm}, which"
 
 
 def _requests_wanted(subject: Subject, spec: EngineGroupSpec) -> int:
@@ -149,13 +144,3 @@ def gpu_computes_fp8(subject: Subject) -> Iterator[Violation]:
             f"--hf-checkpoint holds FP8 weights, but {subject.gpu.name} (--gpu) does not compute in FP8, and block kernels may be missing",
             advice="use the BF16 checkpoint on this GPU",
         )
-
-
-RULES = (
-    engines_leave_room,
-    chunks_are_whole_pages,
-    every_replica_runs_requests,
-    drafting_engines_run_few_requests,
-    batches_have_graphs,
-    gpu_computes_fp8,
-)

@@ -1,7 +1,5 @@
 """Engine groups for the rules: lookup, display and change of their arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Source: SGLang 0.5.15.post1, `arg_groups/speculative_hook.py`, `ServerArgs.check_server_args`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fuligo.config.findings import Change, Severity
@@ -142,15 +140,3 @@ def algorithm_knows_replicas(subject: Subject) -> Iterator[Violation]:
         if name in _WITHOUT_DP_ATTENTION and spec.dp_size > 1:
             text = f"{shown(spec, 'speculative_algorithm')}{where(spec)} cannot be combined with --sglang-enable-dp-attention"
             yield Violation(text, (_without(subject, spec),))
-
-
-RULES = (
-    algorithm_is_known,
-    something_is_drafted,
-    tree_is_complete,
-    chain_has_a_token_more_than_steps,
-    tree_has_so_many_tokens,
-    there_is_a_draft,
-    drafts_need_one_stage,
-    algorithm_knows_replicas,
-)

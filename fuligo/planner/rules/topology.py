@@ -3,8 +3,6 @@
 Sources: SGLang 0.5.15.post1, `ServerArgs.check_server_args` (pipeline stages); sglang-router 0.3.2 (prefill and decode in pairs).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fuligo.config.findings import Change, Severity
@@ -191,15 +189,3 @@ def separate_gpus_take_turns(subject: Subject) -> Iterator[Violation]:
         "one side idles while the other works; --colocate shares the GPUs, --async-mode one-step uses both sides at once",
         fixes,
     )
-
-
-RULES = (
-    groups_add_up,
-    engines_are_whole,
-    engines_fill_nodes,
-    pipeline_divides_engine,
-    pipeline_has_layers,
-    prefill_comes_with_decode,
-    disaggregation_has_pairs,
-    separate_gpus_take_turns,
-)

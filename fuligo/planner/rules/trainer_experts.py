@@ -3,8 +3,6 @@
 Sources: Megatron-Core 0.16.1, `TransformerConfig.__post_init__`, `MoELayer`, `token_dispatcher.MoEFlexTokenDispatcher`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fuligo.config import Config
@@ -156,16 +154,3 @@ def expert_communication_can_overlap(subject: Subject) -> Iterator[Violation]:
     if missing:
         text = f"--overlap-moe-expert-parallel-comm needs {', '.join(missing)}"
         yield Violation(text, ((Change(("megatron", "overlap_moe_expert_parallel_comm"), None),),))
-
-
-RULES = (
-    experts_exist,
-    experts_divide,
-    expert_width_divides,
-    deepep_goes_with_flex,
-    one_flex_backend,
-    flex_has_somewhere_to_send,
-    dispatcher_scales,
-    shared_experts_overlap_alltoall,
-    expert_communication_can_overlap,
-)

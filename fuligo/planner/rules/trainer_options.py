@@ -3,8 +3,6 @@
 Sources: Megatron-Core 0.16.1, `TransformerConfig.__post_init__`, `OptimizerConfig.__post_init__`; Megatron-LM, `validate_args`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -203,20 +201,3 @@ def checkpoint_has_mtp_layers(subject: Subject) -> Iterator[Violation]:
             else (unset_flag("mtp_num_layers"), unset_flag("enable_mtp_training"), unset_flag("mtp_loss_scaling_factor"))
         )
         yield Violation(f"--mtp-num-layers {wanted}: the checkpoint has {there or 'no'} MTP layers", (fix,))
-
-
-RULES = (
-    full_recomputation_is_described,
-    recomputed_layers_exist,
-    recomputed_modules_exist,
-    cpu_adam_is_precision_aware,
-    precision_aware_is_distributed,
-    state_types_are_the_optimizers,
-    cpu_adam_is_for_few_gpus,
-    gathering_overlaps_reducing,
-    tensor_communication_overlaps_sequences,
-    trainer_computes_in_bf16,
-    expert_bias_is_of_sigmoids,
-    sparse_attention_gathers_its_context,
-    checkpoint_has_mtp_layers,
-)

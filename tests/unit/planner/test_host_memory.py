@@ -9,8 +9,7 @@ import pytest
 
 from fuligo.models.routing import RoutingShape
 from fuligo.planner.layout import make_layout
-from fuligo.planner.memory import memory_bars
-from fuligo.planner.memory.bars import planned_engines
+from fuligo.planner.memory.bars import memory_bars, planned_engines
 from fuligo.planner.memory.samples import routing_bytes, sample_bytes, shares_here
 from fuligo.planner.plan import MemoryBar, MemoryItem
 from fuligo.planner.subject import Subject

@@ -13,7 +13,7 @@ from fuligo.layout.trainer_shape import trainer_shape
 from fuligo.models.registry import architecture_of
 from fuligo.planner.gpus import GIB, gpu
 from fuligo.planner.layout import make_layout
-from fuligo.planner.memory import memory_bars
+from fuligo.planner.memory.bars import memory_bars
 from fuligo.planner.plan import MemoryBar, MemoryItem
 from fuligo.planner.subject import Subject
 from fuligo.planner.training_time import trainer_efficiency

@@ -11,8 +11,7 @@ from fuligo.layout.trainer_shape import trainer_shape
 from fuligo.planner.estimate import estimate
 from fuligo.planner.gpus import GIB
 from fuligo.planner.layout import make_layout
-from fuligo.planner.memory import engine_capacities, memory_bars
-from fuligo.planner.memory.bars import planned_engines
+from fuligo.planner.memory.bars import engine_capacities, memory_bars, planned_engines
 from fuligo.planner.memory.parameters import frozen_parameters, local_parameters, trained_parameters
 from fuligo.planner.plan import MemoryBar
 from fuligo.planner.stages import stages

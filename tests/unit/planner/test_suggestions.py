@@ -9,7 +9,7 @@ import pytest
 from fuligo.config.changes import apply_changes
 from fuligo.planner.estimate import estimate
 from fuligo.planner.subject import Subject
-from fuligo.planner.suggestions import remedies, suggest, violated_rules
+from fuligo.planner.suggestions import remedies, violated_rules
 from tests.unit.planner.subjects import CPU_ADAM, FLASH_8, GLM4_9B_COLOCATED, GLM4_9B_SEPARATE, subject_of
 
 NO_RECOMPUTE = GLM4_9B_SEPARATE.replace("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "")
@@ -37,11 +37,11 @@ def test_every_suggestion_fits_and_breaks_no_rule(case: str) -> None:
 
 
 def test_what_fits_needs_no_suggestion() -> None:
-    assert suggest(subject_of(f"{FLASH_8} {CPU_ADAM}", "glm4.7-flash")) == ()
+    assert remedies(subject_of(f"{FLASH_8} {CPU_ADAM}", "glm4.7-flash")) == ()
 
 
 def first(subject: Subject) -> tuple[str, ...]:
-    return suggest(subject)[0].flags
+    return remedies(subject)[0].suggestion.flags
 
 
 def test_cpu_adam_is_the_cheapest_way_to_train_glm47_flash_on_8_gpus() -> None:
@@ -53,7 +53,7 @@ def test_cpu_adam_is_the_cheapest_way_to_train_glm47_flash_on_8_gpus() -> None:
 
 
 def test_costs_are_told() -> None:
-    suggestions = suggest(subject_of(FLASH_8, "glm4.7-flash"))
+    suggestions = [remedy.suggestion for remedy in remedies(subject_of(FLASH_8, "glm4.7-flash"))]
     assert "of a node's memory" in suggestions[0].cost
     assert all(suggestion.cost.startswith("a step takes ") and suggestion.saved_bytes > 0 for suggestion in suggestions)
     assert any("on 2 nodes instead of 1" in suggestion.cost for suggestion in suggestions)

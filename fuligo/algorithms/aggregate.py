@@ -4,8 +4,6 @@ The denominators belong to the whole step and are known before it is split into 
 of weight * token loss, independent of packing, splitting and order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Assignment of advantages to tokens and of samples to optimizer steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sized
 from itertools import pairwise
 

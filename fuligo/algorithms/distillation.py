@@ -3,8 +3,6 @@
 Thinking Machines Lab, "On-Policy Distillation" (2025); as a term beside any estimator: slime's documentation, "On-Policy Distillation".
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from fuligo.algorithms.settings import Distillation

@@ -1,7 +1,5 @@
 """Per-token estimators of KL(policy || reference) from samples of the policy (Schulman 2020, http://joschu.net/blog/kl-approx.html)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

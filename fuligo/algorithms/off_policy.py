@@ -5,8 +5,6 @@ Axes: N response tokens of a packed micro-batch, S samples.
 Neither carries a gradient; both apply to the policy-gradient term alone, after clipping.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

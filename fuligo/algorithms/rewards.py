@@ -4,8 +4,6 @@ All arithmetic is float64: in float32 the standard deviation of equal rewards is
 noise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Loss and fit of the value model. Axes: N response tokens of a packed micro-batch, R response tokens of a sample."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Resolution of `--load`, `--ckpt-step` and `--ref-load` to the checkpoint or weights that a run starts from."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ A checkpoint appears completely or not at all: it is written under a temporary n
 old checkpoints are deleted. A crash between any two of these steps leaves a valid newest checkpoint; the next start cleans up.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -61,7 +59,6 @@ class CheckpointStore:
         """Create the directory if needed and clean up after a crash.
 
         Args:
-            directory: holds the checkpoints.
             keep: number of newest checkpoints to keep; None keeps all.
 
         Raises:
@@ -81,7 +78,6 @@ class CheckpointStore:
         Args:
             iteration: number of complete rollouts.
             write: writes the trainer's part; everything is on disk when it returns.
-            state: the driver's part.
 
         Raises:
             CheckpointWriteError: writing failed (a full disk, for instance); earlier checkpoints are untouched.
@@ -97,7 +93,6 @@ class CheckpointStore:
             iteration: number of complete rollouts.
             write: begins the trainer's part; the run may continue when it returns.
             wait: returns when that is on disk.
-            state: the driver's part.
 
         Returns:
             Task for the rest of the save; its result is the checkpoint's path.

@@ -1,7 +1,5 @@
 """Fields of a row, read by the configured keys and checked."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

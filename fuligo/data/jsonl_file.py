@@ -1,7 +1,5 @@
 """Random access to jsonl: one pass indexes the lines, each access parses its row."""
 
-from __future__ import annotations
-
 import json
 import os
 import weakref

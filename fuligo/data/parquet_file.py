@@ -1,7 +1,5 @@
 """Random access to parquet, by row group."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sources of prompts: order, returned rows, and an exact position in both."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Floating-point operations of a model: two per matrix weight and token, plus attention, which grows with the length."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fuligo.models.architecture import Architecture, GroupedAttention, Part

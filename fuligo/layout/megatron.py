@@ -1,7 +1,5 @@
 """Parallel layout of the Megatron trainer and the padding that it requires. Pure Python."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Placement of trainer ranks and engines on the GPUs of a cluster, shared by plan and run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from fuligo.config.topology import EngineGroupSpec

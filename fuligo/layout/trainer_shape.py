@@ -1,7 +1,5 @@
 """Sizes of the trainer's parallel dimensions, derived from the flags."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fuligo.config import Config

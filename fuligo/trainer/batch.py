@@ -1,7 +1,5 @@
 """Micro-batches: packed tokens, and the loss's inputs for each response token, as tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -62,7 +60,6 @@ def pack_tokens(samples: Sequence[TrainSample], device: torch.device) -> PackedT
 
     Args:
         samples: each of at least two tokens.
-        device: of the tensors.
 
     Raises:
         TrainerError: a sample starts with a response token, which nothing predicts.
@@ -89,7 +86,6 @@ def micro_batch(samples: Sequence[TrainSample], weights: Sequence[FloatArray], d
     Args:
         samples: in the order in which they are laid end to end.
         weights: [R] for each sample.
-        device: of the tensors.
         counts: False: all weights become 0.
     """
     counted = np.float32(counts)

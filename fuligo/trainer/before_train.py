@@ -1,7 +1,5 @@
 """Hook --before-train-step-path: the user's function may change a batch before training; the result is checked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

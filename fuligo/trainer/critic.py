@@ -1,7 +1,5 @@
 """Critic parts that all backends share: the phase in which it learns alone, and its start from a checkpoint."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Data types of weights: in the model's passes, and as sent to the engines."""
 
-from __future__ import annotations
-
 import torch
 
 from fuligo.trainer.ranks.settings import TrainerSettings

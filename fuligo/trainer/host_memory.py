@@ -1,7 +1,5 @@
 """Host memory that holds a device's tensors while another process uses the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Log-probability and entropy from logits: the part that all backends' output layers share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -30,7 +28,6 @@ def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatu
         hidden: [n, E]
         weight: [V, E]
         bias: [V]
-        temperature: divides the logits.
     """
     if hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype != torch.float32:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)

@@ -6,8 +6,6 @@ loss = sum_t weight_t * (pg_t * tis_t * opsm_t - entropy_coef * H_t + kl_loss_co
 and ranks are added, never averaged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal

@@ -3,8 +3,6 @@
 Pure. Packing decides speed and memory, never the loss: every denominator is counted before it (`algorithms.aggregate`).
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,8 +57,6 @@ def pack(
 
     Args:
         lengths: tokens of every sample of the step.
-        capacity: of one micro-batch.
-        num_ranks: data-parallel ranks.
         multiple_of: divisor of each rank's number of micro-batches, which an interleaved pipeline needs.
         balance_by: balance this cost over the ranks; None: only the number of micro-batches and their tokens.
 

@@ -1,7 +1,5 @@
 """Trainer as the loop sees it, whichever backend computes and however many ranks there are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Protocol
 

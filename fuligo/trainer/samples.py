@@ -1,7 +1,5 @@
 """Conversion of a rollout's groups to samples to train on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Learning rate of every optimizer step. Pure."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Settings of samples, advantages and loss, built from the configuration."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fuligo.algorithms.off_policy import Correction

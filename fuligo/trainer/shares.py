@@ -4,8 +4,6 @@ The driver plans for all ranks, so that each receives only the samples it comput
 hundreds of bytes a token, which every rank of a large run would have to hold.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -68,9 +66,6 @@ class SampleScores:
 
 def score_shares(samples: Sequence[TrainSample], settings: TrainerSettings, balance_by: Cost | None) -> list[ScoreShare]:
     """Return every replica's share. A sample is in several shares where a repetition keeps replicas in step.
-
-    Args:
-        balance_by: from the ranks' workers.
 
     Raises:
         TrainerError: there are fewer samples than replicas.

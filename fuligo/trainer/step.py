@@ -51,11 +51,7 @@ class StepSamples:
         return cls(positions, samples, step_denominators(batch, step), settings.per_token, num_tokens, num_choices(samples))
 
     def select(self, chosen: Sequence[int]) -> StepSamples:
-        """Select some of the samples.
-
-        Args:
-            chosen: positions in `samples`.
-        """
+        """Select some of the samples."""
         return replace(self, positions=[self.positions[i] for i in chosen], samples=[self.samples[i] for i in chosen])
 
     @property

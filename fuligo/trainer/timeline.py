@@ -1,7 +1,5 @@
 """Timeline of one trainer rank; the driver writes it into the trace."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

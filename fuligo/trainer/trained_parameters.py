@@ -1,7 +1,5 @@
 """Selection of the parameters to train, by regular expressions. Pure Python."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -15,7 +13,6 @@ def trained_names(names: Mapping[str, Sequence[str]], trained: TrainedParameters
 
     Args:
         names: for each parameter of the model, the names that the regexes may match.
-        trained: the regexes.
 
     Raises:
         ConfigError: both lists are given, a regex matches nothing or is malformed, or nothing is left to train.

@@ -1,7 +1,5 @@
 """Loss of the value model on a packed micro-batch, shared by all backends, and a rollout's metrics of the values."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -5,8 +5,6 @@ helper), so that both sides use the same keys. A bucket is sent as one row of by
 (`/update_weights_from_distributed`, load_format `flattened_bucket`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence

@@ -4,8 +4,6 @@ SGLang takes one payload per tensor-parallel rank (`serialized_named_tensors`), 
 created, so the payload of an engine's rank comes from the trainer rank on the same GPU.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Checks that engines hold the weights that the trainer sent (--check-weight-update-equal)."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from typing import Protocol

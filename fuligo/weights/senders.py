@@ -3,8 +3,6 @@
 It runs on every trainer rank: rank 0 sends, and with --colocate every rank that shares its GPU with an engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Iterator

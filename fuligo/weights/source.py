@@ -1,7 +1,5 @@
 """Source of the weights that are synchronized with the engines."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from fuligo.formats.weight_manifest import WeightManifest, WeightTarget

@@ -1,7 +1,5 @@
 """Weight sync on the driver, which holds versions and handles but never a tensor."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import shutil

@@ -5,8 +5,6 @@ Attention with load balance, and as TransformerEngine cuts it), so that under a 
 are gathered over the ranks; queries stay on their rank.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
@@ -90,7 +88,6 @@ def zigzag(length: int, cp: int) -> Tensor:
 
     Args:
         length: a multiple of 2 * cp if cp > 1.
-        cp: number of ranks.
     """
     if cp == 1:
         return torch.arange(length)[None]

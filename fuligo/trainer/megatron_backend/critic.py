@@ -1,7 +1,5 @@
 """Value model of one rank: the policy's stages with an output layer of one row, and its optimizer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,12 +25,7 @@ from fuligo.types import FloatArray
 
 
 class Critic(BaseCritic):
-    """Critic that learns the returns of the policy's samples.
-
-    Args:
-        policy: the trainer's settings.
-        names: of the policy's weights.
-    """
+    """Critic that learns the returns of the policy's samples."""
 
     def __init__(self, settings: CriticSettings, policy: MegatronTrainerSettings, names: ModelNames, world: World) -> None:
         """Load the first weights and build the optimizer.

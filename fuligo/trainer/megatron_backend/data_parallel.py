@@ -1,7 +1,5 @@
 """Megatron's data parallelism around the stages of a model: gradients are summed over ranks in buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Modules of mixture-of-experts layers, and the transports that send tokens to their experts."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 from megatron.core.models.backends import BackendSpecProvider

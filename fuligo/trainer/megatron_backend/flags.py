@@ -1,7 +1,5 @@
 """Megatron's own arguments that the trainer accepts. Pure Python: they are checked before anything is imported."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from fuligo.config.config import MegatronArguments

@@ -1,7 +1,5 @@
 """GLM-4's layer for Megatron: outputs of attention and MLP have norms, too, and neighbouring elements of a head are rotated together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any

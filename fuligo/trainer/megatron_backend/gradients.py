@@ -1,7 +1,5 @@
 """Passes through the policy: with gradients for one optimizer step, without gradients to score samples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -53,9 +51,6 @@ def compute_gradients(
 
     Args:
         chunks: this rank's wrapped stages; buffers are zero.
-        step: this replica's share.
-        settings: of the trainer.
-        device: device of the stages.
 
     Returns:
         This replica's results, on the rank that `reports`; None on others.

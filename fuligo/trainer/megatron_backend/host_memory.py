@@ -1,7 +1,5 @@
 """Host copies of the Megatron trainer's tensors: the reference's weights, and under --colocate all tensors while engines use the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,11 +15,7 @@ class HostWeights:
     """Weights of another model of the same shape, in host memory until they are exchanged with those on the device."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        """Copy the stages' present weights.
-
-        Args:
-            chunks: this rank's stages.
-        """
+        """Copy the stages' present weights."""
         pinned = torch.cuda.is_available()
         self.tensors: Mapping[str, Tensor] = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned) for name, tensor in local_weights(chunks).items()

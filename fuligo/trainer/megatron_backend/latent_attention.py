@@ -5,8 +5,6 @@ and sums its gradient over the ranks only with TransformerEngine's layers under 
 projections over the ranks and never sum it; its gradient step also doubles that of `q_layernorm` (by name) without sequence parallelism.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Modules of a model's layers: TransformerEngine's on CUDA, else Megatron's own around packed attention."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Model in training: its stages in Megatron's data parallelism, its optimizer, and its counters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -21,8 +19,6 @@ class Learner:
 
     Args:
         chunks: this rank's stages with their first weights, their frozen parameters frozen.
-        settings: of the model.
-        flag: flag of the learning rate.
         whose: for error messages, if there is more than one model: `of the value model`.
     """
 

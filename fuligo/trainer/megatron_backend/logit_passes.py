@@ -1,7 +1,5 @@
 """Passes over the logits of a chunk: sums of their rows, and their gradient. Compiled for GPUs, so that each reads them once or twice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Log-probability and entropy of response tokens with a vocabulary split over the TP ranks. Logits never leave their rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -36,10 +34,8 @@ def vocab_parallel_logprobs(
         hidden: [N, E] the hidden state *before* each target: position t - 1 predicts token t.
         weight: [V' / tp, E] this rank's rows of the output layer, whose V' tokens are the vocabulary and padding behind it.
         targets: [N]
-        temperature: divides the logits.
         chunk_tokens: tokens whose logits exist at a time.
         num_vocab: V; the padding behind has no probability and no gradient.
-        tp_group: ranks that share the vocabulary.
     """
     first = dist.get_rank(tp_group) * weight.size(0)
     num_own = max(0, min(weight.size(0), num_vocab - first))
@@ -61,8 +57,6 @@ def gather_tokens(local: Tensor, local_ids: Tensor, num_total: int, cp_group: di
     Args:
         local: [..., n] this rank's values.
         local_ids: [n] their numbers among the N; each is on exactly one rank.
-        num_total: N
-        cp_group: the ranks that share the sequences.
     """
     return local if cp_group.size() == 1 else _GatherTokens.apply(local, local_ids, num_total, cp_group)
 

@@ -1,7 +1,5 @@
 """Megatron's GPT model as a policy: its last stage returns hidden states, from which log-probabilities are computed elsewhere."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

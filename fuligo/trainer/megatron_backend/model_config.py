@@ -1,7 +1,5 @@
 """Megatron's configuration of a model, built from the trainer's settings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,11 +64,7 @@ def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
 
 
 def rotary(flags: Mapping[str, Any]) -> Rotary:
-    """Return the rotary embedding.
-
-    Args:
-        flags: MODEL_ARGS.
-    """
+    """Return the rotary embedding."""
     return Rotary(
         base=flags.get("rotary_base", 10_000),
         percent=flags.get("rotary_percent", 1.0),

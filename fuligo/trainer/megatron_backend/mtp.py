@@ -4,8 +4,6 @@ Megatron-Core's layers (transformer/multi_token_prediction.py) are used with tok
 sequence: its own shift communicates with the context-parallel neighbours for every sequence, and its loss has no token weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -46,9 +44,6 @@ class MTPLayer(MultiTokenPredictionLayer):
         Args:
             hidden: [L, 1, E] after the final norm of the model, or of the MTP layer before; L / tp under sequence parallelism.
             embedded: as `hidden`, the embeddings of the later tokens.
-            rotary_pos_emb: as for the model's layers.
-            packed_seq_params: as for the model's layers.
-            padding_mask: as for the model's layers.
 
         Returns:
             As `hidden`, after this layer's final norm.
@@ -71,13 +66,7 @@ class MTPLayer(MultiTokenPredictionLayer):
 
 
 def mtp_submodules(num_layers: int, layer: ModuleSpec, modules: BackendSpecProvider) -> MultiTokenPredictionBlockSubmodules:
-    """Return the specs of the MTP layers.
-
-    Args:
-        num_layers: layers, each for one token further.
-        layer: spec of the model's layer that each MTP layer contains.
-        modules: modules of which layers are built.
-    """
+    """Return the specs of the MTP layers."""
     spec = get_mtp_layer_spec_for_backend(layer, modules)
     spec.module = MTPLayer
     return MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * num_layers)
@@ -114,8 +103,6 @@ def predict(
         hidden: of the model, after its final norm; `cut_off` from it if the MTP loss does not train it.
         row: with its tokens shifted for each layer.
         embedding: the model's, cut off likewise.
-        rotary_pos_emb: as for the model's layers.
-        padding_mask: as for the model's layers.
     """
     states = [hidden]
     for layer, tokens in zip(block.layers, row.later, strict=True):
@@ -172,12 +159,8 @@ def mtp_loss(
     Args:
         hidden: [(1 + K) * L, E] result of `PolicyModel.run` for `row`.
         weight: [V' / tp, E] of the output layer; detached if the loss does not train it.
-        row: with K MTP layers.
         targets: [N] the micro-batch's response tokens.
         weights: [N] float32 in the loss of the optimizer step; 0 where masked.
-        chunk_tokens: tokens whose logits exist at a time.
-        num_vocab: V
-        tp_group: ranks that share the vocabulary.
     """
     length = row.input_ids.size(1)
     total = torch.zeros((), device=hidden.device)

@@ -1,7 +1,5 @@
 """Megatron's AdamW: distributed or not, on the GPU or the CPU, precision-aware or not."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -29,9 +27,6 @@ def freeze_parameters(chunks: Sequence[nn.Module], weights: Sequence[Weight], tr
     """Switch off the gradient of all parameters that are not trained. Before the stages are wrapped.
 
     Regexes are searched in the names of Hugging Face's checkpoint and in Megatron's, layers and experts counted over all ranks.
-
-    Args:
-        weights: all of the model.
 
     Raises:
         ConfigError: the lists do not fit the model, or would train a part of one of Megatron's matrices.

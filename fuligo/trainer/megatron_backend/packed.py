@@ -5,8 +5,6 @@ Indices are computed on the host with NumPy: torch wakes its threads for every o
 Padding follows the tokens of its sequence, or is a sequence of its own at the end of the row: under a causal mask no token sees it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -84,12 +82,10 @@ def pack_row(
     """Pack the part of context-parallel rank `cp_rank`.
 
     Args:
-        tokens: on the device of the row.
         layout: CP and TP decide what lengths must be multiples of.
         cp_rank: from 0 to `layout.cp` - 1.
         pad_multiple: T is a multiple of it.
         num_tokens: T, if micro-batches or ranks must agree on it; at least `Layout.row_tokens` of each. None: that of this one.
-        num_mtp_layers: MTP layers that run.
         counts: False for a repeated micro-batch, whose tokens are padding to the routers, too.
     """
     device = tokens.input_ids.device

@@ -1,7 +1,5 @@
 """Parts of the model's weights, and of the optimizer's state, on this rank: the units that a checkpoint writes and reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

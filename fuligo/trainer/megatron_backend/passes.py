@@ -4,8 +4,6 @@ Rows of a step differ in length, and pipeline stages send each other the lengths
 are all-gathered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ A provider changes what the model computes, not its weights: they keep the names
 and weight sync need no change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import TypeVar

@@ -5,8 +5,6 @@ one sequence and are scaled for gradients that are divided by the number of toke
 expert fails with a padding mask, and becomes bfloat16 with the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self, cast
 
@@ -112,11 +110,6 @@ def padding_mask(row: PackedRow, config: TransformerConfig, tp_group: dist.Proce
     """Return [S, L] bool, or [S, L / tp] of this TP rank's tokens under sequence parallelism: True if a token is not of the sequence.
 
     S is 1, for all sequences, if no loss distinguishes them. None for a model without experts.
-
-    Args:
-        row: this rank's tokens.
-        config: of the model.
-        tp_group: ranks that share the tokens.
     """
     if config.num_moe_experts is None:
         return None

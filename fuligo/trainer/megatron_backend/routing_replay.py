@@ -10,8 +10,6 @@ call without gradients is a first pass, of scoring or of a layer that will be re
 only pass of a layer. So each kind of call meets the micro-batches in their order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -151,15 +149,7 @@ def replayed(
     shape: RoutingShape,
     tp_group: dist.ProcessGroup,
 ) -> Iterator[dict[int, LayerReplay]]:
-    """Send the tokens of these micro-batches to the experts that their samples name while the block runs; yield the replays.
-
-    Args:
-        chunks: this rank's stages.
-        rows: this rank's part of each micro-batch.
-        samples: of each micro-batch.
-        shape: of the samples' experts.
-        tp_group: ranks that share a row's tokens.
-    """
+    """Send the tokens of these micro-batches to the experts that their samples name while the block runs; yield the replays."""
     routers = replayed_routers(chunks, shape)
     config = get_model_config(chunks[0])
     layers = list(routers)
@@ -184,7 +174,6 @@ def row_choices(row: PackedRow, samples: Sequence[TrainSample], layers: Sequence
     """Return [L, m, K] int16 choices on the row's device; `UNKNOWN` for padding, and for all of a row that does not count.
 
     Args:
-        samples: of the micro-batch.
         layers: [m] numbers among the M layers.
     """
     wanted = np.full((sum(len(sample.tokens) - 1 for sample in samples) + 1, len(layers), shape.top_k), UNKNOWN, np.int16)
@@ -216,7 +205,6 @@ def recorded_parts(
     """Return this rank's records by position of the sample.
 
     Args:
-        records: of this rank's layers.
         rows: for each micro-batch this rank's part, all its tokens, and the positions of its samples; none if it does not count.
     """
     layers = tuple(records)

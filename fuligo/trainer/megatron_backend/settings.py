@@ -1,7 +1,5 @@
 """Settings of the Megatron trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self

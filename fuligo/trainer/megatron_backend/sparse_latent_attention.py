@@ -5,8 +5,6 @@ for context parallelism, with an indexer in every layer, and it rotates the last
 the first rotated. Here only the latents (and the indexer's keys) are gathered over ranks; keys and values are never computed from them.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch
@@ -143,7 +141,6 @@ class SparseLatentAttention(LatentAttention):
         Args:
             hidden_states: [L, 1, E] this rank's pieces of every sequence, in their order; L / tp under sequence parallelism.
             attention_mask: None; sequences, causality and choice define the mask.
-            packed_seq_params: of the whole row.
 
         Returns:
             As `hidden_states`, and the bias to be added, as Megatron's linear layers return it.

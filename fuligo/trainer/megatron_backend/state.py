@@ -78,7 +78,6 @@ class CheckpointWriter:
 
         Args:
             states: by directory, which is created; the caller gives the checkpoint its final name when it is complete.
-            model_files: Hugging Face directory of the model.
 
         Raises:
             CheckpointError: a rank could not write; on every rank.

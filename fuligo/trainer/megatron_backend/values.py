@@ -1,7 +1,5 @@
 """Passes through the value model: with gradients for one optimizer step, without gradients to score samples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -21,11 +19,7 @@ from fuligo.types import FloatArray
 def compute_value_gradients(
     chunks: Sequence[nn.Module], step: StepShare, settings: MegatronTrainerSettings, device: torch.device, *, clip: float
 ) -> StepGradients | None:
-    """Sum the gradient of the value loss into the stages' buffers, as `gradients.compute_gradients` does; no scores. A collective.
-
-    Args:
-        clip: distance from the old values.
-    """
+    """Sum the gradient of the value loss into the stages' buffers, as `gradients.compute_gradients` does; no scores. A collective."""
     samples = step.samples
     rows = rows_of(samples.samples, step.schedule, settings, device, inputs_of=lambda plan: samples.micro_batch(plan, device))
     results: list[Objective] = []

@@ -1,7 +1,5 @@
 """Rank worker of the Megatron trainer: the same calls on all ranks, in the same order, each with the samples of its replica."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -99,9 +97,6 @@ class MegatronRankWorker:
 
     def train(self, steps: Sequence[StepShare]) -> StepResult:
         """Take the optimizer steps of a rollout. The result is complete on rank 0; other ranks have no metrics.
-
-        Args:
-            steps: this replica's samples of each optimizer step.
 
         Raises:
             TrainerError: a loss or a gradient is not finite; the weights are as they were before that optimizer step.

@@ -1,7 +1,5 @@
 """Megatron's process groups and random states, for a layout of ranks."""
 
-from __future__ import annotations
-
 import math
 
 from megatron.core import parallel_state, tensor_parallel
@@ -16,7 +14,6 @@ def join_megatron(layout: Layout, world: World, seed: int, *, timeout_s: float =
     """Form the groups of the parallel dimensions, inside the default process group. A collective.
 
     Args:
-        layout: of all ranks.
         seed: of Megatron's random states; weights that are not read from a checkpoint depend on it and on the rank's place alone.
         timeout_s: deadline of every operation of a group, rounded up to minutes.
 

@@ -1,7 +1,5 @@
 """Packed attention as an attention implementation of transformers, so that any of its models runs on packed tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Value model of one rank, with its optimizer."""
 
-from __future__ import annotations
-
 from fuligo.trainer.critic import BaseCritic
 from fuligo.trainer.ranks.settings import CriticSettings
 from fuligo.trainer.ranks.world import World

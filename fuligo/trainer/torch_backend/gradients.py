@@ -1,7 +1,5 @@
 """Gradients of one optimizer step: forward and backward over a rank's micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -25,9 +23,6 @@ def compute_gradients(policy: PolicyFn, step: StepShare, *, settings: LossSettin
 
     Args:
         policy: maps packed tokens to log-probabilities.
-        step: the rank's share.
-        settings: of the loss.
-        device: device of the policy.
     """
     sums: list[MetricSums] = []
     losses: list[Tensor] = []

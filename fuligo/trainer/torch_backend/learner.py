@@ -1,7 +1,5 @@
 """Model in training, with AdamW over its trained parameters, and its counters."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -19,7 +17,6 @@ class Learner:
 
     Args:
         model: already sharded, its frozen parameters frozen.
-        flag: flag of the learning rate.
         whose: for error messages, if there is more than one model: `of the value model`.
     """
 

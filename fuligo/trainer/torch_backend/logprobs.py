@@ -1,7 +1,5 @@
 """Log-probability and entropy of response tokens, from hidden states, without the logits of more than a chunk of tokens."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +26,7 @@ def token_logprobs(hidden: Tensor, head: OutputHead, targets: Tensor, *, tempera
 
     Args:
         hidden: [N, E] the hidden state *before* each target: position t - 1 predicts token t.
-        head: the output layer.
         targets: [N]
-        temperature: divides the logits.
         chunk_tokens: tokens whose logits exist at a time.
     """
     return TokenLogprobs(*_TokenLogprobs.apply(hidden, head.weight, head.bias, targets, temperature, chunk_tokens))

@@ -1,7 +1,5 @@
 """Hugging Face causal LM over packed tokens, as a policy; refused if packing would change its results."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings of the torch trainer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fuligo.trainer.ranks.settings import TrainerSettings

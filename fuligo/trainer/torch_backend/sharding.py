@@ -1,7 +1,5 @@
 """Sharding of the model over the ranks: fully sharded data parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

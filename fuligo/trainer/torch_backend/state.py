@@ -51,9 +51,7 @@ def save_state(directory: Path, state: TrainingState, *, model_files: Path, worl
 
     Args:
         directory: is created; the caller gives it its final name when it is complete.
-        state: to write.
         model_files: Hugging Face directory whose tokenizer files go beside the weights.
-        world: the ranks.
     """
     for place, named_tensors in _parts(state):
         if world.rank == 0:

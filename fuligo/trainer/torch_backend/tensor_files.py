@@ -1,7 +1,5 @@
 """Named tensors on disk: safetensors shards with the index of Hugging Face loaders, written and read one shard at a time."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path

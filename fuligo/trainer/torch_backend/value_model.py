@@ -1,7 +1,5 @@
 """Value model: the policy's architecture with an output layer of one row."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

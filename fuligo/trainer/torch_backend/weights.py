@@ -1,7 +1,5 @@
 """Weights of a model by name, gathered from the ranks one parameter at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Rank worker of the torch trainer: the same calls on all ranks, in the same order, each with its own samples."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -97,9 +95,6 @@ class TorchRankWorker:
 
     def train(self, steps: Sequence[StepShare]) -> StepResult:
         """Take the optimizer steps of a rollout.
-
-        Args:
-            steps: this rank's samples of each optimizer step.
 
         Raises:
             TrainerError: a loss or a gradient is not finite; the weights are as they were before that optimizer step.

@@ -34,7 +34,6 @@ def named_weights(
     Beside what the caller keeps, at most two batches of `gather_bytes` exist (or one larger tensor, twice).
 
     Args:
-        chunks: this rank's stages, bare or wrapped.
         dtype: of the tensors, except those that are always float32 (the bias of a router's scores).
     """
     groups, local = rank_groups(), local_weights(chunks)

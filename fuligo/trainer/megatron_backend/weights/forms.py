@@ -1,7 +1,5 @@
 """Conversion of a checkpoint's tensors to a rank's part of Megatron's, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 

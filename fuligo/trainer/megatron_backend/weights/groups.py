@@ -1,7 +1,5 @@
 """Groups of ranks that share weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.core import parallel_state

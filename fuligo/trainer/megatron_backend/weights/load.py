@@ -1,7 +1,5 @@
 """Loading of a Hugging Face checkpoint into a Megatron model of any layout."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence
@@ -34,7 +32,6 @@ def load_hugging_face(chunks: Sequence[nn.Module], directory: Path, *, is_value_
     Every rank reads its own slices of the files; ranks exchange nothing.
 
     Args:
-        chunks: this rank's stages, bare or wrapped.
         directory: config.json and safetensors files, as published or as transformers 5 saves them.
         is_value_model: the stages are a value model's, whose head is loaded only if the files have one.
 

@@ -1,7 +1,5 @@
 """This rank's weights, under names that do not depend on the layout or on the layers' implementation."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

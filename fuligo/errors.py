@@ -33,6 +33,10 @@ class DataError(FuligoError):
     exit_code = 2
 
 
+class DataChangedError(FuligoError):
+    """Prompt file whose content changed or was lost while a run read it; not a `DataError`, which may be one bad row among good ones."""
+
+
 class HookError(ConfigError):
     """User function that cannot be imported or does not fit its call."""
 

@@ -58,6 +58,10 @@ class Rows:
     def place(self, row: int) -> str:
         return self._file.place(self._selected[row])
 
+    def digest(self) -> str:
+        """Return a digest of the file's content and of which of its rows are selected."""
+        return f"{self._file.content.digest()}[{self._selected.start}:{self._selected.stop}]"
+
 
 class Dataset(Generic[Item]):
     """Random access to the items made from the rows of a file. Each access parses and tokenizes its row."""
@@ -93,6 +97,7 @@ class Dataset(Generic[Item]):
         Raises:
             PromptTooLongError: it is longer than `max_prompt_tokens`
             DataError: the row is malformed; names the file and the line
+            DataChangedError: the file's content has changed since it was opened, or cannot be read any more
         """
         fields = self._rows[row]
         try:
@@ -103,6 +108,14 @@ class Dataset(Generic[Item]):
         if limit is not None and num_tokens > limit:
             raise PromptTooLongError(f"{self._rows.place(row)}: {num_tokens} tokens, more than --rollout-max-prompt-len {limit}")
         return item
+
+    def digest(self) -> str:
+        """Return a digest of the rows; the first call reads the whole file.
+
+        Raises:
+            DataChangedError: the file's content has changed since it was opened, or cannot be read any more
+        """
+        return self._rows.digest()
 
     def _make(self, row: int, fields: Fields) -> tuple[Item, int]:
         """Make the item, and return it with the number of tokens that the length limit applies to."""

@@ -2,13 +2,13 @@
 
 import json
 import os
-import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fuligo.data.open_file import OpenFile
 from fuligo.errors import DataError
 
 _CHUNK_BYTES = 8 * 1024**2
@@ -21,16 +21,15 @@ class JsonlFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._descriptor)
-        self._starts = line_starts(self._descriptor)
+        self.content = OpenFile(path)
+        self._starts = line_starts(self.content.descriptor)
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         start, stop = int(self._starts[row]), int(self._starts[row + 1])
-        line = os.pread(self._descriptor, stop - start, start)
+        line = self.content.read(start, stop)
         if start == 0:
             line = line.removeprefix(_BYTE_ORDER_MARK)
         try:
@@ -58,7 +57,7 @@ class JsonlFile:
         """Return the 1-based line number. It is counted for errors only, so the index needs no second array."""
         newlines = 0
         for start in range(0, offset, _CHUNK_BYTES):
-            newlines += os.pread(self._descriptor, min(_CHUNK_BYTES, offset - start), start).count(b"\n")
+            newlines += os.pread(self.content.descriptor, min(_CHUNK_BYTES, offset - start), start).count(b"\n")
         return newlines + 1
 
 

@@ -1,5 +1,6 @@
 """Random access to parquet, by row group."""
 
+import os
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fuligo.data.open_file import OpenFile
 from fuligo.errors import DataError
 
 _CACHE_BYTES = 256 * 1024**2
@@ -19,8 +21,10 @@ class ParquetFile:
 
     def __init__(self, path: Path, columns: list[str]) -> None:
         self.path = path
+        self.content = OpenFile(path)
         try:
-            self._file = pq.ParquetFile(path, memory_map=True)
+            # By descriptor: Arrow would open the path again, which may be another file by now.
+            self._file = pq.ParquetFile(pa.PythonFile(os.fdopen(self.content.descriptor, "rb", buffering=0, closefd=False), mode="r"))
         except pa.ArrowInvalid as error:
             raise DataError(f"{path} is not a parquet file: {error}") from error
         present = self._file.schema_arrow.names
@@ -37,6 +41,7 @@ class ParquetFile:
         return int(self._group_starts[-1])
 
     def __getitem__(self, row: int) -> dict[str, Any]:
+        self.content.check()
         group = int(np.searchsorted(self._group_starts, row, side="right")) - 1
         table = self._group(group)
         return table.slice(row - int(self._group_starts[group]), 1).to_pylist()[0]
@@ -51,7 +56,9 @@ class ParquetFile:
         try:
             table = self._file.read_row_group(group, columns=self._columns)
         except (pa.ArrowException, OSError) as error:
+            self.content.check()
             raise DataError(f"{self.path}: cannot read row group {group}: {error}") from error
+        self.content.check()
         self._cached[group] = table
         while len(self._cached) > 1 and sum(cached.nbytes for cached in self._cached.values()) > _CACHE_BYTES:
             self._cached.popitem(last=False)

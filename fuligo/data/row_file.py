@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from fuligo.data.open_file import OpenFile
 from fuligo.errors import DataError
 
 _SLICED = re.compile(r"(?P<path>.+)@\[(?P<slice>[^\[\]]*)\]", re.DOTALL)
@@ -17,6 +18,7 @@ class RowFile(Protocol):
     """Random access to the rows of a file."""
 
     path: Path
+    content: OpenFile
 
     def __len__(self) -> int: ...
 
@@ -25,6 +27,7 @@ class RowFile(Protocol):
 
         Raises:
             DataError: the row is malformed; names the file and the line
+            DataChangedError: the file's content has changed since it was opened, or cannot be read any more
         """
         ...
 
@@ -43,6 +46,8 @@ def open_rows(path: Path, columns: list[str]) -> RowFile:
         raise DataError(f"{path} is a directory; prompt data must be one jsonl or parquet file")
     if not path.exists():
         raise DataError(f"{path} does not exist (looked in {Path.cwd()})")
+    if not path.is_file():
+        raise DataError(f"{path} is not a regular file; rows are read in any order, which a pipe or device cannot do")
     try:
         rows = _open(path, columns)
     except OSError as error:

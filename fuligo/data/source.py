@@ -1,5 +1,6 @@
 """Sources of prompts: order, returned rows, and an exact position in both."""
 
+import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,8 +13,11 @@ from fuligo.data.dataset import Dataset, Item, PromptTooLongError
 from fuligo.errors import DataError
 from fuligo.types import Prompt
 
-SourceState = dict[str, int | list[int]]
-"""State for a checkpoint: `num_rows`, `epoch`, `offset`, `returned`, `dropped_too_long`, `bad_rows`."""
+SourceState = dict[str, int | str | list[int]]
+"""State for a checkpoint: `num_rows`, `digest` of the file, `epoch`, `offset`, `returned`, `dropped_too_long`, `bad_rows`."""
+
+_OTHER_DATA = "resume with the same --prompt-data, or start a new run from the checkpoint's weights with --ref-load"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -67,6 +71,7 @@ class RowSource(Generic[Item]):
         settings = dataset.settings
         self.counts = SourceCounts()
         self._dataset = dataset
+        self._digest = dataset.digest()
         self._skip_bad_rows = settings.skip_bad_rows
         self._order = PromptOrder(len(dataset), shuffle=settings.shuffle, seed=settings.seed)
         self._returned: deque[int] = deque()
@@ -95,6 +100,7 @@ class RowSource(Generic[Item]):
     def state(self) -> SourceState:
         return {
             "num_rows": self._order.num_rows,
+            "digest": self._digest,
             "epoch": self._order.epoch,
             "offset": self._order.offset,
             "returned": list(self._returned),
@@ -111,7 +117,14 @@ class RowSource(Generic[Item]):
         if state.get("num_rows") != len(self._dataset):
             raise DataError(
                 f"cannot resume: the data set has {len(self._dataset)} rows, that of the checkpoint had {state.get('num_rows', 'none')}; "
-                "resume with the same --prompt-data, or start a new run from the checkpoint's weights with --ref-load"
+                f"{_OTHER_DATA}"
+            )
+        if "digest" not in state:
+            logger.warning("the checkpoint has no digest of its prompt file: only the number of rows was compared")
+        elif state["digest"] != self._digest:
+            raise DataError(
+                f"cannot resume: the data set has {len(self._dataset)} rows, as that of the checkpoint, but other content "
+                f"(digest {self._digest}, the checkpoint's is {state['digest']}); {_OTHER_DATA}"
             )
 
     def restore(self, state: SourceState) -> None:

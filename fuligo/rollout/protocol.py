@@ -66,9 +66,9 @@ class PromptStream(Protocol):
         """Return prompts that were taken and not used; they are taken next."""
         ...
 
-    def state(self) -> dict[str, int | list[int]]: ...
+    def state(self) -> dict[str, int | str | list[int]]: ...
 
-    def restore(self, state: dict[str, int | list[int]], /) -> None: ...
+    def restore(self, state: dict[str, int | str | list[int]], /) -> None: ...
 
 
 class GroupStream(Protocol):
@@ -109,7 +109,7 @@ class Draw:
 class RolloutState:
     """Position of the sampling after a rollout, saved in its checkpoint."""
 
-    source: dict[str, int | list[int]]
+    source: dict[str, int | str | list[int]]
     """Position in the data: epoch, offset, rows to be drawn again."""
     next_sample_index: int = 0
     next_group_index: int = 0

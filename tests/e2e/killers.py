@@ -62,3 +62,10 @@ async def signal_engine(args, sample: Sample) -> float:
             if " serve " in command:
                 os.kill(pid, signal.Signals[name])
     return float(sample.index % 2)
+
+
+async def truncate_prompts(args, sample: Sample) -> float:
+    """Truncate the prompt file if TRUNCATE_PROMPTS is set."""
+    if os.environ.get("TRUNCATE_PROMPTS"):
+        os.truncate(args.prompt_data, 1)
+    return float(sample.index % 2)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -12,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
 
@@ -65,6 +69,34 @@ def test_an_engine_that_dies_or_stops_answering_is_named(number: str, said: str,
     assert [record["step"] for record in metrics(run_dir)] == [0]
     assert {row["step"] for row in sample_rows(run_dir, "index")} == {0}
 
+    succeed(*command)
+    assert [record["step"] for record in metrics(run_dir)] == [0, 1]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_prompt_file_truncated_under_a_run_ends_it_with_one_sentence(suffix: str, job: Job, prompts: Path, tmp_path: Path) -> None:
+    """Not by SIGBUS; restored, the run resumes, and with other content of as many rows it is refused."""
+    run_dir, data = tmp_path / "run", tmp_path / f"prompts.{suffix}"
+    table = pa.Table.from_pylist([json.loads(line) for line in prompts.read_text().splitlines()])
+    write = {"parquet": lambda: pq.write_table(table, data, row_group_size=4), "jsonl": lambda: shutil.copy(prompts, data)}[suffix]
+    write()
+    command = job(
+        prompt_data=data,
+        rm_type=None,
+        custom_rm_path="tests.e2e.killers.truncate_prompts",
+        num_rollout=2,
+        save_interval=1,
+        run_dir=run_dir,
+        load=run_dir / "checkpoints",
+    )
+    error = fail(1, *command, TRUNCATE_PROMPTS="1")
+    assert f"cannot go on with {data}: its content changed while it was read" in error
+    assert [record["step"] for record in metrics(run_dir)] == [0]
+    lines = prompts.read_text().splitlines()
+    if suffix == "jsonl":
+        data.write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
+        assert "cannot resume: the data set has 40 rows, as that of the checkpoint, but other content" in fail(2, *command)
+    write()
     succeed(*command)
     assert [record["step"] for record in metrics(run_dir)] == [0, 1]
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fuligo.data import DataSettings, PromptDataset, PromptSource
 from fuligo.data.source import PromptOrder
-from fuligo.errors import DataError
+from fuligo.errors import DataChangedError, DataError
 from tests import tiny
 
 Write = Callable[..., Path]
@@ -98,10 +98,20 @@ def test_a_bad_row_ends_the_run_unless_it_may_be_skipped(write_rows: Write, toke
     assert source.counts.bad_rows == 1
 
 
-def test_a_file_that_lost_its_usable_rows_ends_the_run_instead_of_looping(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_rewritten_file_ends_the_run_also_where_bad_rows_are_skipped(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write_rows({"input": "first"}, {"input": "other"})
     source = PromptSource(PromptDataset.open(path, DataSettings(skip_bad_rows=True), tokenizer))
     path.write_text("x" * path.stat().st_size)
+    with pytest.raises(DataChangedError, match="its content changed while it was read"):
+        source.take(1)
+    assert source.counts.bad_rows == 0
+
+
+def test_a_file_whose_rows_became_unusable_ends_the_run_instead_of_looping(
+    write_rows: Write, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = PromptSource(PromptDataset.open(write_rows({"input": "a"}, {"input": "b"}), DataSettings(skip_bad_rows=True), tokenizer))
+    monkeypatch.setattr(tokenizer, "__class__", type("Broken", (), {"__call__": lambda *_, **__: {"input_ids": []}, "bos_token_id": None}))
     with pytest.raises(DataError, match="a whole epoch of 2 rows has no usable row"):
         source.take(1)
 
@@ -110,6 +120,25 @@ def test_a_state_of_other_data_is_refused(dataset: PromptDataset, write_rows: Wr
     other = PromptSource(PromptDataset.open(write_rows({"input": "a"}), DataSettings(), tokenizer))
     with pytest.raises(DataError, match="the data set has 1 rows, that of the checkpoint had 7"):
         other.restore(PromptSource(dataset).state())
+
+
+def test_a_state_of_other_content_with_as_many_rows_is_refused(
+    write_rows: Write, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    def source(path: Path | str) -> PromptSource:
+        return PromptSource(PromptDataset.open(path, DataSettings(), tokenizer))
+
+    path = write_rows({"input": "a"}, {"input": "b"}, {"input": "c"})
+    state = source(f"{path}@[:2]").state()
+    source(f"{path}@[0:2]").restore(state)
+    with pytest.raises(DataError, match="the data set has 2 rows, as that of the checkpoint, but other content"):
+        source(f"{path}@[1:]").restore(state)
+    path.write_text(path.read_text().replace("b", "x"))
+    with pytest.raises(DataError, match=r"but other content .*; resume with the same --prompt-data, or start a new run"):
+        source(f"{path}@[:2]").restore(state)
+    del state["digest"]
+    source(f"{path}@[:2]").restore(state)
+    assert "the checkpoint has no digest of its prompt file: only the number of rows was compared" in caplog.text
 
 
 def test_the_order_depends_on_the_seed_and_the_epoch_alone() -> None:

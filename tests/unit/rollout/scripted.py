@@ -139,10 +139,10 @@ class Rows:
     def give_back(self, prompts: list[Prompt], /) -> None:
         self.returned = [prompt.row for prompt in prompts] + self.returned
 
-    def state(self) -> dict[str, int | list[int]]:
+    def state(self) -> dict[str, int | str | list[int]]:
         return {"position": self.position, "returned": list(self.returned)}
 
-    def restore(self, state: dict[str, int | list[int]], /) -> None:
+    def restore(self, state: dict[str, int | str | list[int]], /) -> None:
         position, returned = state["position"], state["returned"]
         assert isinstance(position, int) and isinstance(returned, list)
         self.position, self.returned = position, list(returned)

@@ -1,0 +1,106 @@
+"""Prompt file under a descriptor of its own, whose content must stay the same as long as a run reads it."""
+
+import hashlib
+import os
+import weakref
+from pathlib import Path
+
+from fuligo.errors import DataChangedError
+
+_CHUNK_BYTES = 8 * 1024**2
+
+
+class OpenFile:
+    """File that is read by explicit reads, never mapped: a map of a file that shrinks kills the process by SIGBUS.
+
+    Renaming, replacing or deleting the file changes nothing for this object. A change of its content is noticed by size and times, which
+    are compared after every read. When they differ and the digest was taken before, the content decides: `touch`, `chmod` and appending
+    are harmless.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file.
+
+        Raises:
+            OSError: it cannot be opened
+        """
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
+        self._state = self._current_state()
+        self.num_bytes = self._state[0]
+        """Size when it was opened."""
+        self._digest: str | None = None
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Read the bytes from `start` up to `stop`, at most the size when it was opened.
+
+        Raises:
+            DataChangedError: the content has changed or cannot be read any more
+        """
+        parts: list[bytes] = []
+        try:
+            while start < stop and (part := os.pread(self.descriptor, min(_CHUNK_BYTES, stop - start), start)):
+                parts.append(part)
+                start += len(part)
+        except OSError as error:
+            raise self._lost(error) from error
+        if start < stop:
+            raise self._changed()
+        self.check()
+        return b"".join(parts)
+
+    def digest(self) -> str:
+        """Return the BLAKE2b digest of the content; the first call reads the whole file.
+
+        Raises:
+            DataChangedError: the content has changed since it was opened, or cannot be read any more
+        """
+        if self._digest is None:
+            digest = self._compute_digest()
+            self.check()
+            self._digest = digest
+        return self._digest
+
+    def check(self) -> None:
+        """Check that the content is that of the opened file.
+
+        Raises:
+            DataChangedError: it has changed, or cannot be read any more
+        """
+        try:
+            state = self._current_state()
+        except OSError as error:
+            raise self._lost(error) from error
+        if state == self._state:
+            return
+        if self._digest is None or self._compute_digest() != self._digest:
+            raise self._changed()
+        self._state = state
+
+    def _compute_digest(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        position = 0
+        try:
+            while chunk := os.pread(self.descriptor, min(_CHUNK_BYTES, self.num_bytes - position), position):
+                digest.update(chunk)
+                position += len(chunk)
+        except OSError as error:
+            raise self._lost(error) from error
+        return digest.hexdigest()
+
+    def _current_state(self) -> tuple[int, int, int]:
+        """Return size in bytes, and the times of the last change of content and of attributes in ns; the latter cannot be set back."""
+        status = os.fstat(self.descriptor)
+        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+    def _changed(self) -> DataChangedError:
+        size = os.fstat(self.descriptor).st_size
+        sizes = f"{self.num_bytes:,} bytes before, {size:,} now" if size != self.num_bytes else f"{size:,} bytes as before"
+        return DataChangedError(
+            f"cannot go on with {self.path}: its content changed while it was read ({sizes}); restore the file and resume from the last "
+            "checkpoint, or start a new run. To replace a file that a run reads, write another one and rename it"
+        )
+
+    def _lost(self, error: OSError) -> DataChangedError:
+        return DataChangedError(f"cannot read {self.path} any more: {error.strerror}; make it readable and resume from the last checkpoint")

@@ -11,6 +11,8 @@ from collections.abc import MutableMapping
 
 import psutil
 
+from fuligo.engines.host import is_loopback, use_loopback_interface
+
 _EXACTLY = "="
 """NCCL takes a bare name as a prefix."""
 
@@ -19,9 +21,12 @@ def use_interface_of(address: str, environment: MutableMapping[str, str] = os.en
     """Set gloo, TensorPipe and NCCL of this process and its children to the interface with this address, unless the user chose one.
 
     Args:
-        address: this node's; a loopback address changes nothing
+        address: this node's; on a single node a loopback address, which leaves NCCL its own choice
     """
-    name = None if address.startswith("127.") else _interface_of(address)
+    if is_loopback(address):
+        use_loopback_interface(environment)
+        return
+    name = _interface_of(address)
     if name is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", name)
         environment.setdefault("TP_SOCKET_IFNAME", name)

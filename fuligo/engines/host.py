@@ -1,10 +1,24 @@
-"""Address of this machine for others."""
+"""This machine in the network: its address for others, its loopback interface, and stores that listen at one address alone."""
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+logger = logging.getLogger(__name__)
+LOOPBACK = "127.0.0.1"
+_LOOPBACK_INTERFACES = ("lo", "lo0")
+_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def own_address(urls: Sequence[str]) -> str:
@@ -14,6 +28,72 @@ def own_address(urls: Sequence[str]) -> str:
             parts = urlsplit(url)
             probe.connect((parts.hostname or "", parts.port or 80))  # chooses a route, sends nothing
             address = probe.getsockname()[0]
-        if not address.startswith("127."):
+        if not is_loopback(address):
             return address
-    return "127.0.0.1"
+    return LOOPBACK
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches the address or name."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def use_loopback_interface(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have gloo and TensorPipe of this process and its children listen on the loopback interface, unless the user chose another.
+
+    By default they take the interface that the host's name resolves to, where the network reaches them. NCCL keeps its own choice: between
+    the GPUs of a host its listener only exchanges addresses.
+    """
+    for _, name in socket.if_nameindex():
+        if name in _LOOPBACK_INTERFACES:
+            for variable in _VARIABLES:
+                environment.setdefault(variable, name)
+
+
+@contextmanager
+def reachable_by_others(host: str) -> Iterator[None]:
+    """Have a gloo group that is made in the block listen on the default interface if `host` is not a loopback address.
+
+    Ranks of this machine communicate over loopback, but the group with engines of other machines cannot.
+    """
+    chosen = os.environ.get(_VARIABLES[0])
+    if is_loopback(host) or chosen not in _LOOPBACK_INTERFACES:
+        yield
+        return
+    del os.environ[_VARIABLES[0]]
+    try:
+        yield
+    finally:
+        os.environ[_VARIABLES[0]] = chosen
+
+
+def listening_store(host: str, port: int = 0, *, timeout: timedelta = timedelta(seconds=300)) -> TCPStore:
+    """Open a TCPStore that listens as `listening_socket`; by itself it listens on every interface, whatever host it is given.
+
+    Args:
+        timeout: of waits for a key
+    """
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    listener = listening_socket(host, port)
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach())
+
+
+def listening_socket(host: str, port: int = 0) -> socket.socket:
+    """Listen at `host` alone. If it is no address of this machine but one that others translate, listen on every interface, with a warning.
+
+    Args:
+        port: 0: a free one
+
+    Raises:
+        OSError: the port is taken
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        return socket.create_server(address[:2], family=family, backlog=1024)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        logger.warning("%s is not an address of this machine's interfaces; listening on all of them", host)
+        return socket.create_server(("", port), backlog=1024)

@@ -22,6 +22,7 @@ def run_job(config: Config) -> int:
     """Run `fuligo train` and return the exit code 0. Under torchrun, the first process drives and the others follow it.
 
     Raises:
+        ConfigError: torchrun started ranks on several hosts, which have no common key
         FuligoError: the run failed
     """
     from rich.console import Console
@@ -29,6 +30,8 @@ def run_job(config: Config) -> int:
     from fuligo.trainer.ranks.torchrun import follow, torchrun_place
 
     place = torchrun_place()
+    if place is not None:
+        place.read_key()  # a missing one is found before the engines start
     if place is not None and place.rank > 0:
         follow(place)
         return 0

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 from fuligo.engines.connect import connect
 from fuligo.engines.deadlines import BUCKET
 from fuligo.engines.engine import InferenceEngine
+from fuligo.engines.host import listening_store, reachable_by_others
 from fuligo.errors import EngineError
 from fuligo.formats.buckets import Bucket, as_bytes
 from fuligo.formats.weight_manifest import EngineAddress
@@ -53,7 +54,7 @@ class BroadcastGroup:
         self._clients = [connect(engine.url, retries=0, number=engine.number) for engine in engines]
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._group: dist.ProcessGroup | None = None
-        self._store: TCPStore | None = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        self._store: TCPStore | None = listening_store(host, timeout=TIMEOUT)
         try:
             self._group = self._join(backend, host, self._store.port)
         except EngineError:
@@ -79,15 +80,16 @@ class BroadcastGroup:
             store = TCPStore(
                 host, port, is_master=False, timeout=TIMEOUT
             )  # the master store closes on failure, which wakes everyone who waits in it
-            group, _ = _new_process_group_helper(
-                world_size,
-                0,
-                [],
-                dist.Backend(backend),
-                PrefixStore(self.name, store),
-                group_name=self.name,  # pyright: ignore[reportArgumentType]  # SGLang passes a plain string, too
-                timeout=TIMEOUT,
-            )
+            with reachable_by_others(host):
+                group, _ = _new_process_group_helper(
+                    world_size,
+                    0,
+                    [],
+                    dist.Backend(backend),
+                    PrefixStore(self.name, store),
+                    group_name=self.name,  # pyright: ignore[reportArgumentType]  # SGLang passes a plain string, too
+                    timeout=TIMEOUT,
+                )
             assert isinstance(group, dist.ProcessGroup)
             _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
             return group

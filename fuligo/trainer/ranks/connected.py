@@ -1,4 +1,4 @@
-"""Ranks in other processes, reached through a connection: children of the driver by a socket pair, torchrun's processes by TCP.
+"""Ranks in other processes, reached through a connection: children of the driver and torchrun's processes.
 
 A message to a rank is a header and a pickled command, a message from it a number and its pickled `Answer`.
 """
@@ -14,21 +14,34 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from fuligo.trainer.ranks.commands import Answer, R, SharedCommand
 from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.executor import RankExecutor
 from fuligo.trainer.ranks.handle import RankHandle, RankLostError
+from fuligo.trainer.ranks.signed import ForgedMessageError
 
 END_TIMEOUT_S = 10.0
 EXIT_TIMEOUT_S = 5.0
 """Between the end of a rank's connection and that of its process."""
 _HEADER = struct.Struct("!q?")
 """Number of the command, and its `is_queued`."""
+
+
+class RankConnection(Protocol):
+    """Connection whose other end is known to be a process of the run: a `Connection`, or a `signed.SignedConnection`."""
+
+    def send_bytes(self, message: bytes, /) -> None: ...
+
+    def recv_bytes(self, maxlength: int | None = None, /) -> bytes | bytearray: ...
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
 
 
 class ConnectedRank(RankHandle):
@@ -38,7 +51,7 @@ class ConnectedRank(RankHandle):
         process: where the driver started it; None: torchrun did
     """
 
-    def __init__(self, rank: int, host: str, connection: Connection, process: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(self, rank: int, host: str, connection: RankConnection, process: subprocess.Popen[bytes] | None = None) -> None:
         super().__init__(rank, host)
         self._connection = connection
         self._process = process
@@ -79,12 +92,15 @@ class ConnectedRank(RankHandle):
             self._connection.send_bytes(body)
 
     def _receive_all(self) -> None:
+        cause: Exception | None = None
         try:
-            with self._connection, suppress(EOFError, OSError):
+            with closing(self._connection):
                 while True:
                     self._receive()
+        except (EOFError, OSError) as error:
+            cause = error
         finally:
-            lost = RankLostError(self._how_it_ended())
+            lost = RankLostError(f"cannot be trusted: {cause}" if isinstance(cause, ForgedMessageError) else self._how_it_ended())
             with self._lock:
                 self._lost = lost
                 pending, self._pending = list(self._pending.values()), {}
@@ -134,7 +150,7 @@ def start_process(rank: int, size: int, host: str) -> ConnectedRank:
     return ConnectedRank(rank, host, Connection(ours.detach()), process)
 
 
-def serve(connection: Connection, executor: RankExecutor) -> None:
+def serve(connection: RankConnection, executor: RankExecutor) -> None:
     """Answer commands until the driver closes the connection after `Leave`.
 
     Where the driver ends without `Leave`, end this process at once, even if it hangs in a collective.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from fuligo.engines.host import is_loopback, listening_store, use_loopback_interface
+
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -42,12 +44,10 @@ class Rank:
         return self._worker
 
     def open_rendezvous(self) -> Rendezvous:
-        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
         from fuligo.trainer.ranks.world import Rendezvous
 
         if self._rendezvous is None:
-            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+            self._store = listening_store(self._host)
             self._rendezvous = Rendezvous(self._host, self._store.port)
         return self._rendezvous
 
@@ -57,6 +57,8 @@ class Rank:
         from fuligo.trainer.ranks import worker, world
 
         joined = world.World()
+        if rendezvous is None or is_loopback(rendezvous.host):
+            use_loopback_interface()
         if settings.needs_process_group:
             store = HashStore() if rendezvous is None else rendezvous.connect()
             joined = world.join_trainer(settings, self.number, self._size, store)

@@ -1,38 +1,49 @@
-"""Ranks that torchrun started, on any number of machines: each connects to rank 0, which drives."""
+"""Ranks that torchrun started: each connects to rank 0, which drives.
+
+On one host they connect through a Unix socket, of which the kernel tells whose process is at the other end. On several hosts they prove
+that they know the run's key and sign every message. torchrun's own store takes requests from everybody who reaches it, so it passes on only
+where rank 0 listens.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import os
 import secrets
 import socket
 import struct
+import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 
 from torch.distributed import DistStoreError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from fuligo.engines.host import is_loopback, listening_socket, listening_store, use_loopback_interface
 from fuligo.errors import ConfigError, TrainerError
 from fuligo.trainer.ranks.compute_thread import ComputeThread
-from fuligo.trainer.ranks.connected import ConnectedRank, serve
+from fuligo.trainer.ranks.connected import ConnectedRank, RankConnection, serve
 from fuligo.trainer.ranks.executor import RankExecutor
 from fuligo.trainer.ranks.handle import InProcessRank, RankHandle
 from fuligo.trainer.ranks.rank import Rank
+from fuligo.trainer.ranks.signed import SignedConnection
 from fuligo.trainer.ranks.world import Rendezvous
 
+logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 300.0
 """For all ranks to connect to the driver once it listens."""
-_HANDSHAKE_TIMEOUT = struct.pack("ll", 10, 0)
-"""Seconds and microseconds that a process which connects has to prove that it knows the secret."""
-_NO_TIMEOUT = struct.pack("ll", 0, 0)
+HANDSHAKE_TIMEOUT_S = 10.0
+"""For a process that connects to introduce itself."""
+KEY_VARIABLE = "FULIGO_RANKS_KEY"
+MIN_KEY_LENGTH = 32
+_MAX_HELLO_BYTES = 1024
 _WAIT = timedelta(hours=1)
 """For the driver, before asking again: torch writes a warning to stderr each time that nothing came."""
-_KEY = "fuligo/driver"
-"""In torchrun's store: port and secret of the driver's listener."""
+_ADDRESS = "fuligo/driver"
+"""In torchrun's store: where the driver listens, a port or the name of a Unix socket."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,12 +54,37 @@ class TorchrunPlace:
     size: int
     rendezvous: Rendezvous
     """Address of torchrun's store."""
+    on_one_host: bool
+    """All of them run on this machine."""
 
     def host_store(self) -> TCPStore | None:
         """Open the store on rank 0; None where torchrun's agent has opened it."""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
             return None
-        return TCPStore(self.rendezvous.host, self.rendezvous.port, is_master=True, wait_for_workers=False)
+        return listening_store(self.listens_at, self.rendezvous.port)
+
+    @property
+    def listens_at(self) -> str:
+        """Address at which rank 0 takes connections; launchers may call rank 0's machine localhost on that machine alone."""
+        host = self.rendezvous.host
+        return "0.0.0.0" if is_loopback(host) and not self.on_one_host else host
+
+    def read_key(self) -> bytes | None:
+        """Return the secret that ranks on several hosts share; None on one host.
+
+        Raises:
+            ConfigError: the environment has none, or one that can be guessed
+        """
+        if self.on_one_host and sys.platform == "linux":
+            return None
+        key = os.environ.get(KEY_VARIABLE, "")
+        if len(key) < MIN_KEY_LENGTH:
+            found = f"{KEY_VARIABLE} has {len(key)} characters" if key else f"{KEY_VARIABLE} is not set"
+            raise ConfigError(
+                f"cannot connect ranks of several hosts: {found}, and at least {MIN_KEY_LENGTH} are needed; set it to the output "
+                "of `openssl rand -hex 32`, the same on every host, in the environment of torchrun"
+            )
+        return key.encode()
 
 
 def torchrun_place() -> TorchrunPlace | None:
@@ -57,7 +93,8 @@ def torchrun_place() -> TorchrunPlace | None:
     if int(environment.get("WORLD_SIZE", "1")) <= 1:
         return None
     rendezvous = Rendezvous(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
-    return TorchrunPlace(int(environment["RANK"]), int(environment["WORLD_SIZE"]), rendezvous)
+    size = int(environment["WORLD_SIZE"])
+    return TorchrunPlace(int(environment["RANK"]), size, rendezvous, on_one_host=environment.get("LOCAL_WORLD_SIZE") == str(size))
 
 
 async def connect_ranks(place: TorchrunPlace, size: int) -> list[RankHandle]:
@@ -75,28 +112,48 @@ async def connect_ranks(place: TorchrunPlace, size: int) -> list[RankHandle]:
             f"torchrun started {place.size} processes, but the flags ask for {size} trainer ranks; set --actor-num-nodes and "
             "--actor-num-gpus-per-node to what torchrun starts"
         )
+    key = place.read_key()
+    if place.on_one_host:
+        use_loopback_interface()
     executor = RankExecutor(Rank(0, size, rendezvous=place.rendezvous, store=place.host_store()))
     connecting = ComputeThread("torchrun-ranks")  # a daemon: a rank that never connects does not keep this process from ending
     try:
-        others = await asyncio.wrap_future(connecting.submit(lambda: _accept_all(place)))
+        others = await asyncio.wrap_future(connecting.submit(lambda: _accept_all(place, key)))
     finally:
         connecting.stop()
     return [InProcessRank(executor, socket.gethostname()), *others]
 
 
 def follow(place: TorchrunPlace) -> None:
-    """Be a rank other than the first until the driver ends."""
-    connection = _connect(place)
-    connection.send((place.rank, socket.gethostname()))
+    """Be a rank other than the first until the driver ends.
+
+    Raises:
+        ConfigError: the hosts have no common key
+        TrainerError: the process that listens where the driver should is not the driver
+    """
+    key = place.read_key()
+    connection = _connect(place, key)
+    connection.send_bytes(json.dumps({"rank": place.rank, "host": socket.gethostname()}).encode())
+    try:
+        connection.recv_bytes(_MAX_HELLO_BYTES)
+    except (EOFError, OSError) as error:
+        advice = "" if key is None else f"; {KEY_VARIABLE} must be the same on every host"
+        raise TrainerError(f"cannot join the trainer as rank {place.rank}: the driver does not know this process{advice}") from error
+    if place.on_one_host:
+        use_loopback_interface()
     serve(connection, RankExecutor(Rank(place.rank, place.size)))
 
 
-def _accept_all(place: TorchrunPlace) -> list[ConnectedRank]:
-    """Return ranks 1 to size - 1; only processes that read the secret from torchrun's store get past the handshake."""
-    secret = secrets.token_bytes(32)
+def _accept_all(place: TorchrunPlace, key: bytes | None) -> list[ConnectedRank]:
+    """Return ranks 1 to size - 1.
+
+    Raises:
+        TrainerError: one did not connect in time
+    """
     ranks: dict[int, ConnectedRank] = {}
-    with _listen(place.rendezvous.host) as listener:
-        place.rendezvous.connect().set(_KEY, f"{listener.getsockname()[1]} {secret.hex()}")
+    listener, address = _listen(place, key)
+    with listener:
+        place.rendezvous.connect().set(_ADDRESS, address)
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while len(ranks) < place.size - 1:
             listener.settimeout(max(0.001, deadline - time.monotonic()))
@@ -107,44 +164,80 @@ def _accept_all(place: TorchrunPlace) -> list[ConnectedRank]:
                 raise TrainerError(
                     f"trainer ranks {missing} (started by torchrun) did not connect within {CONNECT_TIMEOUT_S:g} s"
                 ) from None
-            with suppress(AuthenticationError, EOFError, OSError):
-                connection = _authenticated(accepted, secret)
-                rank, host = connection.recv()
-                ranks[rank] = ConnectedRank(rank, host, connection)
+            try:
+                rank = _introduced(accepted, key, place.size)
+            except (EOFError, OSError, ValueError, TypeError, KeyError) as error:
+                accepted.close()
+                logger.warning("refused a process that connected as a trainer rank: %s", error or type(error).__name__)
+            else:
+                ranks.setdefault(rank.rank, rank)
     return [ranks[rank] for rank in range(1, place.size)]
 
 
-def _listen(host: str) -> socket.socket:
-    """Listen where the other ranks can connect: on the loopback interface if they are all here."""
-    if host == "localhost" or host.startswith("127."):
-        return socket.create_server((host, 0))
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+def _listen(place: TorchrunPlace, key: bytes | None) -> tuple[socket.socket, str]:
+    """Return a listening socket and its address: a Unix socket on one host, else a port of the machine that the ranks know as rank 0's."""
+    if key is None:
+        name = f"fuligo-ranks-{secrets.token_hex(16)}"
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(f"\0{name}")
+        listener.listen()
+        return listener, name
+    listener = listening_socket(place.listens_at)
+    return listener, str(listener.getsockname()[1])
 
 
-def _authenticated(accepted: socket.socket, secret: bytes) -> Connection:
-    accepted.settimeout(None)
-    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _HANDSHAKE_TIMEOUT)
-    connection = Connection(accepted.detach())
-    deliver_challenge(connection, secret)
-    answer_challenge(connection, secret)
-    with socket.socket(fileno=os.dup(connection.fileno())) as authenticated:
-        authenticated.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _NO_TIMEOUT)
-    return connection
+def _introduced(accepted: socket.socket, key: bytes | None, size: int) -> ConnectedRank:
+    """Return the rank that has connected, once it has proved that it belongs to the run and said which it is."""
+    accepted.settimeout(HANDSHAKE_TIMEOUT_S)
+    if key is None:
+        _require_own_process(accepted)
+        _set_receive_timeout(accepted, HANDSHAKE_TIMEOUT_S)
+        connection: RankConnection = Connection(os.dup(accepted.fileno()))
+    else:
+        connection = SignedConnection(accepted, key, "driver")
+    hello = json.loads(bytes(connection.recv_bytes(_MAX_HELLO_BYTES)))
+    rank, host = int(hello["rank"]), str(hello["host"])
+    if not 0 < rank < size:
+        raise ValueError(f"it calls itself rank {rank} of {size}")
+    connection.send_bytes(b"welcome")
+    if key is None:
+        _set_receive_timeout(accepted, 0)
+        accepted.close()
+    else:
+        accepted.settimeout(None)
+    return ConnectedRank(rank, host, connection)
 
 
-def _connect(place: TorchrunPlace) -> Connection:
+def _connect(place: TorchrunPlace, key: bytes | None) -> RankConnection:
     store = place.rendezvous.connect()
     while True:
         try:
-            store.wait([_KEY], _WAIT)
+            store.wait([_ADDRESS], _WAIT)
             break
         except DistStoreError:
             continue
-    port, secret = store.get(_KEY).decode().split()
-    connection = Connection(socket.create_connection((place.rendezvous.host, int(port))).detach())
-    answer_challenge(connection, bytes.fromhex(secret))
-    deliver_challenge(connection, bytes.fromhex(secret))
-    return connection
+    address = store.get(_ADDRESS).decode()
+    if key is None:
+        stream = socket.socket(socket.AF_UNIX)
+        stream.connect(f"\0{address}")
+        _require_own_process(stream)
+        return Connection(stream.detach())
+    return SignedConnection(socket.create_connection((place.rendezvous.host, int(address))), key, "rank")
+
+
+def _require_own_process(stream: socket.socket) -> None:
+    """Check that a process of this user is at the other end of a Unix socket.
+
+    Raises:
+        PermissionError: it belongs to another user
+    """
+    credentials = struct.Struct("3i")
+    _, user, _ = credentials.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
+    if user != os.getuid():
+        raise PermissionError(f"the process belongs to user {user}")
+
+
+def _set_receive_timeout(stream: socket.socket, timeout_s: float) -> None:
+    """Limit reads from the socket, whichever object makes them; 0 is no limit."""
+    stream.settimeout(None)  # a blocking file descriptor, as `Connection` needs
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(timeout_s), 0))

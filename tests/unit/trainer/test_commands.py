@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fuligo.errors import CheckpointError, TrainerError
-from fuligo.trainer.ranks import torchrun
 from fuligo.trainer.ranks.commands import BeginSave, Command, EndSave, Leave, Offload, Ping, Score, SharedCommand
 from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.connected import ConnectedRank, serve
 from fuligo.trainer.ranks.executor import RankExecutor
-from fuligo.trainer.ranks.handle import InProcessRank, RankHandle, RankLostError
+from fuligo.trainer.ranks.handle import InProcessRank, RankLostError
 from fuligo.trainer.ranks.rank import Rank
-from fuligo.trainer.ranks.torchrun import TorchrunPlace, connect_ranks, follow
-from fuligo.trainer.ranks.world import Rendezvous
 
 
 class Held:
@@ -175,36 +169,6 @@ async def test_a_waiting_rank_keeps_no_reference_to_the_last_command(served: Ser
     await served.handle.run(of(Score(Held())))  # pyright: ignore[reportArgumentType]
     (gone,) = served.worker.seen
     assert soon(lambda: gone() is None)
-
-
-async def test_ranks_of_torchrun_connect_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    places = [TorchrunPlace(rank, 3, Rendezvous("127.0.0.1", store.port)) for rank in range(3)]
-    followers = [threading.Thread(target=follow, args=(place,), daemon=True) for place in (places[2], places[1])]
-    for follower in followers:
-        follower.start()
-    ranks: list[RankHandle] = await connect_ranks(places[0], 3)
-    assert [rank.rank for rank in ranks] == [0, 1, 2]
-    assert all(rank.host == socket.gethostname() for rank in ranks)
-    answers = await asyncio.gather(*(rank.run(of(Ping())) for rank in ranks))
-    assert all(answer.error is None for answer in answers)
-    await asyncio.gather(*(rank.close(failed=False) for rank in ranks))
-    for follower in followers:
-        follower.join(10)
-        assert not follower.is_alive()
-
-
-async def test_a_process_without_torchruns_secret_gets_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun, "CONNECT_TIMEOUT_S", 0.5)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    connecting = asyncio.create_task(connect_ranks(TorchrunPlace(0, 2, Rendezvous("127.0.0.1", store.port)), 2))
-    port = int((await asyncio.to_thread(store.get, torchrun._KEY)).split()[0])
-    stranger = Connection(socket.create_connection(("127.0.0.1", port)).detach())
-    stranger.send_bytes(pickle.dumps((1, "elsewhere")))
-    with pytest.raises(TrainerError, match=r"trainer ranks 1 \(started by torchrun\) did not connect within 0.5 s"):
-        await connecting
 
 
 def test_leave_can_be_sent_to_a_rank_that_was_never_loaded() -> None:

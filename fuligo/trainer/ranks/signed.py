@@ -1,0 +1,111 @@
+"""TCP connection between the driver and a rank on another host, on which every message is signed.
+
+Messages are pickled commands: whoever could forge one could run code. The key is known to the processes of the run alone
+(`FULIGO_RANKS_KEY`). Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+from typing import Literal
+
+Side = Literal["driver", "rank"]
+_LENGTH = struct.Struct("!Q")
+_NUMBER = struct.Struct("!Q?")
+"""Number of the message on its side, and whether the signature covers its body instead of its length."""
+_SIGNATURE_BYTES = 32
+_NONCE_BYTES = 32
+
+
+class ForgedMessageError(ConnectionError):
+    """Message without the peer's signature: it comes from another process, was changed, or came a second time."""
+
+
+class SignedConnection:
+    """Connection with the interface of `multiprocessing.connection.Connection`.
+
+    A message is its length, a signature of the length, the body and a signature of the body: HMAC-SHA256 over the message's number, under a
+    key of this connection and direction. A message from another connection, an earlier one, or one too long is refused before it is read.
+
+    Args:
+        stream: connected to the peer, which makes one of these, too
+        key: secret of the run
+        side: this process's
+    """
+
+    def __init__(self, stream: socket.socket, key: bytes, side: Side) -> None:
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._stream = stream
+        own = secrets.token_bytes(_NONCE_BYTES)
+        stream.sendall(own)
+        theirs = bytes(self._read(_NONCE_BYTES))
+        nonces = own + theirs if side == "driver" else theirs + own
+        keys = {name: hmac.digest(key, b"fuligo ranks " + name.encode() + nonces, "sha256") for name in ("driver", "rank")}
+        self._own_key = keys.pop(side)
+        [self._peers_key] = keys.values()
+        self._num_sent = 0
+        self._num_received = 0
+
+    def send_bytes(self, message: bytes) -> None:
+        length = _LENGTH.pack(len(message))
+        self._stream.sendall(length + _signature(self._own_key, self._num_sent, length, is_body=False))
+        self._stream.sendall(message)
+        self._stream.sendall(_signature(self._own_key, self._num_sent, message, is_body=True))
+        self._num_sent += 1
+
+    def recv_bytes(self, maxlength: int | None = None) -> bytearray:
+        """Return the next message of the peer.
+
+        Raises:
+            ForgedMessageError: its signature is wrong, or it is longer than `maxlength`
+            EOFError: the peer closed the connection
+        """
+        length = self._signed(_LENGTH.size, is_body=False)
+        (num_bytes,) = _LENGTH.unpack(length)
+        if maxlength is not None and num_bytes > maxlength:
+            raise ForgedMessageError(f"a message of {num_bytes} bytes where at most {maxlength} are expected")
+        message = self._signed(num_bytes, is_body=True)
+        self._num_received += 1
+        return message
+
+    def settimeout(self, timeout_s: float | None) -> None:
+        self._stream.settimeout(timeout_s)
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def __enter__(self) -> SignedConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _signed(self, num_bytes: int, *, is_body: bool) -> bytearray:
+        """Read bytes and their signature; return them if it is the peer's."""
+        content = self._read(num_bytes)
+        expected = _signature(self._peers_key, self._num_received, content, is_body=is_body)
+        if not hmac.compare_digest(expected, self._read(_SIGNATURE_BYTES)):
+            raise ForgedMessageError("a message is not signed with the key of this run (FULIGO_RANKS_KEY)")
+        return content
+
+    def _read(self, num_bytes: int) -> bytearray:
+        content = bytearray(num_bytes)
+        left = memoryview(content)
+        while left:
+            num_read = self._stream.recv_into(left)
+            if num_read == 0:
+                raise EOFError
+            left = left[num_read:]
+        return content
+
+
+def _signature(key: bytes, number: int, content: bytes | bytearray, *, is_body: bool) -> bytes:
+    signature = hmac.new(key, _NUMBER.pack(number, is_body), "sha256")
+    signature.update(content)
+    return signature.digest()

@@ -1,0 +1,48 @@
+"""No process of a run on one host takes connections from other machines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import DEADLINE_S, environment, train_command
+from tests.e2e.processes import descendants
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+"""127.0.0.1 and ::1 as the kernel prints them."""
+
+
+def listeners(pid: int) -> set[str]:
+    """Return the local addresses (hexadecimal) of a process's listening TCP sockets."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        links = [os.readlink(file) for file in (folder / "fd").iterdir()]  # noqa: PTH115
+        rows = [line.split() for kind in ("tcp", "tcp6") for line in (folder / "net" / kind).read_text().splitlines()[1:]]
+    except OSError:  # it has ended
+        return set()
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links}
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs /proc")
+@pytest.mark.parametrize("launcher", ["the driver", "torchrun"])
+def test_every_listener_of_a_run_is_on_loopback(checkpoint: Path, prompts: Path, tmp_path: Path, launcher: str) -> None:
+    """Ranks started by torchrun use torchrun's own store, which listens everywhere (SECURITY.md)."""
+    start = [sys.executable, "-m", *(["torch.distributed.run", "--nproc-per-node", "2", "-m"] if launcher == "torchrun" else []), "fuligo"]
+    command = [*start, *train_command(checkpoint, prompts, run_dir=tmp_path / "run", actor_num_gpus_per_node=2)]
+    found: dict[str, set[str]] = {}
+    deadline = time.monotonic() + DEADLINE_S
+    with (tmp_path / "output").open("w") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment()) as run:
+        while run.poll() is None and time.monotonic() < deadline:
+            processes = descendants(run.pid) | ({} if launcher == "torchrun" else {run.pid: "driver"})
+            for pid, name in processes.items():
+                found.setdefault(name, set()).update(listeners(pid))
+            time.sleep(0.1)
+        run.kill()
+    assert run.returncode == 0, (tmp_path / "output").read_text()
+    assert any(found.values()), "no process listened at all"
+    assert {name: addresses - LOOPBACK for name, addresses in found.items() if addresses - LOOPBACK} == {}

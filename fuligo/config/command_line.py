@@ -19,7 +19,7 @@ from fuligo.config.files import read_yaml
 from fuligo.config.flag import PREFIXES, Flag, Kind
 from fuligo.config.flags import flags, option_name, refusal, suggest_options
 from fuligo.config.passthrough import deprecation
-from fuligo.config.reserved import MOVED, RESERVED
+from fuligo.config.reserved import RESERVED, elsewhere
 from fuligo.config.schemas import BACKENDS, schema
 from fuligo.config.topology_file import read_topology
 
@@ -118,7 +118,7 @@ def _occurrences(arguments: Sequence[str], problems: list[str]) -> list[_Occurre
 def _belonging(token: str) -> str:
     if token.endswith((".yaml", ".yml")):
         return f"; did you mean {CONFIG_OPTION} {token}?"
-    return suggest_options(token)
+    return elsewhere(token.partition("=")[0]) or suggest_options(token)
 
 
 def _meaning(option: str) -> _Meaning:
@@ -144,9 +144,7 @@ def _meaning(option: str) -> _Meaning:
 
 def _instead(name: str) -> str:
     """Suggest what to give instead of an unknown flag; empty without a guess."""
-    if name in MOVED:
-        return f"; {MOVED[name]}"
-    suggestion = suggest_options(name)
+    suggestion = elsewhere(name) or suggest_options(name)
     reserved = [(group, schema(group).canonical(name)) for group in BACKENDS]
     texts = [
         f"; {schema(group).backend}'s {argument}: {RESERVED[group][argument]}"

@@ -16,6 +16,7 @@ from fuligo.config.flag import Flag, Kind, did_you_mean, nearest
 from fuligo.config.flags import flags, name_problem, passthrough_flags, sections
 from fuligo.config.groups import GROUPS
 from fuligo.config.passthrough import deprecation, resolved_value
+from fuligo.config.reserved import elsewhere
 from fuligo.config.schemas import BACKENDS, schema
 from fuligo.config.topology_file import LOADER, read_topology, topology_of
 
@@ -201,4 +202,4 @@ def _unknown_group(group: str) -> str:
 
 def _suggest_keys(name: str) -> str:
     names = nearest(name.replace("-", "_"), flags())
-    return did_you_mean(f"{near} (group {flags()[near].group})" for near in names)
+    return elsewhere(name) or did_you_mean(f"{near} (group {flags()[near].group})" for near in names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 PREFIXES = {"sglang": "sglang_", "router": "router_"}
 """Group -> prefix of its flags on the command line; a file holds them without it."""
+_WORD = re.compile(r"[a-z0-9]+")
 
 
 class FlagGroup(BaseModel):
@@ -106,8 +108,22 @@ def option_name(name: str) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str]) -> list[str]:
-    """Return up to three candidates similar to `name`, the closest first."""
-    return difflib.get_close_matches(name, list(candidates), n=3, cutoff=0.6)
+    """Return up to three candidates that `name` may have meant, the closest first.
+
+    Every word of `name` must resemble one of the candidate, since names that only share letters mislead: `offload` does not mean `load`.
+    """
+    return [near for near in difflib.get_close_matches(name, list(candidates), n=10, cutoff=0.6) if _resembles(name, near)][:3]
+
+
+def _resembles(name: str, candidate: str) -> bool:
+    """Return whether one letter or word of `name` may be mistyped, or words are left out."""
+    words, typed = _WORD.findall(candidate.lower()), _WORD.findall(name.lower())
+    wanted, given = "".join(words), "".join(typed)
+    similarity = difflib.SequenceMatcher(None, given, wanted).ratio()
+    num_wrong = (1 - similarity) * (len(given) + len(wanted))
+    if abs(len(words) - len(typed)) <= 1 and (num_wrong < 2.5 or similarity >= 0.85):
+        return True
+    return all(difflib.get_close_matches(word, words, n=1, cutoff=0.75) for word in typed)
 
 
 def did_you_mean(names: Iterable[str]) -> str:

@@ -168,3 +168,26 @@ def test_any_value_of_any_flag_is_taken_or_refused_by_name(flag, text: str) -> N
     except ConfigError as error:
         (problem,) = error.problems
         assert problem.startswith(flag.option)
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ("--lora-rank", "LoRA is not implemented"),
+        ("--offload", "leave it out: --colocate offloads each side"),
+        ("--ref-ckpt-step", "give --ref-load the directory of that iteration"),
+        ("--per_device_train_batch_size", "give --global-batch-size"),
+        ("actor_rollout_ref.rollout.n=8", "give --n-samples-per-prompt"),
+        ("--trainer.nnodes", "give --actor-num-nodes"),
+        ("trainer.ray_wait_register_center_timeout=1", "docs/coming-from.md"),
+    ],
+)
+def test_settings_of_other_frameworks_are_answered_with_ours(given: str, advice: str) -> None:
+    (problem,) = problems_of([given])
+    assert advice in problem
+    assert "did you mean" not in problem
+
+
+@pytest.mark.parametrize("given", ["--max-workers", "--model-dir", "--block-size", "--repo-type", "--nothing-of-the-kind"])
+def test_an_unknown_flag_that_resembles_none_gets_no_suggestion(given: str) -> None:
+    assert problems_of([given]) == (f"unknown flag {given}",)

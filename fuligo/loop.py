@@ -12,7 +12,7 @@ from typing import Protocol
 
 from fuligo.algorithms.assign import assign_advantages
 from fuligo.algorithms.settings import AdvantageSettings
-from fuligo.rollout.modes import PacedRollouts
+from fuligo.rollout.producer import PacedRollouts
 from fuligo.rollout.protocol import Rollout
 from fuligo.trainer.protocol import Trainer
 from fuligo.trainer.samples import SampleSettings, train_samples

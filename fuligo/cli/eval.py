@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
     from fuligo.cli.console import show_warning
     from fuligo.cli.preflight import evaluation_problems
-    from fuligo.observability.console_warnings import warnings_shown_on
+    from fuligo.observability.progress import warnings_shown_on
 
     for warning in parsed.warnings:
         show_warning(warning)

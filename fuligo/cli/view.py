@@ -26,8 +26,8 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: a path is not a run, the address is taken, or the report cannot be written.
     """
     options = parser().parse_args(arguments)
-    from fuligo.observability.viewer.find_runs import find_runs, run_names
     from fuligo.observability.viewer.run import RunReader
+    from fuligo.observability.viewer.run_files import find_runs, run_names
 
     paths = find_runs(options.runs)
     runs = [RunReader(path, name) for path, name in zip(paths, run_names(paths), strict=True)]

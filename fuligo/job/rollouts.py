@@ -18,8 +18,7 @@ from fuligo.rollout.build import build_evaluator, build_generate, build_sampling
 from fuligo.rollout.continuous import ContinuousRunner
 from fuligo.rollout.evaluate import Evaluator
 from fuligo.rollout.given import SavedRollouts, SupervisedRollouts
-from fuligo.rollout.modes import PacedRollouts
-from fuligo.rollout.producer import Activity, PhaseTimer, RolloutProducer
+from fuligo.rollout.producer import Activity, PacedRollouts, PhaseTimer, RolloutProducer
 from fuligo.rollout.protocol import RolloutMethod, RolloutState
 from fuligo.rollout.rewards import reward_runner
 from fuligo.rollout.teacher import ServedTeacher

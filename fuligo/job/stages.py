@@ -15,7 +15,7 @@ from fuligo.job.recorder import RunRecorder
 from fuligo.job.rollouts import RunData
 from fuligo.loop import Periodic, WeightSyncing
 from fuligo.observability.run_directory import RunDirectory
-from fuligo.rollout.modes import PacedRollouts
+from fuligo.rollout.producer import PacedRollouts
 from fuligo.rollout.teacher import ServedTeacher
 from fuligo.trainer.protocol import Trainer
 

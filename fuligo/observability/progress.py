@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -14,10 +17,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fuligo.observability.console_warnings import warnings_shown_on
 from fuligo.observability.jsonl import Record
 
 REFRESH_PER_S = 4
+MAX_ALIKE = 3
+"""Warnings shown per place in the code; the others are in log.txt only."""
 _BARS = "▁▂▃▄▅▆▇█"
 _DOING = {
     "start": "loading the model",
@@ -30,6 +34,34 @@ _DOING = {
     "record": "writing the samples",
 }
 _OF_A_STEP = ("rollout", "score", "train")
+
+
+@contextmanager
+def warnings_shown_on(console: Console) -> Iterator[None]:
+    """Show warnings and errors that fuligo logs, without tracebacks."""
+    handler = _ConsoleHandler(console)
+    logger = logging.getLogger("fuligo")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class _ConsoleHandler(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+        self._num_alike: Counter[str] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        place = f"{record.name}:{record.lineno}"
+        self._num_alike[place] += 1
+        if self._num_alike[place] > MAX_ALIKE:
+            return
+        last = " (further ones are in log.txt)" if self._num_alike[place] == MAX_ALIKE else ""
+        style = "red" if record.levelno >= logging.ERROR else "yellow"
+        self._console.print(Text.assemble((record.levelname.lower(), style), f": {record.getMessage()}{last}"), soft_wrap=True)
 
 
 class Progress(Protocol):
@@ -214,7 +246,13 @@ class Panel:
         grid.add_row("length", _curve(curves.length, ".1f", curve_width, "cyan", low=0.0))
         for name, text in curves.evaluated.items():
             grid.add_row("eval", f"{name}  {text}")
-        grid.add_row("speed", self._speed())
+        latest = self.curves.latest
+        parts = [
+            _field(latest, "", "rollout/tokens_per_s", ",.0f", " tokens/s sampled"),
+            _field(latest, "", "train/tokens_per_s", ",.0f", " trained"),
+            _field(latest, "", "perf/step_s", ".2f", " s per step"),
+        ]
+        grid.add_row("speed", Text(" · ".join(part.strip() for part in parts if part) or "-"))
         grid.add_row("now", self._now())
         yield grid
 
@@ -227,15 +265,6 @@ class Panel:
         left = Text("fuligo  ", style="bold").append(curves.title, style="not bold")
         left.truncate(max(8, width - len(right) - 2), overflow="ellipsis")
         return left.append(" " * max(2, width - left.cell_len - len(right))).append(right, style="not bold")
-
-    def _speed(self) -> Text:
-        latest = self.curves.latest
-        parts = [
-            _field(latest, "", "rollout/tokens_per_s", ",.0f", " tokens/s sampled"),
-            _field(latest, "", "train/tokens_per_s", ",.0f", " trained"),
-            _field(latest, "", "perf/step_s", ".2f", " s per step"),
-        ]
-        return Text(" · ".join(part.strip() for part in parts if part) or "-")
 
     def _now(self) -> Text:
         curves = self.curves

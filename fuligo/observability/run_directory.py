@@ -46,7 +46,12 @@ class RunDirectory:
         self.metrics = JsonLines(path / "metrics.jsonl")
         self.evaluations = JsonLines(self.eval / "metrics.jsonl")
         self.trace = Trace(path / "trace.json")
-        self._log = _log_to(self.log_file)
+        handler = _LogFile(self.log_file, encoding="utf-8")
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+        logger = logging.getLogger("fuligo")
+        logger.addHandler(handler)
+        logger.setLevel(min(logger.level or logging.INFO, logging.INFO))
+        self._log = handler
         sample_table([])  # pyarrow imports lazily with its first table, which should not slow down the first step
 
     @classmethod
@@ -173,15 +178,6 @@ class _LogFile(logging.FileHandler):
     def close(self) -> None:
         with suppress(OSError):
             super().close()
-
-
-def _log_to(path: Path) -> logging.Handler:
-    handler = _LogFile(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
-    logger = logging.getLogger("fuligo")
-    logger.addHandler(handler)
-    logger.setLevel(min(logger.level or logging.INFO, logging.INFO))
-    return handler
 
 
 def _remove_from(directory: Path, first: int) -> None:

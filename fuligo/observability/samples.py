@@ -112,7 +112,7 @@ def sample_table(groups: Sequence[SampleGroup], training: Training | None = None
         "error": [sample.error for sample in samples],
         "engine": [sample.engine for sample in samples],
         "response_length": [len(sample.response_ids) for sample in samples],
-        "advantage_mean": [_mean(row.advantages) if row else None for row in trained],
+        "advantage_mean": [float(row.advantages.mean()) if row and len(row.advantages) else None for row in trained],
         "oldest_version": [int(sample.versions.min()) if len(sample.versions) else None for sample in samples],
         "prompt_key": _prompt_keys(groups),
         "prompt_ids": _lists([sample.prompt_ids for sample in samples], np.int32),
@@ -130,8 +130,7 @@ def sample_table(groups: Sequence[SampleGroup], training: Training | None = None
         "metadata": [_metadata(sample) for sample in samples],
         "spans": _spans(samples),
     }
-    arrays = [values if isinstance(values, pa.Array) else pa.array(values, type=field.type) for field, values in _in_order(columns)]
-    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+    return pa.Table.from_pydict(columns, schema=SCHEMA)
 
 
 def write_table(path: Path, table: pa.Table) -> None:
@@ -157,11 +156,6 @@ def write_table(path: Path, table: pa.Table) -> None:
 def prompt_key(text: str | None) -> int:
     """Return a 63-bit hash of a prompt's text, equal in every process, to find the prompt in other files without reading texts."""
     return int.from_bytes(hashlib.blake2b((text or "").encode(), digest_size=8).digest()) >> 1
-
-
-def _in_order(columns: dict[str, Any]) -> list[tuple[pa.Field, Any]]:
-    assert list(columns) == SCHEMA.names, "columns must be in the order of the schema"
-    return [(SCHEMA.field(name), values) for name, values in columns.items()]
 
 
 def _match(samples: Sequence[Sample], trained: Sequence[TrainSample]) -> list[int | None]:
@@ -191,10 +185,6 @@ def _scalar_reward(sample: Sample, reward_key: str | None) -> float | None:
     if isinstance(sample.reward, dict) and (reward_key is None or sample.reward.get(reward_key) is None):
         return None
     return None if sample.reward is None else sample.reward_value(reward_key)
-
-
-def _mean(values: np.ndarray) -> float | None:
-    return float(values.mean()) if len(values) else None
 
 
 def _prompt_keys(groups: Sequence[SampleGroup]) -> list[int]:

@@ -88,9 +88,13 @@ class WandbSink:
         wandb = importlib.import_module("wandb")
         flags = config.observability
         try:
+            file = run_dir / "wandb" / "run-id.txt"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if not file.exists():
+                file.write_text(uuid4().hex[:8])
             self._run = wandb.init(
                 dir=run_dir,
-                id=_run_id(run_dir / "wandb" / "run-id.txt"),
+                id=file.read_text(),
                 name=run_dir.name,
                 project=flags.wandb_project,
                 group=flags.wandb_group,
@@ -112,10 +116,3 @@ class WandbSink:
 def _require(package: str, flag: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{flag} needs the package {package}, which is not installed: pip install 'fuligo[{package}]'")
-
-
-def _run_id(file: Path) -> str:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if not file.exists():
-        file.write_text(uuid4().hex[:8])
-    return file.read_text()

@@ -131,7 +131,8 @@ class Trace:
         """Ranks and engines whose names have been written."""
         if self._num_bytes == 0:
             append(self._fd, _ARRAY_START, self.path)
-            self._write(_track_names())
+            names = {DRIVER_PID: "driver", **{pid: f"samples: {name}" for name, pid in SAMPLE_PIDS.items()}, OTHER_PID: "samples: other"}
+            self._write([_process_name(pid, name) for pid, name in names.items()])
 
     def _enter(self, phase: Phase) -> None:
         phase.parent = parent = _current_phase.get()
@@ -171,7 +172,8 @@ class Trace:
         """Write events, preceded by the names of ranks and engines that appear for the first time."""
         new = {pid for event in events if (pid := event["pid"]) >= RANK_PID} - self._named
         self._named |= new
-        self._write([*(_process_name(pid, _name_of(pid)) for pid in sorted(new)), *events])
+        names = {pid: f"engine {pid - ENGINE_PID}" if pid >= ENGINE_PID else f"rank {pid - RANK_PID}" for pid in sorted(new)}
+        self._write([*(_process_name(pid, name) for pid, name in names.items()), *events])
 
     def _write(self, events: list[Event]) -> None:
         data = b"".join(map(_line, events))
@@ -215,17 +217,8 @@ def _begin(name: str, step: int, start_s: float) -> Event:
     return {"name": BEGIN, "ph": "M", "pid": DRIVER_PID, "tid": 0, "ts": round(start_s * 1e6), "args": args}
 
 
-def _track_names() -> list[Event]:
-    names = {DRIVER_PID: "driver", **{pid: f"samples: {name}" for name, pid in SAMPLE_PIDS.items()}, OTHER_PID: "samples: other"}
-    return [_process_name(pid, name) for pid, name in names.items()]
-
-
 def _process_name(pid: int, name: str) -> Event:
     return {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}
-
-
-def _name_of(pid: int) -> str:
-    return f"engine {pid - ENGINE_PID}" if pid >= ENGINE_PID else f"rank {pid - RANK_PID}"
 
 
 def _sample_events(step: int, samples: Iterable[Sample]) -> list[Event]:

@@ -99,7 +99,13 @@ def build_sampling(
         return Sampling(custom, source, eval_generate, activity)
     parts = RunnerParts(
         source=source,
-        sampler=_training_sampler(config, generate),
+        sampler=Sampler(
+            generate,
+            seed=config.data.rollout_seed,
+            stream="train",
+            turns=asyncio.Semaphore(config.rollout.rollout_concurrency),
+            timeout_s=config.rollout.rollout_timeout_s,
+        ),
         reward=reward if teacher is None else RewardWithTeacher(reward, teacher),
         engines=engines,
         params=sampling_params(config.rollout),
@@ -114,25 +120,15 @@ def build_sampling(
     return Sampling(RolloutRunner(parts, aligned_waves=_reproducible(config)), source, eval_generate, activity)
 
 
-def _training_sampler(config: Config, generate: GenerateFn) -> Sampler:
-    return Sampler(
-        generate,
-        seed=config.data.rollout_seed,
-        stream="train",
-        turns=asyncio.Semaphore(config.rollout.rollout_concurrency),
-        timeout_s=config.rollout.rollout_timeout_s,
-    )
+def _admission(config: Config, num_rollout: int) -> Admission:
+    flags = config.rollout
+    assert flags.max_staleness is not None, "validated: --async-mode full comes with --max-staleness"
+    return Admission(flags.rollout_batch_size, flags.max_staleness, config.weight_sync.update_weights_interval, num_rollout)
 
 
 def _adapted(config: Config, args: ArgsView, flag_name: str, adapt: Callable[[Hook, ArgsView], T]) -> T | None:
     hook = hook_of(config, flag_name)
     return None if hook is None else adapt(hook, args)
-
-
-def _admission(config: Config, num_rollout: int) -> Admission:
-    flags = config.rollout
-    assert flags.max_staleness is not None, "validated: --async-mode full comes with --max-staleness"
-    return Admission(flags.rollout_batch_size, flags.max_staleness, config.weight_sync.update_weights_interval, num_rollout)
 
 
 def build_evaluator(

@@ -109,7 +109,9 @@ class ContinuousRunner:
             del self._queue[group.index]
         self._drop_stale(stale)
         if self._sampling is None:
-            self._sampling = self._begin()
+            self._since = _Interval()
+            self._sampling = asyncio.create_task(self._sample(), name="continuous sampling")
+            self._sampling.add_done_callback(lambda _: self._changed.set())
         elif not self._sampling.done():
             self._admit()
         while len(filling := self._filling()) < self._parts.flags.rollout_batch_size:
@@ -124,12 +126,6 @@ class ContinuousRunner:
         if self._sampling is not None:
             self._sampling.cancel()
             await asyncio.gather(self._sampling, return_exceptions=True)
-
-    def _begin(self) -> asyncio.Task[None]:
-        self._since = _Interval()
-        sampling = asyncio.create_task(self._sample(), name="continuous sampling")
-        sampling.add_done_callback(lambda _: self._changed.set())
-        return sampling
 
     async def _sample(self) -> None:
         async with self._tasks:

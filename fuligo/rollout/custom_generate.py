@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -55,25 +55,21 @@ def append_observation(sample: Sample, token_ids: ArrayLike) -> None:
     sample.versions = np.concatenate([sample.versions, np.full(len(ids), version, np.int32)])
 
 
+@dataclass(eq=False)
 class CustomGenerate:
-    """`GenerateFn` that calls the user's function, then completes and checks its samples.
+    """`GenerateFn` that calls the user's function, then completes and checks its samples."""
 
-    Args:
-        hook: the user's function
-        args: read-only view of the flags
-        default: used by `continue_sample`
-        policy_version: version of the weights in the engines, for tokens without a version
-        vocab_size: vocabulary size of the model; None if unknown
-    """
-
-    def __init__(
-        self, hook: GenerateHook, args: Any, default: GenerateFn, policy_version: Callable[[], int], *, vocab_size: int | None = None
-    ) -> None:
-        self._vocab_size = vocab_size
-        self._hook = hook
-        self._args = args
-        self._default = default
-        self._policy_version = policy_version
+    hook: GenerateHook
+    """The user's function."""
+    args: Any
+    """Read-only view of the flags."""
+    default: GenerateFn
+    """Used by `continue_sample`."""
+    policy_version: Callable[[], int]
+    """Version of the weights in the engines, for tokens without a version."""
+    _: KW_ONLY
+    vocab_size: int | None = None
+    """Vocabulary size of the model; None if unknown."""
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> list[Sample]:
         """Call the function.
@@ -82,15 +78,15 @@ class CustomGenerate:
             TypeError: the function did not return samples
             ValueError: a sample is invalid, see `complete`
         """
-        version = self._policy_version()
-        with default_generate(self._default, params):
-            result = await self._hook(self._args, sample, params.to_json())
+        version = self.policy_version()
+        with default_generate(self.default, params):
+            result = await self.hook(self.args, sample, params.to_json())
         samples = result if isinstance(result, list) else [result]
         for part in samples:
             if not isinstance(part, Sample):
                 raise TypeError(f"the custom generate function returned {type(part).__name__}, not Sample or list[Sample]")
             part.index, part.group_index = sample.index, sample.group_index
-            complete(part, version, vocab_size=self._vocab_size)
+            complete(part, version, vocab_size=self.vocab_size)
         return samples
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from fuligo.config.hooks import describe_exception
@@ -39,48 +40,35 @@ class DataSource:
         self._source.put_back([SampleGroup(samples[0].group_index, self.rows[samples[0].group_index], samples) for samples in groups])
 
 
+@dataclass(eq=False)
 class CustomRollout:
     """Rollouts of the user's function, which returns groups of finished samples with rewards. Implements `RolloutMethod`.
 
     The function may call `custom_generate.continue_sample` to generate.
-
-    Args:
-        hook: the function
-        args: read-only view of the flags
-        source: source of the groups that `data_source` returns
-        generate: used by `continue_sample`
-        params: sampling parameters of the run
-        policy_version: version of the weights in the engines
-        reward_key: value of a dict reward that the metrics report
-        vocab_size: vocabulary size of the model; None if unknown
-        teacher: scores the returned samples
     """
 
-    def __init__(
-        self,
-        hook: Callable[..., Any],
-        args: Any,
-        *,
-        source: GroupStream,
-        generate: GenerateFn,
-        params: SamplingParams,
-        policy_version: Callable[[], int],
-        reward_key: str | None = None,
-        vocab_size: int | None = None,
-        teacher: ServedTeacher | None = None,
-    ) -> None:
-        self._hook = hook
-        self._args = args
-        self._source = source
-        self._generate = generate
-        self._params = params
-        self._policy_version = policy_version
-        self._reward_key = reward_key
-        self._vocab_size = vocab_size
-        self._teacher = teacher
+    hook: Callable[..., Any]
+    """The function."""
+    args: Any
+    """Read-only view of the flags."""
+    _: KW_ONLY
+    source: GroupStream
+    """Source of the groups that `data_source` returns."""
+    generate: GenerateFn
+    """Used by `continue_sample`."""
+    params: SamplingParams
+    """Sampling parameters of the run."""
+    policy_version: Callable[[], int]
+    """Version of the weights in the engines."""
+    reward_key: str | None = None
+    """Value of a dict reward that the metrics report."""
+    vocab_size: int | None = None
+    """Vocabulary size of the model; None if unknown."""
+    teacher: ServedTeacher | None = None
+    """Scores the returned samples."""
 
     def restore(self, state: RolloutState) -> None:
-        self._source.restore(state)
+        self.source.restore(state)
 
     async def rollout(self, step: int) -> Rollout:
         """Call the function and check what it returns.
@@ -88,23 +76,23 @@ class CustomRollout:
         Raises:
             RolloutError: the function raised, or did not return groups of samples
         """
-        version = self._policy_version()
-        data_source = DataSource(self._source, step, version)
+        version = self.policy_version()
+        data_source = DataSource(self.source, step, version)
         try:
-            with default_generate(self._generate, self._params):
-                if inspect.iscoroutinefunction(self._hook):
-                    result = await self._hook(self._args, step, data_source, evaluation=False)
+            with default_generate(self.generate, self.params):
+                if inspect.iscoroutinefunction(self.hook):
+                    result = await self.hook(self.args, step, data_source, evaluation=False)
                 else:
-                    result = await asyncio.to_thread(self._hook, self._args, step, data_source, evaluation=False)
+                    result = await asyncio.to_thread(self.hook, self.args, step, data_source, evaluation=False)
         except Exception as error:
-            cause = describe_exception(error, self._hook)
+            cause = describe_exception(error, self.hook)
             raise RolloutError(f"--rollout-function-path: the function raised in rollout {step}: {cause}") from error
-        groups = [_group(samples, version, data_source.rows, self._vocab_size) for samples in _checked(result)]
+        groups = [_group(samples, version, data_source.rows, self.vocab_size) for samples in _checked(result)]
         groups.sort(key=lambda group: group.index)
-        if self._teacher is not None:
-            await asyncio.gather(*(self._teacher(group) for group in groups))
-        metrics = sample_metrics(groups, reward_key=self._reward_key, policy_version=version)
-        state = self._source.state(step)
+        if self.teacher is not None:
+            await asyncio.gather(*(self.teacher(group) for group in groups))
+        metrics = sample_metrics(groups, reward_key=self.reward_key, policy_version=version)
+        state = self.source.state(step)
         return Rollout(step, groups, state, metrics | epoch_metric(state))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,21 +41,19 @@ class DataSourceHook(Protocol):
     def __len__(self) -> int: ...
 
 
+@dataclass(eq=False)
 class CustomSource:
-    """`GroupStream` over the user's data source. Fresh samples are numbered here, whatever index they have.
+    """`GroupStream` over the user's data source. Fresh samples are numbered here, whatever index they have."""
 
-    Args:
-        hook: the user's data source
-        partial_rollout: return unfinished groups with their tokens; otherwise as fresh samples
-        mask_offpolicy: do not train on tokens of earlier rollouts
-    """
-
-    def __init__(self, hook: DataSourceHook, *, partial_rollout: bool = False, mask_offpolicy: bool = False) -> None:
-        self._hook = hook
-        self._partial_rollout = partial_rollout
-        self._mask_offpolicy = mask_offpolicy
-        self._next_sample_index = 0
-        self._next_group_index = 0
+    hook: DataSourceHook
+    """The user's data source."""
+    _: KW_ONLY
+    partial_rollout: bool = False
+    """Return unfinished groups with their tokens; otherwise as fresh samples."""
+    mask_offpolicy: bool = False
+    """Do not train on tokens of earlier rollouts."""
+    _next_sample_index: int = field(default=0, init=False)
+    _next_group_index: int = field(default=0, init=False)
 
     def draw(self, num_groups: int, step: int, policy_version: int) -> Draw:
         """Draw groups from the data source.
@@ -62,7 +61,7 @@ class CustomSource:
         Raises:
             RolloutError: `get_samples` raised, did not return groups of samples, or returned too many
         """
-        drawn = self._call(self._hook.get_samples, num_groups)
+        drawn = self._call(self.hook.get_samples, num_groups)
         if not isinstance(drawn, list) or len(drawn) > num_groups or not all(map(_is_group, drawn)):
             raise RolloutError(
                 f"--data-source-path: get_samples({num_groups}) must return a list of at most {num_groups} groups, "
@@ -72,11 +71,11 @@ class CustomSource:
 
     def put_back(self, groups: list[SampleGroup]) -> None:
         if groups:
-            unfinished = [group.samples if self._partial_rollout else list(map(_fresh, group.samples)) for group in groups]
-            self._call(self._hook.add_samples, unfinished)
+            unfinished = [group.samples if self.partial_rollout else list(map(_fresh, group.samples)) for group in groups]
+            self._call(self.hook.add_samples, unfinished)
 
     def state(self, step: int) -> RolloutState:
-        self._call(self._hook.save, step)
+        self._call(self.hook.save, step)
         return RolloutState({"rollout_id": step}, self._next_sample_index, self._next_group_index)
 
     def restore(self, state: RolloutState) -> None:
@@ -86,7 +85,7 @@ class CustomSource:
                 "--data-source-path: cannot resume: the run of the checkpoint read its prompts from a file; resume with its --prompt-data, "
                 "or start a new run from the checkpoint's weights with --ref-load"
             )
-        self._call(self._hook.load, rollout_id)
+        self._call(self.hook.load, rollout_id)
         self._next_sample_index, self._next_group_index = state.next_sample_index, state.next_group_index
 
     def _call(self, method: Callable[[Any], Any], argument: Any) -> Any:
@@ -97,7 +96,7 @@ class CustomSource:
 
     def _group(self, samples: list[Sample], step: int) -> SampleGroup:
         """Copy a group of the data source; number it if nothing was generated for it yet."""
-        group = continuation(SampleGroup(samples[0].group_index, NO_ROW, samples), step, self._mask_offpolicy)
+        group = continuation(SampleGroup(samples[0].group_index, NO_ROW, samples), step, self.mask_offpolicy)
         for sample in group.samples:
             sample.prompt_ids = _prompt_ids(sample)
             if (problem := malformation(sample)) is not None:

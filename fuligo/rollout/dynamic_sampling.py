@@ -9,27 +9,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
 
 from fuligo.errors import RolloutError
 
 
+@dataclass(eq=False)
 class DynamicSampling:
-    """State of one rollout.
+    """State of one rollout."""
 
-    Args:
-        target: groups to keep (`--rollout-batch-size`)
-        wave_size: groups of one wave (`--over-sampling-batch-size`), at least `target`
-        max_waves: number of waves after which the rollout fails
-        in_submission_order: False: the groups that finish first fill the rollout, which favours short answers. True: the groups
-            submitted first fill it, however long they take; only dropped ones are skipped.
-    """
+    target: int
+    """Groups to keep (`--rollout-batch-size`)."""
+    wave_size: int
+    """Groups of one wave (`--over-sampling-batch-size`), at least `target`."""
+    max_waves: int
+    """Number of waves after which the rollout fails."""
+    _: KW_ONLY
+    in_submission_order: bool = False
+    """False: the groups that finish first fill the rollout, which favours short answers. True: the groups submitted first fill it, however
+    long they take; only dropped ones are skipped."""
 
-    def __init__(self, target: int, wave_size: int, max_waves: int, *, in_submission_order: bool = False) -> None:
-        assert 1 <= target <= wave_size, (target, wave_size)
-        self.target = target
-        self.wave_size = wave_size
-        self.max_waves = max_waves
-        self.in_submission_order = in_submission_order
+    def __post_init__(self) -> None:
+        assert 1 <= self.target <= self.wave_size, (self.target, self.wave_size)
         self.num_waves = 0
         self.dropped: dict[int, str] = {}
         """Reason by group index."""

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from copy import copy
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -42,36 +42,26 @@ class Engine(Protocol):
     ) -> Generation: ...
 
 
+@dataclass(eq=False)
 class SingleTurn:
-    """Sends prompt and response so far to the engine and appends the new tokens.
+    """Sends prompt and response so far to the engine and appends the new tokens."""
 
-    Args:
-        tokenizer: decodes all response ids at once
-        timeout_s: deadline of a request, retries included
-        max_context_len: longest prompt + response, in tokens
-        routing: request the experts of every token; None does not
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        *,
-        timeout_s: float,
-        max_context_len: int | None = None,
-        routing: RoutingShape | None = None,
-    ) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._timeout_s = timeout_s
-        self._max_context_len = max_context_len
-        self._routing = routing
-        self._num_requests = itertools.count()
+    engine: Engine
+    tokenizer: Tokenizer
+    """Decodes all response ids at once."""
+    _: KW_ONLY
+    timeout_s: float
+    """Deadline of a request, retries included."""
+    max_context_len: int | None = None
+    """Longest prompt + response, in tokens."""
+    routing: RoutingShape | None = None
+    """Request the experts of every token; None does not."""
+    _num_requests: itertools.count = field(default_factory=itertools.count, init=False)
 
     def without_routing(self) -> SingleTurn:
         """Return a copy for responses that are not trained on; request ids come from the same counter."""
         other = copy(self)
-        other._routing = None
+        other.routing = None
         return other
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> Sample:
@@ -87,12 +77,12 @@ class SingleTurn:
         span = Span("generate", time.time(), 0.0, first_token=sample.response_length)
         rest = replace(params, max_new_tokens=num_left, min_new_tokens=max(0, params.min_new_tokens - sample.response_length))
         try:
-            generation = await self._engine.generate(
+            generation = await self.engine.generate(
                 sample.tokens,
                 rest,
                 rid=f"{sample.index}-{next(self._num_requests)}",
                 priority=-sample.index,
-                timeout_s=self._timeout_s,
+                timeout_s=self.timeout_s,
                 routing=self._routing_query(sample),
             )
         except EngineError as error:
@@ -107,16 +97,16 @@ class SingleTurn:
 
     def _routing_query(self, sample: Sample) -> RoutingQuery | None:
         """Ask for the experts of the tokens that have none yet; those of earlier tokens stay, whatever newer weights would choose."""
-        if self._routing is None:
+        if self.routing is None:
             return None
         num_known = 0 if sample.routed_experts is None else len(sample.routed_experts)
-        return RoutingQuery(self._routing, num_known, affinity=sample.group_index)
+        return RoutingQuery(self.routing, num_known, affinity=sample.group_index)
 
     def _num_tokens_left(self, sample: Sample, params: SamplingParams) -> int:
         left = params.max_new_tokens - sample.response_length
-        if self._max_context_len is None:
+        if self.max_context_len is None:
             return left
-        return min(left, self._max_context_len - len(sample.prompt_ids) - sample.response_length)
+        return min(left, self.max_context_len - len(sample.prompt_ids) - sample.response_length)
 
     async def _text(self, sample: Sample, stop: tuple[str, ...]) -> str:
         """Decode all ids at once and cut the stop string that ended them; the ids keep it."""
@@ -130,8 +120,8 @@ class SingleTurn:
 
     async def _decode(self, ids: IntArray) -> str:
         if len(ids) <= MAX_TOKENS_DECODED_INLINE:
-            return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
-        return await asyncio.to_thread(self._tokenizer.decode, ids.tolist(), skip_special_tokens=True)
+            return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        return await asyncio.to_thread(self.tokenizer.decode, ids.tolist(), skip_special_tokens=True)
 
 
 def append(sample: Sample, generation: Generation) -> None:

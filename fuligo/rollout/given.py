@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import KW_ONLY, dataclass, field
 
 from fuligo.data.conversation import ConversationSource
 from fuligo.rollout.debug_data import load_rollout
@@ -10,25 +11,23 @@ from fuligo.rollout.protocol import Rollout, RolloutState
 from fuligo.types import SampleGroup
 
 
+@dataclass(eq=False)
 class SupervisedRollouts:
-    """Rollouts of conversations in the order of the data, whose answers are the responses. Implements `RolloutMethod`.
+    """Rollouts of conversations in the order of the data, whose answers are the responses. Implements `RolloutMethod`."""
 
-    Args:
-        batch_size: conversations of one rollout
-    """
-
-    def __init__(self, source: ConversationSource, *, batch_size: int) -> None:
-        self._source = source
-        self._batch_size = batch_size
-        self._next_index = 0
+    source: ConversationSource
+    _: KW_ONLY
+    batch_size: int
+    """Conversations of one rollout."""
+    _next_index: int = field(default=0, init=False)
 
     def restore(self, state: RolloutState) -> None:
-        self._source.restore(state.source)
+        self.source.restore(state.source)
         self._next_index = state.next_sample_index
 
     async def rollout(self, step: int) -> Rollout:
         """Return the next conversations, each a group of one sample."""
-        conversations = self._source.take(self._batch_size)
+        conversations = self.source.take(self.batch_size)
         samples = [conversation.as_sample(self._next_index + offset) for offset, conversation in enumerate(conversations)]
         self._next_index += len(samples)
         groups = [
@@ -41,24 +40,22 @@ class SupervisedRollouts:
             "rollout/response_len_max": float(max(lengths)),
             "rollout/prompt_len_mean": sum(len(sample.prompt_ids) for sample in samples) / len(samples),
         }
-        state = RolloutState(self._source.state(), next_sample_index=self._next_index, next_group_index=self._next_index)
+        state = RolloutState(self.source.state(), next_sample_index=self._next_index, next_group_index=self._next_index)
         return Rollout(step, groups, state, metrics)
 
 
+@dataclass(eq=False)
 class SavedRollouts:
-    """Rollouts that an earlier run saved (--load-debug-rollout-data). Implements `RolloutMethod`.
+    """Rollouts that an earlier run saved (--load-debug-rollout-data). Implements `RolloutMethod`."""
 
-    Args:
-        template: path of the files, with `{rollout_id}`
-        vocab_size: vocabulary size of the model that trains on them; None if unknown
-    """
-
-    def __init__(self, template: str, *, vocab_size: int | None) -> None:
-        self._template = template
-        self._vocab_size = vocab_size
+    template: str
+    """Path of the files, with `{rollout_id}`."""
+    _: KW_ONLY
+    vocab_size: int | None
+    """Vocabulary size of the model that trains on them; None if unknown."""
 
     def restore(self, state: RolloutState) -> None:
         """Do nothing: the files are found by step."""
 
     async def rollout(self, step: int) -> Rollout:
-        return await asyncio.to_thread(load_rollout, self._template, step, vocab_size=self._vocab_size)
+        return await asyncio.to_thread(load_rollout, self.template, step, vocab_size=self.vocab_size)

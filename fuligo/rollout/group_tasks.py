@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from types import TracebackType
 
 from fuligo.engines.generation import SamplingParams
@@ -22,35 +22,25 @@ ABORT_DEADLINE_S = 60.0
 """Deadline after which groups are cancelled; they continue later from the tokens they had before this rollout."""
 
 
+@dataclass(eq=False)
 class GroupTasks:
-    """Tasks of groups, as an async context manager: all have ended when it is left, whatever happened inside.
+    """Tasks of groups, as an async context manager: all have ended when it is left, whatever happened inside."""
 
-    Args:
-        may_continue: if given, interrupted samples continue at once while it returns True for their group; otherwise `next_finished`
-            returns the group unfinished
-    """
-
-    def __init__(
-        self,
-        sampler: Sampler,
-        reward: RewardFn,
-        engines: EngineControl,
-        params: SamplingParams,
-        *,
-        may_continue: Callable[[SampleGroup], bool] | None = None,
-    ) -> None:
-        self._sampler = sampler
-        self._reward = reward
-        self._engines = engines
-        self._params = params
-        self._may_continue = may_continue
-        self._snapshots: dict[int, list[list[Sample]]] = {}
-        """Copies of the samples from when their last request was sent or ended, by group index, if `may_continue` is given."""
-        self._running: dict[asyncio.Task[None], SampleGroup] = {}
-        self._done: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
+    sampler: Sampler
+    reward: RewardFn
+    engines: EngineControl
+    params: SamplingParams
+    _: KW_ONLY
+    may_continue: Callable[[SampleGroup], bool] | None = None
+    """If given, interrupted samples continue at once while it returns True for their group; otherwise
+    `next_finished` returns the group unfinished."""
+    _snapshots: dict[int, list[list[Sample]]] = field(default_factory=dict, init=False)
+    """Copies of the samples from when their last request was sent or ended, by group index, if `may_continue` is given."""
+    _running: dict[asyncio.Task[None], SampleGroup] = field(default_factory=dict, init=False)
+    _done: asyncio.Queue[asyncio.Task[None]] = field(default_factory=asyncio.Queue, init=False)
 
     async def __aenter__(self) -> GroupTasks:
-        self._sampler.open = True
+        self.sampler.open = True
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -79,7 +69,7 @@ class GroupTasks:
 
     def start(self, group: SampleGroup) -> None:
         """Begin to sample a group."""
-        if self._may_continue is not None:
+        if self.may_continue is not None:
             self._snapshots[group.index] = [[snapshot(sample)] for sample in group.samples]
         task = asyncio.create_task(self._run(group), name=f"group {group.index}")
         task.add_done_callback(self._done.put_nowait)
@@ -95,7 +85,7 @@ class GroupTasks:
 
     async def stop(self) -> list[SampleGroup]:
         """Abort generation and cancel rewards; return the groups that were in flight."""
-        self._sampler.open = False
+        self.sampler.open = False
         for task, group in self._running.items():
             if group.finished:
                 task.cancel()
@@ -103,7 +93,7 @@ class GroupTasks:
         try:
             async with asyncio.timeout(ABORT_DEADLINE_S):
                 while any(not task.done() for task in self._running):
-                    await self._engines.abort_all()
+                    await self.engines.abort_all()
                     await asyncio.wait(self._running, timeout=ABORT_AGAIN_S)
         except TimeoutError:
             waiting = sum(not task.done() for task in self._running)
@@ -117,28 +107,28 @@ class GroupTasks:
             await asyncio.gather(*(self._continue(group, position, part) for position, part in enumerate(parts)))
         finally:
             group.samples = _flat(parts)
-        if group.finished and self._sampler.open:
+        if group.finished and self.sampler.open:
             await self._judge(group)
 
     async def _continue(self, group: SampleGroup, position: int, part: list[Sample]) -> None:
         """Replace an unfinished sample by its continuation."""
         if part[0].finished:
             return
-        if self._may_continue is None:
-            part[:] = await self._sampler.sample(part[0], self._params)
+        if self.may_continue is None:
+            part[:] = await self.sampler.sample(part[0], self.params)
             return
-        group_may_continue = self._may_continue
+        group_may_continue = self.may_continue
 
         def may_continue(samples: Sequence[Sample]) -> bool:
             self._snapshots[group.index][position] = [snapshot(sample) for sample in samples]
             return group_may_continue(group)
 
-        part[:] = await self._sampler.sample_to_end(part[0], self._params, may_continue)
+        part[:] = await self.sampler.sample_to_end(part[0], self.params, may_continue)
         self._snapshots[group.index][position] = [snapshot(sample) for sample in part]
 
     async def _judge(self, group: SampleGroup) -> None:
         try:
-            await self._reward(group)
+            await self.reward(group)
         except Exception as error:
             logger.warning("group %d: the reward raised", group.index, exc_info=True)
             for sample in group.samples:

@@ -1,14 +1,18 @@
-"""Production of the rollout of a step, with its measurements: wall time, idle engines, engine load."""
+"""Production of rollouts: measurements (wall time, idle engines, engine load) and pace (on demand, one ahead, without pause)."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Literal
 
 from fuligo.engines.generation import Generation, RoutingQuery, SamplingParams
 from fuligo.engines.metrics import EngineMonitor
 from fuligo.rollout.generate import Engine
+from fuligo.rollout.metrics import staleness_metrics
 from fuligo.rollout.protocol import Rollout, RolloutMethod
 from fuligo.types import IntArray
 
@@ -16,24 +20,20 @@ PhaseTimer = Callable[[str, int], AbstractContextManager[object]]
 """Times a phase of a step, by name and step."""
 
 
+@dataclass(eq=False)
 class RolloutProducer:
-    """Produces the rollout of a step by one method and measures it.
+    """Produces the rollout of a step by one method and measures it."""
 
-    Args:
-        method: makes the rollout
-        phase: times it as the phase `rollout` of the step
-        activity: counts the requests of the rollouts; None if nothing is sampled
-        monitor: polls the engines; None without engines
-    """
-
-    def __init__(
-        self, method: RolloutMethod, *, phase: PhaseTimer, activity: Activity | None = None, monitor: EngineMonitor | None = None
-    ) -> None:
-        self._method = method
-        self._phase = phase
-        self._activity = activity
-        self._monitor = monitor
-        self._started = False
+    method: RolloutMethod
+    """Makes the rollout."""
+    _: KW_ONLY
+    phase: PhaseTimer
+    """Times it as the phase `rollout` of the step."""
+    activity: Activity | None = None
+    """Counts the requests of the rollouts; None if nothing is sampled."""
+    monitor: EngineMonitor | None = None
+    """Polls the engines; None without engines."""
+    _started: bool = field(default=False, init=False)
 
     async def produce(self, step: int) -> Rollout:
         """Produce the rollout of `step`.
@@ -41,15 +41,15 @@ class RolloutProducer:
         Raises:
             FuligoError: the method's error
         """
-        if self._activity is not None and not self._started:
-            self._activity.take_idle_fraction()  # excludes the time before the first rollout
+        if self.activity is not None and not self._started:
+            self.activity.take_idle_fraction()  # excludes the time before the first rollout
         self._started = True
-        with self._phase("rollout", step):
-            rollout = await self._method.rollout(step)
-        if self._monitor is not None:
-            rollout.metrics |= self._monitor.take()
-        if self._activity is not None:
-            rollout.metrics["perf/engine_idle_fraction"] = self._activity.take_idle_fraction()
+        with self.phase("rollout", step):
+            rollout = await self.method.rollout(step)
+        if self.monitor is not None:
+            rollout.metrics |= self.monitor.take()
+        if self.activity is not None:
+            rollout.metrics["perf/engine_idle_fraction"] = self.activity.take_idle_fraction()
         return rollout
 
 
@@ -86,12 +86,12 @@ class Activity:
         return max(0.0, 1.0 - busy_s / elapsed_s) if elapsed_s > 0 else 0.0
 
 
+@dataclass(eq=False)
 class CountedEngine:
     """Engine whose requests are counted. Implements `generate.Engine`."""
 
-    def __init__(self, engine: Engine, activity: Activity) -> None:
-        self._engine = engine
-        self._activity = activity
+    engine: Engine
+    activity: Activity
 
     async def generate(
         self,
@@ -103,5 +103,81 @@ class CountedEngine:
         timeout_s: float | None = None,
         routing: RoutingQuery | None = None,
     ) -> Generation:
-        with self._activity.request():
-            return await self._engine.generate(input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s, routing=routing)
+        with self.activity.request():
+            return await self.engine.generate(input_ids, params, rid=rid, priority=priority, timeout_s=timeout_s, routing=routing)
+
+
+class PacedRollouts:
+    """Async iterator over the rollouts `start` to `stop - 1`.
+
+    sync: rollout k is sampled when the loop asks for it, with the weights of that moment.
+    one-step: rollout k + 1 begins before rollout k is handed out, so that sampling and training overlap; its tokens are one training
+    step older than in sync mode. Await `settle()` before the weights change. `Rollout.state` of k is taken before k + 1 begins: a
+    resume samples k + 1 again, and nothing is lost or trained on twice.
+    full: `produce` takes rollouts out of sampling that never stops (`continuous.ContinuousRunner`). Weights may change at any time:
+    `settle()` announces the change and does not wait.
+
+    `close()` cancels a rollout that began ahead.
+
+    Args:
+        produce: produces the rollout of a step
+        start: first rollout; 0, or the step of the checkpoint
+        stop: number of rollouts of the whole run
+        before_sync: called when the weights are about to change
+        policy_version: version of the weights that train on what is handed out, for the staleness metrics; None if nothing is sampled
+    """
+
+    def __init__(
+        self,
+        produce: Callable[[int], Awaitable[Rollout]],
+        *,
+        start: int,
+        stop: int,
+        mode: Literal["sync", "one-step", "full"] = "sync",
+        before_sync: Callable[[], None] = lambda: None,
+        policy_version: Callable[[], int] | None = None,
+    ) -> None:
+        self._produce = produce
+        self._next = start
+        self._stop = stop
+        self._one_ahead = mode == "one-step"
+        self._before_sync = before_sync
+        self._policy_version = policy_version
+        self._ahead: asyncio.Future[Rollout] | None = None
+
+    def __aiter__(self) -> PacedRollouts:
+        return self
+
+    async def __anext__(self) -> Rollout:
+        """Return the next rollout.
+
+        Raises:
+            FuligoError: this rollout failed, possibly ahead of time
+        """
+        if self._next == self._stop:
+            raise StopAsyncIteration
+        step = self._next
+        rollout = await (self._produce(step) if self._ahead is None else self._ahead)
+        self._ahead = None
+        self._next = step + 1
+        if self._policy_version is not None:
+            rollout.metrics |= staleness_metrics(rollout.groups, self._policy_version())
+        if self._one_ahead and self._next < self._stop:
+            self._ahead = asyncio.ensure_future(self._produce(self._next))
+        return rollout
+
+    async def settle(self) -> None:
+        """Return when the weights may change: when no rollout is being sampled, or at once in full mode.
+
+        If the rollout ahead fails, its error is raised when the loop asks for it.
+        """
+        self._before_sync()
+        if self._ahead is not None:
+            await asyncio.wait([self._ahead])
+
+    async def close(self) -> None:
+        """Cancel the rollout that is ahead and wait until it has ended."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.cancel()
+            await asyncio.gather(ahead, return_exceptions=True)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -23,29 +23,27 @@ NO_PROGRESS_PAUSE_S = 0.01
 """Pause before a sample is continued that was interrupted without a single new token."""
 
 
+@dataclass(eq=False)
 class Sampler:
-    """Concurrency, deadline, seed and validation around a GenerateFn.
+    """Concurrency, deadline, seed and validation around a GenerateFn."""
 
-    Args:
-        generate: the default (`generate.SingleTurn`) or a hook
-        seed: `--rollout-seed`
-        stream: separates the random numbers of uses that count samples on their own (`train`, `eval/<name>`)
-        turns: limits how many samples are generated at a time
-        timeout_s: deadline of one sample's generation, without the wait for its turn
-    """
-
-    def __init__(self, generate: GenerateFn, *, seed: int, stream: str, turns: asyncio.Semaphore, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self.open = True
-        """False: samples still waiting for their turn are returned unchanged."""
-        self._generate = generate
-        self._seed = seed
-        self._stream = stream
-        self._turns = turns
+    generate: GenerateFn
+    """The default (`generate.SingleTurn`) or a hook."""
+    _: KW_ONLY
+    seed: int
+    """`--rollout-seed`."""
+    stream: str
+    """Separates the random numbers of uses that count samples on their own (`train`, `eval/<name>`)."""
+    turns: asyncio.Semaphore
+    """Limits how many samples are generated at a time."""
+    timeout_s: float
+    """Deadline of one sample's generation, without the wait for its turn."""
+    open: bool = field(default=True, init=False)
+    """False: samples still waiting for their turn are returned unchanged."""
 
     async def sample(self, sample: Sample, params: SamplingParams) -> list[Sample]:
         """Generate one sample until it is finished, failed or aborted; a GenerateFn may split it into several."""
-        async with self._turns:
+        async with self.turns:
             if not self.open:
                 return [sample]
             return await self._generate_once(sample, params)
@@ -56,7 +54,7 @@ class Sampler:
         Args:
             may_continue: called with the samples so far before every request; if it returns False, they are returned
         """
-        async with self._turns:
+        async with self.turns:
             samples = [sample]
             progress_s = time.monotonic()
             while self.open and not all(part.finished for part in samples) and may_continue(samples):
@@ -73,11 +71,11 @@ class Sampler:
             return samples
 
     async def _generate_once(self, sample: Sample, params: SamplingParams) -> list[Sample]:
-        seeded = replace(params, sampling_seed=sampling_seed(self._seed, self._stream, sample.index))
+        seeded = replace(params, sampling_seed=sampling_seed(self.seed, self.stream, sample.index))
         deadline = asyncio.timeout(self.timeout_s * DEADLINE_SLACK)
         try:
             async with deadline:
-                result = await self._generate(sample, seeded)
+                result = await self.generate(sample, seeded)
             samples = result if isinstance(result, list) else [result]
             problem = _problem(samples)
         except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -17,37 +17,26 @@ START_ROLLOUT_ID = "start_rollout_id"
 POP_FIRST = partial(pop_first, None)
 
 
+@dataclass(eq=False)
 class GroupSource:
-    """Numbers the samples and groups of the whole run, and holds the partial-rollout buffer. Implements `GroupStream`.
+    """Numbers the samples and groups of the whole run, and holds the partial-rollout buffer. Implements `GroupStream`."""
 
-    Args:
-        prompts: the data in its order
-        num_samples_per_prompt: size of a fresh group
-        partial_rollout: `put_back` keeps groups with their tokens; otherwise only their prompts are drawn again
-        buffer_filter: chooses the groups to continue
-        mask_offpolicy: do not train on tokens of earlier rollouts
-        max_staleness: groups with a token that is more versions old start anew
-    """
-
-    def __init__(
-        self,
-        prompts: PromptStream,
-        num_samples_per_prompt: int,
-        *,
-        partial_rollout: bool = False,
-        buffer_filter: BufferFilter = POP_FIRST,
-        mask_offpolicy: bool = False,
-        max_staleness: int | None = None,
-    ) -> None:
-        self._prompts = prompts
-        self._num_samples_per_prompt = num_samples_per_prompt
-        self._partial_rollout = partial_rollout
-        self._buffer_filter = buffer_filter
-        self._mask_offpolicy = mask_offpolicy
-        self._max_staleness = max_staleness
-        self._buffer: list[SampleGroup] = []
-        self._next_sample_index = 0
-        self._next_group_index = 0
+    prompts: PromptStream
+    """The data in its order."""
+    num_samples_per_prompt: int
+    """Size of a fresh group."""
+    _: KW_ONLY
+    partial_rollout: bool = False
+    """`put_back` keeps groups with their tokens; otherwise only their prompts are drawn again."""
+    buffer_filter: BufferFilter = POP_FIRST
+    """Chooses the groups to continue."""
+    mask_offpolicy: bool = False
+    """Do not train on tokens of earlier rollouts."""
+    max_staleness: int | None = None
+    """Groups with a token that is more versions old start anew."""
+    _buffer: list[SampleGroup] = field(default_factory=list, init=False)
+    _next_sample_index: int = field(default=0, init=False)
+    _next_group_index: int = field(default=0, init=False)
 
     def draw(self, num_groups: int, step: int, policy_version: int) -> Draw:
         """Draw groups, buffered ones first.
@@ -56,21 +45,21 @@ class GroupSource:
             HookError: the buffer filter returned groups that are not in the buffer, or too many
         """
         num_stale = self._drop_stale(policy_version)
-        resumed = [continuation(group, step, self._mask_offpolicy) for group in self._take_buffered(num_groups, step)]
-        fresh = [self._new_group(prompt, step) for prompt in self._prompts.take(num_groups - len(resumed))]
+        resumed = [continuation(group, step, self.mask_offpolicy) for group in self._take_buffered(num_groups, step)]
+        fresh = [self._new_group(prompt, step) for prompt in self.prompts.take(num_groups - len(resumed))]
         return Draw(resumed + fresh, num_stale)
 
     def put_back(self, groups: list[SampleGroup]) -> None:
-        if self._partial_rollout:
+        if self.partial_rollout:
             self._buffer.extend(groups)
         else:
-            self._prompts.give_back([_prompt(group) for group in groups])
+            self.prompts.give_back([_prompt(group) for group in groups])
 
     def state(self, step: int) -> RolloutState:
-        return RolloutState(self._prompts.state(), self._next_sample_index, self._next_group_index, list(self._buffer))
+        return RolloutState(self.prompts.state(), self._next_sample_index, self._next_group_index, list(self._buffer))
 
     def restore(self, state: RolloutState) -> None:
-        self._prompts.restore(state.source)
+        self.prompts.restore(state.source)
         self._next_sample_index, self._next_group_index = state.next_sample_index, state.next_group_index
         self._buffer = list(state.buffer)
 
@@ -85,17 +74,17 @@ class GroupSource:
                 label=prompt.label,
                 metadata={**deepcopy(prompt.metadata), START_ROLLOUT_ID: step},
             )
-            for index in range(first, first + self._num_samples_per_prompt)
+            for index in range(first, first + self.num_samples_per_prompt)
         ]
-        self._next_sample_index += self._num_samples_per_prompt
+        self._next_sample_index += self.num_samples_per_prompt
         self._next_group_index += 1
         return SampleGroup(samples[0].group_index, prompt.row, samples)
 
     def _drop_stale(self, policy_version: int) -> int:
         """Return the prompts of groups that are too old to continue to the data; return how many."""
-        if self._max_staleness is None:
+        if self.max_staleness is None:
             return 0
-        oldest = policy_version - self._max_staleness
+        oldest = policy_version - self.max_staleness
         stale = [group for group in self._buffer if first_version(group, policy_version) < oldest]
         self._forget(stale)
         return len(stale)
@@ -106,7 +95,7 @@ class GroupSource:
             return []
         by_index = {group.index: group for group in self._buffer}
         offered = [list(group.samples) for group in self._buffer]
-        chosen = self._buffer_filter(step, offered, num_groups)
+        chosen = self.buffer_filter(step, offered, num_groups)
         indices = [samples[0].group_index if samples else None for samples in chosen]
         if len(chosen) > num_groups or len(set(indices)) < len(indices) or not by_index.keys() >= set(indices):
             raise HookError(
@@ -124,7 +113,7 @@ class GroupSource:
             return
         gone = {group.index for group in groups}
         self._buffer = [group for group in self._buffer if group.index not in gone]
-        self._prompts.give_back([_prompt(group) for group in groups])
+        self.prompts.give_back([_prompt(group) for group in groups])
 
 
 def continuation(group: SampleGroup, step: int, mask_offpolicy: bool) -> SampleGroup:

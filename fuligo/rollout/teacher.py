@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 from fuligo.errors import EngineError
@@ -18,18 +19,16 @@ class Scorer(Protocol):
     async def score(self, input_ids: IntArray, num_given: int, *, rid: str, timeout_s: float | None = None) -> FloatArray: ...
 
 
+@dataclass(eq=False)
 class ServedTeacher:
-    """Sets `teacher_logprobs` of finished samples. An error that outlasts the retries makes its sample failed.
+    """Sets `teacher_logprobs` of finished samples. An error that outlasts the retries makes its sample failed."""
 
-    Args:
-        scorer: serves the teacher
-        timeout_s: deadline of one sample, retries included
-    """
-
-    def __init__(self, scorer: Scorer, *, timeout_s: float) -> None:
-        self._scorer = scorer
-        self._timeout_s = timeout_s
-        self._num_requests = itertools.count()
+    scorer: Scorer
+    """Serves the teacher."""
+    _: KW_ONLY
+    timeout_s: float
+    """Deadline of one sample, retries included."""
+    _num_requests: itertools.count = field(default_factory=itertools.count, init=False)
 
     async def __call__(self, group: SampleGroup) -> None:
         """Score the samples of a group, except those that are unfinished, failed, empty or scored already."""
@@ -39,23 +38,23 @@ class ServedTeacher:
         start_s = time.time()
         rid = f"teacher-{sample.index}-{next(self._num_requests)}"
         try:
-            sample.teacher_logprobs = await self._scorer.score(sample.tokens, len(sample.prompt_ids), rid=rid, timeout_s=self._timeout_s)
+            sample.teacher_logprobs = await self.scorer.score(sample.tokens, len(sample.prompt_ids), rid=rid, timeout_s=self.timeout_s)
         except EngineError as error:
             sample.status, sample.error = SampleStatus.FAILED, f"teacher: {error}"
         sample.spans.append(Span("teacher", start_s, time.time()))
 
 
+@dataclass(eq=False)
 class RewardWithTeacher:
     """`RewardFn` that lets the teacher score concurrently."""
 
-    def __init__(self, reward: RewardFn, teacher: ServedTeacher) -> None:
-        self._reward = reward
-        self._teacher = teacher
+    reward: RewardFn
+    teacher: ServedTeacher
 
     async def __call__(self, group: SampleGroup) -> None:
-        scoring = asyncio.create_task(self._teacher(group))
+        scoring = asyncio.create_task(self.teacher(group))
         try:
-            await self._reward(group)
+            await self.reward(group)
             await scoring
         finally:
             scoring.cancel()  # a group whose reward is cancelled needs no scores

@@ -15,9 +15,8 @@ from playwright.sync_api import Browser, Page, expect
 from fuligo.cli.view import bind
 from fuligo.observability.viewer.api import make_app
 from fuligo.observability.viewer.report import write_report
-from fuligo.observability.viewer.run import RunReader
+from fuligo.observability.viewer.run import RunReader, Watcher
 from fuligo.observability.viewer.server import address as address_of
-from fuligo.observability.viewer.watcher import Watcher
 from tests.browser.conftest import DEADLINE_MS
 from tests.unit.observability.viewer.recorded_run import FAILED, HOSTILE, NUM_STEPS, SCRIPT, TRUNCATED, begin_run, write_run
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from fuligo.observability.metric_table import undocumented
 from fuligo.observability.metrics import without_timings
+from tests.metrics_page import undocumented
 
 TOKENS = ("index", "group_index", "response_ids", "engine_logprobs", "trainer_logprobs", "advantages", "versions", "kept")
 """Columns of samples/ that are bit for bit equal in two equal runs."""

@@ -53,16 +53,12 @@ class Access:
             answer = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
             answer.set_cookie(self._cookie, given, httponly=True, samesite="strict")
             return answer
-        if self._fits(_bearer(headers)) or self._fits(_cookie(headers, self._cookie)):
+        if self._fits(headers.get("authorization", "").removeprefix("Bearer ")) or self._fits(_cookie(headers, self._cookie)):
             return None
         return PlainTextResponse("token missing or wrong; open the address that fuligo view printed, which ends with the token", 401)
 
     def _fits(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self._token.encode())
-
-
-def _bearer(headers: Headers) -> str:
-    return headers.get("authorization", "").removeprefix("Bearer ")
 
 
 def _cookie(headers: Headers, name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -45,7 +45,8 @@ class _Watch:
     severity: Literal["error", "warning", "note"]
     title: str
     bad: Callable[[Values], list[bool]]
-    text: Callable[[Values, Stretch], str]
+    text: str
+    """Template over the facts of `_facts`."""
     lasting: int = 1
 
 
@@ -77,7 +78,7 @@ def _watched(metrics: MetricColumns) -> Iterator[Alarm]:
         found = stretches(watch.bad(values), watch.lasting)
         if found:
             before = len(found) - 1
-            text = watch.text(values, found[-1]) + (f" It happened {_times(before)} before." if before else "")
+            text = watch.text.format(**_facts(values, found[-1])) + (f" It happened {_times(before)} before." if before else "")
             yield _alarm(metrics, watch, found[-1], text)
 
 
@@ -108,7 +109,7 @@ def _not_finite(metrics: MetricColumns) -> Iterator[Alarm]:
         began = next(row for row, value in enumerate(values) if value is not None)
         found = stretches([row > began and value is None for row, value in enumerate(metrics.column(key))])
         if found:
-            watch = _Watch(key, "error", f"{key} is not a number", lambda _: [], lambda *_: "")
+            watch = _Watch(key, "error", f"{key} is not a number", lambda _: [], "")
             text = "The update was skipped or corrupted the weights. Look at that step's samples and resume from a checkpoint before it."
             yield _alarm(metrics, watch, found[-1], text)
 
@@ -143,67 +144,42 @@ def _entropy_collapses(values: Values) -> list[bool]:
     return [start is not None and row >= 5 and value is not None and value < 0.1 * start for row, value in enumerate(values)]
 
 
-def _compared(values: Values, stretch: Stretch, unit: str = "") -> str:
-    """Format the worst value with the value before, as in `0.31 nats, 18 times the 0.017 before`."""
-    worst = max(finite(values[stretch.first : stretch.last + 1]))
-    base = median(finite(values[max(0, stretch.first - BASE_STEPS) : stretch.first]))
-    return f"{worst:.3g}{unit}" + (f", {worst / base:.3g} times the {base:.3g} before" if base else "")
+def _facts(values: Values, stretch: Stretch) -> dict[str, float | str]:
+    """Return what the texts say of a stretch; `compared` is its worst value with the usual one before, as in `0.31, 18 times ...`."""
+    shown = finite(values[stretch.first : stretch.last + 1])
+    worst, base = max(shown), median(finite(values[max(0, stretch.first - BASE_STEPS) : stretch.first]))
+    times = f", {worst / base:.3g} times the {base:.3g} before" if base else ""
+    return {
+        "worst": worst,
+        "compared": f"{worst:.3g}{times}",
+        "compared_nats": f"{worst:.3g} nats{times}",
+        "low": min(shown),
+        "start": median(finite(values[:10])[:5]) or 0.0,
+        "total": sum(shown),
+    }
 
 
-def _mismatch_text(values: Values, stretch: Stretch) -> str:
-    return f"Their log-probabilities of the same tokens differ on average by up to {_compared(values, stretch, ' nats')}."
-
-
-def _clip_text(values: Values, stretch: Stretch) -> str:
-    worst = max(finite(values[stretch.first : stretch.last + 1]))
-    return (
-        f"Up to {worst:.0%} of the tokens have no gradient because the policy moves too far within a step. "
-        "Try fewer optimizer steps per rollout, a smaller learning rate or a wider clip range."
-    )
-
-
-def _kl_text(values: Values, stretch: Stretch) -> str:
-    return f"It reaches {_compared(values, stretch, ' nats')}. Read samples: the policy may be exploiting the reward."
-
-
-def _entropy_text(values: Values, stretch: Stretch) -> str:
-    start = median(finite(values[:10])[:5]) or 0.0
-    low = min(finite(values[stretch.first : stretch.last + 1]))
-    return f"It fell from {start:.3g} to {low:.3g} nats. The samples of a group are nearly identical, so there is little left to learn."
-
-
-def _grad_text(values: Values, stretch: Stretch) -> str:
-    return f"It reaches {_compared(values, stretch)}. Look at the samples of that step for very long responses or rewards out of range."
-
-
-def _truncated_text(values: Values, stretch: Stretch) -> str:
-    worst = max(finite(values[stretch.first : stretch.last + 1]))
-    return f"Up to {worst:.0%} are truncated at the maximum length and judged without their end."
-
-
-def _zero_std_text(values: Values, stretch: Stretch) -> str:
-    worst = max(finite(values[stretch.first : stretch.last + 1]))
-    return f"In up to {worst:.0%} of the groups all rewards are equal. Try harder or easier prompts, or dynamic sampling."
-
-
-def _failed_text(values: Values, stretch: Stretch) -> str:
-    total = sum(finite(values[stretch.first : stretch.last + 1]))
-    return f"{total:.0f} in total. Each failed sample shows its reason (Samples, filter by failed)."
-
+_DISAGREE = "Their log-probabilities of the same tokens differ on average by up to {compared_nats}."
+_CLIPPED = (
+    "Up to {worst:.0%} of the tokens have no gradient because the policy moves too far within a step. "
+    "Try fewer optimizer steps per rollout, a smaller learning rate or a wider clip range."
+)
+_KL_GROWS = "It reaches {compared_nats}. Read samples: the policy may be exploiting the reward."
+_COLLAPSED = "It fell from {start:.3g} to {low:.3g} nats. The samples of a group are nearly identical, so there is little left to learn."
+_GRADIENT_JUMPS = "It reaches {compared}. Look at the samples of that step for very long responses or rewards out of range."
+_TRUNCATED = "Up to {worst:.0%} are truncated at the maximum length and judged without their end."
+_EQUAL = "In up to {worst:.0%} of the groups all rewards are equal. Try harder or easier prompts, or dynamic sampling."
+_FAILED = "{total:.0f} in total. Each failed sample shows its reason (Samples, filter by failed)."
 
 WATCHES = (
     # bf16 engines and trainers differ by 0.005 to 0.02 nats; 0.1 means wrong weights, sampling parameters or routing.
-    _Watch("train/logprob_abs_diff", "error", "Engine and trainer disagree", _rises(3, 0.03, at_once=0.1), _mismatch_text),
-    _Watch("train/clip_fraction", "warning", "Much of the update is clipped", _above(0.3), _clip_text, LASTING_STEPS),
-    _Watch("train/kl", "warning", "KL to the reference is growing", _rises(5, 0.1), _kl_text, LASTING_STEPS),
-    _Watch("train/entropy", "warning", "Entropy has collapsed", _entropy_collapses, _entropy_text, LASTING_STEPS),
-    _Watch("train/grad_norm", "warning", "The gradient norm jumps", _rises(10, 0.0), _grad_text),
-    _Watch("rollout/truncated_ratio", "warning", "Many responses are truncated", _above(0.25), _truncated_text, LASTING_STEPS),
-    _Watch("rollout/zero_std_ratio", "note", "Most groups have equal rewards", _above(0.8), _zero_std_text, LASTING_STEPS),
-    _Watch("rollout/num_failed", "warning", "Samples failed", _above(0), _failed_text),
+    _Watch("train/logprob_abs_diff", "error", "Engine and trainer disagree", _rises(3, 0.03, at_once=0.1), _DISAGREE),
+    _Watch("train/clip_fraction", "warning", "Much of the update is clipped", _above(0.3), _CLIPPED, LASTING_STEPS),
+    _Watch("train/kl", "warning", "KL to the reference is growing", _rises(5, 0.1), _KL_GROWS, LASTING_STEPS),
+    _Watch("train/entropy", "warning", "Entropy has collapsed", _entropy_collapses, _COLLAPSED, LASTING_STEPS),
+    _Watch("train/grad_norm", "warning", "The gradient norm jumps", _rises(10, 0.0), _GRADIENT_JUMPS),
+    _Watch("rollout/truncated_ratio", "warning", "Many responses are truncated", _above(0.25), _TRUNCATED, LASTING_STEPS),
+    _Watch("rollout/zero_std_ratio", "note", "Most groups have equal rewards", _above(0.8), _EQUAL, LASTING_STEPS),
+    _Watch("rollout/num_failed", "warning", "Samples failed", _above(0), _FAILED),
 )
 """Limits are rules of thumb, chosen so that ordinary runs raise no alarm."""
-
-
-def watched_keys() -> Iterable[str]:
-    return [watch.key for watch in WATCHES]

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,13 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fuligo.observability.viewer.alarms import watched_keys
+from fuligo.observability.viewer.alarms import WATCHES
 from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.run_files import SampleSet
 from fuligo.observability.viewer.sample_index import SampleIndex, read_index_table
 from fuligo.observability.viewer.sample_query import Order, SampleFilter, in_order, matching
 from fuligo.observability.viewer.sample_rows import LINE_COLUMNS, Row, message_texts, read_rows, short, short_prompt
 from fuligo.observability.viewer.settings import differences, rows_of
-from fuligo.observability.viewer.step_time import StepTime
 
 Answer = dict[str, Any]
 SEARCH_BUDGET_S = 0.15
@@ -112,18 +110,23 @@ def sample_lines(index: SampleIndex, shown: pa.Table) -> list[Answer]:
     for line in sorted(lines, key=lambda line: line["row"]):
         by_step.setdefault(line["step"], []).append(line)
     for step, of_step in by_step.items():
-        texts = _texts(index, step, [line["row"] for line in of_step])
+        path = index.file(step)
+        try:
+            texts = read_rows(path, [line["row"] for line in of_step], LINE_COLUMNS) if path is not None else []
+        except (OSError, pa.ArrowException):
+            texts = []
         for line, text in zip_longest(of_step, texts, fillvalue={}):
-            line.update(_line_texts(text))
+            line.update(
+                {
+                    "prompt": short_prompt(text.get("prompt")),
+                    "response": short(text.get("response")),
+                    "label": short(text.get("label")),
+                    "finish_reason": text.get("finish_reason"),
+                    "drop_reason": text.get("drop_reason"),
+                    "error": short(text.get("error")),
+                }
+            )
     return lines
-
-
-def _texts(index: SampleIndex, step: int, rows: list[int]) -> list[Row]:
-    path = index.file(step)
-    try:
-        return read_rows(path, rows, LINE_COLUMNS) if path is not None else []
-    except (OSError, pa.ArrowException):
-        return []
 
 
 def _numbers(rows: pa.Table) -> list[Answer]:
@@ -137,17 +140,6 @@ def _numbers(rows: pa.Table) -> list[Answer]:
         }
         for row in rows.to_pylist()
     ]
-
-
-def _line_texts(row: Row) -> Answer:
-    return {
-        "prompt": short_prompt(row.get("prompt")),
-        "response": short(row.get("response")),
-        "label": short(row.get("label")),
-        "finish_reason": row.get("finish_reason"),
-        "drop_reason": row.get("drop_reason"),
-        "error": short(row.get("error")),
-    }
 
 
 def _number(value: Any) -> float | None:
@@ -180,21 +172,6 @@ def sample_answer(run: RunReader, step: int, row: int, of: SampleSet = "train") 
         return None
     if mine is None or whole is None:
         return None
-    return {
-        **mine,
-        **{name: whole.get(name) for name in ("label", "finish_reason", "drop_reason", "error", "dataset")},
-        "messages": message_texts(whole.get("prompt")),
-        "response": whole.get("response") or "",
-        "metadata": _metadata(whole.get("metadata")),
-        "spans": whole.get("spans") or [],
-        "prompt_tokens": len(whole.get("prompt_ids") or []),
-        "tokens": _tokens(run, whole),
-        "members": _members(path, rows, mine),
-    }
-
-
-def _members(path: Path, rows: pa.Table, mine: Answer) -> list[Answer]:
-    """Return the samples of the same group with their whole responses, to be read side by side."""
     # The data sets of an evaluation number their groups independently.
     members = [mine]
     if mine["group"] is not None:
@@ -204,7 +181,17 @@ def _members(path: Path, rows: pa.Table, mine: Answer) -> list[Answer]:
         texts = read_rows(path, [member["row"] for member in members], ["response", "drop_reason", "error"])
     except (OSError, pa.ArrowException):
         texts = []
-    return [{**member, **text} for member, text in zip(members, texts, strict=False)]
+    return {
+        **mine,
+        **{name: whole.get(name) for name in ("label", "finish_reason", "drop_reason", "error", "dataset")},
+        "messages": message_texts(whole.get("prompt")),
+        "response": whole.get("response") or "",
+        "metadata": _metadata(whole.get("metadata")),
+        "spans": whole.get("spans") or [],
+        "prompt_tokens": len(whole.get("prompt_ids") or []),
+        "tokens": _tokens(run, whole),
+        "members": [{**member, **text} for member, text in zip(members, texts, strict=False)],
+    }
 
 
 def _tokens(run: RunReader, whole: Row) -> Answer:
@@ -265,10 +252,8 @@ def step_answer(run: RunReader, step: int) -> Answer | None:
     """Return the timeline of one step; times are seconds since its start."""
     run.update_metrics()
     found = run.step_time(step)
-    return None if found is None else _step_answer(found)
-
-
-def _step_answer(found: StepTime) -> Answer:
+    if found is None:
+        return None
     start, end = found.window
     return {
         "step": found.step,
@@ -304,5 +289,5 @@ def _step_answer(found: StepTime) -> Answer:
 
 def health_answer(run: RunReader) -> Answer:
     run.update_metrics()
-    watched = [key for key in watched_keys() if key in run.metrics.columns]
+    watched = [watch.key for watch in WATCHES if watch.key in run.metrics.columns]
     return {"alarms": [asdict(alarm) for alarm in run.alarms()], "watched": watched, "log": run.log_warnings()}

@@ -14,11 +14,10 @@ from starlette.middleware.gzip import GZipMiddleware
 
 from fuligo.observability.viewer import answers
 from fuligo.observability.viewer.access import Access
-from fuligo.observability.viewer.page import page
-from fuligo.observability.viewer.run import RunReader
+from fuligo.observability.viewer.front import page
+from fuligo.observability.viewer.run import RunReader, Watcher
 from fuligo.observability.viewer.run_files import SampleSet, inside
 from fuligo.observability.viewer.sample_query import Order, SampleFilter
-from fuligo.observability.viewer.watcher import Watcher
 
 MAX_LIMIT = 200
 
@@ -83,7 +82,11 @@ def make_app(runs: Sequence[RunReader], *, token: str, cookie: str = "fuligo_vie
         return _json(answers.sample_answer(chosen(run), step, row, of), f"run {run} has no row {row} in the samples {where}")
 
     _add_steps(app, chosen)
-    _add_samples(app, chosen)
+
+    @app.get("/api/samples")
+    def samples(query: Annotated[SampleQuery, Query()]) -> Response:
+        return _json(answers.samples_answer(chosen(query.run), query, query.order, query.offset, query.limit, query.of))
+
     app.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)
     app.add_middleware(Access, token=token, cookie=cookie)
     return app
@@ -109,12 +112,6 @@ def _add_steps(app: FastAPI, chosen: Callable[[str], RunReader]) -> None:
         if not inside(reader.path, file):
             raise HTTPException(404, f"run {run} has no trace.json")
         return FileResponse(file, media_type="application/json", filename=f"{Path(reader.name).name}-trace.json")
-
-
-def _add_samples(app: FastAPI, chosen: Any) -> None:
-    @app.get("/api/samples")
-    def samples(query: Annotated[SampleQuery, Query()]) -> Response:
-        return _json(answers.samples_answer(chosen(query.run), query, query.order, query.offset, query.limit, query.of))
 
 
 def _json(answer: dict[str, Any] | None, missing: str = "") -> Response:

@@ -61,7 +61,12 @@ def attribute(window: Interval, phases: Iterable[PhaseEvent], spans: SampleSpans
         owner[_active(by_name[name], cuts) > 0] = position
     labels = np.array([*names, BETWEEN], dtype=object)[owner]
     if len(generate) or len(reward):
-        _divide_rollout(labels, _active(generate, cuts), _active(reward, cuts))
+        generating = _active(generate, cuts)
+        rollout = labels == ROLLOUT
+        most = generating.max(initial=0)
+        labels[rollout & (generating > 0)] = SAMPLING
+        labels[rollout & (generating > 0) & (generating < TAIL_SHARE * most)] = STRAGGLERS
+        labels[rollout & (generating == 0) & (_active(reward, cuts) > 0)] = REWARD
     seconds = [Cause(str(name), float(lengths[labels == name].sum())) for name in dict.fromkeys(labels)]
     return sorted((cause for cause in seconds if cause.seconds > 0), key=lambda cause: -cause.seconds)
 
@@ -80,14 +85,6 @@ def concurrency(window: Interval, intervals: Sequence[Interval], num_points: int
     middles = (edges[1:] + edges[:-1]) / 2
     started = np.searchsorted(np.sort(clipped[:, 0]), middles, side="right")
     return (started - np.searchsorted(np.sort(clipped[:, 1]), middles, side="right")).tolist()
-
-
-def _divide_rollout(labels: np.ndarray, generating: np.ndarray, rewarding: np.ndarray) -> None:
-    rollout = labels == ROLLOUT
-    most = generating.max(initial=0)
-    labels[rollout & (generating > 0)] = SAMPLING
-    labels[rollout & (generating > 0) & (generating < TAIL_SHARE * most)] = STRAGGLERS
-    labels[rollout & (generating == 0) & (rewarding > 0)] = REWARD
 
 
 def _clipped(intervals: Sequence[Interval], window: Interval) -> np.ndarray:

@@ -50,7 +50,7 @@ def mismatches(path: Path) -> list[Mismatch]:
             return []
         table = file.read([*_NAMES, *(["spans"] if "spans" in present else [])], use_threads=False)
     table = table.filter(table["trainer_logprobs"].is_valid())
-    mask, engine_logprobs, trainer_logprobs, versions = (_flat(table, name) for name in _NAMES)
+    mask, engine_logprobs, trainer_logprobs, versions = (table[name].combine_chunks().flatten().to_numpy() for name in _NAMES)
     if not len(mask) == len(engine_logprobs) == len(trainer_logprobs) == len(versions):
         return []
     trained = mask > 0
@@ -145,7 +145,3 @@ def _engines(table: pa.Table) -> np.ndarray:
                 end = min(span["first_token"] + span["num_tokens"], num_tokens)
                 engines[start + span["first_token"] : start + end] = span["engine"]
     return engines
-
-
-def _flat(table: pa.Table, name: str) -> np.ndarray:
-    return table[name].combine_chunks().flatten().to_numpy()

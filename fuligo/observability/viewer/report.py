@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from fuligo.errors import ConfigError
 from fuligo.observability.viewer import answers
-from fuligo.observability.viewer.page import page
+from fuligo.observability.viewer.front import page
 from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.run_files import SampleSet
 
@@ -62,7 +62,7 @@ def report_document(runs: Sequence[RunReader], size: ReportSize) -> dict[str, An
     samples = {run.name: {of: _samples(run, of, size) for of in _SETS} for run in runs}
     return {
         "runs": [answers.run_answer(run) for run in runs],
-        "metrics": {run.name: _metrics(run) for run in runs},
+        "metrics": {run.name: answers.metrics_answer(run, [*run.metrics.columns, *run.evaluations.columns], 0, -1) for run in runs},
         "differences": answers.differences_answer(runs),
         "steps": {run.name: answers.steps_answer(run) for run in runs},
         "step": {run.name: _timelines(run, size) for run in runs},
@@ -97,10 +97,6 @@ def chosen_samples(table: pa.Table, steps: Sequence[int], size: ReportSize) -> n
 def _spread(rewards: np.ndarray) -> float:
     known = rewards[np.isfinite(rewards)]
     return float(np.std(known)) if len(known) else 0.0
-
-
-def _metrics(run: RunReader) -> dict[str, Any]:
-    return answers.metrics_answer(run, [*run.metrics.columns, *run.evaluations.columns], 0, -1)
 
 
 def _timelines(run: RunReader, size: ReportSize) -> dict[str, Any]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
 
 from fuligo.observability.viewer.alarms import Alarm, alarms, with_cause
 from fuligo.observability.viewer.attribution import Cause
-from fuligo.observability.viewer.liveness import State, is_locked, run_state
 from fuligo.observability.viewer.metric_columns import MetricColumns, finite, median
 from fuligo.observability.viewer.mismatch import Explanation, explanation, mismatches
-from fuligo.observability.viewer.now import WINDOW_STEPS, Now, current_activity
+from fuligo.observability.viewer.now import WINDOW_STEPS, Now, State, current_activity, is_locked, run_state
 from fuligo.observability.viewer.run_files import SampleSet, inside, missing_files
 from fuligo.observability.viewer.sample_index import SampleIndex
 from fuligo.observability.viewer.sample_query import TextSearch
@@ -23,6 +24,13 @@ from fuligo.observability.viewer.step_time import NEIGHBOURS, StepTime, step_cau
 from fuligo.observability.viewer.tokens import TokenTexts
 from fuligo.observability.viewer.trace_reader import TraceReader
 
+logger = logging.getLogger(__name__)
+BUDGET_S = 0.2
+"""Seconds per run before the next run's turn."""
+PAUSE_S = 1.0
+"""Seconds to wait if nothing was new."""
+ASLEEP_S = 60.0
+"""Seconds without a request after which reading pauses."""
 MAX_SEARCHES = 8
 MAX_LOG_BYTES = 64 * 1024
 _TOKENIZER_SETTINGS = ("model.hf_checkpoint", "checkpoint.hf_checkpoint")
@@ -200,3 +208,35 @@ class RunReader:
                     self._searches.popitem(last=False)
             self._searches.move_to_end(key)
             return self._searches[key]
+
+
+class Watcher:
+    """Thread that keeps runs up to date while the page is open."""
+
+    def __init__(self, runs: Sequence[RunReader]) -> None:
+        self._runs = runs
+        self._woken = threading.Event()
+        self._last_visit_s = time.monotonic()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="watcher")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Continue reading, because a request arrived."""
+        self._last_visit_s = time.monotonic()
+        self._woken.set()
+
+    def _watch(self) -> None:
+        while True:
+            changed = False
+            for run in self._runs:
+                try:
+                    changed |= run.update_rest(BUDGET_S)
+                except Exception:  # one broken run must not stop the others from updating
+                    logger.exception("cannot read the run %s", run.path)
+            if not changed:
+                time.sleep(PAUSE_S)
+            if time.monotonic() - self._last_visit_s > ASLEEP_S:
+                self._woken.clear()
+                self._woken.wait()

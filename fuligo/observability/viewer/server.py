@@ -9,8 +9,7 @@ from urllib.parse import urlencode
 import uvicorn
 
 from fuligo.observability.viewer.api import make_app
-from fuligo.observability.viewer.run import RunReader
-from fuligo.observability.viewer.watcher import Watcher
+from fuligo.observability.viewer.run import RunReader, Watcher
 
 SHUTDOWN_S = 1
 

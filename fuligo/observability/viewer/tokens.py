@@ -23,7 +23,10 @@ class TokenTexts:
 
     def texts(self, ids: Sequence[int]) -> list[str] | None:
         """Return one text per token; None without a tokenizer. A character of several tokens belongs to the first, the others are empty."""
-        tokenizer = self._load()
+        if not self._searched:
+            self._searched = True
+            self._tokenizer = next(filter(None, map(_tokenizer, self._candidates)), None)
+        tokenizer = self._tokenizer
         if tokenizer is None:
             return None
         known = {token: tokenizer.decode([token], skip_special_tokens=False) for token in set(ids)}
@@ -32,12 +35,6 @@ class TokenTexts:
         while at < len(ids):
             at = _joined(tokenizer, ids, texts, at) if _BROKEN in texts[at] else at + 1
         return texts
-
-    def _load(self) -> Any:
-        if not self._searched:
-            self._searched = True
-            self._tokenizer = next(filter(None, map(_tokenizer, self._candidates)), None)
-        return self._tokenizer
 
 
 def _joined(tokenizer: Any, ids: Sequence[int], texts: list[str], at: int) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from fuligo.engines.generation import Generation, SamplingParams
 from fuligo.errors import EngineError, RolloutError
-from fuligo.rollout.modes import PacedRollouts
+from fuligo.rollout.producer import PacedRollouts
 from fuligo.rollout.protocol import Rollout
 from fuligo.types import Sample, SampleStatus
 from tests.unit.rollout.continuous_world import ContinuousWorld, continuous, pass_ticks, saved
@@ -177,7 +177,7 @@ class TestStaleness:
     async def test_a_group_that_does_not_go_on_is_dropped_also_when_its_old_sample_fails(self):
         """Sample 0 becomes too old, so sample 1 stops; then sample 0 fails, and no old token is left."""
         given = continuous(engine=ScriptedEngine(lambda row, index: 200 if row == 0 else 5), rollout_max_response_len=200)
-        single_turn = given.runner._tasks._sampler._generate
+        single_turn = given.runner._tasks.sampler.generate
 
         async def fails_late(sample: Sample, params: SamplingParams) -> Sample:
             if sample.index == 0 and len(sample.versions) and given.engine.version == 1:
@@ -284,7 +284,7 @@ class TestState:
     async def test_a_conversation_stands_as_it_was_when_the_user_s_function_was_called(self):
         """Between its turns the sample looks finished; only the function knows that more turns follow."""
         given = continuous(engine=ScriptedEngine(lambda row, index: 3 if row < 2 else 40), max_staleness=1)
-        single_turn = given.runner._tasks._sampler._generate
+        single_turn = given.runner._tasks.sampler.generate
 
         async def two_turns(sample: Sample, params: SamplingParams) -> Sample:
             await single_turn(sample, params)

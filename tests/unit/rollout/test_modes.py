@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from fuligo.errors import EngineError
-from fuligo.rollout.modes import PacedRollouts
+from fuligo.rollout.producer import PacedRollouts
 from fuligo.rollout.protocol import Rollout, RolloutState
 from tests.unit.rollout.scripted import ScriptedEngine, World, samples_of, world
 

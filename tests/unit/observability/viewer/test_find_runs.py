@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fuligo.errors import ConfigError
-from fuligo.observability.viewer.find_runs import find_runs, run_names
+from fuligo.observability.viewer.run_files import find_runs, run_names
 
 
 def make(path: Path) -> Path:

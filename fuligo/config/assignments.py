@@ -21,6 +21,20 @@ ADDED = ("env",)
 """Flags whose later value adds to an earlier one: a variable on the command line must not drop the environment block of a file."""
 
 
+UNSET = object()
+"""Value of a flag that `none` on the command line returns to its default."""
+ALTERNATIVES = (
+    ("num_rollout", "num_epoch"),
+    ("global_batch_size", "num_steps_per_rollout"),
+    ("rm_type", "custom_rm_path"),
+    ("opd_teacher_load", "opd_teacher_url"),
+    ("only_train_params_name_list", "freeze_params_name_list"),
+    ("rollout_num_gpus", "rollout_external_engine_addrs"),
+    ("debug_rollout_only", "debug_train_only"),
+)
+"""Flags that set the same thing: one on the command line replaces the other in the file."""
+
+
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """One flag with its new value."""
@@ -42,6 +56,20 @@ class Given:
     warnings: list[str] = field(default_factory=list)
 
 
+def override(file: Given, line: Given) -> Given:
+    """Return the file's content and then the command line's, without flags of the file that a flag of the command line replaces."""
+    typed = {assignment.flag.name: assignment for assignment in line.assignments if assignment.value not in (None, False, UNSET)}
+    merged = Given(list(line.assignments), [*file.problems, *line.problems], [*file.warnings, *line.warnings])
+    for assignment in reversed(file.assignments):
+        others = [name for pair in ALTERNATIVES if assignment.flag.name in pair for name in pair]
+        by = next((typed[name] for name in others if name in typed and assignment.flag.name not in typed), None)
+        if by is None:
+            merged.assignments.insert(0, assignment)
+        else:
+            merged.warnings.append(f"{by.origin} {by.value} replaces {assignment.origin}: {assignment.value}")
+    return merged
+
+
 def build_config(assignments: Iterable[Assignment], problems: Iterable[str] = ()) -> Config:
     """Build the Config with these values and the defaults of all other flags; the last assignment of a flag wins (but see `ADDED`).
 
@@ -57,7 +85,8 @@ def build_config(assignments: Iterable[Assignment], problems: Iterable[str] = ()
         last[key] = _added(last[key], assignment) if key in last and assignment.flag.name in ADDED else assignment
     values: dict[str, dict[str, Any]] = defaultdict(dict)
     for (group, name), assignment in last.items():
-        values[group][name] = assignment.value
+        if assignment.value is not UNSET:
+            values[group][name] = assignment.value
     found = list(problems)
     try:
         config = Config.model_validate(values)

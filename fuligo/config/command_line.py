@@ -2,7 +2,7 @@
 
 Syntax: `--name value` or `--name=value`; a bare `--name` or `--no-name` for true and false; several values for a list; JSON where the
 flag takes an object. A value may begin with one dash (`--rollout-top-k -1`); write one that begins with two after `=`.
-`none` unsets an optional flag, an empty text unsets an optional text, and `--name=[...]` is a list as JSON.
+`none` returns a flag to its default, and `--name=[...]` is a list as JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fuligo.config import Config
-from fuligo.config.assignments import ADDED, Assignment, Given, anchored, build_config, invalid_value
+from fuligo.config.assignments import ADDED, UNSET, Assignment, Given, anchored, build_config, invalid_value, override
 from fuligo.config.files import read_yaml
 from fuligo.config.flag import PREFIXES, Flag, Kind
 from fuligo.config.flags import flags, option_name, refusal, suggest_options
@@ -74,9 +74,8 @@ def parse(arguments: Sequence[str]) -> Parsed:
         ConfigError: unknown flags or keys, or values of the wrong type or range; names all of them, each with its fix.
     """
     line = read_command_line(arguments)
-    file = read_yaml(Path(line.config_file)) if line.config_file is not None else Given()
-    config = build_config([*file.assignments, *line.assignments], [*file.problems, *line.problems])
-    return Parsed(config, (*file.warnings, *line.warnings))
+    given = override(read_yaml(Path(line.config_file)), line) if line.config_file is not None else line
+    return Parsed(build_config(given.assignments, given.problems), tuple(given.warnings))
 
 
 def read_command_line(arguments: Sequence[str]) -> CommandLine:
@@ -172,6 +171,8 @@ def _value(meaning: _Meaning, occurrence: _Occurrence, result: CommandLine) -> A
         if occurrence.values:
             raise _Problem(f"{occurrence.option} takes no value, got {' '.join(occurrence.values)!r}")
         return meaning.value
+    if occurrence.values == ["none"] and _can_unset(flag):
+        return None if flag.optional or flag.group in BACKENDS else UNSET
     if flag.kind is Kind.BOOL:
         return _boolean(flag, occurrence)
     if flag.kind.is_list:
@@ -181,7 +182,7 @@ def _value(meaning: _Meaning, occurrence: _Occurrence, result: CommandLine) -> A
             return _json(flag, occurrence.values[0])
         return occurrence.values
     text = _single(occurrence, f"a value: {flag.rule}")
-    if _unsets(flag, text):
+    if flag.kind is Kind.TEXT and flag.optional and text == "":
         return None
     if flag.kind is Kind.TOPOLOGY:
         topology = read_topology(Path(text))
@@ -194,11 +195,9 @@ def _value(meaning: _Meaning, occurrence: _Occurrence, result: CommandLine) -> A
     return _json(flag, text) if flag.kind.is_json else text
 
 
-def _unsets(flag: Flag, text: str) -> bool:
-    """Return True if the value unsets what the file says."""
-    if flag.kind is Kind.TEXT:
-        return flag.optional and text == ""
-    return text == "none" and "none" not in flag.choices and (flag.optional or flag.group in BACKENDS)
+def _can_unset(flag: Flag) -> bool:
+    """Return whether `none` drops what the file says: not where it is a value, as a backend's text may be."""
+    return "none" not in flag.choices and not (flag.group in BACKENDS and flag.kind is Kind.TEXT)
 
 
 def _single(occurrence: _Occurrence, wanted: str) -> str:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -52,7 +54,10 @@ def problems_of(arguments: list[str]) -> tuple[str, ...]:
         (["--apply-chat-template-kwargs", '{"enable_thinking": false}'], "apply_chat_template_kwargs", {"enable_thinking": False}),
         (["--eps-clip-c", "3", "--eps-clip-c", "none"], "eps_clip_c", None),
         (["--load", ""], "load", None),
-        (["--load", "none"], "load", "none"),
+        (["--load", "none"], "load", None),
+        (["--clip-grad", "0.5", "--clip-grad", "none"], "clip_grad", 1.0),
+        (["--use-tis", "--use-tis", "none"], "use_tis", False),
+        (["--rollout-stop", "a", "--rollout-stop", "none"], "rollout_stop", []),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and value and isinstance(value[0], str) else "",
 )
@@ -191,3 +196,13 @@ def test_settings_of_other_frameworks_are_answered_with_ours(given: str, advice:
 @pytest.mark.parametrize("given", ["--max-workers", "--model-dir", "--block-size", "--repo-type", "--nothing-of-the-kind"])
 def test_an_unknown_flag_that_resembles_none_gets_no_suggestion(given: str) -> None:
     assert problems_of([given]) == (f"unknown flag {given}",)
+
+
+def test_a_flag_replaces_the_file_s_other_way_to_set_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("data:\n  num_epoch: 3\nreward:\n  rm_type: math\n")
+    parsed = parse(["--config", str(file), "--num-rollout", "20", "--custom-rm-path", "none"])
+    assert (parsed.config.data.num_rollout, parsed.config.data.num_epoch, parsed.config.reward.rm_type) == (20, None, "math")
+    assert parsed.warnings == (f"--num-rollout 20 replaces {file} line 2, data.num_epoch: 3",)
+    both = parse(["--config", str(file), "--num-rollout", "20", "--num-epoch", "3"]).config
+    assert (both.data.num_rollout, both.data.num_epoch) == (20, 3), "given together, they are a contradiction to report"

@@ -25,7 +25,7 @@ def write_rows(path: Path, num_rows: int, row_bytes: int) -> None:
 
 
 def index(path: Path) -> None:
-    from fuligo.data.jsonl_file import JsonlFile
+    from fuligo.data.row_file import JsonlFile
 
     begin_bytes, begin_s = peak_bytes(), time.perf_counter()
     file = JsonlFile(path)

@@ -1,16 +1,20 @@
-"""Assignment of advantages to tokens and of samples to optimizer steps."""
+"""Assignment of advantages and loss weights to tokens, and of samples to optimizer steps.
+
+The denominators of the weights belong to a whole step and are known before it is split into micro-batches and ranks. The loss is therefore
+a plain sum of weight * token loss, independent of packing, splitting and order.
+"""
 
 from collections.abc import Sized
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from fuligo.algorithms.distillation import distillation_penalty
 from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.algorithms.rewards import Float64Array, Rewards, whiten
-from fuligo.algorithms.settings import AdvantageFn, AdvantageSettings
+from fuligo.algorithms.settings import AdvantageFn, AdvantageSettings, Distillation
 from fuligo.errors import TrainerError
-from fuligo.types import TrainBatch, TrainSample
+from fuligo.types import FloatArray, TrainBatch, TrainSample
 
 
 def assign_advantages(samples: list[TrainSample], settings: AdvantageSettings) -> TrainBatch:
@@ -89,3 +93,55 @@ def _call_custom(function: AdvantageFn, samples: list[TrainSample]) -> list[Floa
         if not np.isfinite(values).all():
             raise TrainerError(f"{flag} returned a non-finite advantage (NaN or infinity) for sample {sample.index}")
     return advantages
+
+
+def distillation_penalty(sample: TrainSample, settings: Distillation) -> FloatArray:
+    """Return the penalty of on-policy distillation (Thinking Machines Lab, "On-Policy Distillation", 2025).
+
+    [R] kl_coef * d, with d = student - teacher log-probability of the sampled token, in nats; 0 where masked.
+
+    The mean of d over the student's samples is KL(student || teacher). A token's penalty does not include later tokens (discount 0).
+
+    Raises:
+        TrainerError: the student's or the teacher's log-probabilities are missing.
+    """
+    student = sample.engine_logprobs if settings.from_engine else sample.old_logprobs
+    if student is None or sample.teacher_logprobs is None:
+        missing = "student" if student is None else "teacher"
+        raise TrainerError(f"cannot distil (--use-opd) from sample {sample.index}: it has no {missing} log-probabilities")
+    # Masked tokens may hold anything, including -inf and NaN.
+    trained = sample.loss_mask != 0
+    difference = np.subtract(student, sample.teacher_logprobs, where=trained, out=np.zeros(len(trained), np.float32))
+    return np.float32(settings.kl_coef) * difference
+
+
+@dataclass(slots=True, frozen=True)
+class StepDenominators:
+    """Denominators of the means over one optimizer step."""
+
+    num_rollouts: int
+    """Trajectories of the step, fully masked ones included; one that was split into several samples counts once."""
+    num_tokens: int
+    """Unmasked response tokens of the step."""
+
+
+def step_denominators(batch: TrainBatch, step: int) -> StepDenominators:
+    """Return the denominators of the step `batch.steps[step]`."""
+    num_tokens = sum(int(np.count_nonzero(batch.samples[i].loss_mask)) for i in batch.steps[step])
+    return StepDenominators(num_rollouts=batch.num_rollouts_per_step[step], num_tokens=num_tokens)
+
+
+def token_weights(sample: TrainSample, denominators: StepDenominators, *, per_token: bool) -> FloatArray:
+    """Return the weight of each response token in the step's loss; 0 where it is masked.
+
+    By default mask / (mask sum of the trajectory * trajectories of the step): the mean over a trajectory's unmasked tokens, then over
+    trajectories. With `per_token` (`--calculate-per-token-loss`) mask / unmasked tokens of the step: one mean over all tokens.
+
+    Returns:
+        [R]
+    """
+    denominator = denominators.num_tokens if per_token else sample.mask_sum * denominators.num_rollouts
+    mask = sample.loss_mask != 0
+    if not mask.any():
+        return np.zeros(len(mask), np.float32)
+    return (mask / denominator).astype(np.float32)

@@ -11,7 +11,7 @@ from fuligo.algorithms.settings import AdvantageSettings
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fuligo.algorithms.ratio import Segments
+    from fuligo.algorithms.policy_loss import Segments
     from fuligo.algorithms.rewards import Float64Array, Rewards
 
 

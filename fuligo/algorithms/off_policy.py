@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fuligo.algorithms.ratio import Segments, exp_ratio
+from fuligo.algorithms.policy_loss import Segments, exp_ratio
 
 CorrectionMode = Literal["truncate", "icepop", "sequence-mask"]
 

@@ -32,9 +32,12 @@ def read_fields(row: dict[str, Any], settings: DataSettings, place: Callable[[],
     try:
         tools = _tools(row, settings.tool_key)
         metadata = _metadata(row, settings.metadata_key)
+        label = None if settings.label_key is None else _value(row, settings.label_key, "--label-key")
+        if label is None and settings.label_key is not None:
+            raise DataError(f"{settings.label_key!r} (--label-key) is null: the row has no label")
         return Fields(
             prompt=_prompt(row, settings),
-            label=_label(row, settings.label_key),
+            label=label,
             metadata=metadata if tools is None else {**metadata, "tools": tools},
             tools=tools,
         )
@@ -92,30 +95,15 @@ def _text(content: Any, name: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _label(row: dict[str, Any], key: str | None) -> Any:
-    if key is None:
-        return None
-    label = _value(row, key, "--label-key")
-    if label is None:
-        raise DataError(f"{key!r} (--label-key) is null: the row has no label")
-    return label
-
-
 def _metadata(row: dict[str, Any], key: str | None) -> dict[str, Any]:
-    if key is None:
-        return {}
-    metadata = _value(row, key, "--metadata-key")
-    if metadata is None:
-        return {}
-    if not isinstance(metadata, dict):
+    metadata = None if key is None else _value(row, key, "--metadata-key")
+    if metadata is not None and not isinstance(metadata, dict):
         raise DataError(f"{key!r} (--metadata-key) must be an object, not {metadata!r:.80}")
-    return dict(metadata)
+    return dict(metadata or {})
 
 
 def _tools(row: dict[str, Any], key: str | None) -> list[Any] | None:
-    if key is None:
-        return None
-    tools = _value(row, key, "--tool-key")
+    tools = None if key is None else _value(row, key, "--tool-key")
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)

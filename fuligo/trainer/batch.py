@@ -44,7 +44,7 @@ class MicroBatch:
     loss_mask: Tensor
     """1 on tokens to train, else 0."""
     weights: Tensor
-    """Weight of the token in the loss of the optimizer step (`algorithms.aggregate`); 0 where masked."""
+    """Weight of the token in the loss of the optimizer step (`algorithms.assign`); 0 where masked."""
     advantages: Tensor
     engine_logprobs: Tensor
     old_logprobs: Tensor | None

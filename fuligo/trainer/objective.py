@@ -1,12 +1,12 @@
-"""Loss of a packed micro-batch, shared by all backends. Axes: N response tokens, S samples.
+"""Losses of policy and value model on a packed micro-batch, shared by all backends. Axes: N response tokens, S samples.
 
-loss = sum_t weight_t * (pg_t * tis_t * opsm_t - entropy_coef * H_t + kl_loss_coef * kl_t)
+The policy's is loss = sum_t weight_t * (pg_t * tis_t * opsm_t - entropy_coef * H_t + kl_loss_coef * kl_t)
 
-`weights` hold the denominators of the whole optimizer step (`algorithms/aggregate.py`), so the losses of a step's micro-batches
+`weights` hold the denominators of the whole optimizer step (`algorithms/assign.py`), so the losses of a step's micro-batches
 and ranks are added, never averaged.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -16,10 +16,12 @@ from torch import Tensor
 from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.algorithms.kl import KlType, kl_estimate, unbiased_kl
 from fuligo.algorithms.off_policy import Correction, ImportanceWeights, importance_weights, opsm_mask
-from fuligo.algorithms.policy_loss import Clip
-from fuligo.algorithms.ratio import Segments, exp_ratio
+from fuligo.algorithms.policy_loss import Clip, Segments, exp_ratio
+from fuligo.algorithms.value_loss import value_fit, value_loss
 from fuligo.errors import TrainerError
+from fuligo.trainer.batch import MicroBatch
 from fuligo.trainer.metric_sums import MetricSums
+from fuligo.types import TrainSample
 
 
 @dataclass(slots=True)
@@ -120,11 +122,13 @@ def objective(inputs: LossInputs, settings: LossSettings) -> Objective:
     """
     # Log-probabilities rounded to bfloat16 would show ratios and KLs that do not exist.
     assert torch.finfo(inputs.logprobs.dtype).bits >= 32, f"log-probabilities of type {inputs.logprobs.dtype}; float32 is needed"
-    if settings.loss_type == "sft_loss":
-        return _sft_loss(_trained(inputs))
     if settings.loss_type == "custom_loss":
         return _custom_loss(inputs, settings)
-    return _policy_loss(_trained(inputs), settings)
+    trained = _trained(inputs)
+    if settings.loss_type == "policy_loss":
+        return _policy_loss(trained, settings)
+    loss = -(trained.weights * trained.logprobs).sum()  # the negative log-likelihood of the trained tokens
+    return Objective(loss, MetricSums.of({"loss": loss}, {"entropy": trained.entropy}, trained.weights))
 
 
 def _trained(inputs: LossInputs) -> LossInputs:
@@ -149,9 +153,10 @@ def _trained(inputs: LossInputs) -> LossInputs:
 
 def _policy_loss(inputs: LossInputs, settings: LossSettings) -> Objective:
     weights, logprobs = inputs.weights, inputs.logprobs
-    old = _old_logprobs(inputs, settings)
+    own_old = logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
+    old = _needed(inputs.engine_logprobs, "--use-rollout-logprobs", "engine") if settings.old_from_engine else own_old
     terms = ESTIMATORS[settings.estimator].policy_loss(logprobs, old, inputs.advantages, settings.clip, inputs.segments)
-    pg, correction = terms.loss, _correction(inputs, settings)
+    pg, correction = terms.loss, _correction(inputs, own_old, settings)
     if correction is not None:
         pg = pg * correction.weights
     totals = {"entropy": inputs.entropy, "ratio_mean": terms.ratio, "clip_fraction": terms.clipped}
@@ -178,23 +183,13 @@ def _policy_loss(inputs: LossInputs, settings: LossSettings) -> Objective:
     if inputs.teacher_logprobs is not None:
         totals["opd_reverse_kl"] = old - inputs.teacher_logprobs
     if inputs.engine_logprobs is not None:
-        trainer = logprobs if inputs.old_logprobs is None else inputs.old_logprobs
-        totals["logprob_abs_diff"] = (trainer - inputs.engine_logprobs).abs()
+        totals["logprob_abs_diff"] = (own_old - inputs.engine_logprobs).abs()
     if correction is not None:
         totals |= {"tis_mean": correction.weights, "tis_cut_fraction": correction.cut}
     return Objective(loss, MetricSums.of({"loss": loss, **shares}, totals, weights))
 
 
-def _old_logprobs(inputs: LossInputs, settings: LossSettings) -> Tensor:
-    if settings.old_from_engine:
-        return _needed(inputs.engine_logprobs, "--use-rollout-logprobs", "engine")
-    return inputs.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
-
-
-def _correction(inputs: LossInputs, settings: LossSettings) -> ImportanceWeights | None:
-    if settings.correction is None and settings.custom_weights is None:
-        return None
-    old = inputs.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
+def _correction(inputs: LossInputs, old: Tensor, settings: LossSettings) -> ImportanceWeights | None:
     if settings.custom_weights is not None:
         weights = settings.custom_weights(inputs, old)
         if not isinstance(weights, Tensor) or weights.shape != old.shape:
@@ -203,15 +198,10 @@ def _correction(inputs: LossInputs, settings: LossSettings) -> ImportanceWeights
                 f"--custom-tis-function-path returned {given}; return a tensor with one weight for each of the {len(old)} tokens"
             )
         return ImportanceWeights(weights.detach(), cut=weights == 0)
-    assert settings.correction is not None
+    if settings.correction is None:
+        return None
     engine = _needed(inputs.engine_logprobs, "--use-tis", "engine")
     return importance_weights(old, engine, settings.correction, inputs.segments)
-
-
-def _sft_loss(inputs: LossInputs) -> Objective:
-    """Return the negative log-likelihood of the trained tokens."""
-    loss = -(inputs.weights * inputs.logprobs).sum()
-    return Objective(loss, MetricSums.of({"loss": loss}, {"entropy": inputs.entropy}, inputs.weights))
 
 
 def _custom_loss(inputs: LossInputs, settings: LossSettings) -> Objective:
@@ -245,3 +235,36 @@ def _needed(logprobs: Tensor | None, flag: str, whose: str) -> Tensor:
     if logprobs is None:
         raise TrainerError(f"{flag} needs the {whose}'s log-probabilities, but the batch has none")
     return logprobs
+
+
+def value_objective(values: Tensor, batch: MicroBatch, clip: float) -> Objective:
+    """Compute a micro-batch's share of the step's value loss, with the token weights of the policy loss.
+
+    Metrics: `value_loss`, and `value_clip_fraction`, the share of tokens without gradient.
+
+    Args:
+        values: [N] with gradient.
+        batch: with `values` and `returns`.
+        clip: distance from the old values.
+    """
+    assert values.dtype == torch.float32, f"values of type {values.dtype}; float32 is needed"
+    assert batch.values is not None and batch.returns is not None, "scored by the value model"
+    mask = batch.loss_mask != 0
+    trained, old, returns = (torch.where(mask, each, 0.0) for each in (values, batch.values, batch.returns))
+    terms = value_loss(trained, old, returns, clip)
+    loss = (batch.weights * terms.loss).sum()
+    return Objective(loss, MetricSums.of({"value_loss": loss}, {"value_clip_fraction": terms.clipped.float()}, batch.weights))
+
+
+def value_metrics(samples: Sequence[TrainSample]) -> dict[str, float]:
+    """Return `train/value_mean`, `train/return_mean` and `train/explained_variance` of a rollout; empty without a value model."""
+    scored = [(sample.values, sample.returns, sample.loss_mask) for sample in samples if sample.values is not None]
+    if not scored:
+        return {}
+    values, returns, masks = zip(*scored, strict=True)
+    fit = value_fit(values, returns, masks)
+    return {
+        "train/value_mean": fit.value_mean,
+        "train/return_mean": fit.return_mean,
+        "train/explained_variance": fit.explained_variance,
+    }

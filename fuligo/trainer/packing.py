@@ -1,6 +1,6 @@
 """Packing of samples into the micro-batches of every rank, as positions in a list of lengths.
 
-Pure. Packing decides speed and memory, never the loss: every denominator is counted before it (`algorithms.aggregate`).
+Pure. Packing decides speed and memory, never the loss: every denominator is counted before it (`algorithms.assign`).
 """
 
 import heapq

@@ -1,5 +1,6 @@
 """Conversion of a rollout's groups to samples to train on."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -42,15 +43,16 @@ def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[T
     """
     samples = [sample for group in groups for sample in _kept(group, settings)]
     rewards = _rewards(samples, settings) if settings.has_rewards else [0.0] * len(samples)
-    if settings.needs_routing:
-        for sample in samples:
-            _require_routing(sample)
-    if settings.needs_teacher:
-        for sample in samples:
-            _require_teacher(sample)
-    mask_sums: dict[int, float] = {}
+    mask_sums: dict[int, float] = defaultdict(float)
     for sample in samples:
-        mask_sums[sample.index] = mask_sums.get(sample.index, 0.0) + float(np.count_nonzero(sample.loss_mask))
+        if settings.needs_routing:
+            _require_routing(sample)
+        if settings.needs_teacher and sample.teacher_logprobs is None:
+            raise RolloutError(
+                f"sample {sample.index} has no teacher_logprobs, which --use-opd with a teacher on an engine needs; a rollout that was "
+                "saved without a teacher cannot be trained on"
+            )
+        mask_sums[sample.index] += float(np.count_nonzero(sample.loss_mask))
     return [
         TrainSample(
             index=sample.index,
@@ -70,25 +72,8 @@ def train_samples(groups: list[SampleGroup], settings: SampleSettings) -> list[T
     ]
 
 
-def _require_teacher(sample: Sample) -> None:
-    """Check that a sample has the teacher's log-probabilities.
-
-    Raises:
-        RolloutError: it has none; names the sample.
-    """
-    if sample.teacher_logprobs is None:
-        raise RolloutError(
-            f"sample {sample.index} has no teacher_logprobs, which --use-opd with a teacher on an engine needs; a rollout that was saved "
-            "without a teacher cannot be trained on"
-        )
-
-
 def _require_routing(sample: Sample) -> None:
-    """Check that the experts of all tokens that training needs are known.
-
-    Raises:
-        RolloutError: some are not; names the sample and the numbers.
-    """
+    """Check that the experts of all tokens that training needs are known."""
     trained = np.flatnonzero(sample.loss_mask)
     num_needed = len(sample.prompt_ids) + int(trained[-1]) if len(trained) else 0
     num_known = 0 if sample.routed_experts is None else len(sample.routed_experts)

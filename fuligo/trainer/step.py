@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
 
-from fuligo.algorithms.aggregate import StepDenominators, step_denominators, token_weights
+from fuligo.algorithms.assign import StepDenominators, step_denominators, token_weights
 from fuligo.errors import TrainerError
 from fuligo.trainer.batch import MicroBatch, PackedTokens, micro_batch
 from fuligo.trainer.logprobs import TokenLogprobs
@@ -117,10 +119,7 @@ def num_choices(samples: Iterable[TrainSample]) -> int:
 
 def total(sums: Sequence[MetricSums]) -> MetricSums:
     """Add sums, at least one."""
-    first, *others = sums
-    for more in others:
-        first = first + more
-    return first
+    return reduce(add, sums)
 
 
 def require_finite(losses: Tensor, grad_norm: float, *, optimizer_step: int, flag: str = "--lr", whose: str = "") -> None:

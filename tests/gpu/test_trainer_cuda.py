@@ -19,7 +19,7 @@ from fuligo.trainer.ranks.settings import CriticSettings, OptimizerSettings
 from fuligo.trainer.ranks.world import World, join_world
 from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
-from fuligo.trainer.torch_backend.sharding import full_tensor
+from fuligo.trainer.torch_backend.weights import full_tensor
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from tests import shares, tiny, train_batches
 

@@ -63,7 +63,7 @@ def step(state: Any, settings: MegatronTrainerSettings) -> None:
 
 
 def build_state(world: World, settings: MegatronTrainerSettings) -> Any:
-    from fuligo.trainer.megatron_backend.data_parallel import wrap
+    from fuligo.trainer.megatron_backend.learner import wrap
     from fuligo.trainer.megatron_backend.model import build_chunks
     from fuligo.trainer.megatron_backend.optimizer import build_optimizer, freeze_parameters
     from fuligo.trainer.megatron_backend.state import MegatronState

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fuligo.trainer.megatron_backend.logit_passes import grad_of_logits, row_sums
+from fuligo.trainer.megatron_backend.logprobs import grad_of_logits, row_sums
 
 N, V = 7, 31
 

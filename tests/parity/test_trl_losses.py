@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from fuligo.algorithms.aggregate import step_denominators, token_weights
-from fuligo.algorithms.assign import assign_advantages
+from fuligo.algorithms.assign import assign_advantages, step_denominators, token_weights
 from fuligo.algorithms.off_policy import Correction
 from fuligo.algorithms.policy_loss import Clip
 from fuligo.algorithms.settings import AdvantageSettings

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuligo.algorithms.estimators.grpo import Grpo
-from fuligo.algorithms.policy_loss import Clip, PolicyTerms
-from fuligo.algorithms.ratio import Segments, exp_ratio
+from fuligo.algorithms.policy_loss import Clip, PolicyTerms, Segments, exp_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuligo.algorithms.estimators.grpo import Grpo
-from fuligo.algorithms.policy_loss import Clip, PolicyTerms, clipped_surrogate
-from fuligo.algorithms.ratio import Segments, exp_ratio
+from fuligo.algorithms.policy_loss import Clip, PolicyTerms, Segments, clipped_surrogate, exp_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,9 +6,11 @@ from typing import Any
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -17,10 +19,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import nn
 
 from fuligo.trainer.megatron_backend.core_attention import PackedCoreAttention
-from fuligo.trainer.megatron_backend.experts import is_moe_layer, mixture
 from fuligo.trainer.megatron_backend.glm4_layer import FusedRotationAttention, sandwich
 from fuligo.trainer.megatron_backend.latent_attention import latent_attention
 from fuligo.trainer.megatron_backend.mtp import mtp_submodules
+from fuligo.trainer.megatron_backend.router import PackedRouter
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, SparseLayers
 from fuligo.trainer.megatron_backend.sparse_latent_attention import sparse_latent_attention
 
@@ -137,3 +139,32 @@ def grouped_attention(config: TransformerConfig, modules: BackendSpecProvider) -
             k_layernorm=head_norm,
         ),
     )
+
+
+def mixture(config: TransformerConfig, modules: BackendSpecProvider) -> ModuleSpec:
+    """Return router, routed experts (one grouped product for all with TransformerEngine, else one after the other), and shared experts."""
+    spec = get_moe_module_spec_for_backend(modules, config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
+    assert isinstance(spec.submodules, MoESubmodules)
+    spec.submodules.router = PackedRouter
+    return spec
+
+
+def sum_expert_gradients_over_copies(model: nn.Module) -> None:
+    """Sum the gradients of routed experts over the ranks that hold copies of them.
+
+    Megatron does so only if experts are distributed (EP > 1). Else it sums them like those of other weights, over the data-parallel ranks,
+    and leaves out the TP ranks that have copies of the experts where ETP < TP.
+    """
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            assert isinstance(module.experts, nn.Module)
+            for parameter in module.experts.parameters():
+                parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_moe_layer(config: TransformerConfig, number: int) -> bool:
+    """Return whether the layer, counted from 0 over all stages, has experts."""
+    if config.num_moe_experts is None:
+        return False
+    frequency = config.moe_layer_freq
+    return number % frequency == 0 if isinstance(frequency, int) else bool(frequency[number])

@@ -9,8 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage, is_vp_first_stage, is_vp_last_stage
 from torch import Tensor, nn
 
-from fuligo.trainer.megatron_backend.experts import sum_expert_gradients_over_copies
-from fuligo.trainer.megatron_backend.layer_spec import block_spec, modules_for, mtp_spec
+from fuligo.trainer.megatron_backend.layer_spec import block_spec, modules_for, mtp_spec, sum_expert_gradients_over_copies
 from fuligo.trainer.megatron_backend.model_config import is_tied, padded_vocab_size, rotary, transformer_config
 from fuligo.trainer.megatron_backend.mtp import cut_off, predict, without_gradient
 from fuligo.trainer.megatron_backend.packed import PackedRow

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,7 +13,6 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from fuligo.config.layer_pattern import read_layers
 from fuligo.errors import ConfigError
 from fuligo.trainer.dtypes import DTYPES
-from fuligo.trainer.megatron_backend.experts import refuse_missing_transport
 from fuligo.trainer.megatron_backend.mtp import refuse_idle_embedding
 from fuligo.trainer.megatron_backend.router import refuse_unsupported_routing
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
@@ -61,6 +61,23 @@ def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
     refuse_unsupported_routing(config)
     refuse_unsupported_sparsity(config, settings)
     return config
+
+
+def refuse_missing_transport(settings: MegatronTrainerSettings) -> None:
+    """Check that the dispatcher can run on this machine.
+
+    Raises:
+        ConfigError: its kernels are not installed here.
+    """
+    if settings.dispatcher != "flex" and not settings.deepep:
+        return
+    if settings.device != "cuda":
+        raise ConfigError(f"--moe-token-dispatcher-type {settings.dispatcher} runs on CUDA only; use alltoall")
+    if find_spec("deep_ep") is None:
+        raise ConfigError(
+            f"--moe-token-dispatcher-type {settings.dispatcher} with DeepEP: the package deep_ep is not installed on this machine; "
+            "install it (https://github.com/deepseek-ai/DeepEP) on every trainer node, or use --moe-token-dispatcher-type alltoall"
+        )
 
 
 def rotary(flags: Mapping[str, Any]) -> Rotary:

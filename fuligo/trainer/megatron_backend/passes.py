@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from fuligo.trainer.batch import MicroBatch, PackedTokens, pack_tokens
-from fuligo.trainer.megatron_backend.data_parallel import wait_for
+from fuligo.trainer.megatron_backend.learner import wait_for
 from fuligo.trainer.megatron_backend.packed import PackedRow, pack_row
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.weights.local import unwrapped

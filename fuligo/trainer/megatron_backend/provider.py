@@ -17,8 +17,7 @@ from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.registry import names_of
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
-from fuligo.trainer.megatron_backend.weights.groups import rank_groups
-from fuligo.trainer.megatron_backend.weights.local import local_weights
+from fuligo.trainer.megatron_backend.weights.local import local_weights, rank_groups
 
 FLAG = "custom_model_provider_path"
 _OPTION = "--custom-model-provider-path"

@@ -19,10 +19,9 @@ from fuligo.models.registry import architecture_of, names_of
 from fuligo.trainer.dtypes import sync_dtype
 from fuligo.trainer.host_memory import HostMemory
 from fuligo.trainer.megatron_backend.critic import Critic
-from fuligo.trainer.megatron_backend.data_parallel import gather_parameters, zero_gradients
 from fuligo.trainer.megatron_backend.gradients import Routing, Scores, compute_gradients, compute_scores
 from fuligo.trainer.megatron_backend.host_memory import HostWeights, gradient_tensors, state_tensors
-from fuligo.trainer.megatron_backend.learner import Learner
+from fuligo.trainer.megatron_backend.learner import Learner, gather_parameters, zero_gradients
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
 from fuligo.trainer.megatron_backend.optimizer import freeze_parameters
 from fuligo.trainer.megatron_backend.routing_replay import RecordedPart, assemble

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from fuligo.errors import EngineError, TrainerError
 from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
+from fuligo.trainer.objective import value_metrics
 from fuligo.trainer.packing import Cost
 from fuligo.trainer.ranks import supervision
 from fuligo.trainer.ranks.commands import (
@@ -38,7 +39,6 @@ from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.ranks.torchrun import connect_ranks, torchrun_place
 from fuligo.trainer.ranks.worker import RankWorker
 from fuligo.trainer.shares import score_shares, step_shares
-from fuligo.trainer.value_objective import value_metrics
 from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
 
 T = TypeVar("T")

@@ -1,5 +1,14 @@
-"""Value model of one rank, with its optimizer."""
+"""Value model of one rank, the policy's architecture with an output layer of one row, and its optimizer."""
 
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fuligo.errors import CheckpointError
+from fuligo.trainer.batch import PackedTokens
 from fuligo.trainer.critic import BaseCritic
 from fuligo.trainer.ranks.settings import CriticSettings
 from fuligo.trainer.ranks.world import World
@@ -7,7 +16,63 @@ from fuligo.trainer.shares import StepShare
 from fuligo.trainer.step import StepGradients
 from fuligo.trainer.torch_backend.gradients import compute_value_gradients
 from fuligo.trainer.torch_backend.learner import Learner
-from fuligo.trainer.torch_backend.value_model import ValueModel
+from fuligo.trainer.torch_backend.model import PackedModel, output_head, read_model, require_whole
+from fuligo.trainer.torch_backend.weights import weight_tensors
+
+
+class ValueModel(PackedModel):
+    """Value model that maps packed tokens to the expected return before each of their response tokens."""
+
+    def forward(self, tokens: PackedTokens) -> Tensor:
+        """Return values [N], float32."""
+        hidden, head = self.predicting_hidden(tokens), output_head(self.model)
+        return hidden.float() @ head.weight.float().squeeze(0)
+
+
+def load_value_model(directory: Path, policy: PreTrainedModel) -> PreTrainedModel:
+    """Load the causal LM in `directory` with an output layer [1, E], in float32 on the CPU.
+
+    If the files have an output layer of one row, it is loaded: they are a value model's. Else the layer begins as zeros, not at random: the
+    first values are 0 for any seed and number of ranks, so the first advantages are plain returns, and no noise reaches the layers below.
+
+    Raises:
+        CheckpointError: the files cannot be read, or are not of the policy's architecture.
+    """
+    model, lacking = read_model(directory)
+    old_head = model.get_output_embeddings()
+    name = next(f"{name}.weight" for name, module in model.named_modules() if module is old_head)
+    require_whole(directory, {key: text for key, text in lacking.items() if key != name})
+    head = nn.Linear(output_head(model).weight.shape[1], 1, bias=False)
+    saved = _single_row(directory, name)
+    with torch.no_grad():
+        head.weight.zero_() if saved is None else head.weight.copy_(saved)
+    model.set_output_embeddings(head)
+    model.config.tie_word_embeddings = False
+    _require_same_architecture(directory, model, policy, head=name)
+    return model
+
+
+def _single_row(directory: Path, name: str) -> Tensor | None:
+    """Return the tensor [1, E] of that name in the files; None if it is missing or has another number of rows."""
+    try:
+        for file in sorted(directory.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                if name in tensors.keys() and tensors.get_slice(name).get_shape()[0] == 1:  # noqa: SIM118
+                    return tensors.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {directory}: {error}") from error
+    return None
+
+
+def _require_same_architecture(directory: Path, model: PreTrainedModel, policy: PreTrainedModel, *, head: str) -> None:
+    ours, theirs = ({name: tuple(t.shape) for name, t in weight_tensors(each).items() if name != head} for each in (model, policy))
+    different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    if different:
+        name = different[0]
+        raise CheckpointError(
+            f"{directory}: the value model must be of the policy's architecture, and {name} is {ours.get(name, 'absent')} there and "
+            f"{theirs.get(name, 'absent')} in the policy. Give another --critic-load, or none: it begins with the policy's first weights."
+        )
 
 
 class Critic(BaseCritic):

@@ -33,9 +33,17 @@ class Learner:
         Raises:
             TrainerError: a loss or the gradient is not finite; the weights are unchanged.
         """
-        grad_norm = _gradient_norm(self.optimizer)
+        parameters: list[Tensor] = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()  # over all ranks
         self._check_finite(gradients.losses, grad_norm)
-        lr = _apply_step(self.optimizer, self._settings, step=self.progress.num_optimizer_steps, grad_norm=grad_norm)
+        lr = self._settings.schedule.at(self.progress.num_optimizer_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if self._settings.clip_grad > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._settings.clip_grad, torch.tensor(grad_norm))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         self.progress.num_optimizer_steps += 1
         sums = gradients.sums.with_vector(self._world.sum(gradients.sums.vector()))
         return {**sums.means(), "lr": lr, "grad_norm": grad_norm}
@@ -77,25 +85,3 @@ def _build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opt
     ]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=settings.schedule.peak, betas=settings.betas, eps=settings.eps, fused=True)
-
-
-def _gradient_norm(optimizer: torch.optim.Optimizer) -> float:
-    """Return the Euclidean norm of all gradients together, over all ranks."""
-    norm = torch.nn.utils.get_total_norm([p.grad for p in _parameters(optimizer) if p.grad is not None])
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-
-
-def _apply_step(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, *, step: int, grad_norm: float) -> float:
-    """Clip the gradients, update the weights, and drop the gradients; return the learning rate of the 0-based step."""
-    lr = settings.schedule.at(step)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    if settings.clip_grad > 0:
-        torch.nn.utils.clip_grads_with_norm_(_parameters(optimizer), settings.clip_grad, torch.tensor(grad_norm))
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return lr
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -61,13 +61,11 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None
         for chunk in chunks(len(targets), ctx.chunk_tokens):
             log_softmax = whole if whole is not None else _log_softmax(hidden[chunk], weight, bias, ctx.temperature)
-            grad_logits = _grad_logits(
-                log_softmax,
-                targets[chunk],
-                entropy[chunk],
-                None if grad_logprobs is None else grad_logprobs[chunk] / ctx.temperature,
-                None if grad_entropy is None else grad_entropy[chunk] / ctx.temperature,
-            )
+            of_logprobs = None if grad_logprobs is None else grad_logprobs[chunk] / ctx.temperature
+            of_entropy = None if grad_entropy is None else grad_entropy[chunk] / ctx.temperature
+            grad_logits = grad_of_logits(log_softmax, entropy[chunk], of_logprobs, of_entropy)
+            if of_logprobs is not None:
+                grad_logits.scatter_add_(1, targets[chunk, None], of_logprobs[:, None])
             del log_softmax
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
@@ -82,12 +80,3 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     return scaled_logits(hidden, weight, bias, temperature).log_softmax(-1)
-
-
-def _grad_logits(
-    log_softmax: Tensor, targets: Tensor, entropy: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
-) -> Tensor:
-    grad = grad_of_logits(log_softmax, entropy, grad_logprobs, grad_entropy)
-    if grad_logprobs is not None:
-        grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None])
-    return grad

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,11 @@ def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
     set_verbosity_error()  # missing weights are returned, not logged
     try:
         config = AutoConfig.from_pretrained(directory)
-        _refuse_unknown_layers(config)
+        if unknown := unpackable_layers(config):
+            raise TrainerError(
+                f"{config.model_type}: layers of type {', '.join(unknown)} are not supported by the torch trainer's packed attention, "
+                "which knows full_attention and sliding_attention. Choose another model."
+            )
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=torch.float32,
@@ -160,7 +165,8 @@ def check_packed_forward(policy: Policy) -> None:
         raise TrainerError(f"{type(model).__name__} cannot run on packed tokens: {type(error).__name__}: {error}") from error
     model.set_attn_implementation("eager")
     try:
-        own = torch.cat([_own_logprobs(model, ids) for ids in sequences])
+        whole = [model(input_ids=ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1) for ids in sequences]
+        own = torch.cat([each.gather(1, ids[1:, None])[:, 0] for each, ids in zip(whole, sequences)])
     finally:
         model.set_attn_implementation(attention.PACKED_ATTENTION)
     difference = (packed - own).abs().max().item()
@@ -173,14 +179,6 @@ def check_packed_forward(policy: Policy) -> None:
     logger.debug("%s: packed forward checked, largest difference %.2g", type(model).__name__, difference)
 
 
-def _refuse_unknown_layers(config) -> None:
-    if unknown := unpackable_layers(config):
-        raise TrainerError(
-            f"{config.model_type}: layers of type {', '.join(unknown)} are not supported by the torch trainer's packed attention, "
-            "which knows full_attention and sliding_attention. Choose another model."
-        )
-
-
 def _random_sequences(config) -> list[Tensor]:
     """Return a few short sequences, and one longer than the sliding window if that is short."""
     window = getattr(config, "sliding_window", None)
@@ -190,9 +188,7 @@ def _random_sequences(config) -> list[Tensor]:
 
 
 def _all_but_first_as_response(sequences: list[Tensor]) -> PackedTokens:
-    starts = [0]
-    for ids in sequences:
-        starts.append(starts[-1] + len(ids))
+    starts = [0, *accumulate(len(ids) for ids in sequences)]
     return PackedTokens(
         input_ids=torch.cat(sequences),
         position_ids=torch.cat([torch.arange(len(ids)) for ids in sequences]),
@@ -201,8 +197,3 @@ def _all_but_first_as_response(sequences: list[Tensor]) -> PackedTokens:
         targets=torch.cat([ids[1:] for ids in sequences]),
         response_lengths=tuple(len(ids) - 1 for ids in sequences),
     )
-
-
-def _own_logprobs(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    log_softmax = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
-    return log_softmax.gather(1, ids[1:, None])[:, 0]

@@ -28,9 +28,8 @@ from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import Progress
 from fuligo.trainer.torch_backend.critic import Critic
 from fuligo.trainer.torch_backend.learner import Learner
-from fuligo.trainer.torch_backend.sharding import full_tensor, shard_like
 from fuligo.trainer.torch_backend.tensor_files import TensorFiles, write_tensors
-from fuligo.trainer.torch_backend.weights import load_weights, named_weights, weight_tensors
+from fuligo.trainer.torch_backend.weights import full_tensor, load_weights, named_weights, shard_like, weight_tensors
 
 FORMAT = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")

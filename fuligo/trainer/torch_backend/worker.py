@@ -23,15 +23,13 @@ from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare, join_by_position
 from fuligo.trainer.step import Progress, StepGradients
 from fuligo.trainer.timeline import Timeline
-from fuligo.trainer.torch_backend.critic import Critic
+from fuligo.trainer.torch_backend.critic import Critic, ValueModel, load_value_model
 from fuligo.trainer.torch_backend.gradients import compute_gradients
 from fuligo.trainer.torch_backend.learner import Learner, freeze_parameters
 from fuligo.trainer.torch_backend.model import PackedModel, Policy, check_packed_forward, enable_gradient_checkpointing, load_model
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
-from fuligo.trainer.torch_backend.sharding import shard
 from fuligo.trainer.torch_backend.state import TrainingState, copy_state, restore_state, save_state
-from fuligo.trainer.torch_backend.value_model import ValueModel, load_value_model
-from fuligo.trainer.torch_backend.weights import checkpoint_dtype, copy_weights, named_weights
+from fuligo.trainer.torch_backend.weights import checkpoint_dtype, copy_weights, named_weights, shard
 from fuligo.types import FloatArray, StepResult, TokenScores
 from fuligo.weights.colocated import TrainerRanks
 from fuligo.weights.senders import WeightSender

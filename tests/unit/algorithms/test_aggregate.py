@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuligo.algorithms.aggregate import StepDenominators, step_denominators, token_weights
-from fuligo.algorithms.assign import assign_advantages
+from fuligo.algorithms.assign import StepDenominators, assign_advantages, step_denominators, token_weights
 from fuligo.algorithms.settings import AdvantageSettings
 from tests.random_samples import random_samples, train_sample
 

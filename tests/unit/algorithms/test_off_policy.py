@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fuligo.algorithms.off_policy import Correction, importance_weights, opsm_mask
-from fuligo.algorithms.ratio import Segments
+from fuligo.algorithms.policy_loss import Segments
 
 RATIOS = torch.tensor([0.25, 1.0, 4.0, 1.5, 1.2])
 SEGMENTS = Segments(torch.ones(5), torch.tensor([0, 0, 0, 1, 1]), 2)

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuligo.algorithms.estimators import ESTIMATORS
-from fuligo.algorithms.policy_loss import Clip
-from fuligo.algorithms.ratio import Segments
+from fuligo.algorithms.policy_loss import Clip, Segments
 
 ppo_loss, gspo_loss, cispo_loss = (ESTIMATORS[name].policy_loss for name in ("ppo", "gspo", "cispo"))
 ONE_TOKEN = Segments(torch.ones(1), torch.zeros(1, dtype=torch.int64), 1)

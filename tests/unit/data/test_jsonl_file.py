@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuligo.data import jsonl_file
-from fuligo.data.jsonl_file import JsonlFile
+from fuligo.data import row_file
+from fuligo.data.row_file import JsonlFile
 from fuligo.errors import DataError
 
 ROW = st.dictionaries(st.text(max_size=3), st.text(max_size=10) | st.integers(), max_size=3)
@@ -33,7 +33,7 @@ def test_rows_are_those_of_a_plain_reader(
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     path.write_bytes(newline.join(lines) + (newline if last_newline else b""))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jsonl_file, "_CHUNK_BYTES", chunk_bytes)
+        patch.setattr(row_file, "_CHUNK_BYTES", chunk_bytes)
         file = JsonlFile(path)
         assert [file[row] for row in range(len(file))] == rows
         expected_lines = [number for number, line in enumerate(lines, 1) if line.strip()]

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuligo.algorithms.aggregate import step_denominators, token_weights
-from fuligo.algorithms.assign import assign_advantages
+from fuligo.algorithms.assign import assign_advantages, step_denominators, token_weights
 from fuligo.algorithms.off_policy import Correction
 from fuligo.algorithms.policy_loss import Clip, ppo_loss
 from fuligo.algorithms.settings import AdvantageSettings

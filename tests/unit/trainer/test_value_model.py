@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from fuligo.algorithms.aggregate import step_denominators, token_weights
-from fuligo.algorithms.assign import assign_advantages
+from fuligo.algorithms.assign import assign_advantages, step_denominators, token_weights
 from fuligo.algorithms.settings import AdvantageSettings
 from fuligo.cli.convert import main as convert
 from fuligo.errors import CheckpointError, TrainerError

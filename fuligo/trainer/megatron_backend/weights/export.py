@@ -13,8 +13,7 @@ from torch.distributed import ProcessGroup
 
 from fuligo.models.names import ModelNames, Weight, with_expert
 from fuligo.trainer.megatron_backend.weights.forms import join_shards
-from fuligo.trainer.megatron_backend.weights.groups import RankGroups, rank_groups
-from fuligo.trainer.megatron_backend.weights.local import local_weights, misfits
+from fuligo.trainer.megatron_backend.weights.local import RankGroups, local_weights, misfits, rank_groups
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -16,8 +16,7 @@ from fuligo.models.architecture import Architecture
 from fuligo.models.names import HEAD, Weight, value_names
 from fuligo.models.registry import names_of
 from fuligo.trainer.megatron_backend.weights.forms import Stored, read_pieces
-from fuligo.trainer.megatron_backend.weights.groups import RankGroups, rank_groups
-from fuligo.trainer.megatron_backend.weights.local import local_weights, misfits, unwrapped
+from fuligo.trainer.megatron_backend.weights.local import RankGroups, local_weights, misfits, rank_groups, unwrapped
 from fuligo.trainer.megatron_backend.weights.stored import StoredWeights, has_value_head
 
 logger = logging.getLogger(__name__)

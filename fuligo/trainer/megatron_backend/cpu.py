@@ -47,15 +47,11 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("pin_memory", None)
-        if _is_cuda(kwargs.get("device")):
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
             kwargs["device"] = CPU
         return function(*args, **kwargs)
 
     return on_cpu
-
-
-def _is_cuda(device: object) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (isinstance(device, torch.device) and device.type == "cuda")
 
 
 def _replace_generators() -> None:

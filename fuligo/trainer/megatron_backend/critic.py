@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from megatron.core import tensor_parallel
@@ -38,9 +37,20 @@ class Critic(BaseCritic):
             CheckpointError: the first weights cannot be read, or are not of the policy's architecture.
         """
         self.names = value_names(names)
-        self._model = _value_settings(policy, settings)
+        self._model = replace(  # no tied head, no MTP layers, all parameters trained, and routers that choose by themselves
+            policy,
+            optimizer=settings.optimizer,
+            trained=TrainedParameters(),
+            model_flags={**policy.model_flags, "untie_embeddings_and_output_weights": True},
+            mtp=MTPSettings(),
+            routing=None,
+            records_routing=False,
+        )
         chunks = build_value_chunks(self._model)
-        _load(chunks, settings.initial_weights, self.names, world)
+        if is_distributed(settings.initial_weights):
+            load_weights(settings.initial_weights, chunks, self.names, world)
+        else:
+            load_hugging_face(chunks, settings.initial_weights, is_value_model=True)
         self.learner = Learner(chunks, self._model, world, flag="--critic-lr", whose="of the value model")
         super().__init__(settings, self.learner.progress, world)
 
@@ -79,26 +89,6 @@ def build_value_chunks(settings: MegatronTrainerSettings) -> list[PolicyModel]:
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(head.weight)
             chunk.output_layer = head  # pyright: ignore[reportAttributeAccessIssue]  # Megatron's own is parallel
     return chunks
-
-
-def _value_settings(policy: MegatronTrainerSettings, critic: CriticSettings) -> MegatronTrainerSettings:
-    """Return settings of the value model: no tied head, no MTP layers, all parameters trained, and routers that choose by themselves."""
-    return replace(
-        policy,
-        optimizer=critic.optimizer,
-        trained=TrainedParameters(),
-        model_flags={**policy.model_flags, "untie_embeddings_and_output_weights": True},
-        mtp=MTPSettings(),
-        routing=None,
-        records_routing=False,
-    )
-
-
-def _load(chunks: list[PolicyModel], directory: Path, names: ModelNames, world: World) -> None:
-    if is_distributed(directory):
-        load_weights(directory, chunks, names, world)
-    else:
-        load_hugging_face(chunks, directory, is_value_model=True)
 
 
 def compute_value_gradients(

@@ -5,90 +5,32 @@ from collections.abc import Iterator, Mapping
 from fuligo.config.config import MegatronArguments
 
 _MODEL = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "group_query_attention",
-    "num_query_groups",
-    "kv_channels",
-    "vocab_size",
-    "max_position_embeddings",
-    "normalization",
-    "norm_epsilon",
-    "qk_layernorm",
-    "swiglu",
-    "disable_bias_linear",
-    "add_qkv_bias",
-    "post_self_attn_layernorm",
-    "post_mlp_layernorm",
-    "untie_embeddings_and_output_weights",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "no_rope_fusion",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-)
-_LATENT_ATTENTION = (
-    "multi_latent_attention",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "rope_type",
-    "rotary_scaling_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-)
-_SPARSE_ATTENTION = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
-_EXPERTS = (
-    "num_experts",
-    "moe_layer_freq",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_overlap",
-    "moe_router_topk",
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_enable_expert_bias",
-    "moe_router_bias_update_rate",
-    "moe_router_topk_scaling_factor",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_dtype",
-    "moe_router_fusion",
-    "moe_router_force_load_balancing",
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_input_jitter_eps",
-    "moe_expert_capacity_factor",
-    "moe_permute_fusion",
-    "moe_deepep_num_sms",
-)
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention", "num_query_groups", "kv_channels",
+    "vocab_size", "max_position_embeddings", "normalization", "norm_epsilon", "qk_layernorm", "swiglu", "disable_bias_linear",
+    "add_qkv_bias", "post_self_attn_layernorm", "post_mlp_layernorm", "untie_embeddings_and_output_weights", "rotary_base",
+    "rotary_percent", "rotary_interleaved", "no_rope_fusion", "use_rope_scaling", "rope_scaling_factor",
+)  # fmt: skip
+LATENT_ATTENTION = (
+    "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type",
+    "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+    "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk",
+)  # fmt: skip
+"""Latent attention and its sparse variant; fields of `MLATransformerConfig`."""
+EXPERTS = (
+    "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "moe_router_topk",
+    "moe_router_score_function", "moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_router_bias_update_rate",
+    "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype", "moe_router_fusion",
+    "moe_router_force_load_balancing", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff",
+    "moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_permute_fusion", "moe_deepep_num_sms",
+)  # fmt: skip
+"""Fields of `TransformerConfig`."""
 _OPTIMIZER = (
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "ddp_bucket_size",
-    "pad_buckets_for_high_nccl_busbw",
-    "grad_reduce_in_bf16",
-    "optimizer_offload_fraction",
-    "no_pin_cpu_grads",
-    "no_pin_cpu_params",
-    "main_grads_dtype",
-    "main_params_dtype",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-    "store_param_remainders",
-    "no_gradient_accumulation_fusion",
-)
+    "overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "pad_buckets_for_high_nccl_busbw", "grad_reduce_in_bf16",
+    "optimizer_offload_fraction", "no_pin_cpu_grads", "no_pin_cpu_params", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype",
+    "exp_avg_sq_dtype", "store_param_remainders", "no_gradient_accumulation_fusion",
+)  # fmt: skip
 _STAGES = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-READ = frozenset((*_MODEL, *_LATENT_ATTENTION, *_SPARSE_ATTENTION, *_EXPERTS, *_OPTIMIZER, *_STAGES))
+READ = frozenset((*_MODEL, *LATENT_ATTENTION, "num_experts", *EXPERTS, *_OPTIMIZER, *_STAGES))
 """Accepted with any value."""
 
 DECIDED: Mapping[str, object] = {

@@ -1,6 +1,6 @@
 """Host copies of the Megatron trainer's tensors: the reference's weights, and under --colocate all tensors while engines use the device."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,8 @@ def state_tensors(chunks: Sequence[DistributedDataParallel], optimizer: ChainedO
     models = [unwrapped(chunk) for chunk in chunks]
     weights = [tensor.detach() for model in models for tensor in (*model.parameters(), *model.buffers())]
     groups = [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
-    states = [value for part in optimizer.chained_optimizers if part.optimizer is not None for value in _states(part.optimizer)]
+    by_parameter = [part.optimizer.state.values() for part in optimizer.chained_optimizers if part.optimizer is not None]
+    states = [value for states in by_parameter for state in states for value in state.values() if isinstance(value, Tensor)]
     return [*weights, *groups, *states]
 
 
@@ -49,7 +50,3 @@ def gradient_tensors(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
     """Return the buffers that gradients are summed in."""
     buffers: list[Any] = [buffer for chunk in chunks for buffer in (chunk.buffers, chunk.expert_parallel_buffers)]
     return [buffer.grad_data for part in buffers for buffer in part]
-
-
-def _states(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))

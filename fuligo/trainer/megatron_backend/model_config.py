@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from fuligo.config.layer_pattern import read_layers
 from fuligo.errors import ConfigError
 from fuligo.trainer.dtypes import DTYPES
+from fuligo.trainer.megatron_backend.flags import EXPERTS, LATENT_ATTENTION
 from fuligo.trainer.megatron_backend.mtp import refuse_idle_embedding
 from fuligo.trainer.megatron_backend.router import refuse_unsupported_routing
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
@@ -45,12 +46,12 @@ def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
     latent = bool(flags.get("multi_latent_attention"))
     fields = {
         **_shape(flags),
-        **(_latent_attention(flags) if latent else {}),
+        # Without a rank queries are projected directly, which is not Megatron's default. Its own `experimental_attention_variant` stays
+        # off: its layers are not used, and it refuses context parallelism.
+        **({**_given(flags, ("rotary_base", *LATENT_ATTENTION)), "q_lora_rank": flags.get("q_lora_rank")} if latent else {}),
         **_experts(settings),
         **_parallelism(settings),
-        **_numerics(settings),
-        **_recomputation(settings),
-        **_kernels(settings),
+        **_computation(settings),
     }
     try:
         config = (MLATransformerConfig if latent else TransformerConfig)(**fields)
@@ -126,57 +127,16 @@ def _shape(flags: Mapping[str, Any]) -> Fields:
     }
 
 
-def _latent_attention(flags: Mapping[str, Any]) -> Fields:
-    names = (
-        "kv_lora_rank",
-        "qk_head_dim",
-        "qk_pos_emb_head_dim",
-        "v_head_dim",
-        "rope_type",
-        "rotary_base",
-        "rotary_scaling_factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        # Megatron's own `experimental_attention_variant` stays off: its layers are not used, and it refuses context parallelism.
-        "dsa_indexer_n_heads",
-        "dsa_indexer_head_dim",
-        "dsa_indexer_topk",
-    )
-    # Without a rank queries are projected directly, which is not Megatron's default.
-    return {**_given(flags, names), "q_lora_rank": flags.get("q_lora_rank")}
-
-
 def _experts(settings: MegatronTrainerSettings) -> Fields:
     """Return fields of experts. Routers are in float32, and neither balanced nor moved unless the flags say so."""
     flags, on_cuda = settings.model_flags, settings.device == "cuda"
     mtp = {"mtp_num_layers": settings.mtp.num_layers or None}
     if not flags.get("num_experts"):
         return mtp
-    names = (
-        "moe_router_topk",
-        "moe_ffn_hidden_size",
-        "moe_shared_expert_intermediate_size",
-        "moe_shared_expert_overlap",
-        "moe_router_score_function",
-        "moe_router_pre_softmax",
-        "moe_router_enable_expert_bias",
-        "moe_router_topk_scaling_factor",
-        "moe_router_num_groups",
-        "moe_router_group_topk",
-        "moe_router_fusion",
-        "moe_router_force_load_balancing",
-        "moe_expert_capacity_factor",
-        "moe_input_jitter_eps",
-        "moe_z_loss_coeff",
-        "moe_deepep_num_sms",
-    )
     frequency = flags.get("moe_layer_freq", 1)
     return {
         **mtp,
-        **_given(flags, names),
+        **_given(flags, EXPERTS),
         "num_moe_experts": flags["num_experts"],
         "moe_layer_freq": read_layers(frequency) if isinstance(frequency, str) else frequency,
         "moe_router_dtype": flags.get("moe_router_dtype", "fp32"),
@@ -219,32 +179,22 @@ def _parallelism(settings: MegatronTrainerSettings) -> Fields:
     }
 
 
-def _numerics(settings: MegatronTrainerSettings) -> Fields:
-    """Return fields of numerics. Token weights hold every denominator, so no gradient is averaged over ranks or micro-batches."""
-    half = settings.precision == "bf16"
+def _computation(settings: MegatronTrainerSettings) -> Fields:
+    """Return fields of numerics, recomputation and kernels: TransformerEngine's on CUDA, else plain torch.
+
+    Token weights hold every denominator, so no gradient is averaged over ranks or micro-batches.
+    """
+    flags, on_cuda, recomputation = settings.model_flags, settings.device == "cuda", settings.recomputation
     return {
         "params_dtype": DTYPES[settings.precision],
-        "bf16": half,
+        "bf16": settings.precision == "bf16",
         "calculate_per_token_loss": True,
         "attention_softmax_in_fp32": True,
         "init_method_std": 0.02,
-    }
-
-
-def _recomputation(settings: MegatronTrainerSettings) -> Fields:
-    chosen = settings.recomputation
-    return {
-        "recompute_granularity": chosen.granularity,
-        "recompute_method": chosen.method,
-        "recompute_num_layers": chosen.num_layers,
-        "recompute_modules": list(chosen.modules) or None,
-    }
-
-
-def _kernels(settings: MegatronTrainerSettings) -> Fields:
-    """Return fields of kernels: TransformerEngine's on CUDA, else plain torch."""
-    flags, on_cuda = settings.model_flags, settings.device == "cuda"
-    return {
+        "recompute_granularity": recomputation.granularity,
+        "recompute_method": recomputation.method,
+        "recompute_num_layers": recomputation.num_layers,
+        "recompute_modules": list(recomputation.modules) or None,
         "transformer_impl": "transformer_engine" if on_cuda else "local",
         "attention_backend": AttnBackend[settings.attention_backend],
         "apply_rope_fusion": on_cuda and not flags.get("no_rope_fusion") and not flags.get("multi_latent_attention"),

@@ -85,26 +85,17 @@ def apply_step(optimizer: ChainedOptimizer, settings: OptimizerSettings, *, step
         group["lr"] = lr
         # Megatron marks groups without decay, norms and biases, and leaves it to its scheduler to say what that means.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
-    if settings.clip_grad > 0:
-        _clip(optimizer, settings.clip_grad, grad_norm)
+    for part in optimizer.chained_optimizers if settings.clip_grad > 0 else ():
+        parameters: list[Tensor] = [*part.get_parameters()]
+        if parameters:
+            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, settings.clip_grad, grad_norm, use_decoupled_grad=decoupled)
     optimizer.step_with_ready_grads()
     return lr
 
 
-def _clip(optimizer: ChainedOptimizer, largest: float, grad_norm: float) -> None:
-    for part in optimizer.chained_optimizers:
-        parameters: list[Tensor] = [*part.get_parameters()]
-        if parameters:
-            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-            clip_grad_by_total_norm_fp32(parameters, largest, grad_norm, use_decoupled_grad=decoupled)
-
-
 def _precisions(settings: MegatronTrainerSettings) -> dict[str, Any]:
-    """Return the data types of the optimizer's state.
-
-    Raises:
-        ConfigError: low precision is asked for without a GPU: only TransformerEngine's Adam has it.
-    """
+    """Return the data types of the optimizer's state. Without a GPU only float32: only TransformerEngine's Adam has low precision."""
     flags = settings.model_flags
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     dtypes = {name: _DTYPES[flags.get(name, "fp32")] for name in names}
@@ -117,11 +108,7 @@ def _precisions(settings: MegatronTrainerSettings) -> dict[str, Any]:
 
 
 def _require_whole(weights: Sequence[Weight], trained: TrainedParameters) -> None:
-    """Check that the regexes match all or none of the weights that Megatron joins in one matrix.
-
-    Raises:
-        ConfigError: a regex matches, say, the queries of a matrix that holds keys and values, too.
-    """
+    """Check that the regexes match all or none of the weights that Megatron joins in one matrix, say queries, keys and values."""
     for pattern in (*trained.only, *trained.frozen):
         for weight in weights:
             found = [name for name in weight.checkpoint if re.search(pattern, name)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,18 +125,14 @@ class ParameterState:
 
     @torch.no_grad()
     def overwrite(self, tensors: dict[str, Tensor]) -> None:
-        """Overwrite the state.
-
-        Args:
-            tensors: those of `tensors()`, with other numbers.
-        """
+        """Overwrite the state with those of `tensors()`, with other numbers."""
         if isinstance(self.optimizer, DistributedOptimizer):  # else they are its memory
             self.optimizer._set_main_param_and_optimizer_states(self.parameter, {**self._held(), **tensors})
 
     def _held(self) -> dict[str, Tensor]:
         if isinstance(self.optimizer, DistributedOptimizer):
             return self.optimizer._get_main_param_and_optimizer_states(self.parameter)
-        main = _main_parameter(self.parameter)
+        main = getattr(self.parameter, "main_param", self.parameter)  # float32, if the parameter is in half precision
         return {"param": main, **self.optimizer.optimizer.state[main]}
 
 
@@ -147,8 +144,10 @@ def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
                 held = part._get_model_param_range_map(parameter)["param"]
                 yield ParameterState(part, parameter, held.start, held.end)
         else:
-            for parameter in _whole_parameters(part):
-                yield ParameterState(part, parameter, 0, parameter.numel())
+            parameters: Any = part.get_parameters()
+            if isinstance(part, Float16OptimizerWithFloat16Params):
+                parameters = [parameter for group in (*part.float16_groups, *part.fp32_from_fp32_groups) for parameter in group]
+            yield from (ParameterState(part, parameter, 0, parameter.numel()) for parameter in parameters)
 
 
 def set_step(optimizer: MegatronOptimizer, num_steps: int) -> None:
@@ -159,16 +158,12 @@ def set_step(optimizer: MegatronOptimizer, num_steps: int) -> None:
         elif isinstance(part, DistributedOptimizer):
             groups = [{key: value for key, value in group.items() if key != "params"} for group in part.optimizer.param_groups]
             part.load_state_dict({"optimizer": {"param_groups": [{**group, "step": num_steps} for group in groups]}})
-            _count_steps_apart(part.optimizer)
+            # Megatron shares one step counter, which torch's Adam would increase once for each parameter.
+            for state in part.optimizer.state.values():
+                if torch.is_tensor(state.get("step")):
+                    state["step"] = state["step"].clone()
         else:
             _set_step(part.optimizer, num_steps)
-
-
-def _count_steps_apart(adam: torch.optim.Optimizer) -> None:
-    """Give each parameter its own step counter: Megatron shares one, which torch's Adam would increase once for each parameter."""
-    for state in adam.state.values():
-        if torch.is_tensor(state.get("step")):
-            state["step"] = state["step"].clone()
 
 
 def _set_step(adam: torch.optim.Optimizer, num_steps: int) -> None:
@@ -188,17 +183,6 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Return the optimizers inside: Megatron has one for experts and one for all else."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
-
-
-def _whole_parameters(part: MegatronOptimizer) -> list[nn.Parameter]:
-    if isinstance(part, Float16OptimizerWithFloat16Params):
-        return [parameter for group in (*part.float16_groups, *part.fp32_from_fp32_groups) for parameter in group]
-    return part.get_parameters()  # pyright: ignore[reportReturnType]
-
-
-def _main_parameter(parameter: nn.Parameter) -> Tensor:
-    """Return the float32 weights of a parameter in half precision, else the parameter."""
-    return getattr(parameter, "main_param", parameter)
 
 
 def _row_blocks(weight: Weight, tensor: Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[LocalPart, ...]:

@@ -208,11 +208,7 @@ def refuse_unsupported_routing(config: TransformerConfig) -> None:
         raise ConfigError(
             "--recompute-method block with balanced experts: Megatron passes the padding mask only to recomputed layers; use uniform"
         )
-    _refuse_other_choice(config)
-
-
-def _refuse_other_choice(config: TransformerConfig) -> None:
-    """Refuse models whose groups, or weights of a single expert, Megatron computes otherwise."""
+    # Groups, and the weight of a single expert, are those of the served model only in these cases.
     top_k, groups, top_groups = config.moe_router_topk, config.moe_router_num_groups or 1, config.moe_router_group_topk or 1
     if groups > 1 and top_k // top_groups != 2:
         raise ConfigError(

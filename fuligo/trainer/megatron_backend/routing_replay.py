@@ -10,6 +10,7 @@ call without gradients is a first pass, of scoring or of a layer that will be re
 only pass of a layer. So each kind of call meets the micro-batches in their order.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +36,29 @@ UNKNOWN = -1
 """Choice of padding, and of tokens without a record: the router chooses."""
 
 
-class LayerReplay:
+class _RouterHook(ABC):
+    """Hook of one router, which Megatron calls micro-batch by micro-batch."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: ChooseOwn | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return [tokens, K] scores of the chosen experts, and their numbers."""
+        assert default_compute_topk is not None
+        _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        chosen = self.choose(own)
+        return scores.gather(1, chosen), chosen
+
+    @abstractmethod
+    def choose(self, own: Tensor) -> Tensor:
+        """Return [tokens, K] experts to use, given the router's own choice."""
+
+
+class LayerReplay(_RouterHook):
     """Replay of one router's choices, micro-batch by micro-batch.
 
     Args:
@@ -48,24 +71,14 @@ class LayerReplay:
         self.num_changed = torch.zeros((), dtype=torch.int64, device=choices[0].device)
         """Number of replayed experts that the router would not have chosen, in calls with gradients."""
 
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: ChooseOwn | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return [tokens, K] scores of the chosen experts, and their numbers. Megatron calls it."""
-        assert default_compute_topk is not None
-        _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+    def choose(self, own: Tensor) -> Tensor:
         with_gradients = torch.is_grad_enabled()
         known = self._choices[self._num_calls[with_gradients]]
         self._num_calls[with_gradients] += 1
         chosen = torch.where(known == UNKNOWN, own, known.long())
         if with_gradients:
             self.num_changed += (chosen[:, :, None] != own[:, None, :]).all(-1).sum()
-        return scores.gather(1, chosen), chosen
+        return chosen
 
     @property
     def is_complete(self) -> bool:
@@ -74,7 +87,7 @@ class LayerReplay:
         return len(self._choices) in calls and calls <= {0, len(self._choices)}
 
 
-class LayerRecord:
+class LayerRecord(_RouterHook):
     """Record of one router's choices, micro-batch by micro-batch. Kept on the device until the end: copying to the host would make every
     layer wait.
 
@@ -87,19 +100,9 @@ class LayerRecord:
         self.choices: list[Tensor] = []
         """[tokens, K] of each micro-batch."""
 
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: ChooseOwn | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Record the router's choice. Megatron calls it."""
-        assert default_compute_topk is not None
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+    def choose(self, own: Tensor) -> Tensor:
         self.choices.append(own.to(self._dtype))
-        return values, own
+        return own
 
 
 @dataclass(slots=True, frozen=True)

@@ -120,13 +120,9 @@ class MegatronTrainerSettings(TrainerSettings):
         multiple_of = layout.pp if layout.vpp > 1 else 1
         replicas = pack(lengths, capacity, num_ranks=layout.dp, multiple_of=multiple_of, balance_by=balance_by)
         longest = None
-        if self._needs_equal_rows:
+        # All-gathered experts' tokens: every rank must bring as many, and Megatron refuses to send lengths with them.
+        gathers = bool(self.model_flags.get("num_experts")) and self.dispatcher == "allgather"
+        if gathers and (layout.pp > 1 or layout.ep > 1):
             rows = ([lengths[i] - 1 for i in plan.samples] for plans in replicas for plan in plans)
             longest = max(layout.row_tokens(row, self.pad_multiple_tokens) for row in rows)
         return [MicroBatchSchedule(plans, longest) for plans in replicas]
-
-    @property
-    def _needs_equal_rows(self) -> bool:
-        """True if experts' tokens are all-gathered: every rank must bring as many, and Megatron refuses to send lengths with it."""
-        gathers = bool(self.model_flags.get("num_experts")) and self.dispatcher == "allgather"
-        return gathers and (self.layout.pp > 1 or self.layout.ep > 1)

@@ -170,11 +170,6 @@ class _Counters:
 
     @classmethod
     def read(cls, file: Path) -> _Counters:
-        """Read the counters.
-
-        Raises:
-            CheckpointError: the file cannot be read, or another version or backend wrote it.
-        """
         try:
             content = json.loads(file.read_text())
             if content["format"] != FORMAT or content.get("backend") != "megatron":
@@ -195,11 +190,6 @@ class _Opened:
 
     @classmethod
     def of(cls, directory: Path, state: MegatronState, world: World) -> _Opened:
-        """Open a checkpoint and compare it with the state.
-
-        Raises:
-            CheckpointError: a file is missing or truncated, or the checkpoint belongs to another model.
-        """
         saved = _Counters.read(directory / COUNTERS)
         tensors, weights = DistributedTensors(directory), held_weights(state.chunks, state.names)
         _check_weights(tensors, weights, state.names)
@@ -227,7 +217,7 @@ class _Opened:
 def _shards(state: MegatronState) -> Iterator[Shard]:
     """Return the shards that this rank writes."""
     weights = held_weights(state.chunks, state.names)
-    yield from _weight_shards(weights)
+    yield from (part.shard for number, held in enumerate(weights) if _is_written_here(held, number) for part in held.parts)
     if state.reference is not None:
         own = [held for number, held in enumerate(weights) if _is_written_here(held, number)]
         yield from _reference_shards(own, state.reference)
@@ -236,12 +226,6 @@ def _shards(state: MegatronState) -> Iterator[Shard]:
         for held, parameter in _trained(weights, state.optimizer):
             if held.is_first_copy and (parameter.is_spread or _is_written_here(held, numbers[id(held.tensor)])):
                 yield from _state_shards(held, parameter, parameter.tensors())
-
-
-def _weight_shards(weights: Sequence[LocalWeight]) -> Iterator[Shard]:
-    for number, held in enumerate(weights):
-        if _is_written_here(held, number):
-            yield from (part.shard for part in held.parts)
 
 
 def _is_written_here(held: LocalWeight, number: int) -> bool:

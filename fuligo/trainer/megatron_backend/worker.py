@@ -31,7 +31,6 @@ from fuligo.trainer.megatron_backend.weights.export import named_weights
 from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
 from fuligo.trainer.megatron_backend.world import join_megatron, leave_megatron
 from fuligo.trainer.metric_sums import MetricSums, mean_of_steps
-from fuligo.trainer.packing import Cost
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare, join_by_position
 from fuligo.trainer.step import StepGradients, total
@@ -69,7 +68,7 @@ class MegatronRankWorker:
         self.critic = None if settings.critic is None else Critic(settings.critic, settings, self.names, world)
         checkpoint_dtype = getattr(torch, config_json.get("dtype") or config_json.get("torch_dtype") or "float32")
         self.export_dtype = sync_dtype(settings, checkpoint_dtype)
-        self.balance_by = _cost(settings.hf_checkpoint) if settings.balance_data else None
+        self.balance_by = forward_flops(architecture_of(config_json)).whole_sequence if settings.balance_data else None
         self._host_memory = HostMemory(world.device)
         self._writer = CheckpointWriter(world)
         self._sender = WeightSender(settings.engine_format, TrainerRanks(world.rank, world.objects))
@@ -258,8 +257,3 @@ def _on_host(step: StepGradients) -> StepGradients:
     """Move the tensors to the host."""
     sums: MetricSums = step.sums.with_vector(step.sums.vector().cpu())
     return replace(step, sums=sums, losses=step.losses.cpu())
-
-
-def _cost(hf_checkpoint: Path) -> Cost:
-    """Return the FLOPs of the forward pass."""
-    return forward_flops(architecture_of(read_config_json(hf_checkpoint))).whole_sequence

@@ -9,7 +9,6 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from fuligo.models.names import ModelNames, Weight, with_expert
 from fuligo.trainer.megatron_backend.weights.forms import join_shards
@@ -37,7 +36,8 @@ def named_weights(
     """
     groups, local = rank_groups(), local_weights(chunks)
     assert not (different := misfits(local, names)), f"the model and the names of its checkpoint differ in {different[0]}"
-    stages = _gather_objects({name: tuple(tensor.shape) for name, tensor in local.items()}, groups.pipeline)
+    stages: list[Shapes] = [{} for _ in range(groups.pipeline.size())]
+    dist.all_gather_object(stages, {name: tuple(tensor.shape) for name, tensor in local.items()}, group=groups.pipeline)
     exchange = _Exchange({name: tensor.detach() for name, tensor in local.items()}, groups)
     for batch in _batches(_items(stages, names, groups, dtype), gather_bytes):
         for item, shards in zip(batch, exchange.gather(batch), strict=True):
@@ -116,7 +116,8 @@ class _Exchange:
         parts: dict[str, list[Tensor]] = {}
         for num_shards in sorted({item.num_shards for item in batch}):
             items = [item for item in batch if item.num_shards == num_shards]
-            if num_shards == 1 and self._has_all(items[0].owners):
+            is_alone = self._groups.pipeline.size() == 1 and (items[0].owners.expert_rank is None or self._groups.expert.size() == 1)
+            if num_shards == 1 and is_alone:  # no other rank needs this rank's part
                 parts |= {item.weight.megatron: [self._local[item.weight.megatron].to(item.dtype)] for item in items}
                 continue
             buffer = _Buffer(items)
@@ -126,28 +127,20 @@ class _Exchange:
             parts |= {item.weight.megatron: list(tensors) for item, *tensors in zip(items, *ranks, strict=True)}
         return [parts[item.weight.megatron] for item in batch]
 
-    def _has_all(self, owners: _Owners) -> bool:
-        """Return whether no other rank needs this rank's part."""
-        return self._groups.pipeline.size() == 1 and (owners.expert_rank is None or self._groups.expert.size() == 1)
-
     def _collect(self, items: Sequence[_Item], buffer: _Buffer, shards: Tensor) -> None:
         """Fill `shards` [num_shards, num_bytes]: first on the ranks of the stage that has the items, then on the others."""
         owners, groups = items[0].owners, self._groups
         if groups.pipeline.rank() == owners.stage:
-            if owners.expert_rank is None:
-                self._collect_dense(items, buffer, shards)
-            else:
+            if owners.expert_rank is not None:
                 self._collect_experts(items, buffer, shards, owners.expert_rank)
+            elif len(shards) == 1:
+                self._pack(items, buffer, shards[0])
+            else:
+                own = torch.empty_like(shards[0])
+                self._pack(items, buffer, own)
+                dist.all_gather_into_tensor(shards.view(-1), own, group=groups.tensor)
         if groups.pipeline.size() > 1:
             dist.broadcast(shards, group=groups.pipeline, group_src=owners.stage)
-
-    def _collect_dense(self, items: Sequence[_Item], buffer: _Buffer, shards: Tensor) -> None:
-        if len(shards) == 1:
-            self._pack(items, buffer, shards[0])
-        else:
-            own = torch.empty_like(shards[0])
-            self._pack(items, buffer, own)
-            dist.all_gather_into_tensor(shards.view(-1), own, group=self._groups.tensor)
 
     def _collect_experts(self, items: Sequence[_Item], buffer: _Buffer, shards: Tensor, expert_rank: int) -> None:
         """Send from one expert-parallel rank after another: all at once would need memory for as many experts as there are ranks."""
@@ -179,9 +172,3 @@ class _Buffer:
             content[start : start + item.num_bytes].view(item.dtype).view(item.shape)
             for item, start in zip(self._items, self._starts, strict=True)
         ]
-
-
-def _gather_objects(value: Shapes, group: ProcessGroup) -> list[Shapes]:
-    values: list[Shapes | None] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return [value for value in values if value is not None]

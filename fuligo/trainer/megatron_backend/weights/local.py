@@ -1,7 +1,7 @@
 """This rank's weights, under names that do not depend on the layout or on the layers' implementation."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,8 @@ def local_weights(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
     for chunk in map(unwrapped, chunks):
         first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
         first_expert = (chunk.config.num_moe_experts or 0) // expert_ranks.size() * expert_ranks.rank()
-        for name, tensor in _weights(chunk):
+        biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
+        for name, tensor in (*chunk.named_parameters(), *biases):
             found[canonical_name(name, first_layer=first_layer, first_expert=first_expert)] = tensor
     return found
 
@@ -110,8 +111,3 @@ def unwrapped(chunk: nn.Module) -> Any:
     while not hasattr(chunk, "decoder"):
         chunk = chunk.module  # pyright: ignore[reportAssignmentType]
     return chunk
-
-
-def _weights(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from chunk.named_parameters()
-    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))

@@ -6,8 +6,7 @@ from dataclasses import fields
 
 from fuligo.config import Config
 from fuligo.formats.hugging_face import read_config_json
-from fuligo.layout.megatron import Layout
-from fuligo.layout.trainer_shape import trainer_shape
+from fuligo.layout.megatron import layout_of
 from fuligo.models.registry import architecture_of
 from fuligo.models.routing import RoutingShape
 from fuligo.models.stated_flags import stated_flags
@@ -51,25 +50,4 @@ def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTraine
         pad_multiple_tokens=train.data_pad_size_multiplier,
         routing=RoutingShape.of(architecture) if config.replays_routing else None,
         records_routing=config.replays_routing and not config.replays_engine_routing,
-    )
-
-
-def layout_of(config: Config) -> Layout:
-    """Return the parallel layout of the trainer.
-
-    Raises:
-        ConfigError: the sizes do not divide the trainer's ranks
-    """
-    shape, sizes = trainer_shape(config), config.parallel
-    return Layout(
-        tp=shape.tp,
-        pp=shape.pp,
-        vpp=shape.vpp,
-        cp=shape.cp,
-        ep=shape.ep,
-        etp=shape.etp,
-        sequence_parallel=shape.sequence_parallel,
-        num_layers_first_stage=sizes.decoder_first_pipeline_num_layers,
-        num_layers_last_stage=sizes.decoder_last_pipeline_num_layers,
-        num_ranks=shape.num_ranks,
     )

@@ -1,13 +1,19 @@
-"""Parallel layout of the Megatron trainer and the padding that it requires. Pure Python."""
+"""Parallel layout of the trainer, derived from the flags, and the padding that Megatron requires. Pure Python."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fuligo.config import Config
+from fuligo.errors import ConfigError
+
 
 @dataclass(slots=True, frozen=True)
 class Layout:
-    """Sizes of the parallel dimensions. Ranks are numbered as in Megatron: TP fastest, then CP, (EP within DP x CP,) DP, PP slowest."""
+    """Sizes of the parallel dimensions; with the torch backend, which shards over all ranks, only `dp` exceeds 1.
+
+    Ranks are numbered as in Megatron: TP fastest, then CP, (EP within DP x CP,) DP, PP slowest.
+    """
 
     tp: int = 1
     """Tensor-parallel size: ranks that share each matrix."""
@@ -34,13 +40,28 @@ class Layout:
         return self.num_ranks // (self.tp * self.pp * self.cp)
 
     @property
+    def expert_dp(self) -> int:
+        """Number of ranks that hold the same experts."""
+        return self.num_ranks // (self.etp * self.ep * self.pp)
+
+    @property
+    def shards_dense_optimizer(self) -> int:
+        """Ranks that share the distributed optimizer's state of non-expert weights (DP x CP)."""
+        return self.dp * self.cp
+
+    @property
+    def shards_sequence(self) -> int:
+        """Ranks that share the activations between attention and MLP: TP with sequence parallelism, else 1."""
+        return self.tp if self.sequence_parallel else 1
+
+    @property
     def row_multiple(self) -> int:
         """Tokens to which each sequence of a packed row is padded, so that CP ranks get equal chunks from both of its ends."""
         return 2 * self.cp if self.cp > 1 else 1
 
     def total_multiple(self, pad_multiple: int) -> int:
         """Return the tokens to which a packed row is padded: a multiple of `pad_multiple` and of the ranks that split it."""
-        return math.lcm(pad_multiple, self.row_multiple, self.cp * (self.tp if self.sequence_parallel else 1))
+        return math.lcm(pad_multiple, self.row_multiple, self.cp * self.shards_sequence)
 
     def padded_lengths(self, lengths: Iterable[int]) -> list[int]:
         """Return the padded lengths of the sequences of a packed row."""
@@ -54,3 +75,36 @@ class Layout:
     def replica_of(self, rank: int) -> int:
         """Return the data-parallel replica of a rank."""
         return rank // (self.tp * self.cp) % self.dp
+
+
+def layout_of(config: Config) -> Layout:
+    """Return the trainer's layout.
+
+    Raises:
+        ConfigError: the sizes do not divide the trainer's number of GPUs.
+    """
+    num_ranks, sizes = config.num_train_gpus, config.parallel
+    if config.resolved_train_backend != "megatron":
+        return Layout(num_ranks=num_ranks)
+    tp, cp, pp = sizes.tensor_model_parallel_size, sizes.context_parallel_size, sizes.pipeline_model_parallel_size
+    ep, etp = sizes.expert_model_parallel_size, sizes.expert_tensor_parallel_size or tp
+    dense = {"--tensor-model-parallel-size": tp, "--context-parallel-size": cp}
+    experts = {"--expert-tensor-parallel-size": etp, "--expert-model-parallel-size": ep}
+    for flags in (dense, experts):
+        named = flags | {"--pipeline-model-parallel-size": pp}
+        product = math.prod(named.values())
+        if num_ranks % product:
+            shown = " x ".join(f"{flag} {size}" for flag, size in named.items())
+            raise ConfigError(f"{shown} = {product} does not divide the trainer's {num_ranks} GPUs")
+    return Layout(
+        tp=tp,
+        pp=pp,
+        vpp=sizes.virtual_pipeline_model_parallel_size or 1,
+        cp=cp,
+        ep=ep,
+        etp=etp,
+        sequence_parallel=sizes.sequence_parallel and tp > 1,
+        num_layers_first_stage=sizes.decoder_first_pipeline_num_layers,
+        num_layers_last_stage=sizes.decoder_last_pipeline_num_layers,
+        num_ranks=num_ranks,
+    )

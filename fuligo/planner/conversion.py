@@ -13,7 +13,7 @@ from fuligo.config.changes import apply_changes
 from fuligo.config.command_line import parse, read_command_line
 from fuligo.config.findings import Change
 from fuligo.errors import ConfigError
-from fuligo.layout.trainer_shape import TrainerShape, trainer_shape
+from fuligo.layout.megatron import Layout, layout_of
 from fuligo.models.architecture import Architecture
 from fuligo.models.find import find_trainer_config_json
 from fuligo.models.megatron_flags import disagreements
@@ -43,7 +43,7 @@ class DistPlan:
     source: str
     target: str
     architecture: Architecture
-    shape: TrainerShape
+    shape: Layout
     stages: tuple[Stage, ...]
     rank_parameters: tuple[int, ...]
     """[PP] parameters that a trainer rank of each stage would hold."""
@@ -127,9 +127,9 @@ def _chosen_layout(architecture: Architecture, world_size: int) -> list[Change]:
     return [*changes, Change(("parallel", "decoder_last_pipeline_num_layers"), last)] if last != share else changes
 
 
-def _checked_shape(subject: Subject, world_size: int) -> TrainerShape:
+def _checked_shape(subject: Subject, world_size: int) -> Layout:
     try:
-        shape = trainer_shape(subject.config)
+        shape = layout_of(subject.config)
     except ConfigError as error:
         text = str(error).replace(f"the trainer's {world_size} GPUs", f"the {world_size} processes of the conversion")
         raise ConfigError(text) from None

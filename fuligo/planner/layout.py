@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from fuligo.config.topology import EngineGroupSpec, engine_groups
 from fuligo.errors import ConfigError
+from fuligo.layout.megatron import Layout, layout_of
 from fuligo.layout.slots import engine_slots, trainer_slots
-from fuligo.layout.trainer_shape import TrainerShape, trainer_shape
 from fuligo.planner.plan import ClusterLayout, EngineGroup, EngineRank, PlacedGpu, TrainerRank
 from fuligo.planner.stages import stages
 from fuligo.planner.subject import Subject
@@ -32,7 +32,7 @@ def make_layout(subject: Subject) -> ClusterLayout:
             f"--actor-num-nodes {config.cluster.actor_num_nodes} x --actor-num-gpus-per-node {config.resolved_actor_num_gpus_per_node} "
             f"with the engines' own (--rollout-num-gpus) are {config.total_num_gpus} GPUs; plans support up to {MAX_GPUS}"
         )
-    shape = trainer_shape(config)
+    shape = layout_of(config)
     specs, embedded = engine_groups(config), config.needs_engine and config.engine_capabilities.beside_trainer
     per_node = max(config.cluster.num_gpus_per_node, config.resolved_actor_num_gpus_per_node)
     trainers_at = trainer_slots(shape.num_ranks, config.resolved_actor_num_gpus_per_node)
@@ -60,7 +60,7 @@ def make_layout(subject: Subject) -> ClusterLayout:
     )
 
 
-def trainer_ranks(shape: TrainerShape) -> tuple[TrainerRank, ...]:
+def trainer_ranks(shape: Layout) -> tuple[TrainerRank, ...]:
     """Return every rank's coordinates, by rank.
 
     Megatron-Core's order is tp-cp-ep-dp-pp, the first varying fastest (`parallel_state.RankGenerator`). Experts have a grid of their

@@ -3,7 +3,7 @@
 import math
 
 from fuligo.config import Config
-from fuligo.layout.trainer_shape import TrainerShape
+from fuligo.layout.megatron import Layout
 from fuligo.planner.subject import Subject
 
 DEFAULT_PACKED_TOKENS = 8192
@@ -36,7 +36,7 @@ def average_response(config: Config) -> int:
     return max(1, round(config.rollout.rollout_max_response_len * AVERAGE_OF_LONGEST))
 
 
-def micro_batch_tokens(config: Config, shape: TrainerShape) -> int:
+def micro_batch_tokens(config: Config, shape: Layout) -> int:
     """Return the tokens of the largest micro-batch per context-parallel rank: a full pack, or the longest sample if longer."""
     train = config.train
     longest = math.ceil(longest_sample(config) / shape.cp)
@@ -47,7 +47,7 @@ def micro_batch_tokens(config: Config, shape: TrainerShape) -> int:
     return max(DEFAULT_PACKED_TOKENS // shape.cp, longest)
 
 
-def num_micro_batches(subject: Subject, shape: TrainerShape) -> int:
+def num_micro_batches(subject: Subject, shape: Layout) -> int:
     """Return the micro-batches of one data-parallel rank in an optimizer step, for samples of average length."""
     config = subject.config
     samples = math.ceil(config.resolved_global_batch_size / shape.dp)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fuligo.config.topology import engine_groups
-from fuligo.layout.trainer_shape import trainer_shape
+from fuligo.layout.megatron import layout_of
 from fuligo.planner import speeds
 from fuligo.planner.lengths import AVERAGE_OF_LONGEST, average_prompt, average_response
 from fuligo.planner.memory.trainer import trainer_state
@@ -71,8 +71,8 @@ def _one_after_another(chain: list[Phase], start_s: float) -> Iterator[Phase]:
 
 def _moves(subject: Subject, layout: ClusterLayout) -> list[Phase]:
     """Return the onload and offload of the trainer's tensors with --colocate."""
-    shape = trainer_shape(subject.config)
-    if not (subject.config.cluster.colocate and shape.is_megatron):
+    shape = layout_of(subject.config)
+    if not (subject.config.cluster.colocate and subject.is_megatron):
         return []
     per_gpu = 0
     for rank in range(layout.pp):

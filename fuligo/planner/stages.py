@@ -1,7 +1,7 @@
 """Split of the layers over pipeline ranks, as in Megatron-Core (`transformer_block.get_num_layers_to_build`)."""
 
 from fuligo.errors import ConfigError
-from fuligo.layout.trainer_shape import trainer_shape
+from fuligo.layout.megatron import layout_of
 from fuligo.models.architecture import Architecture, Layer
 from fuligo.planner.plan import Stage
 from fuligo.planner.subject import Subject
@@ -16,7 +16,7 @@ def stages(subject: Subject) -> tuple[Stage, ...]:
     Raises:
         ConfigError: the layers cannot be split so.
     """
-    shape = trainer_shape(subject.config)
+    shape = layout_of(subject.config)
     counts = _layers_of_chunks(subject, shape.pp, shape.vpp)
     built, first_layer = [], 0
     for virtual_rank in range(shape.vpp):

@@ -39,6 +39,11 @@ class Subject:
     """Models of `--sglang-config` with a path of their own, by that path, if known on this machine."""
 
     @property
+    def is_megatron(self) -> bool:
+        """True if the Megatron trainer is used, so that the flags of the group `parallel` apply."""
+        return self.config.resolved_train_backend == "megatron"
+
+    @property
     def teacher(self) -> Subject | None:
         """Subject with the trainer's teacher in place of the policy; None without one. An unknown teacher has the policy's shape."""
         return replace(self, architecture=self.own_teacher or self.architecture) if self.config.teacher_from == "trainer" else None

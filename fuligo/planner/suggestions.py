@@ -7,7 +7,7 @@ from itertools import combinations
 from fuligo.config.changes import apply_changes, change_text
 from fuligo.config.findings import Change, Severity
 from fuligo.errors import ConfigError
-from fuligo.layout.trainer_shape import trainer_shape
+from fuligo.layout.megatron import layout_of
 from fuligo.planner.check import violations
 from fuligo.planner.estimate import Estimate, estimate, shortfall
 from fuligo.planner.lengths import longest_sample
@@ -115,7 +115,7 @@ def _candidates(subject: Subject, now: Estimate) -> Iterator[Changes]:
 
 
 def _trainer_candidates(subject: Subject) -> Iterator[Changes]:
-    config, shape = subject.config, trainer_shape(subject.config)
+    config, shape = subject.config, layout_of(subject.config)
     if config.train.log_probs_chunk_size > SMALL_CHUNK_TOKENS:
         yield (Change(("train", "log_probs_chunk_size"), SMALL_CHUNK_TOKENS),)
     tokens = config.train.max_tokens_per_gpu
@@ -124,7 +124,7 @@ def _trainer_candidates(subject: Subject) -> Iterator[Changes]:
         for fewer in (tokens // 2, tokens // 4, longest):
             if longest <= fewer < tokens:
                 yield (Change(("train", "max_tokens_per_gpu"), fewer),)
-    if not shape.is_megatron:
+    if not subject.is_megatron:
         yield (Change(("model", "gradient_checkpointing"), True),)
         yield (Change(("cluster", "actor_num_gpus_per_node"), 2 * config.resolved_actor_num_gpus_per_node),)
         return

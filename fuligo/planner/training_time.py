@@ -1,7 +1,7 @@
 """Time of the trainer's phases."""
 
 from fuligo.layout.flops import forward_flops
-from fuligo.layout.trainer_shape import TrainerShape, trainer_shape
+from fuligo.layout.megatron import Layout, layout_of
 from fuligo.planner import speeds
 from fuligo.planner.lengths import average_prompt, average_response, num_micro_batches
 from fuligo.planner.memory.trainer import gradient_bytes, offloaded_share, optimizer_parameters, trainer_state
@@ -11,7 +11,7 @@ from fuligo.planner.subject import Subject
 
 def train_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     """Estimate the forward and backward passes of all optimizer steps of a rollout."""
-    shape, config = trainer_shape(subject.config), subject.config
+    shape, config = layout_of(subject.config), subject.config
     passes = 3 + recomputed_passes(subject)
     flops = num_trained_models(subject) * passes * rollout_forward_flops(subject)
     efficiency = trainer_efficiency(subject, shape)
@@ -33,7 +33,7 @@ def train_phase(subject: Subject, layout: ClusterLayout) -> Phase:
 
 def score_phase(subject: Subject, layout: ClusterLayout) -> Phase | None:
     """Estimate the scoring before the first optimizer step: reference, teacher, old policy and values, as needed; None if none is."""
-    config, shape = subject.config, trainer_shape(subject.config)
+    config, shape = subject.config, layout_of(subject.config)
     models = (
         ("reference", subject if config.needs_reference else None),
         ("teacher", subject.teacher),
@@ -54,9 +54,9 @@ def score_phase(subject: Subject, layout: ClusterLayout) -> Phase | None:
 
 def optimizer_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     """Estimate gradient reduction, Adam and weight all-gather for all optimizer steps of a rollout."""
-    config, shape, gpu = subject.config, trainer_shape(subject.config), subject.gpu
+    config, shape, gpu = subject.config, layout_of(subject.config), subject.gpu
     num_steps = config.resolved_num_steps_per_rollout * num_trained_models(subject)
-    if not shape.is_megatron:
+    if not subject.is_megatron:
         share = subject.architecture.num_parameters / shape.num_ranks
         seconds = num_steps * share * speeds.ADAM_TRAFFIC_BYTES / gpu.memory_bytes_per_s
         return Phase("optimizer", "trainer", 0.0, seconds, 0.0, f"{share / 1e9:.2f} B parameters per GPU at its memory bandwidth")
@@ -112,16 +112,16 @@ def recomputed_passes(subject: Subject) -> float:
     return min(1.0, (flags.recompute_num_layers or 1) / layers_of_stage)
 
 
-def pipeline_bubble(subject: Subject, shape: TrainerShape) -> float:
+def pipeline_bubble(subject: Subject, shape: Layout) -> float:
     """Return the share of time that a stage waits: (pp - 1) / (m v + pp - 1) (Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
     if shape.pp == 1:
         return 0.0
     return (shape.pp - 1) / (num_micro_batches(subject, shape) * shape.vpp + shape.pp - 1)
 
 
-def trainer_efficiency(subject: Subject, shape: TrainerShape) -> float:
+def trainer_efficiency(subject: Subject, shape: Layout) -> float:
     """Return the share of the GPU's dense bf16 peak, without the pipeline bubble."""
-    if not shape.is_megatron:
+    if not subject.is_megatron:
         return speeds.TORCH_TRAINER
     factor, has_experts = speeds.DENSE_ONE_GPU, subject.architecture.experts is not None
     for applies, share in (
@@ -135,7 +135,7 @@ def trainer_efficiency(subject: Subject, shape: TrainerShape) -> float:
     return factor
 
 
-def _expert_exchange_s(subject: Subject, shape: TrainerShape, layout: ClusterLayout, passes: float) -> float:
+def _expert_exchange_s(subject: Subject, shape: Layout, layout: ClusterLayout, passes: float) -> float:
     """Estimate dispatch and combine over the network if an expert group spans nodes; a token travels to each node once."""
     experts, per_node = subject.architecture.experts, layout.num_gpus_per_node
     if experts is None or shape.ep * shape.etp <= per_node:
@@ -149,7 +149,7 @@ def _expert_exchange_s(subject: Subject, shape: TrainerShape, layout: ClusterLay
     return num_bytes / (shape.num_ranks * subject.gpu.network_bytes_per_s)
 
 
-def _reduction_s(subject: Subject, shape: TrainerShape, layout: ClusterLayout, dense: int, experts: int) -> float:
+def _reduction_s(subject: Subject, shape: Layout, layout: ClusterLayout, dense: int, experts: int) -> float:
     """Estimate the gradient reduce-scatter and the bf16 weight all-gather among ranks with equal weights, without overlap."""
     size = gradient_bytes(subject) + 2
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from fuligo.config import Config
-from fuligo.layout.trainer_shape import TrainerShape
+from fuligo.layout.megatron import Layout
 from fuligo.models.architecture import Architecture, GroupedAttention, LatentAttention, Layer, PartKind
 
 BF16 = 2
@@ -32,7 +32,7 @@ class LayerBytes:
     """Peak of gradients and gathered tensors that exist briefly during the backward pass."""
 
 
-def layer_bytes(layer: Layer, architecture: Architecture, shape: TrainerShape, config: Config) -> LayerBytes:
+def layer_bytes(layer: Layer, architecture: Architecture, shape: Layout, config: Config) -> LayerBytes:
     """Return the bytes per token of `layer`'s activations on one rank."""
     hidden, split = architecture.hidden_size, shape.shards_sequence
     norms = (2 * 2 + num_output_norms(layer, hidden)) * BF16 * hidden / split
@@ -74,7 +74,7 @@ class _Mlp:
     passing: float
 
 
-def _mlp(layer: Layer, architecture: Architecture, shape: TrainerShape, *, gathers: bool) -> _Mlp:
+def _mlp(layer: Layer, architecture: Architecture, shape: Layout, *, gathers: bool) -> _Mlp:
     """Return the bytes of the dense MLP, or of router, shared expert and routed experts.
 
     Args:
@@ -96,7 +96,7 @@ def _mlp(layer: Layer, architecture: Architecture, shape: TrainerShape, *, gathe
     )
 
 
-def _attention(architecture: Architecture, shape: TrainerShape) -> float:
+def _attention(architecture: Architecture, shape: Layout) -> float:
     """Return the bytes of queries, keys, values, output and log-sum-exp; with latent attention also of the latents."""
     attention = architecture.attention
     if isinstance(attention, GroupedAttention):
@@ -112,7 +112,7 @@ def _attention(architecture: Architecture, shape: TrainerShape) -> float:
     return BF16 * (query_key + value_output + latent) + FP32 * heads
 
 
-def _absorbed_attention(attention: LatentAttention, shape: TrainerShape) -> float:
+def _absorbed_attention(attention: LatentAttention, shape: Layout) -> float:
     """Return the bytes of sparse latent attention, whose scores are recomputed.
 
     Kept are queries and outputs of each head before and after the absorbed projections, their latents, and the latents of the whole row.
@@ -124,7 +124,7 @@ def _absorbed_attention(attention: LatentAttention, shape: TrainerShape) -> floa
     return BF16 * (attention.num_heads / shape.tp * per_head + compressed / shape.shards_sequence + shape.cp * latent)
 
 
-def _context_parallel(architecture: Architecture, shape: TrainerShape, config: Config) -> float:
+def _context_parallel(architecture: Architecture, shape: Layout, config: Config) -> float:
     """Return the bytes of other ranks' keys and values, with gradients: all with --allgather-cp, else two ring buffers."""
     if shape.cp == 1:
         return 0
@@ -139,7 +139,7 @@ def _context_parallel(architecture: Architecture, shape: TrainerShape, config: C
     return 2 * BF16 * elements * num_ranks
 
 
-def _dropped_by_modules(config: Config, architecture: Architecture, shape: TrainerShape, mlp: _Mlp) -> float:
+def _dropped_by_modules(config: Config, architecture: Architecture, shape: Layout, mlp: _Mlp) -> float:
     """Return the bytes that selective recomputation drops (Megatron-Core 0.16.1, `TransformerConfig.recompute_modules`)."""
     if config.parallel.recompute_granularity != "selective":
         return 0
@@ -160,7 +160,7 @@ def _dropped_by_modules(config: Config, architecture: Architecture, shape: Train
     return dropped + (mlp.activated if "moe_act" in modules else 0)
 
 
-def chunks_in_flight(shape: TrainerShape, pipeline_rank: int, num_micro_batches: int) -> int:
+def chunks_in_flight(shape: Layout, pipeline_rank: int, num_micro_batches: int) -> int:
     """Return the largest number of forward passes of one (virtual) stage that wait for their backward pass.
 
     As in Megatron-Core's schedules (`pipeline_parallel/schedules.get_pp_rank_microbatches`): those of the warm-up, and the current one.
@@ -173,7 +173,7 @@ def chunks_in_flight(shape: TrainerShape, pipeline_rank: int, num_micro_batches:
     return min(num_micro_batches * shape.vpp, warm_up + 1)
 
 
-def logits_bytes(architecture: Architecture, shape: TrainerShape, chunk_tokens: int) -> int:
+def logits_bytes(architecture: Architecture, shape: Layout, chunk_tokens: int) -> int:
     """Return the bytes of one chunk of --log-probs-chunk-size tokens.
 
     Logits in fp32, and gradients in bf16 of this and the previous chunk, each split over the vocabulary.

@@ -1,7 +1,7 @@
 """Memory bars: one per kind of GPU, and one for the host."""
 
 from fuligo.config.topology import EngineGroupSpec, engine_groups
-from fuligo.layout.trainer_shape import trainer_shape
+from fuligo.layout.megatron import layout_of
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.memory.embedded import embedded_items, embedded_kv_tokens
 from fuligo.planner.memory.engine import EngineMemory, engine_items, engine_memory, engine_resident_items, records_routing, scoring_of
@@ -67,8 +67,8 @@ def planned_engines(subject: Subject) -> list[tuple[int, EngineGroupSpec, Engine
 
 def _trainer_bars(subject: Subject, layout: ClusterLayout) -> list[MemoryBar]:
     capacity = subject.gpu.memory_bytes
-    shape = trainer_shape(subject.config)
-    if not shape.is_megatron:
+    shape = layout_of(subject.config)
+    if not subject.is_megatron:
         items = torch_trainer_items(subject)
         if not (layout.engine_groups and subject.config.engine_capabilities.beside_trainer):
             return [MemoryBar("trainer", shape.num_ranks, capacity, (*items, *_engines_left_over(subject)), pipeline_rank=0)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fuligo.config import Config
 from fuligo.config.topology import EngineGroupSpec, policy_model
-from fuligo.layout.trainer_shape import trainer_shape
+from fuligo.layout.megatron import layout_of
 from fuligo.planner.memory.activations import BF16
 from fuligo.planner.memory.engine import EngineMemory
 from fuligo.planner.memory.samples import num_rollouts_at_a_time, sample_bytes, shares_here
@@ -65,9 +65,9 @@ def host_items(subject: Subject, layout: ClusterLayout, engines: Mapping[int, En
 
 def _states(subject: Subject, layout: ClusterLayout) -> list[TrainerState]:
     """Return the states of the Megatron trainer by pipeline rank; empty for the torch trainer."""
-    shape = trainer_shape(subject.config)
-    if not shape.is_megatron:
+    if not subject.is_megatron:
         return []
+    shape = layout_of(subject.config)
     return [trainer_state(subject, shape, [stage for stage in layout.stages if stage.pipeline_rank == rank]) for rank in range(layout.pp)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fuligo.layout.trainer_shape import TrainerShape
+from fuligo.layout.megatron import Layout
 from fuligo.models.architecture import Architecture, Layer, Part, PartKind, Split
 from fuligo.planner.plan import Stage
 from fuligo.planner.stages import stage_layers
@@ -27,7 +27,7 @@ class LocalParameters:
         return LocalParameters(self.dense + other.dense, self.experts + other.experts)
 
 
-def local_parameters(parts: Iterable[Part], shape: TrainerShape) -> LocalParameters:
+def local_parameters(parts: Iterable[Part], shape: Layout) -> LocalParameters:
     """Return the parameters of `parts` on one rank."""
     dense = experts = 0
     for part in parts:
@@ -38,7 +38,7 @@ def local_parameters(parts: Iterable[Part], shape: TrainerShape) -> LocalParamet
     return LocalParameters(dense, experts)
 
 
-def trained_parameters(subject: Subject, shape: TrainerShape, stages: Iterable[Stage]) -> LocalParameters:
+def trained_parameters(subject: Subject, shape: Layout, stages: Iterable[Stage]) -> LocalParameters:
     """Return the parameters with gradients of a rank with `stages` (one pipeline rank's).
 
     Parameters frozen by --freeze-params-name-list and its counterpart count too, since only the weights' names identify them.
@@ -48,7 +48,7 @@ def trained_parameters(subject: Subject, shape: TrainerShape, stages: Iterable[S
     return held + _mtp(subject, shape, stages, are_indexers=False) if subject.config.train.enable_mtp_training else held
 
 
-def frozen_parameters(subject: Subject, shape: TrainerShape, stages: Iterable[Stage]) -> LocalParameters:
+def frozen_parameters(subject: Subject, shape: Layout, stages: Iterable[Stage]) -> LocalParameters:
     """Return the parameters without gradients: indexers of sparse attention, and MTP layers that are loaded but not trained."""
     stages = tuple(stages)
     frozen = _in_layers(subject.architecture, shape, stages, are_indexers=True) + _mtp(subject, shape, stages, are_indexers=True)
@@ -60,7 +60,7 @@ def loaded_mtp_layers(subject: Subject) -> tuple[Layer, ...]:
     return subject.architecture.mtp_layers[: subject.config.train.mtp_num_layers or 0]
 
 
-def _in_layers(architecture: Architecture, shape: TrainerShape, stages: Iterable[Stage], *, are_indexers: bool) -> LocalParameters:
+def _in_layers(architecture: Architecture, shape: Layout, stages: Iterable[Stage], *, are_indexers: bool) -> LocalParameters:
     """Return the parameters of the layers: their indexers, or all else."""
     layers = [layer for stage in stages for layer in stage_layers(architecture, stage)]
     return local_parameters(_parts(layers, are_indexers=are_indexers), shape)
@@ -70,7 +70,7 @@ def _parts(layers: Iterable[Layer], *, are_indexers: bool) -> list[Part]:
     return [part for layer in layers for part in layer.parts if (part.kind is PartKind.INDEXER) == are_indexers]
 
 
-def _outer(architecture: Architecture, shape: TrainerShape, stages: Iterable[Stage]) -> LocalParameters:
+def _outer(architecture: Architecture, shape: Layout, stages: Iterable[Stage]) -> LocalParameters:
     """Return the parameters outside of the layers."""
     held = LocalParameters()
     for stage in stages:
@@ -85,7 +85,7 @@ def _outer(architecture: Architecture, shape: TrainerShape, stages: Iterable[Sta
     return held
 
 
-def _mtp(subject: Subject, shape: TrainerShape, stages: Iterable[Stage], *, are_indexers: bool) -> LocalParameters:
+def _mtp(subject: Subject, shape: Layout, stages: Iterable[Stage], *, are_indexers: bool) -> LocalParameters:
     """Return the parameters of MTP layers: their indexers, or all else. Megatron puts them, with an embedding, on the last stage."""
     layers = loaded_mtp_layers(subject)
     held = LocalParameters()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from fuligo.layout.trainer_shape import trainer_shape
+from fuligo.layout.megatron import layout_of
 from fuligo.models.architecture import Architecture, GroupedAttention, Layer
 from fuligo.planner.lengths import micro_batch_tokens
 from fuligo.planner.memory.activations import BF16, FP32, normed_head_elements, num_output_norms
@@ -16,7 +16,7 @@ from fuligo.quantities import amount, count
 def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
     """Return the parts of the peak of a GPU, without the engine."""
     config, architecture = subject.config, subject.architecture
-    num_ranks = trainer_shape(config).num_ranks
+    num_ranks = layout_of(config).num_ranks
     share = math.ceil(architecture.num_parameters / num_ranks)
     each = f"{billions(share)} parameters per GPU ({billions(architecture.num_parameters)} over {num_ranks})"
     items = [
@@ -48,19 +48,19 @@ def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
 def torch_offloaded_items(subject: Subject, num_ranks: int) -> Iterator[MemoryItem]:
     """Yield what `num_ranks` ranks keep on the host while SGLang has their GPUs."""
     architecture = subject.architecture
-    share = math.ceil(architecture.num_parameters / trainer_shape(subject.config).num_ranks) * num_ranks
+    share = math.ceil(architecture.num_parameters / layout_of(subject.config).num_ranks) * num_ranks
     where = f"of {count(num_ranks, 'rank')}, {billions(share)} x"
     yield MemoryItem("weights", FP32 * share, f"fp32 weights of the policy {where} 4 bytes, while the engines have the GPUs")
     yield MemoryItem("offloaded_optimizer", 2 * FP32 * share, f"two fp32 moments of AdamW {where} 8 bytes, while the engines have the GPUs")
     if subject.config.needs_reference:
         yield MemoryItem("reference", FP32 * share, f"fp32 weights of the reference {where} 4 bytes, while the engines have the GPUs")
     if subject.teacher is not None:
-        share = math.ceil(subject.teacher.architecture.num_parameters / trainer_shape(subject.config).num_ranks) * num_ranks
+        share = math.ceil(subject.teacher.architecture.num_parameters / layout_of(subject.config).num_ranks) * num_ranks
         where = f"of {count(num_ranks, 'rank')}, {billions(share)} x"
         yield MemoryItem("teacher", FP32 * share, f"fp32 weights of the teacher {where} 4 bytes, while the engines have the GPUs")
 
     if subject.config.trains_values:
-        held = math.ceil(value_architecture(architecture).num_parameters / trainer_shape(subject.config).num_ranks) * num_ranks
+        held = math.ceil(value_architecture(architecture).num_parameters / layout_of(subject.config).num_ranks) * num_ranks
         note = f"fp32 weights and moments of the value model of {count(num_ranks, 'rank')}, {billions(held)} x 12 bytes"
         yield MemoryItem("value_model", 3 * FP32 * held, f"{note}, while the engines have the GPUs")
 
@@ -82,7 +82,7 @@ def _gathered(subject: Subject) -> MemoryItem:
 
 def _activations(subject: Subject) -> MemoryItem:
     config, architecture = subject.config, subject.architecture
-    tokens = micro_batch_tokens(config, trainer_shape(config))
+    tokens = micro_batch_tokens(config, layout_of(config))
     per_layer = [layer_bytes(layer, architecture, compute_bytes(subject)) for layer in architecture.layers]
     if config.model.gradient_checkpointing:
         entries = compute_bytes(subject) * architecture.hidden_size * len(per_layer)
@@ -118,7 +118,7 @@ def layer_bytes(layer: Layer, architecture: Architecture, size: int) -> float:
 
 def _logits(subject: Subject) -> MemoryItem:
     config, vocabulary = subject.config, subject.architecture.vocab_size
-    tokens = min(config.train.log_probs_chunk_size, micro_batch_tokens(config, trainer_shape(config)))
+    tokens = min(config.train.log_probs_chunk_size, micro_batch_tokens(config, layout_of(config)))
     head = subject.architecture.hidden_size * vocabulary
     note = f"3 x fp32 [{tokens}, {vocabulary}] and the head's gradient in fp32"
     return MemoryItem("logits", 3 * FP32 * tokens * vocabulary + FP32 * head, note)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fuligo.config import Config
-from fuligo.layout.trainer_shape import TrainerShape, trainer_shape
+from fuligo.layout.megatron import Layout, layout_of
 from fuligo.models.architecture import Layer
 from fuligo.planner.lengths import micro_batch_tokens, num_micro_batches
 from fuligo.planner.memory.activations import BF16, FP32, LayerBytes, chunks_in_flight, layer_bytes, logits_bytes
@@ -42,7 +42,7 @@ class TrainerState:
     optimizer_on_host: int
 
 
-def trainer_state(subject: Subject, shape: TrainerShape, stages: list[Stage]) -> TrainerState:
+def trainer_state(subject: Subject, shape: Layout, stages: list[Stage]) -> TrainerState:
     """Return weights, gradients and optimizer of a rank with `stages`."""
     trained, frozen = trained_parameters(subject, shape, stages), frozen_parameters(subject, shape, stages)
     sharded = optimizer_parameters(subject, shape, trained)
@@ -57,7 +57,7 @@ def trainer_state(subject: Subject, shape: TrainerShape, stages: list[Stage]) ->
     )
 
 
-def optimizer_parameters(subject: Subject, shape: TrainerShape, trained: LocalParameters) -> int:
+def optimizer_parameters(subject: Subject, shape: Layout, trained: LocalParameters) -> int:
     """Return the parameters whose optimizer state one rank holds; the distributed optimizer shards it over ranks with equal weights."""
     if not subject.config.optimizer.use_distributed_optimizer:
         return trained.total
@@ -95,7 +95,7 @@ def offloaded_share(subject: Subject) -> float:
 
 def trainer_items(subject: Subject, layout: ClusterLayout, pipeline_rank: int) -> tuple[MemoryItem, ...]:
     """Return the parts of the peak of a GPU of `pipeline_rank`, without engines."""
-    shape = trainer_shape(subject.config)
+    shape = layout_of(subject.config)
     stages = [stage for stage in layout.stages if stage.pipeline_rank == pipeline_rank]
     state = trainer_state(subject, shape, stages)
     activations = _activations(subject, shape, stages, pipeline_rank)
@@ -113,13 +113,13 @@ def trainer_items(subject: Subject, layout: ClusterLayout, pipeline_rank: int) -
 
 def trainer_left_bytes(subject: Subject) -> int:
     """Return the bytes that PyTorch's allocator and CUDA's libraries add to `trainer_resident_bytes` in the first step and keep."""
-    return TRAINER_LEFT_BYTES if trainer_shape(subject.config).is_megatron else 0
+    return TRAINER_LEFT_BYTES if subject.is_megatron else 0
 
 
 def trainer_resident_bytes(subject: Subject) -> int:
     """Return the bytes that an offloaded trainer keeps on a GPU before its first step, when engines start."""
-    shape = trainer_shape(subject.config)
-    return CUDA_CONTEXT_BYTES + (TRAINER_WORKSPACE_BYTES if shape.is_megatron else 0) + _sum(_communication(subject, shape))
+    shape = layout_of(subject.config)
+    return CUDA_CONTEXT_BYTES + (TRAINER_WORKSPACE_BYTES if subject.is_megatron else 0) + _sum(_communication(subject, shape))
 
 
 def _sum(items: Iterable[MemoryItem]) -> int:
@@ -134,7 +134,7 @@ def _fragmentation(moving: int) -> MemoryItem:
     return MemoryItem("fragmentation", held, note)
 
 
-def _main_gradients(subject: Subject, shape: TrainerShape, state: TrainerState) -> tuple[MemoryItem, ...]:
+def _main_gradients(subject: Subject, shape: Layout, state: TrainerState) -> tuple[MemoryItem, ...]:
     """Return the fp32 copy of bf16 gradients that exists during the optimizer step, when activations do not.
 
     See `distrib_optimizer._copy_model_grads_to_main_grads`; the precision-aware optimizer needs no copy.
@@ -146,7 +146,7 @@ def _main_gradients(subject: Subject, shape: TrainerShape, state: TrainerState) 
     return (MemoryItem("main_gradients", FP32 * sharded, note),)
 
 
-def _state_items(subject: Subject, shape: TrainerShape, state: TrainerState) -> Iterator[MemoryItem]:
+def _state_items(subject: Subject, shape: Layout, state: TrainerState) -> Iterator[MemoryItem]:
     trained = state.trained
     held = f"{billions(trained.total + state.frozen.total)} parameters per GPU"
     split = f"({billions(trained.dense)} dense over TP {shape.tp}"
@@ -168,7 +168,7 @@ def _state_items(subject: Subject, shape: TrainerShape, state: TrainerState) -> 
     yield MemoryItem("optimizer", state.optimizer, f"{spread} x {adam_bytes(subject)} bytes{where}")
 
 
-def _value_items(subject: Subject, shape: TrainerShape, stages: list[Stage]) -> Iterator[MemoryItem]:
+def _value_items(subject: Subject, shape: Layout, stages: list[Stage]) -> Iterator[MemoryItem]:
     if subject.config.trains_values:
         state = trainer_state(subject.value_model, shape, stages)
         num_bytes = state.weights + state.gradients + state.optimizer
@@ -176,7 +176,7 @@ def _value_items(subject: Subject, shape: TrainerShape, stages: list[Stage]) -> 
         yield MemoryItem("value_model", num_bytes, f"{note}; it takes turns with the policy for all else")
 
 
-def _activations(subject: Subject, shape: TrainerShape, stages: list[Stage], pipeline_rank: int) -> list[MemoryItem]:
+def _activations(subject: Subject, shape: Layout, stages: list[Stage], pipeline_rank: int) -> list[MemoryItem]:
     """Return the activations that wait for their backward pass, and the largest temporary tensors beside them."""
     config, architecture = subject.config, subject.architecture
     tokens = micro_batch_tokens(config, shape)
@@ -203,7 +203,7 @@ def _activations(subject: Subject, shape: TrainerShape, stages: list[Stage], pip
     return [*items, MemoryItem("backward", round(layer_work), f"one layer's backward pass: {note} of {tokens} tokens{beside}")]
 
 
-def _chunk(layers: Iterable[Layer], subject: Subject, shape: TrainerShape) -> list[LayerBytes]:
+def _chunk(layers: Iterable[Layer], subject: Subject, shape: Layout) -> list[LayerBytes]:
     """Return the bytes of consecutive layers, computed once per kind."""
     kinds: dict[tuple[bool, bool], LayerBytes] = {}
     chunk = []
@@ -238,7 +238,7 @@ def _working(chunk: list[LayerBytes], config: Config) -> float:
     return passing + max(sum(layer.whole for layer in chunk[start : start + count]) for start in range(0, len(chunk), count))
 
 
-def _communication(subject: Subject, shape: TrainerShape) -> Iterator[MemoryItem]:
+def _communication(subject: Subject, shape: Layout) -> Iterator[MemoryItem]:
     """Yield the NCCL buffers of each group of ranks, by its operations, and DeepEP's buffers."""
     flags = subject.config.parallel
     deepep = flags.moe_enable_deepep and shape.ep > 1
@@ -251,7 +251,7 @@ def _communication(subject: Subject, shape: TrainerShape) -> Iterator[MemoryItem
         "DP x CP": (shape.shards_dense_optimizer, collective),
         "EP": (1 if deepep else shape.ep, collective if flags.moe_token_dispatcher_type == "allgather" else point_to_point),
         "experts' TP x EP": (shape.etp * shape.ep if has_experts else 1, collective),
-        "expert DP": (shape.expert_dp if has_experts else 1, collective),
+        "expert DP": (shape.expert_dp if has_experts and subject.is_megatron else 1, collective),
         "embedding": (shape.pp if is_tied else 1, collective),
         "gradient norm": (shape.num_ranks, collective),
         "all ranks": (shape.num_ranks, collective),

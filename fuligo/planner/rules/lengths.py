@@ -12,7 +12,7 @@ from fuligo.errors import ConfigError
 from fuligo.planner.layout import make_layout
 from fuligo.planner.lengths import longest_prompt, longest_sample
 from fuligo.planner.memory.bars import memory_bars
-from fuligo.planner.rules.parallel import dense_sizes_divide, is_megatron
+from fuligo.planner.rules.parallel import dense_sizes_divide
 from fuligo.planner.rules.rule import Violation, rule
 from fuligo.planner.rules.servers import serving_policy, set_argument, shown, where
 from fuligo.planner.subject import Subject
@@ -78,7 +78,7 @@ def micro_batches_hold_the_longest_sample(subject: Subject) -> Iterator[Violatio
     unknown = config.is_sft and config.max_sample_tokens is None  # the lengths of conversations are known from the file only
     if not config.train.use_dynamic_batch_size or tokens is None or unknown:
         return
-    cp = config.parallel.context_parallel_size if is_megatron(config) else 1
+    cp = config.parallel.context_parallel_size if subject.is_megatron else 1
     longest = longest_sample(config)
     if longest <= tokens * cp:
         return
@@ -101,7 +101,7 @@ def _of_what(config: Config) -> str:
 
 def _activations(subject: Subject) -> str:
     """Return `, whose activations take 12 GiB`, or nothing if the sizes have no layout."""
-    if is_megatron(subject.config) and not dense_sizes_divide(subject.config):
+    if subject.is_megatron and not dense_sizes_divide(subject.config):
         return ""
     try:
         bars = memory_bars(subject, make_layout(subject))

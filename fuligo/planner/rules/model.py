@@ -6,7 +6,6 @@ from fuligo.config.findings import Change, Severity
 from fuligo.config.rules.rule import set_flag
 from fuligo.errors import ConfigError
 from fuligo.models.megatron_flags import disagreements
-from fuligo.planner.rules.parallel import is_megatron
 from fuligo.planner.rules.rule import Fix, Violation, rule
 from fuligo.planner.rules.servers import running
 from fuligo.planner.subject import Subject
@@ -19,7 +18,7 @@ _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 def flags_agree_with_config_json(subject: Subject) -> Iterator[Violation]:
     """MODEL_ARGS must describe the checkpoint's model; variants of one family have different values."""
     config, found = subject.config, subject.trainer_config_json
-    if found is None or config.model.override_model_config or not is_megatron(config):
+    if found is None or config.model.override_model_config or not subject.is_megatron:
         return
     try:
         differing = list(disagreements(config, found.values, found.source))
@@ -97,7 +96,7 @@ def communication_keeps_its_order(subject: Subject) -> Iterator[Violation]:
     config, sizes = subject.config, subject.config.parallel
     given = config.cluster.env.get(_CONNECTIONS)
     splits = sizes.tensor_model_parallel_size > 1 or sizes.context_parallel_size > 1
-    if is_megatron(config) and splits and given not in (None, "1") and not subject.gpu.name.startswith("b"):
+    if subject.is_megatron and splits and given not in (None, "1") and not subject.gpu.name.startswith("b"):
         yield Violation(
             f"--env {_CONNECTIONS}={given}: --tensor-model-parallel-size {sizes.tensor_model_parallel_size} and --context-parallel-size "
             f"{sizes.context_parallel_size} need 1 on {subject.gpu.name}",

@@ -22,11 +22,6 @@ _MAX_FIXES = 24
 _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 
 
-def is_megatron(config: Config) -> bool:
-    """Return whether the Megatron trainer is used, so that the sizes of the group `parallel` apply."""
-    return config.resolved_train_backend == "megatron"
-
-
 def expert_tensor_parallel_size(config: Config) -> int:
     """Return ETP as Megatron resolves it: TP unless given."""
     return config.parallel.expert_tensor_parallel_size or config.parallel.tensor_model_parallel_size
@@ -80,7 +75,7 @@ def dense_sizes_divide(config: Config) -> bool:
 def sizes_divide_gpus(subject: Subject) -> Iterator[Violation]:
     """A replica of the model takes TP x PP x CP GPUs, and the GPUs must hold whole replicas."""
     config, sizes = subject.config, subject.config.parallel
-    if not is_megatron(config) or dense_sizes_divide(config):
+    if not subject.is_megatron or dense_sizes_divide(config):
         return
     tp, pp, cp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size, sizes.context_parallel_size
     yield Violation(
@@ -95,7 +90,7 @@ def sizes_divide_gpus(subject: Subject) -> Iterator[Violation]:
 def expert_sizes_divide_gpus(subject: Subject) -> Iterator[Violation]:
     """Experts have a rank grid of their own over the same GPUs, so ETP x EP x PP must divide them too."""
     config = subject.config
-    if not is_megatron(config) or not dense_sizes_divide(config):
+    if not subject.is_megatron or not dense_sizes_divide(config):
         return
     etp, ep, pp = (
         expert_tensor_parallel_size(config),
@@ -118,7 +113,7 @@ def heads_divide(subject: Subject) -> Iterator[Violation]:
     """Tensor parallelism gives each GPU whole attention heads."""
     config, heads = subject.config, subject.architecture.attention.num_heads
     tp = config.parallel.tensor_model_parallel_size
-    if is_megatron(config) and heads % tp:
+    if subject.is_megatron and heads % tp:
         yield Violation(
             f"--tensor-model-parallel-size {tp} does not divide the model's {heads} attention heads",
             _other_tp(subject, divisors(heads)),
@@ -131,7 +126,7 @@ def kv_heads_divide(subject: Subject) -> Iterator[Violation]:
     """The GPUs split the key-value heads evenly, or each head is copied to equally many GPUs."""
     config, attention = subject.config, subject.architecture.attention
     tp = config.parallel.tensor_model_parallel_size
-    if not is_megatron(config) or not isinstance(attention, GroupedAttention) or attention.num_heads % tp:
+    if not subject.is_megatron or not isinstance(attention, GroupedAttention) or attention.num_heads % tp:
         return
     groups = attention.num_kv_heads
     if groups % tp and tp % groups:
@@ -147,7 +142,7 @@ def mlp_divides(subject: Subject) -> Iterator[Violation]:
     """Tensor parallelism gives each GPU an equal share of a dense MLP's columns."""
     config, architecture = subject.config, subject.architecture
     tp, width = config.parallel.tensor_model_parallel_size, architecture.intermediate_size
-    if is_megatron(config) and architecture.attention.num_heads % tp == 0 and width % tp:
+    if subject.is_megatron and architecture.attention.num_heads % tp == 0 and width % tp:
         yield Violation(
             f"--tensor-model-parallel-size {tp} does not divide the {width} columns of the model's MLP",
             _other_tp(subject, divisors(architecture.attention.num_heads)),
@@ -159,7 +154,7 @@ def mlp_divides(subject: Subject) -> Iterator[Violation]:
 def sequence_is_split_over_tp(subject: Subject) -> Iterator[Violation]:
     """Sequence parallelism splits over the tensor-parallel GPUs and has no effect with only one."""
     config = subject.config
-    if is_megatron(config) and config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
+    if subject.is_megatron and config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
         yield Violation("--sequence-parallel has no effect with --tensor-model-parallel-size 1", ((unset_flag("sequence_parallel"),),))
 
 
@@ -167,7 +162,7 @@ def sequence_is_split_over_tp(subject: Subject) -> Iterator[Violation]:
 def mixture_splits_its_sequence(subject: Subject) -> Iterator[Violation]:
     """Without sequence parallelism every tensor-parallel GPU would send the same tokens to the experts; Megatron rejects this."""
     config, tp = subject.config, subject.config.parallel.tensor_model_parallel_size
-    if is_megatron(config) and subject.architecture.experts is not None and tp > 1 and not config.parallel.sequence_parallel:
+    if subject.is_megatron and subject.architecture.experts is not None and tp > 1 and not config.parallel.sequence_parallel:
         text = f"--tensor-model-parallel-size {tp} with a mixture of experts needs --sequence-parallel"
         yield Violation(text, ((set_flag("sequence_parallel", True),),))
 
@@ -177,7 +172,7 @@ def tensor_parallel_stays_in_a_node(subject: Subject) -> Iterator[Violation]:
     """Tensor parallelism communicates in every layer, which is slow across nodes."""
     config, tp = subject.config, subject.config.parallel.tensor_model_parallel_size
     here = config.resolved_actor_num_gpus_per_node
-    if not is_megatron(config) or config.cluster.actor_num_nodes == 1 or not dense_sizes_divide(config) or here % tp == 0:
+    if not subject.is_megatron or config.cluster.actor_num_nodes == 1 or not dense_sizes_divide(config) or here % tp == 0:
         return
     yield Violation(
         f"--tensor-model-parallel-size {tp} spans nodes, each of which has {here} GPUs of the trainer: every layer waits for the network",

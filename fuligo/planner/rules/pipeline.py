@@ -11,7 +11,6 @@ from itertools import product
 from fuligo.config import Config
 from fuligo.config.findings import Change
 from fuligo.config.rules.rule import set_flag, unset_flag
-from fuligo.planner.rules.parallel import is_megatron
 from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
 from fuligo.planner.subject import Subject
 
@@ -53,7 +52,7 @@ class _Cut:
 def _cut(subject: Subject) -> _Cut | None:
     """Return the split, or None without Megatron or with an explicit layout."""
     config, sizes = subject.config, subject.config.parallel
-    if not is_megatron(config) or config.megatron.get("pipeline_model_parallel_layout") is not None:
+    if not subject.is_megatron or config.megatron.get("pipeline_model_parallel_layout") is not None:
         return None
     return _Cut(
         num_layers=subject.architecture.num_layers,
@@ -100,7 +99,7 @@ def layout_is_given_by_sizes(subject: Subject) -> Iterator[Violation]:
     """A pipeline that is listed stage by stage is not supported."""
     config = subject.config
     layout = config.megatron.get("pipeline_model_parallel_layout")
-    if is_megatron(config) and layout is not None:
+    if subject.is_megatron and layout is not None:
         yield Violation(
             f"--pipeline-model-parallel-layout {layout} is not supported; use "
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers instead",

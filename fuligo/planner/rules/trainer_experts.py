@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from fuligo.config import Config
 from fuligo.config.findings import Change, Severity
 from fuligo.config.rules.rule import set_flag, unset_flag
-from fuligo.planner.rules.parallel import expert_tensor_parallel_size, is_megatron
+from fuligo.planner.rules.parallel import expert_tensor_parallel_size
 from fuligo.planner.rules.rule import Violation, divisors, nearest_first, rule
 from fuligo.planner.subject import Subject
 
 
 def _has_experts(subject: Subject) -> bool:
-    return is_megatron(subject.config) and subject.architecture.experts is not None
+    return subject.is_megatron and subject.architecture.experts is not None
 
 
 @rule("PLAN-MOE-DENSE", "--expert-model-parallel-size", "--moe-enable-deepep", "--moe-token-dispatcher-type")
 def experts_exist(subject: Subject) -> Iterator[Violation]:
     """Expert flags have no effect on a model without experts; expert parallelism is rejected."""
     config = subject.config
-    if not is_megatron(config) or subject.architecture.experts is not None:
+    if not subject.is_megatron or subject.architecture.experts is not None:
         return
     given = _flags_of_experts(config)
     if given:
@@ -50,7 +50,7 @@ def experts_divide(subject: Subject) -> Iterator[Violation]:
     """Expert parallelism gives each rank equally many whole experts."""
     config, experts = subject.config, subject.architecture.experts
     ep = config.parallel.expert_model_parallel_size
-    if is_megatron(config) and experts is not None and experts.num_experts % ep:
+    if subject.is_megatron and experts is not None and experts.num_experts % ep:
         yield Violation(
             f"--expert-model-parallel-size {ep} does not divide the model's {experts.num_experts} experts",
             tuple((set_flag("expert_model_parallel_size", size),) for size in nearest_first(ep, divisors(experts.num_experts))),
@@ -63,7 +63,7 @@ def expert_width_divides(subject: Subject) -> Iterator[Violation]:
     """Expert tensor parallelism gives each GPU an equal share of an expert's columns."""
     config, experts = subject.config, subject.architecture.experts
     etp = expert_tensor_parallel_size(config)
-    if is_megatron(config) and experts is not None and experts.intermediate_size % etp:
+    if subject.is_megatron and experts is not None and experts.intermediate_size % etp:
         yield Violation(
             f"--expert-tensor-parallel-size {etp} does not divide the {experts.intermediate_size} columns of an expert",
             tuple((set_flag("expert_tensor_parallel_size", size),) for size in nearest_first(etp, divisors(experts.intermediate_size))),
@@ -112,7 +112,7 @@ def dispatcher_scales(subject: Subject) -> Iterator[Violation]:
     config, experts = subject.config, subject.architecture.experts
     ep, pp = config.parallel.expert_model_parallel_size, config.parallel.pipeline_model_parallel_size
     deepep = config.parallel.moe_enable_deepep  # PLAN-DEEPEP-FLEX
-    if not is_megatron(config) or experts is None or ep == 1 or deepep or config.parallel.moe_token_dispatcher_type != "allgather":
+    if not subject.is_megatron or experts is None or ep == 1 or deepep or config.parallel.moe_token_dispatcher_type != "allgather":
         return
     lengths = f", and it rejects the micro-batches of varying length of --pipeline-model-parallel-size {pp}" if pp > 1 else ""
     yield Violation(

@@ -11,7 +11,6 @@ from fuligo.config.findings import Change, Severity
 from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.errors import ConfigError
 from fuligo.models.architecture import LatentAttention
-from fuligo.planner.rules.parallel import is_megatron
 from fuligo.planner.rules.rule import Violation, rule
 from fuligo.planner.stages import stages
 from fuligo.planner.subject import Subject
@@ -28,8 +27,8 @@ def _off(*names: str) -> tuple[Change, ...]:
 @rule("PLAN-RECOMPUTE-FULL", "--recompute-granularity", "--recompute-method", "--recompute-num-layers")
 def full_recomputation_is_described(subject: Subject) -> Iterator[Violation]:
     """Full recomputation needs a method and a number of layers."""
-    config, sizes = subject.config, subject.config.parallel
-    if not is_megatron(config) or sizes.recompute_granularity != "full":
+    sizes = subject.config.parallel
+    if not subject.is_megatron or sizes.recompute_granularity != "full":
         return
     names = {"recompute_method": sizes.recompute_method, "recompute_num_layers": sizes.recompute_num_layers}
     missing = [name for name, value in names.items() if value is None]
@@ -43,7 +42,7 @@ def full_recomputation_is_described(subject: Subject) -> Iterator[Violation]:
 def recomputed_layers_exist(subject: Subject) -> Iterator[Violation]:
     """A stage cannot recompute more layers than it has."""
     config, number = subject.config, subject.config.parallel.recompute_num_layers
-    if not is_megatron(config) or config.parallel.recompute_granularity != "full" or number is None:
+    if not subject.is_megatron or config.parallel.recompute_granularity != "full" or number is None:
         return
     try:
         most = max(stage.num_layers for stage in stages(subject))
@@ -60,7 +59,7 @@ def recomputed_layers_exist(subject: Subject) -> Iterator[Violation]:
 def recomputed_modules_exist(subject: Subject) -> Iterator[Violation]:
     """Selective recomputation must name modules that the model has."""
     config, given = subject.config, subject.config.parallel.recompute_modules
-    if not is_megatron(config) or config.parallel.recompute_granularity != "selective":
+    if not subject.is_megatron or config.parallel.recompute_granularity != "selective":
         return
     wrong = {name: f"{name} is not one of {', '.join(_MODULES)}" for name in given if name not in _MODULES}
     if not isinstance(subject.architecture.attention, LatentAttention) and "mla_up_proj" in given:
@@ -83,7 +82,7 @@ def recomputed_modules_exist(subject: Subject) -> Iterator[Violation]:
 def cpu_adam_is_precision_aware(subject: Subject) -> Iterator[Violation]:
     """Megatron's CPU optimizer requires the precision-aware one."""
     config = subject.config
-    if is_megatron(config) and config.optimizer.optimizer_cpu_offload and not config.optimizer.use_precision_aware_optimizer:
+    if subject.is_megatron and config.optimizer.optimizer_cpu_offload and not config.optimizer.use_precision_aware_optimizer:
         yield Violation(
             "--optimizer-cpu-offload needs --use-precision-aware-optimizer", ((set_flag("use_precision_aware_optimizer", True),),)
         )
@@ -93,7 +92,7 @@ def cpu_adam_is_precision_aware(subject: Subject) -> Iterator[Violation]:
 def precision_aware_is_distributed(subject: Subject) -> Iterator[Violation]:
     """The precision-aware optimizer requires the distributed one."""
     config = subject.config
-    if is_megatron(config) and config.optimizer.use_precision_aware_optimizer and not config.optimizer.use_distributed_optimizer:
+    if subject.is_megatron and config.optimizer.use_precision_aware_optimizer and not config.optimizer.use_distributed_optimizer:
         text = "--use-precision-aware-optimizer needs --use-distributed-optimizer, which is disabled"
         yield Violation(text, ((unset_flag("use_distributed_optimizer"),),))
 
@@ -102,7 +101,7 @@ def precision_aware_is_distributed(subject: Subject) -> Iterator[Violation]:
 def state_types_are_the_optimizers(subject: Subject) -> Iterator[Violation]:
     """Only the precision-aware optimizer keeps its state in anything but fp32."""
     config = subject.config
-    if not is_megatron(config) or config.optimizer.use_precision_aware_optimizer:
+    if not subject.is_megatron or config.optimizer.use_precision_aware_optimizer:
         return
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     given = {name: config.megatron.value(name) for name in names if config.megatron.value(name) not in (None, "fp32")}
@@ -123,7 +122,7 @@ def cpu_adam_is_for_few_gpus(subject: Subject) -> Iterator[Violation]:
     from fuligo.planner.memory.bars import memory_bars
 
     config = subject.config
-    if not is_megatron(config) or not config.optimizer.optimizer_cpu_offload or config.cluster.actor_num_nodes == 1:
+    if not subject.is_megatron or not config.optimizer.optimizer_cpu_offload or config.cluster.actor_num_nodes == 1:
         return
     fix = (unset_flag("optimizer_cpu_offload"), unset_flag("overlap_cpu_optimizer_d2h_h2d"))
     try:
@@ -144,7 +143,7 @@ def cpu_adam_is_for_few_gpus(subject: Subject) -> Iterator[Violation]:
 def gathering_overlaps_reducing(subject: Subject) -> Iterator[Violation]:
     """Overlapping the weight all-gather requires overlapping the gradient reduction."""
     config = subject.config
-    if not is_megatron(config) or not config.megatron.get("overlap_param_gather"):
+    if not subject.is_megatron or not config.megatron.get("overlap_param_gather"):
         return
     if not config.optimizer.use_distributed_optimizer:
         yield Violation("--overlap-param-gather needs --use-distributed-optimizer, which is disabled", (_off("overlap_param_gather"),))
@@ -156,7 +155,7 @@ def gathering_overlaps_reducing(subject: Subject) -> Iterator[Violation]:
 def tensor_communication_overlaps_sequences(subject: Subject) -> Iterator[Violation]:
     """Tensor-parallel communication overlaps with matrix products only with sequence parallelism."""
     config = subject.config
-    if is_megatron(config) and config.megatron.get("tp_comm_overlap") and not config.parallel.sequence_parallel:
+    if subject.is_megatron and config.megatron.get("tp_comm_overlap") and not config.parallel.sequence_parallel:
         yield Violation("--tp-comm-overlap needs --sequence-parallel", (_off("tp_comm_overlap"), (set_flag("sequence_parallel", True),)))
 
 
@@ -164,7 +163,7 @@ def tensor_communication_overlaps_sequences(subject: Subject) -> Iterator[Violat
 def trainer_computes_in_bf16(subject: Subject) -> Iterator[Violation]:
     """The trainer computes in bf16 without loss scaling."""
     config = subject.config
-    if is_megatron(config) and config.megatron.get("fp16"):
+    if subject.is_megatron and config.megatron.get("fp16"):
         yield Violation("--fp16 is not supported: the trainer computes in bf16, without loss scaling", (_off("fp16"),))
 
 
@@ -173,7 +172,7 @@ def expert_bias_is_of_sigmoids(subject: Subject) -> Iterator[Violation]:
     """Balancing experts by a bias is defined for sigmoid scores."""
     config = subject.config
     function = config.megatron.value("moe_router_score_function")
-    if is_megatron(config) and config.megatron.get("moe_router_enable_expert_bias") and function != "sigmoid":
+    if subject.is_megatron and config.megatron.get("moe_router_enable_expert_bias") and function != "sigmoid":
         yield Violation(
             f"--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, but it is {function}",
             ((Change(("megatron", "moe_router_score_function"), "sigmoid"),), _off("moe_router_enable_expert_bias")),
@@ -184,7 +183,7 @@ def expert_bias_is_of_sigmoids(subject: Subject) -> Iterator[Violation]:
 def sparse_attention_gathers_its_context(subject: Subject) -> Iterator[Violation]:
     """Sparse attention chooses among all tokens of a sequence, so context parallelism must gather them."""
     config, cp = subject.config, subject.config.parallel.context_parallel_size
-    if is_megatron(config) and subject.architecture.sparse_index is not None and cp > 1 and not config.parallel.allgather_cp:
+    if subject.is_megatron and subject.architecture.sparse_index is not None and cp > 1 and not config.parallel.allgather_cp:
         text = f"--context-parallel-size {cp} with sparse attention (DSA) needs --allgather-cp"
         yield Violation(text, ((set_flag("allgather_cp", True),), (set_flag("context_parallel_size", 1),)))
 
@@ -194,7 +193,7 @@ def checkpoint_has_mtp_layers(subject: Subject) -> Iterator[Violation]:
     """MTP layers are loaded from the checkpoint, which must have them."""
     config, there = subject.config, len(subject.architecture.mtp_layers)
     wanted = config.train.mtp_num_layers or 0
-    if is_megatron(config) and wanted > there and subject.trainer_config_json is not None:
+    if subject.is_megatron and wanted > there and subject.trainer_config_json is not None:
         fix = (
             (set_flag("mtp_num_layers", there),)
             if there

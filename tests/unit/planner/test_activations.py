@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fuligo.layout.trainer_shape import TrainerShape, trainer_shape
+from fuligo.layout.megatron import Layout, layout_of
 from fuligo.models.architecture import Architecture, GroupedAttention
 from fuligo.planner.memory.activations import chunks_in_flight, layer_bytes, logits_bytes
 from tests.unit.planner.subjects import facts, subject_of
@@ -86,7 +86,7 @@ def saved_bytes(architecture: Architecture, *, head_norms: bool, output_norms: b
 def test_a_dense_layer_keeps_what_autograd_saves(model: str, head_norms: bool, output_norms: bool) -> None:
     architecture = facts(model)
     subject = subject_of("--actor-num-gpus-per-node 1 --tensor-model-parallel-size 1 --train-backend megatron", model)
-    ours = layer_bytes(architecture.layers[0], architecture, trainer_shape(subject.config), subject.config)
+    ours = layer_bytes(architecture.layers[0], architecture, layout_of(subject.config), subject.config)
     assert ours.whole * TOKENS == pytest.approx(saved_bytes(architecture, head_norms=head_norms, output_norms=output_norms), rel=1e-3)
     assert ours.stored == ours.whole
     assert ours.entry == 2 * architecture.hidden_size
@@ -95,13 +95,13 @@ def test_a_dense_layer_keeps_what_autograd_saves(model: str, head_norms: bool, o
 def test_tensor_parallel_ranks_share_everything_under_sequence_parallelism() -> None:
     flags = "--actor-num-gpus-per-node 8 --tensor-model-parallel-size"
     one, two = (subject_of(f"{flags} {more}", "qwen3-4b") for more in ("1 --train-backend megatron", "2 --sequence-parallel"))
-    whole, half = (layer_bytes(s.architecture.layers[0], s.architecture, trainer_shape(s.config), s.config).whole for s in (one, two))
+    whole, half = (layer_bytes(s.architecture.layers[0], s.architecture, layout_of(s.config), s.config).whole for s in (one, two))
     assert half == pytest.approx(whole / 2)
 
 
 def test_experts_see_copies_of_tokens() -> None:
     subject = subject_of("--actor-num-gpus-per-node 8 --expert-model-parallel-size 8", "glm4.7-flash")
-    architecture, shape = subject.architecture, trainer_shape(subject.config)
+    architecture, shape = subject.architecture, layout_of(subject.config)
     dense, sparse = (layer_bytes(architecture.layers[number], architecture, shape, subject.config) for number in (0, 1))
     routed = 4 * 2 * (2048 + 3 * 1536)
     shared, router = 3 * 2 * 1536, 2 * 4 * 64
@@ -111,14 +111,14 @@ def test_experts_see_copies_of_tokens() -> None:
 def test_the_allgather_dispatcher_brings_every_token_to_every_rank() -> None:
     flags = "--actor-num-gpus-per-node 8 --expert-model-parallel-size 8 --moe-token-dispatcher-type"
     gathered, exchanged = (subject_of(f"{flags} {name}", "glm4.7-flash") for name in ("allgather", "alltoall"))
-    layer, shape = gathered.architecture.layers[1], trainer_shape(gathered.config)
+    layer, shape = gathered.architecture.layers[1], layout_of(gathered.config)
     more, less = (layer_bytes(layer, subject.architecture, shape, subject.config) for subject in (gathered, exchanged))
     assert more.passing - less.passing == 2 * 2 * 2048 * 8
     assert more.whole == less.whole
 
 
-def shape_with(pp: int, vpp: int = 1) -> TrainerShape:
-    return TrainerShape(True, pp, 1, 1, pp, vpp, 1, 1, 1, 1, sequence_parallel=False)
+def shape_with(pp: int, vpp: int = 1) -> Layout:
+    return Layout(num_ranks=pp, pp=pp, vpp=vpp)
 
 
 @pytest.mark.parametrize("rank, expected", [(0, 4), (1, 3), (3, 1)])
@@ -138,4 +138,4 @@ def test_interleaving_costs_memory() -> None:
 
 def test_logits_are_a_share_of_the_vocabulary() -> None:
     subject = subject_of("--actor-num-gpus-per-node 8 --tensor-model-parallel-size 8 --sequence-parallel", "glm4-9b")
-    assert logits_bytes(subject.architecture, trainer_shape(subject.config), 1024) == 8 * 1024 * 151552 // 8
+    assert logits_bytes(subject.architecture, layout_of(subject.config), 1024) == 8 * 1024 * 151552 // 8

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuligo.errors import ConfigError
-from fuligo.layout.trainer_shape import TrainerShape
+from fuligo.layout.megatron import Layout
 from fuligo.planner.estimate import estimate
 from fuligo.planner.layout import make_layout, trainer_ranks
 from fuligo.planner.plan import TrainerRank
@@ -34,10 +34,8 @@ OTHERS = {
 }
 
 
-def shape_of(num_ranks: int, tp: int, cp: int, pp: int, ep: int, etp: int) -> TrainerShape:
-    return TrainerShape(
-        True, num_ranks, tp, cp, pp, 1, num_ranks // (tp * cp * pp), ep, etp, num_ranks // (etp * ep * pp), sequence_parallel=tp > 1
-    )
+def shape_of(num_ranks: int, tp: int, cp: int, pp: int, ep: int, etp: int) -> Layout:
+    return Layout(num_ranks=num_ranks, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, sequence_parallel=tp > 1)
 
 
 def groups(ranks: Sequence[TrainerRank], dimension: str) -> set[tuple[int, ...]]:
@@ -57,7 +55,7 @@ def test_ranks_stand_where_megatron_puts_them(case: dict[str, Any]) -> None:
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> TrainerShape:
+def shapes(draw: st.DrawFn) -> Layout:
     size = st.sampled_from([1, 2, 3, 4])
     tp, cp, pp, dp = draw(size), draw(size), draw(size), draw(size)
     per_stage = tp * cp * dp
@@ -67,7 +65,7 @@ def shapes(draw: st.DrawFn) -> TrainerShape:
 
 
 @given(shapes())
-def test_every_rank_has_one_place_of_its_own_in_either_grid(shape: TrainerShape) -> None:
+def test_every_rank_has_one_place_of_its_own_in_either_grid(shape: Layout) -> None:
     ranks = trainer_ranks(shape)
     assert [rank.rank for rank in ranks] == list(range(shape.num_ranks))
     assert len({(rank.tp, rank.cp, rank.dp, rank.pp) for rank in ranks}) == shape.num_ranks

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fuligo.config.command_line import parse
-from fuligo.layout.trainer_shape import trainer_shape
+from fuligo.layout.megatron import layout_of
 from fuligo.models.registry import architecture_of
 from fuligo.planner.gpus import GIB, gpu
 from fuligo.planner.layout import make_layout
@@ -129,5 +129,5 @@ def test_tensors(case: str) -> None:
 @pytest.mark.parametrize("case", [case for case, run in MEASURED.items() if run.tflops is not None])
 def test_speeds(case: str) -> None:
     subject = subject_of(MEASURED[case])
-    planned = trainer_efficiency(subject, trainer_shape(subject.config)) * subject.gpu.bf16_flops / 1e12
+    planned = trainer_efficiency(subject, layout_of(subject.config)) * subject.gpu.bf16_flops / 1e12
     assert planned == pytest.approx(MEASURED[case].tflops, rel=0.15)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.layout.trainer_shape import trainer_shape
+from fuligo.layout.megatron import layout_of
 from fuligo.planner.estimate import estimate
 from fuligo.planner.gpus import GIB
 from fuligo.planner.layout import make_layout
@@ -84,7 +84,7 @@ def test_glm47_flash_on_8_gpus_needs_cpu_adam() -> None:
 def test_stages_together_hold_the_model_once(pp: int, first: int | None) -> None:
     flags = f"--actor-num-gpus-per-node {pp} --pipeline-model-parallel-size {pp}"
     subject = subject_of(f"{flags} --decoder-first-pipeline-num-layers {first}" if first else flags, "glm4-9b")
-    shape = trainer_shape(subject.config)
+    shape = layout_of(subject.config)
     held = [trained_parameters(subject, shape, [stage]).total for stage in stages(subject)] if pp > 1 else []
     whole = trained_parameters(subject, shape, stages(subject)).total
     assert whole == subject.architecture.num_parameters
@@ -94,7 +94,7 @@ def test_stages_together_hold_the_model_once(pp: int, first: int | None) -> None
 def test_tensor_and_expert_ranks_share_all_but_what_is_replicated() -> None:
     flags = "--actor-num-gpus-per-node 8 --tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 4"
     subject = subject_of(f"{flags} --expert-tensor-parallel-size 2", "glm4.7-flash")
-    held = trained_parameters(subject, trainer_shape(subject.config), stages(subject))
+    held = trained_parameters(subject, layout_of(subject.config), stages(subject))
     architecture = subject.architecture
     assert held.experts == pytest.approx(46 * 64 * 3 * 2048 * 1536 / 8)
     dense = architecture.num_parameters - 46 * 64 * 3 * 2048 * 1536
@@ -104,7 +104,7 @@ def test_tensor_and_expert_ranks_share_all_but_what_is_replicated() -> None:
 def test_indexers_are_frozen() -> None:
     """The indexers are replicated over tensor-parallel ranks."""
     subject = subject_of("--actor-num-gpus-per-node 4 --tensor-model-parallel-size 4 --sequence-parallel", "glm5.2-744b")
-    shape, found = trainer_shape(subject.config), stages(subject)
+    shape, found = layout_of(subject.config), stages(subject)
     indexer = 2048 * 32 * 128 + 6144 * 128 + 2 * 128 + 6144 * 32
     assert frozen_parameters(subject, shape, found).total == 21 * indexer
     parts = [part for layer in subject.architecture.layers for part in layer.parts]
@@ -116,7 +116,7 @@ def test_prediction_layers_are_frozen_unless_trained() -> None:
     flags = f"{FLASH_8} --mtp-num-layers 1"
     frozen = subject_of(flags, "glm4.7-flash")
     trained = subject_of(f"{flags} --enable-mtp-training", "glm4.7-flash")
-    shape, found = trainer_shape(frozen.config), stages(frozen)
+    shape, found = layout_of(frozen.config), stages(frozen)
     without = trained_parameters(frozen, shape, found)
     assert frozen_parameters(frozen, shape, found).total > 0
     assert trained_parameters(trained, shape, found) == without + frozen_parameters(frozen, shape, found)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fuligo.layout.flops import forward_flops
-from fuligo.layout.trainer_shape import trainer_shape
+from fuligo.layout.megatron import layout_of
 from fuligo.planner.estimate import Estimate, estimate
 from fuligo.planner.lengths import average_prompt, average_response, longest_sample, micro_batch_tokens, num_micro_batches
 from fuligo.planner.plan import Phase
@@ -80,8 +80,8 @@ def test_the_bubble_shrinks_with_micro_batches_and_interleaving() -> None:
             "--rollout-batch-size 8 --virtual-pipeline-model-parallel-size 2",
         )
     )
-    bubbles = [pipeline_bubble(subject, trainer_shape(subject.config)) for subject in (few, many, interleaved)]
-    count = num_micro_batches(few, trainer_shape(few.config))
+    bubbles = [pipeline_bubble(subject, layout_of(subject.config)) for subject in (few, many, interleaved)]
+    count = num_micro_batches(few, layout_of(few.config))
     assert bubbles[0] == 3 / (count + 3)
     assert bubbles[1] < bubbles[0] and bubbles[2] < bubbles[0]
 
@@ -177,5 +177,5 @@ def test_experts_on_other_nodes_cost_network_time() -> None:
 def test_micro_batches_hold_the_longest_sample() -> None:
     short, long = (subject_of(f"{GLM4_9B_SEPARATE} --rollout-max-context-len {n}", "glm4-9b") for n in (8500, 30000))
     assert longest_sample(long.config) == 30000
-    assert micro_batch_tokens(short.config, trainer_shape(short.config)) == 4608
-    assert micro_batch_tokens(long.config, trainer_shape(long.config)) == 15000, "shared by the two context-parallel ranks"
+    assert micro_batch_tokens(short.config, layout_of(short.config)) == 4608
+    assert micro_batch_tokens(long.config, layout_of(long.config)) == 15000, "shared by the two context-parallel ranks"

@@ -7,6 +7,7 @@ import sys
 from rich.console import Console
 from rich.text import Text
 
+from fuligo.config.secret import hide_credentials
 from fuligo.errors import ConfigError, FuligoError
 
 
@@ -26,6 +27,7 @@ def show_warning(text: str) -> None:
 
 def _print(label: str, style: str, text: str) -> None:
     # A script or file must not send escape sequences to the terminal.
+    text = hide_credentials(text)
     text = "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
     # soft_wrap keeps paths and commands on one line.
     separator = " " if label.endswith("-") else ": "

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     problems = evaluation_problems(config)
     if problems:
         raise ConfigError(*problems)
-    os.environ.update(config.cluster.env)
+    os.environ.update(config.cluster.env.reveal())
     from fuligo.job import evaluate
 
     with warnings_shown_on(Console(stderr=True)):

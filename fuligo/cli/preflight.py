@@ -62,14 +62,34 @@ def preflight(config: Config) -> None:
 
 def preflight_problems(config: Config) -> list[str]:
     """Return the problems on disk, one text each."""
-    checks = (_weights, _value_model, _teacher, _megatron, _engines, _resume, _data, _places, hook_problems, _rewards, _stop_tokens)
+    checks = (
+        _secrets,
+        _weights,
+        _value_model,
+        _teacher,
+        _megatron,
+        _engines,
+        _resume,
+        _data,
+        _places,
+        hook_problems,
+        _rewards,
+        _stop_tokens,
+    )
     return [problem for check in checks for problem in check(config)]
 
 
 def evaluation_problems(config: Config) -> list[str]:
     """Return the problems on disk for `fuligo eval`, which trains nothing."""
-    checks = (_served, _engines, _data, _places, hook_problems, _rewards, _stop_tokens)
+    checks = (_secrets, _served, _engines, _data, _places, hook_problems, _rewards, _stop_tokens)
     return [problem for check in checks for problem in check(config)]
+
+
+def _secrets(config: Config) -> Iterator[str]:
+    """Check that the values which a file leaves to the environment are there."""
+    for option, secret in config.secrets():
+        if secret.value is None:
+            yield f"{option}: {secret} stands for the environment variable {secret.variable}, which is not set; export it"
 
 
 def _served(config: Config) -> Iterator[str]:
@@ -112,7 +132,7 @@ def _engines(config: Config) -> Iterator[str]:
     if chosen_launcher(config) != "local" or not any(group.num_engines for group in engine_groups(config)):
         return
     python = config.engine.engine_python or sys.executable
-    versions = package_versions(("sglang", "sglang-router"), python, config.engine_environment)
+    versions = package_versions(("sglang", "sglang-router"), python, config.engine_environment.settings())
     missing = [package for package, version in versions.items() if version is None]
     if missing:
         yield (

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     for warning in slips(config):
         show_warning(warning)
 
-    os.environ.update(config.cluster.env)
+    os.environ.update(config.cluster.env.reveal())
     from fuligo.job import run_job
 
     return run_job(config)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from fuligo.cluster.interface import use_interface_of
+from fuligo.config.secret import Environment
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.server_process import last_lines
 from fuligo.engines.sglang.server import ServerPorts, ServerSettings, SGLangServer
@@ -23,11 +25,13 @@ class NodeAgent:
 
     Args:
         host: this node's address
+        secrets: variables of its environment
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, secrets: Environment) -> None:
         import ray
 
+        os.environ.update(secrets.reveal())
         use_interface_of(host)
         self._host = host
         self._gpus = in_physical_order(ray.get_gpu_ids())
@@ -55,7 +59,7 @@ class NodeAgent:
         if settings.node_rank > 0:
             settings = replace(settings, listens_at=(self._host, self._claims.claim()))
         if self._gpus:  # an engine numbers the GPUs that it sees
-            settings = replace(settings, environment={**settings.environment, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus)})
+            settings = replace(settings, environment=settings.environment.merged({"CUDA_VISIBLE_DEVICES": ",".join(self._gpus)}))
         self._servers[settings.name] = SGLangServer(settings)
 
     async def ending(self, name: str) -> str:

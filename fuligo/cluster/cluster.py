@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from fuligo.cluster.placement import Placement, engine_parts, place
 from fuligo.cluster.rank import ActorRank, TrainerRank
 from fuligo.cluster.reservation import AGENT_TIMEOUT_S, Bundle, Device, Reservation, reserve, start_agent
 from fuligo.config import Config
+from fuligo.config.secret import Environment
 from fuligo.engines.sglang.server import EnginePlace, ServerSettings
 from fuligo.errors import ConfigError
 from fuligo.trainer.ranks.settings import TrainerSettings
@@ -110,7 +111,8 @@ class RayCluster:
         node = self._nodes[number]
         environment = self._environment
         if self.device == "cuda":
-            environment = {**environment, "CUDA_VISIBLE_DEVICES": node.gpus[slot], "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+            visible = {"CUDA_VISIBLE_DEVICES": node.gpus[slot], "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+            environment = environment.merged(visible)
         actor = self._reservation.actor(
             TrainerRank,
             node.bundle,
@@ -146,7 +148,7 @@ async def open_cluster(config: Config, stack: AsyncExitStack, log_file: Path) ->
     return RayCluster(config, device, placement, reservation, nodes)
 
 
-async def _open_nodes(reservation: Reservation, device: Device, environment: Mapping[str, str]) -> list[Node]:
+async def _open_nodes(reservation: Reservation, device: Device, environment: Environment) -> list[Node]:
     agents = [start_agent(reservation, bundle, device, environment) for bundle in reservation.bundles]
     try:
         async with asyncio.timeout(AGENT_TIMEOUT_S):

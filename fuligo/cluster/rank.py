@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from fuligo.cluster.interface import use_interface_of
+from fuligo.config.secret import Environment
 from fuligo.engines.server_process import last_lines
 from fuligo.trainer.ranks.handle import RankHandle, RankLostError
 
@@ -26,9 +27,11 @@ class TrainerRank:
     Args:
         host: address of the rank's node
         log_file: file that receives the rank's output
+        secrets: variables of its environment
     """
 
-    def __init__(self, rank: int, size: int, host: str, log_file: str) -> None:
+    def __init__(self, rank: int, size: int, host: str, log_file: str, secrets: Environment) -> None:
+        os.environ.update(secrets.reveal())
         _redirect_output(Path(log_file))
         use_interface_of(host)
         from fuligo.trainer.ranks.executor import RankExecutor

@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fuligo.cluster.agent import NodeAgent
 from fuligo.cluster.connection import node_addresses
 from fuligo.cluster.ray_environment import GUARDS_LIVE
+from fuligo.config.secret import Environment
 from fuligo.errors import ConfigError
 
 RESERVE_TIMEOUT_S = 120.0
@@ -42,18 +43,21 @@ class Reservation:
         self.bundles = bundles
         """In the order of the plan's nodes."""
 
-    def actor(self, cls: type, bundle: Bundle, *, resources: Mapping[str, float], environment: Mapping[str, str], **arguments: Any) -> Any:
-        """Start an actor of this class on the bundle's node; return its handle at once."""
+    def actor(self, cls: type, bundle: Bundle, *, resources: Mapping[str, float], environment: Environment, **arguments: Any) -> Any:
+        """Start an actor of this class on the bundle's node; return its handle at once.
+
+        The class gets `secrets`: Ray logs the variables of a `runtime_env`, so that actors set the secret ones themselves.
+        """
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, **resources}
         return (
             ray.remote(cls)
             .options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle.index),
-                runtime_env={"env_vars": {**GUARDS_LIVE, **environment}},
+                runtime_env={"env_vars": {**GUARDS_LIVE, **environment.settings()}},
                 max_concurrency=1000,  # coroutines: calls that wait do not block others
                 **options,
             )
-            .remote(**arguments)
+            .remote(secrets=environment.secrets(), **arguments)
         )
 
     def close(self) -> None:
@@ -97,7 +101,7 @@ def resource_of(device: Device) -> str:
     return "GPU" if device == "cuda" else "CPU"
 
 
-def start_agent(reservation: Reservation, bundle: Bundle, device: Device, environment: Mapping[str, str]) -> Any:
+def start_agent(reservation: Reservation, bundle: Bundle, device: Device, environment: Environment) -> Any:
     """Start a node's agent, which holds the whole bundle so that Ray tells it the GPUs."""
     resources = {"num_gpus" if device == "cuda" else "num_cpus": float(bundle.size)}
     return reservation.actor(NodeAgent, bundle, resources=resources, environment=environment, host=bundle.host)

@@ -17,7 +17,7 @@ from fuligo.config.flag import Flag
 from fuligo.config.values import invalid_reason
 from fuligo.errors import ConfigError
 
-ADDED = ("env",)
+ADDED = ("env", "engine_env")
 """Flags whose later value adds to an earlier one: a variable on the command line must not drop the environment block of a file."""
 
 

@@ -1,7 +1,8 @@
 """Parser of the arguments of `fuligo train`.
 
 Syntax: `--name value` or `--name=value`; a bare `--name` or `--no-name` for true and false; several values for a list; JSON where the
-flag takes an object. A value may begin with one dash (`--rollout-top-k -1`); write one that begins with two after `=`.
+flag takes an object. `--env NAME` takes a variable from this environment.
+A value may begin with one dash (`--rollout-top-k -1`); write one that begins with two after `=`.
 `none` returns a flag to its default, and `--name=[...]` is a list as JSON.
 """
 
@@ -21,6 +22,7 @@ from fuligo.config.flags import flags, option_name, refusal, suggest_options
 from fuligo.config.passthrough import deprecation
 from fuligo.config.reserved import RESERVED, elsewhere
 from fuligo.config.schemas import BACKENDS, schema
+from fuligo.config.secret import hide_credentials, is_secret_option
 from fuligo.config.topology_file import read_topology
 
 CONFIG_OPTION = "--config"
@@ -41,8 +43,18 @@ class _Occurrence:
     attached: bool
     """True if written as `--name=value`."""
 
+    @property
+    def is_secret(self) -> bool:
+        return is_secret_option(self.option.removeprefix("--").replace("-", "_"))
+
+    def shown(self, text: str) -> str:
+        """Return a text that holds values, for a message; not if they are secret."""
+        return "(not shown)" if self.is_secret else hide_credentials(text)
+
     def __str__(self) -> str:
-        return f"{self.option}={self.values[0]}" if self.attached else " ".join([self.option, *self.values])
+        if not self.values:
+            return self.option
+        return f"{self.option}={self.shown(self.values[0])}" if self.attached else f"{self.option} {self.shown(' '.join(self.values))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +120,8 @@ def _occurrences(arguments: Sequence[str], problems: list[str]) -> list[_Occurre
             option, equals, value = token.partition("=")
             found.append(_Occurrence(option.replace("_", "-"), [value] if equals else [], attached=bool(equals)))
         elif not found or found[-1].attached:
-            problems.append(f"{token!r} follows no flag{_belonging(token)}")
+            shown = found[-1].shown(repr(token)) if found else repr(token)
+            problems.append(f"{shown} follows no flag{_belonging(token)}")
         else:
             found[-1].values.append(token)
     return found
@@ -169,7 +182,7 @@ def _value(meaning: _Meaning, occurrence: _Occurrence, result: CommandLine) -> A
     flag = meaning.flag
     if meaning.value is not None:
         if occurrence.values:
-            raise _Problem(f"{occurrence.option} takes no value, got {' '.join(occurrence.values)!r}")
+            raise _Problem(f"{occurrence.option} takes no value, got {occurrence.shown(repr(' '.join(occurrence.values)))}")
         return meaning.value
     if occurrence.values == ["none"] and _can_unset(flag):
         return None if flag.optional or flag.group in BACKENDS else UNSET
@@ -205,7 +218,9 @@ def _single(occurrence: _Occurrence, wanted: str) -> str:
         raise _Problem(f"{occurrence.option} needs {wanted}")
     if len(occurrence.values) > 1:
         meant = next((suggest_options(value) for value in occurrence.values if value.startswith("-")), "")
-        raise _Problem(f"{occurrence.option} takes one value, got {len(occurrence.values)}: {' '.join(occurrence.values)}{meant}")
+        raise _Problem(
+            f"{occurrence.option} takes one value, got {len(occurrence.values)}: {occurrence.shown(' '.join(occurrence.values))}{meant}"
+        )
     return occurrence.values[0]
 
 
@@ -220,7 +235,10 @@ def _boolean(flag: Flag, occurrence: _Occurrence) -> bool:
 
 
 def _json(flag: Flag, text: str) -> Any:
+    if flag.name in ADDED and text.isidentifier():
+        return {text: f"${{{text}}}"}
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise _Problem(f"{flag.option}: {text!r} is not JSON ({error}); it must be {flag.rule}, in single quotes for the shell") from None
+    except (ValueError, RecursionError) as error:
+        shown = "the value" if flag.is_secret else repr(text)
+        raise _Problem(f"{flag.option}: {shown} is not JSON ({error}); it must be {flag.rule}, in single quotes for the shell") from None

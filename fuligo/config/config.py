@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,7 @@ from fuligo.config.flag import PREFIXES, option_name
 from fuligo.config.flags import MEGATRON_FLAGS, SGLANG_FLAGS, flags, name_problem
 from fuligo.config.groups import TypedFlags
 from fuligo.config.passthrough import PassThrough, RouterArguments, SglangArguments
+from fuligo.config.secret import Environment, Secret
 from fuligo.config.server_groups import TEACHER
 
 
@@ -51,6 +52,13 @@ class Config(TypedFlags):
         config = self.model_copy()
         config._model_urls = dict(urls)
         return config
+
+    def secrets(self) -> Iterator[tuple[str, Secret]]:
+        """Yield the option and the value of each secret."""
+        for group, values in self.model_dump().items():
+            for name, value in values.items():
+                option = option_name(PREFIXES.get(group, "") + name)
+                yield from ((option, secret) for secret in _secrets_in(value))
 
     def value_of(self, name: str) -> object:
         """Return the value of a typed flag."""
@@ -172,9 +180,9 @@ class Config(TypedFlags):
         return given if given != "auto" else "megatron" if self.given_options(MEGATRON_FLAGS, ["megatron"]) else "torch"
 
     @property
-    def engine_environment(self) -> dict[str, str]:
+    def engine_environment(self) -> Environment:
         """Environment variables of engine and router processes, added to the driver's."""
-        return {**self.cluster.env, **self.engine.engine_env}
+        return self.cluster.env.merged(self.engine.engine_env)
 
     @property
     def resolved_rollout_backend(self) -> Literal["embedded", "sglang"]:
@@ -315,3 +323,11 @@ class Config(TypedFlags):
         if self.observability.run_dir is not None:
             return Path(self.observability.run_dir)
         return Path("runs") / (self.observability.name or started.strftime("%Y-%m-%d-%H%M%S"))
+
+
+def _secrets_in(value: object) -> Iterator[Secret]:
+    if isinstance(value, Secret):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            yield from _secrets_in(entry)

@@ -18,9 +18,10 @@ from fuligo.config.groups import GROUPS
 from fuligo.config.passthrough import deprecation, resolved_value
 from fuligo.config.reserved import elsewhere
 from fuligo.config.schemas import BACKENDS, schema
-from fuligo.config.topology_file import LOADER, read_topology, topology_of
+from fuligo.config.topology_file import LOADER, read_topology, topology_of, yaml_problem
 
 _HEADER = "# Every flag of this run with its final value. Run it again with: fuligo train --config {name} --run-dir NEW\n"
+_HEADER_SECRETS = "# Keys and passwords are not written: ${{NAME}} is taken from the environment of the command. Set {names}.\n"
 
 
 class _Dumper(yaml.SafeDumper):
@@ -42,7 +43,9 @@ def save_yaml(config: Config, path: Path) -> None:
         plain[flag.group][flag.name] = anchored(flag, plain[flag.group][flag.name], Path())
     text = yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(_HEADER.format(name=path.name) + text, encoding="utf-8")
+    names = ", ".join(sorted({secret.variable for _, secret in config.secrets()}))
+    header = _HEADER.format(name=path.name) + (_HEADER_SECRETS.format(names=names) if names else "")
+    unfinished.write_text(header + text, encoding="utf-8")
     unfinished.replace(path)
 
 
@@ -63,7 +66,7 @@ def read_yaml(path: Path) -> Given:
     except (OSError, ValueError) as error:  # A ValueError means text that is not UTF-8, or an impossible path.
         return Given(problems=[f"--config {path}: cannot read the file ({getattr(error, 'strerror', None) or error})"])
     except (yaml.YAMLError, RecursionError) as error:
-        return Given(problems=[f"--config {path} is not valid YAML: {' '.join(str(error).split())}"])
+        return Given(problems=[f"--config {path} is not valid YAML: {yaml_problem(error)}"])
     if root is None:
         return Given()
     if not isinstance(root, yaml.MappingNode):
@@ -165,7 +168,7 @@ class _Reader:
         try:
             return (self.construct(node),)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            self.problems.append(f"{origin}: {' '.join(str(error).split())}")
+            self.problems.append(f"{origin}: {yaml_problem(error)}")
             return None
 
     def _entries(self, node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, str]]:

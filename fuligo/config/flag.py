@@ -11,6 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fuligo.config.secret import is_secret_option
+
 PREFIXES = {"sglang": "sglang_", "router": "router_"}
 """Group -> prefix of its flags on the command line; a file holds them without it."""
 _WORD = re.compile(r"[a-z0-9]+")
@@ -93,6 +95,11 @@ class Flag:
     def option(self) -> str:
         """Flag as typed on the command line."""
         return option_name(self.flat_name)
+
+    @property
+    def is_secret(self) -> bool:
+        """True if its value is never shown."""
+        return is_secret_option(self.flat_name)
 
     @property
     def rule(self) -> str:

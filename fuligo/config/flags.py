@@ -16,6 +16,7 @@ from fuligo.config.flag import Flag, Kind, did_you_mean, nearest, option_name
 from fuligo.config.groups import GROUPS
 from fuligo.config.reserved import RESERVED
 from fuligo.config.schemas import BACKENDS, Schema, schema
+from fuligo.config.secret import Url
 from fuligo.config.server_groups import ModelServers
 
 __all__ = [
@@ -160,7 +161,15 @@ def _without_none(annotation: Any) -> tuple[Any, bool]:
 def _kind(annotation: Any) -> Kind:
     if get_origin(annotation) is Literal:
         return Kind.CHOICE
-    kinds = {bool: Kind.BOOL, int: Kind.INT, float: Kind.FLOAT, str: Kind.TEXT, list[str]: Kind.TEXT_LIST, list[int]: Kind.INT_LIST}
+    kinds = {
+        bool: Kind.BOOL,
+        int: Kind.INT,
+        float: Kind.FLOAT,
+        str: Kind.TEXT,
+        Url: Kind.TEXT,
+        list[str]: Kind.TEXT_LIST,
+        list[int]: Kind.INT_LIST,
+    }
     if annotation == list[ModelServers]:
         return Kind.TOPOLOGY
     return kinds.get(annotation, Kind.JSON)

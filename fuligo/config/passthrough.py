@@ -6,12 +6,13 @@ import json
 from collections.abc import Callable, ItemsView, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
-from pydantic import GetCoreSchemaHandler, ValidationError
+from pydantic import GetCoreSchemaHandler, SerializationInfo, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from fuligo.config.flag import Flag, Kind
 from fuligo.config.layer_pattern import layers_text
 from fuligo.config.schemas import Schema, schema
+from fuligo.config.secret import Secret, reveal
 from fuligo.config.values import checked_value
 
 
@@ -79,10 +80,14 @@ class PassThrough:
         return [word for name, value in self.items() for word in _words(self.schema(), name, value)]
 
     def plain(self) -> dict[str, Any]:
-        """Return what a config file holds; it builds an equal object."""
+        """Return a mapping that builds an equal object, with layer patterns written short."""
         flags = self.schema().flags
         shortened = {Kind.LAYERS: lambda value: layers_text(value) if isinstance(value, list) else value}
         return {name: shortened.get(flags[name].kind, lambda value: value)(value) for name, value in self.items()}
+
+    def _serialised(self, info: SerializationInfo) -> dict[str, Any]:
+        """Return what a config file holds: `plain`, in JSON with placeholders for secrets."""
+        return {name: _shown(value) for name, value in self.plain().items()} if info.mode == "json" else self.plain()
 
     def _flag(self, name: str) -> Flag:
         flag = self.schema().flags.get(name)
@@ -110,7 +115,7 @@ class PassThrough:
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(
-            cls._validated, serialization=core_schema.plain_serializer_function_ser_schema(cls.plain)
+            cls._validated, serialization=core_schema.plain_serializer_function_ser_schema(cls._serialised, info_arg=True)
         )
 
     @classmethod
@@ -188,6 +193,12 @@ def resolved_value(backend: Schema, alias_value: Any, name: str, value: Any) -> 
     return alias_value
 
 
+def _shown(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_shown(entry) for entry in value]
+    return str(value) if isinstance(value, Secret) else value
+
+
 def _words(backend: Schema, name: str, value: Any) -> list[str]:
     option = backend.options.get(name, "--" + name.replace("_", "-"))
     match value:
@@ -196,7 +207,7 @@ def _words(backend: Schema, name: str, value: Any) -> list[str]:
         case False:
             return [f"--no-{option.removeprefix('--')}"] if name in backend.has_negation else []
         case list() if backend.flags[name].kind.is_list:
-            return [option, *map(str, value)]
+            return [option, *(str(reveal(entry)) for entry in value)]
         case dict() | list():
             return [option, json.dumps(value)]
-    return [option, str(value)]
+    return [option, str(reveal(value))]

@@ -51,7 +51,7 @@ def topology_from_text(text: str, file: Path) -> Topology:
     try:
         root = yaml.compose(text, LOADER)
     except (yaml.YAMLError, RecursionError) as error:
-        return Topology(problems=[f"--sglang-config {file} is not valid YAML: {' '.join(str(error).split())}"])
+        return Topology(problems=[f"--sglang-config {file} is not valid YAML: {yaml_problem(error)}"])
     entries = {str(key.value): value for key, value in root.value} if isinstance(root, yaml.MappingNode) else {}
     if list(entries) != [_SECTION]:
         return Topology(problems=[f"--sglang-config {file} must hold `sglang:` with a list of models and nothing else"])
@@ -63,7 +63,16 @@ def topology_of(node: yaml.Node, file: Path) -> Topology:
     try:
         return _checked(node, file)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        return Topology(problems=[f"{file} line {node.start_mark.line + 1}: {' '.join(str(error).split())}"])
+        return Topology(problems=[f"{file} line {node.start_mark.line + 1}: {yaml_problem(error)}"])
+
+
+def yaml_problem(error: Exception) -> str:
+    """Return what is wrong with a file and where; without its text, which may hold keys."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return " ".join(str(error).split())
+    mark = error.problem_mark or error.context_mark
+    said = ", ".join(part for part in (error.context, error.problem) if part)
+    return said if mark is None else f"{said} (line {mark.line + 1}, column {mark.column + 1})"
 
 
 def _checked(node: yaml.Node, file: Path) -> Topology:

@@ -7,10 +7,12 @@ import math
 import operator
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from fuligo.config.flag import Flag, Kind, did_you_mean, nearest
 from fuligo.config.layer_pattern import read_layers
+from fuligo.config.secret import Secret, protect
 
 _COMPARE: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 _SUFFIXES = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -43,7 +45,8 @@ def invalid_reason(flag: Flag, given: Any) -> str:
     choices = [choice for choice in nearest(given, flag.choices)[:1] if isinstance(choice, str)] if isinstance(given, str) else []
     quote = "; put it in quotes" if flag.kind is Kind.TEXT else ""
     default = "" if flag.default in (None, "", [], {}) else f" (default: {flag.default})"
-    return f"{given!r} is not valid; it must be {flag.rule}{default}{did_you_mean(choices)}{quote}"
+    shown = "the value" if flag.is_secret else repr(given)
+    return f"{shown} is not valid; it must be {flag.rule}{default}{did_you_mean(choices)}{quote}"
 
 
 def _boolean(flag: Flag, given: Any) -> bool:
@@ -91,10 +94,12 @@ def _inside(flag: Flag, number: Any) -> Any:
     return number
 
 
-def _text(flag: Flag, given: Any) -> str:
+def _text(flag: Flag, given: Any) -> str | Secret:
+    if isinstance(given, Secret):
+        return given
     if not isinstance(given, str) or (flag.choices and given not in flag.choices):
         raise ValueError
-    return given
+    return given if flag.choices else protect(given, flag.flat_name.upper(), always=flag.is_secret)
 
 
 def _list_of(item: Callable[[Flag, Any], Any]) -> Callable[[Flag, Any], list[Any]]:
@@ -102,9 +107,9 @@ def _list_of(item: Callable[[Flag, Any], Any]) -> Callable[[Flag, Any], list[Any
         if not isinstance(given, (list, tuple)):
             raise ValueError
         values = []
-        for entry in given:
+        for number, entry in enumerate(given, start=1):
             try:
-                values.append(item(flag, entry))
+                values.append(item(replace(flag, name=f"{flag.name}_{number}") if flag.is_secret else flag, entry))
             except (ValueError, TypeError, OverflowError):
                 raise _InvalidItem(entry) from None
         return values

@@ -8,21 +8,26 @@ parent dies. It also removes their files in shared memory: torch and multiproces
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 POLL_S = 0.05
 LOOK_S = 2.0
 """Interval between listings of shared files: when a server's first process is killed, the others may end before the guard lists theirs."""
 PR_SET_CHILD_SUBREAPER = 36
 """Option of Linux's prctl(2): orphans below this process become its children."""
+SHORTEST_SECRET = 4
+_HIDDEN = "FULIGO_GUARD_HIDES"
+"""Variable of the guard, not of its command: texts to hide, as JSON."""
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_BY_A_FAMILY = ("sem.mp-", "sglang_loads_", "sgl_shm_")
 """Prefixes of files that only one family of processes uses: multiprocessing's locks, SGLang's load reports, and its requests between ranks
@@ -42,7 +47,12 @@ def main(command: Sequence[str], grace_s: float) -> int:
     asked_to_stop = _Flag()
     signal.signal(signal.SIGTERM, asked_to_stop.set)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C ends
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    secrets = json.loads(os.environ.pop(_HIDDEN, "[]"))
+    output, errors = (subprocess.PIPE, subprocess.STDOUT) if secrets else (None, None)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True)
+    copying = threading.Thread(target=_copy_without, args=(child.stdout, [secret.encode() for secret in secrets]), daemon=True)
+    if secrets:
+        copying.start()
     shared: set[Path] = set()
     next_look = time.monotonic() + LOOK_S
     while child.poll() is None and not asked_to_stop.value and not _parent_has_ended():
@@ -51,9 +61,25 @@ def main(command: Sequence[str], grace_s: float) -> int:
             next_look = time.monotonic() + LOOK_S
     shared.update(_shared_files(_descendants(os.getpid())))
     code = _end(child, grace_s)
+    if secrets:
+        copying.join(timeout=grace_s)  # the last lines, which say why it ended
     for file in shared:
         file.unlink(missing_ok=True)
     return code if code >= 0 else 128 - code
+
+
+def hiding(secrets: Sequence[str]) -> dict[str, str]:
+    """Return the environment with which a guard replaces these texts in what the command prints; shorter ones are no secrets."""
+    texts = sorted({secret for secret in secrets if len(secret) >= SHORTEST_SECRET}, key=len, reverse=True)
+    return {_HIDDEN: json.dumps(texts)} if texts else {}
+
+
+def _copy_without(output: IO[bytes], secrets: Sequence[bytes]) -> None:
+    """Copy lines to standard output, with stars for the secrets in them."""
+    for line in output:
+        for secret in secrets:
+            line = line.replace(secret, b"***")  # noqa: PLW2901
+        os.write(sys.stdout.fileno(), line)
 
 
 class _Flag:

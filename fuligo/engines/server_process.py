@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fuligo.config.secret import Environment, Secret
+from fuligo.engines import guard
 from fuligo.errors import EngineError
 
 POLL_S = 0.1
@@ -29,6 +31,7 @@ class ServerProcess:
         log_file: stdout and stderr; appended to
         environment: variables in addition to this process's
         grace_s: time between SIGTERM and SIGKILL
+        secrets: texts that the log must not show
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class ServerProcess:
         log_file: Path,
         environment: Mapping[str, str] | None = None,
         grace_s: float = GRACE_S,
+        secrets: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.log_file = log_file
@@ -50,7 +54,7 @@ class ServerProcess:
                 stdin=subprocess.PIPE,  # open as long as this process lives
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **(environment or {}), **guard.hiding(secrets)},
                 process_group=0,  # Ctrl-C in a terminal reaches this process alone
             )
 
@@ -132,5 +136,14 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
         if isinstance(value, Mapping):
             parts.append(json.dumps(dict(value)))
         else:
-            parts += [str(entry) for entry in (value if isinstance(value, list | tuple) else [value])]
+            parts += [
+                entry.reveal() if isinstance(entry, Secret) else str(entry)
+                for entry in (value if isinstance(value, list | tuple) else [value])
+            ]
     return parts
+
+
+def secrets_of(arguments: Mapping[str, Any], environment: Environment) -> list[str]:
+    """Return the secret values among a server's arguments and in its environment, which its log must not show."""
+    values = [entry for value in arguments.values() for entry in (value if isinstance(value, list | tuple) else [value])]
+    return [value.reveal() for value in values if isinstance(value, Secret)] + list(environment.secrets().reveal().values())

@@ -71,7 +71,9 @@ def imported_config(script: ImportedScript, *, slime_defaults: bool = True) -> I
         line.assignments.append(Assignment(flags()["env"], dict(script.launch.environment), "the environment of the job"))
     config = build_config(line.assignments, line.problems)
     given = dict.fromkeys((assignment.flag.group, assignment.flag.name) for assignment in line.assignments)
-    return ImportedConfig(config, tuple(given), (*notes, *line.warnings))
+    names = sorted({secret.variable for _, secret in config.secrets()})
+    hidden = [f"not written, since they may be keys or passwords: the values of {', '.join(names)}; set them where the run starts"]
+    return ImportedConfig(config, tuple(given), (*notes, *line.warnings, *(hidden if names else [])))
 
 
 def _inline(script: ImportedScript, file: str, line: CommandLine) -> None:

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 import numpy as np
 
 from fuligo.config import Config
+from fuligo.config.secret import reveal
 from fuligo.config.server_groups import TEACHER
 from fuligo.engines.connect import connect
 from fuligo.errors import EngineError
@@ -31,7 +32,7 @@ async def find_teacher(config: Config, engines: Engines, stack: AsyncExitStack) 
     if url is None:
         scorer, option = engines.others[TEACHER].group, f"the model {TEACHER} of --sglang-config"
     else:
-        scorer, option = connect(url, retries=config.rollout.rollout_retries, timeout_s=timeout_s), f"--opd-teacher-url {url}"
+        scorer, option = connect(reveal(url), retries=config.rollout.rollout_retries, timeout_s=timeout_s), f"--opd-teacher-url {url}"
         stack.push_async_callback(scorer.close)
     try:
         await scorer.score(np.array(PROBE_IDS, np.int32), 1, rid="teacher-probe", timeout_s=timeout_s)

@@ -53,7 +53,7 @@ def _packages(config: Config, machine: Machine, versions: Versions) -> Iterator[
     if engine_groups(config):
         python = config.engine.engine_python or here
         for group in ("sglang", "router"):
-            yield _package(versions, python, schema(group).package, schema(group).version, config.engine_environment)
+            yield _package(versions, python, schema(group).package, schema(group).version, config.engine_environment.settings())
     if config.num_nodes > 1:
         yield _package(versions, here, "ray")
     if config.observability.use_tensorboard:

@@ -1,7 +1,6 @@
 """Plan as JSON, for other programs and for the page; the schema is `plan.schema.json` beside this file, documented in docs/plan.md."""
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -9,12 +8,11 @@ from typing import Any
 from fuligo.config import Config
 from fuligo.config.changes import change_text
 from fuligo.config.findings import Finding, Severity
+from fuligo.config.secret import hide_credentials
 from fuligo.planner.plan import Plan
 
 SCHEMA_VERSION = 1
 """Incremented when a key changes its meaning or is removed, not when one is added."""
-HIDDEN = "(hidden)"
-_SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
 
 
 def plan_document(plan: Plan, config: Config, notes: Sequence[str] = ()) -> dict[str, Any]:
@@ -47,7 +45,8 @@ def plan_document(plan: Plan, config: Config, notes: Sequence[str] = ()) -> dict
         "assumptions": plan.assumptions,
         "settings": _settings(config),
     }
-    return json.loads(json.dumps(document))  # tuples become lists, so that the document equals the parsed file
+    # Tuples become lists, so that the document equals the parsed file; plans are shared, so that URLs lose their passwords.
+    return json.loads(hide_credentials(json.dumps(document)))
 
 
 def _finding(finding: Finding, config: Config) -> dict[str, Any]:
@@ -58,8 +57,6 @@ def _settings(config: Config) -> list[dict[str, Any]]:
     """Return every value of the config by group, and whether it is the default."""
     defaults = Config().model_dump(mode="json")
     values_by_group = config.model_dump(mode="json")
-    env = values_by_group["cluster"]["env"]  # credentials are hidden, since plans are shared
-    values_by_group["cluster"]["env"] = {name: HIDDEN if _SECRET.search(name) else value for name, value in env.items()}
     return [
         {
             "group": group,

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from fuligo.config.flag import FlagGroup, flag
+from fuligo.config.secret import Environment
 from fuligo.config.server_groups import ModelServers
-
-EnvironmentValue = Annotated[str, Field(coerce_numbers_to_str=True)]
-"""Value of an environment variable; numbers become text, because YAML reads `NVSHMEM_DISABLE_NCCL: 1` as a number."""
 
 
 class ClusterFlags(FlagGroup):
@@ -43,7 +39,11 @@ class ClusterFlags(FlagGroup):
     hostfile: str | None = flag(
         None, "file with the nodes of the cluster for fuligo launch, one `address slots=8` per line", source="slime", path=True
     )
-    env: dict[str, EnvironmentValue] = flag({}, "environment variables of all processes, as a JSON object", source="slime")
+    env: Environment = flag(
+        Environment(),
+        "environment variables of all processes: a JSON object, or the name of one to take from this environment",
+        source="slime",
+    )
 
 
 class ModelFlags(FlagGroup):
@@ -115,7 +115,7 @@ class EngineFlags(FlagGroup):
     engine_python: str | None = flag(
         None, "Python interpreter with SGLang and its router installed (default: the one that runs fuligo)", path=True
     )
-    engine_env: dict[str, EnvironmentValue] = flag({}, "environment variables of engines and router, as a JSON object; they override --env")
+    engine_env: Environment = flag(Environment(), "environment variables of engines and router, given as --env, which they override")
 
 
 class WeightSyncFlags(FlagGroup):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from fuligo.config.flag import FlagGroup, flag
+from fuligo.config.secret import Url
 
 
 class DataFlags(FlagGroup):
@@ -76,7 +77,7 @@ class RewardFlags(FlagGroup):
         "built-in reward: math, deepscaler, dapo, f1, gpqa, ifbench, random, remote_rm; the prefix boxed_ scores the last \\boxed{}",
         source="slime",
     )
-    rm_url: str | None = flag(None, "URL of the remote reward model", source="slime")
+    rm_url: Url | None = flag(None, "URL of the remote reward model", source="slime")
     rm_timeout_s: float = flag(30.0, "deadline per reward", unit="s", gt=0)
     rm_retries: int = flag(3, "retries of a remote reward", ge=0)
     rm_num_workers: int | None = flag(None, "processes that compute rewards (default: up to 4, depending on cores)", ge=1)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from fuligo.algorithms.estimators import EstimatorName
 from fuligo.config.flag import FlagGroup, flag
+from fuligo.config.secret import Url
 
 
 class AlgorithmFlags(FlagGroup):
@@ -70,7 +71,7 @@ class AlgorithmFlags(FlagGroup):
     opd_teacher_load: str | None = flag(
         None, "weights of the teacher for the trainer: a Hugging Face directory or a distributed checkpoint", source="slime", path=True
     )
-    opd_teacher_url: str | None = flag(
+    opd_teacher_url: Url | None = flag(
         None, "http://host:port of an engine or router that serves the teacher; default: the model named teacher in --sglang-config"
     )
     custom_advantage_function_path: str | None = flag(None, "hook: replaces the advantage estimator", source="slime")

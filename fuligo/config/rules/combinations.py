@@ -147,9 +147,10 @@ def engine_addresses_are_complete(config: Config) -> Violation | None:
     """Require host and port in engine addresses."""
     for address in config.engine.rollout_external_engine_addrs:
         host, _, port = address.removeprefix("http://").rpartition(":")
-        if not host or not port.isdecimal():
-            text = f"--rollout-external-engine-addrs: {address!r} must be host:port, such as 127.0.0.1:30000"
-            return Violation(text, advice="complete the address")
+        if not host or not port.isdecimal() or "@" in host:
+            shown = address.rpartition("@")[2]  # without a password
+            text = f"--rollout-external-engine-addrs: {shown!r} must be host:port, such as 127.0.0.1:30000"
+            return Violation(text, advice="remove user and password" if "@" in host else "complete the address")
     return None
 
 

@@ -7,6 +7,7 @@ import re
 from fuligo.config import Config
 from fuligo.config.hook_specs import ALIASES, NONZERO_STD_FILTER
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
+from fuligo.config.secret import Secret
 from fuligo.config.server_groups import TEACHER
 from fuligo.config.topology import engine_groups
 
@@ -60,8 +61,10 @@ def teacher_is_given_once(config: Config) -> Violation | None:
 def teacher_has_an_address(config: Config) -> Violation | None:
     """Require scheme, host and port in the teacher's URL."""
     url = config.algorithm.opd_teacher_url
-    if config.teacher_from != "engine" or url is None or re.fullmatch(r"https?://[^/\s]+/?", url):
+    if config.teacher_from != "engine" or url is None or (isinstance(url, str) and re.fullmatch(r"https?://[^/\s]+/?", url)):
         return None
+    if isinstance(url, Secret):
+        return Violation("--opd-teacher-url holds a user, a password or a key, which engines do not take", advice="give http://host:port")
     base = re.match(r"https?://[^/\s]+", url)
     text = f"--opd-teacher-url {url!r} is not a server address; fuligo appends the paths"
     return Violation(text, (set_flag("opd_teacher_url", base[0]),)) if base else Violation(text, advice="give http://host:port")

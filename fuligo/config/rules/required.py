@@ -9,6 +9,7 @@ from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.config import Config
 from fuligo.config.flags import nearest
 from fuligo.config.rules.rule import Violation, rule, set_flag
+from fuligo.config.secret import Secret
 
 REWARD_NEEDS: dict[str, tuple[Literal["label_key", "metadata_key"], ...]] = {
     "math": ("label_key",),
@@ -119,8 +120,9 @@ def remote_reward_has_address(config: Config) -> Violation | None:
     url = config.reward.rm_url
     if not url:
         return Violation(f"--rm-type {name} needs the address of the reward model", advice="give --rm-url")
-    if not re.match(r"https?://[^/\s]", url):
-        return Violation(f"--rm-url {url!r} is not a valid URL", advice="give http://host:port/path")
+    known = url.value if isinstance(url, Secret) else url
+    if known is not None and not re.match(r"https?://[^/\s]", known):
+        return Violation(f"--rm-url {str(url)!r} is not a valid URL", advice="give http://host:port/path")
     return None
 
 

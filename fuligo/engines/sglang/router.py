@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import aiohttp
 
-from fuligo.engines.server_process import ServerProcess, command_line
+from fuligo.config.secret import Environment
+from fuligo.engines.server_process import ServerProcess, command_line, secrets_of
 from fuligo.errors import EngineError
 
 LAUNCH = "import sys; sys.modules['sglang'] = None; from sglang_router.launch_router import main; main()"
@@ -41,7 +42,7 @@ class RouterSettings:
     """Every request passes through a prefill and a decode engine."""
     python: str = sys.executable
     """Interpreter with sglang-router."""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Environment = field(default_factory=Environment)
     start_timeout_s: float = 60.0
 
     def command(self) -> list[str]:
@@ -149,7 +150,13 @@ async def launch_router(settings: RouterSettings) -> Router:
     Raises:
         EngineError: it ended, or did not answer in time; with the last lines of its log
     """
-    process = ServerProcess(settings.name, settings.command(), log_file=settings.log_file, environment=settings.environment)
+    process = ServerProcess(
+        settings.name,
+        settings.command(),
+        log_file=settings.log_file,
+        environment=settings.environment.reveal(),
+        secrets=secrets_of(settings.arguments, settings.environment),
+    )
     router = Router(process, settings)
     try:
         await process.wait_until(router.answers, settings.start_timeout_s)

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from fuligo.config.secret import Environment
 from fuligo.engines.answers import WeightLabel
 from fuligo.engines.connect import connect
 from fuligo.engines.ports import PortClaims
-from fuligo.engines.server_process import ServerProcess, command_line
+from fuligo.engines.server_process import ServerProcess, command_line, secrets_of
 
 PROBE_TIMEOUT_S = 5.0
 PORTS_PER_ENGINE = 64
@@ -98,7 +99,7 @@ class ServerSettings:
     """Address of a part on a further node, which answers /health there; None: `host` and its HTTP port."""
     python: str = sys.executable
     """Interpreter with SGLang."""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Environment = field(default_factory=Environment)
     start_timeout_s: float = 600.0
 
     @property
@@ -134,7 +135,7 @@ class ServerSettings:
         chosen = OWN_ENVIRONMENT | (CPU_ENVIRONMENT if self.device == "cpu" else {})
         if self.device == "cpu" and self.tp_size > 1:
             chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(self.tp_size))
-        return {**chosen, **self.environment}
+        return {**chosen, **self.environment.reveal()}
 
 
 class Server(Protocol):
@@ -186,7 +187,13 @@ class SGLangServer:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
-        self.process = ServerProcess(settings.name, settings.command(), log_file=settings.log_file, environment=settings.full_environment())
+        self.process = ServerProcess(
+            settings.name,
+            settings.command(),
+            log_file=settings.log_file,
+            environment=settings.full_environment(),
+            secrets=secrets_of(settings.arguments, settings.environment),
+        )
 
     @property
     def url(self) -> str:

@@ -85,7 +85,7 @@ def offloading_finds_its_memory(subject: Subject) -> Iterator[Violation]:
         if "expandable_segments:True" in settings:
             left = ",".join(setting for setting in settings if setting != "expandable_segments:True")
             yield Violation(
-                f"--env {name}={config.cluster.env[name]} with --colocate: engines cannot release memory in expandable segments",
+                f"--env {name}={config.cluster.env.get(name)} with --colocate: engines cannot release memory in expandable segments",
                 ((Change(("cluster", "env", name), left or None),),),
             )
 

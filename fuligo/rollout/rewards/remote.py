@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 
+from fuligo.config.secret import Secret, hide_credentials, reveal
 from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 from fuligo.types import Sample
 
@@ -18,7 +19,7 @@ _WORTH_RETRYING = frozenset({408, 425, 429, 500, 502, 503, 504})
 class RemoteReward:
     """Reward from a URL. Transient errors (no connection, 408, 425, 429, 5xx) are retried with doubling pauses within one deadline."""
 
-    def __init__(self, url: str | None, *, timeout_s: float, retries: int) -> None:
+    def __init__(self, url: str | Secret | None, *, timeout_s: float, retries: int) -> None:
         self._url = url
         self._timeout_s = timeout_s
         self._retries = retries
@@ -41,7 +42,7 @@ class RemoteReward:
                     try:
                         return await self._post(self._url, {"prompt": sample.prompt, "response": response, "label": sample.label})
                     except (aiohttp.ClientError, OSError) as error:
-                        last_problem = f"{type(error).__name__}: {error}"
+                        last_problem = hide_credentials(f"{type(error).__name__}: {error}")
                         if isinstance(error, aiohttp.ClientResponseError) and error.status not in _WORTH_RETRYING:
                             break
         except TimeoutError:
@@ -56,10 +57,10 @@ class RemoteReward:
             await self._session.close()
             self._session = None
 
-    async def _post(self, url: str, body: dict[str, Any]) -> Any:
+    async def _post(self, url: str | Secret, body: dict[str, Any]) -> Any:
         if self._session is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=_MAX_CONNECTIONS))
-        async with self._session.post(url, json=body) as response:
+        async with self._session.post(reveal(url), json=body) as response:
             response.raise_for_status()
             try:
                 return await response.json(content_type=None)

@@ -6,6 +6,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fuligo.config.secret import Secret
 from fuligo.errors import ConfigError
 from fuligo.rollout.rewards.rules import BOXED_PREFIX, find_rule
 
@@ -19,7 +20,7 @@ class RewardSettings:
 
     rm_type: str | None = None
     """Reward type of samples whose metadata name none; None: a custom reward, or metadata only."""
-    rm_url: str | None = None
+    rm_url: str | Secret | None = None
     timeout_s: float = 30.0
     """Seconds per reward."""
     retries: int = 3

@@ -24,6 +24,10 @@ JSON_VALUES = st.recursive(
 
 PATHS = TEXTS.filter(lambda text: not text.startswith(("./", "../")))
 """Paths that do not begin with a dot; a file stores the others resolved."""
+REFERENCES = st.sampled_from(["${MY_KEY}", "${_1}"])
+"""Secrets that a file stores as they are given."""
+VARIABLES = st.sampled_from(["NCCL_DEBUG", "SGLANG_A", "OMP_NUM_THREADS"])
+"""Environment variables whose values a file stores."""
 LAYERS = st.lists(st.integers(0, 3), min_size=1, max_size=80)
 
 
@@ -35,7 +39,7 @@ def values(flag: Flag) -> st.SearchStrategy[Any]:
 
 
 def _given(flag: Flag) -> st.SearchStrategy[Any]:
-    text = st.sampled_from(flag.choices) if flag.choices else PATHS if flag.is_path else TEXTS
+    text = st.sampled_from(flag.choices) if flag.choices else PATHS if flag.is_path else REFERENCES if flag.is_secret else TEXTS
     match flag.kind:
         case Kind.BOOL:
             return st.booleans()
@@ -52,7 +56,8 @@ def _given(flag: Flag) -> st.SearchStrategy[Any]:
         case Kind.FLOAT_LIST:
             return st.lists(_floats(flag), max_size=3)
         case Kind.JSON:
-            return st.dictionaries(TEXTS, TEXTS if flag.name.endswith("env") else JSON_VALUES, max_size=3)
+            variables = st.dictionaries(VARIABLES, TEXTS, max_size=2)
+            return variables if flag.name.endswith("env") else st.dictionaries(TEXTS, JSON_VALUES, max_size=3)
         case Kind.JSON_LIST:
             return st.lists(JSON_VALUES, max_size=3)
         case Kind.LAYERS:

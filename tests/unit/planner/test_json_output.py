@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from fuligo.config import Config
-from fuligo.planner.json_output import HIDDEN, plan_document
+from fuligo.planner.json_output import plan_document
 from fuligo.planner.plan import Plan
 from tests.unit.planner.hand_made_plans import broken_plan, plan_of_8, plan_of_64, plan_of_256
 
@@ -87,5 +87,10 @@ def test_secrets_of_the_environment_stay_hidden():
     env = {"WANDB_API_KEY": "abc123", "HF_TOKEN": "hf_abc123", "NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "false"}
     document = plan_document(plan_of_8(), Config.model_validate({"cluster": {"env": env}}))
     (shown,) = (setting["value"] for setting in document["settings"] if setting["name"] == "env")
-    assert shown == {"WANDB_API_KEY": HIDDEN, "HF_TOKEN": HIDDEN, "NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "false"}
+    assert shown == {
+        "WANDB_API_KEY": "${WANDB_API_KEY}",
+        "HF_TOKEN": "${HF_TOKEN}",
+        "NCCL_DEBUG": "INFO",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     assert "abc123" not in json.dumps(document)

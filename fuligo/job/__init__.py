@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Coroutine
 from pathlib import Path
@@ -47,6 +48,7 @@ def run(config: Config) -> Outcome:
     """
     from fuligo.job.run import run_config
 
+    _keep_private(config)
     return asyncio.run(_run_until_terminated(run_config(config)))
 
 
@@ -54,7 +56,14 @@ def evaluate(config: Config, run_dir: Path) -> Evaluated:
     """Run `fuligo eval`; signals end it like a run."""
     from fuligo.job.evaluation import evaluate_config
 
+    _keep_private(config)
     return asyncio.run(_run_until_terminated(evaluate_config(config, run_dir)))
+
+
+def _keep_private(config: Config) -> None:
+    """Deny other users what this process and its children write from now on, unless --shared-outputs is given."""
+    if not config.observability.shared_outputs:
+        os.umask(os.umask(0) | 0o077)
 
 
 async def _run_until_terminated(work: Coroutine[Any, Any, T]) -> T:

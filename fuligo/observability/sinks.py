@@ -101,6 +101,7 @@ class WandbSink:
                 mode=flags.wandb_mode,
                 resume="allow",
                 config=config.model_dump(mode="json"),
+                settings=wandb.Settings(x_disable_meta=True),  # the metadata hold the command line, which may hold keys
             )
         except wandb.Error as error:
             raise ConfigError(f"--use-wandb: {error}; run `wandb login`, or give --wandb-mode offline") from None

@@ -140,6 +140,9 @@ class ObservabilityFlags(FlagGroup):
     run_dir: str | None = flag(None, "run directory (default runs/<name>)", path=True)
     name: str | None = flag(None, "run name (default: date and time)")
     progress: Literal["auto", "rich", "plain", "none"] = flag("auto", "console display; auto: rich on a terminal, plain elsewhere")
+    shared_outputs: bool = flag(
+        False, "let other users read what the run writes, as the umask says (default: its own user alone; samples may be confidential)"
+    )
     save_samples: bool = flag(True, "write samples/rollout_*.parquet (true or false)")
     use_tensorboard: bool = flag(False, "also write TensorBoard events to the run directory")
     use_wandb: bool = flag(False, "also report to Weights & Biases", source="slime")

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.engines.server_process import ServerProcess
+from fuligo.config.secret import Environment, Secret
+from fuligo.engines.server_process import ServerProcess, command_line, secrets_of
 from fuligo.errors import EngineError
 
 SERVER = """
@@ -29,7 +30,8 @@ print(os.getpid(), worker.pid, deserter.pid, file=note, flush=True)
 STARTER = """
 import asyncio, sys, time
 from pathlib import Path
-from fuligo.engines.server_process import ServerProcess
+from fuligo.config.secret import Environment, Secret
+from fuligo.engines.server_process import ServerProcess, command_line, secrets_of
 process = ServerProcess("engine 0", [sys.executable, "-c", sys.argv[1], sys.argv[2]], log_file=Path(sys.argv[3]), grace_s=1)
 time.sleep(600)
 """
@@ -170,3 +172,20 @@ async def test_the_deadline_names_the_server_and_shows_its_log(tmp_path: Path) -
     with pytest.raises(EngineError, match=r"router was not ready within 0\.2 s; its log .* ends:\nloading shard 1"):
         await process.wait_until(ready, timeout_s=0.2)
     await process.stop()
+
+
+async def test_a_log_shows_no_secret(tmp_path: Path) -> None:
+    """SGLang logs all its arguments; the guard hides the secret ones, also in what the server prints last, on either stream."""
+    log = tmp_path / "log.txt"
+    said = "import os, sys; print(sys.argv[1:], os.environ['TOKEN'], 'FULIGO_GUARD_HIDES' in os.environ); sys.exit('last: ' + sys.argv[1])"
+    arguments, environment = {"api_key": Secret("KEY", "canary-1"), "port": 80}, Environment({"TOKEN": "canary-22"})
+    process = ServerProcess(
+        "engine 0",
+        [sys.executable, "-c", said, *command_line(arguments)[1:]],
+        log_file=log,
+        environment=environment.reveal(),
+        grace_s=5,
+        secrets=secrets_of(arguments, environment),
+    )
+    await process.ended()
+    assert sorted(log.read_text().splitlines()) == ["['***', '--port', '80'] *** False", "last: ***"]

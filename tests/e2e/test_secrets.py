@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import ClassVar
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -24,7 +25,7 @@ KEY = "canary-5e1d"
 class Judge(BaseHTTPRequestHandler):
     """Reward model that notes who asks."""
 
-    seen: set[tuple[str, str]] = set()
+    seen: ClassVar[set[tuple[str, str]]] = set()
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -83,9 +84,10 @@ def test_a_run_leaves_no_secret_behind(job: Job, judge: str, tmp_path: Path) -> 
 
 def answers(run_dir: Path) -> str:
     """Return everything that the page of a run can ask for."""
-    client = TestClient(
-        make_app([RunReader(run_dir, "run")], token="t"), base_url="http://127.0.0.1", headers={"Authorization": "Bearer t"}
-    )
-    paths = ["/", "/api/runs", *(f"/api/{name}?run=run" for name in ("metrics", "settings", "history", "steps", "health", "trace.json"))]
+    app = make_app([RunReader(run_dir, "run")], token="t")
+    client = TestClient(app, base_url="http://127.0.0.1", headers={"Authorization": "Bearer t"})
+    paths = ["/", "/api/runs", *(f"/api/{name}?run=run" for name in ("metrics", "settings", "steps", "health", "trace.json"))]
     paths += ["/api/samples?run=run&step=0", "/api/step?run=run&step=0"]
-    return "".join(client.get(path).text for path in paths)
+    answered = [client.get(path) for path in paths]
+    assert [answer.url for answer in answered if answer.status_code != 200] == []
+    return "".join(answer.text for answer in answered)

@@ -112,6 +112,10 @@ class Sample:
     error: str | None = None
     """Cause of the failure of a failed sample."""
     reward: float | dict[str, Any] | None = None
+    judge_error: str | None = None
+    """Reason why a built-in judge gave no verdict (its time or memory ran out), so that the answer counts as wrong."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers that a hook reports of this sample, by name; their means are the metrics `rollout/sample/<name>`."""
     response: str = ""
     """Text of `response_ids`, all decoded at once."""
     spans: list[Span] = field(default_factory=list)

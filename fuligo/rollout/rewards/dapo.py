@@ -62,6 +62,9 @@ _MARKUP = (
 )
 _WRAPPERS = tuple(re.compile(pattern) for pattern in (r"\\text\{(.*?)\}", r"\\textbf\{(.*?)\}", r"\\overline\{(.*?)\}", r"\\boxed\{(.*)\}"))
 _INLINE_MATH = re.compile(r".*?(\$.*?\$).*")
+_NUMBER = re.compile(r"[+-]?[\d,]*\d(?:\.\d*)?")
+_ZEROS = re.compile(r"(?<=\d)\.0*$")
+"""End of `42.0`: DAPO's labels are integers, also where a file has them as floats."""
 _SHORT_FRACTION = re.compile(r"frac([^{])(.)")
 _SHORT_ROOT = re.compile(r"sqrt([^{])")
 
@@ -79,13 +82,18 @@ def normalise(answer: str) -> str:
     answer = _SHORT_FRACTION.sub(r"frac{\1}{\2}", answer)
     answer = _SHORT_ROOT.sub(r"sqrt{\1}", answer)
     answer = answer.replace("$", "")
-    if answer.replace(",", "").isdigit():
+    if _NUMBER.fullmatch(answer := answer.strip()):
         answer = answer.replace(",", "")
-    return answer.strip()
+    return _ZEROS.sub("", answer)
 
 
 def dapo_reward(answer: str | None, golds: list[str]) -> dict[str, float | str]:
     """Return `score` (1 or -1, the reward that DAPO trains on), `acc` (1 or 0) and `pred` (the normalised answer)."""
     pred = "[INVALID]" if answer is None else normalise(answer[-DAPO_TAIL_CHARS:])
-    correct = answer is not None and any(pred == normalise(gold) for gold in golds)
+    correct = answer is not None and any(_equal(answer, pred, gold) for gold in golds)
     return {"score": 1.0 if correct else -1.0, "acc": float(correct), "pred": pred}
+
+
+def _equal(answer: str, pred: str, gold: str) -> bool:
+    """Compare normalised texts, or the texts themselves if nothing is left of the label (`cents` is a unit)."""
+    return pred == normal if (normal := normalise(gold)) else answer.strip() == gold.strip()

@@ -20,6 +20,8 @@ class FailureReason(StrEnum):
     """Not a finite number, nor a dict with one under --reward-key."""
     WORKER_DIED = "worker_died"
     REMOTE = "remote"
+    NO_WORKER = "no_worker"
+    """A worker process of a judge did not start."""
 
 
 class RewardFailure(RewardError):
@@ -28,3 +30,7 @@ class RewardFailure(RewardError):
     def __init__(self, reason: FailureReason, text: str) -> None:
         super().__init__(text)
         self.reason = reason
+
+
+class NoVerdictError(RewardFailure):
+    """A response on which the judge used up its time or memory. It counts as wrong: an answer that hangs the judge is no free pass."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fuligo.rollout.rewards.extraction import last_boxed
+from fuligo.answers.statement import last_boxed
 from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 
 
@@ -12,7 +12,7 @@ def gold_answers(label: Any) -> list[str]:
     r"""Return the answers of a label: a string, a number, an answer in a `\boxed{}`, or a list of these, each of which is right.
 
     Raises:
-        RewardFailure: there is no label, or it is of another type.
+        RewardFailure: there is no label, it is empty, or it is of another type.
     """
     if isinstance(label, list | tuple):
         if not label:
@@ -20,7 +20,10 @@ def gold_answers(label: Any) -> list[str]:
         return [answer for entry in label for answer in gold_answers(entry)]
     if isinstance(label, str):
         boxed = last_boxed(label)
-        return [label.strip() if boxed is None else boxed]
+        gold = label.strip() if boxed is None else boxed
+        if not gold:
+            raise RewardFailure(FailureReason.BAD_LABEL, f"the label {label!r} is empty, so no answer would be right; remove the row")
+        return [gold]
     if isinstance(label, int | float) and not isinstance(label, bool):
         return [str(label)]
     if label is None:

@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fuligo.answers.statement import last_boxed, stated_answer
 from fuligo.errors import ConfigError
 from fuligo.rollout.rewards.dapo import dapo_reward
-from fuligo.rollout.rewards.extraction import answer_line, deepscaler_answer, last_boxed
+from fuligo.rollout.rewards.extraction import answer_line, deepscaler_answer
 from fuligo.rollout.rewards.f1 import f1_score
 from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 from fuligo.rollout.rewards.gpqa import Question, gpqa_reward
@@ -51,11 +52,6 @@ async def _answer_equals(answer: str | None, sample: Sample, services: Services)
     return float(answer is not None and await services.symbolic.answer_equals(answer, golds))
 
 
-async def _text_answers(text: str | None, sample: Sample, services: Services) -> float:
-    golds = gold_answers(sample.label)
-    return float(text is not None and await services.symbolic.text_answers(text, golds))
-
-
 async def _dapo(answer: str | None, sample: Sample, services: Services) -> dict[str, float | str]:
     return dapo_reward(answer, gold_answers(sample.label))
 
@@ -91,7 +87,7 @@ async def _remote(answer: str | None, sample: Sample, services: Services) -> Any
 
 
 NAMED = {
-    "math": Rule(_text_answers),
+    "math": Rule(_answer_equals, stated_answer),
     "deepscaler": Rule(_answer_equals, deepscaler_answer),
     "dapo": Rule(_dapo, answer_line, keys=("score", "acc", "pred")),
     "f1": Rule(_f1),
@@ -100,11 +96,7 @@ NAMED = {
     "random": Rule(_random),
     "remote_rm": Rule(_remote),
 }
-RULES = {
-    **NAMED,
-    **{BOXED_PREFIX + name: replace(rule, extract=last_boxed) for name, rule in NAMED.items()},
-    BOXED_PREFIX + "math": Rule(_answer_equals, last_boxed),
-}
+RULES = {**NAMED, **{BOXED_PREFIX + name: replace(rule, extract=last_boxed) for name, rule in NAMED.items()}}
 """Valid names for --rm-type and metadata["rm_type"]. With the prefix `boxed_` the answer is the content of the last box."""
 
 

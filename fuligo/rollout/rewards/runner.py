@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from fuligo.errors import ConfigError
 from fuligo.rollout.rewards.custom import CustomReward
-from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
+from fuligo.rollout.rewards.failure import FailureReason, NoVerdictError, RewardFailure
 from fuligo.rollout.rewards.remote import RemoteReward
 from fuligo.rollout.rewards.rules import Services, find_rule
 from fuligo.rollout.rewards.settings import RewardSettings
@@ -69,6 +69,8 @@ class RewardRunner:
         try:
             reward = await self._reward(sample) if sample.reward is None else sample.reward
             sample.reward = self._checked(reward)
+        except NoVerdictError as error:
+            sample.reward, sample.judge_error = 0.0, str(error)
         except RewardFailure as failure:
             self._fail(sample, failure)
         if not self._settings.group_rm:

@@ -40,7 +40,11 @@ def main(judge_file: str, replies: TextIO) -> None:
         try:
             reply = {"verdict": module["judge"](**request)}
         except (Exception, MemoryError, RecursionError) as error:
-            reply = {"error": f"{type(error).__name__}: {str(error)[:400]}", "reason": getattr(error, "reason", "raised")}
+            reply = {
+                "error": f"{type(error).__name__}: {str(error)[:400]}",
+                "reason": getattr(error, "reason", "raised"),
+                "exhausted": isinstance(error, MemoryError | RecursionError),
+            }
         signal.setitimer(signal.ITIMER_REAL, 0)
         _reply(replies, reply)
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
+from fuligo.rollout.rewards.failure import FailureReason, NoVerdictError, RewardFailure
 
 _SCRIPT = Path(__file__).with_name("worker.py")
 _START_TIMEOUT_S = 120.0
@@ -53,20 +53,21 @@ class Worker:
                 ready = await worker._read()
         except (TimeoutError, WorkerDiedError) as error:
             await worker.kill()
-            raise RewardFailure(FailureReason.WORKER_DIED, f"a reward worker did not start within {_START_TIMEOUT_S:g} s") from error
+            raise RewardFailure(FailureReason.NO_WORKER, f"a reward worker did not start within {_START_TIMEOUT_S:g} s") from error
         except asyncio.CancelledError:
             worker.kill_now()
             raise
         if "error" in ready:
             await worker.kill()
-            raise RewardFailure(FailureReason.WORKER_DIED, ready["error"])
+            raise RewardFailure(FailureReason.NO_WORKER, ready["error"])
         return worker
 
     async def ask(self, request: dict[str, Any], timeout_s: float) -> bool:
         """Return the verdict on a request.
 
         Raises:
-            RewardFailure: the deadline passed, or the judge raised.
+            NoVerdictError: the deadline passed, or the memory did not suffice.
+            RewardFailure: the judge raised.
             WorkerDiedError: the process ended for another reason.
         """
         try:
@@ -76,10 +77,11 @@ class Worker:
         except (TimeoutError, WorkerDiedError) as error:
             await self.kill()
             if isinstance(error, TimeoutError) or self._process.returncode == -signal.SIGALRM:
-                raise RewardFailure(FailureReason.TIMEOUT, f"no verdict within {timeout_s:g} s (--rm-timeout-s)") from None
+                raise NoVerdictError(FailureReason.TIMEOUT, f"no verdict within {timeout_s:g} s (--rm-timeout-s)") from None
             raise
         if "error" in reply:
-            raise RewardFailure(FailureReason(reply["reason"]), f"cannot judge the response: {reply['error']}")
+            failure = NoVerdictError if reply["exhausted"] else RewardFailure
+            raise failure(FailureReason(reply["reason"]), f"cannot judge the response: {reply['error']}")
         return bool(reply["verdict"])
 
     @property
@@ -134,7 +136,8 @@ class WorkerPool:
         """Return the judge's verdict.
 
         Raises:
-            RewardFailure: the deadline passed, the judge raised, or its process died twice.
+            NoVerdictError: the response exceeded the judge's time or memory, or killed its process twice.
+            RewardFailure: no process started, or the judge raised.
         """
         async with self._slots:
             for last_try in (False, True):
@@ -142,7 +145,7 @@ class WorkerPool:
                     return await self._ask(request)
                 except WorkerDiedError as error:
                     if last_try:
-                        raise RewardFailure(FailureReason.WORKER_DIED, "the reward worker was killed twice on this response") from error
+                        raise NoVerdictError(FailureReason.WORKER_DIED, "the reward worker was killed twice on this response") from error
         raise AssertionError("unreachable")
 
     async def close(self) -> None:

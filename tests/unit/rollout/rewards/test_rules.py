@@ -29,8 +29,12 @@ def cases() -> list[tuple[str, str, Any, Any]]:
         ("math", "The answer is 42.", 42, 1.0),
         ("math", "The answer is $x^2+1$.", "1+x^2", 1.0),
         ("math", "who knows", 42, 0.0),
-        ("math", boxed("1") + boxed("2"), "\\{1, 2\\}", 1.0),
-        ("math", boxed("1") + boxed("2"), "2", 0.0),
+        ("math", boxed("1") + " and " + boxed("2")[3:], "\\{1, 2\\}", 1.0),
+        ("math", boxed("1") + " and " + boxed("2")[3:], "2", 0.0),
+        ("math", boxed("5") + " no wait " + boxed("6"), "6", 1.0),
+        ("math", boxed("5") + " no wait " + boxed("6"), "5", 0.0),
+        ("math", "The answer is 5 or 6 or 7", "5", 0.0),
+        ("math", boxed("0.0"), r"6.626\times10^{-34}", 0.0),
         ("deepscaler", "</think>" + boxed("42"), "42", 1.0),
         ("deepscaler", "</think>" + boxed(r"\frac{1}{2}"), 0.5, 1.0),
         ("deepscaler", "</think>" + boxed("0.5"), r"\boxed{\frac{1}{2}}", 1.0),
@@ -39,12 +43,15 @@ def cases() -> list[tuple[str, str, Any, Any]]:
         ("deepscaler", "###Response" + boxed(r"18\text{ dollars}"), 18, 1.0),
         ("deepscaler", boxed("42"), "42", 0.0),
         ("deepscaler", "</think> 42", "42", 0.0),
-        ("deepscaler", "</think>" + boxed("42"), "", 0.0),
         ("boxed_deepscaler", boxed("42"), "42", 1.0),
         ("boxed_math", boxed(r"\frac12"), "0.5", 1.0),
         ("boxed_math", "42", "42", 0.0),
         ("dapo", "Answer: 42 dollars", 42, {"score": 1.0, "acc": 1.0, "pred": "42"}),
         ("dapo", "Answer: $x = 42$", ["7", "42"], {"score": 1.0, "acc": 1.0, "pred": "42"}),
+        ("dapo", "Answer: 42", "42.0", {"score": 1.0, "acc": 1.0, "pred": "42"}),
+        ("dapo", "Answer: 18.", "18", {"score": 1.0, "acc": 1.0, "pred": "18"}),
+        ("dapo", "**Answer:** 18", "18", {"score": 1.0, "acc": 1.0, "pred": "18"}),
+        ("dapo", "Answer: dollars", "cents", {"score": -1.0, "acc": 0.0, "pred": ""}),
         ("dapo", "Answer: 41", "42", {"score": -1.0, "acc": 0.0, "pred": "41"}),
         ("dapo", boxed("42"), "42", {"score": -1.0, "acc": 0.0, "pred": "[INVALID]"}),
         ("boxed_dapo", boxed("42"), "42", {"score": 1.0, "acc": 1.0, "pred": "42"}),
@@ -122,7 +129,7 @@ async def test_random_is_a_fair_coin_that_depends_on_the_sample_only(make_group:
     assert set(rewards) == {0.0, 1.0} and 150 < sum(rewards) < 250
 
 
-@pytest.mark.parametrize("label", [None, [], {"answer": 1}, True])
+@pytest.mark.parametrize("label", [None, "", " ", "\\boxed{}", [], {"answer": 1}, True])
 @pytest.mark.parametrize("rm_type", ["math", "deepscaler", "dapo", "f1"])
 async def test_without_a_usable_label_the_sample_fails(make_group: MakeGroup, rm_type: str, label: Any) -> None:
     async with RewardRunner(RewardSettings(rm_type, reward_key="acc")) as runner:
@@ -150,11 +157,11 @@ def test_contradictory_settings_are_refused() -> None:
         RewardRunner(RewardSettings("math", group_rm=True))
 
 
-def test_the_worker_imports_no_torch() -> None:
-    code = "import runpy, sys; runpy.run_path(sys.argv[1]); import math_verify; print('torch' in sys.modules, 'fuligo' in sys.modules)"
+def test_the_worker_imports_little() -> None:
+    code = "import runpy, sys; runpy.run_path(sys.argv[1])['prepare'](); print({'torch', 'numpy', 'fuligo.config'} & set(sys.modules))"
     from fuligo.rollout.rewards import symbolic_judge
 
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, symbolic_judge.__file__], capture_output=True, text=True, check=True, timeout=240
     )
-    assert done.stdout.strip() == "False False"
+    assert done.stdout.strip() == "set()"

@@ -37,15 +37,15 @@ async def until_busy(pool: WorkerPool) -> int:
 async def test_a_comparison_that_hangs_is_ended_and_its_worker_replaced() -> None:
     pool = WorkerPool("symbolic_judge.py", num_workers=1, timeout_s=60.0)
     try:
-        assert await pool.ask(answer="\\frac12", golds=["0.5"], is_text=False)
+        assert await pool.ask(answer="\\frac12", golds=["0.5"])
         first = worker_pids(pool)
         pool._timeout_s = 1.0
         with pytest.raises(RewardFailure, match="no verdict within 1 s") as raised:
-            await pool.ask(answer=HANGS, golds=["5"], is_text=False)
+            await pool.ask(answer=HANGS, golds=["5"])
         assert raised.value.reason is FailureReason.TIMEOUT
         assert worker_pids(pool) == []
         pool._timeout_s = 60.0
-        assert await pool.ask(answer="x+1", golds=["1+x"], is_text=False)
+        assert await pool.ask(answer="x+1", golds=["1+x"])
         assert worker_pids(pool) != first
     finally:
         await pool.close()
@@ -55,7 +55,7 @@ async def test_a_worker_killed_at_work_is_replaced_once() -> None:
     """The request is repeated on a new process; if that one is killed too, the sample fails."""
     pool = WorkerPool("symbolic_judge.py", num_workers=1, timeout_s=30.0)
     try:
-        question = asyncio.create_task(pool.ask(answer=HANGS, golds=["5"], is_text=False))
+        question = asyncio.create_task(pool.ask(answer=HANGS, golds=["5"]))
         killed: list[int] = []
         for _ in range(2):
             pid = await until_busy(pool)
@@ -73,9 +73,9 @@ async def test_a_worker_killed_at_work_is_replaced_once() -> None:
 async def test_a_worker_killed_while_idle_is_replaced() -> None:
     pool = WorkerPool("symbolic_judge.py", num_workers=1, timeout_s=30.0)
     try:
-        assert await pool.ask(answer="\\frac12", golds=["0.5"], is_text=False)
+        assert await pool.ask(answer="\\frac12", golds=["0.5"])
         os.kill(worker_pids(pool)[0], signal.SIGKILL)
-        assert await pool.ask(answer="\\frac13", golds=["1/3"], is_text=False)
+        assert await pool.ask(answer="\\frac13", golds=["1/3"])
     finally:
         await pool.close()
 
@@ -83,12 +83,12 @@ async def test_a_worker_killed_while_idle_is_replaced() -> None:
 async def test_a_cancelled_request_leaves_no_reply_for_the_next_one() -> None:
     pool = WorkerPool("symbolic_judge.py", num_workers=1, timeout_s=30.0)
     try:
-        question = asyncio.create_task(pool.ask(answer=HANGS, golds=["5"], is_text=False))
+        question = asyncio.create_task(pool.ask(answer=HANGS, golds=["5"]))
         await until_busy(pool)
         question.cancel()
         with pytest.raises(asyncio.CancelledError):
             await question
-        assert await pool.ask(answer="\\frac12", golds=["0.5"], is_text=False)
+        assert await pool.ask(answer="\\frac12", golds=["0.5"])
     finally:
         await pool.close()
 
@@ -96,7 +96,7 @@ async def test_a_cancelled_request_leaves_no_reply_for_the_next_one() -> None:
 async def test_processes_start_when_needed_and_end_with_the_pool() -> None:
     pool = WorkerPool("symbolic_judge.py", num_workers=2, timeout_s=30.0)
     assert worker_pids(pool) == []
-    verdicts = await asyncio.gather(*(pool.ask(answer=f"\\frac{{{n}}}{{2}}", golds=["0.5"], is_text=False) for n in range(6)))
+    verdicts = await asyncio.gather(*(pool.ask(answer=f"\\frac{{{n}}}{{2}}", golds=["0.5"]) for n in range(6)))
     assert verdicts == [n == 1 for n in range(6)]
     pids = worker_pids(pool)
     assert len(pids) == 2
@@ -125,9 +125,9 @@ from fuligo.rollout.rewards.worker_pool import WorkerPool
 
 async def main():
     pool = WorkerPool("symbolic_judge.py", num_workers=2, timeout_s=60.0)
-    await asyncio.gather(*(pool.ask(answer=answer, golds=["0.5"], is_text=False) for answer in ("\frac12", "\frac13")))
+    await asyncio.gather(*(pool.ask(answer=answer, golds=["0.5"]) for answer in ("\frac12", "\frac13")))
     pool._timeout_s = 5.0
-    hanging = asyncio.create_task(pool.ask(answer="9^{9^{9^{9}}}", golds=["5"], is_text=False))
+    hanging = asyncio.create_task(pool.ask(answer="9^{9^{9^{9}}}", golds=["5"]))
     while not pool._busy:
         await asyncio.sleep(0.01)
     print(*(worker._process.pid for worker in (*pool._idle, *pool._busy)), flush=True)
@@ -153,7 +153,7 @@ async def test_odd_answers_are_wrong_or_fail_and_nothing_else() -> None:
     try:
         for answer in ODD_ANSWERS:
             with suppress(RewardFailure):
-                assert not await pool.ask(answer=answer, golds=["5"], is_text=False), answer
-            assert await pool.ask(answer="\\frac12", golds=["0.5"], is_text=False), answer
+                assert not await pool.ask(answer=answer, golds=["5"]), answer
+            assert await pool.ask(answer="\\frac12", golds=["0.5"]), answer
     finally:
         await pool.close()

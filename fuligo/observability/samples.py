@@ -89,8 +89,8 @@ class Training:
 def sample_table(groups: Sequence[SampleGroup], training: Training | None = None, *, reward_key: str | None = None) -> pa.Table:
     """Return a table with one row per sample, in the order of the groups.
 
-    `reward` is the scalar that is trained on; a dict reward is in the metadata, as `reward`. `trainer_logprobs` are the old
-    log-probabilities if they were computed, else those of the training forward pass.
+    `reward` is the scalar that is trained on; a dict reward is in the metadata, as `reward`, and what hooks reported as `metrics`.
+    `trainer_logprobs` are the old log-probabilities if they were computed, else those of the training forward pass.
     """
     training = training or Training()
     samples = [sample for group in groups for sample in group.samples]
@@ -109,7 +109,7 @@ def sample_table(groups: Sequence[SampleGroup], training: Training | None = None
         "finish_reason": [sample.finish_reason for sample in samples],
         "kept": [group.kept for group in owners],
         "drop_reason": [group.drop_reason for group in owners],
-        "error": [sample.error for sample in samples],
+        "error": [sample.error or sample.judge_error for sample in samples],
         "engine": [sample.engine for sample in samples],
         "response_length": [len(sample.response_ids) for sample in samples],
         "advantage_mean": [float(row.advantages.mean()) if row and len(row.advantages) else None for row in trained],
@@ -207,7 +207,11 @@ def _text(value: Any) -> str | None:
 
 
 def _metadata(sample: Sample) -> str:
-    metadata = {"reward": sample.reward, **sample.metadata} if isinstance(sample.reward, dict) else sample.metadata
+    metadata = sample.metadata
+    if isinstance(sample.reward, dict):
+        metadata = {"reward": sample.reward, **metadata}
+    if sample.metrics:
+        metadata = {"metrics": sample.metrics, **metadata}
     return orjson.dumps(metadata, default=str, option=_JSON_OPTIONS).decode() if metadata else "{}"
 
 

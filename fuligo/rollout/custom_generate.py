@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from fuligo.engines.generation import SamplingParams
 from fuligo.rollout.protocol import GenerateFn
+from fuligo.rollout.scores import metrics_problem
 from fuligo.types import Sample, SampleStatus
 
 GenerateHook = Callable[[Any, Sample, dict[str, Any]], Awaitable[Sample | list[Sample]]]
@@ -94,7 +95,8 @@ def complete(sample: Sample, version: int, *, vocab_size: int | None = None) -> 
     """Complete a sample: lists become arrays, a missing mask trains every token, missing versions become the current one.
 
     Raises:
-        ValueError: invalid token ids, missing or positive log-probabilities, mask values other than 0 and 1, or an unknown status
+        ValueError: invalid token ids, missing or positive log-probabilities, mask values other than 0 and 1, an unknown
+            status, or metrics that are not finite numbers
     """
     ids = np.asarray(sample.response_ids)
     if len(ids) and not np.issubdtype(ids.dtype, np.integer):
@@ -116,5 +118,7 @@ def complete(sample: Sample, version: int, *, vocab_size: int | None = None) -> 
     trained = sample.engine_logprobs[sample.loss_mask != 0] if len(mask) == len(sample.engine_logprobs) else np.empty(0)
     if len(trained) and trained.max() > _ROUNDING:
         raise ValueError(f"engine_logprobs has the value {trained.max():g}; a log-probability is never positive")
+    if (problem := metrics_problem(sample)) is not None:
+        raise ValueError(problem)
     sample.status = SampleStatus(sample.status)
     sample.versions = np.asarray(sample.versions, np.int32) if len(sample.versions) else np.full(num_tokens, version, np.int32)

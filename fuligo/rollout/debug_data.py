@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 META_KEY = b"fuligo"
 ARRAYS = {"prompt_ids": np.int32, "response_ids": np.int32, "loss_mask": np.int8, "engine_logprobs": np.float32, "versions": np.int32}
-JSON_FIELDS = ("prompt", "label", "metadata", "reward")
-PLAIN_FIELDS = ("index", "group_index", "status", "finish_reason", "error", "response")
+JSON_FIELDS = ("prompt", "label", "metadata", "reward", "metrics")
+PLAIN_FIELDS = ("index", "group_index", "status", "finish_reason", "error", "judge_error", "response")
 
 
 def encode_groups(groups: list[SampleGroup]) -> bytes:
@@ -183,8 +183,9 @@ def _groups(table: pa.Table, meta: dict[str, Any]) -> list[SampleGroup]:
 
 
 def _sample(row: dict[str, Any]) -> Sample:
-    fields = {name: row[name] for name in PLAIN_FIELDS}
-    fields |= {name: json.loads(row[name]) for name in JSON_FIELDS}
+    # Columns that files of earlier versions lack keep their defaults.
+    fields = {name: row[name] for name in PLAIN_FIELDS if name in row}
+    fields |= {name: json.loads(row[name]) for name in JSON_FIELDS if name in row}
     fields |= {name: np.array(row[name], dtype) for name, dtype in ARRAYS.items()}
     routed = row.get("routed_experts")  # missing in files of earlier versions
     fields["routed_experts"] = None if routed is None else np.load(io.BytesIO(routed), allow_pickle=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -20,6 +19,7 @@ from fuligo.rollout.group_tasks import GroupTasks
 from fuligo.rollout.judging import judged
 from fuligo.rollout.protocol import EngineControl, GenerateFn, RewardFn
 from fuligo.rollout.sampler import Sampler
+from fuligo.rollout.scores import prompt_scores, reported_means
 from fuligo.types import Prompt, Sample, SampleGroup, SampleStatus
 
 logger = logging.getLogger(__name__)
@@ -129,10 +129,7 @@ class Evaluator:
 
 
 def eval_metrics(eval_set: EvalSet, groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return mean@n, pass@k, lengths and truncation. Failed samples count in `num_failed` only.
-
-    mean@n is the mean reward over a prompt's samples, then over prompts. A sample passes if its reward is at least 1; pass@k is
-    reported for k = 1, 2, 4, ... and n, over the prompts that have k samples.
+    """Return the scores of prompts, parts of rewards, lengths and truncation. Failed samples count in `num_failed` only.
 
     Raises:
         RolloutError: no sample was judged
@@ -143,26 +140,12 @@ def eval_metrics(eval_set: EvalSet, groups: Sequence[SampleGroup]) -> dict[str, 
     if not samples:
         (error, count), *_ = Counter(sample.error for sample in failures).most_common(1) or [("no reward was set", 0)]
         raise RolloutError(f"evaluation {eval_set.name}: every sample failed; the most frequent error: {count} x {error}")
-    rewards = [np.array([sample.reward_value(eval_set.reward_key) for sample in group], np.float64) for group in judged_groups]
-    n = eval_set.num_samples
-    metrics = {f"mean@{n}": np.mean([values.mean() for values in rewards])}
-    for k in sorted({2**power for power in range(n.bit_length()) if 2**power <= n} | {n}):
-        estimates = [pass_at_k(len(values), int((values >= 1).sum()), k) for values in rewards if len(values) >= k]
-        if estimates:
-            metrics[f"pass@{k}"] = np.mean(estimates)
-    metrics["response_len_mean"] = np.mean([sample.response_length for sample in samples])
-    metrics["truncated_ratio"] = np.mean([sample.status is SampleStatus.TRUNCATED for sample in samples])
-    metrics["num_failed"] = np.float64(len(failures))
+    metrics = prompt_scores(judged_groups, eval_set.num_samples, eval_set.reward_key) | reported_means(samples)
+    metrics["response_len_mean"] = float(np.mean([sample.response_length for sample in samples]))
+    metrics["truncated_ratio"] = float(np.mean([sample.status is SampleStatus.TRUNCATED for sample in samples]))
+    metrics["num_failed"] = len(failures)
+    metrics["num_judge_timeouts"] = sum(sample.judge_error is not None for sample in samples)
     return {f"eval/{eval_set.name}/{name}": float(value) for name, value in metrics.items()}
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return the chance that at least one of k samples drawn without replacement is correct: 1 - C(n - c, k) / C(n, k).
-
-    This estimates without bias the chance for k independent samples (Chen et al. 2021, "Evaluating Large Language Models Trained on Code").
-    """
-    assert 0 <= num_correct <= num_samples and 1 <= k <= num_samples, (num_samples, num_correct, k)
-    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def _group(prompt: Prompt, position: int, num_samples: int) -> SampleGroup:

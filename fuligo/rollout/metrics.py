@@ -11,6 +11,7 @@ from fuligo.rollout.dynamic_sampling import DynamicSampling
 from fuligo.rollout.filters import MIN_REWARD_STD, reward_std
 from fuligo.rollout.judging import STALE, usable
 from fuligo.rollout.protocol import RolloutState
+from fuligo.rollout.scores import prompt_scores, reported_means
 from fuligo.types import SampleGroup, SampleStatus
 
 
@@ -28,13 +29,15 @@ class RolloutCounts:
 
 
 def sample_metrics(groups: Sequence[SampleGroup], *, reward_key: str | None, policy_version: int) -> dict[str, float]:
-    """Return means over the usable samples of kept groups.
+    """Return means over the usable samples of kept groups, and scores over the prompts of all finished groups.
 
     Args:
         policy_version: of the weights that train on the groups, as far as it is known
     """
     samples = usable(sample for group in groups if group.kept for sample in group.samples)
     rewards = np.array([sample.reward_value(reward_key) for sample in samples], np.float64)
+    prompts = [judged for group in groups if group.finished and group.drop_reason != STALE and (judged := usable(group.samples))]
+    num_samples = max((len({sample.index for sample in group.samples}) for group in groups), default=0)
     lengths = [sample.response_length for sample in samples]
     return _named(
         {
@@ -45,7 +48,10 @@ def sample_metrics(groups: Sequence[SampleGroup], *, reward_key: str | None, pol
             "prompt_len_mean": _mean([len(sample.prompt_ids) for sample in samples]),
             "truncated_ratio": _mean([sample.status is SampleStatus.TRUNCATED for sample in samples]),
             "num_failed": sum(sample.status is SampleStatus.FAILED for group in groups for sample in group.samples),
+            "num_judge_timeouts": sum(sample.judge_error is not None for group in groups for sample in group.samples),
         }
+        | prompt_scores(prompts, num_samples, reward_key)
+        | reported_means(samples)
     ) | staleness_metrics(groups, policy_version)
 
 

@@ -17,6 +17,7 @@ from fuligo.rollout.rewards.rules import Services, find_rule
 from fuligo.rollout.rewards.settings import RewardSettings
 from fuligo.rollout.rewards.symbolic import SymbolicComparison
 from fuligo.rollout.rewards.worker_pool import WorkerPool
+from fuligo.rollout.scores import metrics_problem
 from fuligo.types import Sample, SampleGroup, SampleStatus, Span
 
 
@@ -69,6 +70,8 @@ class RewardRunner:
         try:
             reward = await self._reward(sample) if sample.reward is None else sample.reward
             sample.reward = self._checked(reward)
+            if (problem := metrics_problem(sample)) is not None:
+                raise RewardFailure(FailureReason.BAD_VALUE, problem)
         except NoVerdictError as error:
             sample.reward, sample.judge_error = 0.0, str(error)
         except RewardFailure as failure:

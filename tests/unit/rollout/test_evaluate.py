@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fuligo.engines.generation import SamplingParams
 from fuligo.errors import RolloutError
-from fuligo.rollout.evaluate import EvalSet, Evaluator, eval_metrics, pass_at_k
+from fuligo.rollout.evaluate import EvalSet, Evaluator, eval_metrics
 from fuligo.rollout.generate import SingleTurn
+from fuligo.rollout.metrics import sample_metrics
+from fuligo.rollout.rewards import RewardRunner, RewardSettings
 from fuligo.types import Sample, SampleGroup, SampleStatus
 from tests.unit.rollout.scripted import Rows, ScriptedEngine, ScriptedReward, Tokenizer, by_row, samples_of, world
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
-def test_pass_at_k_is_the_share_of_all_draws_of_k_samples_with_a_correct_one(correct: list[bool], data: st.DataObject):
-    k = data.draw(st.integers(1, len(correct)))
-    draws = list(itertools.combinations(correct, k))
-    assert pass_at_k(len(correct), sum(correct), k) == pytest.approx(sum(map(any, draws)) / len(draws))
-
-
-def test_pass_at_k_of_many_samples_does_not_overflow():
-    assert pass_at_k(10_000, 1, 100) == pytest.approx(0.01)
 
 
 def group(position: int, rewards: Sequence[float | None], length: int = 3) -> SampleGroup:
@@ -57,6 +45,7 @@ def test_metrics_are_means_over_prompts():
             "eval/aime/response_len_mean": 6.0,
             "eval/aime/truncated_ratio": 0.5,
             "eval/aime/num_failed": 0.0,
+            "eval/aime/num_judge_timeouts": 0.0,
         }
     )
 
@@ -67,6 +56,22 @@ def test_failed_samples_are_left_out_and_counted():
     assert metrics["eval/aime/pass@1"] == 0.5
     assert metrics["eval/aime/pass@2"] == 0, "of the one prompt that has two samples"
     assert metrics["eval/aime/num_failed"] == 3
+
+
+async def test_answers_that_hang_the_judge_count_as_wrong():
+    """One right answer and three on which the comparison outlasts --rm-timeout-s give 1/4, not 1."""
+    judged = group(0, [None] * 4)
+    for sample, answer in zip(judged.samples, ["5", *["9^{9^{9^{9}}}"] * 3], strict=True):
+        sample.reward, sample.error, sample.status = None, None, SampleStatus.COMPLETED
+        sample.versions = np.zeros(3, np.int32)
+        sample.label, sample.response = "5", f"\\boxed{{{answer}}}"
+    async with RewardRunner(RewardSettings("math", timeout_s=1.0)) as runner:
+        await runner(judged)
+    metrics = eval_metrics(eval_set(num_samples=4), [judged])
+    assert metrics["eval/aime/mean@4"] == 0.25 and metrics["eval/aime/pass@4"] == 1.0
+    assert (metrics["eval/aime/num_failed"], metrics["eval/aime/num_judge_timeouts"]) == (0, 3)
+    assert "no verdict within 1 s (--rm-timeout-s)" in str(judged.samples[3].judge_error)
+    assert sample_metrics([judged], reward_key=None, policy_version=0)["rollout/num_judge_timeouts"] == 3
 
 
 def test_a_set_whose_samples_all_fail_is_an_error_with_their_reason():

@@ -8,6 +8,9 @@ from types import ModuleType
 
 import pytest
 
+from fuligo.answers.algebra import equal_expressions
+from fuligo.answers.equality import equal_answers
+from fuligo.answers.statement import stated_answer
 from fuligo.data import DataSettings, PromptDataset
 from fuligo.rollout.rewards import RewardRunner, RewardSettings
 from fuligo.types import SampleGroup
@@ -66,6 +69,23 @@ async def test_gold_answers_are_right_and_other_numbers_wrong(
             expected = ([1.0] * len(golds) + [wrong] * len(others)) * len(SPELLINGS[rm_type])
             assert [sample.reward_value("score") for sample in group.samples] == expected, (label, responses)
     assert not runner.failures
+
+
+@pytest.mark.skipif(
+    not REAL or not (Path(REAL) / "example_model_solutions.jsonl").exists(),
+    reason="FULIGO_GSM8K_DIR names no folder with example_model_solutions.jsonl of github.com/openai/grade-school-math",
+)
+def test_every_graded_solution_is_judged_as_it_was_graded() -> None:
+    """5,276 solutions of four models, which end in `A: number`."""
+    num_solutions = 0
+    for line in (Path(str(REAL)) / "example_model_solutions.jsonl").open(encoding="utf-8"):
+        row = json.loads(line)
+        gold = row["ground_truth"].rpartition("A:")[2]
+        for graded in (value for value in row.values() if isinstance(value, dict)):
+            answer = stated_answer(graded["solution"])
+            assert (answer is not None and equal_answers(answer, gold, equal_expressions)) == graded["is_correct"], graded
+            num_solutions += 1
+    assert num_solutions == 5276
 
 
 def test_the_converted_files_are_prompt_files(convert: ModuleType, labels: list[str], problems: Path, tmp_path: Path) -> None:

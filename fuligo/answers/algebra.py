@@ -41,7 +41,7 @@ def _parsed(text: str) -> Any:
     if number is not None:
         return Rational(number.value.numerator, number.value.denominator)
     try:
-        parsed = latex2sympy(text, is_real=False, convert_degrees=False, normalization_config=None)
+        parsed: Any = latex2sympy(text, is_real=False, convert_degrees=False, normalization_config=None)
     except (Exception, RecursionError):
         return None
     if not hasattr(parsed, "free_symbols"):
@@ -64,7 +64,7 @@ def _equal_values(first: str, left: Any, second: str, right: Any) -> bool:
         return False
     if sympy.oo in (left, right) or -sympy.oo in (left, right):
         return left.doit() == right.doit()
-    symbols = sorted({symbol.name for symbol in left.free_symbols | right.free_symbols})
+    symbols = sorted(_names(left) | _names(right))
     rng = random.Random(0)
     verdicts = [_equal_at({name: _random_point(rng, place) for name in symbols}, left, right) for place in range(_POINTS if symbols else 1)]
     known = [verdict for verdict in verdicts if verdict is not None]
@@ -73,6 +73,10 @@ def _equal_values(first: str, left: Any, second: str, right: Any) -> bool:
     if all(known):
         return True
     return not symbols and _rounded(first, left, second, right)
+
+
+def _names(expression: Any) -> set[str]:
+    return {symbol.name for symbol in expression.free_symbols}
 
 
 def _random_point(rng: random.Random, place: int) -> Any:
@@ -153,12 +157,12 @@ def _are_proportional(left: Any, right: Any) -> bool:
 
     if not isinstance(left, sympy.Expr) or not isinstance(right, sympy.Expr) or not left.free_symbols:
         return False
-    if {symbol.name for symbol in left.free_symbols} != {symbol.name for symbol in right.free_symbols}:
+    if _names(left) != _names(right):
         return False
     rng = random.Random(1)
     ratios = []
     for place in range(_POINTS):
-        point = {symbol.name: _random_point(rng, place) for symbol in left.free_symbols | right.free_symbols}
+        point = {name: _random_point(rng, place) for name in sorted(_names(left))}
         values = _value(left, point), _value(right, point)
         if values[0] is None or values[1] is None or values[0][1] != 0 or values[1][1] != 0 or not values[1][0]:
             return False

@@ -1,4 +1,4 @@
-"""`fuligo launch`: a run on the nodes of a hostfile, in a Ray cluster that starts and stops with it."""
+"""`fuligo launch`: a run on the nodes of a hostfile or of a Slurm job, in a Ray cluster that starts and stops with it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from fuligo.config.launcher import ADDRESS_VARIABLE
 from fuligo.errors import ConfigError
 
 DESCRIPTION = """\
   fuligo launch --hostfile F -- <arguments of fuligo train>
       starts Ray here and, by ssh, on the other hosts of F (one `address slots=8` per line), trains, and stops Ray
+  fuligo launch -- <arguments of fuligo train>
+      in a Slurm job, does the same on the job's nodes, by srun; with RAY_ADDRESS (KubeRay sets it), trains on that cluster
   fuligo launch --join ADDRESS:PORT --slots 8
       joins this machine to a running cluster until Ctrl-C
 """
-SSH = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=10 {host} {command}"
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=10 -- {host} {command}"
 """Command template; ssh fails if a host does not answer for half a minute."""
 
 
@@ -30,22 +33,37 @@ def main(arguments: Sequence[str]) -> int:
     """
     own, train = _split(list(arguments))
     options = parser().parse_args(own)
-    if (options.join is None) == (options.hostfile is None):
-        raise ConfigError("fuligo launch needs one of --hostfile F -- <arguments of fuligo train> and --join ADDRESS:PORT")
     with tempfile.TemporaryDirectory(prefix="fuligo-launch-") as logs:
-        if options.join is not None:
-            return _join(options, Path(logs))
-        return _launch(options, train, Path(logs))
+        if options.join is None:
+            return _launch(options, train, Path(logs))
+        if options.hostfile is not None:
+            raise ConfigError("fuligo launch takes --hostfile F or --join ADDRESS:PORT, not both")
+        return _join(options, Path(logs))
 
 
 def _launch(options: argparse.Namespace, train: list[str], logs: Path) -> int:
     from fuligo.cli.train import main as run
     from fuligo.cluster.hostfile import head_ip, head_of, read_hostfile
     from fuligo.cluster.launch import LaunchedCluster, LaunchSettings
+    from fuligo.cluster.slurm import NODES_VARIABLE, SRUN, slurm_hosts, task_number
     from fuligo.config.command_line import parse
 
     config = parse(train).config
-    hosts = read_hostfile(Path(options.hostfile), default_slots=config.cluster.num_gpus_per_node)
+    default_slots = config.cluster.num_gpus_per_node
+    if options.hostfile is not None:
+        hosts, connection = read_hostfile(Path(options.hostfile), default_slots=default_slots), SSH
+    elif os.environ.get(ADDRESS_VARIABLE):
+        return run(train)
+    elif NODES_VARIABLE not in os.environ:
+        raise ConfigError(
+            f"fuligo launch has no hosts: give --hostfile F, start it in a Slurm job ({NODES_VARIABLE}), or set {ADDRESS_VARIABLE} to use "
+            "a running cluster; on one machine use fuligo train"
+        )
+    elif number := task_number(os.environ):
+        print(f"Slurm task {number}: task 0 starts the run and a worker on every node")
+        return 0
+    else:
+        hosts, connection = slurm_hosts(os.environ, default_slots=default_slots), SRUN
     head = head_of(hosts)
     workers = tuple(host for host in hosts if host != head)
     settings = LaunchSettings(
@@ -54,7 +72,7 @@ def _launch(options: argparse.Namespace, train: list[str], logs: Path) -> int:
         workers=workers,
         port=options.head_port,
         device=config.cluster.device,
-        ssh=options.ssh,
+        connection=options.ssh or connection,
         logs=logs,
         timeout_s=options.timeout_s,
     )
@@ -91,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("fuligo launch", usage="\n" + DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--hostfile", help="file of nodes, one address per line")
     made.add_argument("--head-port", type=int, default=6379, help="port of Ray on this machine (6379)")
-    made.add_argument("--ssh", default=SSH, help=f"command that runs another on a host ({SSH})")
+    made.add_argument("--ssh", help=f"command that runs another on a host ({SSH}; in a Slurm job srun)")
     made.add_argument("--timeout-s", type=float, default=300.0, help="seconds until all hosts must have joined (300)")
     made.add_argument("--join", metavar="ADDRESS:PORT", help="address of a Ray head")
     made.add_argument(

@@ -14,7 +14,9 @@ from fuligo.engines.host import own_address
 from fuligo.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-_LINE = re.compile(r"(?P<address>[\w.:-]+)(?:\s+slots?\s*=\s*(?P<slots>\d+))?(?:\s+max_slots\s*=\s*\d+)?")
+_LINE = re.compile(r"(?P<address>\S+)(?:\s+slots?\s*=\s*(?P<slots>\d+))?(?:\s+max_slots\s*=\s*\d+)?", re.ASCII)
+_HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
+"""Host name, alias of ssh or IP address. It begins with no `-`, so that no command takes it for an option."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,12 +56,26 @@ def read_hostfile(path: Path, *, default_slots: int) -> list[Host]:
         match = _LINE.fullmatch(entry)
         if match is None:
             raise ConfigError(f"--hostfile {path}, line {number}: {entry!r} is not `address` or `address slots=8`")
+        require_host_name(match["address"], f"--hostfile {path}, line {number}")
         if match["address"] in (host.address for host in hosts):
             raise ConfigError(f"--hostfile {path}, line {number}: {match['address']} is listed twice")
         hosts.append(Host(match["address"], int(match["slots"] or default_slots)))
     if not hosts:
         raise ConfigError(f"--hostfile {path} lists no host")
     return hosts
+
+
+def require_host_name(name: str, source: str) -> None:
+    """Refuse what is neither a host name nor an IP address, before a shell or ssh sees it.
+
+    Args:
+        source: where the name stands
+
+    Raises:
+        ConfigError: it holds other characters
+    """
+    if _HOST_NAME.fullmatch(name) is None:
+        raise ConfigError(f"{source}: {name!r} is not a host name or an IP address (letters, digits and . : _ -, with no - in front)")
 
 
 def head_of(hosts: Sequence[Host]) -> Host | None:

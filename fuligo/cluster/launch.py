@@ -6,9 +6,11 @@ import asyncio
 import logging
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ from fuligo.cluster.ray_environment import TOKEN_VARIABLE, new_token, token_envi
 from fuligo.config.launcher import ADDRESS_VARIABLE
 from fuligo.engines.host import own_address
 from fuligo.engines.server_process import last_lines
-from fuligo.errors import EngineError
+from fuligo.errors import ConfigError, EngineError
 
 POLL_S = 0.5
 Device = Literal["auto", "cpu", "cuda"]
@@ -35,8 +37,8 @@ class LaunchSettings:
     workers: tuple[Host, ...]
     port: int
     device: Device
-    ssh: str
-    """Command that opens a remote shell, with `{host}` and `{command}`."""
+    connection: str
+    """Command that runs another on a host, with `{host}` and `{command}`."""
     logs: Path
     """Directory for the output of Ray and of the remote commands."""
     timeout_s: float
@@ -47,12 +49,16 @@ class LaunchedCluster:
     """Running nodes of a cluster. Workers end when the connection to them closes, at the latest when this process ends."""
 
     def __init__(self, settings: LaunchSettings) -> None:
-        """Start all nodes and set the environment of this process so that Ray connects to them."""
+        """Start all nodes and set the environment of this process so that Ray connects to them.
+
+        Raises:
+            ConfigError: this machine has fewer GPUs than slots
+        """
         self._settings = settings
+        slots = slots_here(settings.num_slots, settings.device)
         token = new_token()
         self.address = f"{settings.ip}:{settings.port}"
         os.environ.update({**token_environment(token), ADDRESS_VARIABLE: self.address})
-        slots = _slots(settings.num_slots, settings.device)
         command = head_command(settings.port, host=settings.ip, num_cpus=slots.num_cpus, num_gpus=slots.num_gpus)
         self._head = start_node("the Ray head", command, settings.logs / "ray-head.txt", {})
         self._workers = {host: self._start_worker(host, token) for host in settings.workers}
@@ -112,7 +118,9 @@ class LaunchedCluster:
         # The token goes through standard input: every user of a machine can read command lines.
         script = f"read -r {TOKEN_VARIABLE}; export {TOKEN_VARIABLE} RAY_AUTH_MODE=token; cd {shlex.quote(str(Path.cwd()))} && exec "
         shell = shlex.join(["exec", "sh", "-c", script + shlex.join(join)])  # the user's remote shell may not know `export`
-        command = [part.format(host=host.address, command=shell) if "{" in part else part for part in shlex.split(self._settings.ssh)]
+        command = [
+            part.format(host=host.address, command=shell) if "{" in part else part for part in shlex.split(self._settings.connection)
+        ]
         with self._log_of(host).open("ab") as log:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, process_group=0)
         assert process.stdin is not None
@@ -136,9 +144,10 @@ async def join(address: str, ip: str | None, num_slots: int, *, name: str | None
         attached: end when standard input closes
 
     Raises:
+        ConfigError: this machine has fewer GPUs than slots
         EngineError: Ray ended by itself
     """
-    slots = _slots(num_slots, device)
+    slots = slots_here(num_slots, device)
     ip = ip or own_address([f"http://{address}"])
     command = worker_command(address, name=name or ip, num_cpus=slots.num_cpus, num_gpus=slots.num_gpus, host=ip)
     worker = start_node("Ray", command, logs / "ray-worker.txt", {})
@@ -161,13 +170,25 @@ async def _input_closed() -> None:
 
 
 @dataclass(slots=True, frozen=True)
-class _Slots:
+class Slots:
+    """Resources that a node offers to Ray."""
+
     num_cpus: int
     num_gpus: int | None
 
 
-def _slots(num_slots: int, device: Device) -> _Slots:
-    """Return Ray's resources: on a CPU slots are processes, else GPUs."""
+def slots_here(num_slots: int, device: Device, environment: Mapping[str, str] = os.environ) -> Slots:
+    """Return Ray's resources: on a CPU slots are processes, else GPUs.
+
+    Raises:
+        ConfigError: CUDA_VISIBLE_DEVICES leaves fewer GPUs
+    """
     if device == "cpu":
-        return _Slots(num_slots, 0)
-    return _Slots(max(os.cpu_count() or 1, num_slots), num_slots)
+        return Slots(num_slots, 0)
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and num_slots > (num_visible := len([gpu for gpu in visible.split(",") if gpu.strip()])):
+        raise ConfigError(
+            f"cannot offer {num_slots} GPUs of this machine ({socket.gethostname()}): CUDA_VISIBLE_DEVICES={visible} leaves {num_visible}; "
+            f"write slots={num_visible} for it in the host file (or --slots {num_visible}), or set CUDA_VISIBLE_DEVICES"
+        )
+    return Slots(max(os.cpu_count() or 1, num_slots), num_slots)

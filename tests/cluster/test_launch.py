@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
-from tests.e2e.command import fail
+import pytest
+
+from tests.e2e.command import fail, fuligo
 from tests.e2e.conftest import Job, Start
 from tests.e2e.processes import alive, descendants, wait_until
 from tests.e2e.records import metrics
@@ -48,3 +51,29 @@ def test_a_host_that_does_not_come_is_named(job: Job, free_port: int, tmp_path: 
     said = fail(1, *launch(hosts, free_port, ssh="cat", timeout_s=1), *train[1:])
     assert "1 of 1 workers did not join 127.0.0.2" in said
     assert "127.0.0.3" in said
+
+
+def test_a_slurm_job_gives_the_hosts_and_srun_starts_the_workers(job: Job, start: Start, free_port: int, tmp_path: Path) -> None:
+    """A stand-in for srun runs the last argument, a shell command, here; the second node has the address 127.0.0.3."""
+    srun = tmp_path / "srun"
+    srun.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/srun.log\nexec sh -c "${{@: -1}}"\n')
+    srun.chmod(0o755)
+    run_dir = tmp_path / "run"
+    train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, num_rollout=2, run_dir=run_dir, num_gpus_per_node=2)
+    slurm = {"SLURM_JOB_NODELIST": "127.0.0.[2-3]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    process = start("launch", "--head-port", free_port, "--timeout-s", 120, "--", *train[1:], **slurm)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert len(metrics(run_dir)) == 2
+    [step] = (tmp_path / "srun.log").read_text().splitlines()
+    assert step.startswith("--overlap --nodes=1 --ntasks=1 ") and " --nodelist=127.0.0.3 sh -c " in step
+
+    other = fuligo("launch", "--", *train[1:], SLURM_PROCID="1", **slurm)
+    assert (other.returncode, other.stdout) == (0, "Slurm task 1: task 0 starts the run and a worker on every node\n")
+
+
+def test_launch_without_hosts_names_where_they_may_come_from(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("RAY_ADDRESS", "SLURM_JOB_NODELIST"):
+        monkeypatch.delenv(variable, raising=False)
+    said = fail(2, "launch", "--", *job()[1:])
+    assert "give --hostfile F, start it in a Slurm job (SLURM_JOB_NODELIST), or set RAY_ADDRESS" in said

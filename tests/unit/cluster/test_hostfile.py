@@ -22,6 +22,9 @@ def test_read_hostfile_accepts_common_forms(tmp_path: Path) -> None:
         ("10.0.0.1 slots=eight", "line 1: '10.0.0.1 slots=eight' is no"),
         ("10.0.0.1\n10.0.0.1 slots=2", "line 2: 10.0.0.1 is listed twice"),
         ("# no host\n", "lists no host"),
+        ("# first\n\n-oProxyCommand=reboot slots=8", "line 3: '-oProxyCommand=reboot' is not a host name"),
+        ("$(reboot)", "line 1: '\\$\\(reboot\\)' is not a host name"),
+        ("root;reboot", "line 1: 'root;reboot' is not a host name"),
     ],
 )
 def test_read_hostfile_names_the_line_of_an_error(text: str, said: str, tmp_path: Path) -> None:

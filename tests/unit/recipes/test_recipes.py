@@ -121,54 +121,38 @@ def test_what_the_user_sets_reaches_the_job(tmp_path: Path):
     assert config.megatron.get("rotary_base") == 5
 
 
-def started(tmp_path: Path, **environment: str) -> list[str]:
-    """Return the commands that a script would start on two hosts, recorded by stand-ins for ray and ssh, with the token of each."""
-    (tmp_path / "ray").write_text(f'#!/bin/bash\necho "ray $* token=${{RAY_AUTH_MODE:-}}:${{RAY_AUTH_TOKEN:-}}" >> {tmp_path}/log\n')
-    (tmp_path / "ssh").write_text(f'#!/bin/bash\n[[ $1 == -n ]] || bash -c "${{@:2}}"\necho "ssh $*" >> {tmp_path}/log\n')
-    for name in ("ray", "ssh"):
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "hosts").write_text("10.0.0.1 slots=8\n10.0.0.2 slots=8\n")
-    cluster = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MASTER_ADDR": "10.0.0.1", "HOSTFILE": str(tmp_path / "hosts"), "BASE_DIR": "/data"}
-    result = planned("run-glm4.7-30B-A3B.sh", PLAN="0", **cluster, **environment)
-    assert result.returncode == 0, result.stderr
-    return (tmp_path / "log").read_text().splitlines()
-
-
-def test_a_cluster_is_started_on_every_host_and_the_job_submitted(tmp_path: Path):
-    """Check that the head's own line of the host file is skipped."""
-    head, worker, job = started(tmp_path)
-    assert head.startswith("ray start --head --node-ip-address 10.0.0.1 --port 6379 --num-gpus 8")
-    assert worker.startswith("ssh -n 10.0.0.2 ray start --address=10.0.0.1:6379 --num-gpus 8")
-    assert f"{REPOSITORY}/train.py --config {REPOSITORY}/examples/glm4.7-flash/2x8.yaml --hf-checkpoint /data/GLM-4.7-Flash" in job
-    assert job.startswith("ray job submit --address=http://127.0.0.1:8265")
-
-
 @pytest.mark.parametrize(
-    ("given", "listens", "submits"),
+    ("given", "command"),
     [
-        ({}, "127.0.0.1", "127.0.0.1"),
-        ({"DASHBOARD_HOST": "10.0.0.1"}, "10.0.0.1", "10.0.0.1"),
-        ({"DASHBOARD_HOST": "0.0.0.0"}, "0.0.0.0", "127.0.0.1"),
+        ({"HOSTFILE": "/shared/hosts", "SLURM_JOB_NODELIST": "node[1-2]"}, ["launch", "--hostfile", "/shared/hosts", "--"]),
+        ({"SLURM_JOB_NODELIST": "node[1-2]"}, ["launch", "--"]),
+        ({}, ["train"]),
     ],
+    ids=["host file", "Slurm", "one machine"],
 )
-def test_nobody_else_reaches_the_job_server_unless_asked_for(given: dict[str, str], listens: str, submits: str, tmp_path: Path):
-    head, _, job = started(tmp_path, **given)
-    assert f" --dashboard-host={listens} " in head
-    assert f" --address=http://{submits}:8265 " in job
+def test_scripts_start_the_recipe_on_the_nodes_that_are_given(given: dict[str, str], command: list[str], tmp_path: Path):
+    recorder = tmp_path / "python"
+    recorder.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    recorder.chmod(0o755)
+    result = planned("run-glm4.7-30B-A3B.sh", PLAN="0", PYTHON=str(recorder), **given)
+    arguments = result.stdout.splitlines()
+    assert arguments[: len(command) + 3] == ["-m", "fuligo", *command, "--config"], result.stderr
+    assert parse(arguments[len(command) + 2 :]).config == load_yaml(EXAMPLES / "glm4.7-flash/2x8.yaml")
 
 
-def test_a_token_reaches_every_host_and_stands_in_no_command(tmp_path: Path):
-    head, on_worker, ssh, job = started(tmp_path, RAY_AUTH_TOKEN="secret")
-    assert on_worker.startswith("ray start --address=10.0.0.1:6379 --num-gpus 8")
-    assert all(line.endswith(" token=token:secret") for line in (head, on_worker, job))
-    assert ssh.startswith("ssh 10.0.0.2 ")
-    assert "secret" not in ssh
+def test_a_script_with_a_bad_host_file_starts_nothing(tmp_path: Path):
+    """The line is an option of ssh that would run a command."""
+    (tmp_path / "hosts").write_text(f"# two nodes\n\n127.0.0.1 slots=8\n-oProxyCommand=touch${{IFS}}{tmp_path}/owned slots=8\n")
+    result = planned("run-glm4.7-30B-A3B.sh", PLAN="0", HOSTFILE=str(tmp_path / "hosts"))
+    assert result.returncode == 2
+    assert "line 4: '-oProxyCommand=touch${IFS}" in result.stderr
+    assert not (tmp_path / "owned").exists()
 
 
 @pytest.mark.parametrize("script", [*RUN_SCRIPTS, "launch.sh"])
 def test_scripts_end_no_process_of_others(script: str):
-    text = (REPOSITORY / "scripts" / script).read_text()
-    assert not {"pkill", "kill", "killall", "rm", "stop"} & set(text.split())
+    code = [line.partition("#")[0] for line in (REPOSITORY / "scripts" / script).read_text().splitlines()]
+    assert not {"pkill", "kill", "killall", "rm", "stop", "ssh", "ray"} & set(" ".join(code).split())
     assert subprocess.run(["bash", "-n", str(REPOSITORY / "scripts" / script)], check=False).returncode == 0
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fuligo.config import Config
 from fuligo.job.stalls import stalls_reported
+from fuligo.job.termination import Termination
 
 if TYPE_CHECKING:
     from fuligo.job.evaluation import Evaluated
@@ -44,12 +45,13 @@ def run_job(config: Config) -> int:
 def run(config: Config) -> Outcome:
     """Run a configuration to its end.
 
-    SIGTERM ends it like Ctrl-C: engines and ranks are stopped, and everything recorded stays.
+    SIGTERM ends it like Ctrl-C: engines and ranks are stopped, and everything recorded stays. --save-on-sigterm saves a checkpoint first.
     """
     from fuligo.job.run import run_config
 
     _keep_private(config)
-    return asyncio.run(_run_until_terminated(run_config(config)))
+    termination = Termination(config.checkpoint.save_on_sigterm)
+    return asyncio.run(_run_until_terminated(run_config(config, termination), termination))
 
 
 def evaluate(config: Config, run_dir: Path) -> Evaluated:
@@ -57,7 +59,7 @@ def evaluate(config: Config, run_dir: Path) -> Evaluated:
     from fuligo.job.evaluation import evaluate_config
 
     _keep_private(config)
-    return asyncio.run(_run_until_terminated(evaluate_config(config, run_dir)))
+    return asyncio.run(_run_until_terminated(evaluate_config(config, run_dir), Termination()))
 
 
 def _keep_private(config: Config) -> None:
@@ -66,20 +68,13 @@ def _keep_private(config: Config) -> None:
         os.umask(os.umask(0) | 0o077)
 
 
-async def _run_until_terminated(work: Coroutine[Any, Any, T]) -> T:
+async def _run_until_terminated(work: Coroutine[Any, Any, T], termination: Termination) -> T:
     task = asyncio.ensure_future(work)
-    terminated = False
-
-    def terminate() -> None:
-        nonlocal terminated
-        terminated = True
-        task.cancel()
-
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, termination.request, task)
     try:
         with stalls_reported():
             return await task
     except asyncio.CancelledError:
-        if terminated:
+        if termination.requested:
             raise KeyboardInterrupt from None
         raise

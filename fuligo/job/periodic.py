@@ -72,12 +72,16 @@ class SaveCheckpoint:
     """Path of an additional Hugging Face directory; `{rollout_id}` is replaced."""
     in_background: bool = False
     """--async-save: training continues while a copy is written; the next save or the end of the run waits for it."""
+    keeps_last: bool = False
+    """--save-on-sigterm: keep the state after every rollout, so that it can be saved until the next one is trained on."""
+    _last: RunState | None = None
+    """State after the last rollout, unless it is saved."""
     _writing: asyncio.Task[Path] | None = None
     _saving: asyncio.Task[None] | None = None
     """The write and the export after it."""
 
     def due(self, step: int) -> bool:
-        return self.schedule.due(step) or (self._saving is not None and self._saving.done())
+        return self.keeps_last or self.schedule.due(step) or (self._saving is not None and self._saving.done())
 
     async def run(self, rollout: Rollout, version: int) -> None:
         """Save a checkpoint if one is due.
@@ -85,11 +89,14 @@ class SaveCheckpoint:
         Raises:
             FuligoError: this checkpoint, or the one before it, could not be written or exported
         """
-        if self._saving is not None:
+        due = self.schedule.due(rollout.step)
+        if self._saving is not None and (due or self._saving.done()):
             await self.finish()
-        if not self.schedule.due(rollout.step):
-            return
         done = rollout.step + 1
+        if not due:
+            self._last = RunState(done, version, rollout.state.copy(), self.config_text, DriverRng.capture()) if self.keeps_last else None
+            return
+        self._last = None
         with self.recorder.phase("save", done):
             state = RunState(done, version, rollout.state, self.config_text, DriverRng.capture())
             if self.in_background:
@@ -97,6 +104,17 @@ class SaveCheckpoint:
                 self._saving = asyncio.create_task(self._export_when_written(self._writing, rollout.step))
             else:
                 await self._export(await self.store.save(done, self.trainer.save, state), rollout.step)
+
+    async def save_last(self) -> None:
+        """Save the state after the last rollout, if it is not saved yet. No rollout has been trained on since.
+
+        Raises:
+            FuligoError: this checkpoint, or the one before it, could not be written
+        """
+        await self.finish()
+        if self._last is not None:
+            with self.recorder.phase("save", self._last.step):
+                await self.store.save(self._last.step, self.trainer.save, self._last)
 
     async def finish(self) -> None:
         saving, self._saving = self._saving, None

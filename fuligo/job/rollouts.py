@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -80,11 +81,14 @@ class RolloutBuilder:
     stack: AsyncExitStack
     """Closes what is opened."""
 
-    def build(self, *, start: int, state: RolloutState | None, phase: PhaseTimer) -> tuple[PacedRollouts, Evaluator | None]:
+    def build(
+        self, *, start: int, state: RolloutState | None, phase: PhaseTimer, end_early: asyncio.Event
+    ) -> tuple[PacedRollouts, Evaluator | None]:
         """Build the rollouts from step `start` on, and the evaluator if there is evaluation data.
 
         Args:
             state: of the checkpoint that is resumed; None starts at the beginning of the data
+            end_early: ends the rollouts when it is set
 
         Raises:
             ConfigError, DataError, HookError: before anything is sampled
@@ -109,6 +113,7 @@ class RolloutBuilder:
             mode="sync" if mode == "full" and activity is None else mode,
             before_sync=method.before_sync if isinstance(method, ContinuousRunner) else lambda: None,
             policy_version=None if activity is None else self.policy_version,
+            end_early=end_early,
         )
         self.stack.push_async_callback(rollouts.close)
         return rollouts, evaluator

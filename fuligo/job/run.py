@@ -25,6 +25,7 @@ from fuligo.job.recorder import RunRecorder
 from fuligo.job.rollouts import RolloutBuilder, RunData
 from fuligo.job.stages import Opened, Started, Wired
 from fuligo.job.teacher import find_teacher
+from fuligo.job.termination import Termination
 from fuligo.job.trainer_settings import trainer_settings
 from fuligo.job.watch import failing_with, while_watching
 from fuligo.loop import Loop, Periodic, sample_only
@@ -50,8 +51,8 @@ class Outcome:
     """Evaluations in order; the first is of the untrained policy unless that was skipped."""
 
 
-async def run_config(config: Config) -> Outcome:
-    """Run a configuration to its end.
+async def run_config(config: Config, termination: Termination) -> Outcome:
+    """Run a configuration to its end, or until its termination.
 
     Raises:
         FuligoError: the run failed; everything recorded and saved until then is on disk
@@ -59,8 +60,9 @@ async def run_config(config: Config) -> Outcome:
     async with AsyncExitStack() as stack:
         opened = await _open(config, stack)
         started = await _start(opened)
-        wired = await _wire(started)
-        return await _loop(wired)
+        wired = await _wire(started, termination)
+        with termination.may_save():
+            return await _loop(wired, termination)
 
 
 async def _open(config: Config, stack: AsyncExitStack) -> Opened:
@@ -107,7 +109,7 @@ async def _start(opened: Opened) -> Started:
         return Started(opened, opened.config.served_at(engines.urls), trainer, engines, teacher)
 
 
-async def _wire(started: Started) -> Wired:
+async def _wire(started: Started, termination: Termination) -> Wired:
     """Connect trainer, engines and rollouts, and bring the engines to the trainer's weights."""
     opened, engines = started.opened, started.engines
     devices = _shared_devices(started)
@@ -120,15 +122,18 @@ async def _wire(started: Started) -> Wired:
                 await weights.resync()
     builder = RolloutBuilder(started.config, opened.data, engines, started.teacher, lambda: weights.version, opened.stack)
     state = None if opened.origin.state is None else opened.origin.state.rollout
-    rollouts, evaluator = builder.build(start=opened.origin.step, state=state, phase=opened.recorder.phase)
+    rollouts, evaluator = builder.build(
+        start=opened.origin.step, state=state, phase=opened.recorder.phase, end_early=termination.end_of_rollouts
+    )
     evaluate: Evaluate | None = None
     if evaluator is not None:
         schedule = Schedule(started.config.eval.eval_interval, opened.data.num_rollout)
         evaluate = Evaluate(evaluator, schedule, opened.recorder)
-    return Wired(started, trainer, weights, rollouts, evaluate, _periodic(opened, trainer, evaluate))
+    save = None if trainer is None else _save_checkpoint(opened, trainer)
+    return Wired(started, trainer, weights, rollouts, evaluate, save, _periodic(opened, evaluate, save))
 
 
-async def _loop(wired: Wired) -> Outcome:
+async def _loop(wired: Wired, termination: Termination) -> Outcome:
     """Walk the data: evaluate the untrained policy, then sample and train."""
     opened, config = wired.started.opened, wired.started.config
     if wired.evaluate is not None and opened.origin.step == 0 and not config.eval.skip_eval_before_train:
@@ -151,6 +156,10 @@ async def _loop(wired: Wired) -> Outcome:
             before_train_step=None if before is None else BeforeTrainStep(before, config.resolved_data_parallel_size),
         )
         await loop.run()
+    if termination.requested:
+        if wired.save is not None:
+            await wired.save.save_last()
+        raise asyncio.CancelledError
     return Outcome(opened.directory.path, wired.evaluate.history if wired.evaluate is not None else [])
 
 
@@ -234,19 +243,25 @@ def _open_recorder(config: Config, directory: RunDirectory, origin: Origin, num_
     )
 
 
-def _periodic(opened: Opened, trainer: Trainer | None, evaluate: Evaluate | None) -> list[Periodic]:
+def _save_checkpoint(opened: Opened, trainer: Trainer) -> SaveCheckpoint:
+    flags = opened.config.checkpoint
+    store = CheckpointStore(save_directory(opened.config, opened.directory.path), keep=flags.keep_checkpoints)
+    save = SaveCheckpoint(
+        store,
+        trainer,
+        Schedule(flags.save_interval, opened.data.num_rollout),
+        opened.recorder,
+        config_text=opened.directory.config_file.read_text(),
+        export_to=flags.save_hf,
+        in_background=flags.async_save,
+        keeps_last=flags.save_on_sigterm is not None,
+    )
+    opened.stack.push_async_callback(save.abandon)
+    return save
+
+
+def _periodic(opened: Opened, evaluate: Evaluate | None, save: SaveCheckpoint | None) -> list[Periodic]:
     """Return the periodic tasks in their order: when a checkpoint appears, everything about its last step is on disk."""
-    config, periodic = opened.config, list[Periodic]()
-    if config.debug.save_debug_rollout_data is not None:
-        periodic.append(SaveDebugRollout(config.debug.save_debug_rollout_data))
-    if evaluate is not None:
-        periodic.append(evaluate)
-    if trainer is not None:
-        flags = config.checkpoint
-        store = CheckpointStore(save_directory(config, opened.directory.path), keep=flags.keep_checkpoints)
-        schedule = Schedule(flags.save_interval, opened.data.num_rollout)
-        text = opened.directory.config_file.read_text()
-        save = SaveCheckpoint(store, trainer, schedule, opened.recorder, text, flags.save_hf, in_background=flags.async_save)
-        opened.stack.push_async_callback(save.abandon)
-        periodic.append(save)
-    return periodic
+    debug_data = opened.config.debug.save_debug_rollout_data
+    tasks: list[Periodic | None] = [None if debug_data is None else SaveDebugRollout(debug_data), evaluate, save]
+    return [task for task in tasks if task is not None]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fuligo.config import Config
 from fuligo.job.engines import Engines
 from fuligo.job.origin import Origin
-from fuligo.job.periodic import Evaluate
+from fuligo.job.periodic import Evaluate, SaveCheckpoint
 from fuligo.job.recorder import RunRecorder
 from fuligo.job.rollouts import RunData
 from fuligo.loop import Periodic, WeightSyncing
@@ -68,4 +68,6 @@ class Wired:
     rollouts: PacedRollouts
     evaluate: Evaluate | None
     """None without evaluation data."""
+    save: SaveCheckpoint | None
+    """None without a trainer."""
     periodic: list[Periodic]

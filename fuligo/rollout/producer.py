@@ -125,6 +125,7 @@ class PacedRollouts:
         stop: number of rollouts of the whole run
         before_sync: called when the weights are about to change
         policy_version: version of the weights that train on what is handed out, for the staleness metrics; None if nothing is sampled
+        end_early: ends the iteration when it is set, and cancels the rollout that the loop waits for
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class PacedRollouts:
         mode: Literal["sync", "one-step", "full"] = "sync",
         before_sync: Callable[[], None] = lambda: None,
         policy_version: Callable[[], int] | None = None,
+        end_early: asyncio.Event | None = None,
     ) -> None:
         self._produce = produce
         self._next = start
@@ -143,6 +145,7 @@ class PacedRollouts:
         self._one_ahead = mode == "one-step"
         self._before_sync = before_sync
         self._policy_version = policy_version
+        self._end_early = end_early or asyncio.Event()
         self._ahead: asyncio.Future[Rollout] | None = None
 
     def __aiter__(self) -> PacedRollouts:
@@ -154,10 +157,10 @@ class PacedRollouts:
         Raises:
             FuligoError: this rollout failed, possibly ahead of time
         """
-        if self._next == self._stop:
+        if self._next == self._stop or self._end_early.is_set():
             raise StopAsyncIteration
         step = self._next
-        rollout = await (self._produce(step) if self._ahead is None else self._ahead)
+        rollout = await self._unless_ended(self._ahead or asyncio.ensure_future(self._produce(step)))
         self._ahead = None
         self._next = step + 1
         if self._policy_version is not None:
@@ -165,6 +168,24 @@ class PacedRollouts:
         if self._one_ahead and self._next < self._stop:
             self._ahead = asyncio.ensure_future(self._produce(self._next))
         return rollout
+
+    async def _unless_ended(self, rollout: asyncio.Future[Rollout]) -> Rollout:
+        """Wait for a rollout; cancel it if the wait is cancelled.
+
+        Raises:
+            StopAsyncIteration: the end came first
+        """
+        ended = asyncio.ensure_future(self._end_early.wait())
+        try:
+            await asyncio.wait([rollout, ended], return_when=asyncio.FIRST_COMPLETED)
+            if self._end_early.is_set():
+                raise StopAsyncIteration
+            return await rollout
+        finally:
+            ended.cancel()
+            if not rollout.done():
+                rollout.cancel()
+                await asyncio.gather(rollout, return_exceptions=True)
 
     async def settle(self) -> None:
         """Return when the weights may change: when no rollout is being sampled, or at once in full mode.

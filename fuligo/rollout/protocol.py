@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -115,6 +116,10 @@ class RolloutState:
     next_group_index: int = 0
     buffer: list[SampleGroup] = field(default_factory=list)
     """Unfinished groups of a partial rollout; in full-async mode, all groups that are queued or in flight."""
+
+    def copy(self) -> RolloutState:
+        """Return a copy that stays as it is while sampling continues the groups of the buffer."""
+        return RolloutState(deepcopy(self.source), self.next_sample_index, self.next_group_index, deepcopy(self.buffer))
 
 
 @dataclass(slots=True)

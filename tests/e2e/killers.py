@@ -1,4 +1,4 @@
-"""Hooks that kill their own process (SIGKILL) at a moment that an environment variable names: `KILL_AT=train:3`."""
+"""Hooks that kill their own process (SIGKILL, or KILL_WITH) at a moment that an environment variable names: `KILL_AT=train:3`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _moment() -> tuple[str, int]:
 
 
 def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.Signals[os.environ.get("KILL_WITH", "SIGKILL")])
 
 
 async def reward(args, sample: Sample) -> float:

@@ -11,6 +11,8 @@ from tests.e2e.command import fuligo, succeed
 from tests.e2e.conftest import Job
 from tests.e2e.records import TOKENS, evaluations, metrics, sample_rows
 
+INTERRUPTED = 130
+
 
 @pytest.fixture(scope="module")
 def command(job: Job, prompts: Path) -> list[str]:
@@ -65,6 +67,22 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(
     for moment in moments:
         assert fuligo(*flags, KILL_AT=moment).returncode == -signal.SIGKILL, moment
         assert len(metrics(run_dir)) < len(metrics(uninterrupted)), "the run was killed before its end"
+
+    succeed(*flags)
+    assert metrics(run_dir) == metrics(uninterrupted)
+    assert sample_rows(run_dir, *TOKENS) == sample_rows(uninterrupted, *TOKENS)
+    assert evaluations(run_dir) == evaluations(uninterrupted)
+
+
+def test_a_terminated_run_saves_the_last_complete_rollout(command: list[str], uninterrupted: Path, tmp_path: Path) -> None:
+    """SIGTERM while responses are sampled, then in a training step, which is finished first; no checkpoint is scheduled before the end."""
+    run_dir = tmp_path / "run"
+    flags = [*command, "--run-dir", run_dir, "--load", run_dir / "checkpoints", "--save-interval", "100", "--save-on-sigterm", "120"]
+    for moment, num_saved in (("rollout:2", 2), ("train:3", 4)):
+        done = fuligo(*flags, KILL_AT=moment, KILL_WITH="SIGTERM")
+        assert done.returncode == INTERRUPTED, done.stderr
+        assert f"resume after rollout {num_saved} with: fuligo train" in done.stderr
+    assert sorted(path.name for path in (run_dir / "checkpoints").glob("iter_*")) == ["iter_0000002", "iter_0000004"]
 
     succeed(*flags)
     assert metrics(run_dir) == metrics(uninterrupted)

@@ -77,6 +77,12 @@ class CheckpointFlags(FlagGroup):
     save_interval: int | None = flag(
         None, "rollouts between checkpoints; the last rollout is always saved", unit="rollouts", source="slime", ge=1
     )
+    save_on_sigterm: float | None = flag(
+        None,
+        "on SIGTERM, finish the step in progress and save the last complete rollout if both take at most this long (default: end at once)",
+        unit="s",
+        gt=0,
+    )
     save_hf: str | None = flag(None, "also export Hugging Face directories here; fuligo fills in {rollout_id}", source="slime", path=True)
     ckpt_step: int | None = flag(None, "resume from this iteration instead of the tracker file's", source="megatron", ge=0)
     async_save: bool = flag(False, "write checkpoints in the background while training continues", source="megatron")

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from fuligo.checkpoint.state import RunState
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.errors import CheckpointError, FuligoError
 from fuligo.formats.checkpoint_files import TRACKER
@@ -30,6 +31,9 @@ class SlowTrainer:
         self.num_begun += 1
         (directory / "hf").mkdir()
         (directory / "hf" / "config.json").write_text(f"{self.num_begun}")
+
+    async def save(self, directory: Path) -> None:
+        await self.begin_save(directory)
 
     async def end_save(self) -> None:
         await self.may_write.wait()
@@ -109,3 +113,22 @@ async def test_a_run_that_ends_early_leaves_no_half_of_a_checkpoint(tmp_path: Pa
     await saves.run(rollout(1), version=1)
     await saves.abandon()
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+async def test_the_last_rollout_can_be_saved_between_scheduled_checkpoints(
+    tmp_path: Path, saves: SaveCheckpoint, trainer: SlowTrainer
+) -> None:
+    """Its state stays as it was, though sampling goes on; a scheduled checkpoint is not saved again."""
+    saves.keeps_last = True
+    trainer.may_write.set()
+    last = rollout(2)
+    await saves.run(rollout(1), version=2)
+    await saves.save_last()
+    assert saved(tmp_path) == ["iter_0000002"] and trainer.num_begun == 1
+    assert saves.due(2)
+    await saves.run(last, version=3)
+    last.state.source["offset"] = 99
+    await saves.save_last()
+    assert saved(tmp_path) == ["iter_0000002", "iter_0000003"]
+    state = RunState.read(tmp_path / "checkpoints" / "iter_0000003")
+    assert (state.step, state.policy_version, state.rollout.source) == (3, 3, {"offset": 2})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 import pytest
 
@@ -89,6 +90,27 @@ async def test_leaving_early_cancels_the_rollout_that_is_ahead():
     await rollouts.close()
     assert given.engine.num_running == 0
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+
+@pytest.mark.parametrize("mode", ["sync", "one-step"])
+async def test_an_early_end_cancels_the_rollout_that_the_loop_waits_for(mode: Literal["sync", "one-step"]) -> None:
+    given, end = world(engine=ScriptedEngine(lambda row, index: 1000), rollout_max_response_len=1000), asyncio.Event()
+    rollouts = PacedRollouts(given.runner.rollout, start=0, stop=9, mode=mode, end_early=end)
+    waiting = asyncio.ensure_future(anext(rollouts, None))
+    await given.engine.until(lambda: given.engine.num_running > 0)
+    end.set()
+    assert await waiting is None
+    assert given.engine.num_running == 0
+    assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+
+async def test_an_early_end_in_a_step_lets_the_step_finish_and_hands_out_nothing_more() -> None:
+    given, end = Recorded(), asyncio.Event()
+    async for rollout in PacedRollouts(given, start=0, stop=9, end_early=end):
+        given.log.append(f"train {rollout.step}")
+        if rollout.step == 1:
+            end.set()
+    assert given.log == ["begin 0", "end 0", "train 0", "begin 1", "end 1", "train 1"]
 
 
 def one_step(state: RolloutState | None = None, start: int = 0) -> tuple[World, PacedRollouts]:

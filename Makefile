@@ -1,12 +1,14 @@
 # `make quickstart`, `make check` and `make test` need only Python 3.11 or 3.12 and a C library; each sets up .venv first.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
-PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt
+PIP := -m pip install --quiet --disable-pip-version-check
+# Every file must have a hash of requirements/hashed/. torch has none there: its builds for CPUs and versions of CUDA come from other indexes.
+HASHED := $(PIP) --no-deps --require-hashes --requirement requirements/hashed
 # Version of torch for CPUs. On a GPU machine set TORCH=2.11.0, which the pinned SGLang is built for.
 TORCH ?= 2.13.0
 # Workers of pytest. More of them slow each other down on two cores, since many tests start processes.
 TEST_WORKERS ?= 2
 
-.PHONY: quickstart install install-dev install-sglang browser ready check unit test test-main test-sglang test-full test-gpu format lint types imports
+.PHONY: quickstart install install-dev install-sglang browser ready check unit test test-main test-sglang test-full test-gpu format lint licenses lock types imports
 
 quickstart: install
 	.venv/bin/fuligo quickstart $(ARGS)
@@ -15,25 +17,26 @@ install: .venv/.installed
 
 install-dev: .venv/.installed-dev
 
-.venv/.installed: pyproject.toml requirements/constraints.txt
+.venv/.installed: pyproject.toml requirements/constraints.txt requirements/hashed/base.txt
 	@test -n "$(PYTHON)" || { echo "fuligo needs Python 3.11 or 3.12 on the PATH (or: make PYTHON=/path/to/python3.11)"; exit 1; }
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	$(PIP) torch==$(TORCH)
-	$(PIP) --editable .
+	.venv/bin/python $(HASHED)/base.txt
+	.venv/bin/python $(PIP) --constraint requirements/constraints.txt torch==$(TORCH)
+	.venv/bin/python $(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
-.venv/.installed-dev: .venv/.installed
-	$(PIP) --editable .[dev]
+.venv/.installed-dev: .venv/.installed requirements/hashed/dev.txt
+	.venv/bin/python $(HASHED)/dev.txt
 	touch $@
 
 # SGLang and its router have their own environment, since fuligo only starts them and talks to them.
 install-sglang: .venv-sglang/.installed
 
-.venv-sglang/.installed: requirements/sglang-cpu.txt
+.venv-sglang/.installed: requirements/hashed/sglang-cpu.txt
 	@test -n "$(PYTHON)" || { echo "SGLang needs Python 3.11 on the PATH (or: make PYTHON=/path/to/python3.11)"; exit 1; }
 	test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
-	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
-	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements/sglang-cpu.txt
+	.venv-sglang/bin/python $(PIP) torch==$(TORCH)
+	.venv-sglang/bin/python $(HASHED)/sglang-cpu.txt
 	touch $@
 
 # Tests of pages need Chromium. Debian's package is installed if that is possible; otherwise these tests are skipped.
@@ -78,6 +81,17 @@ lint: install-dev
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/python scripts/check_docstrings.py
+	.venv/bin/pip-licenses >/dev/null
+	.venv/bin/shellcheck --shell bash --severity warning scripts/*.sh examples/slurm/*.sbatch
+	.venv/bin/hadolint docker/*.Dockerfile
+
+licenses: install-dev
+	.venv/bin/pip-licenses --format markdown --order license
+
+# After a change of requirements/*.txt.
+lock: install-dev
+	.venv/bin/python $(PIP) uv==0.13.9
+	.venv/bin/python scripts/lock.py
 
 types: install-dev
 	.venv/bin/basedpyright

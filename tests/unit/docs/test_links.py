@@ -25,6 +25,8 @@ NO_FLAGS_OF_A_CONFIG = {"--config", "--help"}
 _OTHERS = (import_script.parser(), launch.parser(), view.parser(), fp8_plan.parser())
 OF_OTHER_SYSTEMS = {option_name(name) for name in (*MOVED, *LEFT_OUT)}
 OF_OTHER_COMMANDS = {option for made in _OTHERS for option in made._option_string_actions}
+OF_SCHEDULERS = {"--batch", "--init", "--shm-size", "--signal", "--user"}
+"""Options of docker, sbatch and scancel."""
 GENERATED = REPOSITORY / "docs" / "flags.md"
 """Page generated from the flags; its introduction shows the syntax with made-up flags."""
 
@@ -57,7 +59,15 @@ def test_named_flags_exist(page: Path):
     """Check the flags in inline code; a name that ends in `-`, as in `--embedded-*`, stands for all flags with this prefix."""
     passed_through = [flag for group in ("sglang", "router", "megatron") for flag in passthrough_flags(group).values()]
     ours = {flag.option for flag in [*flags().values(), *passed_through]}
-    known = ours | set(_parser()._option_string_actions) | set(OWN_OPTIONS) | OF_OTHER_COMMANDS | OF_OTHER_SYSTEMS | NO_FLAGS_OF_A_CONFIG
+    known = (
+        ours
+        | set(_parser()._option_string_actions)
+        | set(OWN_OPTIONS)
+        | OF_OTHER_COMMANDS
+        | OF_OTHER_SYSTEMS
+        | OF_SCHEDULERS
+        | NO_FLAGS_OF_A_CONFIG
+    )
     named = [flag for code in FLAG_IN_CODE.findall(without_code_blocks(page)) for flag in FLAG.findall(code)]
     unknown = [flag for flag in named if not any(option == flag or (flag.endswith("-") and option.startswith(flag)) for option in known)]
     assert unknown == []

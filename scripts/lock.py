@@ -1,0 +1,66 @@
+"""Write requirements/hashed/: the pins of requirements/ with the hashes of every file that the package index offers for them.
+
+`make lock` runs it, after a change of requirements/constraints.txt or requirements/sglang-cpu.txt. torch is left out: its builds for CPUs
+and for each version of CUDA come from different indexes, with different hashes.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+REQUIREMENTS = Path(__file__).parents[1] / "requirements"
+HASHED = REQUIREMENTS / "hashed"
+UNHASHED = {"torch", "fuligo"}
+
+
+def pins(name: str) -> dict[str, str]:
+    """Return the lines of a file of requirements/ by package."""
+    lines = (line.partition("#")[0].strip() for line in (REQUIREMENTS / name).read_text().splitlines())
+    return {canonicalize_name(line.partition("==")[0]): line for line in lines if line}
+
+
+def closure(package: str) -> set[str]:
+    """Return the installed packages that a package needs without extras, itself included."""
+    found: set[str] = set()
+    pending = [package]
+    while pending:
+        name = canonicalize_name(pending.pop())
+        if name in found:
+            continue
+        found.add(name)
+        needed = [Requirement(text) for text in metadata.distribution(name).requires or []]
+        pending += [requirement.name for requirement in needed if requirement.marker is None or requirement.marker.evaluate({"extra": ""})]
+    return found
+
+
+def write(name: str, lines: list[str]) -> None:
+    """Write one file with hashes, by uv."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as source:
+        source.write("\n".join(lines))
+        source.flush()
+        options = ["--no-deps", "--generate-hashes", "--no-header", "--no-annotate", "--quiet", "--python-version", "3.11"]
+        subprocess.run([sys.executable, "-m", "uv", "pip", "compile", *options, source.name, "--output-file", HASHED / name], check=True)
+
+
+def main() -> None:
+    constraints = pins("constraints.txt")
+    base = closure("fuligo") - UNHASHED
+    if unpinned := base - constraints.keys():
+        sys.exit(f"cannot write requirements/hashed: constraints.txt does not pin {', '.join(sorted(unpinned))}; add them")
+    HASHED.mkdir(exist_ok=True)
+    for name in ("base.txt", "dev.txt", "sglang-cpu.txt"):
+        (HASHED / name).unlink(missing_ok=True)  # uv would keep the hashes of versions that it finds there
+    write("base.txt", [line for name, line in constraints.items() if name in base])
+    write("dev.txt", [line for name, line in constraints.items() if name not in base | UNHASHED])
+    write("sglang-cpu.txt", list(pins("sglang-cpu.txt").values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ from fuligo.observability.sinks import Sink
 from fuligo.observability.trace import Phase
 from fuligo.rollout.evaluate import Evaluation
 from fuligo.rollout.judging import failure_warning
-from fuligo.rollout.protocol import Rollout
+from fuligo.rollout.protocol import Rollout, UnfilledRolloutError
 from fuligo.types import StepResult, TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,11 @@ class RunRecorder:
         for sink in self._sinks:
             sink.write(record)
         self._progress.record(record)
+
+    def record_unfilled(self, error: UnfilledRolloutError) -> None:
+        """Write the samples of a rollout that was not filled, which show why; a resume samples that step again."""
+        if self._save_samples:
+            self._directory.write_samples(error.step, error.groups, reward_key=self._reward_key)
 
     def record_evaluation(self, num_rollouts: int, evaluation: Evaluation) -> None:
         """Write an evaluation to disk, the sinks and the console.

@@ -34,6 +34,7 @@ from fuligo.observability.progress import open_progress
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.observability.sinks import open_sinks
 from fuligo.rollout.evaluate import Evaluation
+from fuligo.rollout.protocol import UnfilledRolloutError
 from fuligo.trainer.before_train import BeforeTrainStep
 from fuligo.trainer.protocol import Trainer
 from fuligo.trainer.settings import advantage_settings, bound_hook, sample_settings
@@ -61,8 +62,12 @@ async def run_config(config: Config, termination: Termination) -> Outcome:
         opened = await _open(config, stack)
         started = await _start(opened)
         wired = await _wire(started, termination)
-        with termination.may_save():
-            return await _loop(wired, termination)
+        try:
+            with termination.may_save():
+                return await _loop(wired, termination)
+        except UnfilledRolloutError as error:
+            opened.recorder.record_unfilled(error)
+            raise
 
 
 async def _open(config: Config, stack: AsyncExitStack) -> Opened:

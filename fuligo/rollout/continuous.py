@@ -8,11 +8,11 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from fuligo.errors import RolloutError
-from fuligo.rollout.dynamic_sampling import too_many_dropped
+from fuligo.rollout.dynamic_sampling import HOPELESS_GROUPS, HOPELESS_ROLLOUTS, too_many_dropped
 from fuligo.rollout.group_tasks import GroupTasks, snapshot
-from fuligo.rollout.judging import STALE, FailureWatch, drop_reason, judged
+from fuligo.rollout.judging import STALE, FailureWatch, drop_reason, equal_rewards, judged
 from fuligo.rollout.metrics import continuous_metrics, epoch_metric, sample_metrics
-from fuligo.rollout.protocol import Rollout, RolloutState
+from fuligo.rollout.protocol import Rollout, RolloutState, UnfilledRolloutError
 from fuligo.rollout.runner import RunnerParts
 from fuligo.rollout.source import continuation, first_version
 from fuligo.types import SampleGroup, SampleStatus
@@ -198,10 +198,13 @@ class ContinuousRunner:
         """Raise RolloutError if too many groups fail or are dropped to ever fill a rollout."""
         size, reasons = self._parts.flags.rollout_batch_size, self._since.reasons
         num_dropped = reasons.total() - reasons[STALE]
-        if len(self._queue) < size and num_dropped >= self._parts.flags.max_sampling_waves * size:
+        hopeless = not self._queue and num_dropped >= max(HOPELESS_ROLLOUTS * size, HOPELESS_GROUPS)
+        if hopeless or (len(self._queue) < size and num_dropped >= self._parts.flags.max_sampling_waves * size):
             self._failures.refuse_mass_failure(self._next_step)
             tried = f"{num_dropped + len(self._queue)} prompts (--max-sampling-waves {self._parts.flags.max_sampling_waves})"
-            raise too_many_dropped(tried, len(self._queue), size, reasons)
+            error = too_many_dropped(tried, len(self._queue), size, reasons)
+            alike = equal_rewards(self._since.dropped, self._parts.reward_key)
+            raise UnfilledRolloutError(f"{error} Dropped groups: {alike}." if alike else str(error), self._next_step, self._since.dropped)
 
     def _is_stale(self, group: SampleGroup) -> bool:
         """Return whether the weights that would train the group are too new for its oldest token."""

@@ -13,6 +13,10 @@ from dataclasses import KW_ONLY, dataclass
 
 from fuligo.errors import RolloutError
 
+HOPELESS_ROLLOUTS = 10
+HOPELESS_GROUPS = 64
+"""Dropped groups, in rollouts and at least in groups, after which a rollout that kept none fails; `--max-sampling-waves` bounds others."""
+
 
 @dataclass(eq=False)
 class DynamicSampling:
@@ -59,14 +63,20 @@ class DynamicSampling:
 
     @property
     def exhausted(self) -> bool:
-        """True if all allowed waves have begun."""
-        return self.num_waves == self.max_waves
+        """True if all allowed waves have begun, or so many groups were dropped and none kept that it is time to give up."""
+        hopeless = len(self.dropped) >= max(HOPELESS_ROLLOUTS * self.target, HOPELESS_GROUPS)
+        return self.num_waves == self.max_waves or (hopeless and not self._kept)
+
+    @property
+    def num_kept(self) -> int:
+        """Groups that were not dropped, surplus included."""
+        return len(self._kept)
 
     def begin_wave(self) -> None:
         """Count a new wave.
 
         Raises:
-            RolloutError: `max_waves` waves did not fill the rollout
+            RolloutError: `max_waves` waves did not fill the rollout, or nothing was kept of many groups
         """
         if self.exhausted:
             tried = f"{self.num_waves} sampling waves ({self.num_submitted} prompts)"

@@ -60,6 +60,13 @@ def drop_reason(group: SampleGroup, num_samples: int, group_filter: GroupFilter 
     return group_filter(samples) if group_filter is not None else None
 
 
+def equal_rewards(groups: Iterable[SampleGroup], reward_key: str | None) -> str:
+    """Return `38 with every reward 0, 2 with every reward 1` for the groups without signal; empty if there are none."""
+    values = [{sample.reward_value(reward_key) for sample in usable(group.samples)} for group in groups]
+    alike = Counter(of_group.pop() for of_group in values if len(of_group) == 1)
+    return ", ".join(f"{count} with every reward {value:g}" for value, count in alike.most_common(3))
+
+
 class FailureWatch:
     """Outcomes of the last groups; ends a run in which nearly all of them fail and which would only use up the data.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from fuligo.engines.engine import PauseMode
 from fuligo.engines.generation import EngineLoad, SamplingParams
+from fuligo.errors import RolloutError
 from fuligo.types import Prompt, Sample, SampleGroup
 
 
@@ -137,3 +138,12 @@ class Rollout:
     @property
     def kept(self) -> list[SampleGroup]:
         return [group for group in self.groups if group.kept]
+
+
+class UnfilledRolloutError(RolloutError):
+    """Rollout that ended before enough groups were kept; holds its groups, so that they can be recorded."""
+
+    def __init__(self, text: str, step: int, groups: Sequence[SampleGroup]) -> None:
+        super().__init__(text)
+        self.step = step
+        self.groups = groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -15,9 +15,9 @@ from fuligo.rollout.aligned_start import aligned_start
 from fuligo.rollout.dynamic_sampling import DynamicSampling
 from fuligo.rollout.filters import SampleFilter
 from fuligo.rollout.group_tasks import GroupTasks
-from fuligo.rollout.judging import ABORTED, SURPLUS, FailureWatch, drop_reason
+from fuligo.rollout.judging import ABORTED, SURPLUS, FailureWatch, drop_reason, equal_rewards
 from fuligo.rollout.metrics import RolloutCounts, epoch_metric, sample_metrics, sampling_metrics
-from fuligo.rollout.protocol import Draw, EngineControl, GroupFilter, GroupStream, RewardFn, Rollout, RolloutState
+from fuligo.rollout.protocol import Draw, EngineControl, GroupFilter, GroupStream, RewardFn, Rollout, RolloutState, UnfilledRolloutError
 from fuligo.rollout.sampler import Sampler
 from fuligo.types import SampleGroup
 
@@ -101,7 +101,9 @@ class RolloutRunner:
         run.aborted = sorted(unfinished, key=lambda group: group.index)
         self._parts.source.put_back(run.aborted)
         if failure is not None:
-            raise failure
+            groups = run.sorted_out(kept=())
+            alike = equal_rewards([group for group in groups if group.index in run.sampling.dropped], self._parts.reward_key)
+            raise UnfilledRolloutError(f"{failure} Dropped groups: {alike}." if alike else str(failure), step, groups) from failure
         run.counts.elapsed_s = time.monotonic() - started_s
         return self._conclude(run)
 
@@ -109,6 +111,7 @@ class RolloutRunner:
         """Submit waves and judge finished groups until the rollout is complete."""
         while not run.sampling.complete:
             if run.sampling.needs_wave:
+                run.log_wave(self._parts.reward_key)
                 if run.sampling.exhausted:
                     self._failures.refuse_mass_failure(run.step)
                 run.sampling.begin_wave()
@@ -130,13 +133,7 @@ class RolloutRunner:
 
     def _conclude(self, run: _Run) -> Rollout:
         """Mark every group kept or dropped, and apply the sample filter to those kept."""
-        chosen = set(run.sampling.chosen())
-        aborted = {group.index for group in run.aborted}
-        for index, group in run.groups.items():
-            group.kept = index in chosen
-            if not group.kept:
-                group.drop_reason = run.sampling.dropped.get(index, ABORTED if index in aborted else SURPLUS)
-        groups = [run.groups[index] for index in sorted(run.groups)]
+        groups = run.sorted_out(run.sampling.chosen())
         if self._parts.sample_filter is not None:
             self._parts.sample_filter([group for group in groups if group.kept])
         metrics = sample_metrics(groups, reward_key=self._parts.reward_key, policy_version=run.version)
@@ -156,6 +153,32 @@ class _Run:
     """All drawn groups, by index."""
     aborted: list[SampleGroup] = field(default_factory=list)
     counts: RolloutCounts = field(default_factory=RolloutCounts)
+
+    def sorted_out(self, kept: Collection[int]) -> list[SampleGroup]:
+        """Return all groups by index, each marked as kept or with the reason why it is not."""
+        aborted = {group.index for group in self.aborted}
+        for index, group in self.groups.items():
+            group.kept = index in kept
+            if not group.kept:
+                group.drop_reason = self.sampling.dropped.get(index, ABORTED if index in aborted else SURPLUS)
+        return [self.groups[index] for index in sorted(self.groups)]
+
+    def log_wave(self, reward_key: str | None) -> None:
+        """Log what the waves so far gave, as a warning if that is nothing."""
+        sampling = self.sampling
+        if sampling.num_waves == 0:
+            return
+        alike = equal_rewards([self.groups[index] for index in sampling.dropped], reward_key)
+        logger.log(
+            logging.INFO if sampling.num_kept else logging.WARNING,
+            "rollout %d after wave %d: kept %d of %d groups, dropped %d%s",
+            self.step,
+            sampling.num_waves,
+            sampling.num_kept,
+            sampling.target,
+            len(sampling.dropped),
+            f" ({alike})" if alike else "",
+        )
 
     def add(self, draw: Draw) -> None:
         self.sampling.submit(group.index for group in draw.groups)

@@ -21,6 +21,10 @@ async def fails_on_some(args, sample: Sample) -> float:
     return math.nan if position == 8 else float(sample.index % 3)
 
 
+def always_wrong(args, sample: Sample) -> float:
+    return 0.0
+
+
 def fails_on_all(args, sample: Sample) -> float:
     raise ValueError("the judge is out for lunch")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -47,6 +48,27 @@ def test_a_reward_that_fails_on_some_samples_fails_those_samples(job: Job, tmp_p
 def test_a_reward_that_fails_on_all_samples_ends_the_run(job: Job, tmp_path: Path) -> None:
     said = fail(1, *job(rm_type=None, custom_rm_path="tests.e2e.rewards.fails_on_all", run_dir=tmp_path / "run"))
     assert "fails_on_all raised ValueError: the judge is out for lunch" in said
+
+
+def test_a_hopeless_rollout_ends_early_and_shows_why(job: Job, tmp_path: Path) -> None:
+    """Every wave is reported, and the dropped samples are on disk."""
+    said = fail(
+        1,
+        *job(
+            rm_type=None,
+            custom_rm_path="tests.e2e.rewards.always_wrong",
+            dynamic_sampling_filter_path="fuligo.rollout.filters.check_reward_nonzero_std",
+            rollout_max_response_len=2,
+            run_dir=tmp_path / "run",
+        ),
+    )
+    said = " ".join(said.split())
+    assert "rollout 0 after wave 1: kept 0 of" in (tmp_path / "run" / "log.txt").read_text()
+    assert re.search(r"dropped: (\d+) by check_reward_nonzero_std\..* Dropped groups: \1 with every reward 0\.", said), said
+    dropped = sample_rows(tmp_path / "run", "kept", "drop_reason", "reward")
+    assert len(dropped) >= 64 * 4
+    assert not any(row["kept"] for row in dropped)
+    assert {row["drop_reason"] for row in dropped if row["reward"] is not None} <= {"check_reward_nonzero_std", "surplus"}
 
 
 @pytest.mark.parametrize(("number", "said"), [("SIGKILL", "ended with exit code -9"), ("SIGSTOP", "no answer within 10 s")])

@@ -12,7 +12,7 @@ import pytest
 from fuligo.engines.generation import Generation, SamplingParams
 from fuligo.errors import EngineError, RolloutError
 from fuligo.rollout.producer import PacedRollouts
-from fuligo.rollout.protocol import Rollout
+from fuligo.rollout.protocol import Rollout, UnfilledRolloutError
 from fuligo.types import Sample, SampleStatus
 from tests.unit.rollout.continuous_world import ContinuousWorld, continuous, pass_ticks, saved
 from tests.unit.rollout.scripted import ScriptedEngine, ScriptedReward, by_row, drop_rows, rows_where, samples_of, token
@@ -305,6 +305,12 @@ class TestTheEnd:
         given = continuous(group_filter=lambda samples: "zero_std", max_sampling_waves=3)
         with pytest.raises(RolloutError, match=r"6 prompts .* gave 0 of the 2 groups needed; dropped: 6 by zero_std\. If all responses"):
             await given.runner.rollout(0)
+
+    async def test_a_rollout_of_which_nothing_is_kept_ends_it_early(self):
+        given = continuous(group_filter=lambda samples: "zero_std")
+        with pytest.raises(UnfilledRolloutError, match=r"^64 prompts") as raised:
+            await given.runner.rollout(0)
+        assert len(raised.value.groups) == 64
 
     async def test_many_drops_in_many_rollouts_do_not_end_it(self):
         given = continuous(group_filter=drop_rows(*range(0, 90, 3)), max_sampling_waves=2)

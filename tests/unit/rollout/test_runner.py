@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass, field
 
 import pytest
 
 from fuligo.errors import RolloutError
-from fuligo.rollout.protocol import Rollout
+from fuligo.rollout.protocol import Rollout, UnfilledRolloutError
 from fuligo.types import SampleGroup, SampleStatus
-from tests.unit.rollout.scripted import Rows, ScriptedEngine, by_row, drop_rows, rows_where, samples_of, world
+from tests.unit.rollout.scripted import Rows, ScriptedEngine, ScriptedReward, by_row, drop_rows, rows_where, samples_of, world
 
 
 @dataclass
@@ -136,9 +137,18 @@ async def test_what_waits_for_its_turn_when_the_rollout_is_full_is_never_sent():
 
 async def test_a_filter_that_drops_everything_ends_the_run_clearly_and_loses_no_prompt():
     given = world(group_filter=lambda samples: "dull", over_sampling_batch_size=3, max_sampling_waves=4)
-    with pytest.raises(RolloutError, match=r"4 sampling waves .* gave 0 of the 2 groups.*by dull"):
+    with pytest.raises(UnfilledRolloutError, match=r"4 sampling waves .* gave 0 of the 2 groups.*by dull") as raised:
         await given.runner.rollout(0)
     assert given.engine.num_running == 0
+    assert raised.value.step == 0
+    assert {group.drop_reason for group in raised.value.groups} <= {"dull", "aborted", "surplus"}
+
+
+async def test_a_rollout_of_which_nothing_is_kept_ends_long_before_the_last_wave(caplog: pytest.LogCaptureFixture):
+    given = world(reward=ScriptedReward(lambda row, index: 0.0), group_filter=lambda samples: "dull")
+    with pytest.raises(RolloutError, match=r"^3\d sampling waves .* gave 0 of the 2 .*Dropped groups: 6\d with every reward 0\.$"):
+        await given.runner.rollout(0)
+    assert re.fullmatch(r"rollout 0 after wave 1: kept 0 of 2 groups, dropped ([12]) \(\1 with every reward 0\)", caplog.messages[0])
 
 
 async def test_the_sample_filter_sees_the_kept_groups_and_may_change_them():

@@ -3,6 +3,7 @@
 Inference servers start processes of their own and stop them only if they end normally. The guard leads the command's process group, adopts
 every orphan below it, and ends them all when the command ends, on SIGTERM, or when its standard input closes, which happens however its
 parent dies. It also removes their files in shared memory: torch and multiprocessing leave that to helper processes, which are killed too.
+If the guard itself is killed, the kernel kills the command; `engines.orphans` finds what else is left.
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ import json
 import os
 import select
 import signal
+import stat
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Literal
 
 POLL_S = 0.05
 LOOK_S = 2.0
 """Interval between listings of shared files: when a server's first process is killed, the others may end before the guard lists theirs."""
-PR_SET_CHILD_SUBREAPER = 36
-"""Option of Linux's prctl(2): orphans below this process become its children."""
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+"""Options of Linux's prctl(2): a signal to this process when its parent ends; orphans below this process become its children."""
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 SHORTEST_SECRET = 4
 _HIDDEN = "FULIGO_GUARD_HIDES"
 """Variable of the guard, not of its command: texts to hide, as JSON."""
@@ -49,7 +54,14 @@ def main(command: Sequence[str], grace_s: float) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C ends
     secrets = json.loads(os.environ.pop(_HIDDEN, "[]"))
     output, errors = (subprocess.PIPE, subprocess.STDOUT) if secrets else (None, None)
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True)
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=errors,
+        start_new_session=True,
+        preexec_fn=partial(_end_with, os.getpid()),  # noqa: PLW1509  # the guard still has one thread
+    )
     copying = threading.Thread(target=_copy_without, args=(child.stdout, [secret.encode() for secret in secrets]), daemon=True)
     if secrets:
         copying.start()
@@ -63,8 +75,7 @@ def main(command: Sequence[str], grace_s: float) -> int:
     code = _end(child, grace_s)
     if secrets:
         copying.join(timeout=grace_s)  # the last lines, which say why it ended
-    for file in shared:
-        file.unlink(missing_ok=True)
+    _remove(shared)
     return code if code >= 0 else 128 - code
 
 
@@ -91,8 +102,16 @@ class _Flag:
 
 def _adopt_orphans() -> None:
     """Become the parent of orphans below this process; on systems other than Linux, only the process group is ended."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if _LIBC is not None:
+        _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _end_with(guard: int) -> None:
+    """Have this process, a fork of the guard that becomes the command, killed when the guard ends."""
+    if _LIBC is not None:
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != guard:  # it ended before the call
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _parent_has_ended() -> bool:
@@ -109,9 +128,17 @@ def _end(child: subprocess.Popen[bytes], grace_s: float) -> int:
         family.update(_descendants(os.getpid()))
         _wait_for_end(child, grace_s, force=True)
     code = child.wait()
-    for file in _tensor_files(family):
-        file.unlink(missing_ok=True)
+    _remove(_tensor_files(family))
     return code
+
+
+def _remove(files: Iterable[Path]) -> None:
+    """Delete the files that belong to this user; anybody may create others under such names."""
+    for file in files:
+        with suppress(OSError):
+            status = file.lstat()
+            if status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode):
+                file.unlink()
 
 
 def _wait_for_end(child: subprocess.Popen[bytes], timeout_s: float, *, force: bool = False) -> bool:
@@ -151,7 +178,7 @@ def _mapped_inodes(pid: int) -> Iterator[int]:
 
 def _inode(file: Path) -> int | None:
     try:
-        return file.stat().st_ino
+        return file.lstat().st_ino  # a link of another user may lead to a disk that does not answer
     except FileNotFoundError:
         return None
 

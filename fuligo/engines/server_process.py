@@ -15,16 +15,19 @@ from typing import Any
 
 from fuligo.config.secret import Environment, Secret
 from fuligo.engines import guard
+from fuligo.engines.orphans import MARK, end_marked, new_mark
 from fuligo.errors import EngineError
 
 POLL_S = 0.1
 NUM_LOG_LINES = 20
 GRACE_S = 10.0
 """Time for a server to end by itself."""
+ORPHANS_TIMEOUT_S = 60.0
+"""Time for killed processes to end: the kernel first frees their memory, which may be terabytes."""
 
 
 class ServerProcess:
-    """Command under `engines.guard`. It ends with this process, however that ends.
+    """Command under `engines.guard`. It ends with this process, however that ends; `stop` also ends what a killed guard left.
 
     Args:
         name: name in messages: `engine 3`, `router`
@@ -47,6 +50,8 @@ class ServerProcess:
         self.name = name
         self.log_file = log_file
         self._grace_s = grace_s
+        mark = new_mark()
+        self._mark = mark[MARK]
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as log:
             self._process = subprocess.Popen(
@@ -54,7 +59,7 @@ class ServerProcess:
                 stdin=subprocess.PIPE,  # open as long as this process lives
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {}), **guard.hiding(secrets)},
+                env={**os.environ, **(environment or {}), **mark, **guard.hiding(secrets)},
                 process_group=0,  # Ctrl-C in a terminal reaches this process alone
             )
 
@@ -99,7 +104,11 @@ class ServerProcess:
             await asyncio.sleep(POLL_S)
 
     async def stop(self) -> None:
-        """Stop it; return when it and all its children have ended."""
+        """Stop it; return when it and all its children have ended.
+
+        Raises:
+            EngineError: some of them cannot be ended, so a new server would lack their memory
+        """
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -108,6 +117,7 @@ class ServerProcess:
         except TimeoutError:
             self._process.kill()
             await self.ended()
+        await asyncio.to_thread(end_marked, self._mark, self.name, ORPHANS_TIMEOUT_S)
 
     def _ending(self) -> str:
         code = self._process.returncode

@@ -17,7 +17,7 @@ from fuligo.engines.guard import LOOK_S
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
 from fuligo.errors import EngineError
-from tests.e2e.processes import descendants, nothing_left_in_shared_memory
+from tests.e2e.processes import alive, descendants, nothing_left_in_shared_memory
 from tests.sglang.conftest import fleet_settings
 
 PROMPT = list(range(20, 60))
@@ -80,13 +80,15 @@ async def test_engine_and_router_come_back(fleet: Fleet, number: signal.Signals)
     assert {worker.url for worker in await fleet.router.workers()} == set(fleet.group.urls)
     assert len((await fleet.group.clients[-1].generate(PROMPT, SHORT, rid="again")).output_ids) == 4
 
-    # The router dies; requests wait for its successor, which knows the engines.
-    os.kill(next(iter(descendants(fleet.router.process.pid))), signal.SIGKILL)
+    # The router dies with its guard; requests wait for its successor, which knows the engines.
+    dead_router = descendants(fleet.router.process.pid)
+    os.kill(fleet.router.process.pid, signal.SIGKILL)
     generations = await asyncio.gather(*(fleet.group.generate(PROMPT, SHORT, rid=f"after-{n}", timeout_s=120) for n in range(4)))
     assert all(len(generation.output_ids) == 4 for generation in generations)
     while {worker.url for worker in await fleet.router.workers()} != set(fleet.group.urls):
         assert not watch.done()
         await asyncio.sleep(0.1)
+    assert dead_router and not alive(dead_router)
 
     watch.cancel()
     pids = [
@@ -94,6 +96,27 @@ async def test_engine_and_router_come_back(fleet: Fleet, number: signal.Signals)
     ]
     await fleet.stop()
     assert not [pid for pid in pids if exists(pid)]
+
+
+@pytest.mark.slow
+async def test_an_engine_whose_guard_is_killed_restarts_when_its_processes_are_gone(
+    checkpoint: Path, claims: PortClaims, tmp_path: Path
+) -> None:
+    """tests/unit/engines/test_server_process.py tests the same with a server that leaves more behind."""
+    fleet = await Fleet.launch(fleet_settings(checkpoint, claims, tmp_path, num_engines=1))
+    try:
+        victim = fleet.servers[0].process
+        below = descendants(victim.pid)
+        watch = asyncio.create_task(fleet.watch())
+        os.kill(victim.pid, signal.SIGKILL)
+        while fleet.servers[0].process is victim:
+            assert not watch.done()
+            await asyncio.sleep(0.01)
+        assert len(below) > 1 and not alive(below)
+        await fleet.servers[0].wait_ready()
+        watch.cancel()
+    finally:
+        await fleet.stop()
 
 
 async def test_without_fault_tolerance_the_end_names_the_engine(

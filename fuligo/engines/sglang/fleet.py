@@ -315,12 +315,12 @@ class Fleet:
         if self._router_is_stuck:
             self._router_is_stuck = False
             logger.warning("restarting the router to retry requests of a lost machine on other engines")
-            await self.router.stop()
         else:
             if not self._settings.restart or self._router_restarts == MAX_RESTARTS:
                 self.router.process.check_alive()
             self._router_restarts += 1
             logger.warning("the router died; restarting it")
+        await self.router.stop()
         self.router = await launch_router(self._settings.router)
         for engine in self._engines:
             if engine.client in self.group.clients:

@@ -95,6 +95,55 @@ def test_a_killed_starter_takes_its_servers_along(tmp_path: Path) -> None:
     assert_all_end(pids)
 
 
+async def test_a_killed_guard_takes_its_server_along_and_stop_ends_what_is_left(tmp_path: Path) -> None:
+    """The kernel kills the server at once; `stop`, which precedes every restart, kills the workers that nobody watches any more."""
+    process, pids = start(tmp_path, "time.sleep(600)")
+    os.kill(process.pid, signal.SIGKILL)
+    _, server, *workers = pids
+    assert_all_end([server])
+    assert all(alive(pid) for pid in workers)
+    await process.ended()
+    await process.stop()
+    assert not any(alive(pid) for pid in workers)
+
+
+def test_a_killed_starter_and_guard_leave_no_server(tmp_path: Path) -> None:
+    note = tmp_path / "pids"
+    server = "import os, sys, time; print(os.getpid(), file=open(sys.argv[1], 'w'), flush=True); time.sleep(600)"
+    starter = subprocess.Popen([sys.executable, "-c", STARTER, server, str(note), str(tmp_path / "engine.txt")])
+    [pid] = server_pids(note)
+    guard = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(starter.pid, signal.SIGSTOP)
+    os.kill(guard, signal.SIGKILL)
+    os.kill(starter.pid, signal.SIGKILL)
+    starter.wait()
+    assert_all_end([pid])
+
+
+def test_the_command_never_starts_when_the_guard_ends_before_it() -> None:
+    """The signal of prctl is for parents that end later."""
+    ended = subprocess.run(
+        [sys.executable, "-c", "import os; from fuligo.engines.guard import _end_with; _end_with(os.getppid() + 1); print('started')"],
+        capture_output=True,
+        check=False,
+        timeout=240,
+    )
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, b"")
+
+
+async def test_stop_names_processes_that_cannot_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, pids = start(tmp_path, "time.sleep(600)")
+    os.kill(process.pid, signal.SIGKILL)
+    await process.ended()
+    with monkeypatch.context() as patch:
+        patch.setattr("fuligo.engines.orphans.os.kill", lambda *_: None)  # as if they hung in a driver
+        patch.setattr("fuligo.engines.server_process.ORPHANS_TIMEOUT_S", 0.2)
+        with pytest.raises(EngineError, match=r"cannot free the memory of engine 0: its processes \d+, \d+ did not end within 0\.2 s"):
+            await process.stop()
+    await process.stop()
+    assert_all_end(pids)
+
+
 async def test_workers_end_with_a_server_that_crashes_and_the_log_says_why(tmp_path: Path) -> None:
     process, pids = start(tmp_path, "print('out of pages', flush=True); os._exit(3)")
 
@@ -143,14 +192,17 @@ def test_what_forced_processes_share_goes_with_them(tmp_path: Path) -> None:
     assert queue.exists()
     other = Path(f"/dev/shm/torch_{pid}1_1_0")  # of a process that has nothing to do with it
     other.touch()
+    planted = Path(f"/dev/shm/torch_{pid}_0_planted")  # another user may use any name
+    planted.mkdir()
     try:
         asyncio.run(process.stop())
-        assert not tensors_of(pid)
+        assert tensors_of(pid) == [planted]
         assert not any(lock.exists() for lock in locks)
         assert not queue.exists()
         assert other.exists()
     finally:
         other.unlink()
+        planted.rmdir()
 
 
 async def test_a_server_that_is_killed_is_said_to_be(tmp_path: Path) -> None:

@@ -26,17 +26,18 @@ def scratch_root() -> Path:
 
 @contextmanager
 def scratch_directory(root: Path) -> Iterator[Path]:
-    """Yield a new directory under `root` and delete it at the end.
+    """Yield a new directory under `root` that no other user can enter, and delete it at the end.
 
     Its user holds a lock on it that ends with the process, so directories that a killed process left behind are recognised and deleted
-    first.
+    first. What other users have put under `root` is neither followed nor waited for.
+
+    Raises:
+        WeightSyncError: `root` cannot be written.
     """
     for abandoned in root.glob(f"{PREFIX}*"):
         _remove_unlocked(abandoned)
-    unlocked = Path(tempfile.mkdtemp(prefix="new-", dir=root))
-    lock = os.open(unlocked, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    directory = unlocked.rename(root / f"{PREFIX}{unlocked.name}")  # The final name exists only while the lock is held.
+    with filling(root):
+        directory, lock = _new_locked(root)
     try:
         yield directory
     finally:
@@ -60,11 +61,38 @@ def filling(directory: Path) -> Iterator[None]:
         ) from error
 
 
+def _new_locked(root: Path) -> tuple[Path, int]:
+    """Make a directory and lock it; return the descriptor that holds the lock."""
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))  # with mode 0700
+        with suppress(FileNotFoundError, BlockingIOError):  # another process of this user took it for abandoned before it was locked
+            lock = _lock(directory)
+            if directory.exists():
+                return directory, lock
+            os.close(lock)
+
+
 def _remove_unlocked(directory: Path) -> None:
-    with suppress(OSError):  # It belongs to another user, is already gone, or is in use.
-        lock = os.open(directory, os.O_RDONLY)
+    with suppress(OSError):  # It is not ours, is already gone, or is in use.
+        lock = _lock(directory)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(directory)
         finally:
             os.close(lock)
+
+
+def _lock(directory: Path) -> int:
+    """Lock a directory of this user; return its descriptor.
+
+    Raises:
+        OSError: it is in use or gone, belongs to another user, or is not a directory: anybody may put links and pipes there.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError(f"{directory} belongs to another user")
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

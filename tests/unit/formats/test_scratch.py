@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -59,3 +61,50 @@ def test_what_a_killed_process_left_is_removed_by_the_next_and_nothing_in_use_is
         assert (in_use / "model.safetensors").read_bytes() == b"weights"
     users[1].communicate()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_others_planted_is_neither_followed_nor_waited_for(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "shm", tmp_path / "elsewhere"
+    root.mkdir(mode=0o1777)
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_bytes(b"kept")
+    os.mkfifo(root / "fuligo-weights-pipe")
+    (root / "fuligo-weights-link").symlink_to(elsewhere)
+    (root / "fuligo-weights-dangling").symlink_to(root / "nowhere")
+    (root / "fuligo-weights-file").write_bytes(b"")
+    planted = set(root.iterdir())
+    # In a process of its own, so that a pipe that is waited for does not hold up the tests.
+    user = subprocess.run(
+        [sys.executable, "-c", USER, str(root)], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=240
+    )
+    assert Path(user.stdout.strip()).parent == root
+    assert set(root.iterdir()) == planted
+    assert (elsewhere / "precious").read_bytes() == b"kept"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a directory away")
+def test_a_directory_of_another_user_is_left_alone(tmp_path: Path) -> None:
+    foreign = tmp_path / "fuligo-weights-foreign"
+    foreign.mkdir(mode=0o777)
+    (foreign / "model.safetensors").write_bytes(b"weights")
+    os.chown(foreign, 65534, 65534)
+    with scratch_directory(tmp_path):
+        pass
+    assert (foreign / "model.safetensors").exists()
+
+
+def test_nobody_else_may_enter_whatever_the_umask_says(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with scratch_directory(tmp_path) as directory:
+            assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    finally:
+        os.umask(before)
+
+
+def test_a_root_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with (
+        pytest.raises(WeightSyncError, match=r"cannot write weights for the engines to .*missing"),
+        scratch_directory(tmp_path / "missing"),
+    ):
+        pass

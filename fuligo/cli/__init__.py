@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from fuligo.errors import ConfigError, FuligoError
+from fuligo.limits import raise_open_files
 
 COMMANDS = {
     "quickstart": "train a tiny model with GRPO on this machine: about a minute, no GPU",
@@ -39,6 +40,7 @@ def program(argv: Sequence[str] | None = None) -> NoReturn:
     # Engine and trainer take turns on the same cores. GNU OpenMP's idle threads spin for milliseconds by default, which takes cores from
     # the other side; tens of microseconds bridge the gaps between parallel regions of one training step.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    raise_open_files()  # also for engines, router and trainer ranks, which this process starts
     code = main(argv)
     if any(thread.daemon for thread in threading.enumerate()):
         sys.stdout.flush()

@@ -15,6 +15,7 @@ from fuligo.engines.ports import PortClaims
 from fuligo.engines.server_process import last_lines
 from fuligo.engines.sglang.server import ServerPorts, ServerSettings, SGLangServer
 from fuligo.errors import EngineError
+from fuligo.limits import raise_open_files
 
 POLL_S = 0.5
 APPEARANCE_TIMEOUT_S = 10.0
@@ -33,6 +34,7 @@ class NodeAgent:
 
         os.environ.update(secrets.reveal())
         use_interface_of(host)
+        raise_open_files()  # also for the engines, which this process starts
         self._host = host
         self._gpus = in_physical_order(ray.get_gpu_ids())
         self._claims = PortClaims()

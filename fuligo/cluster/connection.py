@@ -18,6 +18,7 @@ from fuligo.cluster.node import head_command, head_is_open, start_node
 from fuligo.config.launcher import ADDRESS_VARIABLE
 from fuligo.engines.ports import PortClaims
 from fuligo.errors import ConfigError
+from fuligo.limits import num_cores
 
 ANSWER_TIMEOUT_S = 10.0
 LOOPBACK = "127.0.0.1"
@@ -44,7 +45,7 @@ async def connected(*, num_slots: int, device: str, several_nodes: bool, log_fil
         with _driver(os.environ.get(ADDRESS_VARIABLE, "auto")):
             yield
         return
-    num_cpus = max(num_slots, os.cpu_count() or 1)
+    num_cpus = max(num_slots, num_cores())
     with PortClaims() as claims:
         port = claims.claim()
         head = start_node("Ray", head_command(port, num_cpus=num_cpus, num_gpus=0 if device == "cpu" else None), log_file, {})

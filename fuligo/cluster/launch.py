@@ -23,6 +23,7 @@ from fuligo.config.launcher import ADDRESS_VARIABLE
 from fuligo.engines.host import own_address
 from fuligo.engines.server_process import last_lines
 from fuligo.errors import ConfigError, EngineError
+from fuligo.limits import num_cores
 
 POLL_S = 0.5
 Device = Literal["auto", "cpu", "cuda"]
@@ -191,4 +192,4 @@ def slots_here(num_slots: int, device: Device, environment: Mapping[str, str] = 
             f"cannot offer {num_slots} GPUs of this machine ({socket.gethostname()}): CUDA_VISIBLE_DEVICES={visible} leaves {num_visible}; "
             f"write slots={num_visible} for it in the host file (or --slots {num_visible}), or set CUDA_VISIBLE_DEVICES"
         )
-    return Slots(max(os.cpu_count() or 1, num_slots), num_slots)
+    return Slots(max(num_cores(), num_slots), num_slots)

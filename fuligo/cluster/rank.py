@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from fuligo.cluster.interface import use_interface_of
 from fuligo.config.secret import Environment
 from fuligo.engines.server_process import last_lines
+from fuligo.limits import raise_open_files
 from fuligo.trainer.ranks.handle import RankHandle, RankLostError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class TrainerRank:
         os.environ.update(secrets.reveal())
         _redirect_output(Path(log_file))
         use_interface_of(host)
+        raise_open_files()
         from fuligo.trainer.ranks.executor import RankExecutor
         from fuligo.trainer.ranks.rank import Rank
 

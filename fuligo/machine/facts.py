@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fuligo.limits import available_memory_bytes, memory_bytes, num_cores, raise_open_files
 from fuligo.machine.nvidia import Gpus, read_gpus
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -53,12 +53,15 @@ class Machine:
     """Reason why torch cannot be imported."""
     gpus: Gpus = field(default_factory=Gpus)
     num_cores: int = 1
-    """Number of cores that this process may use."""
+    """Number of cores that this process may use: affinity and quota of its container."""
     memory_bytes: int = 0
+    """Memory of the machine, or the limit of its container."""
+    available_memory_bytes: int = 0
+    """Memory that is not in use."""
     shared_memory_bytes: int | None = None
     """Free bytes in /dev/shm; None if it does not exist."""
     num_open_files: int = 1024
-    """Soft limit per process (`ulimit -n`)."""
+    """Most files that a process can open (`ulimit -Hn`); commands raise the soft limit to it."""
 
 
 def read_machine() -> Machine:
@@ -70,10 +73,11 @@ def read_machine() -> Machine:
         torch=torch,
         torch_problem=problem,
         gpus=read_gpus(),
-        num_cores=len(os.sched_getaffinity(0)),
-        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        num_cores=num_cores(),
+        memory_bytes=memory_bytes(),
+        available_memory_bytes=available_memory_bytes(),
         shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
-        num_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        num_open_files=raise_open_files(),
     )
 
 

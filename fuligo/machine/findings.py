@@ -70,7 +70,7 @@ def _devices(machine: Machine) -> list[Finding]:
 def _system(machine: Machine) -> list[Finding]:
     return [
         Finding("cores", f"{machine.num_cores} usable"),
-        Finding("memory", f"{machine.memory_bytes / GIB:.1f} GiB"),
+        Finding("memory", f"{machine.available_memory_bytes / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB available"),
         Finding("open files", f"{machine.num_open_files} per process"),
     ]
 

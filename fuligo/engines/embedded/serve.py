@@ -6,8 +6,6 @@ import asyncio
 import gc
 import json
 import logging
-import os
-import resource
 import signal
 import socket
 import sys
@@ -27,6 +25,7 @@ from fuligo.engines.embedded.http_api import Api, wake
 from fuligo.engines.embedded.kv_cache import length_class
 from fuligo.engines.embedded.model import DTYPES, EngineModel
 from fuligo.errors import ConfigError
+from fuligo.limits import available_memory_bytes, num_cores, raise_open_files
 
 logger = logging.getLogger(__name__)
 GIL_SWITCH_S = 2e-4
@@ -55,9 +54,9 @@ def serve(settings: ServeSettings, listener: socket.socket) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     transformers.utils.logging.disable_progress_bar()
     sys.setswitchinterval(GIL_SWITCH_S)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one connection per request in flight
-    torch.set_num_threads(settings.num_threads or max(1, torch.get_num_threads() - 1))  # the server's event loop needs a core
+    raise_open_files()
+    usable = min(torch.get_num_threads(), num_cores())
+    torch.set_num_threads(settings.num_threads or max(1, usable - 1))  # the server's event loop needs a core
     # cuDNN's attention builds a plan for every new shape, and every decoding step has new shapes.
     torch.backends.cuda.enable_cudnn_sdp(False)
     model = _load(settings)
@@ -142,9 +141,7 @@ def affordable_tokens(model: EngineModel, max_running_requests: int) -> int:
         ConfigError: not even the shortest request fits
     """
     device = model.device.type
-    free_bytes = (
-        torch.cuda.mem_get_info(model.device)[0] if device == "cuda" else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    )
+    free_bytes = torch.cuda.mem_get_info(model.device)[0] if device == "cuda" else available_memory_bytes()
     fitting = int(MEMORY_SHARE[device] * free_bytes) // model.cache_shape.bytes_per_token(model.dtype)
     if fitting < length_class(1):
         raise ConfigError(f"{free_bytes / 2**20:.0f} MiB of free memory are too few for a KV cache; free some, or give --max-total-tokens")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from fuligo.limits import num_cores
 from fuligo.rollout.rewards.failure import FailureReason, NoVerdictError, RewardFailure
 
 _SCRIPT = Path(__file__).with_name("worker.py")
@@ -128,7 +128,7 @@ class WorkerPool:
         """
         self._judge = Path(__file__).with_name(judge)
         self._timeout_s = timeout_s
-        self._slots = asyncio.Semaphore(num_workers or min(4, os.cpu_count() or 1))
+        self._slots = asyncio.Semaphore(num_workers or min(4, num_cores()))
         self._idle: list[Worker] = []
         self._busy: set[Worker] = set()
 

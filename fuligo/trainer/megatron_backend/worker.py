@@ -1,6 +1,5 @@
 """Rank worker of the Megatron trainer: the same calls on all ranks, in the same order, each with the samples of its replica."""
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ from fuligo.formats.checkpoint_files import VALUE_MODEL, is_distributed
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.layout.flops import forward_flops
+from fuligo.limits import num_cores
 from fuligo.models.registry import architecture_of, names_of
 from fuligo.trainer.dtypes import sync_dtype
 from fuligo.trainer.host_memory import HostMemory
@@ -62,7 +62,7 @@ class MegatronRankWorker:
         self._load(chunks, settings.initial_weights)
         freeze_parameters(chunks, list(self.names.weights()), settings.trained)
         if settings.optimizer_place.on_cpu and world.device.type == "cuda":
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // torch.cuda.device_count()))  # all ranks of a node step at once
+            torch.set_num_threads(max(1, num_cores() // torch.cuda.device_count()))  # all ranks of a node step at once
         self._learner = Learner(chunks, settings, world)
         self.chunks, self.progress = self._learner.chunks, self._learner.progress
         self.critic = None if settings.critic is None else Critic(settings.critic, settings, self.names, world)

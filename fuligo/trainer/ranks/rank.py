@@ -62,6 +62,8 @@ class Rank:
         if settings.needs_process_group:
             store = HashStore() if rendezvous is None else rendezvous.connect()
             joined = world.join_trainer(settings, self.number, self._size, store)
+        else:
+            world.share_cores(1)
         self._worker = worker.build_worker(settings, joined)
         return self._worker.balance_by
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from fuligo.limits import num_cores
 from fuligo.trainer.ranks.settings import TrainerSettings
 
 
@@ -68,7 +69,7 @@ def join_world(rank: int, size: int, device_type: str, *, store: Store, timeout_
         dist.DistError: a rank did not join in time.
     """
     if device_type == "cpu":
-        torch.set_num_threads(min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // size)))
+        share_cores(size)
     device = torch.device(device_type, rank % torch.cuda.device_count()) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -80,3 +81,8 @@ def join_world(rank: int, size: int, device_type: str, *, store: Store, timeout_
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     objects = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout)) if size > 1 else None
     return World(rank, size, device, objects)
+
+
+def share_cores(num_processes: int) -> None:
+    """Limit torch's threads to this process's share of the usable cores. torch itself knows nothing of a container's quota."""
+    torch.set_num_threads(min(torch.get_num_threads(), max(1, num_cores() // num_processes)))

@@ -110,7 +110,7 @@ def test_weights_must_fit_into_shared_memory(checkpoint: Path) -> None:
 def test_a_connection_for_each_request_in_flight(checkpoint: Path) -> None:
     asked = config(checkpoint, "--rollout-concurrency", "1000")
     few = found(asked, replace(LAPTOP, num_open_files=1024))["open files"]
-    assert "ulimit -n 1256" in (few.problem or "")
+    assert "ulimit -Hn 1256" in (few.problem or "")
     assert found(asked, replace(LAPTOP, num_open_files=1256))["open files"].problem is None
 
 

@@ -1,0 +1,100 @@
+"""Cores, memory and open files that this process may use: those of its container where that has fewer than the machine."""
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+SYSTEM = Path("/")
+MAX_OPEN_FILES = 2**20
+"""Larger hard limits (containers have up to 2^30) are not used up: programs that close every possible descriptor would take minutes."""
+UNLIMITED_BYTES = 2**60
+"""Limits of cgroup v1 above this mean none."""
+
+
+def num_cores(system: Path = SYSTEM) -> int:
+    """Return the number of cores: those of the affinity mask, or the whole ones of a smaller cgroup quota, but at least 1.
+
+    Args:
+        system: root of the file system with `proc` and `sys`
+    """
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([affinity, *(int(quota) for quota in _cpu_quotas(system))]))
+
+
+def memory_bytes(system: Path = SYSTEM) -> int:
+    """Return the memory of the machine, or the smallest limit of this process's cgroups."""
+    return min([_meminfo_bytes("MemTotal", system), *(limit for limit, _ in _memory_limits(system))])
+
+
+def available_memory_bytes(system: Path = SYSTEM) -> int:
+    """Return the memory that can still be taken without swapping: that of the machine (MemAvailable), or what the cgroups' limits leave."""
+    return max(0, min([_meminfo_bytes("MemAvailable", system), *(limit - used for limit, used in _memory_limits(system))]))
+
+
+def raise_open_files() -> int:
+    """Raise the soft limit of open files to the hard one, for this process and those that it starts; return the limit.
+
+    Each request in flight needs a connection, and the usual soft limit is 1024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+def _cpu_quotas(system: Path) -> Iterator[float]:
+    """Yield the quotas of this process's cgroups, in cores."""
+    for directory in _cgroups("", system):
+        quota, _, period = _read(directory / "cpu.max").partition(" ")
+        if quota.isdecimal() and period.isdecimal():
+            yield int(quota) / int(period)
+    for directory in _cgroups("cpu", system):
+        quota, period = _read(directory / "cpu.cfs_quota_us"), _read(directory / "cpu.cfs_period_us")
+        if quota.isdecimal() and period.isdecimal():  # -1 is none
+            yield int(quota) / int(period)
+
+
+def _memory_limits(system: Path) -> Iterator[tuple[int, int]]:
+    """Yield limit and use of this process's cgroups in bytes; files that were read once and can be dropped do not count as used."""
+    versions = (("", "memory.max", "memory.current", "inactive_file"),)
+    versions += (("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),)
+    for controller, limit_file, usage_file, droppable in versions:
+        for directory in _cgroups(controller, system):
+            limit, usage = _read(directory / limit_file), _read(directory / usage_file)
+            if limit.isdecimal() and int(limit) < UNLIMITED_BYTES:
+                fields = dict(line.split() for line in _read(directory / "memory.stat").splitlines())
+                yield int(limit), max(0, int(usage or 0) - int(fields.get(droppable, 0)))
+
+
+def _cgroups(controller: str, system: Path) -> list[Path]:
+    """Return the directories of this process's cgroup and of those that contain it; empty without them.
+
+    Args:
+        controller: of version 1; "" for version 2
+    """
+    root = system / "sys/fs/cgroup" / controller
+    for line in _read(system / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            # In a container, the path may be that of the host, and the container's own cgroup be mounted at the root.
+            inside = root / path.lstrip("/")
+            return [directory for directory in (inside, *inside.parents) if directory.is_relative_to(root)]
+    return []
+
+
+def _meminfo_bytes(name: str, system: Path) -> int:
+    for line in _read(system / "proc/meminfo").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # systems other than Linux
+
+
+def _read(file: Path) -> str:
+    """Return the content without surrounding space; "" if the file cannot be read."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

@@ -72,6 +72,7 @@ HOOKS: dict[str, HookSpec] = {
     "custom_tis_function_path": HookSpec(("args", "batch", "old_logprobs")),
     "custom_model_provider_path": HookSpec(("pre_process", "post_process"), keywords=("vp_stage",)),
     "before_train_step_path": HookSpec(("args", "rollout_id", "batch")),
+    "sink_path": HookSpec(("args", "run_dir"), methods=("write", "close")),
 }
 """Call of each hook, by the name of its flag."""
 

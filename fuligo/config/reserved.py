@@ -97,7 +97,7 @@ _OF_TRL = {
     "save_steps": "give --save-interval, in rollouts",
     "eval_steps": "give --eval-interval, in rollouts",
     "logging_steps": "leave it out: every step is recorded",
-    "report_to": "give --use-wandb or --use-tensorboard",
+    "report_to": "give --use-wandb, --use-tensorboard or --sink-path",
     "push_to_hub": "leave it out: fuligo does not upload; --save-hf writes directories that you can upload",
     "per_device_train_batch_size": "give --global-batch-size, the samples of an optimizer step on all devices together",
     "gradient_accumulation_steps": "leave it out: --max-tokens-per-gpu or --micro-batch-size cuts the --global-batch-size",

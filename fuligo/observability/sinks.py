@@ -1,9 +1,10 @@
-"""Sinks that also receive the metrics of steps and evaluations: TensorBoard and Weights & Biases."""
+"""Sinks that also receive the metrics of steps and evaluations: TensorBoard, Weights & Biases, and a class of the user's."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,9 +13,13 @@ from typing import Protocol
 from uuid import uuid4
 
 from fuligo.config import Config
-from fuligo.errors import ConfigError
+from fuligo.config.args_view import ArgsView
+from fuligo.config.hooks import Hook, describe_exception, hook_of
+from fuligo.errors import ConfigError, HookError
 from fuligo.formats.disk import writing
 from fuligo.observability.jsonl import Record
+
+logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -35,7 +40,7 @@ def open_sinks(config: Config, run_dir: Path, *, start: int, kept: Sequence[Reco
         kept: evaluations of the weights at `start`, which a resume does not repeat: `num_rollouts` and `eval/*`.
 
     Raises:
-        ConfigError: a package is not installed, or W&B rejects the run.
+        ConfigError: a package is not installed, W&B rejects the run, or the user's class raised.
     """
     flags = config.observability
     if flags.use_tensorboard:
@@ -51,6 +56,9 @@ def open_sinks(config: Config, run_dir: Path, *, start: int, kept: Sequence[Reco
         sinks.append(tensorboard)
     if flags.use_wandb:
         sinks.append(WandbSink(config, run_dir))
+    hook = hook_of(config, "sink_path")
+    if hook is not None:
+        sinks.append(UserSink(hook, config, run_dir))
     return sinks
 
 
@@ -112,6 +120,35 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class UserSink:
+    """Sink of the user's class. It must not end a run: after an exception it receives no further records."""
+
+    def __init__(self, hook: Hook, config: Config, run_dir: Path) -> None:
+        self._hook = hook
+        self._name = f"--sink-path {config.observability.sink_path}"
+        self._failed = False
+        try:
+            self._sink: Sink = hook(ArgsView(config), run_dir)
+        except Exception as error:
+            raise HookError(f"{self._name}: the class raised on (args, run_dir): {describe_exception(error, hook)}") from error
+
+    def write(self, record: Record) -> None:
+        if self._failed:
+            return
+        try:
+            self._sink.write(dict(record))
+        except Exception as error:
+            self._failed = True
+            cause = describe_exception(error, self._hook)
+            logger.warning("%s: write raised %s; the run continues without it, metrics.jsonl has every record", self._name, cause)
+
+    def close(self) -> None:
+        try:
+            self._sink.close()
+        except Exception as error:
+            logger.warning("%s: close raised %s", self._name, describe_exception(error, self._hook))
 
 
 def _require(package: str, flag: str) -> None:

@@ -155,6 +155,7 @@ class ObservabilityFlags(FlagGroup):
     wandb_project: str | None = flag(None, "W&B project", source="slime")
     wandb_group: str | None = flag(None, "W&B group", source="slime")
     wandb_mode: Literal["online", "offline", "disabled"] | None = flag(None, "W&B mode", source="slime")
+    sink_path: str | None = flag(None, "hook: class (args, run_dir) whose write(record) receives every step and evaluation")
 
 
 class DebugFlags(FlagGroup):

@@ -1,7 +1,10 @@
 """Sinks: records arrive, and missing packages are reported at the start."""
 
+from __future__ import annotations
+
 import importlib.util
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -75,3 +78,46 @@ def test_wandb_offline_continues_its_run(tmp_path: Path) -> None:
         sink.close()
     run_id = (tmp_path / "wandb" / "run-id.txt").read_text()
     assert list((tmp_path / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
+
+
+class Records:
+    """Sink that keeps what it receives."""
+
+    opened: ClassVar[list[Records]] = []
+
+    def __init__(self, args: Any, run_dir: Path) -> None:
+        self.given = (args.wandb_project, run_dir)
+        self.records: list[dict[str, Any]] = []
+        self.closed = False
+        Records.opened.append(self)
+
+    def write(self, record: dict[str, Any]) -> None:
+        if record["step"] == 2:
+            raise ConnectionError("the tracker is away")
+        self.records.append(record)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Refuses(Records):
+    def __init__(self, args: Any, run_dir: Path) -> None:
+        raise ValueError("no token")
+
+
+def test_a_class_of_the_user_receives_records_and_may_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (sink,) = open_sinks(config(sink_path=f"{__name__}.Records", wandb_project="fuligo"), tmp_path, start=0)
+    for step in range(4):
+        sink.write({"step": step, "time": 1.0, "eval/aime/mean@1": 0.5})
+    sink.close()
+    theirs = Records.opened[-1]
+    assert theirs.given == ("fuligo", tmp_path)
+    assert theirs.records == [{"step": step, "time": 1.0, "eval/aime/mean@1": 0.5} for step in (0, 1)]
+    assert theirs.closed
+    (warning,) = caplog.messages
+    assert "write raised ConnectionError: the tracker is away (test_sinks.py:" in warning
+
+
+def test_a_class_of_the_user_that_cannot_be_made_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--sink-path .*Refuses: the class raised on \(args, run_dir\): ValueError: no token"):
+        open_sinks(config(sink_path=f"{__name__}.Refuses"), tmp_path, start=0)

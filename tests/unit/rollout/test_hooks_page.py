@@ -24,6 +24,7 @@ EXAMPLES = {
     "custom_loss_function_path": "reinforce",
     "custom_tis_function_path": "squared_weights",
     "custom_model_provider_path": "soft_capped",
+    "sink_path": "MLflow",
 }
 
 

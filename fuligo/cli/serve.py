@@ -70,9 +70,9 @@ def _positive(text: str) -> int:
 
 def _bind(host: str, port: int) -> socket.socket:
     """Bind the socket; done before the model loads, so that a taken port fails at once."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot listen on --host {host} --port {port}: {error}") from error

@@ -9,13 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
-from fuligo.engines.host import own_address
+from fuligo.engines.host import bracketed, own_address
 from fuligo.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 _LINE = re.compile(r"(?P<address>\S+)(?:\s+slots?\s*=\s*(?P<slots>\d+))?(?:\s+max_slots\s*=\s*\d+)?", re.ASCII)
-_HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
+_HOST_NAME = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:-]*")
 """Host name, alias of ssh or IP address. It begins with no `-`, so that no command takes it for an option."""
 
 
@@ -93,7 +94,7 @@ def head_ip(head: Host | None, others: Sequence[Host]) -> str:
         return head.ip
     for other in others:
         with suppress(OSError):  # a name that only ssh can resolve
-            return own_address([f"http://{other.address}"])
+            return own_address([f"http://{bracketed(other.address)}"])
     if head is None or others:
         raise ConfigError(
             "--hostfile: cannot determine the address by which the other hosts reach this machine; list its IP address as the first line"
@@ -104,8 +105,16 @@ def head_ip(head: Host | None, others: Sequence[Host]) -> str:
 def _is_here(address: str) -> bool:
     """Return whether the address is one of this machine's: only those can be bound."""
     try:
-        with socket.socket() as probe:
-            probe.bind((address, 0))
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    except OSError:  # a name that only ssh can resolve
+        return False
+    return any(_can_be_bound(family, its) for family, _, _, _, its in found)
+
+
+def _can_be_bound(family: socket.AddressFamily, address: tuple[Any, ...]) -> bool:
+    try:
+        with socket.socket(family) as probe:
+            probe.bind(address)
     except OSError:
         return False
     return True

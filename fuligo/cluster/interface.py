@@ -36,4 +36,4 @@ def use_interface_of(address: str, environment: MutableMapping[str, str] = os.en
 def _interface_of(address: str) -> str | None:
     """Return the interface with this address; None if the node is known by a translated address that is not its own."""
     interfaces = psutil.net_if_addrs().items()
-    return next((name for name, addresses in interfaces if any(its.address == address for its in addresses)), None)
+    return next((name for name, addresses in interfaces if any(its.address.partition("%")[0] == address for its in addresses)), None)

@@ -20,7 +20,7 @@ from fuligo.cluster.hostfile import Host
 from fuligo.cluster.node import GRACE_S, head_command, head_is_open, start_node, worker_command
 from fuligo.cluster.ray_environment import TOKEN_VARIABLE, new_token, token_environment
 from fuligo.config.launcher import ADDRESS_VARIABLE
-from fuligo.engines.host import own_address
+from fuligo.engines.host import endpoint, own_address
 from fuligo.engines.server_process import last_lines
 from fuligo.errors import ConfigError, EngineError
 from fuligo.limits import num_cores
@@ -58,7 +58,7 @@ class LaunchedCluster:
         self._settings = settings
         slots = slots_here(settings.num_slots, settings.device)
         token = new_token()
-        self.address = f"{settings.ip}:{settings.port}"
+        self.address = endpoint(settings.ip, settings.port)
         os.environ.update({**token_environment(token), ADDRESS_VARIABLE: self.address})
         command = head_command(settings.port, host=settings.ip, num_cpus=slots.num_cpus, num_gpus=slots.num_gpus)
         self._head = start_node("the Ray head", command, settings.logs / "ray-head.txt", {})

@@ -10,7 +10,7 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -22,20 +22,41 @@ _VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def own_address(urls: Sequence[str]) -> str:
-    """Return the address of the interface that leads to `urls`; loopback if all of them are on this machine."""
-    for url in urls:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            parts = urlsplit(url)
-            probe.connect((parts.hostname or "", parts.port or 80))  # chooses a route, sends nothing
-            address = probe.getsockname()[0]
-        if not is_loopback(address):
-            return address
-    return LOOPBACK
+    """Return the address of the interface that leads to `urls`; loopback if all of them are on this machine.
+
+    Raises:
+        OSError: no route leads to one of them
+    """
+    addresses = [_address_towards(urlsplit(url)) for url in urls]
+    return next((address for address in addresses if not is_loopback(address)), addresses[0] if addresses else LOOPBACK)
+
+
+def _address_towards(url: SplitResult) -> str:
+    """Return this machine's end of the route to a URL, for the first of the host's addresses that has one."""
+    failure: OSError | None = None
+    for family, kind, _, _, address in socket.getaddrinfo(url.hostname, url.port or 80, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # chooses a route, sends nothing
+                return probe.getsockname()[0]
+        except OSError as error:  # a name may have IPv6 addresses that this machine cannot reach
+            failure = failure or error
+    raise failure or OSError(f"{url.hostname} has no address")
+
+
+def bracketed(host: str) -> str:
+    """Return the host as it stands before a port: `[::1]` for an IPv6 address."""
+    return f"[{host}]" if ":" in host else host
+
+
+def endpoint(host: str, port: int) -> str:
+    """Return `host:port`, with brackets around an IPv6 address."""
+    return f"{bracketed(host)}:{port}"
 
 
 def is_loopback(host: str) -> bool:
     """Return whether only this machine reaches the address or name."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    return host in ("localhost", "::1") or host.startswith(("127.", "::ffff:127."))
 
 
 def use_loopback_interface(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -96,4 +117,6 @@ def listening_socket(host: str, port: int = 0) -> socket.socket:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
         logger.warning("%s is not an address of this machine's interfaces; listening on all of them", host)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
         return socket.create_server(("", port), backlog=1024)

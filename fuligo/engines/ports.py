@@ -57,8 +57,17 @@ class PortClaims:
 
 
 def _check_free(port: int) -> None:
+    """Bind the port at all addresses of both families for a moment.
+
+    Raises:
+        OSError: it is in use
+    """
     with ExitStack() as briefly:
         _bind(briefly, socket.AF_INET, ("", port))
+        if socket.has_dualstack_ipv6():  # not on hosts without IPv6
+            probe = briefly.enter_context(socket.socket(socket.AF_INET6, socket.SOCK_STREAM))
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            probe.bind(("::", port))
 
 
 def _bind(stack: ExitStack, family: socket.AddressFamily, address: str | tuple[str, int]) -> None:

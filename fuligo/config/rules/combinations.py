@@ -147,9 +147,11 @@ def engine_addresses_are_complete(config: Config) -> Violation | None:
     """Require host and port in engine addresses."""
     for address in config.engine.rollout_external_engine_addrs:
         host, _, port = address.removeprefix("http://").rpartition(":")
-        if not host or not port.isdecimal() or "@" in host:
+        bare = host.removeprefix("[").removesuffix("]")
+        without_brackets = ":" in bare and host != f"[{bare}]"  # an IPv6 address whose last part would pass for the port
+        if not bare or not port.isdecimal() or "@" in host or without_brackets:
             shown = address.rpartition("@")[2]  # without a password
-            text = f"--rollout-external-engine-addrs: {shown!r} must be host:port, such as 127.0.0.1:30000"
+            text = f"--rollout-external-engine-addrs: {shown!r} must be host:port, such as 127.0.0.1:30000 or [::1]:30000"
             return Violation(text, advice="remove user and password" if "@" in host else "complete the address")
     return None
 

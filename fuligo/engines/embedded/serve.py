@@ -24,6 +24,7 @@ from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.http_api import Api, wake
 from fuligo.engines.embedded.kv_cache import length_class
 from fuligo.engines.embedded.model import DTYPES, EngineModel
+from fuligo.engines.host import endpoint
 from fuligo.errors import ConfigError
 from fuligo.limits import available_memory_bytes, num_cores, raise_open_files
 
@@ -98,7 +99,7 @@ async def _serve(settings: ServeSettings, model: EngineModel, listener: socket.s
     host, port = listener.getsockname()[:2]
     if settings.ready_file is not None:
         _write_whole(settings.ready_file, json.dumps({"port": port}))
-    logger.info("serving %s on http://%s:%d", settings.model_path, host, port)
+    logger.info("serving %s on http://%s", settings.model_path, endpoint(host, port))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     if engine.failure is None:

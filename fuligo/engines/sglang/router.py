@@ -15,6 +15,7 @@ from typing import Any, Literal
 import aiohttp
 
 from fuligo.config.secret import Environment
+from fuligo.engines.host import bracketed, endpoint
 from fuligo.engines.server_process import ServerProcess, command_line, secrets_of
 from fuligo.errors import EngineError
 
@@ -48,9 +49,9 @@ class RouterSettings:
     def command(self) -> list[str]:
         """Return the command that starts the router."""
         own: dict[str, Any] = {
-            "host": self.host,
+            "host": bracketed(self.host),
             "port": self.port,
-            "prometheus_host": self.host,
+            "prometheus_host": bracketed(self.host),
             "prometheus_port": self.prometheus_port,
             "worker_startup_check_interval": 1,
             "log_level": "warn",
@@ -77,7 +78,7 @@ class Router:
 
     def __init__(self, process: ServerProcess, settings: RouterSettings) -> None:
         self.process = process
-        self.url = f"http://{settings.host}:{settings.port}"
+        self.url = f"http://{endpoint(settings.host, settings.port)}"
 
     async def add(
         self, url: str, *, worker_type: WorkerType = "regular", bootstrap_port: int | None = None, timeout_s: float = 60.0

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 from fuligo.config.secret import Environment
 from fuligo.engines.answers import WeightLabel
 from fuligo.engines.connect import connect
+from fuligo.engines.host import endpoint
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.server_process import ServerProcess, command_line, secrets_of
 
@@ -104,7 +105,7 @@ class ServerSettings:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.ports.http}"
+        return f"http://{endpoint(self.host, self.ports.http)}"
 
     def command(self) -> list[str]:
         """Return the command that starts the engine."""
@@ -114,7 +115,7 @@ class ServerSettings:
             "host": host,
             "port": port,
             "nccl_port": self.ports.distributed + PORTS_PER_ENGINE - 1,
-            "dist_init_addr": f"{self.host}:{self.ports.distributed}",
+            "dist_init_addr": endpoint(self.host, self.ports.distributed),
             "nnodes": self.num_nodes,
             "node_rank": self.node_rank,
             "tp_size": self.tp_size,

@@ -164,6 +164,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-ENGINE-ADDRESS": [
         ({"rollout_external_engine_addrs": ["host:30000", "host"]}, "'host' must be host:port"),
         ({"rollout_external_engine_addrs": ["host:port"]}, "'host:port' must be host:port"),
+        ({"rollout_external_engine_addrs": ["[fd00::7]:30000", "fd00::7:30000"]}, "'fd00::7:30000' must be host:port"),
     ],
     "CFG-ASYNC-STALENESS": [({"async_mode": "full"}, "it needs a bound, --max-staleness")],
     "CFG-ASYNC-COLOCATE": [

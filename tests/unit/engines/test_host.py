@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from fuligo.engines.host import is_loopback, listening_socket, listening_store, reachable_by_others, use_loopback_interface
+from fuligo.engines.host import (
+    endpoint,
+    is_loopback,
+    listening_socket,
+    listening_store,
+    own_address,
+    reachable_by_others,
+    use_loopback_interface,
+)
+from fuligo.engines.ports import PortClaims
 
 ANOTHER_ADDRESS = "127.0.0.2"
 """Address of this machine that stands for its address in the network: a server that listens on every interface answers there."""
@@ -51,6 +62,65 @@ def test_a_group_with_engines_elsewhere_leaves_the_loopback_interface(
     with reachable_by_others(host):
         assert os.environ.get("GLOO_SOCKET_IFNAME") == inside
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+HAS_IPV6 = socket.has_dualstack_ipv6()
+needs_ipv6 = pytest.mark.skipif(not HAS_IPV6, reason="this machine has no IPv6")
+
+
+def test_own_address_towards_hosts_of_either_family() -> None:
+    assert own_address(["http://127.0.0.1:30000", "http://localhost"]) in ("127.0.0.1", "::1")
+    with pytest.raises(OSError, match=r"Name or service|Temporary failure|No address|not known"):
+        own_address(["http://known-to-nobody.invalid:1"])
+
+
+@needs_ipv6
+def test_own_address_towards_ipv6_hosts() -> None:
+    assert own_address(["http://[::1]:30000"]) == "::1"
+
+
+def test_a_name_whose_ipv6_address_cannot_be_reached_is_reached_by_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a host without IPv6, where the name server still returns such addresses first."""
+    found = [
+        (socket.AF_INET6, socket.SOCK_DGRAM, 17, "", ("2001:db8::7", 80, 0, 0)),
+        (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.0.1", 80)),
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr(socket, "socket", partial(_socket_without_ipv6, socket.socket))
+    assert own_address(["http://both"]) == "127.0.0.1"
+
+
+def _socket_without_ipv6(real: type[socket.socket], family: int = socket.AF_INET, *arguments: int) -> socket.socket:
+    if family == socket.AF_INET6:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+    return real(family, *arguments)
+
+
+def test_ports_are_claimed_on_a_host_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    monkeypatch.setattr(socket, "socket", partial(_socket_without_ipv6, socket.socket))
+    with PortClaims() as claims:
+        assert claims.claim() > 0
+
+
+@needs_ipv6
+def test_a_port_that_is_in_use_at_an_ipv6_address_alone_is_passed_over() -> None:
+    with PortClaims() as first:
+        port = first.claim()
+    with socket.create_server(("::1", port), family=socket.AF_INET6), PortClaims() as second:
+        assert second.claim() != port
+
+
+@needs_ipv6
+def test_a_store_listens_at_an_ipv6_address() -> None:
+    store = listening_store("::1")
+    socket.create_connection(("::1", store.port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", store.port))
+
+
+def test_endpoint() -> None:
+    assert (endpoint("10.0.0.7", 80), endpoint("::1", 80), endpoint("node7", 80)) == ("10.0.0.7:80", "[::1]:80", "node7:80")
 
 
 def test_is_loopback() -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
+from fuligo.cli.first_process import continue_below_init
 from fuligo.errors import ConfigError, FuligoError
 from fuligo.limits import raise_open_files
 
@@ -37,6 +38,7 @@ def program(argv: Sequence[str] | None = None) -> NoReturn:
     After an error or Ctrl-C a daemon thread may still be inside a long computation or a reward that hangs. Finalizing the interpreter would
     abort the process while that thread is in C++ code, so the process exits without finalization.
     """
+    continue_below_init()
     # Engine and trainer take turns on the same cores. GNU OpenMP's idle threads spin for milliseconds by default, which takes cores from
     # the other side; tens of microseconds bridge the gaps between parallel regions of one training step.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import subprocess
 from pathlib import Path
 
 from fuligo.rollout.custom_generate import continue_sample
@@ -41,4 +42,10 @@ async def fills_the_disk(args, sample: Sample) -> float:
     """Fill the disk of the run directory in rollout 1."""
     if sample.metadata["start_rollout_id"] == 1:
         SmallDisk(Path(args.run_dir).parent).fill()
+    return float(sample.index % 2)
+
+
+def leaves_an_orphan(args, sample: Sample) -> float:
+    """Start a program that ends after the process that started it."""
+    subprocess.run(["sh", "-c", "sleep 0.2 &"], check=True)
     return float(sample.index % 2)

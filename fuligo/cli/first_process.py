@@ -1,0 +1,48 @@
+"""First process of a container: reaps orphans and passes signals on, while the command runs in a child."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import suppress
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def continue_below_init() -> None:
+    """Return in a child process if this is process 1, which then waits for it and ends with its exit code.
+
+    Process 1 becomes the parent of every orphan, and an engine or a program of a reward may leave some: without a parent that waits for
+    them, they would fill the process table.
+    """
+    if os.getpid() != 1:
+        return
+    signals = {number: signal.getsignal(number) for number in FORWARDED}
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # none is lost before the handlers are set
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        return
+    for number, handler in signals.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda received, _: _pass_on(received, child))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    os._exit(_wait(child))
+
+
+def _pass_on(number: int, child: int) -> None:
+    """Send a signal to the child, unless the terminal has sent it to the whole foreground group."""
+    if number == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty():
+        return
+    with suppress(ProcessLookupError):
+        os.kill(child, number)
+
+
+def _wait(child: int) -> int:
+    """Reap every process that ends until the child does; return its exit code."""
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code

@@ -14,6 +14,8 @@ from fuligo.errors import RolloutError
 from fuligo.rollout.custom_generate import complete, default_generate
 from fuligo.rollout.metrics import epoch_metric, sample_metrics
 from fuligo.rollout.protocol import GenerateFn, GroupStream, Rollout, RolloutState
+from fuligo.rollout.rewards.failure import RewardFailure
+from fuligo.rollout.rewards.runner import finite
 from fuligo.rollout.sampler import failed, malformation
 from fuligo.rollout.teacher import ServedTeacher
 from fuligo.types import Sample, SampleGroup, SampleStatus
@@ -87,7 +89,7 @@ class CustomRollout:
         except Exception as error:
             cause = describe_exception(error, self.hook)
             raise RolloutError(f"--rollout-function-path: the function raised in rollout {step}: {cause}") from error
-        groups = [_group(samples, version, data_source.rows, self.vocab_size) for samples in _checked(result)]
+        groups = [_group(samples, version, data_source.rows, self.vocab_size, self.reward_key) for samples in _checked(result)]
         groups.sort(key=lambda group: group.index)
         if self.teacher is not None:
             await asyncio.gather(*(self.teacher(group) for group in groups))
@@ -103,7 +105,7 @@ def _checked(result: Any) -> list[list[Sample]]:
     return result
 
 
-def _group(samples: list[Sample], version: int, rows: dict[int, int], vocab_size: int | None) -> SampleGroup:
+def _group(samples: list[Sample], version: int, rows: dict[int, int], vocab_size: int | None, reward_key: str | None) -> SampleGroup:
     """Complete the samples of a group and mark those failed that cannot be trained on."""
     for sample in samples:
         try:
@@ -113,9 +115,25 @@ def _group(samples: list[Sample], version: int, rows: dict[int, int], vocab_size
             problem = str(error)
         if problem is None and sample.status in (SampleStatus.PENDING, SampleStatus.ABORTED):
             problem = f"the rollout function returned it as {sample.status}"
-        if problem is None and sample.reward is None and sample.status is not SampleStatus.FAILED:
-            problem = "the rollout function returned it without a reward"
+        if problem is None and sample.status is not SampleStatus.FAILED:
+            problem = _reward_problem(sample, reward_key)
         if problem is not None:
             failed(sample, problem)
     index = samples[0].group_index
     return SampleGroup(index, rows.get(index, -1), samples)
+
+
+def _reward_problem(sample: Sample, reward_key: str | None) -> str | None:
+    """Return why a sample cannot be trained on with its reward; None if it can. NaN and infinity fail their sample, not the run."""
+    if sample.reward is None:
+        return "the rollout function returned it without a reward"
+    value = sample.reward
+    if isinstance(value, dict):
+        if reward_key is None:
+            return None  # --custom-reward-post-process-path computes the scalar
+        value = value.get(reward_key)
+    try:
+        finite(value, "the reward of the rollout function")
+    except RewardFailure as failure:
+        return str(failure)
+    return None

@@ -11,7 +11,7 @@ from fuligo.rollout.dynamic_sampling import DynamicSampling
 from fuligo.rollout.filters import MIN_REWARD_STD, reward_std
 from fuligo.rollout.judging import STALE, usable
 from fuligo.rollout.protocol import RolloutState
-from fuligo.rollout.scores import prompt_scores, reported_means
+from fuligo.rollout.scores import has_scalar, prompt_scores, reported_means
 from fuligo.types import SampleGroup, SampleStatus
 
 
@@ -35,7 +35,7 @@ def sample_metrics(groups: Sequence[SampleGroup], *, reward_key: str | None, pol
         policy_version: of the weights that train on the groups, as far as it is known
     """
     samples = usable(sample for group in groups if group.kept for sample in group.samples)
-    rewards = np.array([sample.reward_value(reward_key) for sample in samples], np.float64)
+    rewards = np.array([sample.reward_value(reward_key) for sample in samples if has_scalar(sample, reward_key)], np.float64)
     prompts = [judged for group in groups if group.finished and group.drop_reason != STALE and (judged := usable(group.samples))]
     num_samples = max((len({sample.index for sample in group.samples}) for group in groups), default=0)
     lengths = [sample.response_length for sample in samples]

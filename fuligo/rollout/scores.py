@@ -17,6 +17,7 @@ def prompt_scores(prompts: Sequence[Sequence[Sample]], num_samples: int, reward_
     mean@n is the mean reward over a prompt's samples, then over prompts. A sample passes if its reward is at least 1; pass@k is
     reported for k = 1, 2, 4, ... and n, over the prompts that have k samples. Samples split from one response count once.
     """
+    prompts = [kept for samples in prompts if (kept := [sample for sample in samples if has_scalar(sample, reward_key)])]
     if not prompts:
         return {}
     rewards = [np.array([sample.reward_value(reward_key) for sample in _responses(samples)], np.float64) for samples in prompts]
@@ -26,6 +27,11 @@ def prompt_scores(prompts: Sequence[Sequence[Sample]], num_samples: int, reward_
         if estimates:
             scores[f"pass@{k}"] = float(np.mean(estimates))
     return scores
+
+
+def has_scalar(sample: Sample, reward_key: str | None) -> bool:
+    """Return whether a judged sample has a scalar reward already. A dict without a key gets one by --custom-reward-post-process-path."""
+    return not isinstance(sample.reward, dict) or reward_key is not None
 
 
 def _responses(samples: Sequence[Sample]) -> list[Sample]:

@@ -63,14 +63,13 @@ def pack(
     Returns:
         [num_ranks][micro-batches]
 
+    With fewer samples than ranks, the others get a repetition that weighs nothing, as where samples do not divide evenly.
+
     Raises:
-        TrainerError: there are fewer samples than ranks.
+        TrainerError: there is no sample.
     """
-    if len(lengths) < num_ranks:
-        raise TrainerError(
-            f"an optimizer step of {len(lengths)} samples cannot be spread over {num_ranks} trainer ranks: each needs at least one. "
-            "Raise --global-batch-size or use fewer trainer processes (--actor-num-nodes x --actor-num-gpus-per-node)."
-        )
+    if not lengths:
+        raise TrainerError("cannot pack an optimizer step without samples")
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     bins = _first_fit(longest_first, lengths, capacity)
     num_together = num_ranks * multiple_of

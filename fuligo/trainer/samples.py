@@ -94,12 +94,13 @@ def _kept(group: SampleGroup, settings: SampleSettings) -> list[Sample]:
 
 
 def _rewards(samples: list[Sample], settings: SampleSettings) -> list[float]:
-    try:
-        rewards = [sample.reward_value(settings.reward_key) for sample in samples]
-    except ValueError as error:
-        raise RewardError(str(error)) from error
     if settings.post_process is not None:
         rewards = _post_processed(settings.post_process(samples), len(samples))
+    else:
+        try:
+            rewards = [sample.reward_value(settings.reward_key) for sample in samples]
+        except ValueError as error:
+            raise RewardError(str(error)) from error
     for sample, reward in zip(samples, rewards):
         if not np.isfinite(reward):
             raise RewardError(f"sample {sample.index}: the reward is {reward}; a finite number is needed")

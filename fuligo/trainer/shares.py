@@ -68,7 +68,7 @@ def score_shares(samples: Sequence[TrainSample], settings: TrainerSettings, bala
     """Return every replica's share. A sample is in several shares where a repetition keeps replicas in step.
 
     Raises:
-        TrainerError: there are fewer samples than replicas.
+        TrainerError: there is no sample.
     """
     own = [_localize(schedule) for schedule in settings.micro_batch_schedules(_lengths(samples), settings.score_capacity, balance_by)]
     return [ScoreShare(positions, [samples[i] for i in positions], schedule) for positions, schedule in own]

@@ -118,8 +118,15 @@ async def test_two_ranks_score_train_save_reshard_and_fail_as_one(settings, tmp_
     ]
     assert manifests[0] == manifests[1]
 
-    with pytest.raises(TrainerError, match="1 samples cannot be spread over 2 trainer ranks"):
-        await two.score(samples[:1])
+    # One sample on two ranks: the other rank repeats it with weight 0.
+    (of_one,), (of_two,) = await one.score(samples[:1]), await two.score(samples[:1])
+    np.testing.assert_allclose(of_two.old_logprobs, of_one.old_logprobs, atol=1e-5)
+    single = train_batches.batch(batch.samples[:1])
+    by_one, by_two = await one.train(single), await two.train(single)
+    assert by_two.scores.keys() == by_one.scores.keys() == {0}
+    np.testing.assert_allclose(by_two.scores[0].logprobs, by_one.scores[0].logprobs, atol=1e-5)
+    for name in by_one.metrics.keys() - {"train/tokens_per_s", "train/num_micro_batches"}:
+        assert by_two.metrics[name] == pytest.approx(by_one.metrics[name], rel=1e-5, abs=1e-7), name
     await one.close()
     await two.close()
 

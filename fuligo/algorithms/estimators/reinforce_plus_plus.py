@@ -1,7 +1,7 @@
 """REINFORCE++: Hu 2025, arXiv:2501.03262.
 
-A_t = r_t + gamma A_{t+1}: the discounted return of every token. r_t is -kl_coef times the token's KL, plus the reward at the last trained
-token. Whitened over all tokens of the rollout, hence without a group's baseline.
+A_t = r_t + gamma A_{t+1}: the discounted return of every trained token. r_t is -kl_coef times the token's KL, plus the reward at the last
+trained token. Whitened over all tokens of the rollout, hence without a group's baseline.
 Loss: PPO's clipped token ratio.
 """
 
@@ -14,6 +14,7 @@ from fuligo.algorithms.settings import AdvantageSettings
 
 if TYPE_CHECKING:
     from fuligo.algorithms.rewards import Float64Array, Rewards
+    from fuligo.types import MaskArray
 
 
 class ReinforcePlusPlus(Estimator):
@@ -25,24 +26,34 @@ class ReinforcePlusPlus(Estimator):
 
     def advantages(self, rewards: Rewards, settings: AdvantageSettings) -> list[Float64Array]:
         token_rewards = rewards.token_rewards(settings.kl_coef)
-        return [discounted_returns(r, settings.gamma) * (s.loss_mask != 0) for s, r in zip(rewards.samples, token_rewards)]
+        return [discounted_returns(r, s.loss_mask, settings.gamma) for s, r in zip(rewards.samples, token_rewards)]
 
 
-def discounted_returns(token_rewards: Float64Array, gamma: float) -> Float64Array:
-    """Return A_t = r_t + gamma * A_{t+1} for every token.
+def discounted_returns(token_rewards: Float64Array, loss_mask: MaskArray, gamma: float) -> Float64Array:
+    """Return A_t = r_t + gamma * A_{t+1} for every trained token.
+
+    t + 1 is the next trained token, as in `ppo.generalised_advantages`: masked tokens (such as tool output) are not decisions, so nothing
+    is discounted over them.
 
     Args:
         token_rewards: [R]
+        loss_mask: [R]
 
     Returns:
-        [R]
+        [R], 0 at masked tokens.
     """
+    import numpy as np
+
+    trained = np.flatnonzero(loss_mask)
+    returns = token_rewards[trained]
     if gamma == 1.0:
-        return token_rewards[::-1].cumsum()[::-1]
-    returns = token_rewards.copy()
-    for t in range(len(returns) - 2, -1, -1):
-        returns[t] += gamma * returns[t + 1]
-    return returns
+        returns = returns[::-1].cumsum()[::-1]
+    else:
+        for t in range(len(returns) - 2, -1, -1):
+            returns[t] += gamma * returns[t + 1]
+    placed = np.zeros(len(loss_mask))
+    placed[trained] = returns
+    return placed
 
 
 ESTIMATOR = ReinforcePlusPlus()

@@ -149,6 +149,6 @@ class TrainerSettings:
             balance_by: cost to balance over the replicas; None: none.
 
         Raises:
-            TrainerError: there are fewer samples than replicas.
+            TrainerError: there is no sample.
         """
         return [MicroBatchSchedule(plans) for plans in pack(lengths, capacity, num_ranks=self.num_ranks, balance_by=balance_by)]

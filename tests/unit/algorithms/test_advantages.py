@@ -8,6 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fuligo.algorithms.estimators import ESTIMATORS
+from fuligo.algorithms.estimators.ppo import generalised_advantages
 from fuligo.algorithms.estimators.reinforce_plus_plus import discounted_returns
 from fuligo.algorithms.rewards import Rewards, mean_of_others, std, token_rewards, whiten
 from fuligo.algorithms.settings import STD_EPSILON, AdvantageSettings
@@ -69,10 +70,24 @@ def test_leave_one_out_is_the_mean_of_the_others(rewards):
     np.testing.assert_allclose(mean_of_others(rewards), expected, atol=1e-9)
 
 
-@given(st.lists(st.floats(-5, 5), max_size=12), st.floats(0, 1))
-def test_returns_are_discounted_sums_of_what_follows(token_rewards, gamma):
-    expected = [sum(gamma ** (u - t) * r for u, r in enumerate(token_rewards) if u >= t) for t in range(len(token_rewards))]
-    np.testing.assert_allclose(discounted_returns(np.array(token_rewards, np.float64), gamma), expected, atol=1e-9)
+@given(st.lists(st.floats(-5, 5), max_size=12), st.floats(0, 1), st.data())
+def test_returns_are_discounted_sums_of_what_follows_among_trained_tokens(trained_rewards, gamma, data):
+    expected = [sum(gamma ** (u - t) * r for u, r in enumerate(trained_rewards) if u >= t) for t in range(len(trained_rewards))]
+    mask = np.array(data.draw(st.permutations([1] * len(trained_rewards) + [0] * 3)), np.int8)
+    rewards = np.zeros(len(mask))
+    rewards[mask != 0] = trained_rewards
+    returns = discounted_returns(rewards, mask, gamma)
+    np.testing.assert_allclose(returns[mask != 0], expected, atol=1e-9)
+    assert not returns[mask == 0].any()
+
+
+@given(st.lists(st.sampled_from([0, 1]), min_size=1, max_size=12), st.floats(0, 1))
+def test_reinforce_plus_plus_discounts_as_gae_without_values_does(mask, gamma):
+    """Tool output between two turns discounts in neither."""
+    loss_mask = np.array(mask, np.int8)
+    rewards = token_rewards(1.0, loss_mask, np.zeros(len(mask)), 0.0)
+    by_gae = generalised_advantages(rewards, np.zeros(len(mask)), loss_mask, gamma=gamma, lambd=1.0)
+    np.testing.assert_allclose(discounted_returns(rewards, loss_mask, gamma), by_gae, atol=1e-12)
 
 
 def test_the_reward_stands_at_the_last_trained_token_and_kl_at_trained_tokens_only():

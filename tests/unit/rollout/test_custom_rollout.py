@@ -16,7 +16,7 @@ from fuligo.types import FloatArray, IntArray, SampleStatus
 from tests.unit.rollout.scripted import Tokenizer, World, samples_of, world
 
 
-def custom(hook, *, teacher: ServedTeacher | None = None, **flags: object) -> tuple[World, CustomRollout]:
+def custom(hook, *, teacher: ServedTeacher | None = None, reward_key: str | None = None, **flags: object) -> tuple[World, CustomRollout]:
     given = world(**flags)
     rollouts = CustomRollout(
         hook,
@@ -26,6 +26,7 @@ def custom(hook, *, teacher: ServedTeacher | None = None, **flags: object) -> tu
         params=sampling_params(given.flags),
         policy_version=lambda: 3,
         teacher=teacher,
+        reward_key=reward_key,
     )
     return given, rollouts
 
@@ -83,6 +84,21 @@ async def test_samples_that_cannot_be_learnt_from_are_failed_with_the_reason():
     assert fine.versions.tolist() == [3, 3]
     assert fine.engine_logprobs.dtype == np.float32
     assert rollout.metrics["rollout/num_failed"] == 3
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "good", np.float32("nan"), {"score": 1.0}])
+async def test_a_reward_that_is_no_finite_number_fails_its_sample_alone(reward):
+    async def bad_reward(args, rollout_id, data_source, evaluation=False):
+        groups = await one_by_one(args, rollout_id, data_source)
+        groups[0][0].reward = reward
+        return groups
+
+    _, rollouts = custom(bad_reward, reward_key="acc")
+    rollout = await rollouts.rollout(0)
+    failed, *others = samples_of(rollout.groups)
+    assert failed.status is SampleStatus.FAILED and "the reward of the rollout function must be a finite number" in (failed.error or "")
+    assert all(sample.status is SampleStatus.COMPLETED for sample in others)
+    assert rollout.metrics["rollout/reward_mean"] == 1 and rollout.metrics["rollout/num_failed"] == 1
 
 
 @pytest.mark.parametrize("result", [None, [], [[]], {"a": 1}, [["text"]]], ids=str)

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fuligo.errors import TrainerError
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.layout.flops import forward_flops
 from fuligo.layout.megatron import Layout
@@ -125,6 +124,8 @@ def test_a_cost_can_be_pickled(checkpoint: Path) -> None:
         assert [pickle.loads(pickle.dumps(cost))(length) for length in (1, 100)] == [cost(1), cost(100)]
 
 
-def test_a_step_of_too_few_samples_is_refused_before_it_is_sent() -> None:
-    with pytest.raises(TrainerError, match="2 samples cannot be spread over 4 trainer ranks"):
-        step_shares(TrainBatch(samples()[:2], [[0, 1]], [2]), replace(COMMON, num_ranks=4), None)
+def test_a_step_of_fewer_samples_than_replicas_gives_the_others_a_repetition_that_weighs_nothing() -> None:
+    shares = step_shares(TrainBatch(samples()[:2], [[0, 1]], [2]), replace(COMMON, num_ranks=4), None)
+    assert len(shares) == 4
+    counts = sorted(plan.counts for (share,) in shares for plan in share.schedule.plans)
+    assert counts == [False, False, True, True]

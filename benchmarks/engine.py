@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from fuligo.config.secret import Environment
 from fuligo.engines.client import EngineClient
 from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedded
 from fuligo.engines.generation import SamplingParams
@@ -176,7 +177,7 @@ async def sglang_engine(directory: Path, args: argparse.Namespace) -> AsyncItera
             ports=ServerPorts.claim(claims),
             log_file=directory / "sglang.log",
             python=args.engine_python,
-            environment={"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": str(TORCHVISION_STUB)},
+            environment=Environment({"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": str(TORCHVISION_STUB)}),
         )
         server = SGLangServer(settings)
         client = EngineClient(server.url)

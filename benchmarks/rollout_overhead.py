@@ -30,6 +30,7 @@ import numpy as np
 from synthetic_rollout import ASSETS, TIMEOUT_S, build_runner, check_complete
 from transformers import AutoTokenizer
 
+from fuligo.config.secret import Environment
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
@@ -46,7 +47,7 @@ Turn = Callable[[int], Awaitable[float]]
 
 @asynccontextmanager
 async def fleet(args: argparse.Namespace, directory: Path) -> AsyncIterator[Fleet]:
-    environment = {"PYTHONPATH": str(TORCHVISION_STUB)} if args.device == "cpu" else {}
+    environment = Environment({"PYTHONPATH": str(TORCHVISION_STUB)} if args.device == "cpu" else {})
     with PortClaims() as claims:
         server = ServerSettings(
             name="engine 0",

@@ -18,6 +18,7 @@ import pytest_asyncio
 import torch
 from transformers import PreTrainedModel
 
+from fuligo.config.secret import Environment
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
@@ -55,8 +56,8 @@ def on_gpu(server: ServerSettings, gpu: int) -> ServerSettings:
     return replace(server, device=DEVICE, gpu_ids=(gpu,), arguments=ARGUMENTS, environment=environment())
 
 
-def environment() -> dict[str, str]:
-    return {"PYTHONPATH": os.environ.get("FULIGO_SGLANG_PYTHONPATH", "")}
+def environment() -> Environment:
+    return Environment({"PYTHONPATH": os.environ.get("FULIGO_SGLANG_PYTHONPATH", "")})
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from fuligo.config.secret import Environment
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
@@ -58,7 +59,7 @@ def fleet_settings(
             prometheus_port=claims.claim(),
             arguments={"policy": "round_robin"},
             python=str(python),
-            environment=ENVIRONMENT,
+            environment=Environment(ENVIRONMENT),
         ),
         restart=restart,
         health_interval_s=2.0,

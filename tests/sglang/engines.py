@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+from fuligo.config.secret import Environment
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.server import PORTS_PER_ENGINE, ServerPorts, ServerSettings
 
@@ -27,4 +28,6 @@ def server_settings(name: str, model: Path, claims: PortClaims, log_file: Path, 
     ports = ServerPorts(claims.claim(), claims.claim(PORTS_PER_ENGINE), claims.claim())
     given: dict = {"tp_size": 1, "pp_size": 1, "arguments": {}, "worker_type": "regular", "device": "cpu", "host": "127.0.0.1"}
     given |= {"python": str(python), "environment": ENVIRONMENT, "start_timeout_s": 300.0}
-    return ServerSettings(name=name, model_path=str(model), ports=ports, log_file=log_file, **{**given, **changes})
+    given |= changes
+    given["environment"] = Environment(given["environment"])
+    return ServerSettings(name=name, model_path=str(model), ports=ports, log_file=log_file, **given)

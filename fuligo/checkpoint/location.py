@@ -183,12 +183,8 @@ def _entries(directory: Path) -> list[Path]:
     return [entry for entry in directory.iterdir() if entry.name != LOCK and not entry.name.startswith(UNFINISHED)]
 
 
-def _is_hugging_face(directory: Path) -> bool:
-    return (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
-
-
 def _has_weights(directory: Path) -> bool:
-    return _is_hugging_face(directory) or is_distributed(directory)
+    return is_distributed(directory) or ((directory / "config.json").is_file() and any(directory.glob("*.safetensors")))
 
 
 def _suggestion(load: Path) -> str:

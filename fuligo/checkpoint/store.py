@@ -82,7 +82,7 @@ class CheckpointStore:
         Raises:
             CheckpointWriteError: writing failed (a full disk, for instance); earlier checkpoints are untouched.
         """
-        return await (await self.begin(iteration, write, _nothing, state))
+        return await (await self.begin(iteration, write, lambda: asyncio.sleep(0), state))
 
     async def begin(
         self, iteration: int, write: Callable[[Path], Awaitable[None]], wait: Callable[[], Awaitable[None]], state: RunState
@@ -188,10 +188,6 @@ class CheckpointStore:
 
 def _unwritable(directory: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"cannot write checkpoints to {directory}: {error.strerror}; give another directory with --save")
-
-
-async def _nothing() -> None:
-    """Return at once: everything is already on disk."""
 
 
 async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:

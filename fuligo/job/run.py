@@ -35,8 +35,8 @@ from fuligo.observability.run_directory import RunDirectory
 from fuligo.observability.sinks import open_sinks
 from fuligo.rollout.evaluate import Evaluation
 from fuligo.rollout.protocol import UnfilledRolloutError
-from fuligo.trainer.before_train import BeforeTrainStep
 from fuligo.trainer.protocol import Trainer
+from fuligo.trainer.samples import BeforeTrainStep
 from fuligo.trainer.settings import advantage_settings, bound_hook, sample_settings
 from fuligo.weights.sync import VersionCounter, WeightSync
 

@@ -7,8 +7,7 @@ from fuligo.layout.flops import forward_flops
 from fuligo.planner import speeds
 from fuligo.planner.lengths import average_prompt, average_response
 from fuligo.planner.memory.bars import planned_engines
-from fuligo.planner.memory.embedded import embedded_items
-from fuligo.planner.memory.engine import EngineMemory, is_fp8, serves_teacher
+from fuligo.planner.memory.engine import EngineMemory, embedded_items, is_fp8, serves_teacher
 from fuligo.planner.plan import ClusterLayout, Phase
 from fuligo.planner.subject import Subject
 from fuligo.planner.training_time import rollout_forward_flops

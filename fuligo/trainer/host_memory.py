@@ -42,7 +42,8 @@ class HostMemory:
         assert not self._away and not self._dropped, "the contents were taken already"
         self._away = [(storage, storage.nbytes()) for storage in self._storages(kept)]
         self._dropped = [(storage, storage.nbytes()) for storage in self._storages(dropped)]
-        self._allocate(self.num_bytes_away)
+        while len(self._chunks) * self._chunk_bytes < self.num_bytes_away:
+            self._chunks.append(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda"))
         for theirs, ours in self._pieces():
             ours.copy_(theirs, non_blocking=True)
         self._finish()
@@ -60,10 +61,6 @@ class HostMemory:
             _as_bytes(storage).zero_()
         self._finish()
         self._away, self._dropped = [], []
-
-    def _allocate(self, num_bytes: int) -> None:
-        while len(self._chunks) * self._chunk_bytes < num_bytes:
-            self._chunks.append(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda"))
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pairs of [n] uint8: a piece of a storage, and its place in a chunk. Storages follow each other through the chunks."""

@@ -121,12 +121,12 @@ class BroadcastGroup:
                 )
             )
 
-        self._together(lambda: self._broadcast(row), engines_receive(), f"take a bucket of {row.numel()} bytes")
+        def send() -> None:
+            dist.broadcast(row, src=0, group=self._group)
+            if row.is_cuda:
+                torch.cuda.synchronize(row.device)
 
-    def _broadcast(self, row: torch.Tensor) -> None:
-        dist.broadcast(row, src=0, group=self._group)
-        if row.is_cuda:
-            torch.cuda.synchronize(row.device)
+        self._together(send, engines_receive(), f"take a bucket of {row.numel()} bytes")
 
     def _together(self, own_part: Callable[[], T], engines_part: Coroutine[Any, Any, None], what: str) -> T:
         """Run both parts at once, because each waits for the other; the first failure ends the wait.

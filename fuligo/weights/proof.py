@@ -2,7 +2,6 @@
 
 import asyncio
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -18,22 +17,15 @@ from fuligo.weights.source import WeightSource
 NUM_PROBES = 8
 
 
-class EqualityProof(Protocol):
-    """Check after each weight sync, when the engines sample again."""
-
-    async def check(self, engines: EngineGroup, manifest: WeightManifest) -> None:
-        """Check every engine.
-
-        Raises:
-            WeightSyncError: an engine does not hold what was sent
-        """
-        ...
-
-
 class ChecksumProof:
     """Check by checksums of every tensor's bytes, for engines that hold tensors as they are sent."""
 
     async def check(self, engines: EngineGroup, manifest: WeightManifest) -> None:
+        """Check every engine when the engines sample again after a weight sync.
+
+        Raises:
+            WeightSyncError: an engine does not hold what was sent
+        """
         sent = WeightsDigest(manifest.num_tensors, manifest.num_bytes, manifest.checksum or "")
         for url, held in await engines.weights_checksums():
             if held != sent:
@@ -92,3 +84,6 @@ class LogprobProof:
             )
             for number, (prompt, generation) in enumerate(zip(prompts, await asyncio.gather(*calls)))
         ]
+
+
+EqualityProof = ChecksumProof | LogprobProof

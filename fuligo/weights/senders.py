@@ -61,9 +61,14 @@ class WeightSender:
                 pass  # gathering is a collective
             return None
         counted = Counted(with_checksum=target.with_checksum and self._ranks.rank == 0)
-        weights = counted.observe(_in_format(named_weights, self._format))
+        used = ((name, weight) for name, weight in named_weights if not name.startswith(self._format.left_out))
+        quantisation = self._format.quantisation
+        weights = counted.observe(checkpoint_weights(used) if quantisation is None else quantised_weights(used, quantisation))
         if target.changes_only:
-            weights = self._changed(weights, target)
+            if self._receivers != target.engines:  # these have nothing yet
+                self._changes.forget()
+                self._receivers = target.engines
+            weights = self._changes.only(weights)
         buckets = counted.observe_sent(cut_into_buckets(weights, target.bucket_bytes))
         try:
             if target.transport == "disk":
@@ -87,22 +92,12 @@ class WeightSender:
             self._group.close()
             self._group = None
 
-    def _changed(self, weights: NamedTensors, target: WeightTarget) -> NamedTensors:
-        """Yield the weights that changed; all of them if the engines are not those of the last sync."""
-        if self._receivers != target.engines:
-            self._changes.forget()
-            self._receivers = target.engines
-        return self._changes.only(weights)
-
     def _bucket_sender(self, target: WeightTarget) -> Callable[[Bucket, bool], None]:
         """Return the function that sends one bucket. The last bucket brings the new version; until then, engines report the old one."""
-        if target.transport == "tensor":
-            return self._through_memory(target)
-        # The group is joined with the first bucket, so that an engine that does not join does not interrupt the gathering.
-        return lambda bucket, is_last: self._group_with(target).broadcast(bucket, target.version if is_last else None)
-
-    def _through_memory(self, target: WeightTarget) -> Callable[[Bucket, bool], None]:
-        """Return the function that shares a bucket's memory: each rank with the engine on its GPU, rank 0 with engines on other GPUs."""
+        if target.transport != "tensor":
+            # The group is joined with the first bucket, so that an engine that does not join does not interrupt the gathering.
+            return lambda bucket, is_last: self._group_with(target).broadcast(bucket, target.version if is_last else None)
+        # Each rank shares a bucket's memory with the engine on its GPU, rank 0 with engines on other GPUs.
         own = own_engine(target.engines, self._ranks)
         apart = tuple(engine for engine in target.engines if not engine.trainer_ranks) if self._ranks.rank == 0 else ()
 
@@ -132,13 +127,6 @@ class WeightSender:
                 raise EngineError(f"no route from this machine to one of the engines {', '.join(urls)}: {error}") from error
             self._group = BroadcastGroup(target.engines, target.transport, host)
         return self._group
-
-
-def _in_format(named_weights: NamedTensors, engine_format: EngineFormat) -> NamedTensors:
-    """Return the trainer's tensors in the form that engines take."""
-    used = ((name, weight) for name, weight in named_weights if not name.startswith(engine_format.left_out))
-    quantisation = engine_format.quantisation
-    return checkpoint_weights(used) if quantisation is None else quantised_weights(used, quantisation)
 
 
 def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | None) -> None:

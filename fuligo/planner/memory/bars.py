@@ -3,8 +3,16 @@
 from fuligo.config.topology import EngineGroupSpec, engine_groups
 from fuligo.layout.megatron import layout_of
 from fuligo.planner.lengths import longest_sample
-from fuligo.planner.memory.embedded import embedded_items, embedded_kv_tokens
-from fuligo.planner.memory.engine import EngineMemory, engine_items, engine_memory, engine_resident_items, records_routing, scoring_of
+from fuligo.planner.memory.engine import (
+    EngineMemory,
+    embedded_items,
+    embedded_kv_tokens,
+    engine_items,
+    engine_memory,
+    engine_resident_items,
+    records_routing,
+    scoring_of,
+)
 from fuligo.planner.memory.host import engine_on_host, host_items
 from fuligo.planner.memory.torch_trainer import torch_trainer_items
 from fuligo.planner.memory.trainer import trainer_items, trainer_left_bytes, trainer_resident_bytes

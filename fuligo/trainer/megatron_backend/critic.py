@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from fuligo.formats.checkpoint_files import is_distributed
 from fuligo.models.names import ModelNames, value_names
 from fuligo.trainer.critic import BaseCritic
-from fuligo.trainer.dtypes import DTYPES
 from fuligo.trainer.megatron_backend.learner import Learner, gather_parameters, zero_gradients
 from fuligo.trainer.megatron_backend.logprobs import gather_tokens
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
@@ -20,6 +19,7 @@ from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, MT
 from fuligo.trainer.megatron_backend.state import MegatronState, load_weights
 from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
 from fuligo.trainer.objective import Objective, value_objective
+from fuligo.trainer.parameters import DTYPES
 from fuligo.trainer.ranks.settings import CriticSettings, TrainedParameters
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import ScoreShare, StepShare

@@ -12,12 +12,12 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from fuligo.config.layer_pattern import read_layers
 from fuligo.errors import ConfigError
-from fuligo.trainer.dtypes import DTYPES
 from fuligo.trainer.megatron_backend.flags import EXPERTS, LATENT_ATTENTION
 from fuligo.trainer.megatron_backend.mtp import refuse_idle_embedding
 from fuligo.trainer.megatron_backend.router import refuse_unsupported_routing
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.sparse_latent_attention import refuse_unsupported_sparsity
+from fuligo.trainer.parameters import DTYPES
 
 Fields = dict[str, Any]
 """Arguments of `TransformerConfig`."""

@@ -5,7 +5,6 @@ sequence: its own shift communicates with the context-parallel neighbours for ev
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -126,17 +125,7 @@ def cut_off(hidden: Tensor) -> Tensor:
 
 def without_gradient(values: Tensor) -> Tensor:
     """Return the same values, with a gradient of 0 to their source."""
-    return _WithoutGradient.apply(values)  # pyright: ignore[reportReturnType]
-
-
-class _WithoutGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return torch.zeros_like(gradient)
+    return torch.where(torch.ones((), dtype=torch.bool, device=values.device), values.detach(), values)
 
 
 def mtp_loss(

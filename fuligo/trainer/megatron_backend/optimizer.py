@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from fuligo.config.flag import option_name
 from fuligo.errors import ConfigError
 from fuligo.models.names import EMBEDDING, HEAD, Weight
-from fuligo.trainer.dtypes import DTYPES
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.weights.local import local_weights
+from fuligo.trainer.parameters import DTYPES, trained_names
 from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters
-from fuligo.trainer.trained_parameters import trained_names
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 

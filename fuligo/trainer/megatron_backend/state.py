@@ -27,8 +27,6 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fuligo.errors import CheckpointError
@@ -39,6 +37,7 @@ from fuligo.formats.shards import Shard, write_format, write_shards
 from fuligo.layout.megatron import Layout
 from fuligo.models.names import HEAD, ModelNames
 from fuligo.trainer.megatron_backend.parts import STATES, LocalWeight, ParameterState, held_weights, parameter_states, set_step
+from fuligo.trainer.random_state import read_random_state, set_random_state, write_random_state
 from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import Progress
@@ -131,7 +130,9 @@ def restore_state(directory: Path, state: MegatronState, world: World) -> None:
     if state.reference is not None:
         opened.read_reference(state.reference)
     if opened.random is not None:
-        _set_random_state(opened.random, world)
+        states = {name.removeprefix(_TRACKER): tensor for name, tensor in opened.random.items() if name.startswith(_TRACKER)}
+        _tracker().set_states(states)
+        set_random_state(opened.random, world)
     elif world.rank == 0:
         logger.info("%s was saved under another layout (%s); random numbers start anew", directory, opened.saved.layout)
     state.progress.num_optimizer_steps = opened.saved.progress.num_optimizer_steps
@@ -197,7 +198,7 @@ class _Opened:
             _check_shapes(tensors, {_REFERENCE + held.weight.megatron: held.weight.shape for held in weights})
         if saved.progress.num_optimizer_steps:
             _check_trained(tensors, weights)
-        return cls(tensors, weights, saved, _read_random_state(directory, world) if saved.layout == state.layout else None)
+        return cls(tensors, weights, saved, read_random_state(directory, world) if saved.layout == state.layout else None)
 
     def read_weights(self) -> None:
         _read_weights(self.tensors, self.weights)
@@ -296,40 +297,12 @@ def _check_shapes(tensors: DistributedTensors, expected: Mapping[str, tuple[int,
 
 
 def _write_small_files(directory: Path, state: MegatronState, world: World, model_files: Path) -> None:
-    (directory / "rng").mkdir(parents=True, exist_ok=True)
-    save_file(_random_state(world), _random_file(directory, world))
+    # Beside torch's, the state of Megatron's parallel regions.
+    write_random_state(directory, world, {_TRACKER + name: tensor.cpu() for name, tensor in _tracker().get_states().items()})
     if world.rank == 0:
         write_format(directory)
         copy_model_files(model_files, directory / MODEL_FILES)
         _Counters(state.progress, state.layout).write(directory / COUNTERS)
-
-
-def _random_file(directory: Path, world: World) -> Path:
-    return directory / "rng" / f"rank_{world.rank:05d}.safetensors"
-
-
-def _random_state(world: World) -> dict[str, Tensor]:
-    """Return the random state of torch, and of Megatron's parallel regions."""
-    state = {"torch": torch.get_rng_state()}
-    if world.device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(world.device)
-    return state | {_TRACKER + name: tensor.cpu() for name, tensor in _tracker().get_states().items()}
-
-
-def _read_random_state(directory: Path, world: World) -> dict[str, Tensor]:
-    file = _random_file(directory, world)
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: missing, truncated or corrupt: {error}") from error
-
-
-def _set_random_state(state: dict[str, Tensor], world: World) -> None:
-    regions = {name.removeprefix(_TRACKER): tensor for name, tensor in state.items() if name.startswith(_TRACKER)}
-    _tracker().set_states(regions)
-    torch.set_rng_state(state["torch"])
-    if world.device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], world.device)
 
 
 def _tracker() -> CudaRNGStatesTracker:

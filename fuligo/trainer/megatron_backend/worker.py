@@ -16,7 +16,6 @@ from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTa
 from fuligo.layout.flops import forward_flops
 from fuligo.limits import num_cores
 from fuligo.models.registry import architecture_of, names_of
-from fuligo.trainer.dtypes import sync_dtype
 from fuligo.trainer.host_memory import HostMemory
 from fuligo.trainer.megatron_backend.critic import Critic
 from fuligo.trainer.megatron_backend.gradients import Routing, Scores, compute_gradients, compute_scores
@@ -31,6 +30,7 @@ from fuligo.trainer.megatron_backend.weights.export import named_weights
 from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
 from fuligo.trainer.megatron_backend.world import join_megatron, leave_megatron
 from fuligo.trainer.metric_sums import MetricSums, mean_of_steps
+from fuligo.trainer.parameters import sync_dtype
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare, join_by_position
 from fuligo.trainer.step import StepGradients, total

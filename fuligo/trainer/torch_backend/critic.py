@@ -14,8 +14,7 @@ from fuligo.trainer.ranks.settings import CriticSettings
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import StepShare
 from fuligo.trainer.step import StepGradients
-from fuligo.trainer.torch_backend.gradients import compute_value_gradients
-from fuligo.trainer.torch_backend.learner import Learner
+from fuligo.trainer.torch_backend.learner import Learner, compute_value_gradients
 from fuligo.trainer.torch_backend.model import PackedModel, output_head, read_model, require_whole
 from fuligo.trainer.torch_backend.weights import weight_tensors
 

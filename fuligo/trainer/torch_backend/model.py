@@ -1,7 +1,10 @@
-"""Hugging Face causal LM over packed tokens, as a policy; refused if packing would change its results."""
+"""Hugging Face causal LM over packed tokens, as a policy; refused if packing would change its results.
+
+Packed attention is an attention implementation of transformers, so that any of its models runs on packed tokens.
+"""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -10,16 +13,63 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from fuligo.errors import CheckpointError, TrainerError
-from fuligo.models.attention import unpackable_layers
+from fuligo.models.attention import packed_attention, unpackable_layers
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon
 from fuligo.trainer.batch import PackedTokens
 from fuligo.trainer.logprobs import TokenLogprobs
-from fuligo.trainer.torch_backend import attention
 from fuligo.trainer.torch_backend.logprobs import OutputHead, token_logprobs
+
+PACKED_ATTENTION = "fuligo_packed"
+"""Name by which models select it: `attn_implementation=PACKED_ATTENTION`."""
+
+
+def register() -> None:
+    """Register `PACKED_ATTENTION` with transformers, which builds no mask for an implementation without a mask function."""
+    AttentionInterface.register(PACKED_ATTENTION, attention_forward)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    packed_cu_seqlens: Sequence[int] | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Compute attention for one layer; transformers calls it.
+
+    Args:
+        query: [1, H, T, D]
+        key: [1, Hkv, T, D]
+        value: [1, Hkv, T, Dv]
+        packed_cu_seqlens: starts of the sequences; the argument of that name given to the model's forward.
+
+    Returns:
+        [1, T, H, Dv] and no attention weights.
+
+    Raises:
+        TrainerError: the model's attention has a feature that packed attention lacks.
+    """
+    name = type(module).__name__
+    for feature, given in (("logit soft-capping", softcap), ("attention sinks", s_aux)):
+        if given is not None:
+            raise TrainerError(f"{name} uses {feature}, which the torch trainer's packed attention does not support. Choose another model.")
+    if packed_cu_seqlens is None:
+        raise TrainerError(f"{name} does not receive the arguments of its model's forward; packed sequences would see each other.")
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    scale = query.size(-1) ** -0.5 if scaling is None else scaling
+    return packed_attention(q, k, v, packed_cu_seqlens, scale=scale, window=sliding_window).unsqueeze(0), None
+
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +147,7 @@ def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
         CheckpointError: files are missing or truncated.
         TrainerError: packed attention does not support the model's attention.
     """
-    attention.register()
+    register()
     disable_progress_bar()
     verbosity = get_verbosity()
     set_verbosity_error()  # missing weights are returned, not logged
@@ -111,7 +161,7 @@ def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=torch.float32,
-            attn_implementation=attention.PACKED_ATTENTION,
+            attn_implementation=PACKED_ATTENTION,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
@@ -168,7 +218,7 @@ def check_packed_forward(policy: Policy) -> None:
         whole = [model(input_ids=ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1) for ids in sequences]
         own = torch.cat([each.gather(1, ids[1:, None])[:, 0] for each, ids in zip(whole, sequences)])
     finally:
-        model.set_attn_implementation(attention.PACKED_ATTENTION)
+        model.set_attn_implementation(PACKED_ATTENTION)
     difference = (packed - own).abs().max().item()
     if not difference <= CHECK_TOLERANCE:
         raise TrainerError(

@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.checkpoint_files import COUNTERS, VALUE_MODEL
 from fuligo.formats.model_files import other_files
+from fuligo.trainer.random_state import has_random_state, read_random_state, set_random_state, write_random_state
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import Progress
 from fuligo.trainer.torch_backend.critic import Critic
@@ -106,8 +106,7 @@ def _take_part(named_tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def _write_small_files(directory: Path, state: TrainingState, model_files: Path, world: World) -> None:
-    (directory / "rng").mkdir(parents=True, exist_ok=True)
-    save_file(_random_state(world), _rng_file(directory, world.rank))
+    write_random_state(directory, world, {})
     if world.rank == 0:
         _write_model_files(directory / "hf", state.policy.model, model_files)
         progress: dict[str, object] = {"format": FORMAT, "num_ranks": world.size, **asdict(state.policy.progress)}
@@ -136,14 +135,14 @@ def restore_state(directory: Path, state: TrainingState, world: World) -> None:
         saved.append(_Saved.open(state.critic.learner, critic_progress, weights=weights, directory=directory / "critic_optimizer"))
     elif state.critic is not None:
         state.critic.begin_at(directory)
-    random_state = _read_random_state(_rng_file(directory, world.rank))
+    random_state = read_random_state(directory, world) if has_random_state(directory, world) else None
 
     for of_learner in saved:
         of_learner.load()
     if state.reference is not None and reference is not None:
         load_weights(state.reference, reference.read())
     if random_state is not None:
-        _set_random_state(random_state, world)
+        set_random_state(random_state, world)
 
 
 @dataclass(slots=True, frozen=True)
@@ -157,14 +156,7 @@ class _Saved:
 
     @classmethod
     def open(cls, learner: Learner, progress: Progress, *, weights: TensorFiles, directory: Path) -> _Saved:
-        """Open and check the files of one model.
-
-        Args:
-            directory: of the optimizer's state.
-
-        Raises:
-            CheckpointError: a file is missing or truncated, or belongs to another architecture; names it.
-        """
+        """Open and check the files of one model; `directory` has the optimizer's state."""
         moments = TensorFiles(directory, stem="optimizer")
         weights.check_shapes(_weight_shapes(learner.model))
         moments.check_shapes(_moment_shapes(learner.model) if progress.num_optimizer_steps else {})
@@ -234,32 +226,3 @@ def _read_progress(file: Path) -> tuple[Progress, Progress | None]:
 
 def _progress(fields: dict[str, int]) -> Progress:
     return Progress(int(fields["num_optimizer_steps"]), int(fields["num_rollouts"]))
-
-
-def _rng_file(directory: Path, rank: int) -> Path:
-    return directory / "rng" / f"rank_{rank:05d}.safetensors"
-
-
-def _random_state(world: World) -> dict[str, Tensor]:
-    state = {"torch": torch.get_rng_state()}
-    if world.device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(world.device)
-    return state
-
-
-def _read_random_state(file: Path) -> dict[str, Tensor] | None:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not file.exists():
-        return None
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: truncated or corrupt: {error}") from error
-
-
-def _set_random_state(state: dict[str, Tensor], world: World) -> None:
-    torch.set_rng_state(state["torch"])
-    if world.device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], world.device)

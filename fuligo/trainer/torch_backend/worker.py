@@ -13,19 +13,17 @@ from transformers import AutoConfig
 
 from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.trainer.batch import pack_tokens
-from fuligo.trainer.dtypes import sync_dtype
 from fuligo.trainer.host_memory import HostMemory
 from fuligo.trainer.metric_sums import mean_of_steps
 from fuligo.trainer.packing import Cost, sequence_flops
+from fuligo.trainer.parameters import sync_dtype
 from fuligo.trainer.ranks.compute_thread import ComputeThread
-from fuligo.trainer.ranks.settings import CriticSettings
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare, join_by_position
 from fuligo.trainer.step import Progress, StepGradients
 from fuligo.trainer.timeline import Timeline
 from fuligo.trainer.torch_backend.critic import Critic, ValueModel, load_value_model
-from fuligo.trainer.torch_backend.gradients import compute_gradients
-from fuligo.trainer.torch_backend.learner import Learner, freeze_parameters
+from fuligo.trainer.torch_backend.learner import Learner, compute_gradients, freeze_parameters
 from fuligo.trainer.torch_backend.model import PackedModel, Policy, check_packed_forward, enable_gradient_checkpointing, load_model
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.state import TrainingState, copy_state, restore_state, save_state
@@ -56,7 +54,10 @@ class TorchRankWorker:
         self.policy = self._load(settings.initial_weights, trained=True)
         self.reference = None if settings.reference_weights is None else self._load(settings.reference_weights, trained=False)
         self.teacher = None if settings.teacher_weights is None else self._load(settings.teacher_weights, trained=False)
-        self.critic = None if settings.critic is None else self._load_critic(settings.critic)
+        self.critic = None
+        if settings.critic is not None:
+            value_model = ValueModel(load_value_model(settings.critic.initial_weights, self.policy.model))
+            self.critic = Critic(self._placed(value_model, trained=True), settings.critic, world)
         self._learner = Learner(self.policy.model, settings.optimizer, world)
         self.export_dtype = sync_dtype(settings, checkpoint_dtype(AutoConfig.from_pretrained(settings.hf_checkpoint)))
         self.balance_by = _cost(self.policy) if settings.balance_data else None
@@ -169,10 +170,6 @@ class TorchRankWorker:
         else:
             model.requires_grad_(False)
         return self._placed(policy, trained=trained)
-
-    def _load_critic(self, settings: CriticSettings) -> Critic:
-        value_model = ValueModel(load_value_model(settings.initial_weights, self.policy.model))
-        return Critic(self._placed(value_model, trained=True), settings, self.world)
 
     def _placed(self, model: PackedT, *, trained: bool) -> PackedT:
         """Move the model to the device, sharded if there are several ranks or computation is in half precision."""

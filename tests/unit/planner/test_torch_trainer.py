@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen3Config
 from fuligo.models.modules import speed_up_rms_norms
 from fuligo.models.registry import architecture_of
 from fuligo.planner.memory.torch_trainer import layer_bytes
-from fuligo.trainer.torch_backend import attention
+from fuligo.trainer.torch_backend import model as torch_model
 
 TOKENS = 128
 SHAPE: dict[str, Any] = {
@@ -36,8 +36,8 @@ EXPERTS: dict[str, Any] = {
 
 def saved_bytes(config: Any, dtype: torch.dtype) -> int:
     """Return the bytes that a forward pass over packed tokens saves for the backward pass."""
-    attention.register()
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.PACKED_ATTENTION)
+    torch_model.register()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=torch_model.PACKED_ATTENTION)
     speed_up_rms_norms(model)
     model = model.to(dtype)
     ours = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}

@@ -10,7 +10,7 @@ import pytest
 from fuligo.algorithms.assign import assign_advantages
 from fuligo.algorithms.settings import AdvantageSettings
 from fuligo.errors import TrainerError
-from fuligo.trainer.before_train import BeforeTrainStep
+from fuligo.trainer.samples import BeforeTrainStep
 from fuligo.types import TrainBatch
 from tests.random_samples import random_samples
 

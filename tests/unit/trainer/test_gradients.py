@@ -16,7 +16,7 @@ from fuligo.trainer.ranks.world import World
 from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.shares import StepShare
 from fuligo.trainer.step import StepSamples
-from fuligo.trainer.torch_backend.gradients import compute_gradients
+from fuligo.trainer.torch_backend.learner import compute_gradients
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from fuligo.types import TrainBatch

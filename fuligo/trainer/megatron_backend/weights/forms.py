@@ -1,24 +1,16 @@
 """Conversion of a checkpoint's tensors to a rank's part of Megatron's, and back."""
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fuligo.models.architecture import Architecture, GroupedAttention
 from fuligo.models.names import Form, Weight
+from fuligo.trainer.megatron_backend.weights.stored import StoredPart
 
 
-class Stored(Protocol):
-    """One of the checkpoint's tensors of a weight, read in slices."""
-
-    def read(self, axis: int, start: int, stop: int) -> Tensor:
-        """Read the elements `start` to `stop` along `axis`."""
-        ...
-
-
-def read_pieces(weight: Weight, stored: Sequence[Stored], architecture: Architecture, index: int, count: int) -> list[Tensor]:
+def read_pieces(weight: Weight, stored: Sequence[StoredPart], architecture: Architecture, index: int, count: int) -> list[Tensor]:
     """Read the `index`-th of `count` equal parts of a weight, in Megatron's layout, as pieces to be stacked; only that part is read.
 
     Args:
@@ -38,7 +30,7 @@ def read_pieces(weight: Weight, stored: Sequence[Stored], architecture: Architec
             return [_read_qkv(stored, _group_sizes(architecture), start, stop)]
 
 
-def read_shard(weight: Weight, stored: Sequence[Stored], architecture: Architecture, index: int, count: int) -> Tensor:
+def read_shard(weight: Weight, stored: Sequence[StoredPart], architecture: Architecture, index: int, count: int) -> Tensor:
     """Read the part as one tensor."""
     return _cat(read_pieces(weight, stored, architecture, index, count))
 
@@ -74,7 +66,7 @@ def _group_sizes(architecture: Architecture) -> tuple[int, int, int]:
     return heads.num_heads // heads.num_kv_heads * heads.head_dim, heads.head_dim, heads.head_dim
 
 
-def _read_qkv(stored: Sequence[Stored], sizes: tuple[int, int, int], start: int, stop: int) -> Tensor:
+def _read_qkv(stored: Sequence[StoredPart], sizes: tuple[int, int, int], start: int, stop: int) -> Tensor:
     """Read rows `start` to `stop`, a part of one group if there are more ranks than groups (megatron/core/transformer/attention.py)."""
     group_rows = sum(sizes)
     first, last = start // group_rows, -(-stop // group_rows)

@@ -15,9 +15,9 @@ from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.architecture import Architecture
 from fuligo.models.names import HEAD, Weight, value_names
 from fuligo.models.registry import names_of
-from fuligo.trainer.megatron_backend.weights.forms import Stored, read_pieces
+from fuligo.trainer.megatron_backend.weights.forms import read_pieces
 from fuligo.trainer.megatron_backend.weights.local import RankGroups, local_weights, misfits, rank_groups, unwrapped
-from fuligo.trainer.megatron_backend.weights.stored import StoredWeights, has_value_head
+from fuligo.trainer.megatron_backend.weights.stored import StoredPart, StoredWeights, has_value_head
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class _ShapeError(Exception):
     pass
 
 
-def _fill(tensor: Tensor, weight: Weight, parts: Sequence[Stored], architecture: Architecture, groups: RankGroups) -> None:
+def _fill(tensor: Tensor, weight: Weight, parts: Sequence[StoredPart], architecture: Architecture, groups: RankGroups) -> None:
     index, count = _place(weight, groups)
     if weight.is_vocabulary:
         start, stop = (min(share * tensor.shape[0], weight.shape[0]) for share in (index, index + 1))

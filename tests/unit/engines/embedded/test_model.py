@@ -11,7 +11,7 @@ from fuligo.engines.embedded.model import EngineModel
 from fuligo.errors import ConfigError, EngineError, FuligoError
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.registry import architecture_of
-from fuligo.planner.memory.embedded import cached_elements_per_token
+from fuligo.planner.memory.engine import cached_elements_per_token
 from tests import tiny
 from tests.megatron.prediction_fixture import PredictingModel
 

@@ -1,11 +1,21 @@
-"""Selection of the parameters to train, by regular expressions. Pure Python."""
+"""Parameters: their data types in the model's passes and for the engines, and selection of those to train, by regular expressions."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
+import torch
+
 from fuligo.errors import ConfigError
-from fuligo.trainer.ranks.settings import TrainedParameters
+from fuligo.trainer.ranks.settings import TrainedParameters, TrainerSettings
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""By the names in the settings."""
+
+
+def sync_dtype(settings: TrainerSettings, of_checkpoint: torch.dtype) -> torch.dtype:
+    """Return the data type in which engines receive the weights: that of the settings, else that of `hf_checkpoint`."""
+    return of_checkpoint if settings.sync_dtype is None else DTYPES[settings.sync_dtype]
 
 
 def trained_names(names: Mapping[str, Sequence[str]], trained: TrainedParameters) -> set[str]:

@@ -1,0 +1,50 @@
+"""Random numbers of a trainer's ranks in a checkpoint: a file for each rank."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fuligo.errors import CheckpointError
+from fuligo.trainer.ranks.world import World
+
+
+def write_random_state(directory: Path, world: World, more: Mapping[str, Tensor]) -> None:
+    """Write this rank's random state, and `more` of a backend's own, below `directory`, which is created."""
+    state = {"torch": torch.get_rng_state(), **more}
+    if world.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(world.device)
+    file = _file(directory, world)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(state, file)
+
+
+def read_random_state(directory: Path, world: World) -> dict[str, Tensor]:
+    """Read what this rank wrote by `write_random_state`.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    file = _file(directory, world)
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: missing, truncated or corrupt: {error}") from error
+
+
+def has_random_state(directory: Path, world: World) -> bool:
+    """Return whether the checkpoint has this rank's random state; it was written by as many ranks as saved it."""
+    return _file(directory, world).exists()
+
+
+def set_random_state(state: Mapping[str, Tensor], world: World) -> None:
+    torch.set_rng_state(state["torch"])
+    if world.device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], world.device)
+
+
+def _file(directory: Path, world: World) -> Path:
+    return directory / "rng" / f"rank_{world.rank:05d}.safetensors"

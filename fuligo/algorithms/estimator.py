@@ -46,11 +46,6 @@ class Estimator(ABC):
     def policy_loss(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: Clip, segments: Segments) -> PolicyTerms:
         """Compute the loss of every token; PPO's clipped surrogate unless overridden.
 
-        Args:
-            logprobs: [N] with gradient.
-            old_logprobs: [N] of the policy in the ratio's denominator.
-            advantages: [N] without gradient.
-            clip: bounds of the ratio.
-            segments: the samples that the tokens belong to.
+        Tensors are [N]; only `logprobs` has a gradient, `old_logprobs` are those of the policy in the ratio's denominator.
         """
         return ppo_loss(logprobs, old_logprobs, advantages, clip)

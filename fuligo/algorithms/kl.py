@@ -12,17 +12,10 @@ LOW_VAR_KL_LIMIT = 10.0
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KlType) -> Tensor:
-    """Estimate the KL of every token, in nats.
+    """Estimate the KL of every token, in nats: two [N], `logprobs` with gradient -> [N].
 
     With d = logprobs - ref_logprobs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, low_var_kl = clamp(k3, -10, 10).
     k1 and k3 are unbiased as values. As a loss k1's expected on-policy gradient is zero, k2's is the gradient of the KL.
-
-    Args:
-        logprobs: [N] with gradient.
-        ref_logprobs: [N]
-
-    Returns:
-        [N]
     """
     d = logprobs - ref_logprobs
     if kind == "k1":
@@ -37,12 +30,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KlType) -> Tensor:
 
 
 def unbiased_kl(kl: Tensor, ratio: Tensor) -> Tensor:
-    """Multiply the estimate by pi / pi_old, both with gradient, which makes value and gradient unbiased for tokens sampled from pi_old.
+    """Multiply the estimate [N] by the ratio pi / pi_old [N], both with gradient; unbiased, with its gradient, for tokens from pi_old.
 
     DeepSeek-V3.2 (arXiv:2512.02556), section 3.1.
-
-    Args:
-        kl: [N]
-        ratio: [N] pi / pi_old of each token.
     """
     return kl * ratio

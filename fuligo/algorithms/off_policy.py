@@ -36,14 +36,10 @@ class ImportanceWeights:
 
 
 def importance_weights(old_logprobs: Tensor, engine_logprobs: Tensor, correction: Correction, segments: Segments) -> ImportanceWeights:
-    """Compute w = exp(old_logprobs - engine_logprobs) of every token, corrected outside the bounds.
+    """Compute w = exp(old_logprobs - engine_logprobs) of every token, [N] each, corrected outside the bounds.
 
     truncate: clamp to the bounds (TIS). icepop: 0 for the token (IcePop, Ling team 2025). sequence-mask: 0 for all tokens of a sample
-    whose geometric mean of w over its unmasked tokens is outside.
-
-    Args:
-        old_logprobs: [N] trainer, before the rollout's first optimizer step.
-        engine_logprobs: [N]
+    whose geometric mean of w over its unmasked tokens is outside. `old_logprobs` are the trainer's, before the rollout's first step.
     """
     log_ratio = (old_logprobs - engine_logprobs).detach()
     ratio = exp_ratio(log_ratio)
@@ -58,19 +54,10 @@ def importance_weights(old_logprobs: Tensor, engine_logprobs: Tensor, correction
 
 
 def opsm_mask(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, delta: float, segments: Segments) -> Tensor:
-    """Return the tokens that off-policy sequence masking (OPSM) excludes: negative advantage, in a sample far from the policy.
+    """Return [N] bool: tokens that off-policy sequence masking (OPSM) excludes, of negative advantage in a sample far from the policy.
 
     A sample is far from the policy where mean_t(old_logprobs - logprobs) over its unmasked tokens, an estimate of KL(old || policy),
-    exceeds `delta`. DeepSeek-V3.2 (arXiv:2512.02556), section 3.1.
-
-    Args:
-        logprobs: [N] of the current policy.
-        old_logprobs: [N] of the policy that sampled.
-        advantages: [N]
-        delta: nats per token.
-
-    Returns:
-        [N] bool
+    exceeds `delta` nats per token. DeepSeek-V3.2 (arXiv:2512.02556), section 3.1. Tensors are [N].
     """
     distance = segments.mean((old_logprobs - logprobs).detach())
     return (advantages < 0) & (distance > delta)

@@ -32,15 +32,9 @@ class Segments:
     """S"""
 
     def mean(self, values: Tensor) -> Tensor:
-        """Average over each sample's unmasked tokens and broadcast to all its tokens; 0 for a sample without any.
+        """Average over each sample's unmasked tokens and broadcast to all its tokens; 0 for a sample without any: [N] -> [N].
 
         For log-ratios this is the logarithm of the geometric mean of the sample's token ratios.
-
-        Args:
-            values: [N]
-
-        Returns:
-            [N]
         """
         mask = self.loss_mask.to(values.dtype)
         sums = values.new_zeros(self.num_samples).index_add(0, self.sample_ids, values * mask)
@@ -79,10 +73,7 @@ class PolicyTerms:
 def ppo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: Clip) -> PolicyTerms:
     """Compute PPO's clipped surrogate with token ratios r = exp(logprobs - old_logprobs) (Schulman et al. 2017, arXiv:1707.06347).
 
-    Args:
-        logprobs: [N] with gradient.
-        old_logprobs: [N] of the policy in the ratio's denominator.
-        advantages: [N]
+    Tensors are [N]; `logprobs` has a gradient.
     """
     return clipped_surrogate(exp_ratio(logprobs - old_logprobs), advantages, clip)
 
@@ -90,11 +81,7 @@ def ppo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: C
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: Clip) -> PolicyTerms:
     """Compute max(-r A, -clip(r, 1 - low, 1 + high) A).
 
-    With `clip.dual`, where A < 0, at most -dual A (Ye et al. 2020, arXiv:1912.09729).
-
-    Args:
-        ratio: [N] with gradient.
-        advantages: [N]
+    With `clip.dual`, where A < 0, at most -dual A (Ye et al. 2020, arXiv:1912.09729). Tensors are [N]; `ratio` has a gradient.
     """
     unclipped = -ratio * advantages
     bounded = -ratio.clamp(1 - clip.low, 1 + clip.high) * advantages

@@ -97,14 +97,9 @@ def std(values: ArrayLike, *, epsilon: float = STD_EPSILON) -> float:
 
 
 def token_rewards(reward: float, loss_mask: MaskArray, kl: ArrayLike, kl_coef: float) -> Float64Array:
-    """Place the reward at the last trained token and subtract kl_coef * KL at every trained token.
+    """Return [R]: the reward at the last trained token, less kl_coef * `kl` [R], the KL to the reference, at every trained token.
 
-    Args:
-        loss_mask: [R]; with no token set all rewards are 0.
-        kl: [R] KL to the reference, per token; values at masked tokens are not used.
-
-    Returns:
-        [R]
+    With no token set in `loss_mask` [R] all rewards are 0. The KL at masked tokens is not used.
     """
     trained = np.flatnonzero(loss_mask)
     rewards = np.zeros(len(loss_mask))
@@ -115,13 +110,9 @@ def token_rewards(reward: float, loss_mask: MaskArray, kl: ArrayLike, kl_coef: f
 
 
 def whiten(values: Sequence[ArrayLike], masks: Sequence[MaskArray], *, epsilon: float = STD_EPSILON) -> list[Float64Array]:
-    """Return (x - mean) / (unbiased standard deviation + epsilon), both over the unmasked tokens of all samples together.
+    """Return (x - mean) / (unbiased standard deviation + epsilon), both over the unmasked tokens of all samples, [R] each, together.
 
     Masked tokens are not counted and come out as 0. Fewer than two unmasked tokens are not divided.
-
-    Args:
-        values: [R] for each sample.
-        masks: [R] for each sample.
     """
     arrays = [np.asarray(value, np.float64) for value in values]
     trained = np.concatenate([array[mask != 0] for array, mask in zip(arrays, masks)]) if arrays else np.empty(0)

@@ -25,12 +25,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     """Compute PPO2's clipped squared error (OpenAI baselines, `baselines/ppo2/model.py`).
 
     loss = 0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2): a value that has moved by more than `clip` towards its return
-    gets no gradient.
-
-    Args:
-        values: [N] with gradient.
-        old_values: [N] before the rollout's first optimizer step.
-        returns: [N]
+    gets no gradient. Tensors are [N]; `values` has a gradient, `old_values` are those before the rollout's first optimizer step.
     """
     bounded = torch.clamp(values, old_values - clip, old_values + clip)
     errors, bounded_errors = (values - returns).square(), (bounded - returns).square()
@@ -48,13 +43,7 @@ class ValueFit:
 
 
 def value_fit(values: Iterable[ArrayLike], returns: Iterable[ArrayLike], masks: Iterable[MaskArray]) -> ValueFit:
-    """Measure how well values predicted returns.
-
-    Args:
-        values: [R] of each sample, before training on these returns.
-        returns: [R] of each sample.
-        masks: [R] of each sample.
-    """
+    """Measure how well the values, before training on these returns, predicted them; [R] of each sample."""
     chosen = [
         (np.asarray(v, np.float64)[m != 0], np.asarray(r, np.float64)[m != 0]) for v, r, m in zip(values, returns, masks, strict=True)
     ]

@@ -134,21 +134,9 @@ def objective(inputs: LossInputs, settings: LossSettings) -> Objective:
 def _trained(inputs: LossInputs) -> LossInputs:
     """Set masked tokens to 0: their values (tool output, NaN) must not reach the loss, not even times 0."""
     mask = inputs.loss_mask != 0
-
-    def keep(values: Tensor | None) -> Tensor | None:
-        return None if values is None else torch.where(mask, values, 0.0)
-
-    return replace(
-        inputs,
-        logprobs=torch.where(mask, inputs.logprobs, 0.0),
-        entropy=torch.where(mask, inputs.entropy, 0.0),
-        advantages=torch.where(mask, inputs.advantages, 0.0),
-        weights=torch.where(mask, inputs.weights, 0.0),
-        engine_logprobs=keep(inputs.engine_logprobs),
-        old_logprobs=keep(inputs.old_logprobs),
-        ref_logprobs=keep(inputs.ref_logprobs),
-        teacher_logprobs=keep(inputs.teacher_logprobs),
-    )
+    names = ("logprobs", "entropy", "advantages", "weights", "engine_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs")
+    given = {name: values for name in names if (values := getattr(inputs, name)) is not None}
+    return replace(inputs, **{name: torch.where(mask, values, 0.0) for name, values in given.items()})
 
 
 def _policy_loss(inputs: LossInputs, settings: LossSettings) -> Objective:

@@ -53,15 +53,12 @@ class _Bin:
 def pack(
     lengths: Sequence[int], capacity: Capacity, *, num_ranks: int = 1, multiple_of: int = 1, balance_by: Cost | None = None
 ) -> list[list[MicroBatchPlan]]:
-    """Pack an optimizer step into micro-batches: the same number on each rank, none empty, no sample left out or cut.
+    """Return [num_ranks][micro-batches] of an optimizer step: the same number on each rank, none empty, no sample left out or cut.
 
     Args:
         lengths: tokens of every sample of the step.
         multiple_of: divisor of each rank's number of micro-batches, which an interleaved pipeline needs.
         balance_by: balance this cost over the ranks; None: only the number of micro-batches and their tokens.
-
-    Returns:
-        [num_ranks][micro-batches]
 
     With fewer samples than ranks, the others get a repetition that weighs nothing, as where samples do not divide evenly.
 

@@ -5,7 +5,7 @@ hundreds of bytes a token, which every rank of a large run would have to hold.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 from fuligo.trainer.packing import Cost, MicroBatchSchedule
@@ -38,30 +38,21 @@ class StepShare:
 
 @dataclass(slots=True, frozen=True)
 class SampleScores:
-    """The trainer's scores of one sample, each only where the loss needs it."""
+    """The trainer's scores of one sample, each only where the loss needs it; where it is None, the sample keeps what it has."""
 
     old_logprobs: FloatArray | None = None
     """[R]"""
     ref_logprobs: FloatArray | None = None
     """[R]"""
     teacher_logprobs: FloatArray | None = None
-    """[R]; None: the sample keeps what it has."""
+    """[R]"""
     values: FloatArray | None = None
     """[R]"""
     routed_experts: RoutedExperts | None = None
-    """[T - 1, M, K]; None: the sample keeps what it has."""
+    """[T - 1, M, K]"""
 
     def filled_into(self, sample: TrainSample) -> TrainSample:
-        routed = sample.routed_experts if self.routed_experts is None else self.routed_experts
-        teacher = sample.teacher_logprobs if self.teacher_logprobs is None else self.teacher_logprobs
-        return replace(
-            sample,
-            old_logprobs=self.old_logprobs,
-            ref_logprobs=self.ref_logprobs,
-            teacher_logprobs=teacher,
-            values=self.values,
-            routed_experts=routed,
-        )
+        return replace(sample, **{each.name: score for each in fields(self) if (score := getattr(self, each.name)) is not None})
 
 
 def score_shares(samples: Sequence[TrainSample], settings: TrainerSettings, balance_by: Cost | None) -> list[ScoreShare]:

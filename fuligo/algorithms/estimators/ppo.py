@@ -39,18 +39,10 @@ class Ppo(Estimator):
 
 
 def generalised_advantages(rewards: ArrayLike, values: ArrayLike, loss_mask: MaskArray, *, gamma: float, lambd: float) -> Float64Array:
-    """Compute generalised advantages over the trained tokens.
+    """Return [R] generalised advantages of the trained tokens, 0 at masked ones, from three [R]; V_t is the value before token t.
 
     t + 1 is the next trained token: masked tokens (such as tool output) are not decisions, so nothing is discounted over them and their
     values are not read. After the last trained token V = A = 0, also where the response was truncated.
-
-    Args:
-        rewards: [R]
-        values: [R] V_t, expected return from before token t.
-        loss_mask: [R]
-
-    Returns:
-        [R], 0 at masked tokens.
     """
     import numpy as np
 

@@ -30,17 +30,10 @@ class ReinforcePlusPlus(Estimator):
 
 
 def discounted_returns(token_rewards: Float64Array, loss_mask: MaskArray, gamma: float) -> Float64Array:
-    """Return A_t = r_t + gamma * A_{t+1} for every trained token.
+    """Return [R] A_t = r_t + gamma * A_{t+1} of the trained tokens, 0 at masked ones, from rewards and mask [R].
 
     t + 1 is the next trained token, as in `ppo.generalised_advantages`: masked tokens (such as tool output) are not decisions, so nothing
     is discounted over them.
-
-    Args:
-        token_rewards: [R]
-        loss_mask: [R]
-
-    Returns:
-        [R], 0 at masked tokens.
     """
     import numpy as np
 

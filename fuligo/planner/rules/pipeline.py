@@ -5,58 +5,26 @@ starts on a layer which computes its own token choice comes with DSA's index sha
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 
-from fuligo.config import Config
 from fuligo.config.findings import Change
 from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
+from fuligo.planner.stages import ACCOUNTING, Cut
 from fuligo.planner.subject import Subject
 
 _FIRST, _LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 _VPP = "virtual_pipeline_model_parallel_size"
-_ACCOUNTING = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """Flags that split the layers into stages."""
-
-    num_layers: int
-    num_extra: int
-    """Embedding and loss, if each counts as a layer."""
-    pp: int
-    vpp: int
-    first: int | None
-    last: int | None
-
-    def counts(self) -> list[int] | None:
-        """Return the layers of each pipeline rank, extra ones included, or None if they cannot be split so."""
-        num_middle = self.pp - (self.first is not None) - (self.last is not None)
-        rest = self.num_layers + self.num_extra - (self.first or 0) - (self.last or 0)
-        if num_middle < 0 or rest < 0 or bool(rest) != bool(num_middle) or (num_middle and rest % num_middle):
-            return None
-        middle = [rest // num_middle] * num_middle if num_middle else []
-        return ([] if self.first is None else [self.first]) + middle + ([] if self.last is None else [self.last])
-
-    def starts(self) -> list[int]:
-        """Return the first layer of every virtual stage, from 0; empty if the layers cannot be split so."""
-        counts = self.counts()
-        if counts is None or any(count % self.vpp for count in counts):
-            return []
-        chunks = [count // self.vpp for _ in range(self.vpp) for count in counts]
-        return [sum(chunks[:number]) for number in range(len(chunks))]
-
-
-def _cut(subject: Subject) -> _Cut | None:
+def _cut(subject: Subject) -> Cut | None:
     """Return the split, or None without Megatron or with an explicit layout."""
     config, sizes = subject.config, subject.config.parallel
     if not subject.is_megatron or config.megatron.get("pipeline_model_parallel_layout") is not None:
         return None
-    return _Cut(
+    return Cut(
         num_layers=subject.architecture.num_layers,
-        num_extra=sum(bool(config.megatron.get(name)) for name in _ACCOUNTING),
+        num_extra=sum(bool(config.megatron.get(name)) for name in ACCOUNTING),
         pp=sizes.pipeline_model_parallel_size,
         vpp=sizes.virtual_pipeline_model_parallel_size or 1,
         first=sizes.decoder_first_pipeline_num_layers,
@@ -64,21 +32,13 @@ def _cut(subject: Subject) -> _Cut | None:
     )
 
 
-def _given(config: Config) -> str:
-    """Return ` with --decoder-first-pipeline-num-layers 14`, or nothing."""
-    sizes = config.parallel
-    named = ((_FIRST, sizes.decoder_first_pipeline_num_layers), (_LAST, sizes.decoder_last_pipeline_num_layers))
-    shown = [f"--{name.replace('_', '-')} {count}" for name, count in named if count is not None]
-    return f" with {' and '.join(shown)}" if shown else ""
-
-
-def _recuts(subject: Subject, cut: _Cut) -> tuple[Fix, ...]:
+def _recuts(subject: Subject, cut: Cut) -> tuple[Fix, ...]:
     """Return fixes with other first and last stages or other numbers of stages, the most even and nearest first."""
     computing = {layer.number for layer in subject.architecture.layers if layer.computes_index}
     even = cut.num_layers / cut.pp
     found: list[tuple[float, Fix]] = []
     for first, last in product((None, *range(1, cut.num_layers)), repeat=2):
-        other = _Cut(cut.num_layers, 0, cut.pp, cut.vpp, first, last)
+        other = Cut(cut.num_layers, 0, cut.pp, cut.vpp, first, last)
         counts = other.counts() if not cut.num_extra else None
         starts = other.starts() if counts else []
         if not counts or min(counts) < 1 or not starts or (computing and not computing.issuperset(starts)):
@@ -113,36 +73,26 @@ def accounting_or_first_and_last(subject: Subject) -> Iterator[Violation]:
     """Megatron either counts embedding and loss as layers or uses the given first and last stage."""
     cut = _cut(subject)
     if cut is not None and cut.num_extra and (cut.first, cut.last) != (None, None):
-        given = [name for name in _ACCOUNTING if subject.config.megatron.get(name)]
+        given = [name for name in ACCOUNTING if subject.config.megatron.get(name)]
         shown = " and ".join(f"--{name.replace('_', '-')}" for name in given)
         fix = tuple(Change(("megatron", name), None) for name in given)
-        yield Violation(f"{shown} cannot be combined{_given(subject.config)}: both set the sizes of the stages", (fix,))
+        yield Violation(f"{shown} cannot be combined{cut.shown()}: both set the sizes of the stages", (fix,))
 
 
 @rule("PLAN-PP-LAYERS", "--pipeline-model-parallel-size", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 def layers_divide_into_stages(subject: Subject) -> Iterator[Violation]:
     """First stage + last stage + equal middle stages must be all layers, and no stage may be empty."""
-    cut, config = _cut(subject), subject.config
+    cut = _cut(subject)
     if cut is None or (cut.num_extra and (cut.first, cut.last) != (None, None)):
         return
     counts = cut.counts()
     if counts is not None and min(counts) > 0:
         return
     yield Violation(
-        f"--pipeline-model-parallel-size {cut.pp}{_given(config)}: {_why_uneven(cut)}",
+        f"--pipeline-model-parallel-size {cut.pp}{cut.shown()}: {cut.why_uneven()}",
         _recuts(subject, cut),
         f"choose stages that add up to {cut.num_layers} layers",
     )
-
-
-def _why_uneven(cut: _Cut) -> str:
-    extra = f" ({cut.num_extra} counted for embedding and loss)" if cut.num_extra else ""
-    total, given = cut.num_layers + cut.num_extra, (cut.first or 0) + (cut.last or 0)
-    num_middle = cut.pp - (cut.first is not None) - (cut.last is not None)
-    if num_middle > 0 and given < total:
-        stages = f"{num_middle} middle stages" if given else f"{num_middle} stages"
-        return f"{stages} cannot share {total - given}{f' of {total}' if given else ''} layers{extra} equally"
-    return f"the given stages have {given} layers, the model has {total}{extra}, and {max(num_middle, 0)} stages are left"
 
 
 @rule("PLAN-VPP-PP", "--virtual-pipeline-model-parallel-size", "--pipeline-model-parallel-size")
@@ -167,7 +117,7 @@ def ranks_divide_into_virtual_stages(subject: Subject) -> Iterator[Violation]:
     common = [size for size in divisors(min(counts)) if size > 1 and all(count % size == 0 for count in counts)]
     yield Violation(
         f"--virtual-pipeline-model-parallel-size {cut.vpp} does not divide the {broken} layers of pipeline rank {counts.index(broken)}"
-        f"{_given(subject.config)}",
+        f"{cut.shown()}",
         (*((set_flag(_VPP, size),) for size in nearest_first(cut.vpp, common)), (unset_flag(_VPP),)),
     )
 
@@ -190,7 +140,7 @@ def stages_start_on_computing_layers(subject: Subject) -> Iterator[Violation]:
     starts = ", ".join(str(start + 1) for start in cut.starts())
     below = max(number for number in computing if number < wrong[0])
     yield Violation(
-        f"--pipeline-model-parallel-size {cut.pp}{_given(subject.config)}: stages start at the layers {starts}, and layer {wrong[0] + 1} "
+        f"--pipeline-model-parallel-size {cut.pp}{cut.shown()}: stages start at the layers {starts}, and layer {wrong[0] + 1} "
         f"reuses the sparse index of layer {below + 1}, which is in the stage before",
         _recuts(subject, cut),
         f"every stage must start at one of the layers {', '.join(str(number + 1) for number in sorted(computing))}",

@@ -52,7 +52,7 @@ class PackedCoreAttention(MegatronModule):
         packed_seq_params: PackedSeqParams,
         **_: object,
     ) -> Tensor:
-        """Compute attention.
+        """Compute attention; return [T / cp, H * Dv].
 
         Args:
             query: [T / cp, H, D] this rank's pieces of every sequence, in their order.
@@ -60,9 +60,6 @@ class PackedCoreAttention(MegatronModule):
             value: [T / cp, Hkv, Dv]
             attention_mask: None; sequences and causality define the mask.
             packed_seq_params: cumulative lengths of the whole row; each length a multiple of 2 * cp if cp > 1.
-
-        Returns:
-            [T / cp, H * Dv]
         """
         assert attention_mask is None
         scale = self.softmax_scale if self.softmax_scale is not None else query.size(-1) ** -0.5

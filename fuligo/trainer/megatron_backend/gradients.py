@@ -47,13 +47,9 @@ class _Outcome:
 def compute_gradients(
     chunks: Sequence[nn.Module], step: StepShare, settings: MegatronTrainerSettings, device: torch.device
 ) -> StepGradients | None:
-    """Sum the gradient of the loss of an optimizer step into the stages' buffers, over the data-parallel ranks. A collective.
+    """Sum the gradient of the loss of an optimizer step into the stages' zero buffers, over the data-parallel ranks. A collective.
 
-    Args:
-        chunks: this rank's wrapped stages; buffers are zero.
-
-    Returns:
-        This replica's results, on the rank that `reports`; None on others.
+    Return this replica's results on the rank that `reports`; None on others.
     """
     samples = step.samples
     rows = rows_of(samples.samples, step.schedule, settings, device, inputs_of=lambda plan: samples.micro_batch(plan, device))

@@ -91,7 +91,7 @@ def _within_sequences(places: RowPlaces, *, num_heads: int) -> Iterator[tuple[in
 
 
 def attend(queries: Tensor, latents: Tensor, chosen: Tensor, *, value_size: int, scale: float) -> Tensor:
-    """Compute softmax attention of every query to its chosen tokens. All heads share keys and values.
+    """Return [L, H, value_size]: softmax attention of every query to its chosen tokens. All heads share keys and values.
 
     This is latent attention with absorbed projections (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), in float32. Only the arguments are
     kept for the backward pass, which computes scores again.
@@ -100,10 +100,6 @@ def attend(queries: Tensor, latents: Tensor, chosen: Tensor, *, value_size: int,
         queries: [L, H, W]
         latents: [T, W] keys of the whole row; their first `value_size` elements are the values.
         chosen: [L, K] int32 index into the row, -1 for none; at least one for each query.
-        scale: factor of the scores.
-
-    Returns:
-        [L, H, value_size]
     """
     output: Tensor = _Attention.apply(queries, latents, chosen, value_size, scale)  # pyright: ignore[reportAssignmentType]
     return output

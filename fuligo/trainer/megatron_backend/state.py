@@ -88,8 +88,7 @@ class CheckpointWriter:
     def begin(self, states: Mapping[Path, MegatronState], *, model_files: Path) -> Future[None]:
         """Copy the state to the host's memory, and write it in the background.
 
-        Returns:
-            Future that is done on each rank when all ranks have written; holds the CheckpointError if one could not.
+        The future is done on each rank when all ranks have written; it holds the CheckpointError if one could not.
         """
         if self._thread is None:
             self._thread = ComputeThread("checkpoint writer")

@@ -62,7 +62,10 @@ def test_more_processes_than_layers_need_a_layout():
             "does not divide the 32 processes",
         ),
         ("--expert-model-parallel-size 32 --expert-tensor-parallel-size 2", "does not divide the 32 processes"),
-        ("--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 40 --decoder-first-pipeline-num-layers 8", "cannot share"),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 40 --decoder-first-pipeline-num-layers 8",
+            "the given stages",
+        ),
         ("--pipeline-model-parallel-size 4", "cannot share"),
     ],
 )

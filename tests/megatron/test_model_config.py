@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from fuligo.errors import ConfigError
 from fuligo.layout.megatron import Layout
+from fuligo.trainer.megatron_backend.flags import EXPERTS, LATENT_ATTENTION
 from fuligo.trainer.megatron_backend.model_config import padded_vocab_size, rotary, transformer_config
 from fuligo.trainer.megatron_backend.settings import Recomputation
 from tests import tiny
@@ -30,6 +32,11 @@ def test_the_shape_is_that_of_config_json(directory: Path):
     assert config.rotary_interleaved and config.add_qkv_bias and not config.add_bias_linear
     assert config.attention_dropout == config.hidden_dropout == 0.0
     assert rotary(settings_of(directory, Layout()).model_flags).percent == 0.5
+
+
+def test_arguments_that_are_handed_on_are_fields_of_megatrons_configuration():
+    assert {field.name for field in fields(TransformerConfig)} >= set(EXPERTS)
+    assert {field.name for field in fields(MLATransformerConfig)} >= set(LATENT_ATTENTION)
 
 
 def test_gradients_are_sums_over_tokens(directory: Path):

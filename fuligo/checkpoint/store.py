@@ -56,10 +56,7 @@ class CheckpointStore:
     """Directory of checkpoints with a single writer (see `saving_to`), which keeps the newest ones."""
 
     def __init__(self, directory: Path, *, keep: int | None = None) -> None:
-        """Create the directory if needed and clean up after a crash.
-
-        Args:
-            keep: number of newest checkpoints to keep; None keeps all.
+        """Create the directory if needed and clean up after a crash. `keep` is the number of newest checkpoints to keep; None keeps all.
 
         Raises:
             CheckpointError: the directory cannot be written.
@@ -73,11 +70,7 @@ class CheckpointStore:
             raise _unwritable(directory, error) from None
 
     async def save(self, iteration: int, write: Callable[[Path], Awaitable[None]], state: RunState) -> Path:
-        """Save `state` and what `write` puts into the directory it is given.
-
-        Args:
-            iteration: number of complete rollouts.
-            write: writes the trainer's part; everything is on disk when it returns.
+        """Save `state` after `iteration` rollouts, and what `write` puts into its directory; it returns when all of that is on disk.
 
         Raises:
             CheckpointWriteError: writing failed (a full disk, for instance); earlier checkpoints are untouched.

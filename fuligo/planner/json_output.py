@@ -18,8 +18,7 @@ SCHEMA_VERSION = 1
 def plan_document(plan: Plan, config: Config, notes: Sequence[str] = ()) -> dict[str, Any]:
     """Return the document that `--json` writes: plain values only, numbers in the units that their keys name.
 
-    Args:
-        notes: warnings of the command-line parser.
+    `notes` are the warnings of the command-line parser.
     """
     document = {
         "schema_version": SCHEMA_VERSION,

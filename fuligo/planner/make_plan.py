@@ -19,11 +19,7 @@ LAYOUT = "PLAN-LAYOUT"
 
 
 def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: int | None = None) -> Plan:
-    """Plan a run.
-
-    Args:
-        gpu_name: key of `gpus.GPUS`.
-        host_memory_bytes: memory of one node; None: that of the vendor's own servers.
+    """Plan a run on GPUs of a name in `gpus.GPUS`, and on nodes of `host_memory_bytes` each; None: that of the vendor's own servers.
 
     Raises:
         ConfigError: the GPU or the model's shape is unknown; includes other errors of the config.

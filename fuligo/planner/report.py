@@ -23,11 +23,7 @@ _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow"}
 
 
 def print_report(plan: Plan, config: Config, console: Console, notes: Sequence[str] = ()) -> None:
-    """Print the report of a plan.
-
-    Args:
-        notes: warnings of the command-line parser.
-    """
+    """Print the report of a plan, and the notes of the command-line parser."""
     width = min(console.width, _MAX_WIDTH) - 2
     coloured = console.is_terminal and not console.no_color
     console.print(_headline(plan))

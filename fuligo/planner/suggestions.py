@@ -35,11 +35,7 @@ class Remedy:
 
 
 def remedies(subject: Subject, host_memory_bytes: int | None = None) -> tuple[Remedy, ...]:
-    """Return the changes that make the run fit: single ones, or pairs if no single one is enough.
-
-    Args:
-        host_memory_bytes: memory of one node; if given, host memory has to fit too.
-    """
+    """Return changes that make the run fit (the host, too, if its memory is given): single ones, or pairs if no single one is enough."""
     now = estimate(subject, host_memory_bytes)
     if now.fits:
         return ()

@@ -37,11 +37,7 @@ class Palette:
     """Letter and colour of each name."""
 
     def __init__(self, names: Iterable[str], *, coloured: bool) -> None:
-        """Assign letters and colours.
-
-        Args:
-            coloured: the output has colour; otherwise bars consist of letters.
-        """
+        """Assign letters and colours; without colour, bars consist of letters."""
         self._coloured = coloured
         self._letters: dict[str, str] = {}
         self._styles: dict[str, str] = {}
@@ -75,8 +71,7 @@ class Palette:
 def stacked_bar(parts: Sequence[tuple[str, float]], capacity: float, scale: float, width: int, palette: Palette) -> Text:
     """Draw the parts side by side, dots up to the capacity, and `|` at it; the excess follows the `|`.
 
-    Args:
-        scale: value of `width` characters; at least the capacity and the sum of the parts.
+    `width` characters stand for `scale`, which is at least the capacity and the sum of the parts.
     """
     cells: list[str | None] = []
     total = 0.0

@@ -56,10 +56,7 @@ class MicroBatch:
 
 
 def pack_tokens(samples: Sequence[TrainSample], device: torch.device) -> PackedTokens:
-    """Lay samples end to end.
-
-    Args:
-        samples: each of at least two tokens.
+    """Lay samples, each of at least two tokens, end to end.
 
     Raises:
         TrainerError: a sample starts with a response token, which nothing predicts.

@@ -13,11 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class BaseCritic:
-    """Base class of all backends' critics.
-
-    Args:
-        progress: the value model's counters, which its learner advances.
-    """
+    """Base class of all backends' critics; its learner advances `progress`, the value model's counters."""
 
     def __init__(self, settings: CriticSettings, progress: Progress, world: World) -> None:
         self.settings = settings

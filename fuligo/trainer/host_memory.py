@@ -36,8 +36,7 @@ class HostMemory:
     def take(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
         """Copy the contents and free the device's memory. Shared storage is copied once; of sharded tensors this rank's part is copied.
 
-        Args:
-            dropped: tensors whose contents are not copied and return as zeros, such as gradient buffers
+        Tensors in `dropped`, such as gradient buffers, are not copied and return as zeros.
         """
         assert not self._away and not self._dropped, "the contents were taken already"
         self._away = [(storage, storage.nbytes()) for storage in self._storages(kept)]

@@ -26,11 +26,7 @@ class MetricSums:
     @classmethod
     @torch.no_grad()
     def of(cls, shares: Mapping[str, Tensor], totals: Mapping[str, Tensor], weights: Tensor) -> MetricSums:
-        """Detach everything and weigh `totals`, each [N], token by token.
-
-        Args:
-            weights: [N]
-        """
+        """Detach everything and weigh `totals`, each [N], token by token with `weights` [N]."""
         return cls(
             shares={name: share.detach() for name, share in shares.items()},
             totals={name: (weights * values.detach()).sum() for name, values in totals.items()},

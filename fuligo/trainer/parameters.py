@@ -19,10 +19,7 @@ def sync_dtype(settings: TrainerSettings, of_checkpoint: torch.dtype) -> torch.d
 
 
 def trained_names(names: Mapping[str, Sequence[str]], trained: TrainedParameters) -> set[str]:
-    """Return the names of the parameters to train.
-
-    Args:
-        names: for each parameter of the model, the names that the regexes may match.
+    """Return the names of the parameters to train, given for each parameter the names that the regexes may match.
 
     Raises:
         ConfigError: both lists are given, a regex matches nothing or is malformed, or nothing is left to train.

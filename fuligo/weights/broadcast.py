@@ -97,10 +97,7 @@ class BroadcastGroup:
         return self._together(join, engines_join(), f"join the {backend} group")
 
     def broadcast(self, bucket: Bucket, version: int | None) -> None:
-        """Send one bucket to all engines; return when they have loaded it.
-
-        Args:
-            version: given with the last bucket
+        """Send one bucket to all engines, the last one with the version; return when they have loaded it.
 
         Raises:
             EngineError: an engine refused it or died; others may have loaded it, and some may wait in the group until `close`

@@ -51,8 +51,7 @@ class OwnEngine:
     def share(self, bucket: Bucket, version: int | None) -> None:
         """Share one bucket, which all ranks of the engine have, together with them; return when the engine has loaded it.
 
-        Args:
-            version: given with the last bucket
+        The last bucket comes with the version.
 
         Raises:
             EngineError: the engine refused it or did not answer; raised on each rank

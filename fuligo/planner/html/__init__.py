@@ -24,9 +24,5 @@ _PAGE = Page(
 
 
 def plan_page(document: dict[str, Any]) -> str:
-    """Return the page of a plan.
-
-    Args:
-        document: `json_output.plan_document` of the plan.
-    """
+    """Return the page of a plan, given its `json_output.plan_document`."""
     return _PAGE.html(f"{document['name']}: plan", json.dumps(document, separators=(",", ":")))

@@ -77,8 +77,7 @@ class _Mlp:
 def _mlp(layer: Layer, architecture: Architecture, shape: Layout, *, gathers: bool) -> _Mlp:
     """Return the bytes of the dense MLP, or of router, shared expert and routed experts.
 
-    Args:
-        gathers: the dispatcher gathers every token of the expert group on each of its ranks.
+    If the dispatcher `gathers`, each rank of the expert group has every token of the group.
     """
     hidden, experts = architecture.hidden_size, architecture.experts
     if not layer.is_moe or experts is None:

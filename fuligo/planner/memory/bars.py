@@ -21,11 +21,7 @@ from fuligo.planner.subject import Subject
 
 
 def memory_bars(subject: Subject, layout: ClusterLayout, host_memory_bytes: int | None = None) -> tuple[MemoryBar, ...]:
-    """Return the peak of each kind of GPU, trainer before engines, and of the host.
-
-    Args:
-        host_memory_bytes: memory of one node; None: that of the vendor's own servers.
-    """
+    """Return the peak of each kind of GPU, trainer before engines, and of the host, whose default is the vendor's own servers."""
     planned = planned_engines(subject)
     trainer = [] if subject.config.debug.debug_rollout_only else _trainer_bars(subject, layout)
     left_over = trainer_resident_bytes(subject) + trainer_left_bytes(subject) if _trains_there(subject) else 0

@@ -37,11 +37,7 @@ def engine_on_host(config: Config, spec: EngineGroupSpec, memory: EngineMemory) 
 
 
 def host_items(subject: Subject, layout: ClusterLayout, engines: Mapping[int, EngineOnHost]) -> tuple[MemoryItem, ...]:
-    """Return the items of the node that needs most memory.
-
-    Args:
-        engines: host memory per GPU, by engine group.
-    """
+    """Return the items of the node that needs most memory, given the engines' host memory per GPU, by engine group."""
     states = _states(subject, layout)
     value_states = _states(subject.value_model, layout) if subject.config.trains_values else []
     nodes: list[list[PlacedGpu]] = [[] for _ in range(layout.num_nodes)]

@@ -74,11 +74,7 @@ class SharesHere:
 
 
 def shares_here(subject: Subject, ranks: Sequence[TrainerRank], num_replicas: int, *, has_driver: bool) -> SharesHere:
-    """Return the shares of a batch on one node.
-
-    Args:
-        has_driver: the driver, which packs for all ranks, is on the node.
-    """
+    """Return the shares of a batch on one node, which may have the driver, which packs for all ranks."""
     if chosen_launcher(subject.config, {}) == "ray":
         # Ranks read from Ray's object store, which holds on a node what its ranks requested.
         return SharesHere(num_replicas if has_driver else len({rank.dp for rank in ranks}), num_unpacked=0)

@@ -83,8 +83,7 @@ class PackedCoreAttention(MegatronModule):
 def zigzag(length: int, cp: int) -> Tensor:
     """Return [cp, length / cp] the positions in a sequence that each context-parallel rank has, in their order there.
 
-    Args:
-        length: a multiple of 2 * cp if cp > 1.
+    If cp > 1 the length is a multiple of 2 * cp.
     """
     if cp == 1:
         return torch.arange(length)[None]

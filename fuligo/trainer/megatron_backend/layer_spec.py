@@ -94,11 +94,7 @@ def mtp_spec(
 
 
 def attention_spec(config: TransformerConfig, modules: BackendSpecProvider, sparse: SparseLayers | None, number: int | None) -> ModuleSpec:
-    """Return the spec of a layer's attention.
-
-    Args:
-        number: of the layer, counted from 0 over all stages; None: an MTP layer's.
-    """
+    """Return the spec of the attention of a layer, counted from 0 over all stages; None: of an MTP layer."""
     if sparse is not None:
         return sparse_latent_attention(modules, sparse, number)
     return latent_attention(modules) if config.multi_latent_attention else grouped_attention(config, modules)

@@ -90,8 +90,7 @@ class PolicyModel(GPTModel):
 def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[PolicyModel]:
     """Build this rank's stages of the model on its device, one for each interleaved stage, with random weights. After `join_megatron`.
 
-    Args:
-        trained: the weights get gradients.
+    Weights of a `trained` model get gradients.
 
     Raises:
         ConfigError: Megatron cannot build or split the model, or the user's provider does not fit.

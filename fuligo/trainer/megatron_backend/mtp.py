@@ -38,14 +38,9 @@ class MTPLayer(MultiTokenPredictionLayer):
         packed_seq_params: PackedSeqParams,
         padding_mask: Tensor | None,
     ) -> Tensor:
-        """Compute the layer.
+        """Transform hidden states and the embeddings of later tokens, [L, 1, E] each, or L / tp under sequence parallelism.
 
-        Args:
-            hidden: [L, 1, E] after the final norm of the model, or of the MTP layer before; L / tp under sequence parallelism.
-            embedded: as `hidden`, the embeddings of the later tokens.
-
-        Returns:
-            As `hidden`, after this layer's final norm.
+        The hidden states come from the final norm of the model, or of the MTP layer before; so does the result, from this layer's.
         """
 
         def run(hidden: Tensor, embedded: Tensor, rotary_pos_emb: Tensor | None, padding_mask: Tensor | None) -> Tensor:

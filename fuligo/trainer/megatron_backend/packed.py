@@ -112,12 +112,7 @@ def pack_row(
 
 
 def _later_tokens(tokens: PackedTokens, source: Places, rows: Places, depth: int) -> LaterTokens:
-    """Shift the tokens for one MTP layer.
-
-    Args:
-        source: as `_places` returns it, as `rows` is.
-        depth: tokens further, from 1.
-    """
+    """Shift the tokens for the MTP layer that predicts `depth` tokens further, from 1; `source` and `rows` are those of `_places`."""
     device = tokens.input_ids.device
     bounds = np.array(tokens.cu_seqlens)
     starts, ends = (np.repeat(bound, np.diff(bounds)) for bound in (bounds[:-1], bounds[1:]))
@@ -145,13 +140,8 @@ def _on(device: torch.device, places: Places) -> Tensor:
 def _places(tokens: PackedTokens, lengths: list[int], positions: Places, cp: int) -> tuple[Places, Places, Places]:
     """Return the places of tokens in the row and of the row's tokens in the micro-batch.
 
-    Args:
-        lengths: of the row's sequences, with padding.
-        positions: [L] of this rank's tokens in their sequences.
-
-    Returns:
-        [L] index of each row's token among the micro-batch's, -1 for padding; its inverse, -1 for tokens on other ranks; and [L] the
-        sequence of each row's token, -1 for padding.
+    [L] index of each row's token among the micro-batch's, -1 for padding; its inverse, -1 for tokens on other ranks; and [L] the
+    sequence of each row's token, -1 for padding. `lengths` include padding; `positions` are [L], of this rank's tokens in their sequences.
     """
     starts = np.array([*tokens.cu_seqlens[:-1], tokens.num_tokens][: len(lengths)])
     real = np.array([end - start for start, end in pairwise(tokens.cu_seqlens)] + [0])[: len(lengths)]

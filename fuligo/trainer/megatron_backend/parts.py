@@ -45,12 +45,7 @@ class LocalWeight:
     """Rank and size of the group that holds equal copies."""
 
     def range_shards(self, name: str, flat: Tensor, start: int, end: int) -> Iterator[Shard]:
-        """Return the elements [start, end) of the rank's flattened tensor, of another tensor that is laid out as the weight.
-
-        Args:
-            name: of the other tensor in the checkpoint.
-            flat: [end - start]
-        """
+        """Return the elements [start, end) of the rank's flattened tensor as shards of another one, `name`, which is laid out alike."""
         for part in self.parts:
             first, last = max(start, part.start), min(end, part.start + part.shard.data.numel())
             if first < last:
@@ -58,11 +53,7 @@ class LocalWeight:
 
 
 def local_parts(weight: Weight, tensor: Tensor, index: int, count: int) -> tuple[LocalPart, ...]:
-    """Split a rank's tensor of a weight into rectangular parts.
-
-    Args:
-        tensor: of the `index`-th of `count` ranks that share the weight, or the whole weight.
-    """
+    """Split the tensor of the `index`-th of `count` ranks that share a weight, or the whole weight, into rectangular parts."""
     rows = tensor.shape[0]
     if weight.is_vocabulary:  # padded so that the ranks can share it; padding is not stored
         start, stop = (min((index + last) * rows, weight.shape[0]) for last in (0, 1))

@@ -45,11 +45,7 @@ def reports() -> bool:
 def run_rows(
     chunks: Sequence[nn.Module], rows: list[Row], schedule: MicroBatchSchedule, at_the_end: Callable[..., Any], *, with_gradients: bool
 ) -> None:
-    """Run all rows through all stages, in the schedule of the layout.
-
-    Args:
-        at_the_end: called on the last stage with its chunk, the row and the hidden states.
-    """
+    """Run all rows through all stages, in the schedule of the layout; call `at_the_end` on the last with chunk, row and hidden states."""
 
     def forward_step(waiting: Iterator[Row], chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         row = next(waiting)

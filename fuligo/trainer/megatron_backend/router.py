@@ -41,11 +41,9 @@ class PackedRouter(TopKRouter):
         self._outside: Tensor | None = None
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return weights and choice, `[tokens, experts]` each.
+        """Return weights and choice, `[tokens, experts]` each, for an input [tokens, 1, E].
 
-        Args:
-            input: [tokens, 1, E]
-            padding_mask: [tokens, S] True if the token is not of the sequence; None: all tokens are of one sequence.
+        The mask [tokens, S] is True if the token is not of the sequence; None: all tokens are of one sequence.
         """
         # Only during the call: recomputation calls again with the same mask, after other rows.
         self._outside = padding_mask

@@ -59,11 +59,7 @@ class _RouterHook(ABC):
 
 
 class LayerReplay(_RouterHook):
-    """Replay of one router's choices, micro-batch by micro-batch.
-
-    Args:
-        choices: [tokens, K] of each micro-batch, `UNKNOWN` where the router chooses.
-    """
+    """Replay of one router's choices: [tokens, K] of each micro-batch, `UNKNOWN` where the router chooses."""
 
     def __init__(self, choices: Sequence[Tensor]) -> None:
         self._choices = choices
@@ -88,11 +84,9 @@ class LayerReplay(_RouterHook):
 
 
 class LayerRecord(_RouterHook):
-    """Record of one router's choices, micro-batch by micro-batch. Kept on the device until the end: copying to the host would make every
-    layer wait.
+    """Record of one router's choices, micro-batch by micro-batch, in a dtype that holds an expert's number.
 
-    Args:
-        dtype: that holds an expert's number.
+    Kept on the device until the end: copying to the host would make every layer wait.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -174,11 +168,7 @@ def recorded(chunks: Sequence[nn.Module], shape: RoutingShape) -> Iterator[dict[
 
 
 def row_choices(row: PackedRow, samples: Sequence[TrainSample], layers: Sequence[int], shape: RoutingShape) -> Tensor:
-    """Return [L, m, K] int16 choices on the row's device; `UNKNOWN` for padding, and for all of a row that does not count.
-
-    Args:
-        layers: [m] numbers among the M layers.
-    """
+    """Return [L, m, K] int16 choices of m of the M layers on the row's device; `UNKNOWN` for padding, and in rows that do not count."""
     wanted = np.full((sum(len(sample.tokens) - 1 for sample in samples) + 1, len(layers), shape.top_k), UNKNOWN, np.int16)
     start = 0
     for sample in samples:
@@ -207,8 +197,7 @@ def recorded_parts(
 ) -> dict[int, RecordedPart]:
     """Return this rank's records by position of the sample.
 
-    Args:
-        rows: for each micro-batch this rank's part, all its tokens, and the positions of its samples; none if it does not count.
+    `rows` have each micro-batch's part on this rank, all its tokens, and the positions of its samples; none if it does not count.
     """
     layers = tuple(records)
     parts: dict[int, RecordedPart] = {}

@@ -43,8 +43,7 @@ class RowPlaces:
 def row_places(cu_seqlens: tuple[int, ...], cp: int, cp_rank: int) -> RowPlaces:
     """Return the places of a rank's tokens.
 
-    Args:
-        cu_seqlens: starts of the row's sequences, rising from 0 to T; each length a multiple of 2 * cp if cp > 1.
+    The starts of the row's sequences rise from 0 to T; each length is a multiple of 2 * cp if cp > 1.
     """
     positions = torch.cat([zigzag(end - start, cp) for start, end in pairwise(cu_seqlens)], dim=1)
     lengths = torch.tensor(cu_seqlens).diff()

@@ -35,11 +35,7 @@ _KEY_NORM_EPSILON = 1e-6
 
 
 def sparse_latent_attention(modules: BackendSpecProvider, sparse: SparseLayers, number: int | None) -> ModuleSpec:
-    """Return the spec of a layer's attention.
-
-    Args:
-        number: of the layer, counted from 0; None for an MTP layer, which computes a choice of its own.
-    """
+    """Return the spec of the attention of a layer, counted from 0; None: of an MTP layer, which computes a choice of its own."""
     dense = latent_attention(modules, norms_apart=True)
     assert isinstance(dense.submodules, MLASelfAttentionSubmodules)
     dense.submodules.core_attention = dense.submodules.linear_kv_up_proj = IdentityOp  # `SparseLatentAttention` makes its own

@@ -73,10 +73,7 @@ class CheckpointWriter:
         self._group: dist.ProcessGroup | None = None
 
     def save(self, states: Mapping[Path, MegatronState], *, model_files: Path) -> None:
-        """Write a checkpoint. A collective.
-
-        Args:
-            states: by directory, which is created; the caller gives the checkpoint its final name when it is complete.
+        """Write a checkpoint: states by directory, which is created; the caller gives it its final name when it is complete. A collective.
 
         Raises:
             CheckpointError: a rank could not write; on every rank.

@@ -101,11 +101,7 @@ ValueFn = Callable[[PackedTokens], Tensor]
 
 
 def compute_gradients(policy: PolicyFn, step: StepShare, *, settings: LossSettings, device: torch.device) -> StepGradients:
-    """Add the gradient of a rank's share of the loss of an optimizer step to the parameters' `grad`.
-
-    Args:
-        policy: maps packed tokens to log-probabilities.
-    """
+    """Add the gradient of a rank's share of the loss of an optimizer step to the parameters' `grad`."""
     scores: dict[int, TokenScores] = {}
 
     def loss_of(plan: MicroBatchPlan, inputs: MicroBatch) -> Objective:
@@ -119,9 +115,7 @@ def compute_gradients(policy: PolicyFn, step: StepShare, *, settings: LossSettin
 def compute_value_gradients(value_model: ValueFn, step: StepShare, *, clip: float, device: torch.device) -> StepGradients:
     """Add the gradient of the value loss, as `compute_gradients` does for the policy; returns no scores.
 
-    Args:
-        value_model: maps packed tokens to the values [N] of their response tokens.
-        clip: distance from the old values.
+    `clip` is the distance from the old values.
     """
     return _sum_gradients(step, lambda _, inputs: value_objective(value_model(inputs.tokens), inputs, clip), {}, device)
 

@@ -187,11 +187,7 @@ class TorchRankWorker:
     def _scores(
         self, model: PackedModel, share: ScoreShare, of: Callable[[Any], Tensor] = lambda outputs: outputs
     ) -> dict[int, FloatArray]:
-        """Return one number for each response token of this rank's samples, by position among all.
-
-        Args:
-            of: selects the values [N] from the model's outputs.
-        """
+        """Return one number, by `of` from the model's outputs, for each response token of this rank's samples, by position among all."""
         found: dict[int, FloatArray] = {}
         for plan in share.schedule.plans:
             tokens = pack_tokens([share.samples[i] for i in plan.samples], self.world.device)

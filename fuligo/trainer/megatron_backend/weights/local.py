@@ -73,8 +73,7 @@ def canonical_name(name: str, *, first_layer: int = 0, first_expert: int = 0) ->
 def local_weights(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return this rank's parts of the weights by canonical name: parameters, and the expert bias of routers, which is a buffer.
 
-    Args:
-        chunks: the rank's stages of the model, bare or wrapped (for example in DistributedDataParallel).
+    Stages may be bare or wrapped (for example in DistributedDataParallel).
     """
     found: dict[str, Tensor] = {}
     expert_ranks = rank_groups().expert

@@ -21,10 +21,7 @@ NUM_LISTED = 5
 
 
 class StoredWeights:
-    """Checkpoint that has exactly the weights of a model. Each file is opened once, when it is first needed; any thread may read.
-
-    Args:
-        num_mtp_layers: MTP layers that the model has; the checkpoint may have more.
+    """Checkpoint that has exactly the weights of a model, or more MTP layers. Opens each file when it is first needed; any thread may read.
 
     Raises:
         CheckpointError: the files are damaged, lack tensors, have unknown ones, or other shapes than config.json says.

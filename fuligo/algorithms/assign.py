@@ -126,7 +126,6 @@ class StepDenominators:
 
 
 def step_denominators(batch: TrainBatch, step: int) -> StepDenominators:
-    """Return the denominators of the step `batch.steps[step]`."""
     num_tokens = sum(int(np.count_nonzero(batch.samples[i].loss_mask)) for i in batch.steps[step])
     return StepDenominators(num_rollouts=batch.num_rollouts_per_step[step], num_tokens=num_tokens)
 

@@ -45,7 +45,6 @@ class PromptOrder:
         self._permuted: tuple[int, NDArray[np.integer]] | None = None
 
     def next(self) -> int:
-        """Draw the next row."""
         row = int(self._permutation()[self.offset]) if self._shuffle else self.offset
         self.offset += 1
         if self.offset == self.num_rows:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fuligo.models.architecture import Architecture, GroupedAttention, Part
+from fuligo.models.architecture import Architecture, GroupedAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,9 @@ def forward_flops(architecture: Architecture) -> ForwardFlops:
         per_layer = 2 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim)
     num_indexers = sum(layer.computes_index for layer in architecture.layers)
     return ForwardFlops(
-        per_token=2.0 * sum(_matmul(architecture, part) for layer in architecture.layers for part in layer.parts),
+        per_token=2.0 * sum(architecture.active(part) for layer in architecture.layers for part in layer.parts if part.is_matmul),
         per_logit=2.0 * architecture.vocab_size * architecture.hidden_size,
         per_pair=float(per_layer * architecture.num_layers),
         per_index_pair=2.0 * index.num_heads * index.head_dim * num_indexers if index else 0.0,
         top_k=index.top_k if index else None,
     )
-
-
-def _matmul(architecture: Architecture, part: Part) -> int:
-    return architecture.active(part) if part.is_matmul else 0

@@ -64,7 +64,6 @@ class Layout:
         return math.lcm(pad_multiple, self.row_multiple, self.cp * self.shards_sequence)
 
     def padded_lengths(self, lengths: Iterable[int]) -> list[int]:
-        """Return the padded lengths of the sequences of a packed row."""
         return [math.ceil(length / self.row_multiple) * self.row_multiple for length in lengths]
 
     def row_tokens(self, lengths: Iterable[int], pad_multiple: int) -> int:
@@ -73,7 +72,6 @@ class Layout:
         return math.ceil(sum(self.padded_lengths(lengths)) / multiple) * multiple
 
     def replica_of(self, rank: int) -> int:
-        """Return the data-parallel replica of a rank."""
         return rank // (self.tp * self.cp) % self.dp
 
 

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fuligo.config import Config
 from fuligo.config.changes import apply_changes
 from fuligo.config.command_line import parse, read_command_line
 from fuligo.config.findings import Change
@@ -70,7 +69,14 @@ def plan_hf_to_dist(arguments: Sequence[str], world_size: int) -> DistPlan:
     if problems:
         raise ConfigError(*problems)
     config = apply_changes(parsed.config, [Change(("cluster", "actor_num_gpus_per_node"), world_size)])
-    _check_model_arguments(config)
+    found = None if config.model.override_model_config else find_trainer_config_json(config)
+    if found is not None:
+        problems = [
+            f"{option} {given_value} contradicts {found.source} ({expected}); correct it, or give --override-model-config"
+            for option, given_value, expected in disagreements(config, found.values, found.source)
+        ]
+        if problems:
+            raise ConfigError(*problems)
     is_chosen = not _LAYOUT & set(given)
     subject = read_subject(config, _ANY_GPU)
     if is_chosen:
@@ -84,7 +90,6 @@ def plan_hf_to_dist(arguments: Sequence[str], world_size: int) -> DistPlan:
 
 
 def describe(plan: DistPlan) -> Iterator[str]:
-    """Yield the plan as lines of text."""
     shape, architecture = plan.shape, plan.architecture
     chosen = " (chosen: no layout was given)" if plan.is_chosen else ""
     num_bytes = _BYTES_PER_PARAMETER * architecture.num_parameters
@@ -100,18 +105,6 @@ def torchrun_size() -> int:
     """Return the number of processes that torchrun started; 1 if `WORLD_SIZE` is missing or invalid."""
     given = os.environ.get("WORLD_SIZE", "")
     return int(given) if given.isdecimal() and int(given) else 1
-
-
-def _check_model_arguments(config: Config) -> None:
-    found = find_trainer_config_json(config)
-    if found is None or config.model.override_model_config:
-        return
-    problems = [
-        f"{option} {given} contradicts {found.source} ({expected}); correct it, or give --override-model-config"
-        for option, given, expected in disagreements(config, found.values, found.source)
-    ]
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _chosen_layout(architecture: Architecture, world_size: int) -> list[Change]:

@@ -33,7 +33,6 @@ class Estimate:
 
     @property
     def engines_fit(self) -> bool:
-        """True if the engines alone fit."""
         return all(bar.fits for bar in self.memory if bar.engine_group is not None) and all(each.holds_one for each in self.capacities)
 
 

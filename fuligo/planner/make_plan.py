@@ -67,7 +67,6 @@ def _read_subject(config: Config, gpu_name: str) -> Subject:
 
 
 def _with_remedy(finding: Finding, found: tuple[Remedy, ...]) -> Finding:
-    """Return the finding with the cheapest remedy as its fix."""
     if finding.id == HOST:
         return finding
     if found:

@@ -36,7 +36,9 @@ def print_report(plan: Plan, config: Config, console: Console, notes: Sequence[s
     if plan.findings or notes:
         _section(console, "Findings", [*_findings(plan.findings, config), *(Text(f"note: {note}") for note in notes)])
     if plan.suggestions:
-        _section(console, "Changes that make it fit, cheapest first", _suggestions(plan))
+        gains = [f"{gibibytes(each.saved_bytes)} less, " if each.saved_bytes > 0 else "" for each in plan.suggestions]
+        lines = [Text.assemble((as_typed(each.flags), "green"), f"  {gain}{each.cost}") for each, gain in zip(plan.suggestions, gains)]
+        _section(console, "Changes that make it fit, cheapest first", lines)
     console.print()
     console.print(_verdict(plan))
 
@@ -119,7 +121,11 @@ def _memory(bars: Sequence[MemoryBar], width: int, coloured: bool) -> Iterator[T
     bars = _merge_equal_stages([bar for bar in bars if _is_gpu(bar) or _SHOWN_SHARE * bar.capacity_bytes <= bar.used_bytes])
     palette = Palette((item.name for bar in bars for item in bar.items if item.num_bytes), coloured=coloured)
     labels = [f"{bar.owner}, {count(bar.num_gpus, 'GPU')}" if _is_gpu(bar) else f"{bar.owner}, fullest node" for bar in bars]
-    figures = [_figures(bar) for bar in bars]
+    figures = []
+    for bar in bars:
+        free = bar.capacity_bytes - bar.used_bytes
+        rest = f"{gibibytes(free)} free" if bar.fits else f"{gibibytes(-free)} too much"
+        figures.append(f"{gibibytes(bar.used_bytes).removesuffix(' GiB')} of {gibibytes(bar.capacity_bytes)}, {rest}")
     label_width = max(map(len, labels)) + 1
     bar_width = max(width - label_width - max(map(len, figures)) - 3, _MIN_BAR)
     gpu_scale = max((max(bar.capacity_bytes, bar.used_bytes) for bar in bars if _is_gpu(bar)), default=0)
@@ -135,12 +141,6 @@ def _memory(bars: Sequence[MemoryBar], width: int, coloured: bool) -> Iterator[T
 
 def _is_gpu(bar: MemoryBar) -> bool:
     return bar.pipeline_rank is not None or bar.engine_group is not None
-
-
-def _figures(bar: MemoryBar) -> str:
-    free = bar.capacity_bytes - bar.used_bytes
-    rest = f"{gibibytes(free)} free" if bar.fits else f"{gibibytes(-free)} too much"
-    return f"{gibibytes(bar.used_bytes).removesuffix(' GiB')} of {gibibytes(bar.capacity_bytes)}, {rest}"
 
 
 def _merge_equal_stages(bars: Sequence[MemoryBar]) -> list[MemoryBar]:
@@ -177,12 +177,6 @@ def _findings(findings: Sequence[Finding], config: Config) -> Iterator[Renderabl
             yield Padding(Text.assemble(("fix: ", "green"), fix), (0, 0, 0, 2), expand=False)
         if finding.advice:
             yield Padding(Text(finding.advice), (0, 0, 0, 2), expand=False)
-
-
-def _suggestions(plan: Plan) -> Iterator[Text]:
-    for suggestion in plan.suggestions:
-        gain = f"{gibibytes(suggestion.saved_bytes)} less, " if suggestion.saved_bytes > 0 else ""
-        yield Text.assemble((as_typed(suggestion.flags), "green"), f"  {gain}{suggestion.cost}")
 
 
 def _verdict(plan: Plan) -> Text:

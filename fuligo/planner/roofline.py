@@ -84,7 +84,6 @@ def _moves(subject: Subject, layout: ClusterLayout) -> list[Phase]:
 
 
 def _weight_sync(subject: Subject) -> Phase:
-    """Estimate the weight sync."""
     architecture = subject.rollout_architecture
     parts = [part for layer in architecture.layers for part in layer.parts] + list(architecture.outer_parts)
     num_bytes = sum(part.num_parameters * (1 if architecture.is_quantised and part.quantisable else 2) for part in parts)

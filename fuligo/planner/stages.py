@@ -47,7 +47,6 @@ class Cut:
         return f" with {' and '.join(given)}" if given else ""
 
     def why_uneven(self) -> str:
-        """Return the reason that the layers cannot be split so."""
         extra = f" ({self.num_extra} counted for embedding and loss)" if self.num_extra else ""
         total, given = self.num_layers + self.num_extra, (self.first or 0) + (self.last or 0)
         num_middle = self.pp - (self.first is not None) - (self.last is not None)

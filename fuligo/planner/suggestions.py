@@ -97,7 +97,6 @@ def _remedy(subject: Subject, trial: _Trial, now: Estimate, host_memory_bytes: i
 
 
 def _fullest(plan: Estimate) -> int:
-    """Return the bytes of the fullest GPU."""
     return max(bar.used_bytes for bar in plan.memory if bar.owner != "host")
 
 

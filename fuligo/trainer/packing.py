@@ -49,6 +49,9 @@ class _Bin:
     samples: list[int]
     num_tokens: int
 
+    def has_room(self, length: int, capacity: Capacity) -> bool:
+        return capacity.admits(len(self.samples) + 1, self.num_tokens + length)
+
 
 def pack(
     lengths: Sequence[int], capacity: Capacity, *, num_ranks: int = 1, multiple_of: int = 1, balance_by: Cost | None = None
@@ -94,8 +97,7 @@ def _first_fit(longest_first: Sequence[int], lengths: Sequence[int], capacity: C
     """Pack first-fit decreasing: never more than 11/9 of the fewest bins possible plus one (Johnson 1973)."""
     bins: list[_Bin] = []
     for i in longest_first:
-        fitting = (bin for bin in bins if capacity.admits(len(bin.samples) + 1, bin.num_tokens + lengths[i]))
-        bin = next(fitting, None)
+        bin = next((bin for bin in bins if bin.has_room(lengths[i], capacity)), None)
         if bin is None:
             bins.append(_Bin([i], lengths[i]))
         else:
@@ -122,7 +124,7 @@ def _even(longest_first: Sequence[int], lengths: Sequence[int], capacity: Capaci
     cheapest = [(0.0, b) for b in range(num_bins)]
     for i in longest_first:
         full: list[tuple[float, int]] = []
-        while cheapest and bins[cheapest[0][1]].samples and not _has_room(bins[cheapest[0][1]], lengths[i], capacity):
+        while cheapest and bins[cheapest[0][1]].samples and not bins[cheapest[0][1]].has_room(lengths[i], capacity):
             full.append(heapq.heappop(cheapest))
         if not cheapest:
             return None
@@ -132,10 +134,6 @@ def _even(longest_first: Sequence[int], lengths: Sequence[int], capacity: Capaci
         for entry in [*full, (total + cost(lengths[i]), b)]:
             heapq.heappush(cheapest, entry)
     return bins
-
-
-def _has_room(bin: _Bin, length: int, capacity: Capacity) -> bool:
-    return capacity.admits(len(bin.samples) + 1, bin.num_tokens + length)
 
 
 def _deal_evenly(plans: list[MicroBatchPlan], costs: list[float], num_ranks: int) -> list[list[MicroBatchPlan]]:

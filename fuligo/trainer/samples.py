@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -156,12 +157,8 @@ class BeforeTrainStep:
         smallest = min(len(step) for step in batch.steps)
         if smallest < self.num_replicas and num_samples < num_before:
             return f"a step has {smallest} samples for {self.num_replicas} data-parallel ranks, each needs one (of {num_before} in all)"
-        return next((problem for sample in batch.samples if (problem := _wrong_shape(sample))), None)
-
-
-def _wrong_shape(sample: TrainSample) -> str | None:
-    for name in _PER_TOKEN:
-        values = getattr(sample, name)
-        if values is not None and values.shape != (sample.response_length,):
-            return f"sample {sample.index} has {sample.response_length} response tokens, its {name} the shape {values.shape}"
-    return None
+        for sample, name in product(batch.samples, _PER_TOKEN):
+            values = getattr(sample, name)
+            if values is not None and values.shape != (sample.response_length,):
+                return f"sample {sample.index} has {sample.response_length} response tokens, its {name} the shape {values.shape}"
+        return None

@@ -46,14 +46,12 @@ class StepSamples:
 
     @classmethod
     def of(cls, batch: TrainBatch, step: int, settings: LossSettings) -> StepSamples:
-        """Select the samples of `batch.steps[step]`."""
         positions = batch.steps[step]
         samples = [batch.samples[i] for i in positions]
         num_tokens = sum(len(sample.tokens) - 1 for sample in samples)
         return cls(positions, samples, step_denominators(batch, step), settings.per_token, num_tokens, num_choices(samples))
 
     def select(self, chosen: Sequence[int]) -> StepSamples:
-        """Select some of the samples."""
         return replace(self, positions=[self.positions[i] for i in chosen], samples=[self.samples[i] for i in chosen])
 
     @property
@@ -113,7 +111,6 @@ def split_scores(tokens: PackedTokens, outputs: TokenLogprobs) -> list[TokenScor
 
 
 def num_choices(samples: Iterable[TrainSample]) -> int:
-    """Count the expert choices that these samples record."""
     return sum(sample.routed_experts.size for sample in samples if sample.routed_experts is not None)
 
 

@@ -95,5 +95,4 @@ class OwnEngine:
 
 
 def own_engine(engines: tuple[EngineAddress, ...], ranks: TrainerRanks) -> OwnEngine | None:
-    """Return the engine on this rank's GPU, if any."""
     return next((OwnEngine(engine, ranks) for engine in engines if ranks.rank in engine.trainer_ranks), None)

@@ -177,7 +177,6 @@ class WeightSync:
 
 
 async def _check_version(engines: EngineGroup, version: int) -> None:
-    """Check that every engine reports the version that was sent."""
     for url, info in await engines.model_infos():
         if info.weight_version != version:
             raise WeightSyncError(

@@ -68,7 +68,6 @@ def _states(subject: Subject, layout: ClusterLayout) -> list[TrainerState]:
 
 
 def _state_items(subject: Subject, ranks: Sequence[TrainerState]) -> Iterator[MemoryItem]:
-    """Yield the items of one node with these ranks."""
     config, num_gpus = subject.config, len(ranks)
     one_copy = sum(BF16 * (rank.trained.total + rank.frozen.total) for rank in ranks)
     adam = sum(rank.optimizer_on_host for rank in ranks)
@@ -84,7 +83,6 @@ def _state_items(subject: Subject, ranks: Sequence[TrainerState]) -> Iterator[Me
 
 
 def _value_items(subject: Subject, ranks: Sequence[TrainerState]) -> Iterator[MemoryItem]:
-    """Yield the value model of the Megatron trainer's ranks on one node."""
     on_cpu = sum(rank.optimizer_on_host for rank in ranks)
     shares_gpus = subject.config.cluster.colocate
     away = sum(rank.weights + rank.optimizer for rank in ranks) if shares_gpus else 0
@@ -110,7 +108,6 @@ def _sample_items(subject: Subject, ranks: Sequence[TrainerRank], num_replicas: 
 
 
 def _engine_items(engines: Sequence[EngineOnHost]) -> Iterator[MemoryItem]:
-    """Yield the items of the engines on the node's GPUs."""
     held = [engine.record for engine in engines if engine.record]
     each = f"{count(len(held), 'GPU')} x up to {amount(max(held, default=0))}"
     note = f"SGLang's record of experts, pinned, one entry per token of the KV cache: {each}"

@@ -28,7 +28,6 @@ class LocalParameters:
 
 
 def local_parameters(parts: Iterable[Part], shape: Layout) -> LocalParameters:
-    """Return the parameters of `parts` on one rank."""
     dense = experts = 0
     for part in parts:
         if part.split is Split.EXPERT:
@@ -56,7 +55,6 @@ def frozen_parameters(subject: Subject, shape: Layout, stages: Iterable[Stage]) 
 
 
 def loaded_mtp_layers(subject: Subject) -> tuple[Layer, ...]:
-    """Return the MTP layers that the trainer loads."""
     return subject.architecture.mtp_layers[: subject.config.train.mtp_num_layers or 0]
 
 
@@ -71,7 +69,6 @@ def _parts(layers: Iterable[Layer], *, are_indexers: bool) -> list[Part]:
 
 
 def _outer(architecture: Architecture, shape: Layout, stages: Iterable[Stage]) -> LocalParameters:
-    """Return the parameters outside of the layers."""
     held = LocalParameters()
     for stage in stages:
         if stage.has_embedding:

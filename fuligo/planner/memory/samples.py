@@ -48,7 +48,6 @@ class SampleBytes:
 
 
 def sample_bytes(subject: Subject) -> SampleBytes:
-    """Return the sizes of a run's samples."""
     config = subject.config
     routed = routing_bytes(subject.architecture) if config.replays_routing else 0
     own_teacher = config.teacher_from == "trainer"

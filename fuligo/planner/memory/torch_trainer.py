@@ -14,7 +14,6 @@ from fuligo.quantities import amount, count
 
 
 def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
-    """Return the parts of the peak of a GPU, without the engine."""
     config, architecture = subject.config, subject.architecture
     num_ranks = layout_of(config).num_ranks
     share = math.ceil(architecture.num_parameters / num_ranks)

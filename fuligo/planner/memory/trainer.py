@@ -43,7 +43,6 @@ class TrainerState:
 
 
 def trainer_state(subject: Subject, shape: Layout, stages: list[Stage]) -> TrainerState:
-    """Return weights, gradients and optimizer of a rank with `stages`."""
     trained, frozen = trained_parameters(subject, shape, stages), frozen_parameters(subject, shape, stages)
     sharded = optimizer_parameters(subject, shape, trained)
     on_host = offloaded_share(subject)

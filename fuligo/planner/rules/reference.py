@@ -17,7 +17,6 @@ what to do. A fix shown as flags was tried on the whole config and violates no o
 
 
 def reference() -> str:
-    """Return the page in Markdown."""
     return "\n".join(_lines()) + "\n"
 
 

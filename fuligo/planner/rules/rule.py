@@ -49,7 +49,6 @@ def rule(
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors, rising."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 

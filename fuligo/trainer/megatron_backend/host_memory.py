@@ -15,7 +15,6 @@ class HostWeights:
     """Weights of another model of the same shape, in host memory until they are exchanged with those on the device."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        """Copy the stages' present weights."""
         pinned = torch.cuda.is_available()
         self.tensors: Mapping[str, Tensor] = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned) for name, tensor in local_weights(chunks).items()

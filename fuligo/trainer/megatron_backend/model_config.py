@@ -82,7 +82,6 @@ def refuse_missing_transport(settings: MegatronTrainerSettings) -> None:
 
 
 def rotary(flags: Mapping[str, Any]) -> Rotary:
-    """Return the rotary embedding."""
     return Rotary(
         base=flags.get("rotary_base", 10_000),
         percent=flags.get("rotary_percent", 1.0),

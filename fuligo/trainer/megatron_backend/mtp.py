@@ -60,7 +60,6 @@ class MTPLayer(MultiTokenPredictionLayer):
 
 
 def mtp_submodules(num_layers: int, layer: ModuleSpec, modules: BackendSpecProvider) -> MultiTokenPredictionBlockSubmodules:
-    """Return the specs of the MTP layers."""
     spec = get_mtp_layer_spec_for_backend(layer, modules)
     spec.module = MTPLayer
     return MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * num_layers)

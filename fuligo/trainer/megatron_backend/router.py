@@ -121,7 +121,6 @@ def padding_mask(row: PackedRow, config: TransformerConfig, tp_group: dist.Proce
 
 
 def routers(chunks: Iterable[nn.Module]) -> Iterator[PackedRouter]:
-    """Return all routers of this rank."""
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, PackedRouter))
 
 

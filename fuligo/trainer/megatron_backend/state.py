@@ -117,14 +117,19 @@ def restore_state(directory: Path, state: MegatronState, world: World) -> None:
         CheckpointError: a file is missing or truncated, or the checkpoint belongs to another model; on every rank.
     """
     opened = _agreed(world, lambda: _Opened.of(directory, state, world))
-    opened.read_weights()
+    _read_weights(opened.tensors, opened.weights)
     set_step(state.optimizer, opened.saved.progress.num_optimizer_steps)
     if opened.saved.progress.num_optimizer_steps:
-        opened.read_optimizer(state.optimizer)
+        for held, parameter in _trained(opened.weights, state.optimizer):
+            values = parameter.tensors()
+            for shard in _state_shards(held, parameter, values):
+                opened.tensors.read_into(shard)
+            parameter.overwrite(values)
     else:
         state.optimizer.reload_model_params()
     if state.reference is not None:
-        opened.read_reference(state.reference)
+        for shard in _reference_shards(opened.weights, state.reference):
+            opened.tensors.read_into(shard)
     if opened.random is not None:
         states = {name.removeprefix(_TRACKER): tensor for name, tensor in opened.random.items() if name.startswith(_TRACKER)}
         _tracker().set_states(states)
@@ -196,23 +201,8 @@ class _Opened:
             _check_trained(tensors, weights)
         return cls(tensors, weights, saved, read_random_state(directory, world) if saved.layout == state.layout else None)
 
-    def read_weights(self) -> None:
-        _read_weights(self.tensors, self.weights)
-
-    def read_optimizer(self, optimizer: MegatronOptimizer) -> None:
-        for held, state in _trained(self.weights, optimizer):
-            values = state.tensors()
-            for shard in _state_shards(held, state, values):
-                self.tensors.read_into(shard)
-            state.overwrite(values)
-
-    def read_reference(self, reference: Mapping[str, Tensor]) -> None:
-        for shard in _reference_shards(self.weights, reference):
-            self.tensors.read_into(shard)
-
 
 def _shards(state: MegatronState) -> Iterator[Shard]:
-    """Return the shards that this rank writes."""
     weights = held_weights(state.chunks, state.names)
     yield from (part.shard for number, held in enumerate(weights) if _is_written_here(held, number) for part in held.parts)
     if state.reference is not None:

@@ -254,6 +254,5 @@ def _means(replicas: Sequence[Sequence[StepGradients]]) -> dict[str, float]:
 
 
 def _on_host(step: StepGradients) -> StepGradients:
-    """Move the tensors to the host."""
     sums: MetricSums = step.sums.with_vector(step.sums.vector().cpu())
     return replace(step, sums=sums, losses=step.losses.cpu())

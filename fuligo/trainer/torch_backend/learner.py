@@ -58,7 +58,6 @@ class Learner:
         return {**sums.means(), "lr": lr, "grad_norm": grad_norm}
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors of the optimizer's state."""
         return [value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
     def _check_finite(self, losses: Tensor, grad_norm: float) -> None:

@@ -68,12 +68,10 @@ class TorchRankWorker:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The policy's optimizer."""
         return self._learner.optimizer
 
     @property
     def progress(self) -> Progress:
-        """The policy's counters."""
         return self._learner.progress
 
     def score(self, share: ScoreShare) -> list[SampleScores] | None:

@@ -102,7 +102,7 @@ def test_the_embedding_may_count_as_a_layer() -> None:
     "flags, message",
     [
         ("--pipeline-model-parallel-size 2", "47"),
-        ("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 10", "leaves 37 of 47 layers to 3 stages"),
+        ("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 10", "3 middle stages cannot share 37 of 47 layers equally"),
         ("--tensor-model-parallel-size 3", "--tensor-model-parallel-size 3"),
         ("--expert-model-parallel-size 16", "--expert-model-parallel-size 16"),
     ],

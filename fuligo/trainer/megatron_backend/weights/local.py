@@ -27,7 +27,6 @@ class RankGroups:
 
 
 def rank_groups() -> RankGroups:
-    """Return the groups of this rank."""
     return RankGroups(
         tensor=_group(parallel_state.get_tensor_model_parallel_group()),
         expert_tensor=_group(parallel_state.get_expert_tensor_parallel_group()),

@@ -1,11 +1,9 @@
 """Driver's part of a checkpoint: everything needed to resume that is not the trainer's."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import orjson
@@ -30,7 +28,7 @@ class DriverRng:
     """Result of `numpy.random.get_state(legacy=False)`, with its key as a list."""
 
     @classmethod
-    def capture(cls) -> DriverRng:
+    def capture(cls) -> Self:
         state = np.random.get_state(legacy=False)
         assert isinstance(state, dict)
         return cls(random.getstate(), {**state, "state": {**state["state"], "key": state["state"]["key"].tolist()}})
@@ -70,7 +68,7 @@ class RunState:
         (directory / CONFIG).write_text(self.config, encoding="utf-8")
 
     @classmethod
-    def read(cls, directory: Path) -> RunState:
+    def read(cls, directory: Path) -> Self:
         """Read the state from a checkpoint directory.
 
         Raises:

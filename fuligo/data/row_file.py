@@ -3,14 +3,12 @@
 One pass over a jsonl file indexes its lines; each access parses its row.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,7 +81,7 @@ class PromptPath:
     rows: slice
 
     @classmethod
-    def parse(cls, text: str | Path) -> PromptPath:
+    def parse(cls, text: str | Path) -> Self:
         """Parse `FILE` or `FILE@[start:stop]`.
 
         Raises:

@@ -1,9 +1,8 @@
 """Input of the planner: config, model and GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from fuligo.config import Config
 from fuligo.config.topology import EngineGroupSpec
@@ -44,12 +43,12 @@ class Subject:
         return self.config.resolved_train_backend == "megatron"
 
     @property
-    def teacher(self) -> Subject | None:
+    def teacher(self) -> Self | None:
         """Subject with the trainer's teacher in place of the policy; None without one. An unknown teacher has the policy's shape."""
         return replace(self, architecture=self.own_teacher or self.architecture) if self.config.teacher_from == "trainer" else None
 
     @property
-    def value_model(self) -> Subject:
+    def value_model(self) -> Self:
         """Subject with the value model in place of the policy."""
         return replace(self, architecture=value_architecture(self.architecture))
 

@@ -1,10 +1,9 @@
 """Metrics of an optimizer step as sums, so that means do not depend on the split into micro-batches and ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ class MetricSums:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, shares: Mapping[str, Tensor], totals: Mapping[str, Tensor], weights: Tensor) -> MetricSums:
+    def of(cls, shares: Mapping[str, Tensor], totals: Mapping[str, Tensor], weights: Tensor) -> Self:
         """Detach everything and weigh `totals`, each [N], token by token with `weights` [N]."""
         return cls(
             shares={name: share.detach() for name, share in shares.items()},
@@ -33,7 +32,7 @@ class MetricSums:
             weight=weights.sum(),
         )
 
-    def __add__(self, other: MetricSums) -> MetricSums:
+    def __add__(self, other: Self) -> Self:
         """Add the sums of another micro-batch or rank.
 
         Raises:
@@ -50,12 +49,12 @@ class MetricSums:
         """Return [K] float64, for instance to all-reduce. The order is fixed: the same settings give the same on every rank."""
         return torch.stack([*self.shares.values(), *self.totals.values(), self.weight]).double()
 
-    def with_vector(self, vector: Tensor) -> MetricSums:
+    def with_vector(self, vector: Tensor) -> Self:
         """Replace the values by those of `vector` [K]."""
         values = iter(vector)
         shares = {name: next(values) for name in self.shares}
         totals = {name: next(values) for name in self.totals}
-        return MetricSums(shares, totals, next(values))
+        return replace(self, shares=shares, totals=totals, weight=next(values))
 
     def means(self) -> dict[str, float]:
         """Return shares, and totals / weight, by name. Totals without weight (nothing to train on) are 0."""

@@ -1,12 +1,11 @@
 """Optimizer steps: the parts before and after the model's passes that all backends share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -45,13 +44,13 @@ class StepSamples:
     """Expert choices that all samples of the step record."""
 
     @classmethod
-    def of(cls, batch: TrainBatch, step: int, settings: LossSettings) -> StepSamples:
+    def of(cls, batch: TrainBatch, step: int, settings: LossSettings) -> Self:
         positions = batch.steps[step]
         samples = [batch.samples[i] for i in positions]
         num_tokens = sum(len(sample.tokens) - 1 for sample in samples)
         return cls(positions, samples, step_denominators(batch, step), settings.per_token, num_tokens, num_choices(samples))
 
-    def select(self, chosen: Sequence[int]) -> StepSamples:
+    def select(self, chosen: Sequence[int]) -> Self:
         return replace(self, positions=[self.positions[i] for i in chosen], samples=[self.samples[i] for i in chosen])
 
     @property

@@ -68,22 +68,23 @@ class OwnEngine:
     def _call(self, payload: str, version: int | None) -> None:
         others = [rank for rank in self.engine.trainer_ranks if rank != self.caller]
         payloads = [payload, *(self._receive(payload, rank) for rank in others)]
+
+        async def post() -> None:
+            client = connect(self.engine.url, number=self.engine.number)
+            try:
+                await client.update_weights_from_tensor(payloads, version)
+            finally:
+                await client.close()
+
         refusal = ""
         try:
-            asyncio.run(self._post(payloads, version))
+            asyncio.run(post())
         except EngineError as error:
             refusal = str(error)
             raise
         finally:
             for rank in others:
                 self._send(refusal, rank)
-
-    async def _post(self, payloads: list[str], version: int | None) -> None:
-        client = connect(self.engine.url, number=self.engine.number)
-        try:
-            await client.update_weights_from_tensor(payloads, version)
-        finally:
-            await client.close()
 
     def _send(self, text: str, rank: int) -> None:
         dist.send_object_list([text], dst=rank, group=self.ranks.objects)

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from fuligo.errors import ConfigError
 from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.flags import EXPERTS, LATENT_ATTENTION
-from fuligo.trainer.megatron_backend.model_config import padded_vocab_size, rotary, transformer_config
+from fuligo.trainer.megatron_backend.model_config import padded_vocab_size, transformer_config
 from fuligo.trainer.megatron_backend.settings import Recomputation
 from tests import tiny
 from tests.megatron.policies import settings_of
@@ -31,7 +31,7 @@ def test_the_shape_is_that_of_config_json(directory: Path):
     assert (config.num_attention_heads, config.num_query_groups, config.kv_channels) == (4, 2, 16)
     assert config.rotary_interleaved and config.add_qkv_bias and not config.add_bias_linear
     assert config.attention_dropout == config.hidden_dropout == 0.0
-    assert rotary(settings_of(directory, Layout()).model_flags).percent == 0.5
+    assert settings_of(directory, Layout()).model_flags["rotary_percent"] == 0.5
 
 
 def test_arguments_that_are_handed_on_are_fields_of_megatrons_configuration():

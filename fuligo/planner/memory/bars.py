@@ -10,8 +10,6 @@ from fuligo.planner.memory.engine import (
     engine_items,
     engine_memory,
     engine_resident_items,
-    records_routing,
-    scoring_of,
 )
 from fuligo.planner.memory.host import engine_on_host, host_items
 from fuligo.planner.memory.torch_trainer import torch_trainer_items
@@ -60,13 +58,11 @@ def planned_engines(subject: Subject) -> list[tuple[int, EngineGroupSpec, Engine
     """Return (group, its servers, their memory) of the SGLang servers whose model is known."""
     config = subject.config
     resident = trainer_resident_bytes(subject) if _trains_there(subject) else 0
-    found = []
-    for group, spec in enumerate(engine_groups(config)):
-        if spec.num_engines and (architecture := subject.served_by(spec)) is not None:
-            records, scoring = records_routing(spec, config), scoring_of(spec, config)
-            memory = engine_memory(spec, architecture, subject.gpu, resident, records_routing=records, scoring=scoring)
-            found.append((group, spec, memory))
-    return found
+    return [
+        (group, spec, engine_memory(spec, architecture, subject.gpu, resident, config))
+        for group, spec in enumerate(engine_groups(config))
+        if spec.num_engines and (architecture := subject.served_by(spec)) is not None
+    ]
 
 
 def _trainer_bars(subject: Subject, layout: ClusterLayout) -> list[MemoryBar]:

@@ -88,30 +88,17 @@ _CHUNK_BYTES = 3 * 4
 """Bytes with chunks, where a chunk's logits outlive its log-softmax."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """Scoring settings of a server."""
-
-    chunk_tokens: int | None
-    """Tokens at a time; None: a whole prefill."""
-
-    def num_bytes(self, prefill_tokens: int, vocab_size: int) -> int:
-        """Return the bytes on each GPU; every GPU has the logits of the whole vocabulary."""
-        if self.chunk_tokens is None or prefill_tokens <= self.chunk_tokens:
-            return _WHOLE_BYTES * prefill_tokens * vocab_size
-        return _CHUNK_BYTES * self.chunk_tokens * vocab_size
-
-
-def scoring_of(spec: EngineGroupSpec, config: Config) -> Scoring | None:
-    """Return the scoring settings, or None if the servers do not serve the teacher of --use-opd."""
+def scored_bytes(spec: EngineGroupSpec, config: Config, prefill_tokens: int, vocab_size: int) -> int:
+    """Return the bytes of log-probabilities on each GPU, which has the logits of the whole vocabulary; 0 unless it serves the teacher."""
     if not serves_teacher(spec, config):
-        return None
+        return 0
     environment = config.engine_environment
     gathers_replicas = spec.dp_size > 1 and not spec.arguments.get("enable_dp_lm_head")
-    if environment.get(BY_CHUNK, "").lower() not in _TRUE or gathers_replicas:
-        return Scoring(None)
     given = environment.get(CHUNK_TOKENS, "")
-    return Scoring(int(given) if given.isdecimal() else DEFAULT_CHUNK_TOKENS)
+    chunk_tokens = int(given) if given.isdecimal() else DEFAULT_CHUNK_TOKENS
+    if environment.get(BY_CHUNK, "").lower() not in _TRUE or gathers_replicas or prefill_tokens <= chunk_tokens:
+        return _WHOLE_BYTES * prefill_tokens * vocab_size
+    return _CHUNK_BYTES * chunk_tokens * vocab_size
 
 
 def serves_teacher(spec: EngineGroupSpec, config: Config) -> bool:
@@ -143,16 +130,8 @@ class EngineMemory:
     """Log-probabilities of a chunk to score; 0 if the server scores none."""
 
 
-def engine_memory(
-    spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, resident: int, *, records_routing: bool, scoring: Scoring | None = None
-) -> EngineMemory:
-    """Return how a server of a group divides its GPUs' memory.
-
-    Args:
-        resident: bytes that a colocated trainer keeps while it is offloaded.
-        records_routing: the server returns the experts of every token.
-        scoring: settings for scoring given tokens; None: it scores none.
-    """
+def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, resident: int, config: Config) -> EngineMemory:
+    """Return how a server of a group divides its GPUs' memory beside `resident` bytes of an offloaded, colocated trainer."""
     settings = server_settings(spec, architecture, gpu)
     before = CUDA_CONTEXT_BYTES + _communication_bytes(spec) + resident
     static = round(settings.mem_fraction_static * (gpu.memory_bytes - before))
@@ -177,8 +156,8 @@ def engine_memory(
         bytes_per_token=counted,
         cached_bytes_per_token=allocated,
         kv_tokens=tokens,
-        record=routing_record(spec, architecture, settings, tokens) if records_routing else RoutingRecord(),
-        scored=0 if scoring is None else scoring.num_bytes(settings.chunked_prefill_tokens, architecture.vocab_size),
+        record=routing_record(spec, architecture, settings, tokens) if records_routing(spec, config) else RoutingRecord(),
+        scored=scored_bytes(spec, config, settings.chunked_prefill_tokens, architecture.vocab_size),
     )
 
 

@@ -1,9 +1,8 @@
 """Parameters of one trainer rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from fuligo.layout.megatron import Layout
 from fuligo.models.architecture import Architecture, Layer, Part, PartKind, Split
@@ -23,8 +22,8 @@ class LocalParameters:
     def total(self) -> int:
         return self.dense + self.experts
 
-    def __add__(self, other: LocalParameters) -> LocalParameters:
-        return LocalParameters(self.dense + other.dense, self.experts + other.experts)
+    def __add__(self, other: Self) -> Self:
+        return replace(self, dense=self.dense + other.dense, experts=self.experts + other.experts)
 
 
 def local_parameters(parts: Iterable[Part], shape: Layout) -> LocalParameters:

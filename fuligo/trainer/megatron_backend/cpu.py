@@ -3,13 +3,11 @@
 fuligo replaces parts of other packages nowhere else. Megatron-Core 0.16.1 was seen to need each of these patches.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -79,7 +77,7 @@ class _Stream:
 
     def synchronize(self) -> None: ...
 
-    def record_event(self) -> _Stream:
+    def record_event(self) -> Self:
         """Return an event; the all-to-all dispatcher of experts waits for it, as it would for the stream."""
         return self
 

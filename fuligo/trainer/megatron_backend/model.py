@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_
 from torch import Tensor, nn
 
 from fuligo.trainer.megatron_backend.layer_spec import block_spec, modules_for, mtp_spec, sum_expert_gradients_over_copies
-from fuligo.trainer.megatron_backend.model_config import is_tied, padded_vocab_size, rotary, transformer_config
+from fuligo.trainer.megatron_backend.model_config import is_tied, padded_vocab_size, transformer_config
 from fuligo.trainer.megatron_backend.mtp import cut_off, predict, without_gradient
 from fuligo.trainer.megatron_backend.packed import PackedRow
 from fuligo.trainer.megatron_backend.provider import provided_model, require_weights
@@ -137,7 +137,6 @@ def _build_stage(settings: MegatronTrainerSettings, config: Any, vp_stage: int |
 
 def _default_stage(settings: MegatronTrainerSettings, config: Any, is_first: bool, is_last: bool, vp_stage: int | None) -> PolicyModel:
     flags, modules = settings.model_flags, modules_for(settings)
-    embedding = rotary(flags)
     layers: Any = block_spec(config, flags, modules, sparse=settings.sparse_layers, vp_stage=vp_stage)
     mtp: Any = mtp_spec(config, flags, modules, sparse=settings.sparse_layers) if is_last else None
     return PolicyModel(
@@ -149,10 +148,10 @@ def _default_stage(settings: MegatronTrainerSettings, config: Any, is_first: boo
         post_process=is_last,
         share_embeddings_and_output_weights=is_tied(flags),
         position_embedding_type="rope",
-        rotary_percent=embedding.percent,
-        rotary_base=embedding.base,  # pyright: ignore[reportArgumentType]
-        rope_scaling=embedding.llama3_factor is not None,
-        rope_scaling_factor=embedding.llama3_factor or 1.0,
+        rotary_percent=flags.get("rotary_percent", 1.0),
+        rotary_base=flags.get("rotary_base", 10_000),
+        rope_scaling=bool(flags.get("use_rope_scaling")),  # Llama 3's
+        rope_scaling_factor=flags.get("rope_scaling_factor", 8.0),
         mtp_block_spec=mtp,
         vp_stage=vp_stage,
     ).to(settings.device)

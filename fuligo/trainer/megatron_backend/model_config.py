@@ -1,7 +1,6 @@
 """Megatron's configuration of a model, built from the trainer's settings."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,17 +20,6 @@ from fuligo.trainer.parameters import DTYPES
 
 Fields = dict[str, Any]
 """Arguments of `TransformerConfig`."""
-
-
-@dataclass(slots=True, frozen=True)
-class Rotary:
-    """Rotary position embedding of grouped attention, of which `TransformerConfig` has little."""
-
-    base: float
-    percent: float
-    """Share of each head that is rotated."""
-    llama3_factor: float | None
-    """Factor of Llama 3's frequency scaling; None: no scaling."""
 
 
 def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
@@ -79,14 +67,6 @@ def refuse_missing_transport(settings: MegatronTrainerSettings) -> None:
             f"--moe-token-dispatcher-type {settings.dispatcher} with DeepEP: the package deep_ep is not installed on this machine; "
             "install it (https://github.com/deepseek-ai/DeepEP) on every trainer node, or use --moe-token-dispatcher-type alltoall"
         )
-
-
-def rotary(flags: Mapping[str, Any]) -> Rotary:
-    return Rotary(
-        base=flags.get("rotary_base", 10_000),
-        percent=flags.get("rotary_percent", 1.0),
-        llama3_factor=flags.get("rope_scaling_factor", 8.0) if flags.get("use_rope_scaling") else None,
-    )
 
 
 def padded_vocab_size(settings: MegatronTrainerSettings) -> int:

@@ -3,13 +3,11 @@
 Plain torch. Queries are processed in chunks, so that memory grows with tokens times chosen tokens, never with their square.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +32,9 @@ class RowPlaces:
     longest: int
     """Tokens of the longest sequence."""
 
-    def slice(self, start: int, stop: int) -> RowPlaces:
+    def slice(self, start: int, stop: int) -> Self:
         """Return the places of the tokens `start` to `stop` of the L."""
-        return RowPlaces(self.rows[start:stop], self.positions[start:stop], self.in_order, self.longest)
+        return replace(self, rows=self.rows[start:stop], positions=self.positions[start:stop])
 
 
 @functools.lru_cache(maxsize=8)

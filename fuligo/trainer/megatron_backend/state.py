@@ -12,15 +12,13 @@ Nothing is gathered. One of the ranks that hold the same part of a weight writes
 a range of each flattened weight, is written as the few rectangles that it consists of.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -171,7 +169,7 @@ class _Counters:
         file.write_text(json.dumps(content, indent=2))
 
     @classmethod
-    def read(cls, file: Path) -> _Counters:
+    def read(cls, file: Path) -> Self:
         try:
             content = json.loads(file.read_text())
             if content["format"] != FORMAT or content.get("backend") != "megatron":
@@ -191,7 +189,7 @@ class _Opened:
     random: dict[str, Tensor] | None
 
     @classmethod
-    def of(cls, directory: Path, state: MegatronState, world: World) -> _Opened:
+    def of(cls, directory: Path, state: MegatronState, world: World) -> Self:
         saved = _Counters.read(directory / COUNTERS)
         tensors, weights = DistributedTensors(directory), held_weights(state.chunks, state.names)
         _check_weights(tensors, weights, state.names)

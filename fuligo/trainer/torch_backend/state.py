@@ -8,13 +8,13 @@ rng/        state of every rank's random numbers
 trainer.json
 """
 
-from __future__ import annotations
-
 import json
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -52,57 +52,41 @@ def save_state(directory: Path, state: TrainingState, *, model_files: Path, worl
         directory: is created; the caller gives it its final name when it is complete.
         model_files: Hugging Face directory whose tokenizer files go beside the weights.
     """
-    for place, named_tensors in _parts(state):
+    for place, stem, named_tensors in _parts(state):
         if world.rank == 0:
-            write_tensors(directory / place.directory, named_tensors, stem=place.stem)
+            write_tensors(directory / place, named_tensors, stem=stem)
         else:
-            _take_part(named_tensors)
+            deque(named_tensors, maxlen=0)  # takes part in gathering
     _write_small_files(directory, state, model_files, world)
 
 
 def copy_state(directory: Path, state: TrainingState, *, model_files: Path, world: World) -> Callable[[], None]:
     """Copy the large tensors of `save_state` to rank 0's memory; return the function that writes them. A collective."""
-    copies: list[tuple[_Place, list[tuple[str, Tensor]]]] = []
-    for place, named_tensors in _parts(state):
+    copies: list[tuple[str, str, list[tuple[str, Tensor]]]] = []
+    for place, stem, named_tensors in _parts(state):
         if world.rank == 0:
-            copies.append((place, [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in named_tensors]))
+            copies.append((place, stem, [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in named_tensors]))
         else:
-            _take_part(named_tensors)
+            deque(named_tensors, maxlen=0)
     _write_small_files(directory, state, model_files, world)
 
     def write() -> None:
-        for place, named_tensors in copies:
-            write_tensors(directory / place.directory, named_tensors, stem=place.stem)
+        for place, stem, named_tensors in copies:
+            write_tensors(directory / place, named_tensors, stem=stem)
 
     return write
 
 
-@dataclass(slots=True, frozen=True)
-class _Place:
-    """Place of one part's files in a checkpoint."""
-
-    directory: str
-    stem: str = "model"
-
-
-def _parts(state: TrainingState) -> Iterator[tuple[_Place, Iterator[tuple[str, Tensor]]]]:
-    """Yield the large parts of the state. Each is gathered from the ranks while it is iterated over."""
-    yield from _learner_parts(state.policy, _Place("hf"), _Place("optimizer", "optimizer"))
-    if state.reference is not None:
-        yield _Place("reference"), named_weights(state.reference)
+def _parts(state: TrainingState) -> Iterator[tuple[str, str, Iterator[tuple[str, Tensor]]]]:
+    """Yield directory, stem of the files' names, and tensors of the large parts. Ranks gather them while they iterate."""
+    learners = [(state.policy, "hf", "optimizer")]
     if state.critic is not None:
-        yield from _learner_parts(state.critic.learner, _Place(VALUE_MODEL), _Place("critic_optimizer", "optimizer"))
-
-
-def _learner_parts(learner: Learner, weights: _Place, moments: _Place) -> Iterator[tuple[_Place, Iterator[tuple[str, Tensor]]]]:
-    yield weights, named_weights(learner.model)
-    yield moments, _named_moments(learner.model, learner.optimizer)
-
-
-def _take_part(named_tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Take part in gathering tensors that rank 0 keeps."""
-    for _ in named_tensors:
-        pass
+        learners.append((state.critic.learner, VALUE_MODEL, "critic_optimizer"))
+    for learner, weights, moments in learners:
+        yield weights, "model", named_weights(learner.model)
+        yield moments, "optimizer", _named_moments(learner.model, learner.optimizer)
+    if state.reference is not None:
+        yield "reference", "model", named_weights(state.reference)
 
 
 def _write_small_files(directory: Path, state: TrainingState, model_files: Path, world: World) -> None:
@@ -155,7 +139,7 @@ class _Saved:
     moments: TensorFiles
 
     @classmethod
-    def open(cls, learner: Learner, progress: Progress, *, weights: TensorFiles, directory: Path) -> _Saved:
+    def open(cls, learner: Learner, progress: Progress, *, weights: TensorFiles, directory: Path) -> Self:
         """Open and check the files of one model; `directory` has the optimizer's state."""
         moments = TensorFiles(directory, stem="optimizer")
         weights.check_shapes(_weight_shapes(learner.model))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fuligo.config import Config
+    from fuligo.data.assistant_turns import RewrittenTurns
 
 
 @dataclass(slots=True, frozen=True)
@@ -26,6 +27,10 @@ class DataSettings:
     """Limit above which rows are dropped and counted."""
     skip_bad_rows: bool = False
     """Skip and count malformed rows instead of raising."""
+    rewritten_turns: RewrittenTurns = "per-turn"
+    """Supervised conversations whose earlier turns the chat template rewrites; see `AssistantTurns.sequences`."""
+    end_ids: frozenset[int] = frozenset()
+    """Tokens at which the model stops, to end supervised turns."""
     shuffle: bool = False
     seed: int = 42
 
@@ -47,6 +52,7 @@ def data_settings(config: Config) -> DataSettings:
         apply_chat_template_kwargs=data.apply_chat_template_kwargs,
         max_prompt_tokens=data.rollout_max_prompt_len,
         skip_bad_rows=data.skip_bad_rows,
+        rewritten_turns=data.sft_rewritten_turns,
         shuffle=data.rollout_shuffle,
         seed=data.rollout_seed,
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuligo.config import Config
@@ -15,6 +16,7 @@ from fuligo.data.settings import data_settings
 from fuligo.data.source import PromptSource
 from fuligo.engines.group import EngineGroup
 from fuligo.job.engines import Engines
+from fuligo.models.directory import end_ids
 from fuligo.rollout.build import build_evaluator, build_generate, build_sampling, vocab_size
 from fuligo.rollout.continuous import ContinuousRunner
 from fuligo.rollout.evaluate import Evaluator
@@ -63,8 +65,19 @@ class RunData:
         if path is None or config.debug.load_debug_rollout_data is not None:
             return None
         if config.is_sft:
-            return ConversationSource(ConversationDataset.open(path, data_settings(config), tokenizer))
+            return ConversationSource(
+                ConversationDataset.open(path, replace(data_settings(config), end_ids=_end_ids(config, tokenizer)), tokenizer)
+            )
         return PromptSource(PromptDataset.open(path, data_settings(config), tokenizer))
+
+
+def _end_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens at which the model stops, by its generation_config.json and its tokenizer."""
+    from transformers import GenerationConfig
+
+    directory = Path(str(config.model.hf_checkpoint))
+    generation = GenerationConfig.from_pretrained(str(directory)) if (directory / "generation_config.json").is_file() else None
+    return end_ids(generation, None, tokenizer)
 
 
 @dataclass(slots=True, frozen=True)

@@ -26,14 +26,14 @@ class SupervisedRollouts:
         self._next_index = state.next_sample_index
 
     async def rollout(self, step: int) -> Rollout:
-        """Return the next conversations, each a group of one sample."""
+        """Return the next conversations, each a group of one trajectory."""
         conversations = self.source.take(self.batch_size)
-        samples = [conversation.as_sample(self._next_index + offset) for offset, conversation in enumerate(conversations)]
-        self._next_index += len(samples)
         groups = [
-            SampleGroup(index=sample.group_index, row=conversation.row, samples=[sample])
-            for sample, conversation in zip(samples, conversations, strict=True)
+            SampleGroup(index=index, row=conversation.row, samples=conversation.as_samples(index))
+            for index, conversation in enumerate(conversations, self._next_index)
         ]
+        self._next_index += len(groups)
+        samples = [sample for group in groups for sample in group.samples]
         lengths = [sample.response_length for sample in samples]
         metrics = {
             "rollout/response_len_mean": sum(lengths) / len(lengths),

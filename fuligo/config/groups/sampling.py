@@ -23,6 +23,11 @@ class DataFlags(FlagGroup):
     num_rollout: int | None = flag(None, "rollouts to run", source="slime", ge=1)
     num_epoch: int | None = flag(None, "passes over the data, instead of --num-rollout", source="slime", ge=1)
     skip_bad_rows: bool = flag(False, "skip and count malformed rows instead of rejecting the file")
+    sft_rewritten_turns: Literal["per-turn", "rendered", "refuse"] = flag(
+        "per-turn",
+        "supervised conversations whose earlier assistant turns the chat template renders differently once later ones follow: per-turn "
+        "trains each turn as the model writes it, in a sample of its own; rendered trains the form in the whole conversation",
+    )
     rollout_max_prompt_len: int | None = flag(None, "drop and count longer prompts", unit="tokens", source="slime", ge=1)
     data_source_path: str | None = flag(None, "hook: class with get_samples, add_samples, save, load, __len__", source="slime")
 

@@ -76,6 +76,7 @@ EFFECTS = (
         "with --loss-type sft_loss",
         "use --loss-type policy_loss",
     ),
+    _needs("SFT-TURNS", "sft_rewritten_turns", "loss_type", "sft_loss"),
     _needs("KL-LOSS", "kl_loss_coef use_unbiased_kl", "use_kl_loss"),
     _estimator_needs("KL-COEF", "kl_coef", "uses_kl_coef", further=" or use --use-kl-loss --kl-loss-coef"),
     _estimator_needs("GAMMA", "gamma", "uses_gamma"),

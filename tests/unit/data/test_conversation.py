@@ -9,6 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fuligo.data import Conversation, ConversationDataset, ConversationSource, DataSettings, PromptDataset
+from fuligo.data.conversation import MaskedTokens
 from fuligo.errors import DataError
 from fuligo.types import SampleStatus
 
@@ -27,8 +28,12 @@ def turns(*contents: str, roles: tuple[str, ...] = ("user", "assistant")) -> lis
 
 def trained_text(conversation: Conversation, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     """Return the runs of trained tokens as text."""
-    edges = np.flatnonzero(np.diff(conversation.loss_mask, prepend=0, append=0))
-    return [tokenizer.decode(conversation.tokens[start:stop]) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+    return [text for part in conversation.parts for text in trained_runs(part, tokenizer)]
+
+
+def trained_runs(part: MaskedTokens, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    edges = np.flatnonzero(np.diff(part.loss_mask, prepend=0, append=0))
+    return [tokenizer.decode(part.tokens[start:stop]) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"chat_template": GENERATION_MARKS}, {"chat_template": TRIMMED_MARKS}])
@@ -42,12 +47,12 @@ def test_every_assistant_turn_is_trained_with_its_end_token(
     )
     conversation = dataset[0]
     assert trained_text(conversation, tokenizer) == ["2<|end|>", "it is 4<|end|>"]
-    assert conversation.tokens.tolist() == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert conversation.parts[0].tokens.tolist() == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
 
 
 def test_what_follows_the_last_assistant_turn_is_left_out(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     conversation = ConversationDataset.open(write_rows({"input": turns("q", "a", "thanks")}), CHAT, tokenizer)[0]
-    assert tokenizer.decode(conversation.tokens) == "<|user|>q<|end|><|assistant|>a<|end|>"
+    assert tokenizer.decode(conversation.parts[0].tokens) == "<|user|>q<|end|><|assistant|>a<|end|>"
 
 
 @pytest.mark.parametrize("template", [False, True])
@@ -56,7 +61,7 @@ def test_a_prompt_with_its_answer_begins_with_the_ids_of_a_rollouts_prompt(
 ) -> None:
     path = write_rows({"input": "what is 1 + 1", "answer": 2})
     settings = DataSettings(apply_chat_template=template, label_key="answer")
-    sample = ConversationDataset.open(path, settings, tokenizer)[0].as_sample(7)
+    sample = ConversationDataset.open(path, settings, tokenizer)[0].as_samples(7)[0]
     assert sample.prompt_ids.tolist() == PromptDataset.open(path, settings, tokenizer)[0].prompt_ids.tolist()
     assert tokenizer.decode(sample.response_ids) == ("2<|end|>" if template else "2<eos>")
     assert sample.loss_mask.tolist() == [1, 1]
@@ -73,18 +78,87 @@ def test_a_newline_that_the_template_writes_after_the_end_token_is_not_trained(
     settings = DataSettings(apply_chat_template=True, apply_chat_template_kwargs={"chat_template": template})
     conversation = ConversationDataset.open(write_rows({"input": turns("q", "a", "r", "b")}), settings, tokenizer)[0]
     assert trained_text(conversation, tokenizer) == ["a<|end|>", "b<|end|>"]
-    assert "<|end|>\n<|user|>" in tokenizer.decode(conversation.tokens)
+    assert "<|end|>\n<|user|>" in tokenizer.decode(conversation.parts[0].tokens)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Some templates drop the thinking of all turns but the last, so the assistant's tokens cannot be found."""
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content if m.role == 'user' or loop.last else m.content[-1] }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    settings = DataSettings(apply_chat_template=True, apply_chat_template_kwargs={"chat_template": template})
-    with pytest.raises(DataError, match="line 1: message 2 of 4: cannot find the tokens of this assistant turn"):
-        ConversationDataset.open(write_rows({"input": turns("q", "thinking a", "r", "b")}), settings, tokenizer)
+REWRITES = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content if m.role == 'user' or loop.last else m.content[-1] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Drops the thinking of all turns but the last, as Qwen3, Qwen3.5 and DeepSeek-R1 do."""
+
+
+def rewriting(**settings: Any) -> DataSettings:
+    return DataSettings(apply_chat_template=True, apply_chat_template_kwargs={"chat_template": REWRITES}, **settings)
+
+
+def test_turns_that_the_template_rewrites_are_trained_as_the_model_writes_them(
+    write_rows: Write, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """No token is trained that the model would not see: each turn has the context that a rollout would give it."""
+    path = write_rows({"input": turns("q", "thinking a", "r", "b")})
+    conversation = ConversationDataset.open(path, rewriting(), tokenizer)[0]
+    assert [tokenizer.decode(part.tokens) for part in conversation.parts] == [
+        "<|user|>q<|end|><|assistant|>thinking a<|end|>",
+        "<|user|>q<|end|><|assistant|>a<|end|><|user|>r<|end|><|assistant|>b<|end|>",
+    ]
+    assert trained_text(conversation, tokenizer) == ["thinking a<|end|>", "b<|end|>"]
+    samples = conversation.as_samples(5)
+    assert [sample.index for sample in samples] == [5, 5], "parts of one trajectory"
+    assert [tokenizer.decode(sample.response_ids) for sample in samples] == ["thinking a<|end|>", "b<|end|>"]
+
+
+def test_rewritten_turns_are_trained_as_the_whole_conversation_shows_them_if_asked(
+    write_rows: Write, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = write_rows({"input": turns("q", "thinking a", "r", "b")})
+    conversation = ConversationDataset.open(path, rewriting(rewritten_turns="rendered"), tokenizer)[0]
+    assert len(conversation.parts) == 1
+    assert trained_text(conversation, tokenizer) == ["a<|end|>", "b<|end|>"]
+
+
+def test_rewritten_turns_are_refused_if_asked(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(DataError, match="line 1: message 2 of 4: the chat template renders this assistant turn differently"):
+        ConversationDataset.open(write_rows({"input": turns("q", "thinking a", "r", "b")}), rewriting(rewritten_turns="refuse"), tokenizer)
+
+
+ROLES_ALONE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+"""Ends no turn but by the next role's token, as GLM-4.5 and its successors do."""
+ROLES_WITH_MARKS = ROLES_ALONE.replace(
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}",
+)
+
+
+@pytest.mark.parametrize("template", [ROLES_ALONE, ROLES_WITH_MARKS])
+@pytest.mark.parametrize("thanks", [False, True])
+def test_a_turn_that_the_next_role_ends_is_trained_with_that_roles_token(
+    write_rows: Write, tokenizer: PreTrainedTokenizerFast, template: str, thanks: bool
+) -> None:
+    user = tokenizer.convert_tokens_to_ids("<|user|>")
+    settings = DataSettings(apply_chat_template=True, apply_chat_template_kwargs={"chat_template": template}, end_ids=frozenset([user]))
+    path = write_rows({"input": turns("q", "a", "r", "b", *(["thanks"] if thanks else []))})
+    conversation = ConversationDataset.open(path, settings, tokenizer)[0]
+    assert trained_text(conversation, tokenizer) == ["a<|user|>", "b<|user|>"]
+    assert tokenizer.decode(conversation.parts[0].tokens) == "<|user|>q<|assistant|>a<|user|>r<|assistant|>b<|user|>"
+
+
+def test_a_tool_call_is_ended_by_the_token_of_its_result(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    template = ROLES_ALONE.replace("<|{{ m.role }}|>", "<|{{ 'end' if m.role == 'tool' else m.role }}|>")
+    ends = frozenset(tokenizer.convert_tokens_to_ids(["<|user|>", "<|end|>"]))
+    settings = DataSettings(apply_chat_template=True, apply_chat_template_kwargs={"chat_template": template}, end_ids=ends)
+    call = {"role": "assistant", "content": "look", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    whole = [*turns("q"), call, {"role": "tool", "content": "7"}, {"role": "assistant", "content": "b"}]
+    first, last = (ConversationDataset.open(write_rows({"input": messages}), settings, tokenizer)[0] for messages in (whole[:2], whole))
+    assert trained_text(first, tokenizer) == ["look<|end|>"]
+    assert trained_text(last, tokenizer) == ["look<|end|>", "b<|user|>"]
+
+
+def test_a_turn_that_has_its_own_end_token_gets_no_other(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    ends = frozenset(tokenizer.convert_tokens_to_ids(["<|end|>", "<eos>"]))
+    settings = DataSettings(apply_chat_template=True, end_ids=ends)
+    conversation = ConversationDataset.open(write_rows({"input": turns("q", "a", "r", "b")}), settings, tokenizer)[0]
+    assert trained_text(conversation, tokenizer) == ["a<|end|>", "b<|end|>"]
 
 
 @pytest.mark.parametrize(

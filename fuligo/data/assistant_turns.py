@@ -1,0 +1,191 @@
+"""Tokens of the assistant's turns in a conversation that a chat template renders."""
+
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal
+
+from fuligo.data.template import ChatTemplate, rendered_ids
+from fuligo.errors import DataError
+from fuligo.types import Messages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Segment = tuple[list[int], bool]
+"""Token ids, and whether they are trained on."""
+RewrittenTurns = Literal["per-turn", "rendered", "refuse"]
+_STAND_IN = "\u2063a stand-in\u2063"
+"""Content that no message has at its beginning or end."""
+
+
+class AssistantTurns:
+    """Assistant turns of one conversation.
+
+    If the template marks assistant text itself (`{% generation %}`), its marks are used. Otherwise a turn is the text that the template
+    adds between the messages before it, with the generation prompt, and the messages up to it; the ids before a turn are then those of a
+    rollout's prompt.
+    """
+
+    def __init__(
+        self,
+        messages: Messages,
+        tools: list[Any] | None,
+        template: ChatTemplate,
+        tokenizer: "PreTrainedTokenizerBase",
+        end_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """Take a conversation.
+
+        Args:
+            end_ids: tokens at which the model stops; the next role's token is one where the template writes no end of a turn (GLM).
+        """
+        self._messages = messages
+        self._tools = tools
+        self._template = template
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids
+        self._turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn > 0]
+
+    def sequences(self, rewritten: RewrittenTurns) -> list[list[Segment]]:
+        """Return the sequences to train on: one of the whole conversation, or several if the template rewrites earlier turns.
+
+        Args:
+            rewritten: what becomes of a conversation whose earlier turns the template renders differently once later ones follow:
+                `per-turn` trains each turn in a sequence of its own, as the model writes it; `rendered` trains the form that the whole
+                conversation shows.
+
+        Raises:
+            DataError: the tokens of a turn cannot be found, or the template rewrites turns and `rewritten` is `refuse`
+        """
+        if (marked := self._marked()) is not None:
+            return [marked]
+        spans = [self._span(turn) for turn in self._turns]
+        whole = self._template.transcript(self._messages, self._tools)
+        rewriting = self._rewritten_turn(whole, spans)
+        if rewriting is None:
+            return [self._segments(whole, [(len(opened), len(closed)) for opened, closed in spans], self._turns[-1:])]
+        if rewritten == "rendered":
+            return [self._segments(whole, self._rendered_spans(whole, spans), self._turns[-1:])]
+        if rewritten == "refuse":
+            raise DataError(
+                f"message {rewriting + 1} of {len(self._messages)}: the chat template renders this assistant turn differently inside the "
+                "whole conversation; choose how to train it with --sft-rewritten-turns, or use a template with {% generation %} marks"
+            )
+        return [
+            self._segments(closed, [(len(opened), len(closed))], [turn]) for turn, (opened, closed) in zip(self._turns, spans, strict=True)
+        ]
+
+    def _span(self, turn: int) -> tuple[str, str]:
+        """Return the rendering before a turn, as the model sees it, and up to its end."""
+        opened = self._template.prompt(self._messages[:turn], self._tools)
+        closed = self._template.transcript(self._messages[: turn + 1], self._tools)
+        if not closed.startswith(opened):
+            raise DataError(
+                f"message {turn + 1} of {len(self._messages)}: cannot find the tokens of this assistant turn: the chat template does not "
+                "continue its generation prompt with it; use a template with {% generation %} marks"
+            )
+        return opened, closed
+
+    def _rewritten_turn(self, whole: str, spans: list[tuple[str, str]]) -> int | None:
+        """Return the first turn that the whole conversation renders differently; None if there is none."""
+        position = 0
+        for turn, (opened, closed) in zip(self._turns, spans, strict=True):
+            if position > len(opened) or not whole.startswith(closed):
+                return turn
+            position = len(closed)
+        return None
+
+    def _rendered_spans(self, whole: str, turns: list[tuple[str, str]]) -> list[tuple[int, int]]:
+        """Return where the whole conversation shows each turn: what changes with the content of its message, and its end token."""
+        spans: list[tuple[int, int]] = []
+        for turn, (_, closed) in zip(self._turns, turns, strict=True):
+            if self._messages[turn].get("tool_calls"):
+                raise DataError(
+                    f"message {turn + 1} of {len(self._messages)}: --sft-rewritten-turns rendered cannot find the tokens of a turn with "
+                    "tool calls; use per-turn"
+                )
+            other = [*self._messages[:turn], {**self._messages[turn], "content": _STAND_IN}, *self._messages[turn + 1 :]]
+            changed = self._template.transcript(other, self._tools)
+            start = _num_equal(whole, changed)
+            end = len(whole) - _num_equal(whole[start:][::-1], changed[start:][::-1])
+            special = [token.content for token in self._tokenizer.added_tokens_decoder.values()]  # pyright: ignore[reportAttributeAccessIssue]
+            after = [text for text in special if whole.startswith(text, end) and closed.rstrip().endswith(text)]
+            spans.append((start, end + max(map(len, after), default=0)))
+        return spans
+
+    def _segments(self, text: str, spans: list[tuple[int, int]], last: list[int]) -> list[Segment]:
+        """Tokenize a rendering piece by piece and train the spans, each with the token that ends it."""
+        segments: list[Segment] = []
+        position = 0
+        for start, end in spans:
+            segments += [(self._ids(text[position:start]), False), *self._without_tail(self._ids(text[start:end]))]
+            position = end
+        self._check_tokens(segments, text[:position])
+        rest = self._ids(text[position:]) or (self._reply(last[0], text) if last else [])
+        return self._with_ends([*segments, (rest, False)])
+
+    def _with_ends(self, segments: list[Segment]) -> list[Segment]:
+        """Train the token after a turn if the model stops at it and the turn has no such token itself."""
+        segments = [segment for segment in segments if segment[0]]
+        done: list[Segment] = []
+        for number, (ids, trained) in enumerate(segments):
+            before = segments[number - 1] if number else ([], False)
+            if not trained and before[1] and before[0][-1] not in self._end_ids and ids[0] in self._end_ids:
+                done += [(ids[:1], True), (ids[1:], False)]
+            else:
+                done.append((ids, trained))
+        return done
+
+    def _reply(self, turn: int, text: str) -> list[int]:
+        """Return the ids that the template writes after the last turn if an answer to it follows."""
+        role = "tool" if self._messages[turn].get("tool_calls") else "user"
+        try:
+            longer = self._template.transcript([*self._messages[: turn + 1], {"role": role, "content": _STAND_IN}], self._tools)
+        except DataError:  # the template allows no such message there
+            return []
+        return self._ids(longer[len(text) :])[:1] if longer.startswith(text) else []
+
+    def _marked(self) -> list[Segment] | None:
+        """Return the conversation by the template's own marks; None if it has none."""
+        marked = self._template.masked_transcript(self._messages, self._tools)
+        if marked is None:
+            return None
+        segments: list[Segment] = []
+        for token, mask in zip(*marked, strict=True):
+            if not segments or segments[-1][1] != bool(mask):
+                segments.append(([], bool(mask)))
+            segments[-1][0].append(token)
+        if self._turns and segments[-1][1]:
+            segments.append((self._reply(self._turns[-1], self._template.transcript(self._messages, self._tools)), False))
+        return self._with_ends(segments)
+
+    @property
+    def _special(self) -> set[int]:
+        return set(self._tokenizer.all_special_ids) | set(self._tokenizer.added_tokens_decoder)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _ids(self, text: str) -> list[int]:
+        return rendered_ids(self._tokenizer, text) if text else []
+
+    def _without_tail(self, turn: list[int]) -> list[Segment]:
+        """Split off the text after the token that ends the turn (a newline), which is never sampled and so not trained on."""
+        ends = [position for position, token in enumerate(turn) if token in self._special]
+        tail = turn[ends[-1] + 1 :] if ends else []
+        if not tail or str(self._tokenizer.decode(tail)).strip():
+            return [(turn, True)]
+        return [(turn[: ends[-1] + 1], True), (tail, False)]
+
+    def _check_tokens(self, segments: list[Segment], text: str) -> None:
+        """Check that tokenizing piece by piece keeps the text (a tokenizer that prepends a space to every piece would not)."""
+        pieces = list(chain.from_iterable(ids for ids, _ in segments))
+        whole = rendered_ids(self._tokenizer, text)
+        if pieces != whole and self._tokenizer.decode(pieces) != self._tokenizer.decode(whole):
+            raise DataError(
+                "cannot split the conversation: the tokenizer changes the text at an assistant turn; use a chat template with "
+                "{% generation %} marks"
+            )
+
+
+def _num_equal(first: str, second: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    return next(
+        (position for position, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), min(len(first), len(second))
+    )

@@ -317,6 +317,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
 NO_EFFECT: dict[str, list[tuple[Any, Values]]] = {
     "kl_loss_coef": [(0.1, {})],
     "use_unbiased_kl": [(True, {})],
+    "sft_rewritten_turns": [("rendered", {})],
     "kl_coef": [(0.1, {"advantage_estimator": name}) for name, facts in ESTIMATORS.items() if not facts.uses_kl_coef],
     "gamma": [(0.9, {"advantage_estimator": name}) for name, facts in ESTIMATORS.items() if not facts.uses_gamma],
     "disable_grpo_std_normalization": [(True, {"advantage_estimator": "rloo"}), (True, {"disable_rewards_normalization": True})],

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from fuligo.checkpoint.state import RunState
 from fuligo.observability.metrics import without_timings
 from tests.metrics_page import undocumented
 
@@ -43,3 +46,29 @@ def sample_rows(run_dir: Path, *columns: str) -> list[dict]:
 
 def checkpoint(run_dir: Path, num_rollouts: int) -> Path:
     return run_dir / "checkpoints" / f"iter_{num_rollouts:07d}"
+
+
+def assert_every_prompt_is_accounted_for(run_dir: Path, prompts: Sequence[str], *, num_rollouts: int, num_samples: int) -> None:
+    """Check that each drawn prompt ended once, waits in the checkpoint, or was returned to the data.
+
+    Args:
+        prompts: text of each row of the prompt file.
+        num_samples: samples of each prompt.
+    """
+    rows = sample_rows(run_dir, "index", "group_index", "prompt", "drop_reason")
+    ended = [row for row in rows if row["drop_reason"] not in ("aborted", "stale")]
+    state = RunState.read(checkpoint(run_dir, num_rollouts)).rollout
+    assert set(Counter(row["index"] for row in ended).values()) == {1}, "each sample ends once"
+    groups = {row["group_index"]: row["prompt"] for row in ended}
+    assert set(Counter(row["group_index"] for row in ended).values()) == {num_samples}, "all samples of a prompt end together"
+    waiting = {group.index: group.row for group in state.buffer}
+    assert not groups.keys() & waiting.keys(), "groups in the buffer are unused"
+    assert max([*groups, *waiting]) < state.next_group_index
+
+    returned = state.source["returned"]
+    epoch, offset = state.source["epoch"], state.source["offset"]
+    assert isinstance(returned, list) and isinstance(epoch, int) and isinstance(offset, int)
+    asked = [prompts.index(json.loads(prompt)[-1]["content"]) for prompt in groups.values()]
+    drawn = Counter(asked) + Counter(waiting.values()) + Counter(returned)
+    assert drawn.total() == epoch * len(prompts) + offset, "each drawn prompt is accounted for"
+    assert {drawn[row] for row in range(len(prompts))} <= {epoch, epoch + 1}, "each row is drawn once per epoch"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import signal
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from fuligo.checkpoint.state import RunState
 from tests.e2e.command import fuligo, succeed
 from tests.e2e.conftest import NUM_PROMPTS, Job
-from tests.e2e.records import checkpoint, metrics, sample_rows
+from tests.e2e.records import assert_every_prompt_is_accounted_for, metrics, sample_rows
 
 NUM_SAMPLES = 4
 NUM_ROLLOUT = 5
@@ -52,24 +49,10 @@ def test_every_prompt_ends_once_or_waits_once(mode: dict, job: Job, tmp_path: Pa
     succeed(*command)
 
     rows = sample_rows(run_dir, "index", "group_index", "prompt", "kept", "drop_reason")
-    ended = [row for row in rows if row["drop_reason"] not in ("aborted", "stale")]
-    state = RunState.read(checkpoint(run_dir, NUM_ROLLOUT)).rollout
     assert [record["step"] for record in metrics(run_dir)] == list(range(NUM_ROLLOUT))
     assert sum(row["kept"] for row in rows) == NUM_ROLLOUT * 4 * NUM_SAMPLES
 
-    assert set(Counter(row["index"] for row in ended).values()) == {1}, "each sample ends once"
-    groups = {row["group_index"]: row["prompt"] for row in ended}
-    assert set(Counter(row["group_index"] for row in ended).values()) == {NUM_SAMPLES}, "all samples of a prompt end together"
-    waiting = {group.index: group.row for group in state.buffer}
-    assert not groups.keys() & waiting.keys(), "groups in the buffer are unused"
-    assert max([*groups, *waiting]) < state.next_group_index
-
-    returned = state.source["returned"]
-    epoch, offset = state.source["epoch"], state.source["offset"]
-    assert isinstance(returned, list) and isinstance(epoch, int) and isinstance(offset, int)
-    drawn = Counter(_row(prompt) for prompt in groups.values()) + Counter(waiting.values()) + Counter(returned)
-    assert drawn.total() == epoch * NUM_PROMPTS + offset, "each drawn prompt is accounted for"
-    assert {drawn[row] for row in range(NUM_PROMPTS)} <= {epoch, epoch + 1}, "each row is drawn once per epoch"
+    assert_every_prompt_is_accounted_for(run_dir, PROMPTS, num_rollouts=NUM_ROLLOUT, num_samples=NUM_SAMPLES)
 
     if mode.get("async_mode") == "full":
         oldest = {row["step"]: 0 for row in rows}
@@ -81,7 +64,3 @@ def test_every_prompt_ends_once_or_waits_once(mode: dict, job: Job, tmp_path: Pa
     assert any(row["drop_reason"] == "aborted" for row in rows), "some groups were aborted"
     if "partial_rollout" in mode:
         assert sum(record["rollout/num_resumed"] for record in metrics(run_dir)) > 0
-
-
-def _row(prompt: str) -> int:
-    return PROMPTS.index(json.loads(prompt)[-1]["content"])

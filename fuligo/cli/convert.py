@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fuligo.config.launcher import world_size
 from fuligo.convert import fp8_plan
 from fuligo.errors import ConfigError, FuligoError
 from fuligo.planner import conversion
@@ -91,7 +92,7 @@ def hf_to_dist(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--world-size {own.world_size} has no effect without --plan; a conversion runs on the processes of torchrun")
     is_first = os.environ.get("RANK", "0") == "0"
     try:
-        plan = conversion.plan_hf_to_dist(flags, own.world_size or conversion.torchrun_size())
+        plan = conversion.plan_hf_to_dist(flags, own.world_size or world_size())
         if is_first:
             for line in conversion.describe(plan):
                 print(line, flush=True)

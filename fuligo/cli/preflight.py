@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +16,13 @@ from fuligo.checkpoint.location import (
     weights_directory,
     weights_of,
 )
+from fuligo.cli.destinations import destination_problems
 from fuligo.config import Config
 from fuligo.config.hooks import hook_problem, hook_problems
 from fuligo.config.launcher import chosen_launcher
 from fuligo.config.server_groups import TEACHER
 from fuligo.config.topology import engine_groups
 from fuligo.config.vocabulary import vocabulary_difference
-from fuligo.convert.export import export_problem
 from fuligo.data import DataSettings, check_file, data_settings
 from fuligo.data.template import no_chat_template
 from fuligo.errors import CheckpointError, ConfigError, DataError
@@ -31,6 +30,7 @@ from fuligo.formats.checkpoint_files import VALUE_MODEL, is_distributed, model_d
 from fuligo.formats.hugging_face import (
     DamagedFileError,
     architecture_difference,
+    brings_code,
     checkpoint_problems,
     has_chat_template,
     is_quantised,
@@ -65,13 +65,14 @@ def preflight_problems(config: Config) -> list[str]:
     checks = (
         _secrets,
         _weights,
+        _remote_code,
         _value_model,
         _teacher,
         _megatron,
         _engines,
         _resume,
         _data,
-        _places,
+        destination_problems,
         hook_problems,
         _rewards,
         _stop_tokens,
@@ -81,7 +82,7 @@ def preflight_problems(config: Config) -> list[str]:
 
 def evaluation_problems(config: Config) -> list[str]:
     """Return the problems on disk for `fuligo eval`, which trains nothing."""
-    checks = (_secrets, _served, _engines, _data, _places, hook_problems, _rewards, _stop_tokens)
+    checks = (_secrets, _served, _remote_code, _engines, _data, destination_problems, hook_problems, _rewards, _stop_tokens)
     return [problem for check in checks for problem in check(config)]
 
 
@@ -90,6 +91,31 @@ def _secrets(config: Config) -> Iterator[str]:
     for option, secret in config.secrets():
         if secret.value is None:
             yield f"{option}: {secret} stands for the environment variable {secret.variable}, which is not set; export it"
+
+
+def _remote_code(config: Config) -> Iterator[str]:
+    """Check that model and tokenizer load without code of the checkpoint, if it brings any."""
+    if config.model.hf_checkpoint is None:
+        return
+    directory = Path(config.model.hf_checkpoint)
+    model_code, tokenizer_code = brings_code(directory / "config.json"), brings_code(directory / "tokenizer_config.json")
+    if not model_code and not tokenizer_code:
+        return
+    from transformers import CONFIG_MAPPING
+
+    model_type = read_config_json(directory).get("model_type")
+    if model_code and model_type not in CONFIG_MAPPING:
+        yield (
+            f"--hf-checkpoint {directory}: transformers has no model type {model_type!r}, and fuligo runs no model code of a checkpoint "
+            "(auto_map in its config.json); choose another model"
+        )
+    elif tokenizer_code and not config.model.trust_remote_code:
+        from fuligo.models.directory import load_tokenizer
+
+        try:
+            load_tokenizer(directory, runs_its_code=False)
+        except ConfigError as error:
+            yield from (f"--hf-checkpoint: {text}" for text in error.problems)
 
 
 def _served(config: Config) -> Iterator[str]:
@@ -361,42 +387,3 @@ def _stop_tokens(config: Config) -> Iterator[str]:
     problem = unknown_tokens(config.rollout.rollout_stop_token_ids, vocab_size) if isinstance(vocab_size, int) else None
     if problem is not None:
         yield f"{problem}; correct them"
-
-
-def _places(config: Config) -> Iterator[str]:
-    observability = config.observability
-    run_directory = Path(observability.run_dir) if observability.run_dir is not None else Path("runs") / (observability.name or "")
-    # {rollout_id} is in the last parts of these paths: the directory before it must be writable.
-    given = {"--run-dir": str(run_directory), "--save": config.checkpoint.save, "--save-hf": config.checkpoint.save_hf}
-    for option, path in given.items():
-        if path is None:
-            continue
-        cause = _why_unwritable(Path(path.split("{rollout_id}")[0]))
-        if cause is not None:
-            yield f"cannot write {option} {path}: {cause}; choose another directory"
-    if config.checkpoint.save_hf is not None:
-        yield from _export(config, Path(config.checkpoint.save_hf))
-
-
-def _export(config: Config, target: Path) -> Iterator[str]:
-    """Check that an export replaces nothing that the run reads."""
-    given = {"--hf-checkpoint": config.model.hf_checkpoint, "--ref-load": config.checkpoint.ref_load, "--load": config.checkpoint.load}
-    for option, path in given.items():
-        if path is not None and Path(path).resolve() == target.resolve():
-            yield f"--save-hf {target} would replace the checkpoint of {option}; give another directory"
-            return
-    problem = export_problem(target)
-    if problem is not None:
-        yield f"--save-hf: {problem}"
-
-
-def _why_unwritable(directory: Path) -> str | None:
-    """Try to write to the nearest directory that exists; permissions alone say nothing for root, read-only or full file systems."""
-    existing = next(parent for parent in [directory, *directory.absolute().parents] if parent.exists())
-    if not existing.is_dir():
-        return f"{existing} is a file"
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            return None
-    except OSError as error:
-        return f"{existing}: {error.strerror}"

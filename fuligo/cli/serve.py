@@ -40,6 +40,7 @@ def main(argv: list[str]) -> int:
             max_running_requests=args.max_running_requests,
             max_total_tokens=args.max_total_tokens,
             num_threads=args.num_threads,
+            trust_remote_code=args.trust_remote_code,
             ready_file=args.ready_file,
         ),
         listener,
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-running-requests", type=_positive, default=256, help="requests decoded together (%(default)s)")
     parser.add_argument("--max-total-tokens", type=_positive, help="tokens of the KV cache (default: what the free memory allows)")
     parser.add_argument("--num-threads", type=_positive, help="CPU threads (default: all cores)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code of the directory if its tokenizer needs it")
     parser.add_argument("--parent-pid", type=int, help="exit when this process exits")
     parser.add_argument("--ready-file", type=Path, help='write {"port": ...} here once requests are accepted')
     return parser

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from typing import Literal
 
 from fuligo.config import Config
+from fuligo.errors import ConfigError
 
+_OF_TORCHRUN = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that torchrun sets beside WORLD_SIZE."""
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 """Environment variable with the address of a running cluster; set by the user, by `fuligo launch`, and by Ray within a job."""
 
@@ -17,7 +20,27 @@ def chosen_launcher(config: Config, environment: Mapping[str, str] = os.environ)
     asked = config.cluster.launcher
     if asked != "auto":
         return asked
-    if int(environment.get("WORLD_SIZE", "1")) > 1:
+    if world_size(environment) > 1:
         return "local"
     several_nodes = (config.num_nodes > 1 and config.cluster.device != "cpu") or config.cluster.actor_num_nodes > 1
     return "ray" if several_nodes or environment.get(ADDRESS_VARIABLE) else "local"
+
+
+def world_size(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of processes that torchrun started; 1 without torchrun.
+
+    Raises:
+        ConfigError: `WORLD_SIZE` is not a number, or the other variables that torchrun sets with it are missing.
+    """
+    given = environment.get("WORLD_SIZE", "").strip()
+    if given in ("", "1"):
+        return 1
+    if not given.isdecimal() or not int(given):
+        raise ConfigError(f"WORLD_SIZE={given!r} in the environment is not a number of processes; unset it, or start fuligo with torchrun")
+    missing = [name for name in _OF_TORCHRUN if not environment.get(name, "").strip()]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE={given} is set in the environment without {', '.join(missing)}; unset WORLD_SIZE, or start fuligo with torchrun, "
+            "which sets them all"
+        )
+    return int(given)

@@ -146,7 +146,7 @@ class JsonlFile:
             if row == 0 and line.lstrip().startswith(b"["):
                 raise DataError(f"{self.path} is one JSON array over several lines; write one object per line") from error
             raise DataError(f"{self.place(row)}: not JSON: {error.msg} at column {error.colno}") from error
-        except RecursionError as error:
+        except (RecursionError, ValueError) as error:  # Python refuses integers of more than 4,300 digits
             raise DataError(f"{self.place(row)}: not JSON that can be parsed: {error}") from error
         if not isinstance(value, dict):
             name = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")

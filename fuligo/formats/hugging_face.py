@@ -13,6 +13,15 @@ from fuligo.errors import ConfigError
 
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+_LARGEST_SIZES = {
+    "num_hidden_layers": 10**4,
+    "hidden_size": 10**6,
+    "vocab_size": 10**8,
+    "num_attention_heads": 10**5,
+    "num_key_value_heads": 10**5,
+}
+"""Keys of config.json -> most that any model has; larger numbers would only exhaust time and memory."""
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
 _HEADER_LENGTH_BYTES = 8
@@ -66,9 +75,16 @@ def checkpoint_problems(directory: Path, *, may_be_value_model: bool = False) ->
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         yield f"{directory} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})"
     try:
+        for name in _JSON_FILES:
+            if (directory / name).exists():
+                _read_json(directory / name)
         shapes = read_shapes(directory)
     except DamagedFileError as error:
         yield str(error)
+        return
+    absurd = list(_absurd_sizes(config))
+    if absurd:
+        yield from (f"{directory / 'config.json'}: {text}" for text in absurd)
         return
     yield from (f"{directory}: {text}" for text in _contradictions(config, shapes, may_be_value_model))
 
@@ -95,6 +111,15 @@ def has_chat_template(directory: Path) -> bool:
     except DamagedFileError:
         return True
     return not isinstance(config, dict) or bool(config.get("chat_template")) or "auto_map" in config
+
+
+def brings_code(file: Path) -> bool:
+    """Return whether a config.json or tokenizer_config.json names Python code of its directory."""
+    try:
+        config = _read_json(file)
+    except DamagedFileError:
+        return False
+    return isinstance(config, dict) and "auto_map" in config
 
 
 def is_weight_file(file: Path) -> bool:
@@ -137,8 +162,8 @@ def read_config_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} does not exist; give a model's config.json, or the directory that holds it") from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not valid JSON ({error}); copy or download it again") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file} is not a JSON object; it must describe a Hugging Face model")
     return content
@@ -207,6 +232,14 @@ def _stored(file: str, entry: dict[str, Any], data: int) -> StoredTensor:
     return StoredTensor(file, entry["dtype"], tuple(entry["shape"]), data + start, data + end)
 
 
+def _absurd_sizes(config: dict[str, Any]) -> Iterator[str]:
+    """Yield the sizes of config.json that no model has."""
+    for key, most in _LARGEST_SIZES.items():
+        value = config.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most):
+            yield f"{key} is {value!r:.80}; it must be an integer from 1 to {most:,}"
+
+
 def _contradictions(config: dict[str, Any], shapes: dict[str, Shape], may_be_value_model: bool) -> Iterator[str]:
     """Yield contradictions between config.json and the tensors, limited to what holds for every family."""
     hidden, vocab, layers = config.get("hidden_size"), config.get("vocab_size"), config.get("num_hidden_layers")
@@ -232,5 +265,5 @@ def _read_json(file: Path) -> Any:
         raise DamagedFileError(f"{file} is missing; the directory must be a Hugging Face checkpoint") from None
     except OSError as error:
         raise DamagedFileError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise DamagedFileError(f"{file} is not valid JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(f"{file} is not valid JSON ({error}); copy or download it again") from None

@@ -69,7 +69,8 @@ class WeightStore:
         """
         dtype = next(self.module.parameters()).dtype
         try:
-            loaded, report = cast(Any, AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True))
+            given: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "trust_remote_code": False}
+            loaded, report = cast(Any, AutoModelForCausalLM.from_pretrained(path, **given))
         except Exception as error:  # Loaders raise anything on a damaged directory; the caller needs the reason.
             raise WeightSyncError(f"cannot load weights from {path}: {type(error).__name__}: {error}") from error
         unexpected = [name for name in report["unexpected_keys"] if not name.startswith(self._unused)]

@@ -62,7 +62,7 @@ async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
     Raises:
         FuligoError: the evaluation failed
     """
-    from transformers import AutoTokenizer
+    from fuligo.models.directory import load_tokenizer
 
     weights = EvaluatedWeights.find(config)
     async with AsyncExitStack() as stack:
@@ -73,7 +73,7 @@ async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
         engines = await launch_engines(joined.config, directory, stack, joined.cluster)
         assert engines is not None, "validated: there is something to evaluate"
         await stack.enter_async_context(engines.watched(None))
-        tokenizer = AutoTokenizer.from_pretrained(model["hf_checkpoint"])
+        tokenizer = load_tokenizer(model["hf_checkpoint"], runs_its_code=config.model.trust_remote_code)
         evaluator = build_eval_only(joined.config.served_at(engines.urls), engines.group, tokenizer, lambda: 0, stack)
         assert evaluator is not None, "validated: there is something to evaluate"
         with directory.trace.phase("eval", weights.num_rollouts):

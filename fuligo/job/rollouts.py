@@ -50,10 +50,10 @@ class RunData:
         Raises:
             DataError: the data are missing or malformed, or differ from those of the checkpoint
         """
-        from transformers import AutoTokenizer
+        from fuligo.models.directory import load_tokenizer
 
         assert config.model.hf_checkpoint is not None, "validated"
-        tokenizer = AutoTokenizer.from_pretrained(config.model.hf_checkpoint)
+        tokenizer = load_tokenizer(config.model.hf_checkpoint, runs_its_code=config.model.trust_remote_code)
         source = cls._open_source(config, tokenizer)
         if source is not None and state is not None:
             source.check(state.source)

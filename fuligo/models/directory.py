@@ -23,25 +23,35 @@ def load_config(path: str) -> Any:
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"--model-path {path} has no config.json; give the directory of a Hugging Face checkpoint")
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).partition("\n\n")[0]  # the rest is advice to upgrade transformers
         raise ConfigError(f"cannot load config.json of --model-path {path}: {reason}") from error
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer; None if the directory has none, in which case answers have no text and stop strings are rejected.
+def load_tokenizer(path: str | Path, *, runs_its_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer.
+
+    Args:
+        runs_its_code: run Python code of the directory if the tokenizer needs it; never decided by a question on standard input.
 
     Raises:
-        ConfigError: the tokenizer's files are invalid.
+        ConfigError: the tokenizer's files are invalid, or it needs code that may not run.
     """
-    if not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
-        logger.warning("%s has no tokenizer; answers will have no text", path)
-        return None
     try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"cannot load the tokenizer of --model-path {path}: {error}") from error
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=runs_its_code)
+    except Exception as error:  # the tokenizers library raises plain exceptions, code of the directory any
+        if not runs_its_code and "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"cannot load the tokenizer of {path}: it needs Python code of that directory; read the code, then give --trust-remote-code"
+            ) from None
+        reason = next(iter(str(error).splitlines()), "")
+        raise ConfigError(f"cannot load the tokenizer of {path}: {type(error).__name__}: {reason}; copy or download it again") from error
+
+
+def has_tokenizer(path: str | Path) -> bool:
+    """Return whether the directory has files of a tokenizer."""
+    return any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
 
 
 def end_ids(generation_config: Any, config: Any, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

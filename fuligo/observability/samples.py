@@ -74,6 +74,9 @@ _IN_FOOTER = (
     VERSIONS_IN_FOOTER,
 )
 """Columns whose minimum and maximum per row group are in the footer."""
+_DEEPEST = 100
+"""Levels of nested values that are stored; orjson writes no more than 254."""
+_DECIMAL_BITS = 14_000
 _JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
@@ -203,7 +206,7 @@ def _prompt_keys(groups: Sequence[SampleGroup]) -> list[int]:
 def _text(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    return orjson.dumps(value, default=str, option=_JSON_OPTIONS).decode()
+    return _json(value)
 
 
 def _metadata(sample: Sample) -> str:
@@ -212,7 +215,33 @@ def _metadata(sample: Sample) -> str:
         metadata = {"reward": sample.reward, **metadata}
     if sample.metrics:
         metadata = {"metrics": sample.metrics, **metadata}
-    return orjson.dumps(metadata, default=str, option=_JSON_OPTIONS).decode() if metadata else "{}"
+    return _json(metadata) if metadata else "{}"
+
+
+def _json(value: Any) -> str:
+    """Return JSON for any value of data and hooks. What JSON readers cannot hold, such as integers beyond 64 bits, becomes text."""
+    try:
+        return orjson.dumps(value, default=str, option=_JSON_OPTIONS).decode()
+    except TypeError:
+        return orjson.dumps(_storable(value, _DEEPEST), default=repr, option=_JSON_OPTIONS).decode()
+
+
+def _storable(value: Any, depth: int) -> Any:
+    match value:
+        case bool() | float() | None:
+            return value
+        case int():
+            # Python writes no more than 4,300 decimal digits.
+            return value if -(2**63) <= value < 2**64 else str(value) if value.bit_length() < _DECIMAL_BITS else hex(value)
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case dict() if depth:
+            return {str(_storable(key, 0)): _storable(inner, depth - 1) for key, inner in value.items()}
+        case list() | tuple() if depth:
+            return [_storable(inner, depth - 1) for inner in value]
+        case np.ndarray() | np.generic():
+            return value.tolist()
+    return "..." if not depth else str(value).encode(errors="backslashreplace").decode()
 
 
 def _lists(rows: Sequence[np.ndarray | None], dtype: type[np.generic]) -> pa.Array:

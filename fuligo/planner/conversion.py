@@ -4,7 +4,6 @@ The layout does not change what is written: a distributed checkpoint loads under
 checked here.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -99,12 +98,6 @@ def describe(plan: DistPlan) -> Iterator[str]:
     processes = "1 process" if shape.num_ranks == 1 else f"{shape.num_ranks} processes"
     yield f"{processes}: TP {shape.tp}, PP {shape.pp}, DP {shape.dp}, EP {shape.ep}, ETP {shape.etp}{chosen}"
     yield f"each writes about {amount(num_bytes // shape.num_ranks)}; the checkpoint loads under any layout"
-
-
-def torchrun_size() -> int:
-    """Return the number of processes that torchrun started; 1 if `WORLD_SIZE` is missing or invalid."""
-    given = os.environ.get("WORLD_SIZE", "")
-    return int(given) if given.isdecimal() and int(given) else 1
 
 
 def _chosen_layout(architecture: Architecture, world_size: int) -> list[Change]:

@@ -53,6 +53,9 @@ class ModelFlags(FlagGroup):
     model_config_file: str | None = flag(
         None, "config.json (or its directory) to plan with if the checkpoint is not on this machine", path=True
     )
+    trust_remote_code: bool = flag(
+        False, "let tokenizers and SGLang run Python code of the checkpoint; without this flag, a checkpoint that needs it is refused"
+    )
     override_model_config: bool = flag(
         False, "let MODEL_ARGS override the checkpoint's config.json; without this flag a disagreement is an error", source="slime"
     )

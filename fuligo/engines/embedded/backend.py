@@ -32,6 +32,7 @@ class EmbeddedBackend:
                 max_running_requests=flags.embedded_max_running_requests,
                 max_total_tokens=flags.embedded_max_total_tokens,
                 num_threads=flags.embedded_num_threads,
+                trust_remote_code=config.model.trust_remote_code,
                 start_timeout_s=flags.engine_start_timeout_s,
             )
         )

@@ -32,6 +32,7 @@ class EmbeddedEngineSettings:
     max_running_requests: int = 256
     max_total_tokens: int | None = None
     num_threads: int | None = None
+    trust_remote_code: bool = False
     start_timeout_s: float = 600.0
 
     def arguments(self) -> list[str]:
@@ -44,7 +45,8 @@ class EmbeddedEngineSettings:
             "--max-total-tokens": self.max_total_tokens,
             "--num-threads": self.num_threads,
         }
-        return [str(part) for flag, value in given.items() if value is not None for part in (flag, value)]
+        switches = ["--trust-remote-code"] if self.trust_remote_code else []
+        return [*(str(part) for flag, value in given.items() if value is not None for part in (flag, value)), *switches]
 
 
 class EmbeddedEngineProcess:

@@ -15,7 +15,7 @@ from fuligo.engines.embedded.kv_cache import CacheShape
 from fuligo.errors import ConfigError, EngineError
 from fuligo.formats.checkpoint_form import prediction_prefixes
 from fuligo.models.attention import unpackable_layers
-from fuligo.models.directory import end_ids, load_config, load_tokenizer
+from fuligo.models.directory import end_ids, has_tokenizer, load_config, load_tokenizer
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class EngineModel:
         EngineError: the embedded engine does not support this architecture
     """
 
-    def __init__(self, path: str, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, path: str, device: torch.device, dtype: torch.dtype, *, trusts_tokenizer: bool = False) -> None:
         self.path = path
         self.device = device
         self.dtype = dtype
@@ -43,7 +43,9 @@ class EngineModel:
         take_stated_epsilon(self.module)
         speed_up_rms_norms(self.module)
         self.module.to(device).eval().requires_grad_(False)
-        self.tokenizer = load_tokenizer(path)
+        self.tokenizer = load_tokenizer(path, runs_its_code=trusts_tokenizer) if has_tokenizer(path) else None
+        if self.tokenizer is None:
+            logger.warning("%s has no tokenizer; answers will have no text, and stop strings are rejected", path)
         self.context_length: int = getattr(config, "max_position_embeddings", None) or 1 << 30
         self.vocab_size: int = config.vocab_size
         self.end_ids = end_ids(self.module.generation_config, config, self.tokenizer)
@@ -119,7 +121,7 @@ def _load(path: str, config: Any, dtype: torch.dtype) -> Any:
         module, report = cast(
             Any,
             AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
+                path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True, trust_remote_code=False
             ),
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:

@@ -47,6 +47,7 @@ class ServeSettings:
     max_running_requests: int = 256
     max_total_tokens: int | None = None
     num_threads: int | None = None
+    trust_remote_code: bool = False
     ready_file: Path | None = None
 
 
@@ -132,7 +133,7 @@ def _load(settings: ServeSettings) -> EngineModel:
         raise ConfigError("--device cuda: torch finds no CUDA device; give --device cpu")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device)
     dtype = ("bf16" if device.type == "cuda" else "fp32") if settings.dtype == "auto" else settings.dtype
-    return EngineModel(settings.model_path, device, DTYPES[dtype])
+    return EngineModel(settings.model_path, device, DTYPES[dtype], trusts_tokenizer=settings.trust_remote_code)
 
 
 def affordable_tokens(model: EngineModel, max_running_requests: int) -> int:

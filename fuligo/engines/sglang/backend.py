@@ -160,6 +160,8 @@ def _own_arguments(config: Config, group: EngineGroupSpec) -> dict[str, bool]:
     """
     is_policy = group.model == policy_model(config)
     arguments = {"enable_return_routed_experts": True} if config.replays_engine_routing and is_policy else {}
+    if config.model.trust_remote_code:
+        arguments |= {"trust_remote_code": True}
     if config.cluster.colocate and resolve_device(config) == "cuda":
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": not is_policy}
     return arguments

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 
 from torch.distributed import DistStoreError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from fuligo.config.launcher import world_size
 from fuligo.engines.host import is_loopback, listening_socket, listening_store, use_loopback_interface
 from fuligo.errors import ConfigError, TrainerError
 from fuligo.trainer.ranks.compute_thread import ComputeThread
@@ -90,10 +91,10 @@ class TorchrunPlace:
 def torchrun_place() -> TorchrunPlace | None:
     """Return the place of a process that torchrun started as one of several; None for any other."""
     environment = os.environ
-    if int(environment.get("WORLD_SIZE", "1")) <= 1:
+    size = world_size(environment)
+    if size == 1:
         return None
     rendezvous = Rendezvous(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
-    size = int(environment["WORLD_SIZE"])
     return TorchrunPlace(int(environment["RANK"]), size, rendezvous, on_one_host=environment.get("LOCAL_WORLD_SIZE") == str(size))
 
 

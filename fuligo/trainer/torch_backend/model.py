@@ -152,7 +152,7 @@ def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
     verbosity = get_verbosity()
     set_verbosity_error()  # missing weights are returned, not logged
     try:
-        config = AutoConfig.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         if unknown := unpackable_layers(config):
             raise TrainerError(
                 f"{config.model_type}: layers of type {', '.join(unknown)} are not supported by the torch trainer's packed attention, "
@@ -164,6 +164,7 @@ def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
             attn_implementation=PACKED_ATTENTION,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            trust_remote_code=False,
         )
         model, info = loaded
     except (OSError, ValueError, SafetensorError) as error:

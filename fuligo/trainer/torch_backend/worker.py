@@ -59,7 +59,8 @@ class TorchRankWorker:
             value_model = ValueModel(load_value_model(settings.critic.initial_weights, self.policy.model))
             self.critic = Critic(self._placed(value_model, trained=True), settings.critic, world)
         self._learner = Learner(self.policy.model, settings.optimizer, world)
-        self.export_dtype = sync_dtype(settings, checkpoint_dtype(AutoConfig.from_pretrained(settings.hf_checkpoint)))
+        checkpoint = AutoConfig.from_pretrained(settings.hf_checkpoint, trust_remote_code=False)
+        self.export_dtype = sync_dtype(settings, checkpoint_dtype(checkpoint))
         self.balance_by = _cost(self.policy) if settings.balance_data else None
         self._writer: ComputeThread | None = None
         self._sender = WeightSender(settings.engine_format, TrainerRanks(world.rank, world.objects))

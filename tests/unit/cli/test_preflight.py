@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -11,10 +12,13 @@ import pytest
 from fuligo.cli.preflight import preflight_problems
 from fuligo.config.command_line import parse
 from fuligo.convert.hf_to_dist import hf_to_dist
+from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.checkpoint_files import TRACKER
 from fuligo.formats.disk import replace_text
 from fuligo.formats.file_manifest import write_manifest
+from fuligo.models.directory import load_tokenizer
 from fuligo.trainer.ranks.world import World
+from fuligo.trainer.torch_backend.model import load_model
 from tests import tiny
 
 
@@ -75,12 +79,97 @@ def test_one_that_does_not_say_of_which_model_it_is(model: Path, dist: Path, tmp
 
 def test_an_export_replaces_neither_what_the_run_reads_nor_what_is_no_export(model: Path, tmp_path: Path):
     (problem,) = problems(model, "--save-hf", model)
-    assert f"--save-hf {model} would replace the checkpoint of --hf-checkpoint" in problem
+    assert f"--save-hf {model} would replace {model} of --hf-checkpoint" in problem
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "notes.txt").touch()
     (problem,) = problems(model, "--save-hf", tmp_path / "home")
     assert f"{tmp_path / 'home'}: it is not a Hugging Face directory" in problem
     assert problems(model, "--save-hf", tmp_path / "new") == []
+
+
+@pytest.mark.parametrize(
+    ("save_hf", "reads"),
+    [
+        ("link", ["--ref-load", "whole"]),
+        ("whole", ["--ref-load", "link"]),
+        ("out/{rollout_id}", ["--ref-load", "out/7"]),
+        ("out/{rollout_id}", ["--ref-load", "out/8"]),
+        ("whole", ["--eval-prompt-data", "mine", "whole/eval.jsonl@[0:1]"]),
+        ("whole", ["--critic-load", "whole", "--advantage-estimator", "ppo"]),
+        ("whole", ["--run-dir", "whole/run"]),
+        ("whole", ["--save", "whole/checkpoints"]),
+        ("whole/part", ["--ref-load", "whole"]),
+    ],
+)
+def test_an_export_replaces_nothing_that_the_flags_name(
+    save_hf: str, reads: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    for copy in ("whole", "whole/part", "out/7"):
+        shutil.copytree(model, copy)
+    Path("whole/eval.jsonl").write_text('{"input": "a", "label": "b"}\n')
+    Path("link").symlink_to("whole")
+    Path("out/8").symlink_to("../whole")
+    assert [problem for problem in problems(model, "--save-hf", save_hf, *reads) if f"--save-hf {save_hf} would replace" in problem]
+    assert not [problem for problem in problems(model, "--save-hf", "free/{rollout_id}", *reads) if "would replace" in problem]
+
+
+@pytest.fixture
+def with_code(model: Path, tmp_path: Path) -> Path:
+    """Return a checkpoint whose tokenizer and model name Python code that leaves a trace when it runs."""
+    directory = Path(shutil.copytree(model, tmp_path / "with-code"))
+    (directory / "code.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast\n"
+        "class Own(PreTrainedTokenizerFast): pass\n"
+    )
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code.Own", "code.Own"]}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings | own))
+    return directory
+
+
+def change_config(directory: Path, **changes: object) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_code_of_a_checkpoint_runs_only_with_a_flag(with_code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))  # a question on standard input would be answered with yes
+    change_config(with_code, model_type="odd", auto_map={"AutoConfig": "code.Odd", "AutoModelForCausalLM": "code.Odd"})
+    (problem,) = [text for text in problems(with_code) if "code" in text]
+    assert "transformers has no model type 'odd', and fuligo runs no model code of a checkpoint" in problem
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load_model(with_code)
+    (with_code / "config.json").write_text('{"model_type": "arcee"}')  # transformers knows no tokenizer for it
+    with pytest.raises(ConfigError, match="it needs Python code of that directory; read the code, then give --trust-remote-code"):
+        load_tokenizer(with_code, runs_its_code=False)
+    assert [text for text in problems(with_code) if "then give --trust-remote-code" in text]
+    assert not (tmp_path / "ran").exists()
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    assert load_tokenizer(with_code, runs_its_code=True).encode("a")
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("tokenizer.json", '{"model": {"vocab": {"a": 1,', "tokenizer.json is not valid JSON"),
+        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json is not valid JSON"),
+        ("config.json", '{"model_type": "qwen3", "vocab_size": ' + "9" * 5000 + "}", "config.json is not valid JSON"),
+    ],
+)
+def test_damaged_files_of_a_checkpoint_are_one_sentence(file: str, text: str, said: str, model: Path, tmp_path: Path):
+    directory = Path(shutil.copytree(model, tmp_path / "damaged"))
+    (directory / file).write_text(text)
+    assert [problem for problem in problems(directory) if said in problem]
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads"])
+@pytest.mark.parametrize("value", [10**10, -1, 0, "28", True, 2.5, [1]])
+def test_absurd_sizes_are_one_sentence(key: str, value: object, model: Path, tmp_path: Path):
+    directory = Path(shutil.copytree(model, tmp_path / "absurd"))
+    change_config(directory, **{key: value})
+    assert [problem for problem in problems(directory) if f"config.json: {key} is {value!r}; it must be an integer" in problem]
 
 
 def test_a_template_that_the_tokenizer_lacks_is_missed_before_any_engine_starts(model: Path, tmp_path: Path):

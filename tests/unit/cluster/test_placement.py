@@ -81,7 +81,7 @@ def test_an_engine_of_unequal_parts_is_refused() -> None:
         ("--launcher local", {"RAY_ADDRESS": "10.0.0.1:6379"}, "local"),
         ("--launcher ray", {}, "ray"),
         ("--actor-num-nodes 2", {}, "ray"),
-        ("--actor-num-nodes 2", {"WORLD_SIZE": "16", "RANK": "0"}, "local"),
+        ("--actor-num-nodes 2", {"WORLD_SIZE": "16", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "local"),
         ("--actor-num-gpus-per-node 8 --rollout-num-gpus 8", {}, "ray"),
     ],
 )

@@ -174,3 +174,19 @@ def test_the_same_prompt_has_the_same_key_in_every_process(make_group) -> None:
     keys = [row["prompt_key"] for row in sample_table(groups).to_pylist()]
     assert keys[:4] == [prompt_key('[{"role":"user","content":"1 + 1 =?"}]')] * 4
     assert keys[4:] == [prompt_key("1 + 1 =?")] * 2 != keys[:2]
+
+
+def test_values_that_json_readers_cannot_hold_are_text(make_group) -> None:
+    """They come from prompt files and hooks, and must not end the run at the step that draws them."""
+    group = make_group()
+    first, second = group.samples[:2]
+    first.label, first.metadata = 10**30, {"n": -(2**63) - 1, "x": [2**64, {"y": 10**5000}], 10**20: "half \ud83d", "ok": 2**64 - 1}
+    second.label = nested = []
+    for _ in range(2000):
+        nested.append([])
+        nested = nested[0]
+    rows = sample_table([group]).to_pylist()
+    assert json.loads(rows[0]["label"]) == str(10**30)
+    metadata = json.loads(rows[0]["metadata"])
+    assert metadata == {"n": str(-(2**63) - 1), "x": [str(2**64), {"y": hex(10**5000)}], str(10**20): "half \\ud83d", "ok": 2**64 - 1}
+    assert rows[1]["label"].startswith("[[[")

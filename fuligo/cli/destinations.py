@@ -1,0 +1,85 @@
+"""Checks of the directories that a run writes to."""
+
+import glob
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from fuligo.config import Config
+from fuligo.config.flags import flags
+from fuligo.config.topology import engine_groups
+from fuligo.convert.export import export_problem
+from fuligo.data.row_file import PromptPath
+from fuligo.errors import ConfigError
+from fuligo.rollout.eval_sets import eval_set_specs
+
+_MODEL_OPTIONS = ("--hf-checkpoint", "--load", "--ref-load", "--critic-load", "--opd-teacher-load", "--sglang-config")
+"""Options with directories of weights, every file of which the run may read."""
+
+
+def destination_problems(config: Config) -> Iterator[str]:
+    """Yield why the run cannot write, or must not write, where the flags say."""
+    observability = config.observability
+    run_directory = Path(observability.run_dir) if observability.run_dir is not None else Path("runs") / (observability.name or "")
+    # {rollout_id} is in the last parts of these paths: the directory before it must be writable.
+    given = {"--run-dir": str(run_directory), "--save": config.checkpoint.save, "--save-hf": config.checkpoint.save_hf}
+    for option, path in given.items():
+        if path is None:
+            continue
+        cause = _why_unwritable(Path(path.split("{rollout_id}")[0]))
+        if cause is not None:
+            yield f"cannot write {option} {path}: {cause}; choose another directory"
+    if config.checkpoint.save_hf is not None:
+        yield from _export(config, Path(config.checkpoint.save_hf))
+
+
+def _export(config: Config, target: Path) -> Iterator[str]:
+    """Check that an export replaces nothing that the run reads or writes, under any name."""
+    for option, path in _named_paths(config):
+        if _would_replace(target, path, whole=option in _MODEL_OPTIONS):
+            yield f"--save-hf {target} would replace {path} of {option}; give another directory"
+            return
+    problem = export_problem(target)
+    if problem is not None:
+        yield f"--save-hf: {problem}"
+
+
+def _named_paths(config: Config) -> Iterator[tuple[str, Path]]:
+    """Yield the option and the path of every file and directory that the flags name, but for --save-hf."""
+    for name, flag in flags().items():
+        value = config.value_of(name) if flag.is_path and name != "save_hf" else None
+        for path in value if isinstance(value, list) else [value]:
+            if isinstance(path, str):
+                yield flag.option, PromptPath.parse(path).path if name.endswith("prompt_data") else Path(path)
+    yield from (("--sglang-config", Path(group.model_path)) for group in engine_groups(config) if group.model_path is not None)
+    with suppress(ConfigError):  # reported by the check of the data
+        yield from (("--eval-config", PromptPath.parse(spec.path).path) for spec in eval_set_specs(config))
+
+
+def _would_replace(target: Path, path: Path, *, whole: bool) -> bool:
+    """Return whether an export to `target`, which may hold {rollout_id}, replaces `path` or a directory above it.
+
+    Args:
+        whole: also if it replaces a part of the directory `path`.
+    """
+    named = re.compile(re.escape(str(target.resolve())).replace(re.escape("{rollout_id}"), r"\d+"))
+    pattern = glob.escape(str(target.absolute())).replace("{rollout_id}", "[0-9]*")
+    existing = {found.resolve() for found in Path("/").glob(pattern.lstrip("/"))}
+    path = path.resolve()
+    if any(above in existing or named.fullmatch(str(above)) for above in (path, *path.parents)):
+        return True
+    return whole and any(path in found.parents for found in existing)
+
+
+def _why_unwritable(directory: Path) -> str | None:
+    """Try to write to the nearest directory that exists; permissions alone say nothing for root, read-only or full file systems."""
+    existing = next(parent for parent in [directory, *directory.absolute().parents] if parent.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file"
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return None
+    except OSError as error:
+        return f"{existing}: {error.strerror}"

@@ -149,7 +149,7 @@ async def measure(args: argparse.Namespace, directory: Path) -> None:
 @asynccontextmanager
 async def embedded_engine(directory: Path, threads: int) -> AsyncIterator[EngineClient]:
     engine = await launch_embedded(EmbeddedEngineSettings(str(directory), directory / "engine.log", device="cpu", num_threads=threads))
-    client = EngineClient(engine.url)
+    client = EngineClient(engine.url, engine.keys)
     try:
         yield client
     finally:
@@ -180,7 +180,7 @@ async def sglang_engine(directory: Path, args: argparse.Namespace) -> AsyncItera
             environment=Environment({"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": str(TORCHVISION_STUB)}),
         )
         server = SGLangServer(settings)
-        client = EngineClient(server.url)
+        client = EngineClient(server.url, server.settings.keys)
         try:
             await server.wait_ready()
             yield client

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import select
 import signal
 import socket
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 from fuligo.errors import ConfigError
+from fuligo.formats.engine_keys import REQUESTS_VARIABLE, EngineKeys
 
 GRACE_S = 10.0
 """Seconds between SIGTERM and exit after the parent died."""
@@ -29,6 +31,7 @@ def main(argv: list[str]) -> int:
     if not Path(args.model_path, "config.json").is_file():
         raise ConfigError(f"--model-path {args.model_path}: there is no config.json; give a directory with a Hugging Face checkpoint")
     listener = _bind(args.host, args.port)
+    keys = _keys()
 
     from fuligo.engines.embedded.serve import ServeSettings, serve
 
@@ -42,6 +45,9 @@ def main(argv: list[str]) -> int:
             num_threads=args.num_threads,
             trust_remote_code=args.trust_remote_code,
             ready_file=args.ready_file,
+            host=args.host,
+            weight_directories=tuple(args.weights_from),
+            keys=keys,
         ),
         listener,
     )
@@ -58,9 +64,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-total-tokens", type=_positive, help="tokens of the KV cache (default: what the free memory allows)")
     parser.add_argument("--num-threads", type=_positive, help="CPU threads (default: all cores)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code of the directory if its tokenizer needs it")
+    parser.add_argument(
+        "--weights-from",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="directory from which new weights may be loaded, besides the model's own and the scratch of runs on this machine; repeatable",
+    )
     parser.add_argument("--parent-pid", type=int, help="exit when this process exits")
     parser.add_argument("--ready-file", type=Path, help='write {"port": ...} here once requests are accepted')
     return parser
+
+
+def _keys() -> EngineKeys:
+    """Return the keys of the environment; without any, print a random one."""
+    keys = EngineKeys.taken_from_environment()
+    if not keys.requests:
+        key = secrets.token_hex(32)
+        keys = EngineKeys(key, key)
+        print(f"clients need this key: export {REQUESTS_VARIABLE}={key}", flush=True)
+    return keys
 
 
 def _positive(text: str) -> int:

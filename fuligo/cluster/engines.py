@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from fuligo.cluster.rank import reason
-from fuligo.engines.sglang.server import PROBE_TIMEOUT_S, ServerSettings, answers
+from fuligo.engines.sglang.server import PROBE_TIMEOUT_S, ServerSettings, answers, require_key
 from fuligo.errors import EngineError
 
 POLL_S = 0.2
@@ -75,6 +75,7 @@ class RemoteServer:
                     f"({self.settings.log_file}) ends:\n{await self._last_lines()}"
                 )
             await asyncio.sleep(POLL_S)
+        await require_key(self.settings)
 
     async def answers(self, timeout_s: float) -> bool:
         return await answers(self.url, timeout_s)

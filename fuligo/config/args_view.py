@@ -16,7 +16,7 @@ class ArgsView:
 
     Pass-through arguments have their prefix and, if not given, the default of their schema: `args.sglang_dp_size` is
     `config.sglang.value("dp_size")`. `args.sglang_model_urls["judge"]` is the base URL of the router that serves the model `judge` of
-    `--sglang-config`. Instances can be pickled.
+    `--sglang-config`, and `args.sglang_model_keys["judge"]` the key that it asks for. Instances can be pickled.
     """
 
     __slots__ = ("_config",)
@@ -26,7 +26,11 @@ class ArgsView:
 
     @property
     def sglang_model_urls(self) -> Mapping[str, str]:
-        return self._config.model_urls
+        return {name: model.url for name, model in self._config.served_models.items()}
+
+    @property
+    def sglang_model_keys(self) -> Mapping[str, str]:
+        return {name: model.key for name, model in self._config.served_models.items()}
 
     def __getattr__(self, name: str) -> Any:
         flag = flags().get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
@@ -31,6 +32,15 @@ class MegatronArguments(PassThrough):
         return name_problem(cls.schema(), name)
 
 
+@dataclass(slots=True, frozen=True)
+class ServedModel:
+    """Router that takes requests for a model."""
+
+    url: str
+    key: str = field(repr=False)
+    """Secret that callers show: `Authorization: Bearer KEY`."""
+
+
 class Config(TypedFlags):
     """All settings of a run, grouped by concern: `config.rollout.rollout_batch_size`.
 
@@ -40,17 +50,17 @@ class Config(TypedFlags):
     sglang: SglangArguments = SglangArguments()
     router: RouterArguments = RouterArguments()
     megatron: MegatronArguments = MegatronArguments()
-    _model_urls: dict[str, str] = PrivateAttr(default_factory=dict)
+    _served_models: dict[str, ServedModel] = PrivateAttr(default_factory=dict)
 
     @property
-    def model_urls(self) -> Mapping[str, str]:
-        """Name of a model of `--sglang-config` -> base URL of its router. Empty before the engines run."""
-        return self._model_urls
+    def served_models(self) -> Mapping[str, ServedModel]:
+        """Routers of the models of `--sglang-config`, by the model's name. Empty before the engines run."""
+        return self._served_models
 
-    def served_at(self, urls: Mapping[str, str]) -> Config:
-        """Return a copy with these base URLs, for hooks to find the models."""
+    def served_at(self, models: Mapping[str, ServedModel]) -> Config:
+        """Return a copy that knows these routers, for hooks to find the models."""
         config = self.model_copy()
-        config._model_urls = dict(urls)
+        config._served_models = dict(models)
         return config
 
     def secrets(self) -> Iterator[tuple[str, Secret]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fuligo.config import Config
+from fuligo.config.config import ServedModel
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.sglang.server import EnginePlace, Server, ServerSettings
@@ -58,8 +59,8 @@ class LaunchedEngines:
     """Their supervisor; None if they are not restarted."""
     others: Mapping[str, EngineFleet] = field(default_factory=dict)
     """Fleets of further models, by name; their weights are never synced."""
-    urls: Mapping[str, str] = field(default_factory=dict)
-    """Addresses that take requests, by model, for hooks."""
+    served: Mapping[str, ServedModel] = field(default_factory=dict)
+    """What takes requests for each model, for hooks."""
 
 
 class EngineHosts(Protocol):

@@ -17,6 +17,7 @@ from fuligo.engines.engine import MemoryTag, PauseMode
 from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams
 from fuligo.errors import EngineError
 from fuligo.formats.checksum import WeightsDigest
+from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
 from fuligo.types import FloatArray, IntArray, RoutedExperts
 
 T = TypeVar("T")
@@ -28,6 +29,7 @@ class EngineClient:
     def __init__(
         self,
         url: str,
+        keys: EngineKeys = NO_KEYS,
         *,
         retries: int = 3,
         timeout_s: float = 600.0,
@@ -37,6 +39,7 @@ class EngineClient:
         number: int | None = None,
     ) -> None:
         self.url = url.rstrip("/")
+        self.keys = keys
         self.num_ranks = num_ranks
         self.start = start
         self.number = number
@@ -44,7 +47,7 @@ class EngineClient:
         self.timeout_s = timeout_s
         self.deadlines = deadlines
         self.is_overdue = False
-        self._connection = Connection(self.url)
+        self._connection = Connection(self.url, keys)
 
     async def generate(
         self,
@@ -119,7 +122,8 @@ class EngineClient:
     async def model_info(self) -> ModelInfo:
         answer = await self._call("GET", "/model_info")
         try:
-            return ModelInfo(str(answer["model_path"]), WeightLabel.parse(answer["weight_version"]).version)
+            version = WeightLabel.parse(answer["weight_version"]).version
+            return ModelInfo(str(answer["model_path"]), version, answer.get("num_weight_loads"))
         except (KeyError, TypeError, Retryable) as error:
             raise self._malformed("/model_info", answer) from error
 

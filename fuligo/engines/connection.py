@@ -14,6 +14,7 @@ import orjson
 from fuligo.engines.answers import Retryable
 from fuligo.engines.deadlines import Deadline, Overdue
 from fuligo.errors import EngineError
+from fuligo.formats.engine_keys import CONTROL_VARIABLE, REQUESTS_VARIABLE, EngineKeys
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 SILENCE_S = 40
@@ -21,14 +22,19 @@ SILENCE_S = 40
 CONNECT_TIMEOUT_S = 10.0
 CONNECT_TO_GENERATE_TIMEOUT_S = 60.0
 """When thousands of requests start at once, the server's accept queue overflows and the kernel reconnects after 1, 2, 4 s."""
+_KEY_ADVICE = (
+    f"it asks for another key; if this run did not start it, set {REQUESTS_VARIABLE} to its key (SGLang: --api-key), {CONTROL_VARIABLE} to "
+    "that of control calls (--admin-api-key)"
+)
 T = TypeVar("T")
 
 
 class Connection:
     """Connection to the engine at `url`, opened by the first request."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, keys: EngineKeys) -> None:
         self.url = url
+        self._keys = keys
         self._is_given_up = False
         self._session: aiohttp.ClientSession | None = None
 
@@ -50,14 +56,17 @@ class Connection:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         connect_s = CONNECT_TO_GENERATE_TIMEOUT_S if path == "/generate" else CONNECT_TIMEOUT_S
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
+        headers = self._keys.headers(method, path)
         try:
-            async with session.request(method, self.url + path, data=data, timeout=timeout) as response:
+            async with session.request(method, self.url + path, data=data, headers=headers, timeout=timeout) as response:
                 raw = await response.read()
                 status = response.status
         except (aiohttp.ClientError, ConnectionError) as error:
             raise Retryable(f"{type(error).__name__}: {error}") from error
         if status >= 500:
             raise Retryable(f"status {status}: {_error_text(raw)}")
+        if status == 401:
+            raise EngineError(f"engine {self.url}: {path} refused: {_KEY_ADVICE}")
         if status >= 400:
             raise EngineError(f"engine {self.url}: {path} refused (status {status}): {_error_text(raw)}")
         try:

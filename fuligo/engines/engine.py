@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams
 from fuligo.formats.checksum import WeightsDigest
+from fuligo.formats.engine_keys import EngineKeys
 from fuligo.types import FloatArray, IntArray
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -26,6 +27,8 @@ class InferenceEngine(Protocol):
     """
 
     url: str
+    keys: EngineKeys
+    """Keys that it is shown."""
     num_ranks: int
     """Tensor-parallel processes."""
     start: int

@@ -207,3 +207,5 @@ class ModelInfo:
 
     model_path: str
     weight_version: int
+    num_weight_loads: int | None = None
+    """Number of weight updates so far, whoever sent them; None if the engine does not count them."""

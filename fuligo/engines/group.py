@@ -17,6 +17,7 @@ from fuligo.engines.engine import InferenceEngine, MemoryTag, PauseMode
 from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams, Served
 from fuligo.errors import EngineError
 from fuligo.formats.checksum import WeightsDigest
+from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
 from fuligo.types import FloatArray, IntArray
 
 T = TypeVar("T")
@@ -89,14 +90,15 @@ class EngineGroup:
         cls,
         urls: Sequence[str],
         *,
+        keys: EngineKeys = NO_KEYS,
         router_url: str | None = None,
         retries: int = 3,
         timeout_s: float = 600.0,
         deadlines: ControlDeadlines = DEFAULT,
     ) -> EngineGroup:
-        """Return the group of the engines at `urls`; nothing is sent yet."""
-        clients = [connect(url, retries=retries, timeout_s=timeout_s, deadlines=deadlines) for url in urls]
-        router = connect(router_url, retries=retries, timeout_s=timeout_s) if router_url else None
+        """Return the group of the engines at `urls`, which have the same keys; nothing is sent yet."""
+        clients = [connect(url, keys, retries=retries, timeout_s=timeout_s, deadlines=deadlines) for url in urls]
+        router = connect(router_url, keys, retries=retries, timeout_s=timeout_s) if router_url else None
         return cls(clients, router)
 
     @property

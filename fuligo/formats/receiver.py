@@ -22,6 +22,8 @@ class WeightStore:
     def __init__(self, module: PreTrainedModel) -> None:
         self.module = module
         self.version = 0
+        self.num_loads = 0
+        """Buckets and directories loaded so far."""
         self._unused = prediction_prefixes(module.config.to_dict())
         self._missing: set[str] = set()
         """Names that an unfinished weight sync still has to send; empty if none is in progress."""
@@ -58,6 +60,7 @@ class WeightStore:
             for name, tensor in tensors:
                 weights[name].copy_(tensor)
         self._missing = missing
+        self.num_loads += 1
         if version is not None:
             self.version = version
 
@@ -69,7 +72,8 @@ class WeightStore:
         """
         dtype = next(self.module.parameters()).dtype
         try:
-            given: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "trust_remote_code": False}
+            given: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "trust_remote_code": False, "local_files_only": True}
+            given["use_safetensors"] = True  # other formats are pickles
             loaded, report = cast(Any, AutoModelForCausalLM.from_pretrained(path, **given))
         except Exception as error:  # Loaders raise anything on a damaged directory; the caller needs the reason.
             raise WeightSyncError(f"cannot load weights from {path}: {type(error).__name__}: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
 from fuligo.formats.quantisation import EngineQuantisation
 
 Transport = Literal["disk", "tensor", "gloo", "nccl"]
@@ -34,6 +35,7 @@ class EngineAddress:
     """Number of restarts; a restarted engine has lost what it received before."""
     number: int | None = None
     """Index among the engines of the run; see `InferenceEngine`."""
+    keys: EngineKeys = NO_KEYS
     trainer_ranks: tuple[int, ...] = ()
     """tensor transport: trainer ranks on the GPUs of the engine's ranks, in order; empty if the engine has its own GPUs."""
 

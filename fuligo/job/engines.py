@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuligo.config import Config
+from fuligo.config.config import ServedModel
 from fuligo.engines.backend import EngineFleet, LaunchedEngines, engine_backend
 from fuligo.engines.deadlines import ControlDeadlines
 from fuligo.engines.generation import RoutingQuery, SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.metrics import EngineMonitor
+from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.hugging_face import read_model_config
 from fuligo.formats.scratch import scratch_root
 from fuligo.job.colocated import ColocatedDevices, ColocatedWeightSync
@@ -54,9 +56,9 @@ class Engines:
         return self.launched.others
 
     @property
-    def urls(self) -> Mapping[str, str]:
-        """Addresses that take requests, by model."""
-        return self.launched.urls
+    def served(self) -> Mapping[str, ServedModel]:
+        """What takes requests for each model."""
+        return self.launched.served
 
     @asynccontextmanager
     async def watched(
@@ -106,6 +108,7 @@ async def _connect_external(config: Config, stack: AsyncExitStack) -> EngineGrou
     flags, rollout = config.engine, config.rollout
     group = EngineGroup.connect(
         [address if "://" in address else f"http://{address}" for address in flags.rollout_external_engine_addrs],
+        keys=EngineKeys.of_environment(),
         retries=rollout.rollout_retries,
         timeout_s=rollout.rollout_timeout_s,
         deadlines=ControlDeadlines.of_others(request_timeout_s=rollout.rollout_timeout_s, start_timeout_s=flags.engine_start_timeout_s),

@@ -74,7 +74,7 @@ async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
         assert engines is not None, "validated: there is something to evaluate"
         await stack.enter_async_context(engines.watched(None))
         tokenizer = load_tokenizer(model["hf_checkpoint"], runs_its_code=config.model.trust_remote_code)
-        evaluator = build_eval_only(joined.config.served_at(engines.urls), engines.group, tokenizer, lambda: 0, stack)
+        evaluator = build_eval_only(joined.config.served_at(engines.served), engines.group, tokenizer, lambda: 0, stack)
         assert evaluator is not None, "validated: there is something to evaluate"
         with directory.trace.phase("eval", weights.num_rollouts):
             evaluation = await evaluator.evaluate()

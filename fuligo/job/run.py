@@ -111,7 +111,7 @@ async def _start(opened: Opened) -> Started:
         if engines is None:
             return Started(opened, opened.config, trainer, None, None)
         teacher = await find_teacher(opened.config, engines, opened.stack)
-        return Started(opened, opened.config.served_at(engines.urls), trainer, engines, teacher)
+        return Started(opened, opened.config.served_at(engines.served), trainer, engines, teacher)
 
 
 async def _wire(started: Started, termination: Termination) -> Wired:

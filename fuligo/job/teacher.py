@@ -11,6 +11,7 @@ from fuligo.config.secret import reveal
 from fuligo.config.server_groups import TEACHER
 from fuligo.engines.connect import connect
 from fuligo.errors import EngineError
+from fuligo.formats.engine_keys import EngineKeys
 from fuligo.job.engines import PROBE_IDS, Engines
 from fuligo.rollout.teacher import Scorer, ServedTeacher
 
@@ -32,7 +33,8 @@ async def find_teacher(config: Config, engines: Engines, stack: AsyncExitStack) 
     if url is None:
         scorer, option = engines.others[TEACHER].group, f"the model {TEACHER} of --sglang-config"
     else:
-        scorer, option = connect(reveal(url), retries=config.rollout.rollout_retries, timeout_s=timeout_s), f"--opd-teacher-url {url}"
+        scorer = connect(reveal(url), EngineKeys.of_environment(), retries=config.rollout.rollout_retries, timeout_s=timeout_s)
+        option = f"--opd-teacher-url {url}"
         stack.push_async_callback(scorer.close)
     try:
         await scorer.score(np.array(PROBE_IDS, np.int32), 1, rid="teacher-probe", timeout_s=timeout_s)

@@ -51,7 +51,7 @@ class BroadcastGroup:
         """
         self.engines = tuple(engines)
         self.name = f"fuligo-weights-{next(_numbers)}"
-        self._clients = [connect(engine.url, retries=0, number=engine.number) for engine in engines]
+        self._clients = [connect(engine.url, engine.keys, retries=0, number=engine.number) for engine in engines]
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._group: dist.ProcessGroup | None = None
         self._store: TCPStore | None = listening_store(host, timeout=TIMEOUT)

@@ -70,7 +70,7 @@ class OwnEngine:
         payloads = [payload, *(self._receive(payload, rank) for rank in others)]
 
         async def post() -> None:
-            client = connect(self.engine.url, number=self.engine.number)
+            client = connect(self.engine.url, self.engine.keys, number=self.engine.number)
             try:
                 await client.update_weights_from_tensor(payloads, version)
             finally:

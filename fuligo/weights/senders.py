@@ -133,7 +133,7 @@ def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | No
     """Share a bucket's memory with every rank of every engine."""
 
     async def post(payloads: list[str]) -> None:
-        clients = [connect(engine.url, number=engine.number) for engine in engines]
+        clients = [connect(engine.url, engine.keys, number=engine.number) for engine in engines]
         waiting = iter(payloads)
         try:
             calls = [

@@ -59,6 +59,8 @@ class WeightSync:
         self._proof = proof
         self._devices = devices
         self._sending = asyncio.Lock()
+        self._num_loads: dict[str, int] = {}
+        """Weight updates that each engine counted when the last sync to it was complete, by URL."""
         self._num_updates = -1
         """The trainer's `num_updates` when `version` was sent."""
         self.version = version
@@ -132,11 +134,12 @@ class WeightSync:
     async def _send(self, engines: EngineGroup, version: int) -> None:
         """Send a version. The change is atomic for rollouts: no token is sampled between the first bucket and the check."""
         await engines.pause("abort")
+        await self._check_untouched(engines)
         if self._settings.transport == "disk":
             manifest = await self._send_by_disk(engines, version)
         else:
             manifest = await self._trainer.send_weights(self._target(engines, version, directory=""))
-        await _check_version(engines, version)
+        await self._check_version(engines, version)
         if self._devices is not None:
             await self._devices.to_engines()
         await engines.resume()
@@ -149,6 +152,32 @@ class WeightSync:
             manifest.num_bytes,
             manifest.num_bytes_sent,
         )
+
+    async def _check_untouched(self, engines: EngineGroup) -> None:
+        """Check that the engines have loaded nothing since the last sync: others' weights under the same version would go unnoticed.
+
+        The embedded engine counts its updates; SGLang does not.
+        """
+        known = {url: self._num_loads.pop(url) for url in engines.urls if url in self._num_loads}
+        if not known:
+            return
+        for url, info in await engines.model_infos():
+            if info.num_weight_loads is not None and info.num_weight_loads > known.get(url, info.num_weight_loads):
+                raise WeightSyncError(
+                    f"engine {url} has loaded weights that this run did not send since version {self.version}: samples of that time may be "
+                    "wrong; find out who has its key, then resume from the last checkpoint before"
+                )
+
+    async def _check_version(self, engines: EngineGroup, version: int) -> None:
+        """Check that every engine reports the version that was sent."""
+        for url, info in await engines.model_infos():
+            if info.weight_version != version:
+                raise WeightSyncError(
+                    f"engine {url} reports weight version {info.weight_version} after version {version} was sent; "
+                    "it must not be sampled from; restart the run from the last checkpoint"
+                )
+            if info.num_weight_loads is not None:
+                self._num_loads[url] = info.num_weight_loads
 
     async def _send_by_disk(self, engines: EngineGroup, version: int) -> WeightManifest:
         with scratch_directory(self._settings.scratch) as directory:
@@ -173,16 +202,7 @@ class WeightSync:
 
     def _address(self, client: InferenceEngine) -> EngineAddress:
         ranks = () if client.number is None else self._settings.trainer_ranks.get(client.number, ())
-        return EngineAddress(client.url, client.num_ranks, client.start, client.number, ranks)
-
-
-async def _check_version(engines: EngineGroup, version: int) -> None:
-    for url, info in await engines.model_infos():
-        if info.weight_version != version:
-            raise WeightSyncError(
-                f"engine {url} reports weight version {info.weight_version} after version {version} was sent; "
-                "it must not be sampled from; restart the run from the last checkpoint"
-            )
+        return EngineAddress(client.url, client.num_ranks, client.start, client.number, client.keys, ranks)
 
 
 class VersionCounter:

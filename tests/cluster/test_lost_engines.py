@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fuligo.formats.engine_keys import REQUESTS_VARIABLE
 from tests.cluster.hosts import Host, Network
 from tests.cluster.launched_run import LaunchOnHosts, assert_nothing_left
 from tests.e2e.conftest import Job
@@ -37,13 +38,22 @@ ENGINES = {
     "rollout_health_check_timeout": 5,
 }
 """One rank and one engine on the first host, the second engine on the other."""
-LOAD = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=10).read().decode())"
+LOAD = """
+import sys, urllib.request
+question = urllib.request.Request(sys.argv[1], headers={"Authorization": f"Bearer {sys.argv[2]}"})
+print(urllib.request.urlopen(question, timeout=10).read().decode())
+"""
+
+ENGINE_PORT = re.compile(r"sglang\.launch_server.* --port (\d+)", re.DOTALL)
 
 
 def num_running(host: Host) -> int:
     """Return the number of running requests of the engine there."""
-    [port] = {found[1] for command in host.processes().values() if (found := re.search(r"sglang\.launch_server .*--port (\d+)", command))}
-    answer = host.output(sys.executable, "-c", LOAD, f"http://{host.address}:{port}/v1/loads")
+    ports = {pid: int(found[1]) for pid, command in host.processes().items() if (found := ENGINE_PORT.search(command))}
+    [port] = set(ports.values())
+    environment = Path(f"/proc/{next(iter(ports))}/environ").read_text().split("\0")
+    key = next(value.partition("=")[2] for value in environment if value.startswith(f"{REQUESTS_VARIABLE}="))
+    answer = host.output(sys.executable, "-c", LOAD, f"http://{host.address}:{port}/v1/loads", key)
     return sum(load["num_running_reqs"] for load in json.loads(answer)["loads"])
 
 

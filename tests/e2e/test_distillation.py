@@ -57,7 +57,7 @@ def test_the_advantages_are_the_difference_of_the_two(distilled: Path) -> None:
 def test_a_served_teacher_says_the_same(job: Job, distilled: Path, served: EmbeddedEngineProcess, tmp_path: Path) -> None:
     """Its first rollout has the same samples as the other run."""
     run_dir = tmp_path / "run"
-    succeed(*job(**DISTILLED, opd_teacher_url=served.url, num_rollout=1, run_dir=run_dir))
+    succeed(*job(**DISTILLED, opd_teacher_url=served.url, num_rollout=1, run_dir=run_dir), **served.keys.environment)
     rows = sample_rows(run_dir, "response_ids", "teacher_logprobs", "spans")
     assert all("teacher" in [span["name"] for span in row["spans"]] for row in rows)
     for row, other in zip(rows, sample_rows(distilled, "response_ids", "teacher_logprobs"), strict=False):

@@ -24,9 +24,9 @@ def engine(checkpoint: Path, tmp_path: Path) -> Iterator[EmbeddedEngineProcess]:
         runner.run(engine.stop())
 
 
-def weight_version(url: str) -> int:
+def weight_version(engine: EmbeddedEngineProcess) -> int:
     async def ask() -> int:
-        client = EngineClient(url)
+        client = EngineClient(engine.url, engine.keys)
         try:
             return (await client.model_info()).weight_version
         finally:
@@ -36,7 +36,11 @@ def weight_version(url: str) -> int:
 
 
 @pytest.mark.parametrize("transport", ["tensor", pytest.param("disk", marks=pytest.mark.slow)])  # test_modes.py sends by disk
-def test_nothing_stays_but_the_engine(transport: str, engine: EmbeddedEngineProcess, job: Job, start: Start, tmp_path: Path) -> None:
+def test_nothing_stays_but_the_engine(
+    transport: str, engine: EmbeddedEngineProcess, job: Job, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, key in engine.keys.environment.items():
+        monkeypatch.setenv(name, key)
     changes = {"embedded_num_threads": None, "rollout_external_engine_addrs": [engine.url.removeprefix("http://")]}
     process = start(*job(**changes, num_rollout=10, update_weight_transport=transport, run_dir=tmp_path / "run"))
     wait_until(lambda: len(metrics(tmp_path / "run")) >= 2 or process.poll() is not None, "two steps are recorded")
@@ -44,4 +48,17 @@ def test_nothing_stays_but_the_engine(transport: str, engine: EmbeddedEngineProc
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
     wait_until(lambda: not alive(family), "all processes of the run have ended", timeout_s=120)
-    assert weight_version(engine.url) == 10
+    assert weight_version(engine) == 10
+
+
+def test_without_the_engines_key_the_run_ends_and_says_how_to_give_it(
+    engine: EmbeddedEngineProcess, job: Job, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FULIGO_ENGINE_KEY", "another key")
+    changes = {"embedded_num_threads": None, "rollout_external_engine_addrs": [engine.url.removeprefix("http://")]}
+    process = start(*job(**changes, num_rollout=1, run_dir=tmp_path / "run"))
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode != 0
+    assert "it asks for another key" in said
+    assert "FULIGO_ENGINE_KEY" in said
+    assert weight_version(engine) == 0

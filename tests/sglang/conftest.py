@@ -14,10 +14,12 @@ from fuligo.engines.group import EngineGroup
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.router import RouterSettings
+from fuligo.formats.engine_keys import EngineKeys
 from tests import tiny
 from tests.sglang.engines import ENVIRONMENT, server_settings, sglang_python
 
 NUM_ENGINES = 2
+KEYS = EngineKeys.new()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,7 +53,9 @@ def fleet_settings(
     python = sglang_python()
     assert python is not None
     return FleetSettings(
-        servers=tuple(server_settings(f"engine {n}", checkpoint, claims, logs / f"engine-{n}.txt", number=n) for n in range(num_engines)),
+        servers=tuple(
+            server_settings(f"engine {n}", checkpoint, claims, logs / f"engine-{n}.txt", number=n, keys=KEYS) for n in range(num_engines)
+        ),
         router=RouterSettings(
             log_file=logs / "router.txt",
             host="127.0.0.1",
@@ -60,6 +64,7 @@ def fleet_settings(
             arguments={"policy": "round_robin"},
             python=str(python),
             environment=Environment(ENVIRONMENT),
+            key=KEYS.requests,
         ),
         restart=restart,
         health_interval_s=2.0,
@@ -86,6 +91,6 @@ async def engines(running: Fleet) -> AsyncIterator[EngineGroup]:
     """Connect this test to the session's engines and router."""
     router = running.group.router
     assert router is not None
-    group = EngineGroup.connect(running.group.urls, router_url=router.url, timeout_s=120.0)
+    group = EngineGroup.connect(running.group.urls, keys=KEYS, router_url=router.url, timeout_s=120.0)
     yield group
     await group.close()

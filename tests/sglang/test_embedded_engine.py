@@ -14,7 +14,7 @@ from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.router import launch_router
-from tests.sglang.conftest import fleet_settings
+from tests.sglang.conftest import KEYS, fleet_settings
 
 PARAMS = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.9, stop=("zz",), stop_token_ids=(7,), sampling_seed=3)
 
@@ -22,11 +22,13 @@ PARAMS = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.9, stop=("zz
 @pytest_asyncio.fixture
 async def engines(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> AsyncIterator[EngineGroup]:
     """Start two embedded engines and the router."""
-    started = [await launch_embedded(EmbeddedEngineSettings(str(checkpoint), tmp_path / f"{n}.txt", device="cpu")) for n in range(2)]
+    started = [
+        await launch_embedded(EmbeddedEngineSettings(str(checkpoint), tmp_path / f"{n}.txt", device="cpu", keys=KEYS)) for n in range(2)
+    ]
     router = await launch_router(fleet_settings(checkpoint, claims, tmp_path).router)
     for engine in started:
-        await router.add(engine.url)
-    group = EngineGroup.connect([engine.url for engine in started], router_url=router.url, retries=0, timeout_s=60)
+        await router.add(engine.url, KEYS.requests)
+    group = EngineGroup.connect([engine.url for engine in started], keys=KEYS, router_url=router.url, retries=0, timeout_s=60)
     yield group
     await group.close()
     await router.stop()
@@ -36,7 +38,7 @@ async def engines(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> Async
 
 async def test_what_comes_through_the_router_is_answered_as_what_comes_directly(engines: EngineGroup) -> None:
     prompts = [[5, 6, number] for number in range(8, 16)]
-    direct = EngineClient(engines.urls[0], retries=0)
+    direct = EngineClient(engines.urls[0], KEYS, retries=0)
     for number, prompt in enumerate(prompts):
         params = replace(PARAMS, sampling_seed=number)
         routed = await engines.generate(prompt, params, rid=f"routed-{number}")

@@ -39,7 +39,7 @@ async def mixture(claims: PortClaims, tmp_path: Path) -> AsyncIterator[tuple[Pat
     server = SGLangServer(
         server_settings("engine", checkpoint, claims, tmp_path / "engine.txt", arguments=arguments, environment=environment)
     )
-    group = EngineGroup.connect([server.url], router_url="http://127.0.0.1:9", timeout_s=120.0)
+    group = EngineGroup.connect([server.url], keys=server.settings.keys, router_url="http://127.0.0.1:9", timeout_s=120.0)
     try:
         await server.wait_ready()
         yield checkpoint, group

@@ -17,7 +17,7 @@ from fuligo.engines.sglang.fleet import Fleet
 from fuligo.formats.weight_manifest import EngineAddress, WeightTarget
 from fuligo.weights.senders import WeightSender
 from tests.sglang import oracle
-from tests.sglang.conftest import fleet_settings
+from tests.sglang.conftest import KEYS, fleet_settings
 from tests.sglang.engines import ENVIRONMENT, server_settings, sglang_python
 
 LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
@@ -60,7 +60,7 @@ async def test_pairs_sample_what_the_model_says_through_aborts_and_syncs(fleet: 
 
     # Both engines receive the weights.
     oracle.perturbed(model, seed=1)
-    target = WeightTarget("tensor", 1, 40_000, tuple(EngineAddress(url) for url in fleet.group.urls))
+    target = WeightTarget("tensor", 1, 40_000, tuple(EngineAddress(url, keys=KEYS) for url in fleet.group.urls))
     await asyncio.to_thread(WeightSender().send, list(model.named_parameters()), target)
     await fleet.group.resume()
     assert [info.weight_version for _, info in await fleet.group.model_infos()] == [1, 1]

@@ -53,6 +53,10 @@ class ScriptedServer(SGLangServer):
         command = [sys.executable, "-c", ENGINE, str(settings.ports.http), str(settings.number)]
         self.process = ServerProcess(settings.name, command, log_file=settings.log_file, grace_s=1.0)
 
+    async def wait_ready(self) -> None:
+        """Wait without the check that it asks for a key: it has none."""
+        await self.process.wait_until(lambda: self.answers(5.0), 60.0)
+
 
 @pytest_asyncio.fixture
 async def fleet(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> AsyncIterator[Fleet]:

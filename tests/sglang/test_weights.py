@@ -15,6 +15,7 @@ from fuligo.engines.group import EngineGroup
 from fuligo.formats.weight_manifest import EngineAddress, Transport, WeightManifest, WeightTarget
 from fuligo.weights.senders import WeightSender
 from tests.sglang import oracle
+from tests.sglang.conftest import KEYS
 
 BUCKET_BYTES = 40_000
 """Size that gives several buckets, with some tensors larger than one."""
@@ -42,7 +43,7 @@ async def sync(
         transport,
         version,
         BUCKET_BYTES,
-        engines=tuple(EngineAddress(url) for url in engines.urls),
+        engines=tuple(EngineAddress(url, keys=KEYS) for url in engines.urls),
         directory=str(directory),
         changes_only=changes_only,
     )
@@ -96,7 +97,9 @@ async def test_an_engine_that_was_restarted_gets_everything(sender: WeightSender
     """Only changes are sent to an engine that has the rest; a restarted engine does not have it."""
     model = oracle.perturbed(oracle.load(checkpoint), seed=30)
     first, again = (
-        WeightTarget("tensor", 30 + start, BUCKET_BYTES, tuple(EngineAddress(url, start=start) for url in engines.urls), changes_only=True)
+        WeightTarget(
+            "tensor", 30 + start, BUCKET_BYTES, tuple(EngineAddress(url, start=start, keys=KEYS) for url in engines.urls), changes_only=True
+        )
         for start in (0, 1)
     )
     for target in (first, again):

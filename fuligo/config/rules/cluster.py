@@ -143,6 +143,19 @@ def replicas_are_of_attention(config: Config) -> Violation | None:
     return None
 
 
+@rule("CFG-ENGINE-KEYS", "--sglang-tokenizer-worker-num", "--sglang-skip-server-warmup")
+def engines_ask_for_keys(config: Config) -> Violation | None:
+    """Reject settings with which SGLang asks for no key, or does not start because its warm-up calls it without one."""
+    for group in engine_groups(config):
+        if group.arguments.value("tokenizer_worker_num") > 1:
+            text = "--sglang-tokenizer-worker-num above 1: SGLang then asks for no key, and others could change its weights"
+            return Violation(text, (Change(("sglang", "tokenizer_worker_num"), 1),), flags=("--sglang-tokenizer-worker-num",))
+        if group.arguments.get("skip_server_warmup") is False:
+            text = "--sglang-skip-server-warmup is false: SGLang's warm-up calls the engine without the key that this run gives it"
+            return Violation(text, (Change(("sglang", "skip_server_warmup"), True),), flags=("--sglang-skip-server-warmup",))
+    return None
+
+
 @rule("CFG-SERVED-MODELS", "--sglang-config")
 def one_model_follows_the_trainer(config: Config) -> Violation | None:
     """Require exactly one model that receives the trainer's weights; rollouts are sampled from it."""

@@ -38,7 +38,13 @@ class EmbeddedBackend:
         )
         await stack.enter_async_context(stopped_at_exit(engine))
         deadlines = ControlDeadlines.of_others(request_timeout_s=rollout.rollout_timeout_s, start_timeout_s=flags.engine_start_timeout_s)
-        group = EngineGroup.connect([engine.url], retries=rollout.rollout_retries, timeout_s=rollout.rollout_timeout_s, deadlines=deadlines)
+        group = EngineGroup.connect(
+            [engine.url],
+            keys=engine.keys,
+            retries=rollout.rollout_retries,
+            timeout_s=rollout.rollout_timeout_s,
+            deadlines=deadlines,
+        )
         stack.push_async_callback(group.close)
         return LaunchedEngines(group)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, NoReturn
 
 import orjson
@@ -28,10 +30,15 @@ class Unsupported(Exception):
 
 
 class Api:
-    """Translation of HTTP requests into engine calls. The engine reports ended requests by `wake`, from its own thread."""
+    """Translation of HTTP requests into engine calls. The engine reports ended requests by `wake`, from its own thread.
 
-    def __init__(self, engine: EmbeddedEngine) -> None:
+    Args:
+        weight_directories: new weights may be loaded from these directories and those below them
+    """
+
+    def __init__(self, engine: EmbeddedEngine, weight_directories: Sequence[Path]) -> None:
         self._engine = engine
+        self._weight_directories = [directory.resolve() for directory in weight_directories]
 
     def app(self) -> ASGIApp:
         """Return the application; it routes `/generate` past the framework's layers, which cost more than the call itself."""
@@ -109,8 +116,14 @@ class Api:
         return _json({}) if failure is None else _error(503, f"the engine stopped: {failure!r}")
 
     async def model_info(self, _: dict[str, Any]) -> Any:
-        path = self._engine.model.path
-        return {"model_path": path, "tokenizer_path": path, "is_generation": True, "weight_version": str(self._engine.weights.version)}
+        path, weights = self._engine.model.path, self._engine.weights
+        return {
+            "model_path": path,
+            "tokenizer_path": path,
+            "is_generation": True,
+            "weight_version": str(weights.version),
+            "num_weight_loads": weights.num_loads,
+        }
 
     async def server_info(self, body: dict[str, Any]) -> Any:
         engine = self._engine
@@ -169,8 +182,25 @@ class Api:
         path = body.get("model_path")
         if not isinstance(path, str) or not path:
             raise ValueError("model_path must name a directory")
-        await self._update(body, lambda: path)
+        directory = self._allowed(path)
+        await self._update(body, lambda: str(directory))
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+    def _allowed(self, path: str) -> Path:
+        """Return the directory of new weights, with links resolved.
+
+        Raises:
+            EngineError: it is none of those that this engine may read, or another user's
+        """
+        directory = Path(path).resolve()
+        if not any(directory.is_relative_to(allowed) for allowed in self._weight_directories):
+            allowed = ", ".join(map(str, self._weight_directories))
+            raise EngineError(f"cannot load weights from {path}: it is not below {allowed}; start the engine with --weights-from DIR")
+        if not directory.is_dir():
+            raise EngineError(f"cannot load weights from {path}: it is not a directory of this machine")
+        if directory.stat().st_uid not in (os.getuid(), 0):
+            raise EngineError(f"cannot load weights from {path}: it belongs to another user")
+        return directory
 
     async def update_from_tensor(self, body: dict[str, Any]) -> Any:
         payloads = body.get("serialized_named_tensors")

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from fuligo.engines.server_process import last_lines
 from fuligo.errors import EngineError
+from fuligo.formats.engine_keys import EngineKeys
 
 POLL_S = 0.02
 
@@ -34,6 +35,7 @@ class EmbeddedEngineSettings:
     num_threads: int | None = None
     trust_remote_code: bool = False
     start_timeout_s: float = 600.0
+    keys: EngineKeys = field(default_factory=EngineKeys.new)
 
     def arguments(self) -> list[str]:
         given = {
@@ -52,9 +54,10 @@ class EmbeddedEngineSettings:
 class EmbeddedEngineProcess:
     """Running engine. It ends with this process, however that ends."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, log_file: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], url: str, keys: EngineKeys, log_file: Path) -> None:
         self._process = process
         self.url = url
+        self.keys = keys
         self.log_file = log_file
 
     @property
@@ -104,6 +107,7 @@ async def launch_embedded(settings: EmbeddedEngineSettings) -> EmbeddedEnginePro
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, **settings.keys.environment},
                 process_group=0,  # Ctrl-C in a terminal reaches this process only, which stops the engine
             )
         try:
@@ -112,7 +116,7 @@ async def launch_embedded(settings: EmbeddedEngineSettings) -> EmbeddedEnginePro
             process.kill()
             process.wait()
             raise
-    return EmbeddedEngineProcess(process, f"http://127.0.0.1:{port}", settings.log_file)
+    return EmbeddedEngineProcess(process, f"http://127.0.0.1:{port}", settings.keys, settings.log_file)
 
 
 async def _wait_ready(process: subprocess.Popen[bytes], ready_file: Path, settings: EmbeddedEngineSettings) -> int:

@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -20,12 +20,15 @@ import transformers
 import uvicorn
 import uvloop
 
+from fuligo.engines.embedded.access import protected
 from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.http_api import Api, wake
 from fuligo.engines.embedded.kv_cache import length_class
 from fuligo.engines.embedded.model import DTYPES, EngineModel
-from fuligo.engines.host import endpoint
+from fuligo.engines.host import LOOPBACK, endpoint
 from fuligo.errors import ConfigError
+from fuligo.formats.engine_keys import EngineKeys
+from fuligo.formats.scratch import scratch_root
 from fuligo.limits import available_memory_bytes, num_cores, raise_open_files
 
 logger = logging.getLogger(__name__)
@@ -49,6 +52,11 @@ class ServeSettings:
     num_threads: int | None = None
     trust_remote_code: bool = False
     ready_file: Path | None = None
+    host: str = LOOPBACK
+    """Name or address that it listens on, for its access control."""
+    weight_directories: tuple[Path, ...] = ()
+    """Directories, besides the model's and the machine's scratch, from which new weights may be loaded."""
+    keys: EngineKeys = field(default_factory=EngineKeys.new)
 
 
 def serve(settings: ServeSettings, listener: socket.socket) -> int:
@@ -79,8 +87,9 @@ async def _serve(settings: ServeSettings, model: EngineModel, listener: socket.s
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a background job stays one that Ctrl-C does not end
         loop.add_signal_handler(signal.SIGINT, stop.set)
+    allowed = (Path(settings.model_path), scratch_root(), *settings.weight_directories)
     config = uvicorn.Config(
-        Api(engine).app(),
+        protected(Api(engine, allowed).app(), settings.keys, settings.host),
         loop="none",
         http="httptools",
         lifespan="off",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from fuligo.config import Config
+from fuligo.config.config import ServedModel
+from fuligo.config.secret import reveal
 from fuligo.config.topology import EngineGroupSpec, engine_groups, policy_model
 from fuligo.engines.backend import EngineHosts, LaunchedEngines, stopped_at_exit
 from fuligo.engines.deadlines import ControlDeadlines
@@ -17,6 +21,7 @@ from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.router import RouterSettings
 from fuligo.engines.sglang.server import CPU_ARGUMENTS, EnginePlace, ServerPorts, ServerSettings, SGLangServer
 from fuligo.errors import ConfigError
+from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.quantisation import EngineQuantisation
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.layout.slots import engine_gpus, engine_slots, trainer_slots
@@ -48,9 +53,9 @@ class SGLangBackend:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None  # the others were cancelled because of it
         fleets = {model: task.result() for model, task in tasks.items()}
-        urls = {model: fleet.url for model, fleet in fleets.items()}
+        served = {model: ServedModel(fleet.url, fleet.router.keys.requests) for model, fleet in fleets.items()}
         policy = fleets.pop(policy_model(config))
-        return LaunchedEngines(policy.group, policy, fleets, urls)
+        return LaunchedEngines(policy.group, policy, fleets, served)
 
     def engine_format(self, config: Config) -> EngineFormat:
         """Send weights quantised as the checkpoint is."""
@@ -83,6 +88,8 @@ def fleet_settings(config: Config, directory: Path, places: Sequence[EnginePlace
 
 def _fleet_of(config: Config, directory: Path, model: str, servers: Sequence[ServerSettings], claims: PortClaims) -> FleetSettings:
     name = "router" if model == policy_model(config) else f"router of {model}"
+    arguments = dict(config.router.items())
+    key = arguments.pop("api_key", None)
     return FleetSettings(
         servers=tuple(servers),
         router=RouterSettings(
@@ -91,7 +98,8 @@ def _fleet_of(config: Config, directory: Path, model: str, servers: Sequence[Ser
             host=LOOPBACK,
             port=claims.claim(),
             prometheus_port=claims.claim(),
-            arguments=dict(config.router.items()),
+            arguments=arguments,
+            key=secrets.token_hex(32) if key is None else reveal(key),
             prefill_decode=any(server.worker_type != "regular" for server in servers),
             python=_python(config),
             environment=config.engine_environment,
@@ -132,12 +140,14 @@ def _servers(config: Config, directory: Path, places: Sequence[EnginePlace]) -> 
     for number, (group, place) in enumerate(zip(groups, places, strict=True)):
         assert group.model_path is not None, "validated"
         assert group.worker_type != "placeholder", "a placeholder has no engines"
+        arguments = {**_own_arguments(config, group), **dict(group.arguments.items())}
         server = ServerSettings(
+            keys=_taken_keys(arguments),
             name=f"engine {number}",
             model_path=group.model_path,
             tp_size=group.tp_size,
             pp_size=group.pp_size,
-            arguments={**_own_arguments(config, group), **dict(group.arguments.items())},
+            arguments=arguments,
             worker_type=group.worker_type,
             device=resolve_device(config),
             host=place.host,
@@ -151,6 +161,12 @@ def _servers(config: Config, directory: Path, places: Sequence[EnginePlace]) -> 
             start_timeout_s=config.engine.engine_start_timeout_s,
         )
         yield group, server
+
+
+def _taken_keys(arguments: dict[str, Any]) -> EngineKeys:
+    """Return the keys that the user gave as arguments, taken out of them, and random ones in place of those that are missing."""
+    new = EngineKeys.new()
+    return EngineKeys(reveal(arguments.pop("api_key", new.requests)), reveal(arguments.pop("admin_api_key", new.control)))
 
 
 def _own_arguments(config: Config, group: EngineGroupSpec) -> dict[str, bool]:

@@ -56,7 +56,7 @@ class Fleet:
         self._router_is_stuck = False
         """The router waits for answers from a lost machine, which never come."""
         # The router restarts in seconds; requests to it are retried for a minute.
-        patient = connect(router.url, retries=max(settings.request_retries, 40), timeout_s=settings.request_timeout_s)
+        patient = connect(router.url, router.keys, retries=max(settings.request_retries, 40), timeout_s=settings.request_timeout_s)
         split = settings.router.prefill_decode
         self.group = EngineGroup([engine.client for engine in self._engines], patient, membership=self, split=split)
         self.sync_restarted: SyncRestarted = _with_next_sync
@@ -330,6 +330,7 @@ class Fleet:
 def _client(settings: FleetSettings, server: ServerSettings, *, start: int) -> InferenceEngine:
     return connect(
         server.url,
+        server.keys,
         retries=settings.request_retries,
         timeout_s=settings.request_timeout_s,
         deadlines=settings.deadlines,
@@ -342,7 +343,7 @@ def _client(settings: FleetSettings, server: ServerSettings, *, start: int) -> I
 async def _add(router: Router, server: ServerSettings) -> None:
     """Add an engine to a router; return when it gets requests."""
     bootstrap_port = server.ports.bootstrap if server.worker_type == "prefill" else None
-    await router.add(server.url, worker_type=server.worker_type, bootstrap_port=bootstrap_port)
+    await router.add(server.url, server.keys.requests, worker_type=server.worker_type, bootstrap_port=bootstrap_port)
 
 
 async def _with_next_sync(_: InferenceEngine) -> bool:

@@ -6,6 +6,7 @@ are not forwarded to the engines, and fields of `/generate` that its own schema 
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,9 +19,19 @@ from fuligo.config.secret import Environment
 from fuligo.engines.host import bracketed, endpoint
 from fuligo.engines.server_process import ServerProcess, command_line, secrets_of
 from fuligo.errors import EngineError
+from fuligo.formats.engine_keys import EngineKeys
 
-LAUNCH = "import sys; sys.modules['sglang'] = None; from sglang_router.launch_router import main; main()"
-"""The router imports SGLang and torch, if installed, for tracing that it does not use: seconds of CPU time and hundreds of megabytes while
+KEY_VARIABLE = "FULIGO_ROUTER_KEY"
+LAUNCH = f"""
+import os, sys
+sys.modules["sglang"] = None
+sys.argv += ["--api-key", os.environ.pop("{KEY_VARIABLE}")]
+from sglang_router.launch_router import main
+main()
+"""
+"""Starts the router with a key from the environment: other users could read it on the command line.
+
+The router imports SGLang and torch, if installed, for tracing that it does not use: seconds of CPU time and hundreds of megabytes while
 the engines start on the same cores. It also runs without them."""
 WorkerType = Literal["regular", "prefill", "decode"]
 REQUEST_TIMEOUT_S = 10.0
@@ -45,6 +56,17 @@ class RouterSettings:
     """Interpreter with sglang-router."""
     environment: Environment = field(default_factory=Environment)
     start_timeout_s: float = 60.0
+    key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    """Secret that all its callers show."""
+
+    @property
+    def keys(self) -> EngineKeys:
+        """Keys of the router as its clients need them."""
+        return EngineKeys(self.key, self.key)
+
+    def full_environment(self) -> dict[str, str]:
+        """Return the variables that the router's process gets in addition to the driver's."""
+        return {**self.environment.reveal(), KEY_VARIABLE: self.key}
 
     def command(self) -> list[str]:
         """Return the command that starts the router."""
@@ -79,19 +101,21 @@ class Router:
     def __init__(self, process: ServerProcess, settings: RouterSettings) -> None:
         self.process = process
         self.url = f"http://{endpoint(settings.host, settings.port)}"
+        self.keys = settings.keys
 
     async def add(
-        self, url: str, *, worker_type: WorkerType = "regular", bootstrap_port: int | None = None, timeout_s: float = 60.0
+        self, url: str, key: str, *, worker_type: WorkerType = "regular", bootstrap_port: int | None = None, timeout_s: float = 60.0
     ) -> None:
         """Return when the router sends requests to the engine at `url`.
 
         Args:
+            key: with which the router sends requests to the engine
             bootstrap_port: port of a prefill engine for its decode engines
 
         Raises:
             EngineError: the router refused, or did not see the engine healthy in time
         """
-        body: dict[str, Any] = {"url": url, "worker_type": worker_type}
+        body: dict[str, Any] = {"url": url, "api_key": key, "worker_type": worker_type}
         if bootstrap_port is not None:
             body["bootstrap_port"] = bootstrap_port
         await self._request("POST", "/workers", body)
@@ -136,8 +160,12 @@ class Router:
             EngineError: no answer, or not a success
         """
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+        headers = self.keys.headers(method, path)
         try:
-            async with aiohttp.ClientSession(timeout=timeout) as session, session.request(method, self.url + path, json=body) as response:
+            async with (
+                aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+                session.request(method, self.url + path, json=body) as response,
+            ):
                 if response.status >= 300:
                     raise EngineError(f"router {self.url}: {method} {path}: status {response.status}: {(await response.text())[:500]}")
                 return await response.json()
@@ -155,8 +183,8 @@ async def launch_router(settings: RouterSettings) -> Router:
         settings.name,
         settings.command(),
         log_file=settings.log_file,
-        environment=settings.environment.reveal(),
-        secrets=secrets_of(settings.arguments, settings.environment),
+        environment=settings.full_environment(),
+        secrets=[settings.key, *secrets_of(settings.arguments, settings.environment)],
     )
     router = Router(process, settings)
     try:

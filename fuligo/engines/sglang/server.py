@@ -5,21 +5,35 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fuligo.config.secret import Environment
 from fuligo.engines.answers import WeightLabel
+from fuligo.engines.client import EngineClient
 from fuligo.engines.connect import connect
 from fuligo.engines.host import endpoint
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.server_process import ServerProcess, command_line, secrets_of
+from fuligo.errors import EngineError
+from fuligo.formats.engine_keys import CONTROL_VARIABLE, NO_KEYS, REQUESTS_VARIABLE, EngineKeys
 
 PROBE_TIMEOUT_S = 5.0
 PORTS_PER_ENGINE = 64
 """Consecutive ports for torch.distributed and, under DP attention, for messages between SGLang's processes, counted up from
 `dist_init_addr`."""
+LAUNCH = f"""
+import os, runpy
+from sglang.srt.utils import auth
+keys = dict(api_key=os.environ.pop("{REQUESTS_VARIABLE}"), admin_api_key=os.environ.pop("{CONTROL_VARIABLE}"))
+add_api_key_middleware = auth.add_api_key_middleware
+auth.add_api_key_middleware = lambda app, **_: add_api_key_middleware(app, **keys)
+auth.app_has_admin_force_endpoints = lambda app: True
+runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+"""
+"""Starts `sglang.launch_server` with keys from the environment. As arguments (`--api-key`) other users could read them, SGLang 0.5.15 would
+write them to its log, and `/server_info` would tell the control key to everybody who has the other."""
 OWN_ENVIRONMENT = {
     # With SGLang's 5 s, requests after 5 s of training would meet connections that are just closing, which the router counts as failures.
     "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
@@ -102,6 +116,7 @@ class ServerSettings:
     """Interpreter with SGLang."""
     environment: Environment = field(default_factory=Environment)
     start_timeout_s: float = 600.0
+    keys: EngineKeys = field(default_factory=EngineKeys.new)
 
     @property
     def url(self) -> str:
@@ -129,14 +144,14 @@ class ServerSettings:
         if self.worker_type != "regular":
             placed |= {"disaggregation_mode": self.worker_type, "disaggregation_bootstrap_port": self.ports.bootstrap}
         defaults = OWN_ARGUMENTS | (CPU_ARGUMENTS if self.device == "cpu" else {})
-        return [self.python, "-m", "sglang.launch_server", *command_line({**defaults, **self.arguments, **placed})]
+        return [self.python, "-c", LAUNCH, *command_line({**defaults, **self.arguments, **placed})]
 
     def full_environment(self) -> dict[str, str]:
         """Return the variables that the engine's processes get in addition to the driver's."""
         chosen = OWN_ENVIRONMENT | (CPU_ENVIRONMENT if self.device == "cpu" else {})
         if self.device == "cpu" and self.tp_size > 1:
             chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(self.tp_size))
-        return {**chosen, **self.environment.reveal()}
+        return {**chosen, **self.environment.reveal(), **self.keys.environment}
 
 
 class Server(Protocol):
@@ -213,12 +228,33 @@ class SGLangServer:
 
     async def wait_ready(self) -> None:
         await self.process.wait_until(lambda: self.answers(PROBE_TIMEOUT_S), self.settings.start_timeout_s)
+        await require_key(self.settings)
 
     async def answers(self, timeout_s: float) -> bool:
         return await answers(self.url, timeout_s)
 
     async def stop(self) -> None:
         await self.process.stop()
+
+
+async def require_key(settings: ServerSettings) -> None:
+    """Check that a ready engine asks for its keys.
+
+    Raises:
+        EngineError: it answers everybody
+    """
+    for keys, ask in ((NO_KEYS, EngineClient.model_info), (replace(settings.keys, control=settings.keys.requests), EngineClient.resume)):
+        client = EngineClient(settings.url, keys, retries=0)
+        try:
+            await ask(client)
+        except EngineError:
+            continue
+        finally:
+            await client.close()
+        raise EngineError(
+            f"cannot use {settings.name} ({settings.url}): it answers without its key, and others could change its weights; "
+            f"use the SGLang that fuligo is tested with (its log: {settings.log_file})"
+        )
 
 
 async def answers(url: str, timeout_s: float) -> bool:

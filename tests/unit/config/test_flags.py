@@ -10,6 +10,7 @@ import pytest
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
 from fuligo.config.changes import apply_changes
+from fuligo.config.config import ServedModel
 from fuligo.config.findings import Change
 from fuligo.config.flags import Kind, flags, sections
 from fuligo.config.groups import GROUPS
@@ -109,6 +110,9 @@ def test_config_and_args_view_travel_between_processes(make_config: MakeConfig) 
 def test_hooks_find_the_models_that_are_served(make_config: MakeConfig) -> None:
     config = make_config()
     assert ArgsView(config).sglang_model_urls == {}
-    served = config.served_at({"judge": "http://127.0.0.1:1"})
-    assert pickle.loads(pickle.dumps(ArgsView(served))).sglang_model_urls == {"judge": "http://127.0.0.1:1"}
+    served = config.served_at({"judge": ServedModel("http://127.0.0.1:1", "secret")})
+    view = pickle.loads(pickle.dumps(ArgsView(served)))
+    assert view.sglang_model_urls == {"judge": "http://127.0.0.1:1"}
+    assert view.sglang_model_keys == {"judge": "secret"}
+    assert "secret" not in f"{served!r} {served.model_dump()}"
     assert ArgsView(config).sglang_model_urls == {}, "the configuration that was given stays as it is"

@@ -221,6 +221,10 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
             "with the initial MTP layers",
         )
     ],
+    "CFG-ENGINE-KEYS": [
+        ({**SGLANG, "sglang_tokenizer_worker_num": 2}, "SGLang then asks for no key"),
+        ({**SGLANG, "sglang": {"skip_server_warmup": False}}, "without the key that this run gives it"),
+    ],
     "CFG-DP-ATTENTION": [
         ({**SGLANG, "rollout_num_gpus_per_engine": 4, "sglang_dp_size": 2}, "--sglang-dp-size 2 without"),
         (

@@ -18,6 +18,7 @@ from fuligo.engines.sglang.fleet import Fleet, FleetSettings, Start
 from fuligo.engines.sglang.router import RouterSettings
 from fuligo.engines.sglang.server import Server, ServerPorts, ServerSettings
 from fuligo.errors import EngineError
+from fuligo.formats.engine_keys import NO_KEYS
 
 
 class ScriptedServer:
@@ -56,11 +57,12 @@ class ScriptedRouter:
     def __init__(self) -> None:
         self.process = SimpleNamespace(alive=True, check_alive=lambda: None)
         self.url = "http://127.0.0.1:1"
+        self.keys = NO_KEYS
         self.engines: list[str] = []
         self.refuses: set[str] = set()
         """Engines that it does not find healthy, once."""
 
-    async def add(self, url: str, **_: object) -> None:
+    async def add(self, url: str, key: str, **_: object) -> None:
         self._check_alive()
         if url in self.refuses:
             self.refuses.remove(url)

@@ -41,7 +41,7 @@ async def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
         str(checkpoint), log_file, device="cpu", max_running_requests=32, max_total_tokens=32 * 320, num_threads=1, start_timeout_s=120
     )
     process = await launch_embedded(settings)
-    group = EngineGroup.connect([process.url], timeout_s=60)
+    group = EngineGroup.connect([process.url], keys=process.keys, timeout_s=60)
     yield group
     await group.close()
     await process.stop()

@@ -81,8 +81,8 @@ class Router(ScriptedRouter):
         super().__init__()
         self.enlisted: list[tuple[str, Held]] = []
 
-    async def add(self, url: str, **how: object) -> None:
-        await super().add(url, **how)
+    async def add(self, url: str, key: str, **how: object) -> None:
+        await super().add(url, key, **how)
         self.enlisted.append((url, await Held.of(url)))
 
 

@@ -30,9 +30,10 @@ def engine(checkpoint: Path) -> EmbeddedEngine:
 
 
 @pytest.fixture
-async def http(engine: EmbeddedEngine) -> AsyncIterator[httpx.AsyncClient]:
+async def http(engine: EmbeddedEngine, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     engine.start()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(Api(engine).app()), base_url="http://engine", timeout=60) as client:
+    transport = httpx.ASGITransport(Api(engine, [tmp_path]).app())
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=60) as client:
         yield client
     engine.stop()
 
@@ -147,7 +148,7 @@ async def test_half_a_question_for_scores_is_refused(http: httpx.AsyncClient, co
 async def test_a_request_beyond_the_cache_is_refused(checkpoint: Path, engine_model: EngineModel) -> None:
     small = EmbeddedEngine(engine_model, max_running_requests=4, max_total_tokens=64, on_ended=wake, on_failure=lambda: None)
     small.start()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(Api(small).app()), base_url="http://engine") as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(Api(small, []).app()), base_url="http://engine") as http:
         assert "--max-total-tokens" in await refused(http, "/generate", body(max_new_tokens=100))
         assert len((await post(http, "/generate", body(max_new_tokens=61)))["output_ids"]) == 61
     small.stop()
@@ -244,7 +245,8 @@ async def test_bad_weights_leave_the_engine_as_it_was(http: httpx.AsyncClient, t
     with shared_payload(list(tiny.model(layers=1).named_parameters())) as wrong:
         content = {"serialized_named_tensors": [wrong], "weight_version": "1"}
         assert "was not sent" in await refused(http, "/update_weights_from_tensor", content)
-    assert "nowhere" in await refused(http, "/update_weights_from_disk", {"model_path": "/nowhere", "weight_version": "1"})
+    nowhere = str(tmp_path / "nowhere")
+    assert "not a directory" in await refused(http, "/update_weights_from_disk", {"model_path": nowhere, "weight_version": "1"})
     assert "number" in await refused(http, "/update_weights_from_disk", {"model_path": "/nowhere", "weight_version": "new"})
     assert await post(http, "/weights_checker", {"action": "checksum"}) == before
     assert len((await post(http, "/generate", body()))["output_ids"]) == 6

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
@@ -24,9 +27,12 @@ from fuligo.engines.embedded.serve import ServeSettings
 from fuligo.engines.embedded.serve import _serve as serve_model
 from fuligo.engines.generation import EngineLoad, SamplingParams
 from fuligo.engines.group import EngineGroup
-from fuligo.errors import ConfigError, EngineError
+from fuligo.errors import ConfigError, EngineError, WeightSyncError
 from fuligo.formats.checksum import weights_checksum
 from fuligo.formats.payload import shared_payload
+from fuligo.formats.weight_manifest import WeightManifest, WeightTarget
+from fuligo.weights.senders import WeightSender
+from fuligo.weights.sync import WeightSync, WeightSyncSettings
 from tests import tiny
 from tests.e2e.processes import interrupt
 
@@ -49,7 +55,7 @@ async def process(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 async def group(process: EmbeddedEngineProcess) -> AsyncIterator[EngineGroup]:
-    group = EngineGroup.connect([process.url], retries=0, timeout_s=60)
+    group = EngineGroup.connect([process.url], keys=process.keys, retries=0, timeout_s=60)
     yield group
     await group.close()
 
@@ -119,7 +125,7 @@ async def test_sigterm_answers_who_waits_and_ends_cleanly(checkpoint: Path, tmp_
     """The process runs in the background, where Ctrl-C does not reach it."""
     with interrupt(ignored=True):
         engine = await launch_embedded(settings(checkpoint, tmp_path))
-    client = EngineClient(engine.url, retries=0)
+    client = EngineClient(engine.url, engine.keys, retries=0)
     os.kill(engine.pid, signal.SIGINT)
     await client.pause("in_place")
     waiting = asyncio.create_task(client.generate([5], SamplingParams(500), rid="w"))
@@ -189,3 +195,119 @@ class TestCommand:
         target = process.log_file.parent / "ready.json"
         _write_whole(target, json.dumps({"port": 1}))
         assert json.loads(target.read_text()) == {"port": 1}
+
+
+class TestAccess:
+    """Requests as another user of the machine, or a page in a browser, would make them."""
+
+    CONTROL = (
+        "/update_weights_from_disk",
+        "/update_weights_from_tensor",
+        "/pause_generation",
+        "/abort_request",
+        "/release_memory_occupation",
+    )
+
+    @staticmethod
+    async def status(process: EmbeddedEngineProcess, path: str, key: str | None, **headers: str) -> int:
+        authorization = {} if key is None else {"authorization": f"Bearer {key}"}
+        given = {"content-type": "application/json", **authorization, **headers}
+        async with httpx.AsyncClient(base_url=process.url, timeout=60) as http:
+            return (await http.post(path, content=b"{}", headers=given)).status_code
+
+    async def test_no_key_and_wrong_keys_are_refused(self, process: EmbeddedEngineProcess, group: EngineGroup) -> None:
+        before = await group.weights_checksums()
+        for key in (None, "", "wrong", process.keys.requests):
+            for path in self.CONTROL:
+                assert await self.status(process, path, key) == 401, (path, key)
+        for key in (None, process.keys.control):
+            assert await self.status(process, "/generate", key) == 401
+        async with httpx.AsyncClient(base_url=process.url) as http:
+            assert (await http.get("/server_info")).status_code == 401
+            assert (await http.get("/health")).status_code == 200
+        assert await group.weights_checksums() == before
+        assert len((await group.generate([5], SamplingParams(2, ignore_eos=True), rid="undisturbed")).output_ids) == 2
+
+    async def test_a_foreign_page_is_refused_even_with_the_key(self, process: EmbeddedEngineProcess) -> None:
+        key = process.keys.control
+        assert await self.status(process, "/flush_cache", key) == 200
+        assert await self.status(process, "/flush_cache", key, host="evil.example") == 403
+        assert await self.status(process, "/flush_cache", key, **{"content-type": "text/plain"}) == 415
+
+    async def test_a_request_without_a_key_is_refused_before_its_body(self, process: EmbeddedEngineProcess) -> None:
+        host, port = process.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"POST /generate HTTP/1.1\r\nHost: {host}\r\nContent-Length: {2**50}\r\n\r\n".encode())
+        assert b" 401 " in await asyncio.wait_for(reader.readline(), 60)
+        writer.close()
+
+    def test_other_users_cannot_read_the_keys(self, process: EmbeddedEngineProcess) -> None:
+        command = Path(f"/proc/{process.pid}/cmdline").read_text()
+        for key in (process.keys.requests, process.keys.control):
+            assert key not in command
+            assert key not in process.log_file.read_text()
+
+    @pytest.fixture
+    def elsewhere(self, tmp_path: Path) -> Iterator[list[str]]:
+        """Ways to name a checkpoint that the engine was not told of."""
+        checkpoint = tiny.save_checkpoint(tmp_path / "elsewhere", seed=3)
+        link = Path(f"/dev/shm/fuligo-test-{os.getpid()}")
+        link.symlink_to(checkpoint)
+        yield [str(checkpoint), f"/dev/shm/../..{checkpoint}", str(link), "someone/model-on-a-hub"]
+        link.unlink()
+
+    async def test_weights_come_only_from_directories_that_were_named(self, group: EngineGroup, elsewhere: list[str]) -> None:
+        before = await group.weights_checksums()
+        for path in elsewhere:
+            with pytest.raises(EngineError, match=r"cannot load weights from .*--weights-from"):
+                await group.clients[0].update_weights_from_disk(path, 1)
+        assert await group.weights_checksums() == before
+
+    async def test_another_users_directory_in_shared_scratch_is_refused(self, group: EngineGroup, tmp_path: Path) -> None:
+        if os.getuid() != 0:
+            pytest.skip("needs root to own a directory as another user")
+        planted = Path(f"/dev/shm/fuligo-weights-planted-{os.getpid()}")
+        tiny.save_checkpoint(planted, seed=3)
+        os.chown(planted, 65534, 65534)
+        try:
+            with pytest.raises(EngineError, match="belongs to another user"):
+                await group.clients[0].update_weights_from_disk(str(planted), 1)
+        finally:
+            shutil.rmtree(planted)
+
+
+class Sender:
+    """Trainer that sends one model's weights."""
+
+    num_updates = 0
+
+    async def send_weights(self, target: WeightTarget) -> WeightManifest:
+        manifest = await asyncio.to_thread(WeightSender().send, tiny.model(seed=target.version).named_parameters(), target)
+        assert isinstance(manifest, WeightManifest)
+        return manifest
+
+
+async def test_a_model_that_was_zeroed_under_the_current_version_is_noticed(group: EngineGroup) -> None:
+    settings = WeightSyncSettings("tensor", 2**20, False, Path(), Path())
+    weights = WeightSync(Sender(), group, settings)  # pyright: ignore[reportArgumentType]
+    assert [await weights.sync(), await weights.sync()] == [1, 2], "the run's own updates are no alarm"
+    zeros = [(name, torch.zeros_like(weight)) for name, weight in tiny.model().named_parameters()]
+    await group.pause("in_place")
+    with shared_payload(zeros) as payload:
+        await group.clients[0].update_weights_from_tensor([payload], version=2)
+    await group.resume()
+    ((url, info),) = await group.model_infos()
+    assert info.weight_version == 2, "nothing else tells the engine from one with the run's weights"
+    with pytest.raises(WeightSyncError, match=f"engine {url} has loaded weights that this run did not send since version 2"):
+        await weights.sync()
+    await group.resume()
+
+
+def test_serve_prints_a_key_if_the_environment_has_none(checkpoint: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fuligo", "serve", "--model-path", str(checkpoint), "--port", "0", "--device", "cpu"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FULIGO_ENGINE")}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as engine:
+        assert engine.stdout is not None
+        printed = engine.stdout.readline()
+        engine.kill()
+    assert re.fullmatch(r"clients need this key: export FULIGO_ENGINE_KEY=[0-9a-f]{64}\n", printed)

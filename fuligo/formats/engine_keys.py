@@ -1,0 +1,68 @@
+"""Keys of engines: secrets that a process shows to sample from an engine, and to control it.
+
+Control includes the weights, whose updates SGLang unpickles: who may control an engine can run code in it. Each run makes keys of its
+own. They go to processes in their environment, which other users cannot read, never on command lines, which they can.
+"""
+
+import hmac
+import os
+import secrets
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Self
+
+REQUESTS_VARIABLE, CONTROL_VARIABLE = "FULIGO_ENGINE_KEY", "FULIGO_ENGINE_ADMIN_KEY"
+OPEN_PATHS = ("/health", "/health_generate")
+_HEADER = "Bearer "
+
+
+@dataclass(slots=True, frozen=True)
+class EngineKeys:
+    """Keys of one engine, as SGLang distinguishes them; empty: the engine asks for none."""
+
+    requests: str = field(default="", repr=False)
+    """For samples and questions (SGLang's `--api-key`)."""
+    control: str = field(default="", repr=False)
+    """For everything that changes the engine (SGLang's `--admin-api-key`)."""
+
+    @classmethod
+    def new(cls) -> Self:
+        """Return random keys."""
+        return cls(secrets.token_hex(32), secrets.token_hex(32))
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
+        """Return the keys of engines that this run did not start; one key serves both purposes if the other is not set."""
+        requests = environment.get(REQUESTS_VARIABLE, "")
+        return cls(requests, environment.get(CONTROL_VARIABLE, "") or requests)
+
+    @classmethod
+    def taken_from_environment(cls, environment: MutableMapping[str, str] = os.environ) -> Self:
+        """Return the keys and remove them from the environment, so that child processes do not inherit them."""
+        keys = cls.of_environment(environment)
+        for name in (REQUESTS_VARIABLE, CONTROL_VARIABLE):
+            environment.pop(name, None)
+        return keys
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that pass the keys on to the engine's process."""
+        return {REQUESTS_VARIABLE: self.requests, CONTROL_VARIABLE: self.control}
+
+    def headers(self, method: str, path: str) -> dict[str, str]:
+        """Return the headers of a call."""
+        key = self._key_for(method, path)
+        return {"Authorization": _HEADER + key} if key else {}
+
+    def admits(self, method: str, path: str, authorization: str) -> bool:
+        """Return whether a call with this Authorization header may be answered."""
+        if path in OPEN_PATHS:
+            return True
+        expected = (_HEADER + self._key_for(method, path)).encode()
+        return hmac.compare_digest(authorization.encode(), expected)
+
+    def _key_for(self, method: str, path: str) -> str:
+        return self.requests if method == "GET" or path == "/generate" else self.control
+
+
+NO_KEYS = EngineKeys()

@@ -82,7 +82,7 @@ def _keys() -> EngineKeys:
     keys = EngineKeys.taken_from_environment()
     if not keys.requests:
         key = secrets.token_hex(32)
-        keys = EngineKeys(key, key)
+        keys = EngineKeys(key, keys.control or key)
         print(f"clients need this key: export {REQUESTS_VARIABLE}={key}", flush=True)
     return keys
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from fuligo.config.secret import Environment
 from fuligo.engines.answers import WeightLabel
 from fuligo.engines.client import EngineClient
 from fuligo.engines.connect import connect
-from fuligo.engines.host import endpoint
+from fuligo.engines.host import endpoint, is_loopback, use_loopback_interface
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.server_process import ServerProcess, command_line, secrets_of
 from fuligo.errors import EngineError
@@ -151,6 +152,8 @@ class ServerSettings:
         chosen = OWN_ENVIRONMENT | (CPU_ENVIRONMENT if self.device == "cpu" else {})
         if self.device == "cpu" and self.tp_size > 1:
             chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(self.tp_size))
+        if is_loopback(self.host) and "GLOO_SOCKET_IFNAME" not in os.environ:
+            use_loopback_interface(chosen)
         return {**chosen, **self.environment.reveal(), **self.keys.environment}
 
 

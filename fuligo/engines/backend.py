@@ -60,7 +60,7 @@ class LaunchedEngines:
     others: Mapping[str, EngineFleet] = field(default_factory=dict)
     """Fleets of further models, by name; their weights are never synced."""
     served: Mapping[str, ServedModel] = field(default_factory=dict)
-    """What takes requests for each model, for hooks."""
+    """Routers that take requests for each model, for hooks."""
 
 
 class EngineHosts(Protocol):

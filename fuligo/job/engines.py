@@ -57,7 +57,7 @@ class Engines:
 
     @property
     def served(self) -> Mapping[str, ServedModel]:
-        """What takes requests for each model."""
+        """Return the routers that take requests, by model."""
         return self.launched.served
 
     @asynccontextmanager

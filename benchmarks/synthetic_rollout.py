@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from fuligo.rollout.protocol import Rollout
 from fuligo.rollout.runner import RolloutRunner, RunnerParts
 from fuligo.rollout.sampler import Sampler
 from fuligo.rollout.source import GroupSource
+from fuligo.rollout.turns import Turns
 from fuligo.types import IntArray, Prompt, SampleGroup
 
 ASSETS = Path(__file__).parents[1] / "fuligo" / "quickstart" / "assets"
@@ -48,21 +48,27 @@ async def reward(group: SampleGroup) -> None:
 
 
 def build_runner(
-    engines: EngineGroup, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[IntArray], *, samples_per_prompt: int, num_tokens: int
+    engines: EngineGroup,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Sequence[IntArray],
+    *,
+    samples_per_prompt: int,
+    num_tokens: int,
+    concurrency: int | None = None,
+    ignore_eos: bool = True,
 ) -> RolloutRunner:
-    """Build a runner that samples `num_tokens` tokens `samples_per_prompt` times per prompt, all at once."""
-    num_requests = len(prompt_ids) * samples_per_prompt
+    """Build a runner that samples `num_tokens` tokens `samples_per_prompt` times per prompt, by default all at once."""
+    num_requests = concurrency or len(prompt_ids) * samples_per_prompt
     flags = RolloutFlags(
         rollout_batch_size=len(prompt_ids),
         n_samples_per_prompt=samples_per_prompt,
         rollout_max_response_len=num_tokens,
-        rollout_concurrency=num_requests,
     )
     sampler = Sampler(
         SingleTurn(engines, tokenizer, timeout_s=TIMEOUT_S),
         seed=0,
         stream="train",
-        turns=asyncio.Semaphore(num_requests),
+        turns=Turns(num_requests),
         timeout_s=TIMEOUT_S,
     )
     parts = RunnerParts(
@@ -70,8 +76,9 @@ def build_runner(
         sampler=sampler,
         reward=reward,
         engines=engines,
-        params=SamplingParams(num_tokens, ignore_eos=True),
+        params=SamplingParams(num_tokens, ignore_eos=ignore_eos),
         flags=flags,
+        concurrency=num_requests,
     )
     return RolloutRunner(parts)
 

@@ -25,6 +25,11 @@ def show_warning(text: str) -> None:
     _print("warning", "bold yellow", text)
 
 
+def show_choice(text: str) -> None:
+    """Print a value that was chosen for a flag, and why, on one line."""
+    _print("chosen", "bold green", text)
+
+
 def _print(label: str, style: str, text: str) -> None:
     # A script or file must not send escape sequences to the terminal.
     text = hide_credentials(text)

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuligo.cli.chosen import chosen_for_evaluation
 from fuligo.cli.not_yet import refuse
 from fuligo.config import Config
 from fuligo.config.command_line import parse
@@ -44,17 +45,20 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     parsed = parse(arguments)
     check(parsed.config)
-    config = without_training(parsed.config)
+    found = chosen_for_evaluation(without_training(parsed.config))
+    config = found.config
 
     # Imported late: help and wrong flags should not wait for these imports.
     from rich.console import Console
 
-    from fuligo.cli.console import show_warning
+    from fuligo.cli.console import show_choice, show_warning
     from fuligo.cli.preflight import evaluation_problems
     from fuligo.observability.progress import warnings_shown_on
 
     for warning in parsed.warnings:
         show_warning(warning)
+    for choice in found.choices:
+        show_choice(choice)
     problems = evaluation_problems(config)
     if problems:
         raise ConfigError(*problems)
@@ -90,7 +94,7 @@ def without_training(config: Config) -> Config:
         update={
             "data": config.data.model_copy(update={"prompt_data": None}),
             "checkpoint": config.checkpoint.model_copy(update={"save": None}),
-            "debug": config.debug.model_copy(update={"debug_train_only": False}),
+            "debug": config.debug.model_copy(update={"debug_train_only": False, "debug_rollout_only": True}),
         }
     )
 

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fuligo.cli.chosen import find_devices, with_installed_engine
 from fuligo.config import Config
 from fuligo.config.command_line import parse
 from fuligo.config.findings import Severity
 from fuligo.config.help import asked_for_help, help_text
 from fuligo.errors import ConfigError
-from fuligo.planner.gpus import GPUS
+from fuligo.planner.choices import apply_choices
+from fuligo.planner.gpus import GPUS, known_gpu
 from fuligo.planner.make_plan import make_plan
 from fuligo.planner.plan import Plan
 
@@ -30,7 +32,7 @@ fuligo plan [--gpu NAME] [--host-memory GIB] [--json [FILE]] [--html FILE] [--co
 Reports what the job would do on a cluster: violated rules with fixes, placement of every process, memory, time of a step.
 Takes the arguments of fuligo train, starts nothing, needs no GPU. Exit code: 2 if there are errors, else 0.
 
-  --gpu NAME           plan for this GPU, default {DEFAULT_GPU}: {", ".join(GPUS)}
+  --gpu NAME           plan for this GPU, default that of this machine, else {DEFAULT_GPU}: {", ".join(GPUS)}
   --host-memory GIB    memory of one node, default that of the vendor's servers with this GPU
   --json [FILE]        write everything as JSON to FILE, or print it instead of the report
   --html FILE          write everything as one HTML page
@@ -43,7 +45,8 @@ More: docs/plan.md; the flags of the job: fuligo train --help
 class Options:
     """Options of `fuligo plan`, and the arguments of the job."""
 
-    gpu: str = DEFAULT_GPU
+    gpu: str | None = None
+    """None for those of this machine, or without any `DEFAULT_GPU`."""
     host_memory_bytes: int | None = None
     """Memory of one node; None for that of the vendor's servers."""
     json_file: str | None = None
@@ -66,8 +69,16 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     options = split_options(arguments)
     parsed = parse(options.job)
-    plan = make_plan(parsed.config, options.gpu, plan_name(parsed.config, options.job), host_memory_bytes=options.host_memory_bytes)
-    _write(plan, parsed.config, parsed.warnings, options)
+    config, gpu, notes = parsed.config, options.gpu, list(parsed.warnings)
+    if gpu is None:
+        devices = find_devices(config)
+        found = known_gpu(devices[0].name, devices[0].memory_bytes) if devices else None
+        gpu = found.name if found is not None else DEFAULT_GPU
+        if found is not None:
+            config, engine = with_installed_engine(config, len(devices))
+            notes += engine
+    plan = make_plan(config, gpu, plan_name(config, options.job), host_memory_bytes=options.host_memory_bytes)
+    _write(plan, apply_choices(config, plan.choices), notes, options)
     return 2 if any(finding.severity is Severity.ERROR for finding in plan.findings) else 0
 
 
@@ -94,7 +105,7 @@ def split_options(arguments: Sequence[str]) -> Options:
         else:
             raise ConfigError(f"{option} needs a value: {_EXAMPLES[option]}")
     return Options(
-        gpu=given.get("--gpu", DEFAULT_GPU),
+        gpu=given.get("--gpu"),
         host_memory_bytes=_bytes_of_gib(given["--host-memory"]) if "--host-memory" in given else None,
         json_file=given.get("--json"),
         html_file=given.get("--html"),

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from fuligo.cli.chosen import checked
 from fuligo.cli.not_yet import refuse
-from fuligo.config import Config
 from fuligo.config.command_line import parse
-from fuligo.config.findings import Finding
 from fuligo.config.help import asked_for_help, help_text
-from fuligo.config.validate import findings, require_no_errors
-from fuligo.errors import ConfigError
+from fuligo.config.validate import require_no_errors
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,17 +23,20 @@ def main(arguments: Sequence[str]) -> int:
         print(help_text(topic), end="")
         return 0
     parsed = parse(arguments)
-    config = parsed.config
-    warnings = [*parsed.warnings, *require_no_errors(planned(config), config)]
+    found = checked(parsed.config)
+    config = found.config
+    warnings = [*parsed.warnings, *require_no_errors(found.findings, config)]
     refuse(config)
 
     # Imported late: help and wrong flags should not wait for these imports.
-    from fuligo.cli.console import show_warning
+    from fuligo.cli.console import show_choice, show_warning
     from fuligo.cli.preflight import preflight
     from fuligo.cli.slips import slips
 
     for warning in warnings:
         show_warning(warning)
+    for choice in found.choices:
+        show_choice(choice)
     preflight(config)
     for warning in slips(config):
         show_warning(warning)
@@ -44,20 +45,3 @@ def main(arguments: Sequence[str]) -> int:
     from fuligo.job import run_job
 
     return run_job(config)
-
-
-def planned(config: Config) -> tuple[Finding, ...]:
-    """Return the findings of the rules of `fuligo plan`.
-
-    If the planner does not know the model, which the torch trainer may still train, only the rules about flags apply.
-    """
-    from fuligo.planner.check import check
-    from fuligo.planner.gpus import GPUS
-    from fuligo.planner.subject import read_subject
-
-    try:
-        subject = read_subject(config, next(iter(GPUS)))
-    except ConfigError:
-        return findings(config)
-    # Rules that depend on the GPU only warn; memory is an estimate of `fuligo plan`.
-    return check(subject)

@@ -41,9 +41,9 @@ def place(config: Config) -> Placement:
         ConfigError: an engine would have unequal parts on its nodes
     """
     per_node = max(config.cluster.num_gpus_per_node, config.resolved_actor_num_gpus_per_node)
-    ranks = trainer_slots(config.num_train_gpus, config.resolved_actor_num_gpus_per_node)
+    ranks = trainer_slots(config.num_train_gpus, config.resolved_actor_num_gpus_per_node) if config.trains else []
     groups = engine_groups(config)
-    gpus = engine_slots(ranks, sum(group.num_gpus for group in groups), per_node, shares=config.cluster.colocate)
+    gpus = engine_slots(ranks, sum(group.num_gpus for group in groups), per_node, shares=config.shares_gpus)
     taken = sorted({*ranks, *gpus})
     compact = _without_gaps(taken)
     placement = Placement(

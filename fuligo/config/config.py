@@ -19,6 +19,9 @@ from fuligo.config.passthrough import PassThrough, RouterArguments, SglangArgume
 from fuligo.config.secret import Environment, Secret
 from fuligo.config.server_groups import TEACHER
 
+REQUESTS_PER_ENGINE = 512
+"""Requests in flight per engine where nothing tells how many it runs at a time."""
+
 
 class MegatronArguments(PassThrough):
     """Arguments of Megatron that no typed flag of fuligo covers: `--swiglu` is `{"swiglu": True}`."""
@@ -210,9 +213,19 @@ class Config(TypedFlags):
         return ENGINE_CAPABILITIES[self.resolved_rollout_backend]
 
     @property
+    def trains(self) -> bool:
+        """True if the run has a trainer: not for --debug-rollout-only and `fuligo eval`."""
+        return not self.debug.debug_rollout_only
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Trainer and engines have the same GPUs (--colocate)."""
+        return self.cluster.colocate and self.trains
+
+    @property
     def takes_turns(self) -> bool:
-        """Trainer and engines use the same GPUs in turns (--colocate)."""
-        return self.cluster.colocate and self.needs_engine and self.engine_capabilities.releases_memory
+        """Trainer and engines use the same GPUs in turns."""
+        return self.shares_gpus and self.needs_engine and self.engine_capabilities.releases_memory
 
     @property
     def resolved_actor_num_gpus_per_node(self) -> int:
@@ -246,22 +259,33 @@ class Config(TypedFlags):
         return self.cluster.rollout_num_gpus_per_engine or 1
 
     @property
+    def resolved_rollout_concurrency(self) -> int:
+        """Requests in flight: as given (or chosen by the plan of a run on GPUs), else `REQUESTS_PER_ENGINE` for each engine."""
+        if self.rollout.rollout_concurrency is not None:
+            return self.rollout.rollout_concurrency
+        external = len(self.engine.rollout_external_engine_addrs)
+        own = self.resolved_rollout_num_gpus // self.resolved_rollout_num_gpus_per_engine
+        return REQUESTS_PER_ENGINE * max(1, external or own)
+
+    @property
     def num_rollout_only_gpus(self) -> int:
         """Engine GPUs that the trainer does not use. The embedded engine shares the trainer's first GPU."""
         if self.engine_capabilities.beside_trainer:
             return 0
-        shared = self.num_train_gpus if self.cluster.colocate else 0
+        shared = self.num_train_gpus if self.shares_gpus else 0
         return max(0, self.resolved_rollout_num_gpus - shared)
 
     @property
     def total_num_gpus(self) -> int:
         """GPUs of the run."""
-        return self.num_train_gpus + self.num_rollout_only_gpus
+        alone = self.num_train_gpus if self.trains or self.engine_capabilities.beside_trainer else 0
+        return alone + self.num_rollout_only_gpus
 
     @property
     def num_nodes(self) -> int:
         """Nodes of the run."""
-        return max(self.cluster.actor_num_nodes, -(-self.total_num_gpus // self.cluster.num_gpus_per_node))
+        trainer = self.cluster.actor_num_nodes if self.trains else 1
+        return max(trainer, -(-self.total_num_gpus // self.cluster.num_gpus_per_node))
 
     @property
     def resolved_data_parallel_size(self) -> int:

@@ -11,8 +11,6 @@ from fuligo.config.hook_specs import ALIASES
 from fuligo.config.reserved import MOVED
 from fuligo.importer.launches import Training
 
-_ENGINE_CONCURRENCY = 512
-"""slime's default of `--sglang-server-concurrency`: requests in flight per engine."""
 _MEGATRON_DROPOUT = "0.1"
 
 _LEAVE_IT_OUT = "leave it out: "
@@ -128,17 +126,17 @@ def _concurrency(line: _Line) -> None:
     line.remove("sglang_server_concurrency")
     trainers = line.number("actor_num_nodes", 1) * line.number("actor_num_gpus_per_node", 8)
     gpus = line.number("rollout_num_gpus", trainers if line.has("colocate") else 1)
-    limit = (given or _ENGINE_CONCURRENCY) * max(1, gpus // line.number("rollout_num_gpus_per_engine", 1))
+    if not given:
+        return
+    limit = given * max(1, gpus // line.number("rollout_num_gpus_per_engine", 1))
     prompts = line.number("over_sampling_batch_size", line.number("rollout_batch_size", 1))
     wave = prompts * line.number("n_samples_per_prompt", 1)
-    wanted, default = min(limit, wave), flags()["rollout_concurrency"].default
-    if wanted > default or limit < wave:
-        line.add("rollout_concurrency", str(wanted))
-        why = f"--sglang-server-concurrency {given}" if given else f"slime's default of {_ENGINE_CONCURRENCY}"
+    if limit < wave:
+        line.add("rollout_concurrency", str(limit))
         line.notes.append(
-            f"{why} counts requests per engine: --rollout-concurrency {wanted} counts those of all engines (fuligo's default: {default})"
+            f"--sglang-server-concurrency {given} counts requests per engine: --rollout-concurrency {limit} counts those of all engines"
         )
-    elif given:
+    else:
         line.notes.append(f"--sglang-server-concurrency {given} is left out: a rollout has {wave} requests at most")
 
 

@@ -170,7 +170,7 @@ def _ports(config: Config) -> Iterator[Finding]:
 
 
 def _open_files(config: Config, machine: Machine) -> Finding:
-    needed = (config.rollout.rollout_concurrency if config.needs_engine else 0) + OWN_FILES
+    needed = (config.resolved_rollout_concurrency if config.needs_engine else 0) + OWN_FILES
     short = machine.num_open_files < needed
     fix = (
         f"each request in flight needs a connection: raise the hard limit (ulimit -Hn {needed}, docker run --ulimit nofile={needed}) or "

@@ -48,10 +48,10 @@ class Gpus:
 
 def read_gpus() -> Gpus:
     """Return the GPUs; none without a driver."""
-    devices = parse_devices(_nvidia_smi(*GPU_QUERY))
+    devices = parse_devices(nvidia_smi(*GPU_QUERY))
     if len(devices) < 2:
         return Gpus(devices)
-    return Gpus(devices, parse_matrix(_nvidia_smi(*LINKS_QUERY)), parse_matrix(_nvidia_smi(*PEERS_QUERY)))
+    return Gpus(devices, parse_matrix(nvidia_smi(*LINKS_QUERY)), parse_matrix(nvidia_smi(*PEERS_QUERY)))
 
 
 def parse_devices(text: str) -> tuple[Gpu, ...]:
@@ -73,7 +73,7 @@ def _pairs(matrix: tuple[tuple[str, ...], ...], count: int) -> list[tuple[int, i
     return list(combinations(range(min(count, len(matrix))), 2))
 
 
-def _nvidia_smi(*arguments: str) -> str:
+def nvidia_smi(*arguments: str) -> str:
     """Return the output of nvidia-smi; empty if it is missing or does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:

@@ -7,6 +7,8 @@ from fuligo.errors import ConfigError
 
 MIB = 1024**2
 GIB = 1024**3
+MEMORY_TOLERANCE = 0.05
+"""Relative difference between the memory that the driver and CUDA report for one model; variants of a model differ by more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,16 @@ GPUS: dict[str, Gpu] = {
         Gpu("rtx-4090", 24210 * MIB, 165.2e12, 330.3e12, 1.008e12, 32e9, 1.5e9, 32e9, 32 * GIB),
     )
 }
+
+
+def known_gpu(device: str, memory_bytes: int) -> Gpu | None:
+    """Return the figures of a GPU by the name and memory that its driver reports (`NVIDIA H200`); None if it is unknown."""
+    words = device.lower().replace("-", " ").split()
+    for known in GPUS.values():
+        model = known.name.removeprefix("rtx-").partition("-")[0]
+        if model in words and abs(memory_bytes / known.memory_bytes - 1) < MEMORY_TOLERANCE:
+            return known
+    return None
 
 
 def gpu(name: str) -> Gpu:

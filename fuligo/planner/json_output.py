@@ -31,6 +31,9 @@ def plan_document(plan: Plan, config: Config, notes: Sequence[str] = ()) -> dict
             "num_active_parameters": plan.num_active_parameters,
             "num_mtp_parameters": plan.num_mtp_parameters,
         },
+        "choices": [
+            {"flags": [change_text(change, config) for change in choice.changes], "reason": choice.reason} for choice in plan.choices
+        ],
         "findings": [_finding(finding, config) for finding in plan.findings],
         "notes": notes,
         "layout": None if plan.layout is None else asdict(plan.layout),

@@ -35,10 +35,10 @@ def make_layout(subject: Subject) -> ClusterLayout:
     shape = layout_of(config)
     specs, embedded = engine_groups(config), config.needs_engine and config.engine_capabilities.beside_trainer
     per_node = max(config.cluster.num_gpus_per_node, config.resolved_actor_num_gpus_per_node)
-    trainers_at = trainer_slots(shape.num_ranks, config.resolved_actor_num_gpus_per_node)
+    trainers_at = trainer_slots(shape.num_ranks, config.resolved_actor_num_gpus_per_node) if config.trains else []
     engine_ranks = [EMBEDDED_RANK] if embedded else list(_engine_ranks(specs))
-    engines_at = engine_slots(trainers_at, len(engine_ranks), per_node, shares=config.cluster.colocate or embedded)
-    trainers = {} if config.debug.debug_rollout_only else dict(zip(trainers_at, trainer_ranks(shape)))
+    engines_at = engine_slots(trainers_at, len(engine_ranks), per_node, shares=config.shares_gpus or embedded)
+    trainers = dict(zip(trainers_at, trainer_ranks(shape)))
     engines = dict(zip(engines_at, engine_ranks))
     num_nodes = 1 + max(node for node, _ in [*trainers_at, *engines_at])
     return ClusterLayout(

@@ -1,4 +1,4 @@
-"""Creation of a plan from a config: rules first, then the numbers if the sizes allow a layout."""
+"""Creation of a plan from a config: unset values first, then rules, then the numbers if the sizes allow a layout."""
 
 from dataclasses import replace
 
@@ -9,6 +9,7 @@ from fuligo.config.validate import described
 from fuligo.config.validate import findings as config_findings
 from fuligo.errors import ConfigError
 from fuligo.planner.check import check
+from fuligo.planner.choices import choose
 from fuligo.planner.estimate import HOST, estimate, memory_findings
 from fuligo.planner.plan import Plan
 from fuligo.planner.roofline import assumptions
@@ -24,7 +25,7 @@ def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: in
     Raises:
         ConfigError: the GPU or the model's shape is unknown; includes other errors of the config.
     """
-    subject = _read_subject(config, gpu_name)
+    subject, choices = choose(_read_subject(config, gpu_name))
     model, rules = subject.architecture, check(subject)
     findings = (*rules, *hook_findings(config))
     plan = Plan(
@@ -34,6 +35,7 @@ def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: in
         num_active_parameters=model.num_active_parameters,
         num_mtp_parameters=model.num_mtp_parameters,
         gpu=subject.gpu.name,
+        choices=choices,
         findings=_errors_first(findings),
     )
     try:

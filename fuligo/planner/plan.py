@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fuligo.config.findings import Finding
+from fuligo.config.findings import Change, Finding
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +175,15 @@ class Suggestion:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """Values of flags that nobody set."""
+
+    changes: tuple[Change, ...]
+    reason: str
+    """One clause with the figures that it follows from."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Plan of a run."""
 
@@ -196,3 +205,5 @@ class Plan:
     """At most three, the cheapest first; empty if everything fits."""
     assumptions: tuple[str, ...] = ()
     """Assumptions of the estimates, one sentence each."""
+    choices: tuple[Choice, ...] = ()
+    """Values of flags that were not given, with which the run was planned."""

@@ -29,6 +29,8 @@ def print_report(plan: Plan, config: Config, console: Console, notes: Sequence[s
     console.print(_headline(plan))
     if plan.layout is not None:
         _section(console, "Where", [*_trainer(plan.layout), *_engines(plan.layout, plan.capacities)])
+    if plan.choices:
+        _section(console, "Chosen for flags that are not given", _choices(plan, config))
     if plan.memory:
         _section(console, "Memory", _memory(plan.memory, width, coloured))
     if plan.phases:
@@ -179,15 +181,20 @@ def _findings(findings: Sequence[Finding], config: Config) -> Iterator[Renderabl
             yield Padding(Text(finding.advice), (0, 0, 0, 2), expand=False)
 
 
+def _choices(plan: Plan, config: Config) -> Iterator[Text]:
+    for choice in plan.choices:
+        options = as_typed(change_text(change, config) for change in choice.changes)
+        yield Text.assemble((options, "green"), f"  {choice.reason}")
+
+
 def _verdict(plan: Plan) -> Text:
     errors = [finding for finding in plan.findings if finding.severity is Severity.ERROR]
     num_errors = len(errors)
     num_warnings = len(plan.findings) - num_errors
     warnings = f", {count(num_warnings, 'warning')}" if num_warnings else ""
     if num_errors:
-        # Memory is an estimate, so fuligo train does not reject a run for it.
         of_memory = all(finding.id.startswith("PLAN-MEMORY") for finding in errors)
-        consequence = "this run would exceed its memory" if of_memory else "fuligo train would reject this run"
+        consequence = f"this run would exceed the memory of {plan.gpu}" if of_memory else "fuligo train would reject this run"
         return Text.assemble((count(num_errors, "error"), "bold red"), f"{warnings}: {consequence}")
     estimates = f"; the times are estimates under {count(len(plan.assumptions), 'assumption')} (listed by --html and --json)"
     return Text.assemble(("valid", "bold green"), warnings, estimates if plan.assumptions else "")

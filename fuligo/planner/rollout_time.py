@@ -78,19 +78,24 @@ def _decoding(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, req
     # One token, and the drafted ones before the first rejected one.
     tokens_per_step = sum(speeds.DRAFT_ACCEPTANCE**k for k in range(memory.settings.draft_tokens))
     tokens = per_engine * response
-    longest = 2 * response
+    longest = config.rollout.rollout_max_response_len
     steps = (longest if running >= per_engine else max(longest, tokens / running + longest / 2)) / tokens_per_step
     batch = tokens / tokens_per_step / steps
     experts = architecture.experts
     touched = 1.0 if experts is None else 1 - (1 - experts.num_experts_per_token / experts.num_experts) ** (batch * tokens_per_step)
-    read = memory.weights - memory.expert_weights * (1 - touched) + batch / replicas * context * memory.cached_bytes_per_token
+    weights = memory.weights - memory.expert_weights * (1 - touched)
+    cached = batch / replicas * context * memory.cached_bytes_per_token
     peak = subject.gpu.fp8_flops if is_fp8(spec, architecture) else subject.gpu.bf16_flops
     computed = (
         forward_flops(architecture).per_token * batch * memory.settings.draft_tokens / (spec.num_gpus_per_engine * peak * speeds.PREFILL)
     )
-    read_s = read / (subject.gpu.memory_bytes_per_s * speeds.DECODE_BANDWIDTH)
-    step_s = max(read_s, computed) + speeds.DECODE_LAYER_S * architecture.num_layers
-    return _Decoding(steps * step_s, batch, step_s)
+    bytes_per_s = subject.gpu.memory_bytes_per_s * speeds.DECODE_BANDWIDTH
+    has_graph = running / replicas <= memory.settings.graph_batch
+    layer_s = speeds.DECODE_LAYER_S if has_graph else speeds.EAGER_LAYER_S
+    # Matrix products read the weights while they compute; attention, which reads the cache, is not hidden behind them.
+    step_s = max(weights / bytes_per_s, computed) + cached / bytes_per_s
+    step_s += layer_s * architecture.num_layers + speeds.DECODE_REQUEST_S * batch / replicas
+    return _Decoding(steps * step_s + speeds.ARRIVAL_S * running, batch, step_s)
 
 
 def _prefill(subject: Subject, groups: list[tuple[EngineGroupSpec, EngineMemory]]) -> tuple[float, str]:
@@ -110,11 +115,11 @@ def _embedded(subject: Subject, requests: int) -> _Decoding:
     config, architecture = subject.config, subject.rollout_architecture
     weights, cache, _ = embedded_items(subject)
     response = average_response(config)
-    running = min(requests, config.engine.embedded_max_running_requests, config.rollout.rollout_concurrency)
+    running = min(requests, config.engine.embedded_max_running_requests, config.resolved_rollout_concurrency)
     longest = 2 * response
     steps = longest if running >= requests else max(longest, requests * response / running + longest / 2)
     read_s = (weights.num_bytes + cache.num_bytes / 2) / (subject.gpu.memory_bytes_per_s * speeds.DECODE_BANDWIDTH)
-    step_s = read_s + speeds.EMBEDDED_LAYER_S * architecture.num_layers
+    step_s = read_s + speeds.EAGER_LAYER_S * architecture.num_layers
     return _Decoding(steps * step_s, requests * response / steps, step_s)
 
 

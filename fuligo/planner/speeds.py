@@ -19,12 +19,17 @@ TORCH_TRAINER = 6 * 0.6e9 * 40e3 / PEAK_MEASURED_ON
 PREFILL = DENSE_ONE_GPU
 """Efficiency of an engine's prefill, assumed equal to a dense trainer's."""
 
-DECODE_BANDWIDTH = 0.39
-DECODE_LAYER_S = 42e-6
-"""A decoding step of SGLang 0.5.15 on an H200: bytes read / (this share of the bandwidth) + this time for each layer. Fitted to two
-measurements of a 28-layer 0.6B model, 64 + 512 tokens: 20.7k tokens/s at 64 requests, 37.6k at 256."""
-EMBEDDED_LAYER_S = 1.1e-3
-"""Time per layer in the embedded engine, which has no CUDA graphs: 8.5k tokens/s at 256 requests of that model (docs/benchmarks-gpu.md)."""
+DECODE_BANDWIDTH = 0.7
+DECODE_LAYER_S = 60e-6
+DECODE_REQUEST_S = 5e-6
+"""A decoding step of SGLang 0.5.15 with a CUDA graph on an H200: bytes read / (this share of the bandwidth), this time for each layer, and
+this time for each request (sampling, log-probabilities, the scheduler). Fitted to Qwen3-4B's shape with 69 to 953 requests, SmolLM2 with
+178 to 1,024, and a 0.6B model with 64 and 256 (docs/benchmarks-gpu.md)."""
+EAGER_LAYER_S = 1.1e-3
+"""Time per layer without a CUDA graph, in SGLang (512 requests: 33-37 ms for 30 and 36 layers) and in the embedded engine (8.5k tokens/s at
+256 requests of a 28-layer model)."""
+ARRIVAL_S = 0.5e-3
+"""Time from one request's arrival at an engine to the next one's, through runner, router and tokenizer process."""
 DRAFT_ACCEPTANCE = 0.85
 """Acceptance rate of each drafted token, given those before it: the lower figure for DeepSeek-V3's MTP layer (arXiv 2412.19437, section
 5.4.3)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from fuligo.rollout.runner import RolloutRunner, RunnerParts
 from fuligo.rollout.sampler import Sampler
 from fuligo.rollout.source import POP_FIRST, GroupSource
 from fuligo.rollout.teacher import RewardWithTeacher, ServedTeacher
+from fuligo.rollout.turns import Turns
 from fuligo.types import Prompt
 
 if TYPE_CHECKING:
@@ -103,13 +103,14 @@ def build_sampling(
             generate,
             seed=config.data.rollout_seed,
             stream="train",
-            turns=asyncio.Semaphore(config.rollout.rollout_concurrency),
+            turns=Turns(config.resolved_rollout_concurrency),
             timeout_s=config.rollout.rollout_timeout_s,
         ),
         reward=reward if teacher is None else RewardWithTeacher(reward, teacher),
         engines=engines,
         params=sampling_params(config.rollout),
         flags=config.rollout,
+        concurrency=config.resolved_rollout_concurrency,
         reward_key=config.reward.reward_key,
         group_filter=_adapted(config, args, "dynamic_sampling_filter_path", group_filter),
         sample_filter=_adapted(config, args, "rollout_sample_filter_path", sample_filter),
@@ -153,7 +154,7 @@ def build_evaluator(
         generate,
         engines,
         seed=config.data.rollout_seed,
-        concurrency=config.rollout.rollout_concurrency,
+        concurrency=config.resolved_rollout_concurrency,
         timeout_s=config.rollout.rollout_timeout_s,
         aligned=_reproducible(config),
         on_close=[own.close for own in own_rewards],

@@ -20,6 +20,7 @@ from fuligo.rollout.judging import judged
 from fuligo.rollout.protocol import EngineControl, GenerateFn, RewardFn
 from fuligo.rollout.sampler import Sampler
 from fuligo.rollout.scores import prompt_scores, reported_means
+from fuligo.rollout.turns import Turns
 from fuligo.types import Prompt, Sample, SampleGroup, SampleStatus
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class Evaluator:
         Raises:
             RolloutError: every sample of a set failed
         """
-        turns = asyncio.Semaphore(self._concurrency)
+        turns = Turns(self._concurrency)
         if self._aligned:
             groups = [await self._sample(eval_set, turns) for eval_set in self.sets]
         else:
@@ -107,7 +108,7 @@ class Evaluator:
             evaluation.metrics |= eval_metrics(eval_set, of_set)
         return evaluation
 
-    async def _sample(self, eval_set: EvalSet, turns: asyncio.Semaphore) -> list[SampleGroup]:
+    async def _sample(self, eval_set: EvalSet, turns: Turns) -> list[SampleGroup]:
         groups = [_group(prompt, position, eval_set.num_samples) for position, prompt in enumerate(eval_set.prompts)]
         sampler = Sampler(self._generate, seed=self._seed, stream=f"eval/{eval_set.name}", turns=turns, timeout_s=self._timeout_s)
         async with GroupTasks(sampler, eval_set.reward, self._engines, eval_set.params) as tasks:

@@ -40,6 +40,8 @@ class RunnerParts:
     """Sampling parameters of every sample."""
     flags: RolloutFlags
     """Sizes and modes."""
+    concurrency: int
+    """Requests in flight at most."""
     reward_key: str | None = None
     """Value of a dict reward that the metrics report."""
     group_filter: GroupFilter | None = None
@@ -61,12 +63,12 @@ class RolloutRunner:
         self._parts = parts
         self._failures = FailureWatch(parts.flags.rollout_batch_size)
         wave_requests = self._wave_size * parts.flags.n_samples_per_prompt
-        self._aligned_waves = aligned_waves and wave_requests <= parts.flags.rollout_concurrency
+        self._aligned_waves = aligned_waves and wave_requests <= parts.concurrency
         if aligned_waves and not self._aligned_waves:
             logger.warning(
                 "a wave has %d requests and --rollout-concurrency is %d: runs are not bitwise reproducible",
                 wave_requests,
-                parts.flags.rollout_concurrency,
+                parts.concurrency,
             )
 
     @property

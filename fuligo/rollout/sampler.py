@@ -13,6 +13,7 @@ import numpy as np
 
 from fuligo.engines.generation import SamplingParams
 from fuligo.rollout.protocol import GenerateFn
+from fuligo.rollout.turns import Turns
 from fuligo.types import Sample, SampleStatus
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class Sampler:
     """`--rollout-seed`."""
     stream: str
     """Separates the random numbers of uses that count samples on their own (`train`, `eval/<name>`)."""
-    turns: asyncio.Semaphore
+    turns: Turns
     """Limits how many samples are generated at a time."""
     timeout_s: float
     """Deadline of one sample's generation, without the wait for its turn."""

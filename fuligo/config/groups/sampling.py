@@ -62,7 +62,9 @@ class RolloutFlags(FlagGroup):
     async_mode: Literal["sync", "one-step", "full"] = flag(
         "sync", "one-step: sample rollout k+1 while training on k; full: sample continuously, at most --max-staleness versions behind"
     )
-    rollout_concurrency: int = flag(512, "maximum number of requests in flight", unit="requests", ge=1)
+    rollout_concurrency: int | None = flag(
+        None, "maximum number of requests in flight (default: as many as the engines run at a time)", unit="requests", ge=1
+    )
     rollout_timeout_s: float = flag(1800.0, "deadline for generating one sample", unit="s", gt=0)
     rollout_retries: int = flag(3, "retries of a request that failed in an engine", ge=0)
     custom_generate_function_path: str | None = flag(

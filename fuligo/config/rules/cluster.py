@@ -67,6 +67,7 @@ def engines_have_gpus(config: Config) -> Violation | None:
     """Require the number of engine GPUs unless engines share the trainer's; it is not guessed."""
     cluster = config.cluster
     elsewhere = config.engine.rollout_external_engine_addrs or not config.needs_engine or cluster.device == "cpu"
+    elsewhere = elsewhere or not config.trains  # engines alone take the first GPUs
     if config.engine_capabilities.beside_trainer or elsewhere or cluster.colocate or cluster.rollout_num_gpus is not None:
         return None
     if config.rollout.async_mode == "sync" and config.resolved_train_backend == "megatron":

@@ -125,10 +125,10 @@ def local_places(config: Config, claims: PortClaims) -> list[EnginePlace]:
     device = resolve_device(config)
     if device == "cuda":
         _check_gpus(config)
-    trainers = trainer_slots(config.num_train_gpus, config.num_train_gpus)
+    trainers = trainer_slots(config.num_train_gpus, config.num_train_gpus) if config.trains else []
     groups = engine_groups(config)
     per_node = max(config.total_num_gpus, 1)
-    slots = engine_slots(trainers, sum(group.num_gpus for group in groups), per_node, shares=config.cluster.colocate)
+    slots = engine_slots(trainers, sum(group.num_gpus for group in groups), per_node, shares=config.shares_gpus)
     return [
         EnginePlace(LOOPBACK, ServerPorts.claim(claims), tuple(slots[number][1] for number in numbers) if device == "cuda" else ())
         for numbers in engine_gpus(groups)
@@ -178,7 +178,7 @@ def _own_arguments(config: Config, group: EngineGroupSpec) -> dict[str, bool]:
     arguments = {"enable_return_routed_experts": True} if config.replays_engine_routing and is_policy else {}
     if config.model.trust_remote_code:
         arguments |= {"trust_remote_code": True}
-    if config.cluster.colocate and resolve_device(config) == "cuda":
+    if config.shares_gpus and resolve_device(config) == "cuda":
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": not is_policy}
     return arguments
 

@@ -323,7 +323,7 @@ def embedded_kv_tokens(subject: Subject) -> int:
         return config.engine.embedded_max_total_tokens
     requests = min(
         config.engine.embedded_max_running_requests,
-        config.rollout.rollout_concurrency,
+        config.resolved_rollout_concurrency,
         config.resolved_over_sampling_batch_size * config.rollout.n_samples_per_prompt,
     )
     return requests * longest_sample(config)

@@ -124,8 +124,8 @@ def batches_have_graphs(subject: Subject) -> Iterator[Violation]:
         name = "cuda_graph_bs_decode" if given else "cuda_graph_max_bs_decode"
         per_replica = f" / {shown(spec, 'dp_size')} = {share}" if spec.dp_size > 1 else ""
         yield Violation(
-            f"{shown(spec, 'max_running_requests')}{per_replica}{where(spec)} exceeds the largest CUDA graph, "
-            f"{shown(spec, name)}: larger batches run without one",
+            f"CUDA graphs end at {largest} ({shown(spec, name)}), {share} requests will run "
+            f"({shown(spec, 'max_running_requests')}{per_replica}){where(spec)}: larger batches decode without one, about 3 x slower",
             (
                 (set_argument(subject, spec, "max_running_requests", largest * spec.dp_size),),
                 (set_argument(subject, spec, name, [*given, share] if given else share),),

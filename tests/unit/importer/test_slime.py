@@ -37,11 +37,7 @@ def test_a_complete_command_line_is_unchanged():
             "counts those of all engines",
         ),
         ("--sglang-server-concurrency 1024 --rollout-batch-size 16", "--rollout-batch-size 16", "a rollout has 128 requests at most"),
-        (
-            "--rollout-num-gpus 16 --rollout-batch-size 128",
-            "--rollout-num-gpus 16 --rollout-batch-size 128 --rollout-concurrency 1024",
-            "slime's default of 512",
-        ),
+        ("--rollout-num-gpus 16 --rollout-batch-size 128", "--rollout-num-gpus 16 --rollout-batch-size 128", ""),
         ("--rollout-function-path slime.rollout.sglang_rollout.generate_rollout", "", ""),
         (
             "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss --debug-train-only"

@@ -161,7 +161,7 @@ def test_the_embedded_engine_shares_the_first_gpu() -> None:
 def test_without_training_no_gpu_has_a_trainer() -> None:
     plan = estimate(subject_of(f"{GLM4_9B_SEPARATE} --debug-rollout-only", "glm4-9b"))
     assert not any(gpu.trainer for gpu in plan.layout.gpus)
-    assert all(gpu.engine for gpu in plan.layout.gpus[4:]), "they stand where they always do"
+    assert all(gpu.engine for gpu in plan.layout.gpus[:4]), "engines alone need no GPUs beside theirs"
     assert [bar.owner for bar in plan.memory] == ["engines: regular", "host"]
     assert [phase.name for phase in plan.phases] == ["rollout"]
 

@@ -95,7 +95,7 @@ def test_findings_with_fixes_and_the_verdict():
     assert text.index("error PLAN-MEMORY-TRAINER") < text.index("fix: --max-tokens-per-gpu 8192") < text.index("warning PLAN-LONG-SAMPLES")
     assert "samples are never truncated" in text
     assert "note: --lr is given twice" in text
-    assert "1 error, 1 warning: this run would exceed its memory" in text
+    assert "1 error, 1 warning: this run would exceed the memory of h100-80" in text
 
 
 def test_suggestions_with_their_cost():

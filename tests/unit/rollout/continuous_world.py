@@ -15,6 +15,7 @@ from fuligo.rollout.protocol import GenerateFn, GroupFilter, Rollout, RolloutSta
 from fuligo.rollout.runner import RunnerParts
 from fuligo.rollout.sampler import Sampler
 from fuligo.rollout.source import GroupSource
+from fuligo.rollout.turns import Turns
 from fuligo.types import SampleGroup
 from tests.unit.rollout.scripted import Rows, ScriptedEngine, ScriptedReward, Tokenizer
 
@@ -78,7 +79,7 @@ def continuous(
             **flags,
         }
     )
-    turns = asyncio.Semaphore(given.rollout_concurrency)
+    turns = Turns(given.rollout_concurrency or 512)
     single_turn = SingleTurn(engine, Tokenizer(), timeout_s=timeout_s)
     parts = RunnerParts(
         source=GroupSource(rows, given.n_samples_per_prompt),
@@ -87,6 +88,7 @@ def continuous(
         engines=engine,
         params=sampling_params(given),
         flags=given,
+        concurrency=given.rollout_concurrency or 512,
         group_filter=group_filter,
         sample_filter=sample_filter,
         policy_version=lambda: engine.version,

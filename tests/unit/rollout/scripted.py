@@ -20,6 +20,7 @@ from fuligo.rollout.protocol import GenerateFn, GroupFilter, GroupStream, Rollou
 from fuligo.rollout.runner import RolloutRunner, RunnerParts
 from fuligo.rollout.sampler import Sampler
 from fuligo.rollout.source import GroupSource
+from fuligo.rollout.turns import Turns
 from fuligo.types import IntArray, Prompt, Sample, SampleGroup
 
 
@@ -209,7 +210,7 @@ def world(
     )
     if state is not None:
         source.restore(state)
-    turns = asyncio.Semaphore(given.rollout_concurrency)
+    turns = Turns(given.rollout_concurrency or 512)
     single_turn = SingleTurn(engine, Tokenizer(), timeout_s=timeout_s)
     parts = RunnerParts(
         source=source,
@@ -218,6 +219,7 @@ def world(
         engines=engine,
         params=sampling_params(given),
         flags=given,
+        concurrency=given.rollout_concurrency or 512,
         group_filter=group_filter,
         sample_filter=sample_filter,
         policy_version=lambda: engine.version,

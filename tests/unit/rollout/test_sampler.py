@@ -7,6 +7,7 @@ import asyncio
 from fuligo.engines.generation import SamplingParams
 from fuligo.rollout.generate import SingleTurn
 from fuligo.rollout.sampler import Sampler, sampling_seed
+from fuligo.rollout.turns import Turns
 from fuligo.types import Sample
 from tests.unit.rollout.scripted import Rows, ScriptedEngine, Tokenizer
 
@@ -23,7 +24,7 @@ def test_seeds_are_the_same_in_every_process():
 
 async def test_a_continued_sample_stays_on_its_stream():
     engine = ScriptedEngine(lambda row, index: 50)
-    sampler = Sampler(SingleTurn(engine, Tokenizer(), timeout_s=9), seed=1, stream="train", turns=asyncio.Semaphore(1), timeout_s=9)
+    sampler = Sampler(SingleTurn(engine, Tokenizer(), timeout_s=9), seed=1, stream="train", turns=Turns(1), timeout_s=9)
     (prompt,) = Rows().take(1)
     sample = Sample(5, 0, prompt.prompt, prompt.prompt_ids)
     task = asyncio.create_task(sampler.sample(sample, SamplingParams(max_new_tokens=99)))

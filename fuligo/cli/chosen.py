@@ -1,0 +1,132 @@
+"""Choices that depend on this machine: the GPU to plan for, and SGLang in place of the embedded engine where it is installed."""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fuligo.config import Config
+from fuligo.config.changes import apply_changes, change_text
+from fuligo.config.findings import Change, Finding, Severity
+from fuligo.config.launcher import chosen_launcher
+from fuligo.config.schemas import schema
+from fuligo.config.validate import findings
+from fuligo.errors import ConfigError
+from fuligo.machine.facts import package_versions
+from fuligo.machine.nvidia import GPU_QUERY, Gpu, nvidia_smi, parse_devices
+from fuligo.planner.choices import apply_choices, choose
+from fuligo.planner.gpus import GPUS, known_gpu
+from fuligo.planner.make_plan import make_plan
+from fuligo.planner.plan import Choice
+from fuligo.planner.subject import read_subject
+from fuligo.quantities import as_typed
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Config with the chosen values, and what the plan finds in it."""
+
+    config: Config
+    findings: tuple[Finding, ...]
+    choices: tuple[str, ...]
+    """Lines for the console."""
+
+
+def checked(config: Config) -> Checked:
+    """Choose unset values for the GPUs of this machine and plan the run on them.
+
+    Without a known GPU here only rules apply, and to a model that the planner does not know only those about flags.
+    """
+    devices = find_devices(config)
+    config, engine = with_installed_engine(config, len(devices))
+    gpu = known_gpu(devices[0].name, devices[0].memory_bytes) if devices else None
+    try:
+        if gpu is not None:
+            plan = make_plan(config, gpu.name, "train")
+            return Checked(apply_choices(config, plan.choices), plan.findings, (*engine, *lines(plan.choices, config)))
+        from fuligo.planner.check import check
+
+        return Checked(config, check(read_subject(config, next(iter(GPUS)))), tuple(engine))
+    except ConfigError:
+        return Checked(config, findings(config), tuple(engine))
+
+
+def chosen_for_evaluation(config: Config) -> Checked:
+    """Choose unset values of the engines for the GPUs of this machine."""
+    devices = find_devices(config)
+    config, engine = with_installed_engine(config, len(devices))
+    gpu = known_gpu(devices[0].name, devices[0].memory_bytes) if devices else None
+    if gpu is None:
+        return Checked(config, (), tuple(engine))
+    try:
+        subject, choices = choose(read_subject(config, gpu.name))
+    except ConfigError:
+        return Checked(config, (), tuple(engine))
+    return Checked(subject.config, (), (*engine, *lines(choices, subject.config)))
+
+
+def find_devices(config: Config) -> tuple[Gpu, ...]:
+    """Return the GPUs of this machine that CUDA_VISIBLE_DEVICES leaves; none for a run on a CPU."""
+    if config.cluster.device == "cpu":
+        return ()
+    devices = parse_devices(nvidia_smi(*GPU_QUERY))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return devices
+    names = [name for name in visible.split(",") if name.strip()]
+    if all(name.strip().isdigit() for name in names):
+        return tuple(device for device in devices if str(device.index) in {name.strip() for name in names})
+    return devices[: len(names)]  # UUIDs
+
+
+def with_installed_engine(config: Config, num_gpus: int) -> tuple[Config, list[str]]:
+    """Return the config with SGLang as engine if it is installed and no flag chooses an engine, and a line about it.
+
+    On a single GPU trainer and engine take turns; else the engine gets one of its own.
+    """
+    if not num_gpus or not config.needs_engine or chosen_launcher(config) != "local":
+        return config, []
+    if config.cluster.rollout_backend != "auto" or config.resolved_rollout_backend != "embedded":
+        return _with_shared_gpus(config, num_gpus)
+    python = config.engine.engine_python or sys.executable
+    missing = [
+        name
+        for name, version in package_versions(("sglang", "sglang-router"), python, config.engine_environment.settings()).items()
+        if not version
+    ]
+    if missing:
+        slower = "sampling with the embedded engine, which on a GPU is about 4 x slower than SGLang"
+        wanted = " ".join(f"{name}=={schema(group).version}" for name, group in (("sglang", "sglang"), ("sglang-router", "router")))
+        return config, [f"{slower}; to use SGLang: {python} -m pip install {wanted}"]
+    changes = [Change(("cluster", "rollout_backend"), "sglang")]
+    if config.trains and config.num_train_gpus >= num_gpus:
+        changes.append(Change(("cluster", "colocate"), True))
+    elif config.trains:
+        changes.append(Change(("cluster", "rollout_num_gpus"), config.resolved_rollout_num_gpus_per_engine))
+    changed = apply_changes(config, changes)
+    if _breaks_rules(config, changed):
+        return config, []
+    return changed, [f"{as_typed(change_text(change) for change in changes)}: SGLang is installed"]
+
+
+def _with_shared_gpus(config: Config, num_gpus: int) -> tuple[Config, list[str]]:
+    """Return the config with --colocate if this machine has too few GPUs to separate trainer and engines, unless a flag counts them."""
+    flags = config.cluster
+    enough = config.total_num_gpus <= num_gpus or config.num_train_gpus > num_gpus
+    if enough or flags.colocate or flags.rollout_num_gpus is not None or not config.engine_capabilities.releases_memory:
+        return config, []
+    changed = apply_changes(config, [Change(("cluster", "colocate"), True)])
+    if _breaks_rules(config, changed):
+        return config, []
+    return changed, [f"--colocate: trainer and engines need {config.total_num_gpus} GPUs of their own, this machine has {num_gpus}"]
+
+
+def _breaks_rules(config: Config, changed: Config) -> bool:
+    known = {finding.id for finding in findings(config)}
+    return any(finding.severity is Severity.ERROR and finding.id not in known for finding in findings(changed))
+
+
+def lines(choices: tuple[Choice, ...], config: Config) -> Iterator[str]:
+    """Yield a line for the console per choice."""
+    for choice in choices:
+        yield f"{as_typed(change_text(change, config) for change in choice.changes)}: {choice.reason}"

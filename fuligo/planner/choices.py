@@ -1,0 +1,206 @@
+"""Values for flags that nobody set, chosen from the plan: requests and CUDA graphs of the engines, rows of the trainer.
+
+A run on GPUs and `fuligo plan` make the same choices from the same figures, before any rule is checked. Given flags are never changed.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import ceil
+
+from fuligo.config import Config
+from fuligo.config.changes import apply_changes
+from fuligo.config.findings import Change
+from fuligo.config.rules.cluster import SHARED_FRACTION
+from fuligo.config.topology import EngineGroupSpec, engine_groups, policy_model
+from fuligo.errors import ConfigError
+from fuligo.layout.megatron import layout_of
+from fuligo.planner.layout import make_layout
+from fuligo.planner.lengths import DEFAULT_PACKED_TOKENS, average_prompt, average_response, longest_sample
+from fuligo.planner.memory.bars import memory_bars, planned_engines
+from fuligo.planner.memory.engine import EngineMemory
+from fuligo.planner.plan import Choice
+from fuligo.planner.subject import Subject
+from fuligo.quantities import count, gibibytes, magnitude
+
+MAX_REQUESTS = 1024
+"""Requests that an attention replica runs at a time at most: the largest measured batch (docs/benchmarks-gpu.md). At this size decoding of
+a 135M model is bound by SGLang's scheduler process, and of a 4B model by the bandwidth of its KV cache."""
+MIN_REQUESTS = 256
+"""Requests for which an engine has graphs even if a wave is smaller: evaluations send more. SGLang's own default on large GPUs."""
+GRAPH_ARGUMENTS = ("cuda_graph_max_bs_decode", "cuda_graph_bs_decode", "cuda_graph_config", "disable_decode_cuda_graph")
+"""Arguments of SGLang that decide its graphs of decoding."""
+SMALLEST_ROW_TOKENS = 1024
+"""Rows shorter than this leave a GPU waiting for launches."""
+_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def choose(subject: Subject) -> tuple[Subject, tuple[Choice, ...]]:
+    """Return the subject with the chosen values, and the choices; nothing is chosen for a CPU."""
+    if subject.config.cluster.device == "cpu":
+        return subject, ()
+    try:
+        make_layout(subject)
+    except ConfigError:
+        return subject, ()  # the rules report the sizes
+    chosen: list[Choice] = []
+    for choices in (_memory_choices, _engine_choices, _trainer_choices):
+        try:
+            found = tuple(choices(subject))
+            changed = replace(subject, config=apply_choices(subject.config, found))
+        except ConfigError:
+            continue  # sizes that allow no layout: the rules report them
+        subject = changed
+        chosen += found
+    return subject, tuple(chosen)
+
+
+def apply_choices(config: Config, choices: Iterable[Choice]) -> Config:
+    """Return the config with the chosen values."""
+    return apply_changes(config, [change for choice in choices for change in choice.changes])
+
+
+def _memory_choices(subject: Subject) -> Iterator[Choice]:
+    """Choose the static share of engines that share their GPUs with a trainer."""
+    config = subject.config
+    if not config.takes_turns:
+        return
+    open_groups = [spec for spec in engine_groups(config) if spec.num_engines and spec.arguments.get("mem_fraction_static") is None]
+    if open_groups:
+        changes = tuple(dict.fromkeys(_argument(spec, "mem_fraction_static", SHARED_FRACTION) for spec in open_groups))
+        yield Choice(changes, "the offloaded trainer keeps some memory of the engines' GPUs")
+
+
+def _engine_choices(subject: Subject) -> Iterator[Choice]:
+    """Choose requests and graphs of the engines that sample, then the requests in flight.
+
+    Raises:
+        ConfigError: the engines cannot be planned.
+    """
+    config = subject.config
+    planned = [(spec, memory) for _, spec, memory in planned_engines(subject)]
+    if not planned:
+        return
+    policy = policy_model(config)
+    sampling = [(spec, memory) for spec, memory in planned if spec.model == policy and spec.worker_type in ("regular", "decode")]
+    num_engines = sum(spec.num_engines for spec, _ in sampling)
+    in_flight = 0
+    for spec, memory in sampling:
+        requests, reason = _requests(subject, spec, memory, num_engines)
+        in_flight += requests * spec.num_engines
+        if memory.settings.uses_deepep or spec.arguments.get("speculative_algorithm") is not None:
+            continue  # their graphs and requests follow other limits, which have rules of their own
+        changes = []
+        if spec.arguments.get("max_running_requests") is None:
+            changes.append(_argument(spec, "max_running_requests", requests))
+        if not _decides_graphs(spec):
+            graphs = max(memory.settings.graph_batch, ceil(requests / spec.dp_size))
+            changes.append(_argument(spec, "cuda_graph_max_bs_decode", graphs))
+        if changes:
+            yield Choice(tuple(changes), reason)
+    if in_flight and config.rollout.rollout_concurrency is None:
+        engines = f"the requests of {count(num_engines, 'engine')}"
+        yield Choice((Change(("rollout", "rollout_concurrency"), in_flight),), engines)
+
+
+def _requests(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, num_engines: int) -> tuple[int, str]:
+    """Return the requests that one engine of a group runs at a time, and why."""
+    given = memory.settings.max_running_requests
+    if given is not None:
+        return given, f"CUDA graphs for all of the {given} requests that an engine runs"
+    tokens = average_prompt(subject.config) + average_response(subject.config)
+    room = max(1, memory.kv_tokens // tokens) * spec.dp_size
+    share = max(MIN_REQUESTS, ceil(requests_wanted(subject) / num_engines))
+    most = MAX_REQUESTS * spec.dp_size
+    requests = min(share, room, most)
+    graphs = memory.settings.graph_batch * spec.dp_size
+    if _decides_graphs(spec) and 0 < graphs < requests:
+        return graphs, f"its CUDA graphs end at {graphs} requests; its share of a rollout is {share}"
+    if requests == share:
+        held = magnitude(memory.kv_tokens * spec.dp_size)
+        return requests, f"an engine's share of a rollout or {MIN_REQUESTS}, which its KV cache of {held} tokens holds"
+    if requests == room:
+        return requests, f"its KV cache of {magnitude(memory.kv_tokens * spec.dp_size)} tokens holds {requests} samples of {tokens} tokens"
+    return requests, f"the largest batch chosen unasked; its share of a rollout is {share}"
+
+
+def _decides_graphs(spec: EngineGroupSpec) -> bool:
+    """Return whether the user's flags decide the graphs of decoding."""
+    return any(spec.arguments.get(name) is not None for name in GRAPH_ARGUMENTS)
+
+
+def requests_wanted(subject: Subject) -> int:
+    """Return the requests that a run would have in flight without a limit."""
+    config = subject.config
+    rollout = config.rollout
+    if config.data.prompt_data is None and config.has_eval:  # an evaluation alone, which sends everything at once
+        return MAX_REQUESTS * max(1, config.resolved_rollout_num_gpus)
+    prompts = config.resolved_over_sampling_batch_size
+    if rollout.async_mode == "full":
+        prompts = max(prompts, rollout.rollout_batch_size * ((rollout.max_staleness or 0) + 1))
+    return prompts * rollout.n_samples_per_prompt
+
+
+def _argument(spec: EngineGroupSpec, name: str, value: float) -> Change:
+    """Return the change of an argument of one group's engines alone."""
+    if spec.place is None:
+        return Change(("sglang", name), value)
+    model, group = spec.place
+    return Change(("engine", "sglang_config", model, "server_groups", group, "overrides", name), value)
+
+
+def _trainer_choices(subject: Subject) -> Iterator[Choice]:
+    """Choose shorter rows, then recomputation, then Adam on the CPU, if the trainer does not fit without.
+
+    Raises:
+        ConfigError: the sizes allow no layout.
+    """
+    config = subject.config
+    rows_given = config.train.max_tokens_per_gpu is not None or config.train.micro_batch_size is not None
+    if config.debug.debug_rollout_only or rows_given:
+        return
+    needed = _trainer_excess(subject)
+    if needed <= 0:
+        return
+    for changes, what in _smaller_trainers(subject):
+        if _trainer_excess(replace(subject, config=apply_changes(config, changes))) <= 0:
+            yield Choice(
+                changes, f"{what}: rows of {DEFAULT_PACKED_TOKENS} tokens need {gibibytes(needed)} more than {subject.gpu.name} has"
+            )
+            return
+
+
+def _trainer_excess(subject: Subject) -> int:
+    """Return the bytes by which the fullest GPU of the trainer exceeds its memory; negative if it fits.
+
+    Raises:
+        ConfigError: the sizes allow no layout.
+    """
+    bars = [bar for bar in memory_bars(subject, make_layout(subject)) if bar.pipeline_rank is not None]
+    return max((bar.used_bytes - bar.capacity_bytes for bar in bars), default=0)
+
+
+def _smaller_trainers(subject: Subject) -> Iterator[tuple[tuple[Change, ...], str]]:
+    """Yield changes that save memory, the cheapest first."""
+    config, shape = subject.config, layout_of(subject.config)
+    longest = ceil(longest_sample(config) / shape.cp)
+    sizes = [tokens for tokens in (4096, 2048, SMALLEST_ROW_TOKENS) if tokens > longest]
+    rows = [*sizes, max(longest, SMALLEST_ROW_TOKENS)]
+    recompute: tuple[Change, ...] = ()
+    if subject.config.resolved_train_backend != "megatron" and not config.model.gradient_checkpointing:
+        recompute = (Change(("model", "gradient_checkpointing"), True),)
+    elif subject.config.resolved_train_backend == "megatron" and config.parallel.recompute_granularity != "full":
+        recompute = tuple(Change(("parallel", name), value) for name, value in _RECOMPUTE.items())
+    offload: tuple[Change, ...] = ()
+    if subject.config.resolved_train_backend == "megatron" and not config.optimizer.optimizer_cpu_offload:
+        names = ("optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer")
+        offload = tuple(Change(("optimizer", name), True) for name in names)
+    for tokens in rows:
+        yield _rows(tokens), f"rows of {tokens} tokens"
+    for extra, what in ((recompute, "recomputation"), (recompute + offload, "recomputation and Adam on the CPU")):
+        if extra:
+            for tokens in (DEFAULT_PACKED_TOKENS, *rows):
+                yield (*_rows(tokens), *extra), f"{what}, rows of {tokens} tokens"
+
+
+def _rows(tokens: int) -> tuple[Change, ...]:
+    return (Change(("train", "use_dynamic_batch_size"), True), Change(("train", "max_tokens_per_gpu"), tokens))

@@ -1,0 +1,96 @@
+"""Tests of the choices that follow from this machine's GPUs and packages, with a driver that reports given GPUs."""
+
+from pathlib import Path
+
+import pytest
+
+from fuligo.cli import chosen
+from fuligo.cli.chosen import Checked, checked
+from fuligo.config.command_line import parse
+from fuligo.config.findings import Severity
+from tests import tiny
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+JOB = "--prompt-data prompts.jsonl --label-key label --rm-type math --num-rollout 2 --rollout-max-response-len 64"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch):
+    """Return a function that gives the machine GPUs and packages."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def has(num_gpus: int, name: str = "NVIDIA H200, 143771", *, sglang: bool = True) -> None:
+        text = "".join(f"{index}, {name}, 580.159\n" for index in range(num_gpus))
+        monkeypatch.setattr(chosen, "nvidia_smi", lambda *arguments: text)
+        monkeypatch.setattr(chosen, "package_versions", lambda names, *rest: dict.fromkeys(names, "1" if sglang else None))
+
+    return has
+
+
+def plan(model: Path, flags: str = "") -> Checked:
+    return checked(parse(["--hf-checkpoint", str(model), *JOB.split(), *flags.split()]).config)
+
+
+def errors(found: Checked) -> list[str]:
+    return [finding.id for finding in found.findings if finding.severity is Severity.ERROR]
+
+
+@pytest.mark.parametrize("num_gpus, shares", [(1, True), (2, False)])
+def test_gpus_without_flags_sample_with_sglang_where_it_is_installed(model: Path, machine, num_gpus: int, shares: bool) -> None:
+    machine(num_gpus)
+    found = plan(model)
+    assert found.config.resolved_rollout_backend == "sglang" and found.config.cluster.colocate is shares
+    assert found.choices[0].endswith("SGLang is installed")
+    assert errors(found) == []
+
+
+def test_without_sglang_a_line_says_what_that_costs(model: Path, machine) -> None:
+    machine(1, sglang=False)
+    found = plan(model)
+    assert found.config.resolved_rollout_backend == "embedded"
+    assert "4 x slower than SGLang" in found.choices[0] and "pip install sglang==" in found.choices[0]
+
+
+@pytest.mark.parametrize("flags", ["--rollout-backend embedded", "--device cpu"])
+def test_given_flags_and_cpus_keep_the_embedded_engine(model: Path, machine, flags: str) -> None:
+    machine(1)
+    found = plan(model, flags)
+    assert found.config.resolved_rollout_backend == "embedded" and found.choices == ()
+
+
+def test_a_machine_without_gpus_chooses_nothing(model: Path, machine) -> None:
+    machine(0)
+    found = plan(model)
+    assert found.choices == () and found.config.rollout.rollout_concurrency is None
+
+
+def test_one_gpu_is_shared_also_where_a_flag_asks_for_sglang(model: Path, machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    found = plan(model, "--sglang-attention-backend triton --rollout-num-gpus-per-engine 1")
+    assert found.config.cluster.colocate
+    assert found.choices[0] == "--colocate: trainer and engines need 2 GPUs of their own, this machine has 1"
+
+
+def test_a_run_that_does_not_fit_is_refused_with_a_fix(machine) -> None:
+    machine(1, "NVIDIA GeForce RTX 4090, 24564")
+    path = EXAMPLES / "qwen3-4b" / "model"
+    found = checked(parse(["--hf-checkpoint", str(path), *JOB.split(), "--rollout-backend", "sglang", "--colocate"]).config)
+    assert "PLAN-MEMORY-TRAINER" in errors(found)
+
+
+def test_an_unknown_gpu_is_not_planned_for(model: Path, machine) -> None:
+    machine(1, "NVIDIA T4, 15360")
+    assert plan(model).config.rollout.rollout_concurrency is None
+
+
+def test_engines_alone_need_no_gpus_of_a_trainer(model: Path, machine) -> None:
+    machine(1)
+    found = plan(model, "--rollout-backend sglang --debug-rollout-only")
+    assert errors(found) == [] and found.config.total_num_gpus == 1 and not found.config.cluster.colocate

@@ -1,0 +1,136 @@
+"""Tests of values chosen for flags that are not given: what follows from what."""
+
+from dataclasses import replace
+
+import pytest
+
+from fuligo.config.changes import change_text
+from fuligo.planner import lengths
+from fuligo.planner.choices import MAX_REQUESTS, choose
+from fuligo.planner.estimate import estimate
+from fuligo.planner.gpus import GIB, GPUS
+from fuligo.planner.subject import Subject
+from tests.unit.planner.subjects import GLM45_FP8, facts, subject_of
+
+SHARED = "--train-backend torch --rollout-backend sglang --colocate"
+ENGINES = "--train-backend torch --rollout-backend sglang --debug-rollout-only --rollout-max-response-len 512 --n-samples-per-prompt 16"
+
+
+def chosen(flags: str, model: str = "qwen3-4b", gpu: str = "h200-141") -> dict[str, object]:
+    """Return the chosen values by option name."""
+    _, choices = choose(subject_of(flags, model, gpu))
+    return {str(change.path[-1]): change.value for choice in choices for change in choice.changes}
+
+
+def test_graphs_and_requests_in_flight_cover_the_wave() -> None:
+    found = chosen(f"{ENGINES} --rollout-batch-size 32")
+    assert found == {"max_running_requests": 512, "cuda_graph_max_bs_decode": 512, "rollout_concurrency": 512}
+
+
+@pytest.mark.parametrize("num_engines, each", [(1, 1024), (2, 1024), (4, 512)])
+def test_requests_are_counted_per_engine(num_engines: int, each: int) -> None:
+    found = chosen(f"{ENGINES} --rollout-batch-size 128 --rollout-num-gpus {num_engines}")
+    assert found["max_running_requests"] == found["cuda_graph_max_bs_decode"] == each <= MAX_REQUESTS
+    assert found["rollout_concurrency"] == num_engines * each
+
+
+def test_small_waves_keep_the_graphs_of_evaluations() -> None:
+    assert chosen(f"{ENGINES} --rollout-batch-size 1")["cuda_graph_max_bs_decode"] == 256
+
+
+def test_the_kv_cache_limits_the_requests() -> None:
+    long = f"{ENGINES} --rollout-batch-size 64 --rollout-max-response-len 32768"
+    found, subject = chosen(long), subject_of(long, "qwen3-4b", "h200-141")
+    [capacity] = estimate(subject).capacities
+    tokens = lengths.average_prompt(subject.config) + lengths.average_response(subject.config)
+    assert found["max_running_requests"] == found["rollout_concurrency"]
+    assert found["max_running_requests"] == pytest.approx(capacity.kv_cache_tokens // tokens, rel=0.05)
+    assert found["cuda_graph_max_bs_decode"] == 256, "not below SGLang's own default"
+
+
+def test_given_graphs_limit_the_requests_and_that_is_said() -> None:
+    subject, choices = choose(
+        subject_of(f"{ENGINES} --rollout-batch-size 64 --sglang-cuda-graph-max-bs-decode 300", "qwen3-4b", "h200-141")
+    )
+    assert subject.config.sglang.get("cuda_graph_max_bs_decode") == 300
+    assert subject.config.sglang.get("max_running_requests") == subject.config.rollout.rollout_concurrency == 300
+    assert choices[0].reason == "its CUDA graphs end at 300 requests; its share of a rollout is 1024"
+
+
+def test_given_requests_get_graphs() -> None:
+    found = chosen(f"{ENGINES} --rollout-batch-size 64 --sglang-max-running-requests 700")
+    assert found == {"cuda_graph_max_bs_decode": 700, "rollout_concurrency": 700}
+
+
+def test_given_requests_in_flight_win() -> None:
+    assert "rollout_concurrency" not in chosen(f"{ENGINES} --rollout-batch-size 64 --rollout-concurrency 100")
+
+
+def test_graphs_take_memory_from_the_cache() -> None:
+    small = subject_of(f"{ENGINES} --rollout-batch-size 4", "qwen3-4b", "h100-80")
+    large = subject_of(f"{ENGINES} --rollout-batch-size 64", "qwen3-4b", "h100-80")
+    graphs = []
+    for subject in (small, large):
+        [bar] = [bar for bar in estimate(choose(subject)[0]).memory if bar.engine_group == 0]
+        graphs.append(next(item.num_bytes for item in bar.items if item.name == "graphs"))
+    assert graphs[1] > graphs[0]
+
+
+@pytest.mark.parametrize("flags, model", [(f"{ENGINES} --device cpu", "qwen3-4b"), (GLM45_FP8, "glm4.5-355b")])
+def test_engines_with_limits_of_their_own_are_left_alone(flags: str, model: str) -> None:
+    found = chosen(flags, model, "h200-141")
+    assert "max_running_requests" not in found and "cuda_graph_max_bs_decode" not in found
+
+
+def test_shared_gpus_leave_room_for_the_trainer() -> None:
+    assert chosen(SHARED)["mem_fraction_static"] == 0.7
+    assert "mem_fraction_static" not in chosen(f"{SHARED} --sglang-mem-fraction-static 0.5")
+
+
+def of_memory(gib: float) -> Subject:
+    subject = subject_of(SHARED, "qwen3-4b", "h200-141")
+    return replace(subject, gpu=replace(GPUS["h200-141"], memory_bytes=int(gib * GIB)))
+
+
+def test_rows_shrink_then_layers_are_recomputed() -> None:
+    """Rows of 8,192 tokens of this model take 130 GiB and more; the cheapest change that fits is chosen."""
+    kept, rows, recomputed = (choose(of_memory(gib))[0].config for gib in (300, 131, 90))
+    assert kept.train.max_tokens_per_gpu is None and not kept.model.gradient_checkpointing
+    assert rows.train.use_dynamic_batch_size and rows.train.max_tokens_per_gpu in (1024, 2048, 4096)
+    assert not rows.model.gradient_checkpointing
+    assert recomputed.model.gradient_checkpointing
+
+
+def test_given_rows_are_kept() -> None:
+    subject = of_memory(105)
+    given = replace(subject, config=subject_of(f"{SHARED} --use-dynamic-batch-size --max-tokens-per-gpu 8192", "qwen3-4b").config)
+    assert choose(given)[0].config.train.max_tokens_per_gpu == 8192
+
+
+def test_every_choice_says_why() -> None:
+    _, choices = choose(subject_of(f"{ENGINES} --rollout-batch-size 64", "qwen3-4b", "h200-141"))
+    assert all(choice.reason and all(change_text(change).startswith("--") for change in choice.changes) for choice in choices)
+
+
+MEASURED_ROLLOUTS = [
+    # docs/benchmarks-gpu.md: requests of 105 tokens, their longest response, the mean measured, and the seconds of a rollout
+    ("qwen3-4b", 512, 1.0, 21.8),
+]
+
+
+@pytest.mark.parametrize("model, longest, share, seconds", MEASURED_ROLLOUTS)
+def test_rollouts_take_as_long_as_measured(model: str, longest: int, share: float, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lengths, "AVERAGE_OF_LONGEST", share)
+    monkeypatch.setattr(lengths, "ASSUMED_PROMPT_TOKENS", 105)
+    flags = f"{ENGINES} --rollout-batch-size 64 --rollout-max-response-len {longest}"
+    subject, _ = choose(subject_of(flags, model, "h200-141"))
+    [rollout] = estimate(subject).phases
+    assert seconds / 1.5 < rollout.duration_s < seconds * 1.5
+
+
+def test_decoding_without_graphs_costs_a_multiple() -> None:
+    flags = f"{ENGINES} --rollout-batch-size 32 --sglang-max-running-requests 512"
+    with_graphs = estimate(choose(subject_of(flags, "qwen3-4b", "h200-141"))[0]).step_s
+    without = estimate(subject_of(f"{flags} --sglang-cuda-graph-max-bs-decode 256", "qwen3-4b", "h200-141")).step_s
+    assert without > 2 * with_graphs
+    assert facts("qwen3-4b").num_layers == 36

@@ -12,8 +12,8 @@ from fuligo.config.launcher import chosen_launcher
 from fuligo.config.schemas import schema
 from fuligo.config.validate import findings
 from fuligo.errors import ConfigError
-from fuligo.machine.facts import package_versions
 from fuligo.machine.nvidia import GPU_QUERY, Gpu, nvidia_smi, parse_devices
+from fuligo.machine.packages import package_versions
 from fuligo.planner.choices import apply_choices, choose
 from fuligo.planner.gpus import GPUS, known_gpu
 from fuligo.planner.make_plan import make_plan

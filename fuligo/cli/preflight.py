@@ -38,7 +38,7 @@ from fuligo.formats.hugging_face import (
     read_model_config,
 )
 from fuligo.formats.quantisation import EngineQuantisation
-from fuligo.machine.facts import package_version, package_versions
+from fuligo.machine.packages import package_version, package_versions
 from fuligo.models.registry import names_of
 from fuligo.planner.rules.model import unknown_tokens
 from fuligo.rollout.eval_sets import eval_set_specs

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import os
 import platform
 import shutil
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,14 +11,6 @@ from fuligo.limits import available_memory_bytes, memory_bytes, num_cores, raise
 from fuligo.machine.nvidia import Gpus, read_gpus
 
 SHARED_MEMORY = Path("/dev/shm")
-IMPORT_TIMEOUT_S = 60.0
-_VERSIONS = """
-import importlib.metadata, json, sys
-def version(name):
-    try: return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError: return None
-print(json.dumps({name: version(name) for name in sys.argv[1:]}))
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,34 +65,6 @@ def read_machine() -> Machine:
         shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
         num_open_files=raise_open_files(),
     )
-
-
-def package_version(package: str) -> str | None:
-    """Return the version of an installed package, None if it is missing."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def package_versions(
-    packages: Sequence[str], python: str = sys.executable, environment: Mapping[str, str] | None = None
-) -> dict[str, str | None]:
-    """Return the versions of several packages, also for another interpreter; None for all if that fails to run.
-
-    Args:
-        environment: variables added to those of this process, such as PYTHONPATH.
-    """
-    if Path(python) == Path(sys.executable) and not environment:
-        return {package: package_version(package) for package in packages}
-    try:
-        command = [python, "-c", _VERSIONS, *packages]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=True, env={**os.environ, **(environment or {})}
-        )
-        return json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return dict.fromkeys(packages)
 
 
 def _torch() -> tuple[Torch | None, str | None]:

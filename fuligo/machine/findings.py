@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fuligo.machine.facts import SHARED_MEMORY, Machine, package_version
+from fuligo.machine.facts import SHARED_MEMORY, Machine
+from fuligo.machine.packages import package_version
 
 PACKAGES = ("transformers", "safetensors", "pydantic", "pyarrow", "aiohttp", "fastapi", "uvicorn", "math-verify")
 OPTIONAL_PACKAGES = ("tensorboard", "wandb", "sglang", "sglang-router", "megatron-core", "transformer-engine", "ray")

@@ -13,8 +13,9 @@ from fuligo.config.topology import engine_groups
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.server import PORTS_PER_ENGINE
 from fuligo.errors import EngineError
-from fuligo.machine.facts import Machine, package_versions
+from fuligo.machine.facts import Machine
 from fuligo.machine.findings import Finding
+from fuligo.machine.packages import package_versions
 from fuligo.quantities import amount
 
 Versions = Callable[[Sequence[str], str, Mapping[str, str]], Mapping[str, str | None]]

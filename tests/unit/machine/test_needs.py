@@ -9,10 +9,11 @@ import pytest
 
 from fuligo.config import Config
 from fuligo.config.command_line import parse
-from fuligo.machine.facts import Machine, Torch, package_versions, read_machine
+from fuligo.machine.facts import Machine, Torch, read_machine
 from fuligo.machine.findings import Finding, machine_findings
 from fuligo.machine.needs import needs
 from fuligo.machine.nvidia import Gpus
+from fuligo.machine.packages import package_versions
 from tests.unit.machine.test_nvidia import gpus
 
 LAPTOP = Machine("3.11.9", "Linux x86_64", Torch("2.13.0+cpu", num_threads=8), None, num_open_files=20_000, shared_memory_bytes=8 * 1024**3)

@@ -2,8 +2,8 @@
 
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from fuligo.config import Config
 from fuligo.config.changes import apply_changes, change_text
@@ -43,12 +43,26 @@ def checked(config: Config) -> Checked:
     try:
         if gpu is not None:
             plan = make_plan(config, gpu.name, "train")
-            return Checked(apply_choices(config, plan.choices), plan.findings, (*engine, *lines(plan.choices, config)))
+            return Checked(
+                apply_choices(config, plan.choices), tuple(_refused(plan.findings, config)), (*engine, *lines(plan.choices, config))
+            )
         from fuligo.planner.check import check
 
         return Checked(config, check(read_subject(config, next(iter(GPUS)))), tuple(engine))
     except ConfigError:
         return Checked(config, findings(config), tuple(engine))
+
+
+def _refused(found: Iterable[Finding], config: Config) -> Iterator[Finding]:
+    """Yield the plan's findings; --ignore-memory-plan turns errors about memory, which are estimates, into warnings."""
+    for finding in found:
+        if finding.severity is Severity.WARNING or not finding.id.startswith("PLAN-MEMORY"):
+            yield finding
+        elif config.debug.ignore_memory_plan:
+            yield replace(finding, severity=Severity.WARNING)
+        else:
+            start = "To start all the same: --ignore-memory-plan."
+            yield replace(finding, advice=f"{finding.advice} {start}" if finding.advice else start)
 
 
 def chosen_for_evaluation(config: Config) -> Checked:

@@ -162,8 +162,9 @@ class ObservabilityFlags(FlagGroup):
 
 
 class DebugFlags(FlagGroup):
-    """Runs of one side of the system alone."""
+    """Runs of one side of the system alone, and against the plan."""
 
+    ignore_memory_plan: bool = flag(False, "start although the plan finds that GPUs have too little memory; it may overestimate")
     debug_rollout_only: bool = flag(False, "sample and score, never train", source="slime")
     debug_train_only: bool = flag(False, "train on --load-debug-rollout-data, start no engine", source="slime")
     save_debug_rollout_data: str | None = flag(

@@ -8,6 +8,7 @@ from fuligo.cli import chosen
 from fuligo.cli.chosen import Checked, checked
 from fuligo.config.command_line import parse
 from fuligo.config.findings import Severity
+from fuligo.config.validate import described
 from tests import tiny
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -83,6 +84,17 @@ def test_a_run_that_does_not_fit_is_refused_with_a_fix(machine) -> None:
     path = EXAMPLES / "qwen3-4b" / "model"
     found = checked(parse(["--hf-checkpoint", str(path), *JOB.split(), "--rollout-backend", "sglang", "--colocate"]).config)
     assert "PLAN-MEMORY-TRAINER" in errors(found)
+    (refusal,) = (finding for finding in found.findings if finding.id == "PLAN-MEMORY-TRAINER")
+    assert "--ignore-memory-plan" in described(refusal, found.config)
+
+
+def test_a_run_that_does_not_fit_by_the_plan_starts_if_a_flag_says_so(machine) -> None:
+    machine(1, "NVIDIA GeForce RTX 4090, 24564")
+    path = EXAMPLES / "qwen3-4b" / "model"
+    flags = [*JOB.split(), "--rollout-backend", "sglang", "--colocate", "--ignore-memory-plan"]
+    found = checked(parse(["--hf-checkpoint", str(path), *flags]).config)
+    assert errors(found) == []
+    assert any(finding.id == "PLAN-MEMORY-TRAINER" for finding in found.findings)
 
 
 def test_an_unknown_gpu_is_not_planned_for(model: Path, machine) -> None:

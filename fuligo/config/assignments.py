@@ -29,7 +29,6 @@ ALTERNATIVES = (
     ("rm_type", "custom_rm_path"),
     ("opd_teacher_load", "opd_teacher_url"),
     ("only_train_params_name_list", "freeze_params_name_list"),
-    ("rollout_num_gpus", "rollout_external_engine_addrs"),
     ("debug_rollout_only", "debug_train_only"),
 )
 """Flags that set the same thing: one on the command line replaces the other in the file."""

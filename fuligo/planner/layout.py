@@ -40,7 +40,7 @@ def make_layout(subject: Subject) -> ClusterLayout:
     engines_at = engine_slots(trainers_at, len(engine_ranks), per_node, shares=config.shares_gpus or embedded)
     trainers = dict(zip(trainers_at, trainer_ranks(shape)))
     engines = dict(zip(engines_at, engine_ranks))
-    num_nodes = 1 + max(node for node, _ in [*trainers_at, *engines_at])
+    num_nodes = 1 + max((node for node, _ in [*trainers_at, *engines_at]), default=0)
     return ClusterLayout(
         num_nodes=num_nodes,
         num_gpus_per_node=per_node,

@@ -20,12 +20,13 @@ import asyncio, sys
 from pathlib import Path
 import ray
 from fuligo.cluster.cluster import Node, ordinals
+from fuligo.config.secret import Environment
 from fuligo.cluster.reservation import reserve, start_agent
 from fuligo.engines.sglang.server import ServerPorts, ServerSettings
 
 async def start(python, log):
     reservation = await reserve([2], "cuda")
-    agent = start_agent(reservation, reservation.bundles[0], "cuda", {})
+    agent = start_agent(reservation, reservation.bundles[0], "cuda", Environment())
     node = Node(reservation.bundles[0], agent, await agent.gpus.remote())
     print("has", *node.gpus)
     place = {"gpu_ids": ordinals(node, [1]), "python": python}

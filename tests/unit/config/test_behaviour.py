@@ -43,7 +43,7 @@ update-weights-interval check-weight-update-equal async-mode debug-rollout-only 
 load-debug-rollout-data use-fault-tolerance rollout-health-check-interval rollout-health-check-timeout
 custom-generate-function-path rollout-function-path data-source-path rollout-sample-filter-path custom-reward-post-process-path
 custom-advantage-function-path custom-loss-function-path custom-tis-function-path custom-model-provider-path before-train-step-path
-train-backend rollout-backend device run-dir
+train-backend rollout-backend device run-dir sink-path
 """,
 )
 

@@ -19,7 +19,7 @@ SCRIPTS = HERE.parents[2] / "scripts"
 STUBBED = "python python3 ray torchrun ssh scp pkill killall nvidia-smi sleep curl wget pip git hostname pgrep conda hf".split()  # noqa: SIM905
 STUB = r"""#!/bin/bash
 case "${0##*/} $*" in
-  *train.py* | *train_async.py*) printf '%s\0' "$@" >>"$RECORDED" ;;
+  *train.py* | *train_async.py* | "python3 -m fuligo train "*) printf '%s\0' "$@" >>"$RECORDED" ;;
   "nvidia-smi topo"*) printf 'GPU0\tX\tNV18\n' ;;
   "hostname -I"*) echo 127.0.0.1 ;;
   pgrep*) exit 1 ;;
@@ -42,7 +42,11 @@ def by_bash(script: Path, folder: Path, variables: dict[str, str]) -> list[str]:
     environment = {"PATH": f"{stubs}:/usr/bin:/bin", "RECORDED": str(recorded), "HOME": "/root", "USER": "root", **variables}
     subprocess.run([BASH, script], env=environment, cwd=folder, timeout=30, check=False, capture_output=True)
     words = recorded.read_text().split("\0")[:-1]
-    start = next(index for index, word in enumerate(words) if word.endswith(("train.py", "train_async.py")))
+    start = next(
+        index
+        for index, word in enumerate(words)
+        if word.endswith(("train.py", "train_async.py")) or words[index - 1 : index + 1] == ["fuligo", "train"]
+    )
     assert not any(word.endswith("train.py") for word in words[start + 1 :])
     return words[start + 1 :]
 

@@ -112,12 +112,12 @@ def test_what_the_user_sets_reaches_the_job(tmp_path: Path):
     assert config.checkpoint.save == "/data/GLM-5.2_fuligo"
     assert config.data.num_rollout == 5
     assert (
-        config.cluster.env["NCCL_SOCKET_IFNAME"]
-        == config.cluster.env["GLOO_SOCKET_IFNAME"]
-        == config.cluster.env["TP_SOCKET_IFNAME"]
+        config.cluster.env.reveal()["NCCL_SOCKET_IFNAME"]
+        == config.cluster.env.reveal()["GLOO_SOCKET_IFNAME"]
+        == config.cluster.env.reveal()["TP_SOCKET_IFNAME"]
         == "ib0"
     )
-    assert config.cluster.env["NVSHMEM_DISABLE_NCCL"] == "1"
+    assert config.cluster.env.reveal()["NVSHMEM_DISABLE_NCCL"] == "1"
     assert config.megatron.get("rotary_base") == 5
 
 

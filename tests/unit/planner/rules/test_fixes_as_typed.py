@@ -63,6 +63,9 @@ def edited(values: dict[str, Any], step: str) -> None:
 def fixed_as_typed(config: Config, finding: Finding, file: Path) -> Config:
     """Return the config after typing the fix and editing the config file as it says."""
     values = config.model_dump(mode="json", exclude_defaults=True)
+    for group, name, environment in (("cluster", "env", config.cluster.env), ("engine", "engine_env", config.engine.engine_env)):
+        if name in values.get(group, {}):
+            values[group][name] = environment.reveal()
     typed: list[str] = []
     for step in filter(None, shown(finding, config).split("; ")):
         if step.startswith("--"):

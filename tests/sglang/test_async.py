@@ -11,6 +11,7 @@ from fuligo.engines.sglang.fleet import Fleet
 from tests.e2e.command import succeed
 from tests.e2e.conftest import Job, job, prompts
 from tests.e2e.records import evaluations, metrics, sample_rows
+from tests.sglang.conftest import KEYS
 
 __all__ = ["job", "prompts"]
 
@@ -31,7 +32,9 @@ def test_no_token_is_older_than_the_mode_allows(mode: dict, running: Fleet, job:
             eval_interval=2,
             num_rollout=NUM_ROLLOUT,
             run_dir=run_dir,
-        )
+        ),
+        FULIGO_ENGINE_KEY=KEYS.requests,
+        FULIGO_ENGINE_ADMIN_KEY=KEYS.control,
     )
     rows = [row for row in sample_rows(run_dir, "kept", "versions", "engine_logprobs", "trainer_logprobs") if row["kept"]]
     ages = [np.array(row["step"]) - np.array(row["versions"]) for row in rows]

@@ -97,7 +97,31 @@ def build_sampling(
             teacher=teacher,
         )
         return Sampling(custom, source, eval_generate, activity)
-    parts = RunnerParts(
+    parts = _runner_parts(
+        config,
+        args,
+        source=source,
+        generate=generate,
+        reward=reward if teacher is None else RewardWithTeacher(reward, teacher),
+        engines=engines,
+        policy_version=policy_version,
+    )
+    if config.rollout.async_mode == "full":
+        return Sampling(ContinuousRunner(parts, admission=_admission(config, num_rollout)), source, eval_generate, activity)
+    return Sampling(RolloutRunner(parts, aligned_waves=_reproducible(config)), source, eval_generate, activity)
+
+
+def _runner_parts(
+    config: Config,
+    args: ArgsView,
+    *,
+    source: GroupStream,
+    generate: GenerateFn,
+    reward: RewardFn,
+    engines: EngineGroup,
+    policy_version: Callable[[], int],
+) -> RunnerParts:
+    return RunnerParts(
         source=source,
         sampler=Sampler(
             generate,
@@ -106,7 +130,7 @@ def build_sampling(
             turns=Turns(config.resolved_rollout_concurrency),
             timeout_s=config.rollout.rollout_timeout_s,
         ),
-        reward=reward if teacher is None else RewardWithTeacher(reward, teacher),
+        reward=reward,
         engines=engines,
         params=sampling_params(config.rollout),
         flags=config.rollout,
@@ -116,9 +140,6 @@ def build_sampling(
         sample_filter=_adapted(config, args, "rollout_sample_filter_path", sample_filter),
         policy_version=policy_version,
     )
-    if config.rollout.async_mode == "full":
-        return Sampling(ContinuousRunner(parts, admission=_admission(config, num_rollout)), source, eval_generate, activity)
-    return Sampling(RolloutRunner(parts, aligned_waves=_reproducible(config)), source, eval_generate, activity)
 
 
 def _admission(config: Config, num_rollout: int) -> Admission:

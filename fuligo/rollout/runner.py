@@ -103,7 +103,7 @@ class RolloutRunner:
         run.aborted = sorted(unfinished, key=lambda group: group.index)
         self._parts.source.put_back(run.aborted)
         if failure is not None:
-            groups = run.sorted_out(kept=())
+            groups = run.mark_kept(kept=())
             alike = equal_rewards([group for group in groups if group.index in run.sampling.dropped], self._parts.reward_key)
             raise UnfilledRolloutError(f"{failure} Dropped groups: {alike}." if alike else str(failure), step, groups) from failure
         run.counts.elapsed_s = time.monotonic() - started_s
@@ -135,7 +135,7 @@ class RolloutRunner:
 
     def _conclude(self, run: _Run) -> Rollout:
         """Mark every group kept or dropped, and apply the sample filter to those kept."""
-        groups = run.sorted_out(run.sampling.chosen())
+        groups = run.mark_kept(run.sampling.chosen())
         if self._parts.sample_filter is not None:
             self._parts.sample_filter([group for group in groups if group.kept])
         metrics = sample_metrics(groups, reward_key=self._parts.reward_key, policy_version=run.version)
@@ -156,8 +156,8 @@ class _Run:
     aborted: list[SampleGroup] = field(default_factory=list)
     counts: RolloutCounts = field(default_factory=RolloutCounts)
 
-    def sorted_out(self, kept: Collection[int]) -> list[SampleGroup]:
-        """Return all groups by index, each marked as kept or with the reason why it is not."""
+    def mark_kept(self, kept: Collection[int]) -> list[SampleGroup]:
+        """Mark every drawn group as kept, or with the reason why it is not, and return all in the order of their indices."""
         aborted = {group.index for group in self.aborted}
         for index, group in self.groups.items():
             group.kept = index in kept

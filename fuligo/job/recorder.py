@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+from fuligo.errors import FuligoError
 from fuligo.observability.metrics import perf_metrics, step_record
 from fuligo.observability.progress import Progress
 from fuligo.observability.run_directory import RunDirectory
@@ -72,9 +73,16 @@ class RunRecorder:
         self._progress.record(record)
 
     def record_unfilled(self, error: UnfilledRolloutError) -> None:
-        """Write the samples of a rollout that was not filled, which show why; a resume samples that step again."""
-        if self._save_samples:
+        """Write the samples of a rollout that was not filled, which show why; a resume samples that step again.
+
+        A failed write is logged, since `error` is what ends the run.
+        """
+        if not self._save_samples:
+            return
+        try:
             self._directory.write_samples(error.step, error.groups, reward_key=self._reward_key)
+        except FuligoError as failure:
+            logger.warning("the samples of rollout %d are lost: %s", error.step, failure)
 
     def record_evaluation(self, num_rollouts: int, evaluation: Evaluation) -> None:
         """Write an evaluation to disk, the sinks and the console.

@@ -49,8 +49,9 @@ def checked(config: Config) -> Checked:
         from fuligo.planner.check import check
 
         return Checked(config, check(read_subject(config, next(iter(GPUS)))), tuple(engine))
-    except ConfigError:
-        return Checked(config, findings(config), tuple(engine))
+    except ConfigError as error:
+        unplanned = () if gpu is None else (f"starting without a plan of memory and time: {error}",)
+        return Checked(config, findings(config), (*engine, *unplanned))
 
 
 def _refused(found: Iterable[Finding], config: Config) -> Iterator[Finding]:

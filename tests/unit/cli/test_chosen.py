@@ -106,3 +106,11 @@ def test_engines_alone_need_no_gpus_of_a_trainer(model: Path, machine) -> None:
     machine(1)
     found = plan(model, "--rollout-backend sglang --debug-rollout-only")
     assert errors(found) == [] and found.config.total_num_gpus == 1 and not found.config.cluster.colocate
+
+
+def test_a_run_that_cannot_be_planned_says_so(machine, tmp_path: Path) -> None:
+    machine(1)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_neo"}')
+    found = plan(tmp_path, "--rollout-backend embedded")
+    (line,) = found.choices
+    assert line.startswith("starting without a plan of memory and time: ")

@@ -57,7 +57,7 @@ class Given:
 
 def override(file: Given, line: Given) -> Given:
     """Return the file's content and then the command line's, without flags of the file that a flag of the command line replaces."""
-    typed = {assignment.flag.name: assignment for assignment in line.assignments if assignment.value not in (None, False, UNSET)}
+    typed = {each.flag.name: each for each in line.assignments if not any(each.value is nothing for nothing in (None, False, UNSET))}
     merged = Given(list(line.assignments), [*file.problems, *line.problems], [*file.warnings, *line.warnings])
     for assignment in reversed(file.assignments):
         others = [name for pair in ALTERNATIVES if assignment.flag.name in pair for name in pair]

@@ -3,12 +3,13 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import sys;
 PIP := -m pip install --quiet --disable-pip-version-check
 # Every file must have a hash of requirements/hashed/. torch has none there: its builds for CPUs and versions of CUDA come from other indexes.
 HASHED := $(PIP) --no-deps --require-hashes --requirement requirements/hashed
-# Version of torch for CPUs. On a GPU machine set TORCH=2.11.0, which the pinned SGLang is built for.
+# Version of torch for CPUs, and that which the pinned SGLang is built for.
 TORCH ?= 2.13.0
+GPU_TORCH := 2.11.0
 # Workers of pytest. More of them slow each other down on two cores, since many tests start processes.
 TEST_WORKERS ?= 2
 
-.PHONY: quickstart install install-dev install-sglang browser ready check unit test test-main test-sglang test-full test-gpu format lint licenses lock types imports
+.PHONY: quickstart install install-dev install-sglang install-gpu browser ready check unit test test-main test-sglang test-full test-gpu chaos format lint licenses lock types imports
 
 quickstart: install
 	.venv/bin/fuligo quickstart $(ARGS)
@@ -38,6 +39,22 @@ install-sglang: .venv-sglang/.installed
 	.venv-sglang/bin/python $(PIP) torch==$(TORCH)
 	.venv-sglang/bin/python $(HASHED)/sglang-cpu.txt
 	touch $@
+
+# On a machine with NVIDIA GPUs: fuligo with its trainers in .venv, SGLang in .venv-sglang, where runs find it. docs/install-gpu.md has the details.
+# MEGATRON=1 adds the Megatron trainer, for which Transformer Engine compiles its PyTorch part.
+install-gpu:
+	@test -n "$(PYTHON)" || { echo "fuligo needs Python 3.11 or 3.12 on the PATH (or: make PYTHON=/path/to/python3.11)"; exit 1; }
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python $(HASHED)/base.txt
+	.venv/bin/python $(PIP) --constraint requirements/constraints.txt torch==$(GPU_TORCH) ray==2.60.0 psutil
+	.venv/bin/python $(PIP) --no-deps --no-build-isolation --editable .
+	test -z "$(MEGATRON)" || .venv/bin/python $(PIP) --constraint requirements/constraints.txt megatron-core==0.16.1
+	test -z "$(MEGATRON)" || .venv/bin/python $(PIP) --no-build-isolation 'transformer-engine[core_cu13,pytorch]==2.12.0'
+	touch .venv/.installed
+	test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python $(PIP) torch==$(GPU_TORCH) sglang==0.5.15.post1 sglang-router==0.3.2
+	touch .venv-sglang/.installed
+	.venv/bin/fuligo doctor
 
 # Tests of pages need Chromium. Debian's package is installed if that is possible; otherwise these tests are skipped.
 browser:
@@ -72,6 +89,11 @@ test-full: ready
 
 test-gpu: install-dev
 	.venv/bin/python -m pytest tests/gpu -m gpu
+
+# Draws faults against whole runs (docs/reliability.md). It needs root. SEED repeats a draw.
+MINUTES ?= 30
+chaos: install-dev
+	.venv/bin/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 format: install-dev
 	.venv/bin/ruff format .

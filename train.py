@@ -1,7 +1,5 @@
 """`python3 train.py ...` is `fuligo train ...`: for launch scripts that start training so."""
 
-from __future__ import annotations
-
 import sys
 
 from fuligo.cli import program

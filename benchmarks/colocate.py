@@ -4,8 +4,6 @@ python benchmarks/colocate.py --gib 40                    on a GPU
 python benchmarks/colocate.py --device cpu --gib 0.25     copies within host memory, as a functional check
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable

@@ -9,8 +9,6 @@ Same model (a Qwen3 of 0.85M parameters), prompts and numbers of new tokens, wit
 - mixed lengths: 8 to 256 new tokens with a long tail; `generate` runs one batch to the longest, and only wanted tokens count.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -8,8 +8,6 @@ it verifies its output. MB/s refer to the source, by wall time and by CPU time o
 the import of torch. Memory is the largest resident set of the process; the first line shows that of torch alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -5,8 +5,6 @@
 One broadcast of a tensor from rank 0, as `fuligo/weights/broadcast.py` sends a bucket; the best of ten, after three warm-ups.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

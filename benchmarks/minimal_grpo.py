@@ -7,8 +7,6 @@ Same checkpoint, task files, chat template, prompts per step, samples per prompt
 evaluations, but transformers' `generate`, padded batches, no server, no checkpoints, no records, no resume.
 """
 
-from __future__ import annotations
-
 import time
 
 START = time.perf_counter()

@@ -5,8 +5,6 @@
 The programs take turns, `--repeats` times, and the best of each counts, so that other work on the machine affects all of them alike.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

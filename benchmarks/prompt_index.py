@@ -3,8 +3,6 @@
 python benchmarks/prompt_index.py [--rows 1000000] [--row-bytes 1000]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

@@ -14,8 +14,6 @@ Prompts are consecutive token ids from a random first one, as in bench_serving (
 turn. The best of each counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

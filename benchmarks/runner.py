@@ -8,8 +8,6 @@ same tokens and log-probabilities. The script prints, per rollout, CPU seconds o
 peak number of requests in the server. Growth from rollout to rollout would reveal a leak.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import gc

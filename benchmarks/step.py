@@ -13,8 +13,6 @@ the end token before a row's length and forces it there. A step lasts from the e
 and the programs take turns, `--rounds` times each.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

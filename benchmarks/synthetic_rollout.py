@@ -1,7 +1,5 @@
 """Rollouts of a fixed size for benchmarks: the real runner, sampler and client with prompts from memory and a free reward."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

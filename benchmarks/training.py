@@ -1,4 +1,4 @@
-"""Speed and memory of the Megatron trainer on the GPUs of one machine: tokens/s, FLOP/s, peak memory beside the plan, export.
+"""Speed and memory of the trainers on the GPUs of one machine: tokens/s, FLOP/s, peak memory beside the plan, export.
 
     python benchmarks/training.py                       # all cases that fit this machine's GPUs
     python benchmarks/training.py dense moe-ep2         # these cases
@@ -10,8 +10,6 @@ the causal attention and the head for response tokens only. The share refers to 
 product on an H200. Peak memory is the maximum that PyTorch reserved plus what the process holds beside it; the plan assumes that all rows
 are as long as the longest.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -153,11 +151,12 @@ def case_config(case: Case, extra: list[str]) -> Config:
     directory = str(model_directory(case))
     return parse(
         [
-            "--train-backend", "megatron", "--hf-checkpoint", directory, "--prompt-data", "unused.jsonl", "--rm-type", "random",
+            "--train-backend", case.backend, "--hf-checkpoint", directory, "--prompt-data", "unused.jsonl", "--rm-type", "random",
             "--actor-num-gpus-per-node", str(case.num_gpus), "--rollout-num-gpus", str(case.num_gpus), "--launcher", "local",
             "--use-dynamic-batch-size", "--max-tokens-per-gpu", str(case.max_tokens), "--device", DEVICE,
             "--num-rollout", "10", "--rollout-batch-size", "64", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "4096",
-            "--rollout-max-prompt-len", "512", "--accumulate-allreduce-grads-in-fp32", *case.flags, *extra,
+            "--rollout-max-prompt-len", "512", *(["--accumulate-allreduce-grads-in-fp32"] if case.backend == "megatron" else []),
+            *case.flags, *extra,
         ]
     ).config  # fmt: skip
 
@@ -169,8 +168,9 @@ def rollout(case: Case, num_rows: int, context_parallel: int, vocab_size: int) -
     for _ in range(num_rows):
         left = case.max_tokens * context_parallel - 8
         while left >= 256:
-            length = min(left, int(np.clip(256 + rng.exponential(1500), 256, 4096)))
-            length = left if left - length < 256 and left <= 4351 else length
+            length = case.sample_tokens or min(left, int(np.clip(256 + rng.exponential(1500), 256, 4096)))
+            if case.sample_tokens is None and left - length < 256 and left <= 4351:
+                length = left
             samples.append(random_sample(len(samples), length, vocab_size, rng))
             left -= length
     return TrainBatch(samples, [list(range(len(samples)))], [len(samples)])
@@ -193,12 +193,13 @@ def random_sample(index: int, length: int, vocab_size: int, rng: np.random.Gener
 
 
 def measure_rank(name: str, options: argparse.Namespace) -> None:
-    from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
     from fuligo.trainer.ranks.worker import build_worker
     from fuligo.trainer.ranks.world import join_world
     from fuligo.trainer.shares import step_shares
 
     case = CASES[name]
+    if case.backend == "megatron":
+        from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         os.environ["MASTER_ADDR"], options.port + 1, world_size=size, is_master=rank == 0, timeout=timedelta(seconds=DISTRIBUTED_TIMEOUT_S)
@@ -207,7 +208,7 @@ def measure_rank(name: str, options: argparse.Namespace) -> None:
     config = case_config(case, options.flag)
     settings = trainer_settings(config, DEVICE, initial_weights=model_directory(case), num_rollout=10)
     load_s, worker = timed(lambda: build_worker(settings, world))
-    weights_s, _ = timed(lambda: load_hugging_face(worker.chunks, model_directory(case)))
+    weights_s = timed(lambda: load_hugging_face(worker.chunks, model_directory(case)))[0] if case.backend == "megatron" else 0.0
     architecture = architecture_of(read_config_json(model_directory(case) / "config.json"))
     cp, parallel = config.parallel.context_parallel_size, config.parallel
     dp = size // (cp * parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)

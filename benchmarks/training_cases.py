@@ -1,7 +1,5 @@
 """Cases of `training.py`: models of published shapes and their training settings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +8,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 512, "tie_word_embeddings": False,
+    },
+    "tiny-dense": {
+        "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "tie_word_embeddings": True,
     },
     "qwen3-0.6b": {
         "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -47,11 +49,15 @@ class Case:
     num_rows: int = 4
     """Micro-batches per optimizer step and data-parallel rank."""
     flags: tuple[str, ...] = field(default_factory=tuple)
+    backend: str = "megatron"
+    sample_tokens: int | None = None
+    """Tokens of every sample; None: mixed lengths of 256 to 4,096."""
 
 
 ALLTOALL = ("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm", "--moe-permute-fusion")
 FULL_RECOMPUTATION = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 CPU_ADAM = ("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--use-precision-aware-optimizer")
+TORCH = ("--precision", "bf16", "--torch-compile")
 CASES: dict[str, Case] = {
     "tiny": Case("tiny", max_tokens=1024, num_rows=2),
     "small": Case("qwen3-0.6b"),
@@ -62,6 +68,13 @@ CASES: dict[str, Case] = {
     "moe": Case("qwen3-30b-a3b", num_layers=7, flags=ALLTOALL),
     "moe-recompute": Case("qwen3-30b-a3b", num_layers=7, flags=(*ALLTOALL, *FULL_RECOMPUTATION)),
     "mla": Case("glm-4.7-flash", num_layers=6, flags=ALLTOALL),
+    "dense-short": Case("qwen3-4b", max_tokens=12288, num_rows=6, sample_tokens=230),
+    "torch": Case("qwen3-4b", max_tokens=12288, num_rows=6, flags=TORCH, backend="torch"),
+    "torch-short": Case("qwen3-4b", max_tokens=12288, num_rows=6, sample_tokens=230, flags=TORCH, backend="torch"),
+    "torch-recompute": Case("qwen3-4b", flags=(*TORCH, "--gradient-checkpointing"), backend="torch"),
+    "torch-small": Case("qwen3-0.6b", flags=TORCH, backend="torch"),
+    "torch-small-eager": Case("qwen3-0.6b", flags=TORCH[:2], backend="torch"),
+    "torch-tiny": Case("tiny-dense", max_tokens=1024, num_rows=2, flags=TORCH, backend="torch"),
     "dense-dp2": Case("qwen3-4b", 2, max_tokens=12288, num_rows=6),
     "dense-tp2": Case("qwen3-4b", 2, flags=("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "dense-cp2": Case("qwen3-4b", 2, max_tokens=8192, flags=("--context-parallel-size", "2")),

@@ -7,8 +7,6 @@ that costs nothing is timed beside the others as a baseline. CPU time of the ser
 busy machine, too.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

@@ -1,0 +1,18 @@
+"""Reinforcement-learning post-training of language models. Importing the package imports none of its modules."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fuligo.api import configure as configure
+    from fuligo.api import train as train
+    from fuligo.api import train_async as train_async
+
+__all__ = ["configure", "train", "train_async"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'fuligo' has no attribute {name!r}")
+    from fuligo import api
+
+    return getattr(api, name)

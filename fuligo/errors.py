@@ -5,8 +5,6 @@ Every error that a user can cause or must act on derives from `FuligoError`; its
 `assert` is reserved for internal invariants.
 """
 
-from __future__ import annotations
-
 
 class FuligoError(Exception):
     """Base of all deliberate errors; its text is shown to the user without a traceback."""
@@ -55,6 +53,20 @@ class RewardError(FuligoError):
 
 class TrainerError(FuligoError):
     """Failure of the trainer (unsupported attention, non-finite loss, a lost rank)."""
+
+
+class RankError(TrainerError):
+    """Trainer rank that was lost, hangs or crashed, for no reason that a new trainer would meet again for certain (--max-restarts)."""
+
+    def __init__(self, event: str, advice: str) -> None:
+        """Create the error.
+
+        Args:
+            event: names the rank, its host and the command, without a full stop
+            advice: sentences on where to look and how to continue
+        """
+        super().__init__(f"{event}. {advice}")
+        self.event = event
 
 
 class WeightSyncError(FuligoError):

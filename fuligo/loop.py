@@ -3,8 +3,6 @@
 It depends on contracts only; `job/` decides backends, devices and processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from fuligo.rollout.producer import PacedRollouts
 from fuligo.rollout.protocol import Rollout
 from fuligo.trainer.protocol import Trainer
 from fuligo.trainer.samples import SampleSettings, train_samples
-from fuligo.types import StepResult, TrainBatch
+from fuligo.types import StepResult, TrainBatch, TrainSample
 
 
 class WeightSyncing(Protocol):
@@ -61,6 +59,8 @@ class Loop:
     advantage_settings: AdvantageSettings
     update_interval: int = 1
     """Rollouts between weight syncs."""
+    post_process: Callable[[list[TrainSample]], None] | None = None
+    """Hook that sees, and may change, the samples with their log-probabilities before advantages are computed."""
     before_train_step: Callable[[int, TrainBatch], None] | None = None
     """Hook that sees, and may change, the batch before it is trained on."""
 
@@ -74,6 +74,8 @@ class Loop:
         step, phase = rollout.step, self.recorder.phase
         with phase("score", step):
             samples = await self.trainer.score(train_samples(rollout.kept, self.sample_settings))
+            if self.post_process is not None:
+                self.post_process(samples)
             batch = assign_advantages(samples, self.advantage_settings)
             if self.before_train_step is not None:
                 self.before_train_step(step, batch)
@@ -92,7 +94,7 @@ class Loop:
 
 
 async def sample_only(rollouts: PacedRollouts, recorder: Recorder, periodic: list[Periodic]) -> None:
-    """Sample and judge without training (--debug-rollout-only)."""
+    """Sample and score without training (--debug-rollout-only)."""
     async for rollout in rollouts:
         recorder.record(rollout, None, None, 0)
         await run_due(periodic, rollout, 0)

@@ -1,7 +1,5 @@
 """Formatting of quantities for people."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 _GIB = 1024**3
@@ -13,7 +11,9 @@ def gibibytes(num_bytes: int) -> str:
 
 
 def amount(num_bytes: float) -> str:
-    """Format bytes in GiB or MiB: `61.2 GiB`, `256 MiB`, `0.4 MiB`."""
+    """Format bytes in TiB, GiB or MiB: `9.5 TiB`, `61.2 GiB`, `256 MiB`, `0.4 MiB`."""
+    if num_bytes >= 1024 * _GIB:
+        return f"{num_bytes / (1024 * _GIB):.1f} TiB"
     if num_bytes >= _GIB:
         return f"{num_bytes / _GIB:.1f} GiB"
     mebibytes = num_bytes / 1024**2

@@ -4,8 +4,6 @@ Plain dataclasses of numpy arrays, without torch: the rollout side, hooks and th
 Axes: P prompt tokens, R response tokens, T = P + R.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any

@@ -5,8 +5,6 @@
 A function says what it does ("Return the rank of a process"), a class, module or field what it is ("Rank of a process").
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -6,8 +6,6 @@
 The script does not import fuligo, so that it runs in any environment with the packages.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib.metadata
@@ -86,7 +84,7 @@ def megatron_schema() -> dict[str, Any]:
         sets = facts.get("sets", {})
         for field in [sets] if isinstance(sets, str) else sets:
             if field != name:
-                hints[field] = f"give --{name.replace('_', '-')}"
+                hints[field] = f"use --{name.replace('_', '-')}"
     configs = (TransformerConfig, MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
     fields = {field.name for config in configs for field in dataclasses.fields(config)}
     gone = sorted({*hints, *launch["set_by_fuligo"]} - fields)

@@ -4,8 +4,6 @@
 and for each version of CUDA come from different indexes, with different hashes.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

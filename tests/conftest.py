@@ -9,12 +9,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 from tests.small_disk import SmallDisk, mounted
 
-# No deadlines for examples: a busy machine may be slow at any moment.
-settings.register_profile("fuligo", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("full", settings.get_profile("fuligo"), max_examples=300)
+# No deadlines for examples: a busy machine may be slow at any moment. Every run of `make test` draws the same examples, so that a
+# change is judged by what it changed; `make test-full` draws new ones.
+settings.register_profile("fuligo", deadline=None, max_examples=50, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "full",
+    settings.get_profile("fuligo"),
+    max_examples=300,
+    derandomize=False,
+    database=DirectoryBasedExampleDatabase(".hypothesis/examples"),
+)
 settings.load_profile("fuligo")
 
 

@@ -1,7 +1,5 @@
 """Tiny checkpoints whose matrices fit FP8 blocks, and the numbers of FP8 by definition."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Problems in the format of GSM8K. FULIGO_GSM8K_DIR names a folder with the real ones, which the same tests then read."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Table of docs/metrics.md: every key of `metrics.jsonl`, where `<...>` stands for any text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

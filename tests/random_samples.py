@@ -1,7 +1,5 @@
 """Random train samples and loss inputs, for tests of algorithms and objectives."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Shares of samples for ranks, planned as the driver plans them, for tests that call a rank's worker."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from fuligo.trainer.ranks.settings import TrainerSettings

@@ -1,7 +1,5 @@
 """Small file system (tmpfs) that a test fills and enlarges. Mounting it needs root; without, the test is skipped."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 
 BLOCK_BYTES = 4096
+BALLAST = "ballast"
 
 
 @dataclass(frozen=True)
@@ -20,12 +19,16 @@ class SmallDisk:
 
     def fill(self) -> None:
         """Write until no block is free."""
-        with (self.path / "ballast").open("ab", buffering=0) as ballast:
+        with (self.path / BALLAST).open("ab", buffering=0) as ballast:
             try:
                 while True:
                     ballast.write(bytes(BLOCK_BYTES))
             except OSError:
                 return
+
+    def free(self) -> None:
+        """Give back what `fill` took."""
+        (self.path / BALLAST).unlink(missing_ok=True)
 
     def enlarge(self, num_bytes: int) -> None:
         """Enlarge it to `num_bytes` in total."""

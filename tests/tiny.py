@@ -1,7 +1,5 @@
 """Tiny checkpoints for tests: real transformers models with random weights, and a small byte-level BPE tokenizer."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Random rollouts for trainer tests, ready to train on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise

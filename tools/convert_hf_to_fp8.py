@@ -3,8 +3,6 @@
 python tools/convert_hf_to_fp8.py --model-dir DIR --save-dir DIR --strategy block --block-size 128 128 --max-workers 4
 """
 
-from __future__ import annotations
-
 import sys
 
 from fuligo.cli import program

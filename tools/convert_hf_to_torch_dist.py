@@ -3,8 +3,6 @@
 torchrun --nproc-per-node 8 tools/convert_hf_to_torch_dist.py ${MODEL_ARGS[@]} --hf-checkpoint DIR --save DIR
 """
 
-from __future__ import annotations
-
 import sys
 
 from fuligo.cli import program

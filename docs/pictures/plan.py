@@ -5,8 +5,6 @@
 Needs the dev extra and Chromium (Debian: apt-get install chromium fonts-inter).
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Makes a PNG of a page smaller without changing a pixel: flat surfaces compress best unfiltered, and browsers save in haste."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Iterator

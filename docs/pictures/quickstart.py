@@ -6,8 +6,6 @@
 The panel and the table are those that the command shows; their numbers come from the run directory.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -7,8 +7,6 @@ The last two are of the recorded run that the tests use: a quickstart has one en
 Needs the dev extra and Chromium (Debian: apt-get install chromium fonts-inter).
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -5,8 +5,6 @@
 SOURCE_DIR holds train.jsonl and test.jsonl of https://github.com/openai/grade-school-math (grade_school_math/data).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

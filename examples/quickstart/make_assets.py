@@ -6,8 +6,6 @@ The model is trained by two SFT runs of fuligo: on worked answers only (the skil
 habit that GRPO has to break). The result, in bfloat16, replaces `fuligo/quickstart/assets/`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

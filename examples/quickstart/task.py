@@ -5,8 +5,6 @@ thinking, which is usually wrong. The warm-start checkpoint can work a sum out b
 careful answers.
 """
 
-from __future__ import annotations
-
 import random
 
 WORDINGS = ("What is {a} + {b}?", "Add {a} and {b}.", "{a} plus {b} is what?", "Find the sum of {a} and {b}.")

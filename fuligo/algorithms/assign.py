@@ -4,6 +4,7 @@ The denominators of the weights belong to a whole step and are known before it i
 a plain sum of weight * token loss, independent of packing, splitting and order.
 """
 
+import logging
 from collections.abc import Sized
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,10 +12,12 @@ from itertools import pairwise
 import numpy as np
 
 from fuligo.algorithms.estimators import ESTIMATORS
-from fuligo.algorithms.rewards import Float64Array, Rewards, whiten
-from fuligo.algorithms.settings import AdvantageFn, AdvantageSettings, Distillation
+from fuligo.algorithms.rewards import Float64Array, Rewards, old_logprobs, whiten
+from fuligo.algorithms.settings import AdvantageFn, AdvantageSettings
 from fuligo.errors import TrainerError
 from fuligo.types import FloatArray, TrainBatch, TrainSample
+
+logger = logging.getLogger(__name__)
 
 
 def assign_advantages(samples: list[TrainSample], settings: AdvantageSettings) -> TrainBatch:
@@ -35,10 +38,10 @@ def assign_advantages(samples: list[TrainSample], settings: AdvantageSettings) -
         advantages = estimator.advantages(Rewards(samples), settings)
     if settings.custom is not None:
         advantages = _call_custom(settings.custom, samples)
+    if settings.distillation is not None:
+        advantages = [values - distillation_penalty(sample, settings) for sample, values in zip(samples, advantages)]
     if settings.whiten:
         advantages = whiten(advantages, [sample.loss_mask for sample in samples], epsilon=settings.std_epsilon)
-    if settings.distillation is not None:
-        advantages = [values - distillation_penalty(sample, settings.distillation) for sample, values in zip(samples, advantages)]
     for sample, values in zip(samples, advantages):
         sample.advantages = values.astype(np.float32)
     return TrainBatch(samples=samples, steps=steps, num_rollouts_per_step=num_rollouts)
@@ -48,10 +51,11 @@ def cut_into_steps(samples: list[TrainSample], *, samples_per_step: int, num_ste
     """Return the positions in `samples` of every step, and the number of trajectories of every step.
 
     Steps are consecutive ranges of trajectories; the parts of a split trajectory stay together. If trajectories were lost, the number of
-    steps stays (the learning-rate schedule counts on it) and they share the rest as evenly as possible.
+    steps stays (the learning-rate schedule counts on it) and they share the rest as evenly as possible; with fewer trajectories than steps
+    each is a step.
 
     Raises:
-        TrainerError: there are more trajectories than the steps hold, or fewer than one per step.
+        TrainerError: there are more trajectories than the steps hold, or none.
     """
     positions: dict[int, list[int]] = {}
     for position, sample in enumerate(samples):
@@ -62,11 +66,16 @@ def cut_into_steps(samples: list[TrainSample], *, samples_per_step: int, num_ste
             f"cannot train on {len(trajectories)} samples in {num_steps} optimizer steps of {samples_per_step} (--global-batch-size); "
             "raise --global-batch-size or --num-steps-per-rollout"
         )
-    if len(trajectories) < num_steps:
+    if not trajectories:
         raise TrainerError(
-            f"cannot fill {num_steps} optimizer steps with {len(trajectories)} usable samples: the others failed or were dropped; "
-            "see status, error and drop_reason in the run's samples/"
+            "cannot train on a rollout without usable samples: all failed or were dropped; see status, error and drop_reason in the run's "
+            "samples/"
         )
+    if len(trajectories) < num_steps:
+        logger.warning(
+            "only %d samples of a rollout are usable; taking an optimizer step on each instead of %d steps", len(trajectories), num_steps
+        )
+        num_steps = len(trajectories)
     bounds = [len(trajectories) * step // num_steps for step in range(num_steps + 1)]
     ranges = [trajectories[start:end] for start, end in pairwise(bounds)]
     steps = [[position for trajectory in chosen for position in trajectory] for chosen in ranges]
@@ -95,24 +104,24 @@ def _call_custom(function: AdvantageFn, samples: list[TrainSample]) -> list[Floa
     return advantages
 
 
-def distillation_penalty(sample: TrainSample, settings: Distillation) -> FloatArray:
+def distillation_penalty(sample: TrainSample, settings: AdvantageSettings) -> FloatArray:
     """Return the penalty of on-policy distillation (Thinking Machines Lab, "On-Policy Distillation", 2025).
 
-    [R] kl_coef * d, with d = student - teacher log-probability of the sampled token, in nats; 0 where masked.
+    [R] settings.distillation * d, with d = student - teacher log-probability of the sampled token, in nats; 0 where masked.
 
     The mean of d over the student's samples is KL(student || teacher). A token's penalty does not include later tokens (discount 0).
 
     Raises:
         TrainerError: the student's or the teacher's log-probabilities are missing.
     """
-    student = sample.engine_logprobs if settings.from_engine else sample.old_logprobs
+    student = old_logprobs(sample, settings)
     if student is None or sample.teacher_logprobs is None:
         missing = "student" if student is None else "teacher"
         raise TrainerError(f"cannot distil (--use-opd) from sample {sample.index}: it has no {missing} log-probabilities")
     # Masked tokens may hold anything, including -inf and NaN.
     trained = sample.loss_mask != 0
     difference = np.subtract(student, sample.teacher_logprobs, where=trained, out=np.zeros(len(trained), np.float32))
-    return np.float32(settings.kl_coef) * difference
+    return np.float32(settings.distillation or 0.0) * difference
 
 
 @dataclass(slots=True, frozen=True)
@@ -123,6 +132,10 @@ class StepDenominators:
     """Trajectories of the step, fully masked ones included; one that was split into several samples counts once."""
     num_tokens: int
     """Unmasked response tokens of the step."""
+
+    def share(self, *, per_token: bool) -> float:
+        """Return 1 / trajectories, or with `per_token` 1 / tokens; 0 without any."""
+        return 1 / (self.num_tokens if per_token else self.num_rollouts or 1) if self.num_tokens else 0.0
 
 
 def step_denominators(batch: TrainBatch, step: int) -> StepDenominators:

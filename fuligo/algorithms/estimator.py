@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Estimator(ABC):
     """Advantage estimator with its policy loss.
 
-    Subclasses stand in `fuligo.algorithms.estimators`, one per module, and import numpy and torch only for type checking or inside
+    Subclasses are in `fuligo.algorithms.estimators`, one per module, and import numpy and torch only for type checking or inside
     functions. The class attributes tell the checks of flags what the estimator uses.
     """
 
@@ -27,7 +27,7 @@ class Estimator(ABC):
     divides_by_std: ClassVar[bool] = False
     """Divides by the group's standard deviation, unless --disable-grpo-std-normalization."""
     uses_kl_coef: ClassVar[bool] = False
-    """Subtracts the KL to the reference from the rewards (--kl-coef)."""
+    """Subtracts the KL to the reference from the rewards or advantages (--kl-coef)."""
     uses_gamma: ClassVar[bool] = False
     """Discounts rewards from token to token (--gamma)."""
     uses_values: ClassVar[bool] = False

@@ -7,9 +7,11 @@ noise.
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
-from fuligo.algorithms.settings import STD_EPSILON
+from fuligo.algorithms.kl import kl_estimate
+from fuligo.algorithms.settings import STD_EPSILON, AdvantageSettings
 from fuligo.errors import TrainerError
 from fuligo.types import FloatArray, MaskArray, TrainSample
 
@@ -31,27 +33,24 @@ class Rewards:
         _, first, self._trajectory_of = np.unique(indices, return_index=True, return_inverse=True)
         self._groups = groups[first]
 
-    def less_kl(self, kl_coef: float) -> Float64Array:
-        """Return [N] rewards less kl_coef times the KL to the reference, summed over the trajectory's trained tokens.
+    def less_kl(self, settings: AdvantageSettings) -> Float64Array:
+        """Return [N] rewards less `kl_penalties`, summed over the trajectory's trained tokens."""
+        penalties = np.array([penalty.sum() for penalty in self.kl_penalties(settings)])
+        return self.values - self._sum_by_trajectory(penalties)[self._trajectory_of]
+
+    def token_rewards(self, settings: AdvantageSettings) -> list[Float64Array]:
+        """Return [R] rewards of every sample's tokens; see `token_rewards`."""
+        return [token_rewards(s.reward, s.loss_mask, penalty) for s, penalty in zip(self.samples, self.kl_penalties(settings))]
+
+    def kl_penalties(self, settings: AdvantageSettings) -> list[Float64Array]:
+        """Return [R] kl_coef times the estimated KL(old policy || reference) of every sample's tokens, 0 where masked.
 
         Raises:
             TrainerError: kl_coef is not 0 and log-probabilities are missing.
         """
-        if not kl_coef:
-            return self.values
-        kls = np.array([_kl(sample) @ (sample.loss_mask != 0) for sample in self.samples], np.float64)
-        return self.values - kl_coef * self._sum_by_trajectory(kls)[self._trajectory_of]
-
-    def token_rewards(self, kl_coef: float) -> list[Float64Array]:
-        """Return [R] rewards of every sample's tokens; see `token_rewards`.
-
-        Raises:
-            TrainerError: kl_coef is not 0 and log-probabilities are missing.
-        """
-        return [
-            token_rewards(sample.reward, sample.loss_mask, _kl(sample) if kl_coef else np.zeros(sample.response_length), kl_coef)
-            for sample in self.samples
-        ]
+        if not settings.kl_coef:
+            return [np.zeros(sample.response_length) for sample in self.samples]
+        return [_kl_penalty(sample, settings) for sample in self.samples]
 
     def group_mean(self, values: Float64Array) -> Float64Array:
         """Return the mean of each sample's group: [N] -> [N]."""
@@ -96,14 +95,11 @@ def std(values: ArrayLike, *, epsilon: float = STD_EPSILON) -> float:
     return float(values.std(ddof=1)) + epsilon if len(values) > 1 else 1.0
 
 
-def token_rewards(reward: float, loss_mask: MaskArray, kl: ArrayLike, kl_coef: float) -> Float64Array:
-    """Return [R]: the reward at the last trained token, less kl_coef * `kl` [R], the KL to the reference, at every trained token.
-
-    With no token set in `loss_mask` [R] all rewards are 0. The KL at masked tokens is not used.
-    """
+def token_rewards(reward: float, loss_mask: MaskArray, penalty: ArrayLike) -> Float64Array:
+    """Return [R]: the reward at the last trained token, less `penalty` [R] at every trained token; 0 at masked ones."""
     trained = np.flatnonzero(loss_mask)
     rewards = np.zeros(len(loss_mask))
-    rewards[trained] = -kl_coef * np.asarray(kl, np.float64)[trained]
+    rewards[trained] -= np.asarray(penalty, np.float64)[trained]
     if len(trained):
         rewards[trained[-1]] += reward
     return rewards
@@ -122,9 +118,19 @@ def whiten(values: Sequence[ArrayLike], masks: Sequence[MaskArray], *, epsilon: 
     return [np.where(mask != 0, (array - mean) / divisor, 0.0) for array, mask in zip(arrays, masks)]
 
 
-def _kl(sample: TrainSample) -> FloatArray:
-    """Return [R] the k1 estimate of KL(old policy || reference)."""
-    if sample.old_logprobs is None or sample.ref_logprobs is None:
-        missing = "old" if sample.old_logprobs is None else "reference"
+def old_logprobs(sample: TrainSample, settings: AdvantageSettings) -> FloatArray | None:
+    """Return [R] the old policy's log-probabilities as `settings.old_from_engine` chooses them; None if they are not known."""
+    return sample.engine_logprobs if settings.old_from_engine else sample.old_logprobs
+
+
+def _kl_penalty(sample: TrainSample, settings: AdvantageSettings) -> Float64Array:
+    old, reference = old_logprobs(sample, settings), sample.ref_logprobs
+    if old is None or reference is None:
+        missing = "old" if old is None else "reference"
         raise TrainerError(f"cannot compute the KL of --kl-coef for sample {sample.index}: it has no {missing} log-probabilities")
-    return sample.old_logprobs - sample.ref_logprobs
+    # Masked tokens may hold anything, including -inf and NaN.
+    trained = np.flatnonzero(sample.loss_mask)
+    of_policy, of_reference = (torch.from_numpy(values[trained].astype(np.float64)) for values in (old, reference))
+    penalty = np.zeros(sample.response_length)
+    penalty[trained] = settings.kl_coef * kl_estimate(of_policy, of_reference, settings.kl_type).numpy()
+    return penalty

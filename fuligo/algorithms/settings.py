@@ -1,10 +1,8 @@
 """Settings of advantages. Loads neither numpy nor torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -14,18 +12,11 @@ if TYPE_CHECKING:
 STD_EPSILON = 1e-6
 """Added to a standard deviation before dividing by it; same unit as the reward."""
 
+KlType = Literal["k1", "k2", "k3", "low_var_kl"]
+"""Estimator of the KL to the reference; see `kl.kl_estimate`."""
+
 AdvantageFn = Callable[["list[TrainSample]"], "Sequence[ArrayLike]"]
 """Custom estimator: samples -> [R] advantages of every sample."""
-
-
-@dataclass(slots=True, frozen=True)
-class Distillation:
-    """Settings of on-policy distillation."""
-
-    kl_coef: float = 1.0
-    """Weight of the reverse KL to the teacher."""
-    from_engine: bool = False
-    """Take the engine's log-probabilities as the student's (--use-rollout-logprobs)."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,14 +36,18 @@ class AdvantageSettings:
     std_epsilon: float = STD_EPSILON
     """Added to every standard deviation before dividing by it."""
     whiten: bool = False
-    """Whiten the advantages over all unmasked tokens of the rollout (before distillation)."""
+    """Whiten the advantages over all unmasked tokens of the rollout (after distillation)."""
     gamma: float = 1.0
     """Discount per token, for estimators with `uses_gamma`."""
     lambd: float = 1.0
     """Lambda of generalised advantage estimation: 1 is Monte Carlo returns, 0 one-step temporal differences."""
     kl_coef: float = 0.0
-    """Weight of the KL penalty on rewards (k1: old - reference log-probability), for estimators with `uses_kl_coef`."""
+    """Weight of the KL penalty on rewards, for estimators with `uses_kl_coef`."""
+    kl_type: KlType = "k1"
+    """Estimator of that KL (--kl-loss-type)."""
+    old_from_engine: bool = False
+    """Take the engine's log-probabilities as the old policy's (--use-rollout-logprobs)."""
     custom: AdvantageFn | None = None
-    """Replaces the estimator's advantages; whitening and distillation still apply. The value model's returns stay the estimator's."""
-    distillation: Distillation | None = None
-    """Subtract the reverse KL to a teacher from the final advantages."""
+    """Replaces the estimator's advantages; distillation and whitening still apply. The value model's returns stay the estimator's."""
+    distillation: float | None = None
+    """Weight of the reverse KL to a teacher, which is subtracted from the advantages; None without a teacher."""

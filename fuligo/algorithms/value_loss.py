@@ -22,14 +22,15 @@ class ValueTerms:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> ValueTerms:
-    """Compute PPO2's clipped squared error (OpenAI baselines, `baselines/ppo2/model.py`).
+    """Compute PPO's clipped squared error.
 
-    loss = 0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2): a value that has moved by more than `clip` towards its return
-    gets no gradient. Tensors are [N]; `values` has a gradient, `old_values` are those before the rollout's first optimizer step.
+    loss = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), without PPO2's factor of 0.5, as in slime: a value that
+    has moved by more than `clip` towards its return gets no gradient. Tensors are [N]; `values` has a gradient, `old_values` are those
+    before the rollout's first optimizer step.
     """
     bounded = torch.clamp(values, old_values - clip, old_values + clip)
     errors, bounded_errors = (values - returns).square(), (bounded - returns).square()
-    return ValueTerms(loss=0.5 * torch.maximum(errors, bounded_errors), clipped=bounded_errors > errors)
+    return ValueTerms(loss=torch.maximum(errors, bounded_errors), clipped=bounded_errors > errors)
 
 
 @dataclass(slots=True, frozen=True)

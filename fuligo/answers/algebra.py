@@ -1,10 +1,9 @@
 r"""Algebraic equality with sympy; latex2sympy2 (of math-verify) reads the LaTeX.
 
-Two expressions are equal if their values are: both are computed with 40 digits, at random points where they have symbols. Simplification
-decides only what has no value (integrals, sums, matrices of symbols), because it takes long and its failures are silent.
+Two expressions are equal if their values are: both are computed at random points where they have symbols, exactly if rational, else with 40
+digits. Simplification decides only what has no value (integrals, sums, matrices of symbols), because it takes long and its failures are
+silent.
 """
-
-from __future__ import annotations
 
 import random
 from fractions import Fraction
@@ -19,7 +18,19 @@ _POINTS = 4
 
 
 def equal_expressions(first: str, second: str) -> bool:
-    """Return whether two expressions are equal. `second` may be an equation `... = 0`; then they must be proportional."""
+    """Return whether two expressions are equal; False if sympy cannot compute one, as a power of a matrix that is not square.
+
+    `second` may be an equation `... = 0`; then they must be proportional.
+    """
+    try:
+        return _equal(first, second)
+    except RecursionError:
+        raise
+    except Exception:  # sympy raises many types, and an answer that makes it raise is wrong
+        return False
+
+
+def _equal(first: str, second: str) -> bool:
     proportional = second.endswith("=0")
     left, right = _parsed(first), _parsed(second.removesuffix("=0"))
     if left is None or right is None:
@@ -65,9 +76,15 @@ def _equal_values(first: str, left: Any, second: str, right: Any) -> bool:
     if sympy.oo in (left, right) or -sympy.oo in (left, right):
         return left.doit() == right.doit()
     symbols = sorted(_names(left) | _names(right))
+    counts = _bounds(left) | _bounds(right)
     rng = random.Random(0)
-    verdicts = [_equal_at({name: _random_point(rng, place) for name in symbols}, left, right) for place in range(_POINTS if symbols else 1)]
-    known = [verdict for verdict in verdicts if verdict is not None]
+    known: list[bool] = []
+    for place in range(_POINTS if symbols else 1):
+        point = {name: sympy.Integer(3 + 4 * place) if name in counts else _random_point(rng, place) for name in symbols}
+        verdict = _equal_at(point, left, right)
+        known += [] if verdict is None else [verdict]
+        if verdict is False:
+            break
     if not known:
         return _simplifies_to_zero(left - right)
     if all(known):
@@ -77,6 +94,14 @@ def _equal_values(first: str, left: Any, second: str, right: Any) -> bool:
 
 def _names(expression: Any) -> set[str]:
     return {symbol.name for symbol in expression.free_symbols}
+
+
+def _bounds(expression: Any) -> set[str]:
+    """Return the symbols in the limits of sums and products, which are defined for integers."""
+    from sympy import Product, Sum
+
+    limits = [limit for series in expression.atoms(Sum, Product) for limit in series.limits]
+    return {symbol.name for _, *edges in limits for edge in edges for symbol in edge.free_symbols}
 
 
 def _random_point(rng: random.Random, place: int) -> Any:
@@ -101,6 +126,8 @@ def _equal_at(point: dict[str, Any], left: Any, right: Any) -> bool | None:
 def _close(first: Any, second: Any) -> bool:
     from sympy import Rational
 
+    if first.is_Rational and second.is_Rational:
+        return first == second
     return abs(first - second) <= Rational(_TOLERANCE.numerator, _TOLERANCE.denominator) * max(
         1 if not first or not second else 0, abs(first), abs(second)
     )
@@ -108,14 +135,50 @@ def _close(first: Any, second: Any) -> bool:
 
 def _value(expression: Any, point: dict[str, Any]) -> tuple[Any, Any] | None:
     """Return the real and the imaginary part at a point; None if the expression has no number as its value."""
-    from sympy import nan, oo, zoo
+    from sympy import Integer, nan, oo, zoo
 
     exact = _exact(expression).subs({symbol: point[symbol.name] for symbol in expression.free_symbols if symbol.name in point})
-    number = exact.doit().evalf(_DIGITS, maxn=400)
+    number = _summed(exact.doit())
+    if number.is_Rational:
+        return number, Integer(0)
+    number = number.evalf(_DIGITS, maxn=400)
     if number in (nan, zoo, oo, -oo) or not number.is_number or number.is_infinite:
         return None
     parts = number.as_real_imag()
     return parts if all(part.is_Float or part.is_Rational for part in parts) else None
+
+
+def _summed(expression: Any) -> Any:
+    """Replace infinite products, and sums with sines, by their numbers, for which sympy alone takes minutes."""
+    from sympy import Product, Sum, cos, oo, sin
+
+    series = [part for part in expression.atoms(Sum, Product) if len(part.limits) == 1 and part.limits[0][2] == oo]
+    limits = {part: _limit(part) for part in series if isinstance(part, Product) or part.function.has(sin, cos)}
+    return expression.xreplace({part: value for part, value in limits.items() if value is not None})
+
+
+def _limit(series: Any) -> Any:
+    """Extrapolate an infinite sum or product from its first terms; None if two precisions do not agree."""
+    import mpmath
+    from mpmath.libmp import NoConvergence
+    from sympy import Float, I, Integer, Product
+
+    function: Any = series.function
+    (index, start, _), extrapolate = series.limits[0], mpmath.nprod if isinstance(series, Product) else mpmath.nsum
+
+    def term(k: Any) -> Any:
+        return mpmath.mpmathify(function.subs(index, Integer(int(k))).evalf(mpmath.mp.dps))
+
+    values = []
+    for digits in (_DIGITS, _DIGITS + 10):
+        with mpmath.workdps(digits):
+            try:
+                values.append(extrapolate(term, [int(start), mpmath.inf], method="r+s"))
+            except (ArithmeticError, ValueError, TypeError, NoConvergence):  # the terms are no numbers, or do not converge
+                return None
+    if not all(map(mpmath.isfinite, values)) or abs(values[1] - values[0]) > abs(values[0]) * mpmath.mpf(10) ** -30:
+        return None
+    return Float(values[0].real, _DIGITS) + I * Float(values[0].imag, _DIGITS)
 
 
 def _exact(expression: Any) -> Any:
@@ -139,16 +202,18 @@ def _rounded(first: str, left: Any, second: str, right: Any) -> bool:
 def _simplifies_to_zero(difference: Any) -> bool:
     from sympy import simplify
 
-    try:
-        return simplify(difference) == 0
-    except (ArithmeticError, ValueError, TypeError, NotImplementedError):
-        return False
+    return simplify(difference) == 0
 
 
 def _equal_matrices(left: Any, right: Any) -> bool:
+    import sympy
+
     if getattr(left, "shape", None) != getattr(right, "shape", None):
         return False
-    return all(_equal_values(str(one), one, str(other), other) for one, other in zip(left.doit(), right.doit(), strict=True))
+    return all(
+        _equal_values(str(one), one, str(other), other)
+        for one, other in zip(*(sympy.Matrix(side.doit()) for side in (left, right)), strict=True)
+    )
 
 
 def _are_proportional(left: Any, right: Any) -> bool:

@@ -1,7 +1,5 @@
 """Equality of two answers: their structures must agree, and their values by number or by algebra."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 
@@ -115,11 +113,8 @@ class _Comparison:
         return self._algebra(answer, gold)
 
     def _equal_words(self, answer: Answer, gold: Answer) -> bool:
-        r"""Compare as text. A symbol beside a word is compared without its case, since `\text{(A)}` and `a` are both a choice."""
-        first, second = _letters(answer), _letters(gold)
-        if isinstance(answer, Value) or isinstance(gold, Value):
-            first, second = first.casefold(), second.casefold()
-        return first == second != ""
+        r"""Compare as text without its case: `\text{(A)}` and `a` are both a choice, `YES` and `yes` a reply."""
+        return _letters(answer).casefold() == _letters(gold).casefold() != ""
 
     def _equal_assignments(self, answer: Answer, gold: Answer) -> bool:
         if isinstance(answer, Assignment) and isinstance(gold, Assignment):
@@ -242,6 +237,6 @@ def _is_system(collection: Collection) -> bool:
 
 
 def _is_prose(text: str) -> bool:
-    r"""Return whether a text has words, which no algebra reads: `3 hours 20 minutes`. Names of LaTeX commands are none."""
+    r"""Return whether a text has words, which no algebra reads: `3 hours 20 minutes`. Names of LaTeX commands do not count."""
     plain = re.sub(r"\\(?:begin|end|operatorname|mathbb|mathcal)\{[^{}]*\}|\\[a-zA-Z]+", " ", text)
     return re.search(r"\\text ?\{ *[a-zA-Z]{2}", text) is not None or re.search("[a-zA-Z]{4}", plain) is not None

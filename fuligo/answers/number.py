@@ -1,7 +1,5 @@
 r"""Plain numbers, exact: `1,234`, `-2.50`, `5e3`, `6.6\times10^{-34}`, `\frac{1}{3}`, `2 1/2`, `0.\overline{3}`, `3 million`."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -43,7 +41,7 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    """Return the number that a text in normal spelling writes; None if it writes none."""
+    """Parse a number in normal spelling; None if the text is not one."""
     if len(text) > _MAX_DIGITS or not any(character.isdigit() for character in text):
         return None
     if match := _NUMBER.fullmatch(text):
@@ -109,7 +107,7 @@ _BASES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"
 
 
 def read_based(text: str) -> tuple[int, int] | None:
-    """Return (value, base) of a number with its base as a subscript, as `101_2`; None if the text is none."""
+    """Return (value, base) of a number with its base as a subscript, as `101_2`; None for any other text."""
     match = _BASED.fullmatch(text)
     if match is None or not any(character.isdigit() for character in match["digits"]):
         return None

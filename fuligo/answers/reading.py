@@ -195,7 +195,7 @@ _SEPARATOR = re.compile(rf"[,;]|{_WORD_SEPARATOR.pattern}", re.IGNORECASE)
 
 
 def _items(text: str) -> list[str] | None:
-    """Return the entries of a list that no bracket surrounds; None if the text is no list."""
+    """Return the entries of a list that no bracket surrounds; None if the text is not a list."""
     by_semicolon = [item for item in _split(text, _SEMICOLON) if item]
     if len(by_semicolon) > 1 and all(len(_split(item, _COMMA)) > 1 for item in by_semicolon):
         return by_semicolon  # systems: x = 1, y = 2; x = 3, y = 4

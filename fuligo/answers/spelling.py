@@ -1,7 +1,5 @@
 r"""Spelling of answers: one LaTeX form for what Unicode, plain text and LaTeX's synonyms write in several ways."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 
@@ -38,9 +36,12 @@ _CHARACTERS = {
     "\u2009": " ",
     "\u202f": " ",
 }
+_ARGUMENT = r"[0-9a-zA-Z]|\\(?:pi|theta|alpha|beta|lambda|phi)(?![a-zA-Z])"
+"""Argument that LaTeX takes without braces."""
 _SYNONYMS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"^\$*(-?)\\\$\s*(\d[\d,]*(?:\.\d+)?)[$.]*$", r"\1\2\\text{ dollars}"),
         (r"\\\$|\$", ""),
         (r"\\mathrm\s*\{\s*([eid])\s*\}", r"\1"),
         (r"\\[()]|\\\[(?!\d*(?:pt|em|ex)\])|\\\]", " "),
@@ -60,6 +61,7 @@ _SYNONYMS = tuple(
         (r"\\gt(?![a-zA-Z])", ">"),
         (r"\\(?:ast)(?![a-zA-Z])", r"\\cdot "),
         (r"\\div(?![a-zA-Z])", "/"),
+        (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r"\\times "),
         (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
         (r"\\infin(?![a-zA-Z])|(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
@@ -69,10 +71,9 @@ _SYNONYMS = tuple(
         (r"\*", r"\\cdot "),
         (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])", r"\\text{ degrees}"),
         (r"\s*(?:\\%|\\text\{\s*(?:%|percent|percentage|pct)\s*\}|(?<![a-zA-Z])(?:percent|percentage|pct)(?![a-zA-Z]))", "%"),
-        (r"\\frac\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])", r"\\frac{\1}{\2}"),
-        (r"\\frac\s*([0-9a-zA-Z])\s*\{", r"\\frac{\1}{"),
-        (r"(\\frac\s*\{[^{}]*\})\s*([0-9a-zA-Z])", r"\1{\2}"),
-        (r"\\sqrt\s*([0-9a-zA-Z])", r"\\sqrt{\1}"),
+        (rf"\\frac\s*({_ARGUMENT})", r"\\frac{\1}"),
+        (rf"(\\frac\s*\{{[^{{}}]*\}})\s*({_ARGUMENT})", r"\1{\2}"),
+        (rf"\\sqrt\s*({_ARGUMENT})", r"\\sqrt{\1}"),
         (r"\^\s*\(([^()]*)\)", r"^{\1}"),
         (r"\^\s*(-?\d{2,})", r"^{\1}"),
         (r"\^\s*-(\d)", r"^{-\1}"),

@@ -1,7 +1,5 @@
 r"""The answer that a response states: its last `\boxed{}`, or else what follows "the answer is", or else its last number or formula."""
 
-from __future__ import annotations
-
 import re
 
 from fuligo.answers.reading import is_name

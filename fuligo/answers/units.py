@@ -1,7 +1,5 @@
 r"""Quantities: numbers with a unit or a counted thing, `5 km/h`, `7\text{ kg}`, `18 eggs`, `25\%`."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -82,9 +80,11 @@ def split_unit(text: str) -> Quantity | None:
         return Quantity(text[:-1].strip(), "", percent=True)
     if match := _TEXT_UNIT.fullmatch(text):
         unit = match["unit"] + (match["power"] or "") + re.sub(r"\\text ?\{([^{}]*)\}", r"\1", match["per"] or "")
-        if re.search(r"\\text|[,;=<>]|\\(?:le|ge|cup|in)(?![a-zA-Z])", match["body"]) or unit.strip() in ("and", "or"):
+        body = match["body"].strip()
+        several = read_number(body) is None and re.search(r"\\text|[,;=<>]|\\(?:le|ge|cup|in)(?![a-zA-Z])", body)
+        if several or unit.strip() in ("and", "or"):
             return None
-        return Quantity(match["body"].strip(), canonical_unit(unit), percent=False)
+        return Quantity(body, canonical_unit(unit), percent=False)
     match = _QUANTITY.fullmatch(text)
     if match is None or match["plain"] is None:
         return None

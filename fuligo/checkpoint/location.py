@@ -48,7 +48,7 @@ def resolve(load: Path | None, ckpt_step: int | None = None) -> Checkpoint | Wei
     if load is None or not _entries(load):
         if ckpt_step is not None:
             state = "not given" if load is None else f"empty: {load}"
-            raise CheckpointError(f"cannot load --ckpt-step {ckpt_step}: --load is {state}; give the directory that has this iteration")
+            raise CheckpointError(f"cannot load --ckpt-step {ckpt_step}: --load is {state}; use the directory that has this iteration")
         return None
     if ckpt_step is not None:
         return find_iteration(load, ckpt_step)
@@ -153,6 +153,12 @@ def find_iteration(directory: Path, iteration: int) -> Checkpoint:
     raise CheckpointError(f"cannot load iteration {iteration} from {directory}: it has {there}; choose one with --ckpt-step")
 
 
+def iteration_of(name: str) -> int | None:
+    """Return the iteration that a directory is named after; None for other names."""
+    match = _ITERATION.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
 def iteration_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
@@ -164,7 +170,7 @@ def replaced_name(iteration: int) -> str:
 
 def iterations(directory: Path) -> list[int]:
     """Return the iterations in `directory`, ascending."""
-    return sorted(int(match[1]) for entry in directory.iterdir() if (match := _ITERATION.fullmatch(entry.name)))
+    return sorted(found for entry in directory.iterdir() if (found := iteration_of(entry.name)) is not None)
 
 
 def replaced_iterations(directory: Path) -> list[int]:
@@ -178,7 +184,7 @@ def _entries(directory: Path) -> list[Path]:
         return []
     if not directory.is_dir():
         raise CheckpointError(
-            f"cannot load from {directory}: it is a file; give --load a directory of checkpoints or a Hugging Face directory"
+            f"cannot load from {directory}: it is a file; use --load with a directory of checkpoints or a Hugging Face directory"
         )
     return [entry for entry in directory.iterdir() if entry.name != LOCK and not entry.name.startswith(UNFINISHED)]
 
@@ -193,7 +199,7 @@ def _suggestion(load: Path) -> str:
         return f"it is a single checkpoint: use --load {load.parent} --ckpt-step {int(iteration[1])}"
     if (inside := next(load.glob(f"*/{TRACKER}"), None)) is not None:
         return f"use --load {inside.parent}, which holds the checkpoints"
-    return "give a directory of checkpoints, or an empty one for a fresh start"
+    return "use a directory of checkpoints, or an empty one for a fresh start"
 
 
 def _release(load: Path) -> WeightsOnly:

@@ -45,7 +45,7 @@ def saving_to(directory: Path) -> Iterator[None]:
     except OSError as error:
         raise _unwritable(directory, error) from None
     if lock is None:
-        raise ConfigError(f"cannot save to {directory}: a running job saves its checkpoints there; wait for it, or give another --save")
+        raise ConfigError(f"cannot save to {directory}: a running job saves its checkpoints there; wait for it, or use another --save")
     try:
         yield
     finally:
@@ -55,19 +55,34 @@ def saving_to(directory: Path) -> Iterator[None]:
 class CheckpointStore:
     """Directory of checkpoints with a single writer (see `saving_to`), which keeps the newest ones."""
 
-    def __init__(self, directory: Path, *, keep: int | None = None) -> None:
-        """Create the directory if needed and clean up after a crash. `keep` is the number of newest checkpoints to keep; None keeps all.
+    def __init__(self, directory: Path, *, keep: int | None = None, used: frozenset[int] = frozenset()) -> None:
+        """Create the directory if needed and clean up after a crash.
+
+        Args:
+            keep: number of newest checkpoints to keep; None keeps all.
+            used: iterations that are never removed.
 
         Raises:
             CheckpointError: the directory cannot be written.
         """
         self.directory = directory
+        self.newest: int | None = None
+        """Newest iteration that was saved here by this object."""
         self._keep = keep
+        self._used = used
+        self.clear_up()
+
+    def clear_up(self) -> None:
+        """Create the directory if needed, and finish or undo what a crash left incomplete.
+
+        Raises:
+            CheckpointError: the directory cannot be written.
+        """
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._clear_up()
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._finish_or_undo()
         except OSError as error:
-            raise _unwritable(directory, error) from None
+            raise _unwritable(self.directory, error) from None
 
     async def save(self, iteration: int, write: Callable[[Path], Awaitable[None]], state: RunState) -> Path:
         """Save `state` after `iteration` rollouts, and what `write` puts into its directory; it returns when all of that is on disk.
@@ -144,20 +159,22 @@ class CheckpointStore:
         unfinished.rename(final)
         sync(self.directory)
         replace_text(self.directory / TRACKER, str(iteration))
+        self.newest = iteration
         shutil.rmtree(replaced, ignore_errors=True)
         self._remove_old(iteration)
 
     def _remove_old(self, newest: int) -> None:
-        """Delete all but the newest `keep` checkpoints up to `newest`; later ones (of a run resumed from an earlier one) stay."""
+        """Delete all but the newest `keep` checkpoints up to `newest` and those in use; later ones (of an abandoned branch) stay."""
         if self._keep is None:
             return
         for iteration in [known for known in iterations(self.directory) if known <= newest][: -self._keep]:
+            if iteration in self._used:
+                continue
             remove = self.directory / f"{UNFINISHED}{iteration_name(iteration)}"
             (self.directory / iteration_name(iteration)).rename(remove)
             shutil.rmtree(remove, ignore_errors=True)
 
-    def _clear_up(self) -> None:
-        """Finish or undo what a crash left incomplete."""
+    def _finish_or_undo(self) -> None:
         for iteration in replaced_iterations(self.directory):
             replaced, final = self.directory / replaced_name(iteration), self.directory / iteration_name(iteration)
             if final.exists():
@@ -175,12 +192,12 @@ class CheckpointStore:
         kept = f"{iteration_name(earlier[-1])} is intact" if earlier else "no earlier checkpoint exists"
         return (
             f"cannot write checkpoint {iteration_name(iteration)} to {self.directory}: {error} "
-            f"({free_space(self.directory)}; {kept}); free some space or give another directory with --save, then resume"
+            f"({free_space(self.directory)}; {kept}); free some space or use another directory with --save, then resume"
         )
 
 
 def _unwritable(directory: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"cannot write checkpoints to {directory}: {error.strerror}; give another directory with --save")
+    return CheckpointError(f"cannot write checkpoints to {directory}: {error.strerror}; use another directory with --save")
 
 
 async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:

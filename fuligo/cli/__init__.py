@@ -1,10 +1,9 @@
 """The command `fuligo`, also run as `python -m fuligo`."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import os
+import select
 import sys
 import threading
 from collections.abc import Sequence
@@ -24,6 +23,8 @@ COMMANDS = {
     "import-script": "turn a bash launch script into a config file",
     "launch": "start Ray on the nodes of a hostfile, train, and stop Ray; or join this machine to a cluster",
     "serve": "serve a model with the embedded engine",
+    "check-hooks": "call the hooks of a job with made-up samples and check what they return; takes the arguments of train",
+    "schema": "print the JSON schema of config files, for editors",
     "doctor": "check this machine, and what a job needs of it; takes the arguments of train, or none",
 }
 """Command -> summary. Each is a module here with `main(arguments) -> exit code`, imported on use."""
@@ -43,18 +44,31 @@ def program(argv: Sequence[str] | None = None) -> NoReturn:
     # the other side; tens of microseconds bridge the gaps between parallel regions of one training step.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     raise_open_files()  # also for engines, router and trainer ranks, which this process starts
-    code = main(argv)
+    try:
+        code = main(argv)
+        print(end="", flush=True)
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        print("error: nobody reads standard output any more (as after `| head`); stopped", file=sys.stderr, flush=True)
+        os._exit(1)  # without a last write of what is left in the buffer
     if any(thread.daemon for thread in threading.enumerate()):
-        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
 
+def _reader_left() -> bool:
+    """Return whether standard output is a pipe that nobody reads any more."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0, 1 after a failure at run time, 2 after bad input, 130 after Ctrl-C.
 
-    A `FuligoError` is printed without a traceback, unless FULIGO_DEBUG=1 is set in the environment.
+    A `FuligoError`, or a path that this user cannot use, is printed without a traceback, unless FULIGO_DEBUG=1 is set in the environment.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -66,6 +80,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         show_error(error)
         return error.exit_code
+    except OSError as error:
+        from fuligo.cli.console import show_error
+        from fuligo.cli.denied import denied
+
+        text = None if os.environ.get("FULIGO_DEBUG") == "1" else denied(error, arguments)
+        if text is None:
+            raise
+        show_error(ConfigError(text))
+        return ConfigError.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -90,7 +113,7 @@ def _run(arguments: list[str]) -> int:
             raise
         # Printed plainly: the packages that format other errors may be missing, too.
         print(
-            f"error: {sys.executable} has no package {error.name}: use the Python that fuligo is installed in, or install it",
+            f"error: {sys.executable} has no package {error.name}: use the Python that fuligo is installed in, or install the package",
             file=sys.stderr,
         )
         return 2

@@ -1,7 +1,6 @@
 """Choices that depend on this machine: the GPU to plan for, and SGLang in place of the embedded engine where it is installed."""
 
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -103,7 +102,7 @@ def with_installed_engine(config: Config, num_gpus: int) -> tuple[Config, list[s
         return config, []
     if config.cluster.rollout_backend != "auto" or config.resolved_rollout_backend != "embedded":
         return _with_shared_gpus(config, num_gpus)
-    python = config.engine.engine_python or sys.executable
+    python = config.engine.interpreter
     missing = [
         name
         for name, version in package_versions(("sglang", "sglang-router"), python, config.engine_environment.settings()).items()

@@ -1,7 +1,5 @@
 """Errors and warnings on stderr."""
 
-from __future__ import annotations
-
 import sys
 
 from rich.console import Console

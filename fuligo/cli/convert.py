@@ -3,8 +3,6 @@
 Each conversion has a parser of its own; heavy packages are imported once its arguments are known to be right.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Callable, Sequence
@@ -89,7 +87,9 @@ def hf_to_dist(arguments: Sequence[str]) -> int:
     """Convert a Hugging Face checkpoint in one process or those of torchrun; only the first process prints."""
     own, flags = _hf_to_dist_parser().parse_known_args(list(arguments))
     if own.world_size is not None and not own.plan:
-        raise ConfigError(f"--world-size {own.world_size} has no effect without --plan; a conversion runs on the processes of torchrun")
+        raise ConfigError(
+            f"--world-size {own.world_size} has no effect without --plan; a conversion runs on the processes that torchrun starts"
+        )
     is_first = os.environ.get("RANK", "0") == "0"
     try:
         plan = conversion.plan_hf_to_dist(flags, own.world_size or world_size())
@@ -99,7 +99,7 @@ def hf_to_dist(arguments: Sequence[str]) -> int:
         if not own.plan:
             _convert_hf_to_dist(plan)
             if is_first:
-                print(f"{plan.target} is complete: give it by --ref-load or --load", flush=True)
+                print(f"{plan.target} is complete: use it with --ref-load or --load", flush=True)
     except FuligoError as error:
         if is_first:
             raise
@@ -152,7 +152,7 @@ def dist_to_hf(arguments: Sequence[str]) -> int:
     source = weights_directory(options.checkpoint)
     if not is_distributed(source):
         raise ConfigError(
-            f"{options.checkpoint} is not a distributed checkpoint: give a directory with .metadata, or a directory of checkpoints"
+            f"{options.checkpoint} is not a distributed checkpoint: use a directory with .metadata, or a directory of checkpoints"
         )
     dist_to_hf(source, options.save, model=options.hf_checkpoint)
     print(f"{source} -> {options.save}")
@@ -192,7 +192,7 @@ def _compare_parser() -> argparse.ArgumentParser:
         save=False,
         model="directory with the config.json of a distributed checkpoint that has none",
     )
-    made.add_argument("--all", action="store_true", help="list equal tensors, too")
+    made.add_argument("--all", action="store_true", help="also list equal tensors")
     return made
 
 
@@ -212,7 +212,7 @@ def compare(arguments: Sequence[str]) -> int:
             if options.all:
                 print(f"{result.name}: equal", flush=True)
     if not differing:
-        print(f"all {num_equal} tensors are equal to the bit")
+        print(f"all {num_equal} tensors are bitwise equal")
         return 0
     print(f"{differing} of {num_equal + differing} tensors differ" + (f", by up to {largest:.3g}" if largest < float("inf") else ""))
     return 1

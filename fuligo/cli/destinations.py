@@ -11,8 +11,10 @@ from fuligo.config import Config
 from fuligo.config.flags import flags
 from fuligo.config.topology import engine_groups
 from fuligo.convert.export import export_problem
+from fuligo.convert.push import push_problem
+from fuligo.data.locate import locate
 from fuligo.data.row_file import PromptPath
-from fuligo.errors import ConfigError
+from fuligo.errors import ConfigError, DataError
 from fuligo.rollout.eval_sets import eval_set_specs
 
 _MODEL_OPTIONS = ("--hf-checkpoint", "--load", "--ref-load", "--critic-load", "--opd-teacher-load", "--sglang-config")
@@ -33,13 +35,15 @@ def destination_problems(config: Config) -> Iterator[str]:
             yield f"cannot write {option} {path}: {cause}; choose another directory"
     if config.checkpoint.save_hf is not None:
         yield from _export(config, Path(config.checkpoint.save_hf))
+    if config.checkpoint.push_to_hub is not None and config.trains and (problem := push_problem(config.checkpoint.push_to_hub)):
+        yield f"--push-to-hub: {problem}"
 
 
 def _export(config: Config, target: Path) -> Iterator[str]:
     """Check that an export replaces nothing that the run reads or writes, under any name."""
     for option, path in _named_paths(config):
         if _would_replace(target, path, whole=option in _MODEL_OPTIONS):
-            yield f"--save-hf {target} would replace {path} of {option}; give another directory"
+            yield f"--save-hf {target} would replace {path} of {option}; use another directory"
             return
     problem = export_problem(target)
     if problem is not None:
@@ -52,10 +56,19 @@ def _named_paths(config: Config) -> Iterator[tuple[str, Path]]:
         value = config.value_of(name) if flag.is_path and name != "save_hf" else None
         for path in value if isinstance(value, list) else [value]:
             if isinstance(path, str):
-                yield flag.option, PromptPath.parse(path).path if name.endswith("prompt_data") else Path(path)
+                yield from ((flag.option, file) for file in (_local_files(path) if name.endswith("prompt_data") else [Path(path)]))
     yield from (("--sglang-config", Path(group.model_path)) for group in engine_groups(config) if group.model_path is not None)
     with suppress(ConfigError):  # reported by the check of the data
-        yield from (("--eval-config", PromptPath.parse(spec.path).path) for spec in eval_set_specs(config))
+        yield from (("--eval-config", file) for spec in eval_set_specs(config) for path in spec.path for file in _local_files(path))
+
+
+def _local_files(entry: str) -> list[Path]:
+    """Return the files of an entry of --prompt-data; the entry itself where it names none."""
+    path = PromptPath.parse(entry).path
+    try:
+        return locate(path)
+    except DataError:  # reported by the check of the data; or the name of an evaluation set
+        return [Path(path)]
 
 
 def _would_replace(target: Path, path: Path, *, whole: bool) -> bool:

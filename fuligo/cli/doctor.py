@@ -1,7 +1,5 @@
 """`fuligo doctor`: a check of this machine, and of what a job needs of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich.console import Console

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuligo.cli.chosen import chosen_for_evaluation
+from fuligo.cli.environment import apply_environment
 from fuligo.cli.not_yet import refuse
 from fuligo.config import Config
 from fuligo.config.command_line import parse
 from fuligo.config.help import asked_for_help, help_text
 from fuligo.config.validate import findings, require_no_errors
 from fuligo.errors import ConfigError
+from fuligo.models.hub import located, with_weights
 
 if TYPE_CHECKING:
     from fuligo.job.evaluation import Evaluated
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     parsed = parse(arguments)
     check(parsed.config)
-    found = chosen_for_evaluation(without_training(parsed.config))
+    found = chosen_for_evaluation(without_training(with_weights(located(parsed.config))))
     config = found.config
 
     # Imported late: help and wrong flags should not wait for these imports.
@@ -59,10 +60,10 @@ def main(arguments: Sequence[str]) -> int:
         show_warning(warning)
     for choice in found.choices:
         show_choice(choice)
+    apply_environment(config)
     problems = evaluation_problems(config)
     if problems:
         raise ConfigError(*problems)
-    os.environ.update(config.cluster.env.reveal())
     from fuligo.job import evaluate
 
     with warnings_shown_on(Console(stderr=True)):
@@ -79,7 +80,7 @@ def check(config: Config) -> None:
     """
     require_no_errors([finding for finding in findings(config) if finding.id not in TRAINING_RULES], config)
     if not config.has_eval:
-        raise ConfigError("there is nothing to evaluate: give --eval-prompt-data or --eval-config")
+        raise ConfigError("there is nothing to evaluate: use --eval-prompt-data, --eval-config or --eval-function-path")
     if config.engine.rollout_external_engine_addrs and config.checkpoint.load is not None:
         raise ConfigError(
             f"--load {config.checkpoint.load}: external engines (--rollout-external-engine-addrs) are evaluated with the weights "
@@ -92,7 +93,7 @@ def without_training(config: Config) -> Config:
     """Return the config without the settings that only training uses."""
     return config.model_copy(
         update={
-            "data": config.data.model_copy(update={"prompt_data": None}),
+            "data": config.data.model_copy(update={"prompt_data": [], "prompt_data_weights": []}),
             "checkpoint": config.checkpoint.model_copy(update={"save": None}),
             "debug": config.debug.model_copy(update={"debug_train_only": False, "debug_rollout_only": True}),
         }

@@ -1,7 +1,5 @@
 """First process of a container: reaps orphans and passes signals on, while the command runs in a child."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

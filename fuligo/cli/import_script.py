@@ -1,7 +1,5 @@
 """`fuligo import-script`: the config file of a bash launch script."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence
@@ -24,8 +22,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
 
     from fuligo.cli.console import show_warning
-    from fuligo.importer import import_script
     from fuligo.importer.config_file import imported_config
+    from fuligo.importer.run import import_script
 
     script = import_script(
         options.script,
@@ -56,10 +54,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("script", type=Path, help="bash script that starts train.py, directly or by `ray job submit`")
     made.add_argument("argument", nargs="*", help="arguments of the script: $1, $2, ...")
     made.add_argument("--output", type=Path, metavar="FILE", help="write the config to this new file instead of printing it")
-    made.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable that the script sees; repeatable")
-    made.add_argument("--root", type=Path, metavar="DIR", help="folder that the script sees (default: its own)")
+    made.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable for the script; repeatable")
+    made.add_argument("--root", type=Path, metavar="DIR", help="folder that the script may read (default: its own)")
     made.add_argument(
-        "--map", action="append", default=[], metavar="PATH=DIR", help="show DIR at PATH, a path of another machine; repeatable"
+        "--map", action="append", default=[], metavar="PATH=DIR", help="mount DIR at PATH, a path that the script expects; repeatable"
     )
     made.add_argument(
         "--nvlink", action=argparse.BooleanOptionalAction, default=True, help="reply to a script that asks nvidia-smi for NVLink"
@@ -67,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--slime", action=argparse.BooleanOptionalAction, default=True, help="fill in slime's defaults and translate its flags"
     )
-    made.add_argument("--trust", action="store_true", help="run the script without a sandbox where none can be built")
+    made.add_argument("--trust", action="store_true", help="run the script without a sandbox if none can be built")
     return made
 
 

@@ -1,7 +1,5 @@
 """`fuligo launch`: a run on the nodes of a hostfile or of a Slurm job, in a Ray cluster that starts and stops with it."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os
@@ -43,9 +41,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _launch(options: argparse.Namespace, train: list[str], logs: Path) -> int:
     from fuligo.cli.train import main as run
-    from fuligo.cluster.hostfile import head_ip, head_of, read_hostfile
+    from fuligo.cluster.hostfile import NODES_VARIABLE, SRUN, head_ip, head_of, read_hostfile, slurm_hosts, task_number
     from fuligo.cluster.launch import LaunchedCluster, LaunchSettings
-    from fuligo.cluster.slurm import NODES_VARIABLE, SRUN, slurm_hosts, task_number
     from fuligo.config.command_line import parse
 
     config = parse(train).config
@@ -56,7 +53,7 @@ def _launch(options: argparse.Namespace, train: list[str], logs: Path) -> int:
         return run(train)
     elif NODES_VARIABLE not in os.environ:
         raise ConfigError(
-            f"fuligo launch has no hosts: give --hostfile F, start it in a Slurm job ({NODES_VARIABLE}), or set {ADDRESS_VARIABLE} to use "
+            f"fuligo launch has no hosts: use --hostfile F, start it in a Slurm job ({NODES_VARIABLE}), or set {ADDRESS_VARIABLE} to use "
             "a running cluster; on one machine use fuligo train"
         )
     elif number := task_number(os.environ):
@@ -107,9 +104,9 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the command's own options."""
     made = argparse.ArgumentParser("fuligo launch", usage="\n" + DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--hostfile", help="file of nodes, one address per line")
+    made.add_argument("--hostfile", help="host file, one address per line")
     made.add_argument("--head-port", type=int, default=6379, help="port of Ray on this machine (6379)")
-    made.add_argument("--ssh", help=f"command that runs another on a host ({SSH}; in a Slurm job srun)")
+    made.add_argument("--ssh", help=f"command that runs a command on a host ({SSH}; in a Slurm job srun)")
     made.add_argument("--timeout-s", type=float, default=300.0, help="seconds until all hosts must have joined (300)")
     made.add_argument("--join", metavar="ADDRESS:PORT", help="address of a Ray head")
     made.add_argument(
@@ -118,5 +115,5 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--name", help="name of this machine in Ray (default: its address)")
     made.add_argument("--slots", type=int, default=8, help="GPUs of this machine (8)")
     made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: slots are processes")
-    made.add_argument("--attached", action="store_true", help="end when standard input closes")
+    made.add_argument("--attached", action="store_true", help="exit when standard input closes")
     return made

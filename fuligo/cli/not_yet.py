@@ -1,6 +1,4 @@
-"""Features that `fuligo plan` plans and `fuligo train` does not run yet."""
-
-from __future__ import annotations
+"""Features that `fuligo plan` estimates and `fuligo train` does not run yet; both refuse them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -45,7 +43,7 @@ def not_yet(config: Config) -> Iterator[str]:
     for row in ROWS:
         asked = row.asked(config)
         if asked is not None:
-            yield f"{asked}: {row.part} cannot run yet (fuligo plan plans it); {row.instead}"
+            yield f"{asked}: {row.part} cannot run yet; {row.instead}"
 
 
 def _switch(name: str, *values: str) -> Callable[[Config], str | None]:

@@ -1,23 +1,27 @@
 """`fuligo plan`: rules, layout, memory and time of a job, computed on any machine without starting anything."""
 
-from __future__ import annotations
-
 import json
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 
 from fuligo.cli.chosen import find_devices, with_installed_engine
+from fuligo.cli.not_yet import not_yet
 from fuligo.config import Config
 from fuligo.config.command_line import parse
-from fuligo.config.findings import Severity
+from fuligo.config.findings import Finding, Severity
 from fuligo.config.help import asked_for_help, help_text
 from fuligo.errors import ConfigError
+from fuligo.models.from_flags import architecture_from_flags
+from fuligo.models.hub import located
 from fuligo.planner.choices import apply_choices
 from fuligo.planner.gpus import GPUS, known_gpu
 from fuligo.planner.make_plan import make_plan
 from fuligo.planner.plan import Plan
+from fuligo.quantities import amount
 
 DEFAULT_GPU = "h100-80"
 STANDARD_OUTPUT = "-"
@@ -46,7 +50,7 @@ class Options:
     """Options of `fuligo plan`, and the arguments of the job."""
 
     gpu: str | None = None
-    """None for those of this machine, or without any `DEFAULT_GPU`."""
+    """Value of --gpu; None for the GPUs of this machine, or without any `DEFAULT_GPU`."""
     host_memory_bytes: int | None = None
     """Memory of one node; None for that of the vendor's servers."""
     json_file: str | None = None
@@ -69,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     options = split_options(arguments)
     parsed = parse(options.job)
-    config, gpu, notes = parsed.config, options.gpu, list(parsed.warnings)
+    config, gpu, notes = _with_model(parsed.config), options.gpu, list(parsed.warnings)
     if gpu is None:
         devices = find_devices(config)
         found = known_gpu(devices[0].name, devices[0].memory_bytes) if devices else None
@@ -78,8 +82,40 @@ def main(arguments: Sequence[str]) -> int:
             config, engine = with_installed_engine(config, len(devices))
             notes += engine
     plan = make_plan(config, gpu, plan_name(config, options.job), host_memory_bytes=options.host_memory_bytes)
+    plan = replace(plan, findings=(*_refused_at_start(config), *plan.findings, *_short_of_disk(plan, config)))
     _write(plan, apply_choices(config, plan.choices), notes, options)
     return 2 if any(finding.severity is Severity.ERROR for finding in plan.findings) else 0
+
+
+def _refused_at_start(config: Config) -> Iterator[Finding]:
+    """Yield what `fuligo train` refuses beyond the rules: features that cannot run yet, and problems of prompt files on this machine."""
+    for problem in not_yet(config):
+        yield Finding("PLAN-NOT-YET", Severity.ERROR, problem, ())
+    if any(Path(path.partition("@")[0]).is_file() for path in config.data.prompt_data):
+        from fuligo.cli.data_problems import data_problems
+
+        for problem in data_problems(config, missing_is_fine=True):
+            yield Finding("PLAN-DATA", Severity.ERROR, problem, ())
+
+
+def _short_of_disk(plan: Plan, config: Config) -> Iterator[Finding]:
+    """Yield a warning if checkpoints do not fit on this machine's disk, where the model lies on it, too."""
+    model = config.model.hf_checkpoint
+    if plan.disk is None or model is None or not Path(model).is_dir():
+        return
+    place = Path(config.checkpoint.save or config.run_directory(datetime.now())).absolute()
+    there = next(parent for parent in (place, *place.parents) if parent.is_dir())
+    free, needed = shutil.disk_usage(there).free, plan.disk.used_bytes
+    if needed > free:
+        text = f"checkpoints need {amount(needed)}, and {there} has {amount(free)} free"
+        advice = "Free some space, give another --save, a larger --save-interval or a smaller --keep-checkpoints."
+        yield Finding("PLAN-DISK", Severity.WARNING, text, ("--save", "--keep-checkpoints"), advice=advice)
+
+
+def _with_model(config: Config) -> Config:
+    """Fetch the config.json of models on the Hub, unless the flags describe the model."""
+    described = config.model.model_config_file is not None or architecture_from_flags(config) is not None
+    return config if described else located(config)
 
 
 def split_options(arguments: Sequence[str]) -> Options:

@@ -1,10 +1,6 @@
 """Checks of the files that a config names, before any model loads: checkpoints, data, hooks, output directories."""
 
-from __future__ import annotations
-
-import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from fuligo.checkpoint.location import (
@@ -16,23 +12,22 @@ from fuligo.checkpoint.location import (
     weights_directory,
     weights_of,
 )
+from fuligo.cli.data_problems import data_problems
 from fuligo.cli.destinations import destination_problems
 from fuligo.config import Config
-from fuligo.config.hooks import hook_problem, hook_problems
+from fuligo.config.args_view import custom_entries
+from fuligo.config.hooks import hook_problems
 from fuligo.config.launcher import chosen_launcher
 from fuligo.config.server_groups import TEACHER
 from fuligo.config.topology import engine_groups
 from fuligo.config.vocabulary import vocabulary_difference
-from fuligo.data import DataSettings, check_file, data_settings
-from fuligo.data.template import no_chat_template
-from fuligo.errors import CheckpointError, ConfigError, DataError
+from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.checkpoint_files import VALUE_MODEL, is_distributed, model_directory, no_value_model
 from fuligo.formats.hugging_face import (
     DamagedFileError,
     architecture_difference,
     brings_code,
     checkpoint_problems,
-    has_chat_template,
     is_quantised,
     read_config_json,
     read_model_config,
@@ -41,12 +36,7 @@ from fuligo.formats.quantisation import EngineQuantisation
 from fuligo.machine.packages import package_version, package_versions
 from fuligo.models.registry import names_of
 from fuligo.planner.rules.model import unknown_tokens
-from fuligo.rollout.eval_sets import eval_set_specs
-from fuligo.rollout.rewards.rows import unjudged
 from fuligo.rollout.rewards.settings import reward_settings
-
-_EVAL_SET_KEYS = {"input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template"}
-"""Settings that an evaluation data set may override."""
 
 
 def preflight(config: Config) -> None:
@@ -71,9 +61,9 @@ def preflight_problems(config: Config) -> list[str]:
         _megatron,
         _engines,
         _resume,
-        _data,
+        data_problems,
         destination_problems,
-        hook_problems,
+        _hooks,
         _rewards,
         _stop_tokens,
     )
@@ -82,7 +72,7 @@ def preflight_problems(config: Config) -> list[str]:
 
 def evaluation_problems(config: Config) -> list[str]:
     """Return the problems on disk for `fuligo eval`, which trains nothing."""
-    checks = (_secrets, _served, _remote_code, _engines, _data, destination_problems, hook_problems, _rewards, _stop_tokens)
+    checks = (_secrets, _served, _remote_code, _engines, data_problems, destination_problems, _hooks, _rewards, _stop_tokens)
     return [problem for check in checks for problem in check(config)]
 
 
@@ -93,11 +83,22 @@ def _secrets(config: Config) -> Iterator[str]:
             yield f"{option}: {secret} stands for the environment variable {secret.variable}, which is not set; export it"
 
 
+def _hooks(config: Config) -> Iterator[str]:
+    """Check that hooks can be imported and have the entries that they read of args."""
+    yield from hook_problems(config)
+    try:
+        custom_entries(config)
+    except ConfigError as error:
+        yield from error.problems
+
+
 def _remote_code(config: Config) -> Iterator[str]:
     """Check that model and tokenizer load without code of the checkpoint, if it brings any."""
-    if config.model.hf_checkpoint is None:
-        return
-    directory = Path(config.model.hf_checkpoint)
+    if config.model.hf_checkpoint is not None:
+        yield from _code_of("--hf-checkpoint", Path(config.model.hf_checkpoint), config)
+
+
+def _code_of(option: str, directory: Path, config: Config) -> Iterator[str]:
     model_code, tokenizer_code = brings_code(directory / "config.json"), brings_code(directory / "tokenizer_config.json")
     if not model_code and not tokenizer_code:
         return
@@ -106,7 +107,7 @@ def _remote_code(config: Config) -> Iterator[str]:
     model_type = read_config_json(directory).get("model_type")
     if model_code and model_type not in CONFIG_MAPPING:
         yield (
-            f"--hf-checkpoint {directory}: transformers has no model type {model_type!r}, and fuligo runs no model code of a checkpoint "
+            f"{option} {directory}: transformers has no model type {model_type!r}, and fuligo runs no model code of a checkpoint "
             "(auto_map in its config.json); choose another model"
         )
     elif tokenizer_code and not config.model.trust_remote_code:
@@ -115,7 +116,7 @@ def _remote_code(config: Config) -> Iterator[str]:
         try:
             load_tokenizer(directory, runs_its_code=False)
         except ConfigError as error:
-            yield from (f"--hf-checkpoint: {text}" for text in error.problems)
+            yield from (f"{option}: {text}" for text in error.problems)
 
 
 def _served(config: Config) -> Iterator[str]:
@@ -130,6 +131,10 @@ def _served(config: Config) -> Iterator[str]:
         return
     if found is None and flags.load is not None:
         yield f"--load {flags.load} holds no checkpoint to evaluate; remove it to evaluate --hf-checkpoint"
+    if found is not None:
+        weights = weights_of(found.directory) if isinstance(found, Checkpoint) else found.directory
+        if not is_distributed(weights):
+            yield from _code_of("--load", weights, config)
 
 
 def _megatron(config: Config) -> Iterator[str]:
@@ -157,7 +162,7 @@ def _engines(config: Config) -> Iterator[str]:
             )
     if chosen_launcher(config) != "local" or not any(group.num_engines for group in engine_groups(config)):
         return
-    python = config.engine.engine_python or sys.executable
+    python = config.engine.interpreter
     versions = package_versions(("sglang", "sglang-router"), python, config.engine_environment.settings())
     missing = [package for package, version in versions.items() if version is None]
     if missing:
@@ -190,7 +195,7 @@ def _weights(config: Config) -> Iterator[str]:
             yield f"--ref-load: {difference}"
     first = "--hf-checkpoint" if config.checkpoint.ref_load is None else "--ref-load"
     if first in sound and is_quantised(sound[first]):
-        yield f"{first} {sound[first]} is quantised, training cannot start from it: give the unquantised weights by --ref-load"
+        yield f"{first} {sound[first]} is quantised, training cannot start from it: use the unquantised weights with --ref-load"
     if "--hf-checkpoint" in sound and _syncs_quantised(config):
         try:
             EngineQuantisation.read(sound["--hf-checkpoint"])
@@ -221,7 +226,7 @@ def _loaded_teacher(config: Config, path: Path, student: Path | None) -> Iterato
         return
     directory = model_directory(weights_directory(path))
     if is_quantised(directory):
-        yield f"{option} {directory} is quantised, which the trainer cannot load: give the unquantised weights"
+        yield f"{option} {directory} is quantised, which the trainer cannot load: use the unquantised weights"
     swapped = config.resolved_train_backend == "megatron"
     difference = architecture_difference(directory, student) if swapped else vocabulary_difference(directory, student)
     if difference is not None:
@@ -306,12 +311,12 @@ def _resume(config: Config) -> Iterator[str]:
         problems = list(_distributed(config, "--load", weights))
     elif isinstance(start, Checkpoint) and config.resolved_train_backend == "megatron":
         problems = [
-            f"--load {start.directory} was saved by the torch trainer; give its weights, {weights}, by --ref-load to start from them"
+            f"--load {start.directory} was saved by the torch trainer; use --ref-load with its weights, {weights}, to start from them"
         ]
     else:
         problems = [f"--load: {text}" for text in checkpoint_problems(model)]
     if not problems and not is_distributed(weights) and is_quantised(model):
-        problems = [f"--load {model} is quantised, training cannot start from it: give the unquantised weights"]
+        problems = [f"--load {model} is quantised, training cannot start from it: use the unquantised weights"]
     yield from problems
     if problems or policy is None:
         return
@@ -321,54 +326,6 @@ def _resume(config: Config) -> Iterator[str]:
         return  # --hf-checkpoint is damaged, and reported as that
     if difference is not None:
         yield f"--load: {difference}"
-
-
-def _data(config: Config) -> Iterator[str]:
-    if config.data.prompt_data is not None and not config.debug.debug_train_only:
-        yield from _file("--prompt-data", config.data.prompt_data, data_settings(config))
-        hooks = (config.reward.custom_rm_path, config.rollout.custom_generate_function_path, config.rollout.rollout_function_path)
-        if not any(hooks) and not config.is_sft:
-            yield from _judged("--prompt-data", config.data.prompt_data, data_settings(config), config.reward.rm_type)
-    yield from _chat_template(config)
-    try:
-        specs = eval_set_specs(config)
-    except ConfigError as error:
-        yield from error.problems
-        return
-    for spec in specs:
-        keys = spec.model_dump(include=_EVAL_SET_KEYS, exclude_none=True)
-        given, settings = f"evaluation data set {spec.name}", replace(data_settings(config), **keys)
-        yield from _file(given, spec.path, settings)
-        if spec.custom_reward_path(config) is None and config.rollout.custom_generate_function_path is None:
-            yield from _judged(given, spec.path, settings, spec.rm_type or config.reward.rm_type)
-        if config.is_unjudged and not (spec.rm_type or spec.custom_rm_path or spec.metadata_key):
-            yield f"evaluation data set {spec.name}: its responses have no reward; give it an rm_type, or give --rm-type for the whole run"
-        if spec.custom_rm_path is not None:
-            yield from hook_problem("custom_rm_path", spec.custom_rm_path)
-
-
-def _chat_template(config: Config) -> Iterator[str]:
-    directory, settings = config.model.hf_checkpoint, data_settings(config)
-    if directory is None or not settings.apply_chat_template or "chat_template" in settings.apply_chat_template_kwargs:
-        return
-    if Path(directory).is_dir() and not has_chat_template(Path(directory)):
-        yield no_chat_template(directory)
-
-
-def _file(given: str, path: str, settings: DataSettings) -> Iterator[str]:
-    try:
-        check_file(path, settings)
-    except DataError as error:
-        yield f"{given}: {error}"
-
-
-def _judged(given: str, path: str, settings: DataSettings, rm_type: str | None) -> Iterator[str]:
-    try:
-        problem = unjudged(path, settings, rm_type)
-    except (ConfigError, DataError):
-        return  # reported by the checks of the reward and of the file
-    if problem is not None:
-        yield f"{given}: {problem}"
 
 
 def _rewards(config: Config) -> Iterator[str]:

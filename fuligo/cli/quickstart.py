@@ -1,7 +1,5 @@
 """`fuligo quickstart`: a tiny model learns to add with GRPO on this machine."""
 
-from __future__ import annotations
-
 import time
 
 STARTED_S = time.perf_counter()
@@ -30,14 +28,14 @@ def main(arguments: Sequence[str]) -> int:
 
     from rich.console import Console
 
-    from fuligo.job import run
+    from fuligo.job import run_to_end
 
     console = Console(highlight=False)
     console.print(
         "GRPO with a model of 0.8 million parameters on this machine. It can add digits, but mostly guesses or forgets the carry.\n"
         "Each step: 32 sums, 8 answers to each, a reward of 1 for the right number in the box, no examples.\n"
     )
-    outcome = run(config)
+    outcome = run_to_end(config)
     before, after = outcome.evaluations[0], outcome.evaluations[-1]
     _show_answers(console, before.groups["held_out"], after.groups["held_out"])
     report = _write_report(run_dir)

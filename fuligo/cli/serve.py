@@ -1,7 +1,5 @@
 """`fuligo serve`: the embedded engine behind the subset of SGLang's HTTP API that RL needs."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import secrets
@@ -14,6 +12,7 @@ from pathlib import Path
 
 from fuligo.errors import ConfigError
 from fuligo.formats.engine_keys import REQUESTS_VARIABLE, EngineKeys
+from fuligo.models.hub import HubModel
 
 GRACE_S = 10.0
 """Seconds between SIGTERM and exit after the parent died."""
@@ -28,8 +27,15 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     if args.parent_pid is not None:
         threading.Thread(target=_end_with_parent, args=(args.parent_pid,), daemon=True, name="parent watch").start()
+    model = HubModel.parse(args.model_path)
+    if model is not None:
+        args.model_path = str(model.download())
     if not Path(args.model_path, "config.json").is_file():
-        raise ConfigError(f"--model-path {args.model_path}: there is no config.json; give a directory with a Hugging Face checkpoint")
+        inside = Path(args.model_path, "hf")  # of a run's checkpoint
+        fix = (
+            f"use {inside}" if Path(inside, "config.json").is_file() else "use a Hugging Face directory, or the name of a model on the Hub"
+        )
+        raise ConfigError(f"--model-path {args.model_path}: there is no config.json; {fix}")
     listener = _bind(args.host, args.port)
     keys = _keys()
 
@@ -55,7 +61,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fuligo serve", description="The embedded engine: SGLang's HTTP API on a CPU or one GPU.")
-    parser.add_argument("--model-path", required=True, help="Hugging Face directory")
+    parser.add_argument("--model-path", required=True, help="Hugging Face directory, or ORG/NAME on the Hub")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=30000, help="port to listen on; 0 takes a free one (%(default)s)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA if available")
@@ -63,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-running-requests", type=_positive, default=256, help="requests decoded together (%(default)s)")
     parser.add_argument("--max-total-tokens", type=_positive, help="tokens of the KV cache (default: what the free memory allows)")
     parser.add_argument("--num-threads", type=_positive, help="CPU threads (default: all cores)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code of the directory if its tokenizer needs it")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the directory if its tokenizer needs it")
     parser.add_argument(
         "--weights-from",
         type=Path,

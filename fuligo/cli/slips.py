@@ -1,14 +1,12 @@
 """Warnings of `fuligo train` about settings that are valid but may be a mistake."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
 from fuligo.checkpoint.location import resolve
 from fuligo.config import Config
-from fuligo.data import data_settings
+from fuligo.data.settings import data_settings
 from fuligo.formats.hugging_face import has_chat_template
 from fuligo.observability.run_directory import CHECKPOINTS
 
@@ -20,7 +18,7 @@ def slips(config: Config) -> list[str]:
 
 def _begins_anew(config: Config) -> Iterator[str]:
     load = config.checkpoint.load
-    if load is None or resolve(Path(load)) is not None:
+    if load is None or resolve(Path(load), config.checkpoint.ckpt_step) is not None:
         return
     save = Path(config.checkpoint.save or config.run_directory(datetime.now()) / CHECKPOINTS)
     if save.resolve() != Path(load).resolve():  # the same directory starts a run and resumes it
@@ -29,7 +27,7 @@ def _begins_anew(config: Config) -> Iterator[str]:
 
 def _plain_prompts(config: Config) -> Iterator[str]:
     directory, settings = config.model.hf_checkpoint, data_settings(config)
-    if directory is None or config.data.prompt_data is None or config.debug.debug_train_only or settings.apply_chat_template:
+    if directory is None or not config.data.prompt_data or config.debug.debug_train_only or settings.apply_chat_template:
         return
     if Path(directory).is_dir() and has_chat_template(Path(directory)):
         yield (

@@ -1,7 +1,5 @@
 """`fuligo view`: runs in a browser, live or finished, or a report in one file."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -38,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"wrote {options.export} ({num_bytes / 2**20:.1f} MiB)")
         return 0
     listener = bind(options.host, options.port)
-    from fuligo.observability.viewer.server import address, serve
+    from fuligo.observability.viewer.api import address, serve
 
     token = options.token or os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(18)
     print(
@@ -58,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--port", type=int, help=f"port to listen on; 0 takes a free one (default {DEFAULT_PORT}, or a free one if it is taken)"
     )
-    parser.add_argument("--token", help=f"token that visitors must give (default: {TOKEN_VARIABLE} of the environment, or random)")
+    parser.add_argument("--token", help=f"token that visitors must present (default: the environment variable {TOKEN_VARIABLE}, or random)")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write the report to this file instead of serving")
     return parser
 
@@ -75,7 +73,7 @@ def bind(host: str, port: int | None) -> socket.socket:
         if port is None and isinstance(error, OSError):
             return bind(host, 0)
         given = f"--host {host}" + ("" if port is None else f" --port {port}")
-        raise ConfigError(f"cannot listen on {given}: {error}; give another address, or --port 0 for a free port") from error
+        raise ConfigError(f"cannot listen on {given}: {error}; use another address, or --port 0 for a free port") from error
 
 
 def _bound(host: str, port: int) -> socket.socket:

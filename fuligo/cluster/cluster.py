@@ -1,7 +1,5 @@
 """A run's share of a Ray cluster: its nodes, the trainer's ranks on them, and the engines on them."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -61,7 +59,7 @@ class RayCluster:
         ]
 
     def start_engine(self, settings: ServerSettings) -> RemoteServer:
-        """Begin to start an engine on its nodes."""
+        """Start an engine on its nodes; return before it is ready."""
         return RemoteServer(settings, self._parts[settings.name])
 
     def trainer(self, settings: TrainerSettings, logs: Path) -> RankedTrainer:

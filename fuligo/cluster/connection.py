@@ -1,7 +1,5 @@
 """Connection to a Ray cluster: one that runs already, or one that is started here and ends with this process."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """SGLang engines on the nodes of a Ray cluster, as the fleet sees them."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence
@@ -18,9 +16,9 @@ from fuligo.errors import EngineError
 
 POLL_S = 0.2
 STOP_TIMEOUT_S = 40.0
-"""Longer than a node's own deadline for stopping an engine."""
+"""Seconds; longer than a node's own deadline for stopping an engine."""
 LOG_TIMEOUT_S = 10.0
-"""For a node to send the end of a log."""
+"""Seconds for a node to send the end of a log."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,7 +35,7 @@ class RemoteServer:
     """Engine on one or more nodes; its parts end together. Implements `engines.sglang.server.Server`."""
 
     def __init__(self, settings: ServerSettings, parts: Sequence[RemotePart]) -> None:
-        """Begin to start the engine: one process tree on each node, which meet at the first node's address."""
+        """Start one process tree on each node, which meet at the first node's address; return before the engine is ready."""
         self.settings = settings = _with_absolute_paths(settings)
         self._parts = parts
         self._is_lost = False

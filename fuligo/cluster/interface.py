@@ -4,8 +4,6 @@ Gloo takes the interface that the host's name resolves to, which on Debian is lo
 interface by which the nodes know each other.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import MutableMapping
 

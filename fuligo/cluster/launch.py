@@ -1,7 +1,5 @@
 """Ray cluster for one run: the head on this machine and a worker on every other host."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -39,7 +37,7 @@ class LaunchSettings:
     port: int
     device: Device
     connection: str
-    """Command that runs another on a host, with `{host}` and `{command}`."""
+    """Template of the shell command that runs `{command}` on `{host}`."""
     logs: Path
     """Directory for the output of Ray and of the remote commands."""
     timeout_s: float
@@ -138,7 +136,7 @@ class LaunchedCluster:
 
 
 async def join(address: str, ip: str | None, num_slots: int, *, name: str | None, device: Device, attached: bool, logs: Path) -> None:
-    """Be a node of the cluster at `address` until told to end.
+    """Run as a node of the cluster at `address` until told to stop.
 
     Args:
         ip: this machine's address, as the other nodes reach it; None: that of the interface that leads to the head

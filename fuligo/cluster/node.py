@@ -1,7 +1,5 @@
 """Ray's own processes on this machine, under a guard that ends them with the process that started them."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Mapping
@@ -10,7 +8,7 @@ from pathlib import Path
 from fuligo.engines.server_process import ServerProcess
 
 GRACE_S = 40.0
-"""For Ray's workers, and the engines under them, to end in good order."""
+"""Seconds in which Ray's workers, and the engines under them, shut down."""
 START_TIMEOUT_S = 120.0
 
 

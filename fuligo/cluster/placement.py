@@ -1,7 +1,5 @@
 """Placement of a run's processes on the GPUs of nodes: the layout of `fuligo plan`, as a run needs it. Imports no Ray."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Environment of every process of a Ray cluster: its token, and settings that Ray reads when it is imported. Imports no Ray."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import MutableMapping
@@ -11,7 +9,7 @@ from fuligo.config.launcher import ADDRESS_VARIABLE
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 
 GUARDS_LIVE = {"RAY_kill_child_processes_on_worker_exit": "0"}
-"""For actors: engines run under a guard that ends them in good order, which it could not do if Ray killed it."""
+"""For actors: engines run under a guard that shuts them down cleanly, which it could not do if Ray killed it."""
 
 
 def prepare_environment(*, several_nodes: bool, environment: MutableMapping[str, str] = os.environ) -> None:

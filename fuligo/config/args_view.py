@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
+
+import yaml
 
 from fuligo.config import Config
 from fuligo.config.flag import PREFIXES
 from fuligo.config.flags import Flag, did_you_mean, flags, nearest, passthrough_flags
 from fuligo.config.schemas import BACKENDS
+from fuligo.errors import ConfigError
 
 
 class ArgsView:
@@ -16,13 +20,23 @@ class ArgsView:
 
     Pass-through arguments have their prefix and, if not given, the default of their schema: `args.sglang_dp_size` is
     `config.sglang.value("dp_size")`. `args.sglang_model_urls["judge"]` is the base URL of the router that serves the model `judge` of
-    `--sglang-config`, and `args.sglang_model_keys["judge"]` the key that it asks for. Instances can be pickled.
+    `--sglang-config`, and `args.sglang_model_keys["judge"]` the key that it asks for. Entries of `--custom-config-path` are attributes,
+    too. Instances can be pickled.
     """
 
-    __slots__ = ("_config",)
+    __slots__ = ("_config", "_own")
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, own: Mapping[str, Any] | None = None) -> None:
+        """Show a config.
+
+        Args:
+            own: the user's entries; None reads them from `--custom-config-path`
+
+        Raises:
+            ConfigError: that file cannot be read, or has an entry with the name of a flag
+        """
         object.__setattr__(self, "_config", config)
+        object.__setattr__(self, "_own", custom_entries(config) if own is None else own)
 
     @property
     def sglang_model_urls(self) -> Mapping[str, str]:
@@ -33,13 +47,17 @@ class ArgsView:
         return {name: model.key for name, model in self._config.served_models.items()}
 
     def __getattr__(self, name: str) -> Any:
+        if name in self._own:
+            return self._own[name]
         flag = flags().get(name)
+        if name == "prompt_data" and len(self._config.data.prompt_data) < 2:  # the text that slime's hooks expect
+            return next(iter(self._config.data.prompt_data), None)
         if flag is not None:
             return getattr(getattr(self._config, flag.group), name)
         argument = _argument(name)
         if argument is not None:
             return getattr(self._config, argument.group).value(argument.name)
-        raise AttributeError(f"args has no {name}{did_you_mean(nearest(name, flags()))}")
+        raise AttributeError(f"args has no {name}{did_you_mean(nearest(name, [*self._own, *flags()]))}")
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"args is read-only: {name} cannot be set to {value!r}")
@@ -49,13 +67,36 @@ class ArgsView:
 
     def __dir__(self) -> list[str]:
         given = [passthrough_flags(group)[name].flat_name for group in BACKENDS for name in getattr(self._config, group)]
-        return [*flags(), *given]
+        return [*self._own, *flags(), *given]
 
-    def __reduce__(self) -> tuple[type[ArgsView], tuple[Config]]:
-        return ArgsView, (self._config,)
+    def __reduce__(self) -> tuple[type[ArgsView], tuple[Config, Mapping[str, Any]]]:
+        return ArgsView, (self._config, self._own)
 
     def __repr__(self) -> str:
         return f"ArgsView({self._config!r})"
+
+
+def custom_entries(config: Config) -> dict[str, Any]:
+    """Return the entries of `--custom-config-path`; empty without it.
+
+    Raises:
+        ConfigError: the file cannot be read, is not a YAML mapping of names, or has an entry with the name of a flag.
+    """
+    given = config.observability.custom_config_path
+    if given is None:
+        return {}
+    option = f"--custom-config-path {given}"
+    try:
+        entries = yaml.safe_load(Path(given).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option}: not a YAML file: {error}") from error
+    if not isinstance(entries, dict) or not all(isinstance(name, str) and name.isidentifier() for name in entries):
+        raise ConfigError(f"{option}: it must map names to values, such as `penalty: 0.1`")
+    if taken := [name for name in entries if name.startswith("_") or name in flags() or _argument(name) is not None]:
+        raise ConfigError(f"{option}: {', '.join(taken)} cannot be set there: flags of fuligo have this name; use --config")
+    return entries
 
 
 def _argument(flat_name: str) -> Flag | None:

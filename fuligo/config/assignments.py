@@ -1,7 +1,5 @@
 """Assignments of values to flags, and the Config built from them."""
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Iterable
@@ -13,7 +11,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from fuligo.config import Config
-from fuligo.config.flag import Flag
+from fuligo.config.flag import Flag, Kind
+from fuligo.config.schemas import BACKENDS
 from fuligo.config.values import invalid_reason
 from fuligo.errors import ConfigError
 
@@ -22,7 +21,7 @@ ADDED = ("env", "engine_env")
 
 
 UNSET = object()
-"""Value of a flag that `none` on the command line returns to its default."""
+"""Value of a flag that `none` on the command line, or None from Python, returns to its default."""
 ALTERNATIVES = (
     ("num_rollout", "num_epoch"),
     ("global_batch_size", "num_steps_per_rollout"),
@@ -85,7 +84,7 @@ def build_config(assignments: Iterable[Assignment], problems: Iterable[str] = ()
     values: dict[str, dict[str, Any]] = defaultdict(dict)
     for (group, name), assignment in last.items():
         if assignment.value is not UNSET:
-            values[group][name] = assignment.value
+            values[group][name] = None if _says_none(assignment) else assignment.value
     found = list(problems)
     try:
         config = Config.model_validate(values)
@@ -95,6 +94,18 @@ def build_config(assignments: Iterable[Assignment], problems: Iterable[str] = ()
     if found:
         raise ConfigError(*found)
     return config
+
+
+def unset_value(flag: Flag) -> Any:
+    """Return the value that `none` on the command line and None from Python give a flag: null if it allows that, else its default."""
+    return None if flag.optional or flag.group in BACKENDS else UNSET
+
+
+def _says_none(assignment: Assignment) -> bool:
+    """Return whether the value is the word `none`, as on the command line, for a flag to which it means null and not a text or choice."""
+    flag = assignment.flag
+    plain = flag.optional and flag.kind is not Kind.TEXT and flag.group not in BACKENDS
+    return plain and assignment.value == "none" and "none" not in flag.choices
 
 
 def _added(before: Assignment, after: Assignment) -> Assignment:

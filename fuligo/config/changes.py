@@ -1,7 +1,5 @@
 """Changes of single values: applied to a config, and written as a user would type them."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ A value may begin with one dash (`--rollout-top-k -1`); write one that begins wi
 `none` returns a flag to its default, and `--name=[...]` is a list as JSON.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fuligo.config import Config
-from fuligo.config.assignments import ADDED, UNSET, Assignment, Given, anchored, build_config, invalid_value, override
+from fuligo.config.assignments import ADDED, Assignment, Given, anchored, build_config, invalid_value, override, unset_value
 from fuligo.config.files import read_yaml
 from fuligo.config.flag import PREFIXES, Flag, Kind
 from fuligo.config.flags import flags, option_name, refusal, suggest_options
@@ -24,6 +22,7 @@ from fuligo.config.reserved import RESERVED, elsewhere
 from fuligo.config.schemas import BACKENDS, schema
 from fuligo.config.secret import hide_credentials, is_secret_option
 from fuligo.config.topology_file import read_topology
+from fuligo.errors import ConfigError
 
 CONFIG_OPTION = "--config"
 _BOOLEANS = {"true": True, "false": False}
@@ -154,8 +153,23 @@ def _meaning(option: str) -> _Meaning:
     return _Meaning(negated, value=False)
 
 
+def flag_of_option(option: str) -> Flag:
+    """Return the flag of an option with a value: `--lr`, `--sglang-dp-size`.
+
+    Raises:
+        ConfigError: there is none; suggests another.
+    """
+    try:
+        meaning = _meaning(option)
+    except _Problem as problem:
+        raise ConfigError(str(problem)) from None
+    if meaning.value is not None:
+        raise ConfigError(f"{option} takes no value; use {meaning.flag.option}")
+    return meaning.flag
+
+
 def _instead(name: str) -> str:
-    """Suggest what to give instead of an unknown flag; empty without a guess."""
+    """Suggest what to use instead of an unknown flag; empty without a guess."""
     suggestion = elsewhere(name) or suggest_options(name)
     reserved = [(group, schema(group).canonical(name)) for group in BACKENDS]
     texts = [
@@ -185,7 +199,7 @@ def _value(meaning: _Meaning, occurrence: _Occurrence, result: CommandLine) -> A
             raise _Problem(f"{occurrence.option} takes no value, got {occurrence.shown(repr(' '.join(occurrence.values)))}")
         return meaning.value
     if occurrence.values == ["none"] and _can_unset(flag):
-        return None if flag.optional or flag.group in BACKENDS else UNSET
+        return unset_value(flag)
     if flag.kind is Kind.BOOL:
         return _boolean(flag, occurrence)
     if flag.kind.is_list:

@@ -130,12 +130,16 @@ class Config(TypedFlags):
     def needs_old_logprobs(self) -> bool:
         """True if the trainer computes log-probabilities of the whole rollout before its first optimizer step.
 
-        With one step per rollout they equal those of the step itself. A KL term in rewards or advantages needs them before any step.
+        With one step per rollout they equal those of the step itself. A KL term in rewards or advantages, and a hook, need them before any
+        step.
         """
         if self.is_sft:
             return False
-        first = self.resolved_num_steps_per_rollout > 1 or self.algorithm.use_opd
-        return (first and not self.algorithm.use_rollout_logprobs) or self.algorithm.kl_coef != 0
+        if self.train.rollout_data_postprocess_path is not None:
+            return True
+        if self.algorithm.use_rollout_logprobs:
+            return False
+        return self.resolved_num_steps_per_rollout > 1 or self.algorithm.use_opd or self.algorithm.kl_coef != 0
 
     @property
     def has_served_teacher(self) -> bool:
@@ -308,8 +312,9 @@ class Config(TypedFlags):
 
     @property
     def has_eval(self) -> bool:
-        """True if evaluation data is given."""
-        return bool(self.eval.eval_prompt_data) or self.eval.eval_config is not None
+        """True if evaluation data is given, or a function that evaluates."""
+        flags = self.eval
+        return bool(flags.eval_prompt_data) or flags.eval_config is not None or flags.eval_function_path is not None
 
     @property
     def eval_data_sets(self) -> dict[str, str]:

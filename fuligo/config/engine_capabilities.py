@@ -1,7 +1,5 @@
 """Capabilities of the rollout backends: facts about their engines that are needed before one runs. Code asks for these, not for names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,14 +1,11 @@
 """Reader and writer of config files: YAML with flag names under their groups, read strictly and with line numbers."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml.constructor import SafeConstructor
 
 from fuligo.config import Config
 from fuligo.config.assignments import Assignment, Given, anchored, anchored_path, build_config, invalid_value
@@ -18,7 +15,8 @@ from fuligo.config.groups import GROUPS
 from fuligo.config.passthrough import deprecation, resolved_value
 from fuligo.config.reserved import elsewhere
 from fuligo.config.schemas import BACKENDS, schema
-from fuligo.config.topology_file import LOADER, read_topology, topology_of, yaml_problem
+from fuligo.config.topology_file import read_topology, topology_of
+from fuligo.config.yaml_text import compose, construct, read_yaml_text, yaml_problem
 
 _HEADER = "# Every flag of this run with its final value. Run it again with: fuligo train --config {name} --run-dir NEW\n"
 _HEADER_SECRETS = "# Keys and passwords are not written: ${{NAME}} is taken from the environment of the command. Set {names}.\n"
@@ -38,15 +36,20 @@ _Dumper.add_representer(str, _text_node)
 
 def save_yaml(config: Config, path: Path) -> None:
     """Write the whole config atomically, defaults included; `load_yaml` returns an equal one."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(yaml_text(config, path.name), encoding="utf-8")
+    unfinished.replace(path)
+
+
+def yaml_text(config: Config, name: str = "FILE") -> str:
+    """Return the text of the config file `name` with the whole config, defaults included."""
     plain = config.model_dump(mode="json")
     for flag in flags().values():  # paths mean the same when read from another directory
         plain[flag.group][flag.name] = anchored(flag, plain[flag.group][flag.name], Path())
     text = yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     names = ", ".join(sorted({secret.variable for _, secret in config.secrets()}))
-    header = _HEADER.format(name=path.name) + (_HEADER_SECRETS.format(names=names) if names else "")
-    unfinished.write_text(header + text, encoding="utf-8")
-    unfinished.replace(path)
+    header = _HEADER.format(name=name) + (_HEADER_SECRETS.format(names=names) if names else "")
+    return header + text
 
 
 def load_yaml(path: Path) -> Config:
@@ -62,10 +65,10 @@ def load_yaml(path: Path) -> Config:
 def read_yaml(path: Path) -> Given:
     """Read the assignments of a file. Never raises: errors are in `problems`."""
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), LOADER)
-    except (OSError, ValueError) as error:  # A ValueError means text that is not UTF-8, or an impossible path.
+        root = compose(read_yaml_text(path))
+    except (OSError, ValueError) as error:
         return Given(problems=[f"--config {path}: cannot read the file ({getattr(error, 'strerror', None) or error})"])
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         return Given(problems=[f"--config {path} is not valid YAML: {yaml_problem(error)}"])
     if root is None:
         return Given()
@@ -83,7 +86,6 @@ class _Reader:
         self.path = path
         self.given = Given()
         self.problems = self.given.problems
-        self.construct = SafeConstructor().construct_document
 
     def read(self, root: yaml.MappingNode) -> None:
         for group, node, place in self._entries(root):
@@ -92,7 +94,7 @@ class _Reader:
             elif isinstance(node, yaml.MappingNode):
                 read = self._passed_on if group in BACKENDS else self._typed
                 self.given.assignments += read(group, node)
-            elif self.construct(node) is not None:
+            elif node.tag != "tag:yaml.org,2002:null":
                 self.problems.append(f"{place}: {group} must hold flags, such as `{group}: {{{_first_flag(group)}: ...}}`")
 
     def _typed(self, group: str, node: yaml.MappingNode) -> Iterator[Assignment]:
@@ -166,8 +168,8 @@ class _Reader:
     def _constructed(self, node: yaml.Node, origin: str) -> tuple[Any] | None:
         """Return the value of a node in a tuple; None after recording a problem."""
         try:
-            return (self.construct(node),)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            return (construct(node),)
+        except yaml.YAMLError as error:
             self.problems.append(f"{origin}: {yaml_problem(error)}")
             return None
 

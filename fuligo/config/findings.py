@@ -1,7 +1,5 @@
 """Findings of rules, and the changes of a config that resolve them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,8 +1,7 @@
 """Flags: how a group declares one, and its description for command line, file and help."""
 
-from __future__ import annotations
-
 import difflib
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,11 +30,17 @@ def flag(default: Any, doc: str, *, unit: str | None = None, source: str | None 
         default: value if the flag is not given.
         doc: one line for `--help`.
         unit: `tokens`, `s`, `bytes`, `samples`, ...
-        source: project whose name and meaning the flag keeps, if not fuligo's own: `slime`, `megatron`, `sglang`.
+        source: project whose name and meaning the flag keeps, if not fuligo's own.
         path: True for a path (or a list of paths); in a YAML file, `./` and `../` are relative to the file.
         constraints: pydantic's `gt`, `ge`, `lt`, `le`, `min_length`, ...
     """
     return Field(default, description=doc, json_schema_extra={"unit": unit, "source": source, "path": path}, **constraints)
+
+
+slime = functools.partial(flag, source="slime")
+"""Declare a flag of slime's, with its name and meaning."""
+megatron = functools.partial(flag, source="megatron")
+"""Declare a flag of Megatron's, with its name and meaning."""
 
 
 class Kind(StrEnum):

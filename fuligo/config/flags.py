@@ -4,8 +4,6 @@ Typed flags are read from the fields of the groups. The groups `sglang`, `router
 from the schemas.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from typing import Any, Literal, Union, get_args, get_origin
@@ -49,7 +47,7 @@ MEGATRON_FLAGS = (
     "custom_model_provider_path",
 )
 """Flags that only the Megatron trainer reads; the whole group `megatron` belongs to it as well."""
-TORCH_FLAGS = ("gradient_checkpointing",)
+TORCH_FLAGS = ("gradient_checkpointing", "torch_compile")
 """Flags that only the torch trainer reads."""
 SGLANG_FLAGS = ("rollout_num_gpus", "rollout_num_gpus_per_engine", "sglang_config")
 """Flags that only SGLang engines read; the groups `sglang` and `router` belong to them as well."""
@@ -95,7 +93,7 @@ def name_problem(backend: Schema, name: str) -> str | None:
 
 
 def refusal(backend: Schema, name: str) -> str | None:
-    """Return what to give instead of a known name that is refused, or None."""
+    """Return what to use instead of a known name that is refused, or None."""
     canonical = backend.canonical(name)
     if backend.group == "megatron" and canonical in flags():
         return f"belongs in the group {flags()[canonical].group}, not in megatron"
@@ -169,6 +167,7 @@ def _kind(annotation: Any) -> Kind:
         Url: Kind.TEXT,
         list[str]: Kind.TEXT_LIST,
         list[int]: Kind.INT_LIST,
+        list[float]: Kind.FLOAT_LIST,
     }
     if annotation == list[ModelServers]:
         return Kind.TOPOLOGY

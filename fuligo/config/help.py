@@ -1,7 +1,5 @@
 """Text of `--help`: all flags by group, one group, or one flag. Plain text, so that it can be paged and searched."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -32,6 +30,7 @@ _PLACEHOLDERS = {
 _USAGE = """\
 fuligo train [--config FILE] [--flag VALUE ...]
 
+--print-config prints the final config, with every default, and starts nothing.
 A YAML file holds the same flags with underscores, under their group: `rollout: {rollout_batch_size: 32}`.
 Flags on the command line override the file. Help on one group or flag: fuligo train --help GROUP_OR_FLAG
 

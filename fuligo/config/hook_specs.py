@@ -1,11 +1,11 @@
-"""Calls of the hooks, and the one check of a hook against its call."""
-
-from __future__ import annotations
+"""Signatures of the hooks, and the check of a hook against its signature."""
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+from fuligo.config import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,11 +14,11 @@ class HookShape:
 
     is_class: bool
     is_async: bool | None
-    """None if unknown."""
+    """True for a coroutine function; None if unknown."""
     methods: Collection[str] | None
     """Methods of a class; None if unknown."""
     signature: inspect.Signature | None
-    """None if unknown."""
+    """Parameters of the call; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +60,25 @@ class HookSpec:
 
 HOOKS: dict[str, HookSpec] = {
     "custom_rm_path": HookSpec(("args", "sample"), kind="plain or async"),
+    "extra_rm_path": HookSpec(("args", "sample"), kind="plain or async"),
     "dynamic_sampling_filter_path": HookSpec(("args", "samples")),
     "buffer_filter_path": HookSpec(("args", "rollout_id", "buffer", "num_samples")),
     "custom_generate_function_path": HookSpec(("args", "sample", "sampling_params"), kind="async"),
     "rollout_function_path": HookSpec(("args", "rollout_id", "data_source"), keywords=("evaluation",), kind="plain or async"),
     "data_source_path": HookSpec(("args",), methods=("get_samples", "add_samples", "save", "load", "__len__")),
     "rollout_sample_filter_path": HookSpec(("args", "groups")),
+    "rollout_all_samples_process_path": HookSpec(("args", "groups", "data_source")),
+    "eval_function_path": HookSpec(("args", "rollout_id", "data_source"), keywords=("evaluation",), kind="plain or async"),
+    "rollout_data_postprocess_path": HookSpec(("args", "groups")),
+    "custom_rollout_log_function_path": HookSpec(("rollout_id", "args", "samples", "metrics", "rollout_time")),
+    "custom_eval_rollout_log_function_path": HookSpec(("rollout_id", "args", "data", "metrics")),
     "custom_reward_post_process_path": HookSpec(("args", "samples")),
     "custom_advantage_function_path": HookSpec(("args", "samples")),
     "custom_loss_function_path": HookSpec(("args", "batch", "logprobs")),
     "custom_tis_function_path": HookSpec(("args", "batch", "old_logprobs")),
+    "custom_pg_loss_reducer_function_path": HookSpec(
+        ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
+    ),
     "custom_model_provider_path": HookSpec(("pre_process", "post_process"), keywords=("vp_stage",)),
     "before_train_step_path": HookSpec(("args", "rollout_id", "batch")),
     "sink_path": HookSpec(("args", "run_dir"), methods=("write", "close")),
@@ -86,6 +95,15 @@ ALIASES = {
     "slime.rollout.data_source.pop_first": POP_FIRST_FILTER,
 }
 """Paths from slime's launch scripts and earlier versions of fuligo -> the same functions here."""
+
+
+def given_hooks(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield flag name and path of every hook in the config."""
+    for name in HOOKS:
+        given = config.value_of(name)
+        for path in given if isinstance(given, list) else [given]:
+            if isinstance(path, str):
+                yield name, path
 
 
 def split_path(path: str) -> tuple[str, str]:

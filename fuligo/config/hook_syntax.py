@@ -1,9 +1,9 @@
 """Static check of hooks by the syntax tree of their files, for commands that must not import user code."""
 
-from __future__ import annotations
-
 import ast
+import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 from fuligo.config import Config
 from fuligo.config.findings import Finding, Severity
 from fuligo.config.flags import did_you_mean, flags, nearest
-from fuligo.config.hook_specs import ALIASES, HOOKS, HookShape, HookSpec, path_problem, split_path
+from fuligo.config.hook_specs import ALIASES, HOOKS, HookShape, HookSpec, given_hooks, path_problem, split_path
 
 MISSING, MISFIT = "CFG-HOOK-MISSING", "CFG-HOOK-MISFIT"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -23,14 +23,16 @@ def hook_findings(config: Config) -> Iterator[Finding]:
     A module that is missing on this machine may exist on the cluster, so it is a warning. Names that a module creates at run time are
     not checked.
     """
-    for name in HOOKS:
-        path = config.value_of(name)
-        if isinstance(path, str):
-            yield from hook_finding(name, path)
+    for name, path in given_hooks(config):
+        yield from hook_finding(name, path, config.cluster.env.get("PYTHONPATH", ""))
 
 
-def hook_finding(flag_name: str, path: str) -> Iterator[Finding]:
-    """Yield the problem of one hook, if it has one."""
+def hook_finding(flag_name: str, path: str, env_path: str = "") -> Iterator[Finding]:
+    """Yield the problem of one hook, if it has one.
+
+    Args:
+        env_path: PYTHONPATH of `--env`.
+    """
     option = flags()[flag_name].option
     target = ALIASES.get(path, path)
     problem = path_problem(target)
@@ -38,7 +40,7 @@ def hook_finding(flag_name: str, path: str) -> Iterator[Finding]:
         yield Finding(MISFIT, Severity.ERROR, f"{option} {path}: {problem}", (option,), advice="complete it")
         return
     module, function = split_path(target)
-    file = _source(module)
+    file = _source(module, env_path)
     if file is None:
         text = f"{option} {path}: there is no {module} on this machine (searched in {Path.cwd()} and the Python path)"
         yield Finding(MISSING, Severity.WARNING, text, (option,), advice="correct the path, unless it is right on the cluster")
@@ -48,14 +50,32 @@ def hook_finding(flag_name: str, path: str) -> Iterator[Finding]:
         yield Finding(MISFIT, Severity.ERROR, f"{option} {path}: {problem}", (option,), advice="correct it")
 
 
-def _source(module: str) -> Path | None:
+def _source(module: str, env_path: str) -> Path | None:
     """Find the file of a module as Python would, without importing its packages."""
     if module.endswith(".py"):
         file = Path(module).expanduser()
         return file if file.is_file() else None
+    top, *rest = module.split(".")
     relative = Path(*module.split("."))
-    for root in [*sys.path, ""]:  # an empty entry is the working directory
+    for root in [*env_path.split(os.pathsep), *sys.path, ""]:  # an empty entry is the working directory
         for candidate in (Path(root) / relative / "__init__.py", Path(root) / relative.with_suffix(".py")):
+            if candidate.is_file():
+                return candidate
+    return _found_by_import_system(top, rest)
+
+
+def _found_by_import_system(top: str, rest: list[str]) -> Path | None:
+    """Find a module of a package that is not a directory on the path, such as an editable install."""
+    try:
+        spec = importlib.util.find_spec(top)  # imports nothing, since `top` has no parent
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    if not rest:
+        return Path(spec.origin) if spec.origin is not None and spec.origin.endswith(".py") else None
+    for root in spec.submodule_search_locations or ():
+        for candidate in (Path(root, *rest, "__init__.py"), Path(root, *rest).with_suffix(".py")):
             if candidate.is_file():
                 return candidate
     return None
@@ -92,7 +112,7 @@ def _other_names(tree: ast.Module) -> set[str]:
 
 
 def _shape(node: Function | ast.ClassDef) -> HookShape | None:
-    """Return what the syntax says of a hook, or None if only running it would tell (decorators, base classes)."""
+    """Return what the syntax tells about a hook, or None if only running it would tell (decorators, base classes)."""
     if node.decorator_list or (isinstance(node, ast.ClassDef) and node.bases):
         return None
     if isinstance(node, ast.ClassDef):

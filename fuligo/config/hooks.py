@@ -3,8 +3,6 @@
 They are imported and checked at start-up, before any model loads.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util
@@ -18,7 +16,7 @@ from typing import Any
 
 from fuligo.config import Config
 from fuligo.config.flags import did_you_mean, flags, nearest
-from fuligo.config.hook_specs import ALIASES, HOOKS, HookShape, path_problem, split_path
+from fuligo.config.hook_specs import ALIASES, HOOKS, HookShape, given_hooks, path_problem, split_path
 from fuligo.errors import HookError
 
 Hook = Callable[..., Any]
@@ -65,10 +63,8 @@ def hook_of(config: Config, flag_name: str) -> Hook | None:
 
 def hook_problems(config: Config) -> Iterator[str]:
     """Yield the problems of all hooks in the config. Imports their modules."""
-    for flag_name in HOOKS:
-        path = config.value_of(flag_name)
-        if isinstance(path, str):
-            yield from hook_problem(flag_name, path)
+    for flag_name, path in given_hooks(config):
+        yield from hook_problem(flag_name, path)
 
 
 def hook_problem(flag_name: str, path: str) -> Iterator[str]:
@@ -99,11 +95,19 @@ def _import(flag_name: str, path: str, module_path: str) -> ModuleType:
         raise _error(flag_name, path, f"{module_path} imports {error.name}, which is not installed") from error
     except FileNotFoundError as error:
         raise _error(flag_name, path, f"{error}") from error
+    except OSError as error:
+        if not is_file or error.filename != str(Path(module_path).expanduser().resolve()):  # raised by the module's own code
+            raise _failed_import(flag_name, path, module_path, error) from error
+        raise _error(flag_name, path, f"cannot read {module_path}: {error.strerror}; use a file that you can read") from error
     except Exception as error:
-        # The cause is in the user's module, so only the line where it failed is shown.
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{last.filename}:{last.lineno}"
-        raise _error(flag_name, path, f"importing {module_path} raised {type(error).__name__}: {error} ({place})") from error
+        raise _failed_import(flag_name, path, module_path, error) from error
+
+
+def _failed_import(flag_name: str, path: str, module_path: str, error: Exception) -> HookError:
+    """Describe an error of the user's module by the line where it failed."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{last.filename}:{last.lineno}"
+    return _error(flag_name, path, f"importing {module_path} raised {type(error).__name__}: {error} ({place})")
 
 
 def _import_module(name: str) -> ModuleType:
@@ -126,6 +130,9 @@ def _import_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # for its siblings; last, so that they hide no installed package
+    importlib.invalidate_caches()
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

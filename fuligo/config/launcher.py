@@ -1,7 +1,5 @@
 """Choice of the launcher: this process or Ray. Imports no Ray."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Literal

@@ -1,7 +1,5 @@
 """Per-layer patterns of Megatron, such as `[0]*3+[1]*89`, parsed with Python's grammar and never evaluated."""
 
-from __future__ import annotations
-
 import ast
 
 _MAX_LAYERS = 10_000

@@ -1,7 +1,5 @@
 """Arguments that fuligo passes on to other programs, checked against the schemas of those programs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, ItemsView, Iterator, Mapping
 from typing import Any, ClassVar, Self
@@ -189,7 +187,7 @@ def resolved_value(backend: Schema, alias_value: Any, name: str, value: Any) -> 
     if alias_value is None:
         return checked_value(backend.flags[name], value)
     if value is not True:
-        raise ValueError(f"{value!r} is not valid: this is a switch for {name} {alias_value}; give that instead")
+        raise ValueError(f"{value!r} is not valid: this is a switch for {name} {alias_value}; use that instead")
     return alias_value
 
 

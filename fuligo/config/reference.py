@@ -1,7 +1,5 @@
 """Generator of docs/flags.md: `python -m fuligo.config.reference > docs/flags.md`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fuligo.config.flags import Flag, flags, passthrough_flags

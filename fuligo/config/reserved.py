@@ -1,6 +1,4 @@
-"""Names that fuligo refuses, each with what to give instead."""
-
-from __future__ import annotations
+"""Names that fuligo refuses, each with what to use instead."""
 
 _EACH_ENGINE = "fuligo chooses it for every engine"
 _CLIENT = "fuligo talks to its engines over plain HTTP"
@@ -38,34 +36,35 @@ RESERVED: dict[str, dict[str, str]] = {
 }
 """Group -> argument that fuligo sets itself -> the flag or rule that decides it."""
 
+_DATA = "use --prompt-data, files or ORG/NAME:SPLIT on the Hub"
 _EACH_SAMPLE_ONCE = "leave it out: every sample is trained once (--num-steps-per-rollout cuts a rollout into optimizer steps)"
 _LORA = "fuligo trains all weights; LoRA is not implemented"
+_MODEL = "use --hf-checkpoint, a directory or ORG/NAME on the Hub"
 _OFFLOAD = "leave it out: --colocate offloads each side while the other works"
 _ROUTER = "leave it out: fuligo starts the router (engines that run elsewhere: --rollout-external-engine-addrs)"
 _SHARDED = "leave it out: the torch trainer shards over all its GPUs (--actor-num-gpus-per-node)"
 _VLLM = "leave it out: engines are SGLang servers (--rollout-backend sglang) or the embedded engine"
 
 _OF_SLIME = {
-    "lr_warmup_fraction": "give --lr-warmup-iters",
+    "lr_warmup_fraction": "use --lr-warmup-iters",
     "use_slime_router": "leave it out: fuligo always runs sglang-router in front of the engines",
     "sglang_router_ip": _ROUTER,
     "sglang_router_port": _ROUTER,
-    "sglang_server_concurrency": "give --rollout-concurrency, which counts the requests of all engines together",
+    "sglang_server_concurrency": "use --rollout-concurrency, which counts the requests of all engines together",
     "megatron_to_hf_mode": "leave it out: fuligo converts weight names with its own tables",
     "model_name": "leave it out: fuligo reads the model type from config.json",
     "loss_mask_type": "leave it out: the mask of assistant tokens comes from the chat template",
     "disable_compute_advantages_and_returns": "leave it out: --loss-type sft_loss computes no advantages",
-    "prefill_num_servers": "give server groups of worker_type prefill and decode in --sglang-config",
+    "prefill_num_servers": "use server groups of worker_type prefill and decode in --sglang-config",
     "multimodal_keys": "fuligo trains on text only",
-    "custom_config_path": "give hooks their settings by a file of theirs or by --env",
-    "keep_old_actor": "give --use-rollout-logprobs or --use-tis: the engines' log-probabilities are those of the policy that sampled",
+    "keep_old_actor": "set --use-rollout-logprobs or --use-tis: the engines' log-probabilities are those of the policy that sampled",
     "wandb_key": "set WANDB_API_KEY in the environment",
     "offload": _OFFLOAD,
     "offload_train": _OFFLOAD,
     "offload_rollout": _OFFLOAD,
     "no_offload_train": "leave it out: --colocate always offloads the trainer while the engines work",
     "no_offload_rollout": "leave it out: --colocate always offloads the engines while the trainer works",
-    "ref_ckpt_step": "give --ref-load the directory of that iteration",
+    "ref_ckpt_step": "use --ref-load with the directory of that iteration",
     "update_weight_delta_encoding": "leave it out: fuligo has one encoding of changed weights",
     "update_weight_delta_checksum": "leave it out: fuligo chooses the checksum",
     "update_weight_disk_dir": "leave it out: fuligo writes weights below the run directory",
@@ -77,43 +76,44 @@ _OF_SLIME = {
     "log_multi_turn": "leave it out: fuligo has no such metrics",
     "log_correct_samples": "leave it out: fuligo has no such metrics",
     "disable_wandb_random_suffix": "leave it out: run names have no random suffix",
+    "train_memory_margin_bytes": "leave it out: fuligo reserves no margin of the trainer's memory",
     "ci_test": "leave it out: it checks slime itself",
 }
 _OF_TRL = {
-    "model": "give --hf-checkpoint, a directory",
-    "model_name_or_path": "give --hf-checkpoint, a directory",
-    "dataset_name": "give --prompt-data, a jsonl or parquet file",
-    "reward_funcs": "give --rm-type, or --custom-rm-path for a function of your own",
-    "output_dir": "give --run-dir",
-    "run_name": "give --name",
-    "resume_from_checkpoint": "give --load",
-    "learning_rate": "give --lr",
-    "lr_scheduler_type": "give --lr-decay-style",
-    "warmup_steps": "give --lr-warmup-iters, in optimizer steps",
-    "warmup_ratio": "give --lr-warmup-iters, in optimizer steps",
-    "max_grad_norm": "give --clip-grad",
-    "num_train_epochs": "give --num-epoch",
-    "max_steps": "give --num-rollout",
-    "save_steps": "give --save-interval, in rollouts",
-    "eval_steps": "give --eval-interval, in rollouts",
+    "model": _MODEL,
+    "model_name_or_path": _MODEL,
+    "dataset_name": _DATA,
+    "reward_funcs": "use --rm-type, or --custom-rm-path for a function of your own",
+    "output_dir": "use --run-dir",
+    "run_name": "use --name",
+    "resume_from_checkpoint": "use --load",
+    "learning_rate": "use --lr",
+    "lr_scheduler_type": "use --lr-decay-style",
+    "warmup_steps": "use --lr-warmup-iters, in optimizer steps",
+    "warmup_ratio": "use --lr-warmup-iters, in optimizer steps",
+    "max_grad_norm": "use --clip-grad",
+    "num_train_epochs": "use --num-epoch",
+    "max_steps": "use --num-rollout",
+    "save_steps": "use --save-interval, in rollouts",
+    "eval_steps": "use --eval-interval, in rollouts",
     "logging_steps": "leave it out: every step is recorded",
-    "report_to": "give --use-wandb, --use-tensorboard or --sink-path",
-    "push_to_hub": "leave it out: fuligo does not upload; --save-hf writes directories that you can upload",
-    "per_device_train_batch_size": "give --global-batch-size, the samples of an optimizer step on all devices together",
+    "report_to": "set --use-wandb, --use-tensorboard, --use-trackio, --use-mlflow or --sink-path",
+    "hub_model_id": "use --push-to-hub ORG/NAME with --save-hf",
+    "per_device_train_batch_size": "use --global-batch-size, the samples of an optimizer step on all devices together",
     "gradient_accumulation_steps": "leave it out: --max-tokens-per-gpu or --micro-batch-size cuts the --global-batch-size",
-    "num_generations": "give --n-samples-per-prompt",
+    "num_generations": "use --n-samples-per-prompt",
     "num_iterations": _EACH_SAMPLE_ONCE,
-    "max_prompt_length": "give --rollout-max-prompt-len",
-    "max_completion_length": "give --rollout-max-response-len",
-    "max_new_tokens": "give --rollout-max-response-len",
-    "beta": "give --use-kl-loss --kl-loss-coef",
-    "epsilon": "give --eps-clip",
-    "epsilon_high": "give --eps-clip-high",
-    "delta": "give --eps-clip-c",
-    "scale_rewards": "give --disable-grpo-std-normalization where it is none",
+    "max_prompt_length": "use --rollout-max-prompt-len",
+    "max_completion_length": "use --rollout-max-response-len",
+    "max_new_tokens": "use --rollout-max-response-len",
+    "beta": "set --use-kl-loss --kl-loss-coef",
+    "epsilon": "use --eps-clip",
+    "epsilon_high": "use --eps-clip-high",
+    "delta": "use --eps-clip-c",
+    "scale_rewards": "use --disable-grpo-std-normalization where it is none",
     "use_vllm": _VLLM,
     "vllm_mode": _VLLM,
-    "vllm_gpu_memory_utilization": "give --sglang-mem-fraction-static",
+    "vllm_gpu_memory_utilization": "use --sglang-mem-fraction-static",
     "fsdp": _SHARDED,
     "deepspeed": _SHARDED,
     "use_peft": _LORA,
@@ -123,49 +123,71 @@ _OF_TRL = {
     "lora_target_modules": _LORA,
 }
 _OF_VERL = {
-    "train_files": "give --prompt-data",
-    "val_files": "give --eval-prompt-data NAME FILE",
-    "train_batch_size": "give --rollout-batch-size, in prompts",
-    "max_response_length": "give --rollout-max-response-len",
-    "rollout.n": "give --n-samples-per-prompt",
+    "train_files": "use --prompt-data",
+    "val_files": "use --eval-prompt-data NAME FILE",
+    "train_batch_size": "use --rollout-batch-size, in prompts",
+    "max_response_length": "use --rollout-max-response-len",
+    "rollout.n": "use --n-samples-per-prompt",
     "rollout.name": _VLLM,
-    "rollout.temperature": "give --rollout-temperature",
-    "rollout.tensor_model_parallel_size": "give --rollout-num-gpus-per-engine",
-    "model.path": "give --hf-checkpoint, a directory",
-    "optim.lr": "give --lr",
-    "ppo_mini_batch_size": "give --global-batch-size, in samples: multiply by --n-samples-per-prompt",
-    "ppo_micro_batch_size_per_gpu": "give --micro-batch-size",
-    "ppo_max_token_len_per_gpu": "give --use-dynamic-batch-size --max-tokens-per-gpu",
-    "use_dynamic_bsz": "give --use-dynamic-batch-size",
+    "rollout.temperature": "use --rollout-temperature",
+    "rollout.tensor_model_parallel_size": "use --rollout-num-gpus-per-engine",
+    "model.path": _MODEL,
+    "optim.lr": "use --lr",
+    "ppo_mini_batch_size": "use --global-batch-size, in samples: multiply by --n-samples-per-prompt",
+    "ppo_micro_batch_size_per_gpu": "use --micro-batch-size",
+    "ppo_max_token_len_per_gpu": "set --use-dynamic-batch-size --max-tokens-per-gpu",
+    "use_dynamic_bsz": "set --use-dynamic-batch-size",
     "ppo_epochs": _EACH_SAMPLE_ONCE,
-    "adv_estimator": "give --advantage-estimator (gae is called ppo)",
-    "clip_ratio": "give --eps-clip",
-    "clip_ratio_low": "give --eps-clip",
-    "clip_ratio_high": "give --eps-clip-high",
-    "clip_ratio_c": "give --eps-clip-c",
-    "entropy_coeff": "give --entropy-coef",
-    "loss_agg_mode": "give --calculate-per-token-loss for token-mean",
-    "gpu_memory_utilization": "give --sglang-mem-fraction-static",
-    "total_epochs": "give --num-epoch",
-    "total_training_steps": "give --num-rollout",
-    "save_freq": "give --save-interval, in rollouts",
-    "test_freq": "give --eval-interval, in rollouts",
-    "default_local_dir": "give --save",
-    "resume_mode": "give --load",
-    "experiment_name": "give --name",
-    "project_name": "give --wandb-project",
-    "trainer.nnodes": "give --actor-num-nodes",
-    "n_gpus_per_node": "give --actor-num-gpus-per-node",
-    "nproc_per_node": "give --actor-num-gpus-per-node",
+    "adv_estimator": "use --advantage-estimator (gae is called ppo)",
+    "clip_ratio": "use --eps-clip",
+    "clip_ratio_low": "use --eps-clip",
+    "clip_ratio_high": "use --eps-clip-high",
+    "clip_ratio_c": "use --eps-clip-c",
+    "entropy_coeff": "use --entropy-coef",
+    "loss_agg_mode": "use --calculate-per-token-loss for token-mean",
+    "gpu_memory_utilization": "use --sglang-mem-fraction-static",
+    "total_epochs": "use --num-epoch",
+    "total_training_steps": "use --num-rollout",
+    "save_freq": "use --save-interval, in rollouts",
+    "test_freq": "use --eval-interval, in rollouts",
+    "default_local_dir": "use --save",
+    "resume_mode": "use --load",
+    "experiment_name": "use --name",
+    "project_name": "use --wandb-project",
+    "trainer.nnodes": "use --actor-num-nodes",
+    "n_gpus_per_node": "use --actor-num-gpus-per-node",
+    "nproc_per_node": "use --actor-num-gpus-per-node",
 }
 """verl's settings, named by as many of the last parts as make them unambiguous."""
 
-MOVED = _OF_SLIME | _OF_TRL | _OF_VERL
-"""Flat name of a setting of slime, TRL or verl that fuligo does not have -> what to give instead."""
+_GUESSED = {
+    "lora": _LORA,
+    "use_lora": _LORA,
+    "enable_lora": _LORA,
+    "data": _DATA,
+    "dataset": _DATA,
+    "train_data": _DATA,
+    "output": "use --run-dir",
+    "save_dir": "use --save",
+    "checkpoint_dir": "use --save",
+    "resume": "use --load, the directory of checkpoints",
+    "steps": "use --num-rollout",
+    "group_size": "use --n-samples-per-prompt",
+    "reward_fn": "use --rm-type, or --custom-rm-path for a function of your own",
+    "max_tokens": "use --rollout-max-response-len",
+    "max_length": "use --rollout-max-response-len",
+    "stop": "use --rollout-stop",
+    "save_every": "use --save-interval, in rollouts",
+    "eval_every": "use --eval-interval, in rollouts",
+}
+"""Names that people try first."""
+
+MOVED = _OF_SLIME | _OF_TRL | _OF_VERL | _GUESSED
+"""Flat name of a setting that slime, TRL or verl have, or that people try, and fuligo has not -> what to use instead."""
 
 
 def elsewhere(name: str) -> str:
-    """Return `; give --lr` for a setting that slime, TRL or verl have and fuligo has not, or nothing.
+    """Return `; use --lr` for a name of `MOVED`, or nothing.
 
     Args:
         name: `learning_rate`, or with dots as verl's `actor_rollout_ref.actor.optim.lr`.

@@ -37,7 +37,7 @@ class Secret:
         self.variable = variable
         """Environment variable that the value came from, or in which another run finds it."""
         self.value = value
-        """None if the variable is not set."""
+        """Text of the secret; None if the variable is not set."""
 
     def reveal(self) -> str:
         """Return the text.

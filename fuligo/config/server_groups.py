@@ -1,7 +1,5 @@
 """Groups of SGLang servers as `--sglang-config` describes them."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field

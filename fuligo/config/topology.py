@@ -1,7 +1,5 @@
 """The engines that a run starts: every group of `--sglang-config` with its values resolved."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fuligo.config import Config

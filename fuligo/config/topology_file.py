@@ -1,7 +1,5 @@
 """Reader of `--sglang-config` files, with line numbers: `sglang: [{name: default, server_groups: [...]}]`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,15 +8,13 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
-from yaml.constructor import SafeConstructor
 
 from fuligo.config.assignments import anchored_path
 from fuligo.config.flag import did_you_mean, nearest
 from fuligo.config.passthrough import SglangArguments, deprecation
 from fuligo.config.server_groups import ModelServers, ServerGroup
+from fuligo.config.yaml_text import compose, construct, read_yaml_text, yaml_problem
 
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's loader if PyYAML was built with it: the same result, faster."""
 _SECTION = "sglang"
 _MODELS = TypeAdapter(list[ModelServers])
 _KEYS = [*ModelServers.model_fields, *ServerGroup.model_fields]
@@ -36,8 +32,8 @@ class Topology:
 def read_topology(file: Path) -> Topology:
     """Read a `--sglang-config` file. Never raises: errors are in `problems`."""
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # A ValueError means text that is not UTF-8, or an impossible path.
+        text = read_yaml_text(file)
+    except (OSError, ValueError) as error:
         return Topology(problems=[f"--sglang-config {file}: cannot read the file ({getattr(error, 'strerror', None) or error})"])
     return topology_from_text(text, file)
 
@@ -49,8 +45,8 @@ def topology_from_text(text: str, file: Path) -> Topology:
         file: path for messages and for model paths relative to it; it need not exist.
     """
     try:
-        root = yaml.compose(text, LOADER)
-    except (yaml.YAMLError, RecursionError) as error:
+        root = compose(text)
+    except yaml.YAMLError as error:
         return Topology(problems=[f"--sglang-config {file} is not valid YAML: {yaml_problem(error)}"])
     entries = {str(key.value): value for key, value in root.value} if isinstance(root, yaml.MappingNode) else {}
     if list(entries) != [_SECTION]:
@@ -62,22 +58,13 @@ def topology_of(node: yaml.Node, file: Path) -> Topology:
     """Read the list of models in a node of a file. Never raises: errors are in `problems`."""
     try:
         return _checked(node, file)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except yaml.YAMLError as error:
         return Topology(problems=[f"{file} line {node.start_mark.line + 1}: {yaml_problem(error)}"])
-
-
-def yaml_problem(error: Exception) -> str:
-    """Return what is wrong with a file and where; without its text, which may hold keys."""
-    if not isinstance(error, yaml.MarkedYAMLError):
-        return " ".join(str(error).split())
-    mark = error.problem_mark or error.context_mark
-    said = ", ".join(part for part in (error.context, error.problem) if part)
-    return said if mark is None else f"{said} (line {mark.line + 1}, column {mark.column + 1})"
 
 
 def _checked(node: yaml.Node, file: Path) -> Topology:
     twice = list(_repeated_keys(node, file))
-    plain = SafeConstructor().construct_document(node)
+    plain = construct(node)
     try:
         models = _MODELS.validate_python(_anchored_models(plain, file.parent))
     except ValidationError as error:

@@ -1,7 +1,5 @@
 """Check that the flags of a config fit together. Reads no file (see `fuligo.cli.preflight` for those)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from fuligo.config import Config

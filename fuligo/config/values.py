@@ -1,7 +1,5 @@
 """Conversion of pass-through values from text or YAML to the type of the schema."""
 
-from __future__ import annotations
-
 import json
 import math
 import operator
@@ -45,7 +43,7 @@ def invalid_reason(flag: Flag, given: Any) -> str:
     choices = [choice for choice in nearest(given, flag.choices)[:1] if isinstance(choice, str)] if isinstance(given, str) else []
     quote = "; put it in quotes" if flag.kind is Kind.TEXT else ""
     default = "" if flag.default in (None, "", [], {}) else f" (default: {flag.default})"
-    shown = "the value" if flag.is_secret else repr(given)
+    shown = "the value" if flag.is_secret else "null" if given is None else repr(given)
     return f"{shown} is not valid; it must be {flag.rule}{default}{did_you_mean(choices)}{quote}"
 
 

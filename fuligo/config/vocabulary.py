@@ -1,7 +1,5 @@
 """Comparison of the vocabularies of two models by their files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

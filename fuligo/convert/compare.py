@@ -1,7 +1,5 @@
 """Bitwise comparison of two checkpoints, tensor by tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

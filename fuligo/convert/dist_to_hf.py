@@ -1,7 +1,5 @@
 """Conversion of a distributed checkpoint to a Hugging Face directory, one file of weights at a time."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -16,9 +14,8 @@ from torch import Tensor
 
 from fuligo.convert.hf_view import HuggingFaceView
 from fuligo.errors import CheckpointError
-from fuligo.formats.checkpoint_files import UNFINISHED
+from fuligo.formats.checkpoint_files import TENSORS, UNFINISHED, drop_quantisation, other_files
 from fuligo.formats.disk import free_space, sync, sync_tree
-from fuligo.formats.model_files import TENSORS, drop_quantisation, other_files
 
 FILE_BYTES = 4 * 1024**3
 NO_CHANGE: Mapping[str, object] = {}
@@ -68,7 +65,7 @@ def write_directory(
         CheckpointError: the weights are damaged, or the target cannot be written.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"cannot write {target}: it exists and is not an empty directory; give another directory")
+        raise CheckpointError(f"cannot write {target}: it exists and is not an empty directory; use another directory")
     unfinished = target.with_name(f"{UNFINISHED}{target.name}")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -84,9 +81,7 @@ def write_directory(
         unfinished.replace(target)
         sync(target.parent)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot write {target}: {error} ({free_space(target)}); free some space or give another directory"
-        ) from error
+        raise CheckpointError(f"cannot write {target}: {error} ({free_space(target)}); free some space or use another directory") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

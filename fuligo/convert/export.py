@@ -1,6 +1,4 @@
-"""Export of a checkpoint's weights as a Hugging Face directory (--save-hf)."""
-
-from __future__ import annotations
+"""Export of a checkpoint's weights as a Hugging Face directory (--save-hf), in the model's own dtypes."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +6,7 @@ from pathlib import Path
 from fuligo.checkpoint.location import weights_of
 from fuligo.errors import CheckpointError
 from fuligo.formats.checkpoint_files import UNFINISHED, is_distributed
-from fuligo.formats.disk import sync, sync_tree, writing
+from fuligo.formats.disk import sync, writing
 
 
 def export(checkpoint: Path, target: Path) -> None:
@@ -40,14 +38,15 @@ def export_problem(target: Path) -> str | None:
     """Return why an export may not replace `target`; None if it may."""
     if not target.exists() or (target.is_dir() and ((target / "config.json").is_file() or not any(target.iterdir()))):
         return None
-    return f"cannot replace {target}: it is not a Hugging Face directory; give another directory"
+    return f"cannot replace {target}: it is not a Hugging Face directory; use another directory"
 
 
 def _write(checkpoint: Path, new: Path) -> None:
-    if is_distributed(checkpoint):
-        from fuligo.convert.dist_to_hf import dist_to_hf
+    from fuligo.convert.dist_to_hf import dist_to_hf, write_directory
+    from fuligo.convert.own_dtypes import InOwnDtypes
 
+    if is_distributed(checkpoint):
         dist_to_hf(checkpoint, new)
     else:
-        shutil.copytree(weights_of(checkpoint), new)
-        sync_tree(new)
+        weights = InOwnDtypes(weights_of(checkpoint))
+        write_directory(weights, weights.directory, new, changed={"dtype": str(weights.common).removeprefix("torch.")})

@@ -4,8 +4,6 @@ A file is complete or absent: it is written under a temporary name, flushed, rea
 conversion are compared in the same way and kept. config.json, which makes the directory a checkpoint, is written last.
 """
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time

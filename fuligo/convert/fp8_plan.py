@@ -3,8 +3,6 @@
 Norms, embeddings, the head, routers, the projection of MTP layers and `weights_proj` of sparse indexers are not quantised.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil
@@ -90,7 +88,7 @@ def plan_hf_to_fp8(arguments: Sequence[str]) -> Fp8Plan:
     values = read_config_json(source)
     architecture = architecture_of(values, str(source / CONFIG))
     if architecture.is_quantised:
-        raise ConfigError(f"cannot convert --model-dir {source}: it is already quantised; give the bf16 checkpoint it was made from")
+        raise ConfigError(f"cannot convert --model-dir {source}: it is already quantised; use the bf16 checkpoint it was made from")
     rows, columns = options.block_size or DEFAULT_BLOCK
     quantisation = Quantisation(options.strategy, (rows, columns) if options.strategy == "block" else None)
     if any(source.glob("*.safetensors")):
@@ -172,18 +170,18 @@ def _option_problems(options: argparse.Namespace) -> Iterator[str]:
         yield f"--max-workers {options.max_workers} is invalid: it must be at least 1"
     source, target = options.model_dir.resolve(), options.save_dir.resolve()
     if source == target:
-        yield f"--save-dir {options.save_dir} is the model's own directory; give another one"
+        yield f"--save-dir {options.save_dir} is the model's own directory; use another one"
     elif source in target.parents or target in source.parents:
-        yield f"--save-dir {options.save_dir} and --model-dir {options.model_dir} contain one another; give separate directories"
+        yield f"--save-dir {options.save_dir} and --model-dir {options.model_dir} contain one another; use separate directories"
     if not (source / CONFIG).is_file():
-        yield f"--model-dir {options.model_dir} has no config.json; give a Hugging Face checkpoint directory"
+        yield f"--model-dir {options.model_dir} has no config.json; use a Hugging Face checkpoint directory"
 
 
 def _target_problems(plan: Fp8Plan) -> Iterator[str]:
     """Yield problems of the target, which may hold only an interrupted start of the same conversion."""
     target = plan.target
     if target.exists() and not target.is_dir():
-        yield f"--save-dir {target} is a file; give a directory"
+        yield f"--save-dir {target} is a file; use a directory"
         return
     ours = {*plan.other_files, *(shard.file for shard in plan.shards), CONFIG, INDEX}
     files = [path for path in target.rglob("*") if path.is_file() and not path.name.startswith(UNFINISHED)] if target.exists() else []
@@ -191,7 +189,7 @@ def _target_problems(plan: Fp8Plan) -> Iterator[str]:
     config = target / CONFIG
     if others or (config.exists() and config.read_text() != plan.config_json()):
         held = others[0] if others else "the config.json of another model or conversion"
-        yield f"--save-dir {target} holds {held}; give a new or empty directory, or one with an interrupted run of this conversion"
+        yield f"--save-dir {target} holds {held}; use a new or empty directory, or one with an interrupted run of this conversion"
         return
     if not plan.shards:
         return

@@ -1,7 +1,5 @@
 """Conversion of a Hugging Face checkpoint to a distributed one; every process writes a share of the tensors."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
@@ -11,12 +9,11 @@ import torch
 import torch.distributed as dist
 
 from fuligo.errors import CheckpointError
-from fuligo.formats.checkpoint_files import RELEASE, TRACKER, UNFINISHED
+from fuligo.formats.checkpoint_files import MODEL_FILES, RELEASE, TRACKER, UNFINISHED, copy_model_files
 from fuligo.formats.disk import replace_text, sync, sync_tree
 from fuligo.formats.file_manifest import write_manifest
 from fuligo.formats.hf_tensors import DTYPES
 from fuligo.formats.hugging_face import DamagedFileError, StoredTensor, read_config_json, read_stored_tensors
-from fuligo.formats.model_files import MODEL_FILES, copy_model_files
 from fuligo.formats.shards import Unread, write_format, write_shards
 from fuligo.models.names import ModelNames, Weight
 from fuligo.models.registry import names_of
@@ -52,19 +49,19 @@ def hf_to_dist(source: Path, target: Path, world: World) -> None:
 def _check_target(target: Path) -> None:
     """Check that `target` holds nothing but leftovers of an earlier conversion."""
     if target.exists() and not target.is_dir():
-        raise CheckpointError(f"cannot write to {target}: it is a file; give a directory with --save")
+        raise CheckpointError(f"cannot write to {target}: it is a file; use a directory with --save")
     if (target / RELEASE).exists():
-        raise CheckpointError(f"cannot write {target / RELEASE}: it already exists; remove it or give another directory with --save")
+        raise CheckpointError(f"cannot write {target / RELEASE}: it already exists; remove it or use another directory with --save")
     if (target / "config.json").exists():  # Our tracker would hide its weights.
-        raise CheckpointError(f"cannot write to {target}: it is a Hugging Face directory; give another directory with --save")
+        raise CheckpointError(f"cannot write to {target}: it is a Hugging Face directory; use another directory with --save")
     if (target / TRACKER).exists() and (target / TRACKER).read_text().strip() != RELEASE:
         raise CheckpointError(
-            f"cannot write to {target}: it holds a run's checkpoints, which could no longer be resumed; give another --save"
+            f"cannot write to {target}: it holds a run's checkpoints, which could no longer be resumed; use another --save"
         )
     others = sorted({path.name for path in target.iterdir()} - {TRACKER, f"{UNFINISHED}{RELEASE}"}) if target.exists() else []
     if others:
         shown = ", ".join(others[:_SHOWN]) + (", ..." if len(others) > _SHOWN else "")
-        raise CheckpointError(f"cannot write to {target}: it holds other files ({shown}); give another directory with --save")
+        raise CheckpointError(f"cannot write to {target}: it holds other files ({shown}); use another directory with --save")
 
 
 def _begin(unfinished: Path, source: Path) -> None:
@@ -99,9 +96,7 @@ def _share(
         loads[rank] += prod(weight.shape)
         name = stored.parts(weight)[0].name
         if headers[name].dtype not in DTYPES:
-            raise CheckpointError(
-                f"cannot convert {name}: training cannot start from dtype {headers[name].dtype}; give the bf16 checkpoint"
-            )
+            raise CheckpointError(f"cannot convert {name}: training cannot start from dtype {headers[name].dtype}; use the bf16 checkpoint")
         if rank == world.rank:
             yield Unread(weight.megatron, weight.shape, DTYPES[headers[name].dtype], _Reader(stored, weight, names))
 

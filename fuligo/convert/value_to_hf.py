@@ -1,7 +1,5 @@
 """Export of a checkpoint's value model for transformers: a token classifier with one label, the value."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -41,7 +39,7 @@ def value_to_hf(given: Path, target: Path, *, model: Path | None = None, file_by
     if head is None or head[0] != 1:
         shape = "no output layer of its own" if head is None else f"an output layer of shape {list(head)}"
         raise CheckpointError(
-            f"cannot export {source} as a value model: it has {shape}, expected one row; give a checkpoint of a run with "
+            f"cannot export {source} as a value model: it has {shape}, expected one row; use a checkpoint of a run with "
             "--advantage-estimator ppo"
         )
     beside = weights.model if isinstance(weights, HuggingFaceView) else model or source
@@ -82,7 +80,7 @@ class _Classifier:
         """
         quantised = sorted(weights.shapes.keys() - weights.dtypes.keys())
         if quantised:
-            raise CheckpointError(f"cannot export {quantised[0]}: it is quantised; give the value model that a trainer saved")
+            raise CheckpointError(f"cannot export {quantised[0]}: it is quantised; use the value model that a trainer saved")
         self._weights = weights
         self._sources = {_SCORE if name == _HEAD else name: name for name in weights.shapes}
         self.shapes = {name: weights.shapes[source] for name, source in self._sources.items()} | {_BIAS: (1,)}

@@ -33,7 +33,7 @@ class AssistantTurns:
         tokenizer: "PreTrainedTokenizerBase",
         end_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """Take a conversation.
+        """Prepare the assistant's turns of a conversation.
 
         Args:
             end_ids: tokens at which the model stops; the next role's token is one where the template writes no end of a turn (GLM).
@@ -61,10 +61,11 @@ class AssistantTurns:
         spans = [self._span(turn) for turn in self._turns]
         whole = self._template.transcript(self._messages, self._tools)
         rewriting = self._rewritten_turn(whole, spans)
+        if rewriting is not None and rewritten == "rendered":
+            return [self._segments(whole, self._rendered_spans(whole, spans), self._turns[-1:])]
+        self._check_continued(spans)
         if rewriting is None:
             return [self._segments(whole, [(len(opened), len(closed)) for opened, closed in spans], self._turns[-1:])]
-        if rewritten == "rendered":
-            return [self._segments(whole, self._rendered_spans(whole, spans), self._turns[-1:])]
         if rewritten == "refuse":
             raise DataError(
                 f"message {rewriting + 1} of {len(self._messages)}: the chat template renders this assistant turn differently inside the "
@@ -75,21 +76,38 @@ class AssistantTurns:
         ]
 
     def _span(self, turn: int) -> tuple[str, str]:
-        """Return the rendering before a turn, as the model sees it, and up to its end."""
+        """Return the rendering before a turn, as the model sees it, and up to its end, as the model writes it."""
         opened = self._template.prompt(self._messages[:turn], self._tools)
         closed = self._template.transcript(self._messages[: turn + 1], self._tools)
-        if not closed.startswith(opened):
-            raise DataError(
-                f"message {turn + 1} of {len(self._messages)}: cannot find the tokens of this assistant turn: the chat template does not "
-                "continue its generation prompt with it; use a template with {% generation %} marks"
-            )
-        return opened, closed
+        if closed.startswith(opened):
+            return opened, closed
+        # The template drops the thinking that the generation prompt opens, also from the last turn (DeepSeek-R1).
+        message = self._messages[turn]
+        before, found, after = self._template.transcript(
+            [*self._messages[:turn], {**message, "content": _STAND_IN}], self._tools
+        ).partition(_STAND_IN)
+        written = f"{before}{message.get('content')}{after}"
+        return opened, written if found and written.startswith(opened) else closed
+
+    def _check_continued(self, spans: list[tuple[str, str]]) -> None:
+        """Check that every turn continues its generation prompt.
+
+        Raises:
+            DataError: one does not
+        """
+        for turn, (opened, closed) in zip(self._turns, spans, strict=True):
+            if not closed.startswith(opened):
+                raise DataError(
+                    f"message {turn + 1} of {len(self._messages)}: cannot find the tokens of this assistant turn: the chat template does "
+                    "not continue its generation prompt with it; use the turn the thinking that the prompt opens, choose "
+                    "--sft-rewritten-turns rendered, or use a template with {% generation %} marks"
+                )
 
     def _rewritten_turn(self, whole: str, spans: list[tuple[str, str]]) -> int | None:
         """Return the first turn that the whole conversation renders differently; None if there is none."""
         position = 0
         for turn, (opened, closed) in zip(self._turns, spans, strict=True):
-            if position > len(opened) or not whole.startswith(closed):
+            if position > len(opened) or not whole.startswith(closed) or not closed.startswith(opened):
                 return turn
             position = len(closed)
         return None
@@ -120,7 +138,7 @@ class AssistantTurns:
             segments += [(self._ids(text[position:start]), False), *self._without_tail(self._ids(text[start:end]))]
             position = end
         self._check_tokens(segments, text[:position])
-        rest = self._ids(text[position:]) or (self._reply(last[0], text) if last else [])
+        rest = self._ids(text[position:]) or (self._reply(last[0]) if last else [])
         return self._with_ends([*segments, (rest, False)])
 
     def _with_ends(self, segments: list[Segment]) -> list[Segment]:
@@ -135,14 +153,21 @@ class AssistantTurns:
                 done.append((ids, trained))
         return done
 
-    def _reply(self, turn: int, text: str) -> list[int]:
-        """Return the ids that the template writes after the last turn if an answer to it follows."""
-        role = "tool" if self._messages[turn].get("tool_calls") else "user"
+    def _reply(self, turn: int) -> list[int]:
+        """Return the first id that the template writes after a turn if an answer to it follows; none if `end_ids` is empty.
+
+        The turn is rendered alone and without thinking, because many templates drop all earlier thinking once the user answers.
+        """
+        if not self._end_ids:
+            return []
+        calls = self._messages[turn].get("tool_calls")
+        question, answer = {"role": "user", "content": _STAND_IN}, {"role": "tool" if calls else "user", "content": _STAND_IN}
+        said = {"role": "assistant", "content": _STAND_IN, **({"tool_calls": calls} if calls else {})}
         try:
-            longer = self._template.transcript([*self._messages[: turn + 1], {"role": role, "content": _STAND_IN}], self._tools)
+            shorter, longer = (self._template.transcript([question, said, *more], self._tools) for more in ([], [answer]))
         except DataError:  # the template allows no such message there
             return []
-        return self._ids(longer[len(text) :])[:1] if longer.startswith(text) else []
+        return self._ids(longer[len(shorter) :])[:1] if longer.startswith(shorter) else []
 
     def _marked(self) -> list[Segment] | None:
         """Return the conversation by the template's own marks; None if it has none."""
@@ -155,7 +180,7 @@ class AssistantTurns:
                 segments.append(([], bool(mask)))
             segments[-1][0].append(token)
         if self._turns and segments[-1][1]:
-            segments.append((self._reply(self._turns[-1], self._template.transcript(self._messages, self._tools)), False))
+            segments.append((self._reply(self._turns[-1]), False))
         return self._with_ends(segments)
 
     @property
@@ -185,7 +210,7 @@ class AssistantTurns:
 
 
 def _num_equal(first: str, second: str) -> int:
-    """Return how many characters two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     return next(
         (position for position, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), min(len(first), len(second))
     )

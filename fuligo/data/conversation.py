@@ -109,7 +109,7 @@ def join_segments(segments: list[Segment]) -> MaskedTokens:
 
 def _plain_segments(fields: Fields, tokenizer: PreTrainedTokenizerBase) -> list[Segment]:
     if fields.label is None:
-        raise DataError("a plain prompt has no answer to train on; give --label-key, or chat messages with --apply-chat-template")
+        raise DataError("a plain prompt has no answer to train on; use --label-key, or chat messages with --apply-chat-template")
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end-of-text token to end the answer")
     assert isinstance(fields.prompt, str)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import islice
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 from fuligo.data.fields import Fields, read_fields
+from fuligo.data.locate import locate
 from fuligo.data.row_file import PromptPath, RowFile, open_rows
 from fuligo.data.settings import DataSettings
 from fuligo.data.template import ChatTemplate, as_ids, plain_ids, rendered_ids
@@ -17,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ROWS_CHECKED = 8
-"""Rows that are read when a file is opened, to find a wrong key or template before anything expensive starts."""
+"""Rows of each file that are read when it is opened, to find a wrong key or template before anything expensive starts."""
 
 
 class HasRow(Protocol):
@@ -34,37 +39,80 @@ class PromptTooLongError(DataError):
     """Well-formed row that is longer than --rollout-max-prompt-len."""
 
 
-class Rows:
-    """Selected rows of a file, numbered from 0, read by the configured keys."""
+@dataclass(slots=True, frozen=True)
+class _Piece:
+    """Selected rows of one file."""
 
-    def __init__(self, file: RowFile, selected: range, settings: DataSettings) -> None:
-        self._file = file
-        self._selected = selected
+    file: RowFile
+    selected: range
+
+
+class Rows:
+    """Selected rows of one or several files, numbered from 0 through all of them, read by the configured keys."""
+
+    def __init__(self, entries: Sequence[Sequence[_Piece]], settings: DataSettings) -> None:
+        """Join the pieces of each entry of --prompt-data."""
+        self.entry_sizes = [sum(len(piece.selected) for piece in pieces) for pieces in entries]
+        """Rows of each entry."""
+        self._pieces = [piece for pieces in entries for piece in pieces]
+        self._ends = list(accumulate(len(piece.selected) for piece in self._pieces))
         self._settings = settings
 
     @classmethod
-    def open(cls, path: str | Path, settings: DataSettings) -> Self:
-        prompt_path = PromptPath.parse(path)
-        file = open_rows(prompt_path.path, settings.keys)
-        return cls(file, prompt_path.select(len(file)), settings)
+    def open(cls, paths: str | Path | Sequence[str], settings: DataSettings) -> Self:
+        """Open the files of one entry or of several.
+
+        Raises:
+            DataError: a file is missing, unreadable, empty or of an unknown format, or a slice selects no row
+        """
+        given = [paths] if isinstance(paths, str | Path) else paths
+        return cls([_pieces(PromptPath.parse(entry), settings) for entry in given], settings)
 
     def __len__(self) -> int:
-        return len(self._selected)
+        return self._ends[-1]
 
     def __getitem__(self, row: int) -> Fields:
-        number = self._selected[row]
-        return read_fields(self._file[number], self._settings, lambda: self._file.place(number))
+        piece, number = self._find(row)
+        return read_fields(piece.file[number], self._settings, lambda: piece.file.place(number))
 
     def place(self, row: int) -> str:
-        return self._file.place(self._selected[row])
+        piece, number = self._find(row)
+        return piece.file.place(number)
+
+    def first_rows(self) -> Iterator[int]:
+        """Yield the rows to check before anything expensive starts: the first of every file."""
+        for piece, end in zip(self._pieces, self._ends, strict=True):
+            start = end - len(piece.selected)
+            yield from range(start, min(end, start + _ROWS_CHECKED))
 
     def digest(self) -> str:
-        """Return a digest of the file's content and of which of its rows are selected."""
-        return f"{self._file.content.digest()}[{self._selected.start}:{self._selected.stop}]"
+        """Return a digest of the files' content and of which of their rows are selected."""
+        digests = [f"{piece.file.content.digest()}[{piece.selected.start}:{piece.selected.stop}]" for piece in self._pieces]
+        return digests[0] if len(digests) == 1 else hashlib.blake2b(",".join(digests).encode(), digest_size=16).hexdigest()
+
+    def _find(self, row: int) -> tuple[_Piece, int]:
+        """Return the piece with a row, and the number of the row in its file."""
+        index = bisect_right(self._ends, row)
+        piece = self._pieces[index]
+        return piece, piece.selected[row - self._ends[index] + len(piece.selected)]
+
+
+def _pieces(entry: PromptPath, settings: DataSettings) -> list[_Piece]:
+    """Open the files of an entry; its slice counts through all of them."""
+    files = [open_rows(path, settings.keys) for path in locate(entry.path)]
+    selected = entry.select(sum(len(file) for file in files))
+    pieces: list[_Piece] = []
+    start = 0
+    for file in files:
+        inside = range(max(selected.start - start, 0), min(selected.stop - start, len(file)))
+        if inside:
+            pieces.append(_Piece(file, inside))
+        start += len(file)
+    return pieces
 
 
 class Dataset(Generic[Item]):
-    """Random access to the items made from the rows of a file. Each access parses and tokenizes its row."""
+    """Random access to the items made from the rows of prompt files. Each access parses and tokenizes its row."""
 
     def __init__(self, rows: Rows, settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> None:
         self.settings = settings
@@ -73,23 +121,28 @@ class Dataset(Generic[Item]):
         self._template = ChatTemplate(tokenizer, settings.apply_chat_template_kwargs) if settings.apply_chat_template else None
 
     @classmethod
-    def open(cls, path: str | Path, settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Self:
-        """Index the file, check its first rows, and make sure that at least one row is usable.
+    def open(cls, paths: str | Path | Sequence[str], settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """Index the files, check their first rows, and make sure that at least one row is usable.
 
         Args:
-            path: jsonl or parquet file, with an optional slice: `FILE@[a:b]`
+            paths: entry of --prompt-data, or several; each with an optional slice: `FILE@[a:b]`
 
         Raises:
-            DataError: the file is missing, unreadable, empty or of an unknown format; one of its first rows is malformed
+            DataError: a file is missing, unreadable, empty or of an unknown format; one of its first rows is malformed
                 (unless `skip_bad_rows`); or no row is usable
             ConfigError: the tokenizer has no chat template, and one is requested
         """
-        dataset = cls(Rows.open(path, settings), settings, tokenizer)
-        dataset._check_first_rows(path)
+        dataset = cls(Rows.open(paths, settings), settings, tokenizer)
+        dataset._check_first_rows(paths)
         return dataset
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def entry_sizes(self) -> list[int]:
+        """Rows of each entry of --prompt-data."""
+        return self._rows.entry_sizes
 
     def __getitem__(self, row: int) -> Item:
         """Make the item of a row.
@@ -121,11 +174,12 @@ class Dataset(Generic[Item]):
         """Make the item, and return it with the number of tokens that the length limit applies to."""
         raise NotImplementedError
 
-    def _check_first_rows(self, path: str | Path) -> None:
+    def _check_first_rows(self, paths: str | Path | Sequence[str]) -> None:
         usable = 0
         reason = ""
-        for row in range(len(self)):
-            if usable and row >= _ROWS_CHECKED:
+        first = set(self._rows.first_rows())
+        for row in chain(sorted(first), (row for row in range(len(self)) if row not in first)):
+            if usable and row not in first:
                 return
             try:
                 self[row]
@@ -137,7 +191,8 @@ class Dataset(Generic[Item]):
                     raise
                 reason = reason or str(error)
         if not usable:
-            raise DataError(f"{path}: none of its {len(self)} rows is usable; the first: {reason}")
+            shown = paths if isinstance(paths, str | Path) else " ".join(paths)
+            raise DataError(f"{shown}: none of its {len(self)} rows is usable; the first: {reason}")
 
 
 class PromptDataset(Dataset[Prompt]):
@@ -154,14 +209,14 @@ class PromptDataset(Dataset[Prompt]):
         return Prompt(row, fields.prompt, as_ids(ids), fields.label, fields.metadata), len(ids)
 
 
-def check_file(path: str | Path, settings: DataSettings) -> int:
-    """Check a prompt file without a tokenizer (it is readable and not empty, its first rows have the keys) and count its selected rows.
+def check_file(paths: str | Path | Sequence[str], settings: DataSettings) -> int:
+    """Check prompt files without a tokenizer (readable, not empty, the first rows have the keys) and count their selected rows.
 
     Raises:
-        DataError: the file is unusable; names the file, the line and the fix
+        DataError: a file is unusable; names the file, the line and the fix
     """
-    rows = Rows.open(path, settings)
-    for row in islice(range(len(rows)), _ROWS_CHECKED):
+    rows = Rows.open(paths, settings)
+    for row in rows.first_rows():
         try:
             rows[row]
         except DataError:

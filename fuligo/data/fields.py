@@ -60,7 +60,7 @@ def _prompt(row: dict[str, Any], settings: DataSettings) -> str | Messages:
         return [{"role": "user", "content": prompt}] if settings.apply_chat_template else prompt
     messages = check_messages(prompt, key)
     if not settings.apply_chat_template:
-        raise DataError(f"{key!r} holds chat messages; give --apply-chat-template to render them with the tokenizer's template")
+        raise DataError(f"{key!r} holds chat messages; use --apply-chat-template to render them with the tokenizer's template")
     return messages
 
 

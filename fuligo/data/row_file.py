@@ -48,12 +48,8 @@ def open_rows(path: Path, columns: list[str]) -> RowFile:
     Raises:
         DataError: the file is missing, unreadable, empty, of an unknown format, or lacks a column
     """
-    if path.is_dir():
-        raise DataError(f"{path} is a directory; prompt data must be one jsonl or parquet file")
-    if not path.exists():
-        raise DataError(f"{path} does not exist (looked in {Path.cwd()})")
     if not path.is_file():
-        raise DataError(f"{path} is not a regular file; rows are read in any order, which a pipe or device cannot do")
+        raise DataError(f"{path} is not a regular file; rows are read out of order, which a pipe or device does not allow")
     try:
         rows = _open(path, columns)
     except OSError as error:
@@ -66,18 +62,22 @@ def open_rows(path: Path, columns: list[str]) -> RowFile:
 def _open(path: Path, columns: list[str]) -> RowFile:
     if path.suffix in (".jsonl", ".json", ".ndjson"):
         return JsonlFile(path)
-    if path.suffix in (".parquet", ".pq"):
-        from fuligo.data.parquet_file import ParquetFile
+    from fuligo.data.columnar_file import ArrowFile, CsvFile, ParquetFile
 
-        return ParquetFile(path, columns)
-    raise DataError(f"{path}: unknown format {path.suffix!r}; prompt data must be .jsonl (one JSON object per line) or .parquet")
+    columnar = {".parquet": ParquetFile, ".pq": ParquetFile, ".arrow": ArrowFile, ".csv": CsvFile}.get(path.suffix)
+    if columnar is None:
+        raise DataError(
+            f"{path}: unknown format {path.suffix!r}; prompt data must be .jsonl (one JSON object per line), .parquet, .arrow or .csv"
+        )
+    return columnar(path, columns)
 
 
 @dataclass(slots=True, frozen=True)
 class PromptPath:
-    """File and slice of its rows, with Python's meaning of negative and open ends."""
+    """Entry of --prompt-data and slice of its rows, with Python's meaning of negative and open ends."""
 
-    path: Path
+    path: str
+    """File, pattern, folder or data set on the Hub; see `locate`."""
     rows: slice
 
     @classmethod
@@ -89,17 +89,17 @@ class PromptPath:
         """
         sliced = _SLICED.fullmatch(str(text))
         if sliced is None:
-            return cls(Path(text), slice(None))
+            return cls(str(text), slice(None))
         bounds = _BOUNDS.fullmatch(sliced["slice"])
         if bounds is None:
             raise DataError(
                 f"{text}: [{sliced['slice']}] is not a slice of rows; write FILE@[start:stop], for instance FILE@[:100] or FILE@[-50:]"
             )
         start, stop = (None if bound is None else int(bound) for bound in bounds.groups())
-        return cls(Path(sliced["path"]), slice(start, stop))
+        return cls(sliced["path"], slice(start, stop))
 
     def select(self, num_rows: int) -> range:
-        """Return the row numbers that the slice selects from a file of `num_rows` rows.
+        """Return the row numbers that the slice selects from `num_rows` rows.
 
         Raises:
             DataError: the slice selects no row

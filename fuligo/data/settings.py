@@ -31,6 +31,8 @@ class DataSettings:
     """Supervised conversations whose earlier turns the chat template rewrites; see `AssistantTurns.sequences`."""
     end_ids: frozenset[int] = frozenset()
     """Tokens at which the model stops, to end supervised turns."""
+    weights: tuple[float, ...] = ()
+    """Times that an epoch draws the rows of each entry of --prompt-data; empty for once."""
     shuffle: bool = False
     seed: int = 42
 
@@ -53,6 +55,7 @@ def data_settings(config: Config) -> DataSettings:
         max_prompt_tokens=data.rollout_max_prompt_len,
         skip_bad_rows=data.skip_bad_rows,
         rewritten_turns=data.sft_rewritten_turns,
+        weights=tuple(data.prompt_data_weights),
         shuffle=data.rollout_shuffle,
         seed=data.rollout_seed,
     )

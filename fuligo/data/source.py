@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
@@ -14,9 +14,12 @@ from fuligo.errors import DataError
 from fuligo.types import Prompt
 
 SourceState = dict[str, int | str | list[int]]
-"""State for a checkpoint: `num_rows`, `digest` of the file, `epoch`, `offset`, `returned`, `dropped_too_long`, `bad_rows`."""
+"""State for a checkpoint: `num_rows` of an epoch, `digest` of files and weights, `epoch`, `offset`, `returned`, and the counts
+`dropped_too_long` and `bad_rows`."""
 
-_OTHER_DATA = "resume with the same --prompt-data, or start a new run from the checkpoint's weights with --ref-load"
+_OTHER_DATA = (
+    "resume with the same --prompt-data and --prompt-data-weights, or start a new run from the checkpoint's weights with --ref-load"
+)
 logger = logging.getLogger(__name__)
 
 
@@ -31,21 +34,26 @@ class SourceCounts:
 class PromptOrder:
     """Endless sequence of row numbers: every epoch has each row once, in file order or in its own permutation.
 
-    The permutation is a function of (seed, epoch) alone, so it is recomputed on resume and never saved.
+    With weights an epoch takes weight x size rows of every entry, and the next one continues where it stopped: over the epochs all rows of
+    an entry are drawn equally often. The order is a function of (seed, epoch) alone, so it is recomputed on resume and never saved.
     """
 
-    def __init__(self, num_rows: int, *, shuffle: bool, seed: int) -> None:
-        self.num_rows = num_rows
+    def __init__(self, entry_sizes: Sequence[int], *, shuffle: bool, seed: int, weights: Sequence[float] = ()) -> None:
+        """Start at the first epoch of entries with these numbers of rows and weights; without weights all are 1."""
+        self._sizes = list(entry_sizes)
+        self._drawn = [max(1, round(size * weight)) for size, weight in zip(self._sizes, weights or [1.0] * len(self._sizes), strict=True)]
+        self.num_rows = sum(self._drawn)
+        """Rows of an epoch."""
         self.epoch = 0
         """Complete passes over the rows."""
         self.offset = 0
         """Rows drawn in this epoch; less than `num_rows`."""
         self._shuffle = shuffle
         self._seed = seed
-        self._permuted: tuple[int, NDArray[np.integer]] | None = None
+        self._current: tuple[int, NDArray[np.integer]] | None = None
 
     def next(self) -> int:
-        row = int(self._permutation()[self.offset]) if self._shuffle else self.offset
+        row = int(self._rows()[self.offset]) if self._shuffle or self._drawn != self._sizes else self.offset
         self.offset += 1
         if self.offset == self.num_rows:
             self.epoch, self.offset = self.epoch + 1, 0
@@ -55,12 +63,31 @@ class PromptOrder:
         """Continue as if `epoch` passes and `offset` rows had been drawn."""
         self.epoch, self.offset = epoch, offset
 
-    def _permutation(self) -> NDArray[np.integer]:
-        if self._permuted is None or self._permuted[0] != self.epoch:
-            # RandomState, unlike Generator, gives the same permutation in every version of numpy (NEP 19).
-            random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([self._seed, self.epoch])))
-            self._permuted = self.epoch, random.permutation(self.num_rows)
-        return self._permuted[1]
+    def _rows(self) -> NDArray[np.integer]:
+        """Return the rows of this epoch in their order."""
+        if self._current is None or self._current[0] != self.epoch:
+            rows = self._drawn_rows() if self._drawn != self._sizes else None
+            if self._shuffle:
+                order = self._permutation(self.num_rows, self.epoch)
+                rows = order if rows is None else rows[order]
+            assert rows is not None
+            self._current = self.epoch, rows
+        return self._current[1]
+
+    def _drawn_rows(self) -> NDArray[np.integer]:
+        """Return the rows of this epoch, entry by entry."""
+        parts: list[NDArray[np.integer]] = []
+        for entry, (size, drawn) in enumerate(zip(self._sizes, self._drawn, strict=True)):
+            passes, rows = np.divmod(np.arange(self.epoch * drawn, (self.epoch + 1) * drawn), size)
+            if self._shuffle:
+                permuted = {number: self._permutation(size, int(number), entry) for number in np.unique(passes)}
+                rows = np.concatenate([permuted[number][rows[passes == number]] for number in permuted])
+            parts.append(rows + sum(self._sizes[:entry]))
+        return np.concatenate(parts)
+
+    def _permutation(self, size: int, *numbers: int) -> NDArray[np.integer]:
+        # RandomState, unlike Generator, gives the same permutation in every version of numpy (NEP 19).
+        return np.random.RandomState(np.random.MT19937(np.random.SeedSequence([self._seed, *numbers]))).permutation(size)
 
 
 class RowSource(Generic[Item]):
@@ -70,14 +97,15 @@ class RowSource(Generic[Item]):
         settings = dataset.settings
         self.counts = SourceCounts()
         self._dataset = dataset
-        self._digest = dataset.digest()
+        weights = [] if all(weight == 1 for weight in settings.weights) else settings.weights
+        self._digest = dataset.digest() + "".join(f"*{weight:g}" for weight in weights)
         self._skip_bad_rows = settings.skip_bad_rows
-        self._order = PromptOrder(len(dataset), shuffle=settings.shuffle, seed=settings.seed)
+        self._order = PromptOrder(dataset.entry_sizes, shuffle=settings.shuffle, seed=settings.seed, weights=weights)
         self._returned: deque[int] = deque()
 
     def __len__(self) -> int:
         """Return the number of rows of one epoch, skipped ones included."""
-        return len(self._dataset)
+        return self._order.num_rows
 
     @property
     def epoch(self) -> int:
@@ -113,16 +141,15 @@ class RowSource(Generic[Item]):
         Raises:
             DataError: the data sets differ
         """
-        if state.get("num_rows") != len(self._dataset):
+        if state.get("num_rows") != len(self):
             raise DataError(
-                f"cannot resume: the data set has {len(self._dataset)} rows, that of the checkpoint had {state.get('num_rows', 'none')}; "
-                f"{_OTHER_DATA}"
+                f"cannot resume: the data set has {len(self)} rows, the checkpoint's had {state.get('num_rows', 'none')}; {_OTHER_DATA}"
             )
         if "digest" not in state:
             logger.warning("the checkpoint has no digest of its prompt file: only the number of rows was compared")
         elif state["digest"] != self._digest:
             raise DataError(
-                f"cannot resume: the data set has {len(self._dataset)} rows, as that of the checkpoint, but other content "
+                f"cannot resume: the data set has {len(self)} rows like the checkpoint's, but different content "
                 f"(digest {self._digest}, the checkpoint's is {state['digest']}); {_OTHER_DATA}"
             )
 
@@ -141,7 +168,7 @@ class RowSource(Generic[Item]):
         self.counts = SourceCounts(position["dropped_too_long"], position["bad_rows"])
 
     def _next(self) -> Item:
-        for _ in range(len(self._returned) + len(self._dataset) + 1):
+        for _ in range(len(self._returned) + len(self) + 1):
             row = self._returned.popleft() if self._returned else self._order.next()
             try:
                 return self._dataset[row]
@@ -152,7 +179,7 @@ class RowSource(Generic[Item]):
                     raise
                 self.counts.bad_rows += 1
         raise DataError(
-            f"a whole epoch of {len(self._dataset)} rows has no usable row "
+            f"a whole epoch of {len(self)} rows has no usable row "
             f"(so far {self.counts.bad_rows} malformed, {self.counts.dropped_too_long} too long)"
         )
 

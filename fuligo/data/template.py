@@ -21,7 +21,7 @@ def no_chat_template(model: str) -> str:
     """Return the error for a model whose tokenizer has no chat template."""
     return (
         f"--apply-chat-template: the tokenizer of {model} has no chat template; use a chat model, add a template beside its tokenizer "
-        "(chat_template.jinja), or remove the flag and give prompts as text"
+        "(chat_template.jinja), or remove the flag and write prompts as text"
     )
 
 

@@ -1,4 +1,4 @@
-"""Answers of SGLang's HTTP API, checked and made into the types of `generation`."""
+"""Answers of SGLang's HTTP API, checked and converted to the types of `generation`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Contract of an engine backend, the folder behind `--rollout-backend NAME`: it starts engines and states the form of their weights."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,10 +12,34 @@ from fuligo.config.config import ServedModel
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.sglang.server import EnginePlace, Server, ServerSettings
-from fuligo.engines.shared_devices import SharedDevices
 from fuligo.errors import EngineError, FuligoError
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.models.device import Device, Precision
+
+
+class SharedDevices(Protocol):
+    """Devices that a trainer and engines use in turns; `job.colocated.ColocatedDevices` implements it."""
+
+    async def to_engines(self) -> None:
+        """Offload the trainer and give the engines, which hold the current weights, their KV cache."""
+        ...
+
+    async def make_room(self) -> None:
+        """Offload the trainer so that engines can start in its turn; return when those that are starting are up."""
+        ...
+
+    async def wait_for_room(self) -> None:
+        """Return when an engine may start: it sizes its cache by the free memory, so the trainer must hold none."""
+        ...
+
+    async def align(self, client: InferenceEngine, group: EngineGroup) -> None:
+        """Release the memory of a restarted engine that the other engines of its group have released.
+
+        Raises:
+            EngineError: the engine does not release it
+        """
+        ...
+
 
 SyncRestarted = Callable[[InferenceEngine], Awaitable[bool]]
 """Sends a restarted engine the current weights; returns False if that must wait for the next weight sync."""
@@ -29,7 +51,7 @@ class EngineFleet(Protocol):
     group: EngineGroup
     sync_restarted: SyncRestarted
     devices: SharedDevices | None
-    """None if the engines have devices of their own."""
+    """Devices shared with a trainer; None if the engines have devices of their own."""
 
     @property
     def url(self) -> str:
@@ -71,7 +93,7 @@ class EngineHosts(Protocol):
         ...
 
     def start_engine(self, settings: ServerSettings) -> Server:
-        """Begin to start an engine on its nodes."""
+        """Start an engine on its nodes; return before it is ready."""
         ...
 
 

@@ -1,7 +1,5 @@
 """HTTP client of an engine: the only caller of the SGLang API. Token ids go in and come out; text is for people."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time
@@ -11,20 +9,19 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fuligo.engines.answers import Retryable, WeightLabel, parse_generation, parse_load, parse_routing, parse_scores, scoring_body
-from fuligo.engines.connection import Connection
-from fuligo.engines.deadlines import DEFAULT, ControlDeadlines, Deadline, Overdue
-from fuligo.engines.engine import MemoryTag, PauseMode
+from fuligo.engines.connection import DEFAULT, Connection, ControlDeadlines, Deadline, Overdue
+from fuligo.engines.engine import InferenceEngine, MemoryTag, PauseMode
 from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams
 from fuligo.errors import EngineError
-from fuligo.formats.checksum import WeightsDigest
 from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
+from fuligo.formats.weight_manifest import WeightsDigest
 from fuligo.types import FloatArray, IntArray, RoutedExperts
 
 T = TypeVar("T")
 
 
 class EngineClient:
-    """Implementation of `engine.InferenceEngine` over HTTP, which documents the methods; `connect.connect` documents the arguments."""
+    """Implementation of `engine.InferenceEngine` over HTTP, which documents the methods; `connect` documents the arguments."""
 
     def __init__(
         self,
@@ -252,3 +249,28 @@ class EngineClient:
 
 def _tags(tag: MemoryTag | None) -> dict[str, Any]:
     return {} if tag is None else {"tags": [tag]}
+
+
+def connect(
+    url: str,
+    keys: EngineKeys = NO_KEYS,
+    *,
+    retries: int = 3,
+    timeout_s: float = 600.0,
+    deadlines: ControlDeadlines = DEFAULT,
+    num_ranks: int = 1,
+    start: int = 0,
+    number: int | None = None,
+) -> InferenceEngine:
+    """Return the engine at `url`; nothing is sent yet. Both backends serve SGLang's HTTP API, so one client serves both.
+
+    Args:
+        keys: shown to the engine
+        retries: further attempts after a connection error, a 5xx status or a malformed answer
+        timeout_s: deadline of a generate or score request, over all attempts
+        deadlines: deadlines of the other calls
+        num_ranks, start, number: see `InferenceEngine`
+    """
+    return EngineClient(
+        url, keys, retries=retries, timeout_s=timeout_s, deadlines=deadlines, num_ranks=num_ranks, start=start, number=number
+    )

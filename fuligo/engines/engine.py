@@ -1,18 +1,16 @@
 """The contract of an inference engine: everything that the rest of the package asks of one.
 
-Rollouts, weight sync, colocation and the teacher depend on this file, not on a backend. `connect.connect` returns the engine at a URL. What
+Rollouts, weight sync, colocation and the teacher depend on this file, not on a backend. `client.connect` returns the engine at a URL. What
 differs between backends and must be known before an engine runs is in `config.backends.EngineCapabilities`; how engines are started is in
 each backend's `launch` (see `docs/add-an-engine.md`).
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams
-from fuligo.formats.checksum import WeightsDigest
 from fuligo.formats.engine_keys import EngineKeys
+from fuligo.formats.weight_manifest import WeightsDigest
 from fuligo.types import FloatArray, IntArray
 
 PauseMode = Literal["abort", "retract", "in_place"]

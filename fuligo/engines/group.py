@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from fuligo.engines.connect import connect
-from fuligo.engines.deadlines import DEFAULT, ControlDeadlines
+from fuligo.engines.client import connect
+from fuligo.engines.connection import DEFAULT, ControlDeadlines
 from fuligo.engines.engine import InferenceEngine, MemoryTag, PauseMode
 from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams, Served
 from fuligo.errors import EngineError
-from fuligo.formats.checksum import WeightsDigest
 from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
+from fuligo.formats.weight_manifest import WeightsDigest
 from fuligo.types import FloatArray, IntArray
 
 T = TypeVar("T")

@@ -1,12 +1,10 @@
-"""Guard process that leaves nothing behind of a command: `python -m fuligo.engines.guard GRACE_S COMMAND ...`.
+"""Guard process that cleans up whatever a command leaves behind: `python -m fuligo.engines.guard GRACE_S COMMAND ...`.
 
 Inference servers start processes of their own and stop them only if they end normally. The guard leads the command's process group, adopts
 every orphan below it, and ends them all when the command ends, on SIGTERM, or when its standard input closes, which happens however its
 parent dies. It also removes their files in shared memory: torch and multiprocessing leave that to helper processes, which are killed too.
-If the guard itself is killed, the kernel kills the command; `engines.orphans` finds what else is left.
+If the guard itself is killed, the kernel kills the command; `engines.server_process` finds what else is left.
 """
-
-from __future__ import annotations
 
 import ctypes
 import json
@@ -80,7 +78,7 @@ def main(command: Sequence[str], grace_s: float) -> int:
 
 
 def hiding(secrets: Sequence[str]) -> dict[str, str]:
-    """Return the environment with which a guard replaces these texts in what the command prints; shorter ones are no secrets."""
+    """Return the environment with which a guard replaces these texts in what the command prints; shorter ones are not secrets."""
     texts = sorted({secret for secret in secrets if len(secret) >= SHORTEST_SECRET}, key=len, reverse=True)
     return {_HIDDEN: json.dumps(texts)} if texts else {}
 

@@ -45,7 +45,7 @@ def _address_towards(url: SplitResult) -> str:
 
 
 def bracketed(host: str) -> str:
-    """Return the host as it stands before a port: `[::1]` for an IPv6 address."""
+    """Return the host as written before a port: `[::1]` for an IPv6 address."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -102,7 +102,7 @@ def listening_store(host: str, port: int = 0, *, timeout: timedelta = timedelta(
 
 
 def listening_socket(host: str, port: int = 0) -> socket.socket:
-    """Listen at `host` alone. If it is no address of this machine but one that others translate, listen on every interface, with a warning.
+    """Listen at `host` alone. If it is an address that others translate to this machine, listen on every interface, with a warning.
 
     Args:
         port: 0: a free one

@@ -1,7 +1,5 @@
 """Metrics of the engines during sampling: `engine/*` of a step."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable, Sequence
 from statistics import fmean
@@ -16,7 +14,7 @@ POLL_TIMEOUT_S = 5.0
 
 
 class EngineMonitor:
-    """Periodic poll of every engine's load. An engine that does not answer is counted, but is no error: the fleet supervises engines.
+    """Periodic poll of every engine's load. An engine that does not answer is counted, but is not an error: the fleet supervises engines.
 
     The load comes from `/v1/loads`, which SGLang reads from shared memory. Its prefix-cache figures there cover the last prefill only, so
     cache and speculation are counted from the answers to requests instead.

@@ -1,15 +1,12 @@
 """Buckets of named tensors: split a stream by size, count it, and gather the next bucket while the previous one is sent."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from fuligo.formats.checksum import WeightsChecksum, tensor_digest
-from fuligo.formats.weight_manifest import WeightManifest
+from fuligo.formats.weight_manifest import WeightManifest, WeightsChecksum, tensor_digest
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Bucket = list[tuple[str, torch.Tensor]]

@@ -1,10 +1,13 @@
-"""Names of the files and directories of a checkpoint. Pure Python."""
+"""Files and directories of a checkpoint: their names, and its copy of the Hugging Face files other than weights. Imports no torch."""
 
-from __future__ import annotations
-
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
-from fuligo.formats.model_files import MODEL_FILES
+from fuligo.errors import CheckpointError
+from fuligo.formats.fp8_shards import FP8_DTYPE
+from fuligo.formats.hugging_face import DamagedFileError, is_weight_file, read_stored_tensors
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -32,6 +35,69 @@ def model_directory(weights: Path) -> Path:
 def no_value_model(checkpoint: Path) -> str:
     """Return the error for a run that trains a value model from a checkpoint without one."""
     return (
-        f"cannot resume {checkpoint} with --advantage-estimator ppo: the checkpoint has no value model; give its initial weights with "
+        f"cannot resume {checkpoint} with --advantage-estimator ppo: the checkpoint has no value model; set its initial weights with "
         "--critic-load DIR (a Hugging Face directory of the policy's architecture), or resume with the checkpoint's estimator"
     )
+
+
+MODEL_FILES = "model"
+"""Name of their directory in a distributed checkpoint."""
+TENSORS = "tensors.json"
+"""File with the safetensors dtype of every tensor of the original directory, by name."""
+_STATED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def copy_model_files(source: Path, target: Path) -> None:
+    """Copy config.json, tokenizer and the like from a Hugging Face directory; record names and dtypes of its weights.
+
+    The copied config.json has no `quantization_config`: a trainer saves unquantised weights even if engines use FP8.
+
+    Args:
+        source: a Hugging Face directory, or such a copy.
+
+    Raises:
+        CheckpointError: its weights are damaged.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for file in other_files(source):
+        shutil.copy(file, target)
+    drop_quantisation(target / "config.json")
+    record_dtypes(source, target)
+
+
+def record_dtypes(source: Path, target: Path) -> None:
+    """Write names and dtypes of the weights of a Hugging Face directory to `target`, unless `source` has such a record, which is copied.
+
+    Raises:
+        CheckpointError: its weights are damaged.
+    """
+    if (source / TENSORS).exists():
+        shutil.copy(source / TENSORS, target)
+    elif any(source.glob("*.safetensors")):
+        try:
+            stored = {name: tensor.dtype for name, tensor in read_stored_tensors(source).items()}
+        except DamagedFileError as error:
+            raise CheckpointError(str(error)) from None
+        config = json.loads((source / "config.json").read_text()) if (source / "config.json").exists() else {}
+        (target / TENSORS).write_text(json.dumps(_before_quantisation(stored, config), indent=0))
+
+
+def drop_quantisation(file: Path) -> dict[str, Any]:
+    """Remove `quantization_config` from a config.json and return the rest."""
+    config = json.loads(file.read_text()) if file.exists() else {}
+    if config.pop("quantization_config", None) is not None:
+        file.write_text(json.dumps(config, indent=2) + "\n")
+    return config
+
+
+def _before_quantisation(dtypes: dict[str, str], config: dict[str, Any]) -> dict[str, str]:
+    """Return the dtypes before quantisation: FP8 tensors get the dtype that config.json states (else bf16), scales go."""
+    stated = _STATED.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
+    quantised = {name for name, dtype in dtypes.items() if dtype == FP8_DTYPE}
+    scales = {f"{name}{suffix}" for name in quantised for suffix in ("_scale_inv", "_scale")}
+    return {name: stated if name in quantised else dtype for name, dtype in dtypes.items() if name not in scales}
+
+
+def other_files(directory: Path) -> list[Path]:
+    """Return all files of a Hugging Face directory except weights and their index."""
+    return [file for file in sorted(directory.iterdir()) if file.is_file() and not is_weight_file(file)]

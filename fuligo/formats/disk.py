@@ -1,7 +1,5 @@
 """Durable writes, locks, and errors that name a full file system."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

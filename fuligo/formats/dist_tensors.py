@@ -1,7 +1,5 @@
 """Reader of a distributed checkpoint's tensors: any part, in one process, without Megatron."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from pathlib import Path

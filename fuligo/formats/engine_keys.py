@@ -1,6 +1,6 @@
 """Keys of engines: secrets that a process shows to sample from an engine, and to control it.
 
-Control includes the weights, whose updates SGLang unpickles: who may control an engine can run code in it. Each run makes keys of its
+Control includes the weights, whose updates SGLang unpickles: whoever may control an engine can run code in it. Each run makes keys of its
 own. They go to processes in their environment, which other users cannot read, never on command lines, which they can.
 """
 
@@ -62,7 +62,9 @@ class EngineKeys:
         return key != "" and hmac.compare_digest(authorization.encode(), (_HEADER + key).encode())
 
     def _key_for(self, method: str, path: str) -> str:
-        return self.requests if method == "GET" or path == "/generate" else self.control
+        return self.requests if method == "GET" or path in SAMPLING_PATHS else self.control
 
 
+SAMPLING_PATHS = ("/generate", "/v1/chat/completions", "/v1/completions")
+"""Paths that the key for requests opens; all other calls change the engine."""
 NO_KEYS = EngineKeys()

@@ -1,7 +1,5 @@
 """Manifest of a checkpoint's files and sizes, so that a truncated file is found before it is loaded."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """FP8 (float8 e4m3) quantisation, shared by conversion and weight sync: equal weights give equal bytes on CPU and GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Contents of each file of an FP8 checkpoint, planned from the headers of the source files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -107,7 +105,7 @@ def shard_problems(shards: tuple[Shard, ...], quantisation: Quantisation) -> Ite
     """Yield the reasons why engines could not load the result."""
     tensors = [tensor for shard in shards for tensor in shard.tensors]
     if any(tensor.source.dtype.startswith("F8") for tensor in tensors):
-        yield "the checkpoint is already quantised (FP8 tensors); give the bf16 checkpoint it was made from"
+        yield "the checkpoint is already quantised (FP8 tensors); use the bf16 checkpoint it was made from"
         return
     matrices = [tensor for tensor in tensors if tensor.is_quantised]
     if not matrices:

@@ -1,7 +1,5 @@
 """Lazy reader of the tensors of a Hugging Face directory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

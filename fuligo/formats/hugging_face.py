@@ -1,7 +1,5 @@
 """Checks of a Hugging Face directory from its config.json and safetensors headers alone."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -65,7 +63,7 @@ def checkpoint_problems(directory: Path, *, may_be_value_model: bool = False) ->
     """
     if not directory.is_dir():
         exists = "is a file, not a directory" if directory.exists() else "does not exist"
-        yield f"{directory} {exists}; give a local Hugging Face directory (`hf download NAME --local-dir DIR` makes one)"
+        yield f"{directory} {exists}; use a Hugging Face directory, or the name of a model on the Hub (ORG/NAME)"
         return
     try:
         config = read_model_config(directory)
@@ -153,19 +151,21 @@ def read_config_json(path: Path) -> dict[str, Any]:
     """Read the config.json at `path` or in the directory `path`.
 
     Raises:
-        ConfigError: it is missing, unreadable, or not a JSON object.
+        ConfigError: it is missing, unreadable, not a JSON object, or holds sizes that no model has.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{file} does not exist; give a model's config.json, or the directory that holds it") from None
+        raise ConfigError(f"{file} does not exist; use a model's config.json, or the directory that holds it") from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid JSON ({error}); copy or download it again") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file} is not a JSON object; it must describe a Hugging Face model")
+    if absurd := list(_absurd_sizes(content)):
+        raise ConfigError(*(f"{file}: {text}" for text in absurd))
     return content
 
 
@@ -197,7 +197,7 @@ def read_stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     headers = {file: read_header(directory / file) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in headers[file]:
-            raise DamagedFileError(f"{directory / file} lacks {name}, which {_INDEX} says is there")
+            raise DamagedFileError(f"{directory / file} lacks {name}, which {_INDEX} lists")
     return {name: headers[file][name] for name, file in weight_map.items()}
 
 
@@ -233,7 +233,10 @@ def _stored(file: str, entry: dict[str, Any], data: int) -> StoredTensor:
 
 
 def _absurd_sizes(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the sizes of config.json that no model has."""
+    """Yield the sizes of config.json, or of its language model's part, that no model has."""
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        yield from _absurd_sizes(text)
     for key, most in _LARGEST_SIZES.items():
         value = config.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most):

@@ -7,8 +7,6 @@ torch's own CPU sharing is not used: its daemon beside the sender lives as long 
 are started by somebody else.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import io

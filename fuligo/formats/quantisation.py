@@ -160,7 +160,7 @@ class EngineQuantisation:
         names = frozenset(name for name in stored if quantisation.scale_name(name) in stored)
         if not names:
             raise ConfigError(
-                f"cannot use {directory}: config.json has a quantization_config but no tensor has scales; config.json is another model's"
+                f"cannot use {directory}: config.json has a quantization_config but no tensor has scales; it belongs to another model"
             )
         return cls(quantisation, names)
 

@@ -1,7 +1,5 @@
 """Receiving side of a weight sync: checks a bucket completely, then copies it into the loaded model."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -1,7 +1,5 @@
 """Scratch directories for weights that engines read from files, in memory if there is a memory file system."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

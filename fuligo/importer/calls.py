@@ -1,14 +1,122 @@
-"""Recorded commands: the training jobs among them, and notes on the others, which were not run."""
+"""Recorded commands: the training jobs among them, alone, under a launcher or behind `ray job submit`, and notes on the others."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
+import yaml
+
+from fuligo.config.yaml_text import load
 from fuligo.errors import ConfigError
-from fuligo.importer import launches
+
+_TRAINING_MODULES = {"train": False, "train_async": True}
+"""Names of slime's programs, and whether they train one rollout behind the engines."""
+_INTERPRETERS = re.compile(r"(python(3(\.\d+)?)?|torchrun)$")
+_NO_LAUNCHERS = frozenset({"ssh", "pdsh", "scp", "rsync", "pkill", "killall", "pgrep", "git"})
+"""Commands that name a program and do not run it here."""
+_RAY_SWITCHES = ("--no-wait", "--verbose")
+"""Options of `ray job submit` without a value; all others take one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A command that trains."""
+
+    arguments: tuple[str, ...]
+    is_async: bool = False
+    """The program is `train_async.py`."""
+    is_slime: bool = True
+    """slime's defaults hold; false for `fuligo train`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A `ray job submit`."""
+
+    environment: dict[str, str]
+    """`env_vars` of `--runtime-env-json`."""
+    environment_file: str | None
+    """Value of `--runtime-env`: a file of YAML or JSON."""
+    entrypoint: tuple[str, ...]
+
+
+def find_training(words: Sequence[str]) -> Training | None:
+    """Return the training job that a command starts, None where it starts none."""
+    if PurePosixPath(words[0]).name == "fuligo":
+        return Training(tuple(words[2:]), is_slime=False) if words[1:2] == ("train",) else None
+    if PurePosixPath(words[0]).name in _NO_LAUNCHERS:
+        return None
+    start = next((index for index, word in enumerate(words) if _INTERPRETERS.match(PurePosixPath(word).name)), None)
+    if start is None:
+        return None
+    for index, word in enumerate(words[start + 1 :], start + 1):
+        rest = tuple(words[index + 1 :])
+        if words[index - 1] == "-m" and word == "fuligo":
+            return Training(rest[1:], is_slime=False) if rest[:1] == ("train",) else None
+        module = word.rpartition(".")[2] if words[index - 1] == "-m" else PurePosixPath(word).name.removesuffix(".py")
+        is_program = word.endswith(".py") or words[index - 1] == "-m"
+        if is_program and module in _TRAINING_MODULES:
+            return Training(rest, is_async=_TRAINING_MODULES[module])
+        if word.endswith(".py"):
+            return None
+    return None
+
+
+def find_converter(words: Sequence[str]) -> str | None:
+    """Return the script of a command that converts a checkpoint, None for another command."""
+    return next((word for word in words if re.search(r"(^|/)convert_\w+\.py$", word)), None)
+
+
+def find_submission(words: Sequence[str]) -> Submission | None:
+    """Return the job that a command submits, None for another command.
+
+    Raises:
+        ConfigError: an option without a value, no command, or an environment that is not JSON.
+    """
+    if tuple(words[:3]) != ("ray", "job", "submit"):
+        return None
+    rest = list(words[3:])
+    environment: dict[str, str] = {}
+    file = None
+    while rest and rest[0].startswith("--") and rest[0] != "--":
+        option, equals, value = rest.pop(0).partition("=")
+        if option not in _RAY_SWITCHES and not equals:
+            if not rest:
+                raise ConfigError(f"ray job submit: {option} has no value")
+            value = rest.pop(0)
+        if option == "--runtime-env-json":
+            environment = declared_environment(value)
+        elif option == "--runtime-env":
+            file = value
+    entrypoint = tuple(rest[1:] if rest[:1] == ["--"] else rest)
+    if not entrypoint:
+        raise ConfigError("ray job submit has no command after `--`")
+    return Submission(environment, file, entrypoint)
+
+
+def declared_environment(text: str) -> dict[str, str]:
+    """Return `env_vars` of a runtime environment, JSON or YAML.
+
+    Raises:
+        ConfigError: it is malformed.
+    """
+    if not text.strip():
+        return {}
+    try:
+        parsed = json.loads(text) if text.lstrip().startswith("{") else load(text)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"the runtime environment is not valid ({' '.join(str(error).split())}): {' '.join(text.split())[:200]}"
+        ) from None
+    variables = parsed.get("env_vars", {}) if isinstance(parsed, dict) else None
+    if not isinstance(variables, dict):
+        raise ConfigError("the runtime environment must hold env_vars, an object that maps names to strings")
+    return {str(name): str(value) for name, value in variables.items()}
+
 
 _MAX_SHOWN = 100
 _SILENT = frozenset({"sleep", "pgrep", "pidof", "lsof", "fuser", "hostname", "kill", "sudo", "clear"})
@@ -74,21 +182,15 @@ class Call:
         return line if len(line) <= _MAX_SHOWN else line[:_MAX_SHOWN] + " ..."
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch(Training):
     """A training job that the script starts."""
 
     place: str
-    training: launches.Training
     environment: dict[str, str]
     """Variables declared for the job: its runtime environment, what the script exports, assignments before the command."""
     files: dict[str, str]
     """Texts of the files that its arguments name, by path."""
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Arguments after `train.py`."""
-        return self.training.arguments
 
 
 @dataclass(slots=True)
@@ -129,23 +231,25 @@ def _read(call: Call, calls: Mapping[str, Call], initial: Mapping[str, str], fin
         raise ConfigError(
             f"`{call}` is run as a command: an assignment has no spaces around its sign; write `{call.name}{sign}={value.strip()}`"
         )
-    submitted = launches.submission(call.words)
-    training = launches.training(submitted.entrypoint if submitted else call.words)
+    submitted = find_submission(call.words)
+    training = find_training(submitted.entrypoint if submitted else call.words)
     if (submitted and is_followed) or call.name == "sudo":
         return  # the stand-in runs its command, which is recorded too
     if training is not None:
         parent = call if submitted else calls.get(call.submission or "")
         environment = {} if submitted else _exported(call.environment, parent.environment if parent else initial)
-        declared = launches.submission(parent.words) if parent else None
+        declared = find_submission(parent.words) if parent else None
         if parent and declared:
-            file = launches.declared_environment(parent.files.get(declared.environment_file, "{}")) if declared.environment_file else {}
+            file = declared_environment(parent.files.get(declared.environment_file, "{}")) if declared.environment_file else {}
             environment = declared.environment | file | environment
         for name, value in environment.items():
             if "${" in value:
                 findings.note(call, f"{name} is {value!r}: single quotes keep ${{...}} as it is written")
         for name in (parent or call).unset_arrays:
-            findings.note(call, f"{name} is not set; ${{{name}[@]}} gives nothing")
-        findings.launches.append(Launch(call.place, training, environment, call.files | (parent.files if parent else {})))
+            findings.note(call, f"{name} is not set; ${{{name}[@]}} expands to nothing")
+        files = call.files | (parent.files if parent else {})
+        job = (training.arguments, training.is_async, training.is_slime)
+        findings.launches.append(Launch(*job, place=call.place, environment=environment, files=files))
     elif call.name in ("ssh", "pdsh") and re.search(r"\btrain(_async)?\.py\b", str(call.words)):
         raise ConfigError(f"`{call}` starts the training on another machine; import the script of one node")
     else:
@@ -159,8 +263,8 @@ def _exported(environment: Mapping[str, str], before: Mapping[str, str]) -> dict
 
 
 def _note(call: Call, findings: Findings) -> None:
-    """Note a command that was not run and is no training job."""
-    converter = launches.conversion(call.words)
+    """Note a command that was not run and is not a training job."""
+    converter = find_converter(call.words)
     if converter is not None:
         findings.note(call, f"`{call.name} ... {converter}` is not run: it converts a checkpoint, which is another job")
     elif call.words[:2] == ("nvidia-smi", "topo"):

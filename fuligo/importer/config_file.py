@@ -1,7 +1,5 @@
 """Config file of an imported launch: the values that the script gives, under their groups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +9,10 @@ import yaml
 
 from fuligo.config import Config
 from fuligo.config.assignments import Assignment, build_config
+from fuligo.config.changes import apply_changes
 from fuligo.config.command_line import CONFIG_OPTION, CommandLine, read_command_line
 from fuligo.config.flags import flags
+from fuligo.config.rules import effects
 from fuligo.config.topology_file import topology_from_text
 from fuligo.errors import ConfigError
 from fuligo.importer.run import ImportedScript
@@ -55,7 +55,7 @@ def imported_config(script: ImportedScript, *, slime_defaults: bool = True) -> I
     Raises:
         ConfigError: unknown flags and invalid values, all of them.
     """
-    training, notes = script.launch.training, []
+    training, notes = script.launch, []
     arguments = training.arguments
     if slime_defaults and training.is_slime and CONFIG_OPTION not in arguments:
         arguments, notes = translate(training)
@@ -64,16 +64,34 @@ def imported_config(script: ImportedScript, *, slime_defaults: bool = True) -> I
     arguments, topologies = _without_topology(arguments)
     line = read_command_line(arguments)
     if line.config_file is not None:
-        raise ConfigError(f"{script.launch.place}: train.py is started with {CONFIG_OPTION} {line.config_file}: that file is the config")
+        raise ConfigError(
+            f"{script.launch.place}: nothing to import, because the script's config is a file already: {line.config_file}; pass that file "
+            f"to fuligo train and fuligo plan with {CONFIG_OPTION}"
+        )
     for file in topologies:
         _inline(script, file, line)
     if script.launch.environment:
         line.assignments.append(Assignment(flags()["env"], dict(script.launch.environment), "the environment of the job"))
     config = build_config(line.assignments, line.problems)
     given = dict.fromkeys((assignment.flag.group, assignment.flag.name) for assignment in line.assignments)
+    config, idle, left_out = _without_idle_flags(config)
     names = sorted({secret.variable for _, secret in config.secrets()})
     hidden = [f"not written, since they may be keys or passwords: the values of {', '.join(names)}; set them where the run starts"]
-    return ImportedConfig(config, tuple(given), (*notes, *line.warnings, *(hidden if names else [])))
+    return ImportedConfig(
+        config, tuple(each for each in given if each not in left_out), (*notes, *line.warnings, *idle, *(hidden if names else []))
+    )
+
+
+def _without_idle_flags(config: Config) -> tuple[Config, list[str], set[tuple[str, ...]]]:
+    """Leave out the flags that have no effect in this run, with a note each: launch scripts are full of them, and a run refuses them."""
+    notes: list[str] = []
+    left_out: set[tuple[str, ...]] = set()
+    for rule in effects.RULES:
+        for finding in rule.check(config):
+            config = apply_changes(config, finding.fix)
+            notes.append(f"left out: {finding.text}")
+            left_out |= {tuple(map(str, change.path)) for change in finding.fix}
+    return config, notes, left_out
 
 
 def _inline(script: ImportedScript, file: str, line: CommandLine) -> None:

@@ -1,7 +1,5 @@
 """From a launch script to the training job that it starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -53,7 +51,7 @@ _MISSING = re.compile(r"^.+: line \d+: (.+): No such file or directory$", re.MUL
 _ADVICE = (
     "Without one, bash runs the script itself; python3, ray, ssh, pkill, kill, rm, mkdir and every unknown command are stand-ins that only"
     " record their arguments, but redirections and programs given by an absolute path take effect on this machine."
-    " Read the script, then give --trust"
+    " Read the script, then use --trust"
 )
 _SPACED_ASSIGNMENT = re.compile(r"^\s*(\w+)\s*(\+?=)\s*(.*)$")
 
@@ -129,9 +127,9 @@ def import_script(
         ConfigError: the script cannot be run, fails, or does not start exactly one training job.
     """
     if not script.is_file():
-        raise ConfigError(f"{script}: there is no such script")
+        raise ConfigError(f"{script} does not exist")
     if script.stat().st_size > _MAX_SCRIPT_BYTES:
-        raise ConfigError(f"{script}: more than {_MAX_SCRIPT_BYTES:,} bytes, which is no launch script")
+        raise ConfigError(f"{script}: more than {_MAX_SCRIPT_BYTES:,} bytes are too many for a launch script")
     allowed = {name: value for name, value in (environment or {}).items() if name in CALLERS_VARIABLES} | dict(given or {})
     folders = _folders(script, root, maps or {}, allowed.get("HOSTFILE"))
     named = dict.fromkeys(_INTERPRETER.findall(script.read_text(encoding="utf-8", errors="replace")))
@@ -150,7 +148,7 @@ def import_script(
     if len(findings.launches) > 1:
         places = ", ".join(launch.place for launch in findings.launches)
         raise ConfigError(f"{script.name} starts train.py {len(findings.launches)} times ({places}); keep one")
-    notes = [*findings.notes, *(text for text in unset), *_missing_files(report, task)]
+    notes = [*findings.notes, *unset, *_missing_files(report, task)]
     if report["stopped"]:
         notes.append(f"{_end(report, task)}, after it started the job")
     return ImportedScript(findings.launches[0], tuple(notes))
@@ -167,7 +165,7 @@ def _run_all(task: _Script, *, trusted: bool, has_maps: bool) -> dict[str, Any]:
         if not trusted:
             raise
         if has_maps:
-            raise ConfigError(f"--map needs a sandbox, and {error.reason}; give the script paths of this machine") from None
+            raise ConfigError(f"--map needs a sandbox, and {error.reason}; change the script's paths to those of this machine") from None
         task.sandboxed = False
         report = _run(task)
     while task.sandboxed and (found := _interpreters(report)) and len(task.stand_ins) < _MAX_RUNS:
@@ -180,15 +178,17 @@ def _folders(script: Path, root: Path | None, maps: Mapping[str, Path], host_fil
     """Return what the script sees of this machine: (source, path in the sandbox)."""
     shown = [script.parent] if root is None else [root, script.parent]
     folders = [(str(folder.resolve()), os.path.normpath(folder.absolute())) for folder in shown]
+    if root is not None and not root.is_dir():
+        raise ConfigError(f"--root {root}: must be a folder on this machine")
     for target, source in sorted(maps.items()):
         if not Path(target).is_absolute() or not source.is_dir():
-            raise ConfigError(f"--map {target}={source}: must be PATH=DIR, an absolute path and a folder of this machine")
+            raise ConfigError(f"--map {target}={source}: must be PATH=DIR, an absolute path and a folder on this machine")
         folders.append((str(source.resolve()), os.path.normpath(target)))
     if host_file and Path(host_file).is_file():
         folders.append((str(Path(host_file).resolve()), os.path.normpath(Path(host_file).absolute())))
     for _, target in folders:
         if any(Path(system).is_relative_to(target) or Path(target).is_relative_to(system) for system in _SYSTEM_FOLDERS):
-            raise ConfigError(f"cannot show {target} in the sandbox: it is a folder of the system; give --root or --map another one")
+            raise ConfigError(f"cannot show {target} in the sandbox: it is a system folder; choose another one for --root or --map")
     return sorted(dict.fromkeys(folders), key=lambda folder: folder[1])
 
 
@@ -250,7 +250,7 @@ def _start(job: Mapping[str, Any], task: _Script) -> dict[str, Any]:
     try:
         result = subprocess.run(command, input=text, capture_output=True, check=False, env=own, timeout=deadline)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"cannot run {task.path}: its sandbox does not answer") from None
+        raise ConfigError(f"cannot run {task.path}: its sandbox did not respond") from None
     try:
         report = json.loads(result.stdout)
     except ValueError:
@@ -282,7 +282,7 @@ def _unset_variables(report: Mapping[str, Any], task: _Script) -> list[str]:
             break
         if match:
             file, line, name = match.groups()
-            found.append(f"{Path(file).name} line {line}: {name} is not set and gives nothing; {_how_to_set(name, task.path)}")
+            found.append(f"{Path(file).name} line {line}: {name} is not set and expands to nothing; {_how_to_set(name, task.path)}")
             if name.isdecimal() or not task.sandboxed:
                 break
             probe.environment[name] = ""
@@ -292,10 +292,10 @@ def _unset_variables(report: Mapping[str, Any], task: _Script) -> list[str]:
 
 def _how_to_set(name: str, script: Path) -> str:
     if name.isdecimal():
-        return f"give it: fuligo import-script {script.name} ARGUMENT ..."
+        return f"set it with: fuligo import-script {script.name} ARGUMENT ..."
     if name in CALLERS_VARIABLES:
-        return f"give it: {name}=VALUE fuligo import-script {script.name}"
-    return f"give it: fuligo import-script {script.name} --env {name}=VALUE"
+        return f"set it with: {name}=VALUE fuligo import-script {script.name}"
+    return f"set it with: fuligo import-script {script.name} --env {name}=VALUE"
 
 
 def _check(report: Mapping[str, Any]) -> None:
@@ -342,7 +342,7 @@ def _missing_text(missing: re.Match[str]) -> str:
         folder = re.split(r"/(?=scripts/|examples/|models/)", path)[0] if path.startswith("/") else str(Path(path).parent)
         fix = f"--map {folder if folder != path else Path(path).parent}=DIR, the folder of this machine that stands for it"
     place = re.sub(r"^(.*): line (\d+): .*$", lambda match: f"{Path(match[1]).name} line {match[2]}", missing[0])
-    return f"{place}: {path} does not exist in the sandbox; give {fix}"
+    return f"{place}: {path} does not exist in the sandbox; use {fix}"
 
 
 def _end(report: Mapping[str, Any], task: _Script) -> str:

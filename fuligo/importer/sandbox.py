@@ -6,8 +6,6 @@ the folders of the job; it has no network, no capabilities, and process ids of i
 Without `sandboxed` only the limits hold.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -105,7 +103,7 @@ def _set_mount_flags(target: str, flags: int, unset: int = 0) -> None:
 
 
 def _bind(source: str, target: str, flags: int) -> None:
-    """Show a file or folder of the old root."""
+    """Bind-mount a file or folder of the old root."""
     old = Path(OLD_ROOT + source)
     if old.is_dir():
         Path(target).mkdir(parents=True, exist_ok=True)
@@ -117,7 +115,7 @@ def _bind(source: str, target: str, flags: int) -> None:
 
 
 def _show_folder(source: str, target: str, layer: str) -> None:
-    """Show a folder of the old root; what the script writes there goes into a layer on tmpfs where the kernel has overlays."""
+    """Mount a folder of the old root; what the script writes there goes into a layer on tmpfs where the kernel has overlays."""
     try:
         for name in ("upper", "work"):
             Path(layer, name).mkdir(parents=True)
@@ -168,7 +166,7 @@ def _build_root(job: dict[str, Any]) -> None:
 
 
 def _supervise(job: dict[str, Any]) -> NoReturn:
-    """Run the script, enforce the limits, report, and take every process along."""
+    """Run the script, enforce the limits, report, and end every process."""
     _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
@@ -208,7 +206,7 @@ def _supervise(job: dict[str, Any]) -> NoReturn:
 
 
 def _start(job: dict[str, Any]) -> NoReturn:
-    """Become bash: a session of its own, the limits, no capabilities."""
+    """Replace this process by bash, in its own session, with the limits and without capabilities."""
     try:
         os.setsid()
         output = os.open(Path(job["state"], "output"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -246,7 +244,7 @@ def _start(job: dict[str, Any]) -> NoReturn:
 
 
 def _wait(script: int, seconds: float) -> tuple[int, str | None]:
-    """Wait for the script and its background jobs; the script's exit status, and which limit stopped it."""
+    """Wait for the script and its background jobs; return its exit status, and which limit stopped it."""
     status = 0
     deadline = time.monotonic() + seconds
     settle: float | None = None
@@ -300,7 +298,7 @@ def _is_init() -> bool:
 
 
 def _num_processes() -> int:
-    """Return the processes of this PID namespace without this one."""
+    """Return the number of other processes in this PID namespace."""
     return sum(entry.name.isdecimal() for entry in Path("/proc").iterdir()) - 1
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from fuligo.config.flags import flags, option_name
+from fuligo.config.help import shown_default
 from fuligo.config.hook_specs import ALIASES
 from fuligo.config.reserved import MOVED
-from fuligo.importer.launches import Training
+from fuligo.importer.calls import Training
 
 _MEGATRON_DROPOUT = "0.1"
 
@@ -103,7 +104,7 @@ def _fully_async(line: _Line) -> None:
         line.remove("async_mode")
         line.add("async_mode", "full")
         line.notes.append(
-            "slime's fully asynchronous rollout is --async-mode full; give --max-staleness, the policy versions that a sample may lag"
+            "slime's fully asynchronous rollout is --async-mode full; use --max-staleness, the policy versions that a sample may lag"
         )
 
 
@@ -119,7 +120,7 @@ def _distillation(line: _Line) -> None:
 
 
 def _concurrency(line: _Line) -> None:
-    """slime limits requests per engine, fuligo all of them; more than a wave has at a time is no limit."""
+    """Multiply slime's limit of requests, which is per engine, by the engines; leave it out above the size of a wave."""
     if _is_sft(line) or line.has("rollout_concurrency"):
         return
     given = line.number("sglang_server_concurrency", 0)
@@ -153,7 +154,7 @@ def _warmup(line: _Line) -> None:
             f"--lr-warmup-fraction {fraction} is --lr-warmup-iters {line.value('lr_warmup_iters')} of {rollouts * steps} steps"
         )
     else:
-        line.notes.append(f"--lr-warmup-fraction {fraction} is left out: give --lr-warmup-iters, {fraction} of the run's optimizer steps")
+        line.notes.append(f"--lr-warmup-fraction {fraction} is left out: use --lr-warmup-iters, {fraction} of the run's optimizer steps")
 
 
 def _leave_out(line: _Line) -> None:
@@ -182,13 +183,36 @@ def _fill_defaults(line: _Line) -> None:
     for name, (value, is_relied_on) in _DEFAULTS.items():
         if not line.has(name) and is_relied_on(line):
             line.add(name, value)
-            line.notes.append(f"{option_name(name)} is not given: slime's default {value} is filled in (fuligo's: {flags()[name].default})")
+            line.notes.append(
+                f"{option_name(name)} is not given: slime's default {value} is filled in (fuligo's: {shown_default(flags()[name])})"
+            )
     if not line.has("rollout_max_response_len") and not _is_sft(line):
-        default = flags()["rollout_max_response_len"].default
-        line.notes.append(f"--rollout-max-response-len is not given: slime has no limit, fuligo's is {default} tokens; give one")
+        _limit_responses(line)
+    for name, column, is_read in (
+        ("metadata_key", "metadata", line.has("custom_rm_path") or line.has("custom_generate_function_path")),
+        ("tool_key", "tools", line.has("apply_chat_template")),
+    ):
+        if is_read and not line.has(name):
+            option = option_name(name)
+            line.notes.append(
+                f"{option} is not given: slime reads the column {column} where rows have it; if yours do, add {option} {column}"
+            )
     for name in ("attention_dropout", "hidden_dropout"):
         if line.value(name, _MEGATRON_DROPOUT) not in ("0", "0.0"):
             line.notes.append(f"{option_name(name)} is {line.value(name, _MEGATRON_DROPOUT)} in slime: fuligo trains without dropout")
+
+
+def _limit_responses(line: _Line) -> None:
+    """Set slime's limit of responses, the context, where the script names it."""
+    context = line.value("rollout_max_context_len")
+    if context:
+        line.add("rollout_max_response_len", context)
+        line.notes.append(f"--rollout-max-response-len is not given: slime's only limit, --rollout-max-context-len {context}, is filled in")
+    else:
+        default = flags()["rollout_max_response_len"].default
+        line.notes.append(
+            f"--rollout-max-response-len is not given: slime's only limit is the model's context, fuligo's is {default} tokens; set it"
+        )
 
 
 def _name_functions(line: _Line) -> None:

@@ -1,7 +1,5 @@
 """Commands on the PATH of a launch script: stand-ins that record how they are called, and tools that read, compute or print."""
 
-from __future__ import annotations
-
 import functools
 import re
 import shutil
@@ -20,7 +18,7 @@ realpath rev sed seq sh sha1sum sha256sum shuf sort split stat stdbuf stty sum t
 which whoami xargs yes
 """
 TOOLS = _TOOLS.split()
-"""Real tools, as far as this machine has them."""
+"""Real tools that scripts may run, if this machine has them."""
 
 _FILE_TOOLS = "chgrp chmod chown cp dd install link ln mkdir mkfifo mv rm rmdir touch truncate unlink"
 FILE_TOOLS = _FILE_TOOLS.split()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fuligo.config import Config
+from fuligo.errors import ConfigError
 from fuligo.job.stalls import stalls_reported
 from fuligo.job.termination import Termination
 
@@ -24,7 +26,7 @@ def run_job(config: Config) -> int:
     """Run `fuligo train` and return the exit code 0. Under torchrun, the first process drives and the others follow it.
 
     Raises:
-        ConfigError: torchrun started ranks on several hosts, which have no common key
+        ConfigError: torchrun started ranks on several hosts, which have no common key, or ranks that --max-restarts should replace
         FuligoError: the run failed
     """
     from rich.console import Console
@@ -34,15 +36,20 @@ def run_job(config: Config) -> int:
     place = torchrun_place()
     if place is not None:
         place.read_key()  # a missing one is found before the engines start
+        if config.checkpoint.max_restarts > 0:
+            raise ConfigError(
+                f"--max-restarts {config.checkpoint.max_restarts}: this run cannot replace ranks that torchrun started; leave it out and "
+                "give torchrun its own --max-restarts, or start without torchrun"
+            )
     if place is not None and place.rank > 0:
         follow(place)
         return 0
-    outcome = run(config)
+    outcome = run_to_end(config)
     Console(highlight=False, soft_wrap=True).print(f"run directory: {outcome.run_dir}", markup=False)
     return 0
 
 
-def run(config: Config) -> Outcome:
+def run_to_end(config: Config) -> Outcome:
     """Run a configuration to its end.
 
     SIGTERM ends it like Ctrl-C: engines and ranks are stopped, and everything recorded stays. --save-on-sigterm saves a checkpoint first.
@@ -52,6 +59,14 @@ def run(config: Config) -> Outcome:
     _keep_private(config)
     termination = Termination(config.checkpoint.save_on_sigterm)
     return asyncio.run(_run_until_terminated(run_config(config, termination), termination))
+
+
+async def run_in_loop(config: Config) -> Outcome:
+    """Run a configuration to its end in the running event loop; cancelling it ends the run like Ctrl-C. Signals are left to the caller."""
+    from fuligo.job.run import run_config
+
+    _keep_private(config)
+    return await run_config(config, Termination(config.checkpoint.save_on_sigterm))
 
 
 def evaluate(config: Config, run_dir: Path) -> Evaluated:
@@ -70,7 +85,8 @@ def _keep_private(config: Config) -> None:
 
 async def _run_until_terminated(work: Coroutine[Any, Any, T], termination: Termination) -> T:
     task = asyncio.ensure_future(work)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, termination.request, task)
+    if threading.current_thread() is threading.main_thread():  # others receive no signals
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, termination.request, task)
     try:
         with stalls_reported():
             return await task

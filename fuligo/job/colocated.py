@@ -10,15 +10,16 @@ The loop does not know: a trainer and a weight sync that take turns stand in for
 
 An engine that died (--use-fault-tolerance) restarts while the trainer is offloaded; the trainer is loaded again when the engine is up.
 The engine receives weights at the next sync, or at once if no other engine serves.
+
+A trainer that is lost (--max-restarts) is replaced by another, which loads while the engines hold nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fuligo.engines.engine import InferenceEngine, MemoryTag
 from fuligo.engines.group import WAIT_S, EngineGroup
@@ -29,17 +30,19 @@ from fuligo.weights.sync import WeightSync
 
 
 class ColocatedDevices:
-    """State of the shared devices. Implements `engines.shared_devices.SharedDevices`.
+    """State of the shared devices. Implements `engines.backend.SharedDevices`.
 
     Every method may be called in any state and does only what is left to do.
+
+    A trainer must be attached before it takes its turn.
 
     Args:
         keep_weights: engines keep their weights while the trainer works, because the next sync sends only those that changed
         others: engines of models that receive no weights; they keep a copy of theirs in host memory
     """
 
-    def __init__(self, trainer: Trainer, engines: EngineGroup, *, keep_weights: bool, others: Sequence[EngineGroup] = ()) -> None:
-        self._trainer = trainer
+    def __init__(self, engines: EngineGroup, *, keep_weights: bool, others: Sequence[EngineGroup] = ()) -> None:
+        self._trainer: Trainer | None = None
         self._engines = engines
         self._groups = (engines, *others)
         self._others = others
@@ -57,19 +60,30 @@ class ColocatedDevices:
         """True if the engines hold all memory that sampling needs."""
         return not self._trainer_is_loaded and "kv_cache" in self._held
 
+    def attach(self, trainer: Trainer, *, is_loaded: bool) -> None:
+        """Start sharing the devices with a trainer.
+
+        Args:
+            is_loaded: it holds its memory, as after `detach`
+        """
+        self._trainer, self._trainer_is_loaded = trainer, is_loaded
+
+    async def detach(self) -> None:
+        """Detach a trainer that has ended; the engines release what the next one needs while it loads."""
+        async with self.work:
+            self._trainer, self._trainer_is_loaded = None, False
+            await self._release_for_trainer()
+
     async def to_trainer(self) -> None:
         """Load the trainer; the engines release everything."""
-        await self._hold_starts()
-        await self._release("kv_cache")
-        if not self._keep_weights:
-            await self._release("weights")
+        await self._release_for_trainer()
         await self._load_trainer()
 
     async def to_both(self) -> None:
         """Load the trainer beside the engines' weights."""
         await self._hold_starts()
         await self._release("kv_cache")
-        await self._resume("weights")
+        await _to_its_end(self._resume("weights"))
         await self._load_trainer()
 
     async def to_engines(self) -> None:
@@ -77,11 +91,7 @@ class ColocatedDevices:
         assert "weights" in self._held, "cannot sample before a weight sync: the memory of the weights is uninitialised"
         await self._offload_trainer()
         if "kv_cache" not in self._held:
-            await self._resume("kv_cache")
-            for group in self._others:
-                await group.tell(lambda everyone: everyone.resume_memory())
-            for group in self._groups:
-                await group.tell(lambda everyone: everyone.resume())
+            await _to_its_end(self._resume_sampling())
         self._engines_may_start.set()
 
     async def make_room(self) -> None:
@@ -117,6 +127,19 @@ class ColocatedDevices:
         if not was_loaded:
             await self.to_engines()
 
+    async def _release_for_trainer(self) -> None:
+        await self._hold_starts()
+        await self._release("kv_cache")
+        if not self._keep_weights:
+            await self._release("weights")
+
+    async def _resume_sampling(self) -> None:
+        await self._resume("kv_cache")
+        for group in self._others:
+            await group.tell(lambda everyone: everyone.resume_memory())
+        for group in self._groups:
+            await group.tell(lambda everyone: everyone.resume())
+
     async def _hold_starts(self) -> None:
         """Let no engine start until the engines' next turn; wait for those that are starting, so that they get the same commands."""
         self._engines_may_start.clear()
@@ -127,6 +150,7 @@ class ColocatedDevices:
             await asyncio.sleep(WAIT_S)
 
     async def _load_trainer(self) -> None:
+        assert self._trainer is not None, "attach it first"
         if not self._trainer_is_loaded:
             await self._wait_settled()  # an engine that has just died still holds memory until its processes are gone
             await self._trainer.onload()
@@ -134,12 +158,15 @@ class ColocatedDevices:
 
     async def _offload_trainer(self) -> None:
         if self._trainer_is_loaded:
+            assert self._trainer is not None, "it is loaded"
             self._trainer_is_loaded = False
             await self._trainer.offload()
 
     async def _release(self, tag: MemoryTag) -> None:
-        if tag not in self._held:
-            return
+        if tag in self._held:
+            await _to_its_end(self._release_now(tag))
+
+    async def _release_now(self, tag: MemoryTag) -> None:
         if tag == "kv_cache":
             for group in self._groups:
                 await group.tell(lambda everyone: everyone.pause("abort"))  # an engine with requests in flight releases nothing
@@ -152,6 +179,16 @@ class ColocatedDevices:
         if tag not in self._held:
             await self._engines.tell(lambda everyone: everyone.resume_memory(tag))
             self._held.add(tag)
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await the work to its end even if cancelled, so that it is known which memory the engines hold."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
+        raise
 
 
 class ColocatedTrainer:

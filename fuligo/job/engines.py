@@ -1,20 +1,27 @@
-"""Engines of a run and their weight sync, built from the configuration."""
+"""Engines of a run, the teacher among them, and their weight sync, built from the configuration."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from fuligo.config import Config
 from fuligo.config.config import ServedModel
+from fuligo.config.secret import reveal
+from fuligo.config.server_groups import TEACHER
 from fuligo.engines.backend import EngineFleet, LaunchedEngines, engine_backend
-from fuligo.engines.deadlines import ControlDeadlines
+from fuligo.engines.client import connect
+from fuligo.engines.connection import ControlDeadlines
+from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.generation import RoutingQuery, SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.metrics import EngineMonitor
+from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.hugging_face import read_model_config
 from fuligo.formats.scratch import scratch_root
@@ -24,9 +31,10 @@ from fuligo.job.watch import while_watching
 from fuligo.models.device import resolve_device, resolve_precision
 from fuligo.models.routing import RoutingShape
 from fuligo.observability.run_directory import RunDirectory
+from fuligo.rollout.teacher import ServedTeacher
 from fuligo.trainer.protocol import Trainer
 from fuligo.weights.proof import ChecksumProof, EqualityProof, LogprobProof
-from fuligo.weights.sync import VersionCounter, WeightSync, WeightSyncSettings
+from fuligo.weights.sync import WeightSync, WeightSyncSettings
 
 if TYPE_CHECKING:
     from fuligo.cluster.cluster import RayCluster
@@ -38,12 +46,15 @@ FP32_TOLERANCE, BF16_TOLERANCE, FP8_TOLERANCE = 1e-3, 0.05, 0.2
 between a model and itself with weights and activations in FP8 (quickstart model: 0.06)."""
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Engines:
-    """Engines of a run, with their monitor and their supervision."""
+    """Engines of a run, with their monitor and their supervision. They outlive a trainer that is restarted."""
 
     launched: LaunchedEngines
     monitor: EngineMonitor
+    devices: ColocatedDevices | None = None
+    """Shared with the trainer; None if the engines have their own."""
+    are_watched: bool = False
 
     @property
     def group(self) -> EngineGroup:
@@ -61,14 +72,11 @@ class Engines:
         return self.launched.served
 
     @asynccontextmanager
-    async def watched(
-        self, weights: WeightSync | ColocatedWeightSync | VersionCounter | None, devices: ColocatedDevices | None = None
-    ) -> AsyncIterator[None]:
+    async def watched(self, *, are_synced: bool) -> AsyncIterator[None]:
         """Poll the engines and restart dead ones during the block; an engine that cannot be restarted ends the block.
 
         Args:
-            weights: syncs restarted engines; without a trainer, engines keep the weights that they load
-            devices: shared with the trainer; None if the engines have their own
+            are_synced: there is a trainer; without one, restarted engines keep the weights that they load
 
         Raises:
             EngineError: an engine or the router is lost for good
@@ -77,12 +85,25 @@ class Engines:
             await stack.enter_async_context(while_watching(self.monitor.watch()))
             policy = self.launched.policy
             for fleet in (*self.others.values(), *(() if policy is None else (policy,))):
-                fleet.sync_restarted = fleet.serve_as_loaded
-                if fleet is policy and isinstance(weights, WeightSync | ColocatedWeightSync):
-                    fleet.sync_restarted = weights.sync_restarted
-                fleet.devices = devices
+                if fleet is not policy or not are_synced:
+                    fleet.sync_restarted = fleet.serve_as_loaded
+                fleet.devices = self.devices
                 await stack.enter_async_context(while_watching(fleet.watch()))
+            self.are_watched = True
             yield
+
+    @contextmanager
+    def synced_by(self, weights: WeightSync | ColocatedWeightSync) -> Iterator[None]:
+        """Have `weights` sync restarted engines during the block; before and after it, they wait for the next sync."""
+        policy = self.launched.policy
+        if policy is None:
+            yield
+            return
+        before, policy.sync_restarted = policy.sync_restarted, weights.sync_restarted
+        try:
+            yield
+        finally:
+            policy.sync_restarted = before
 
 
 async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncExitStack, cluster: RayCluster | None) -> Engines | None:
@@ -101,7 +122,7 @@ async def launch_engines(config: Config, directory: RunDirectory, stack: AsyncEx
     else:
         launched = await engine_backend(config).launch(config, directory.path, stack, cluster)
     await _require_routing(config, launched.group)
-    return Engines(launched, EngineMonitor(launched.group))
+    return Engines(launched, EngineMonitor(launched.group), _shared_devices(config, launched))
 
 
 async def _connect_external(config: Config, stack: AsyncExitStack) -> EngineGroup:
@@ -158,10 +179,12 @@ def build_weight_sync(
     return weights if devices is None else ColocatedWeightSync(weights, engines, devices)
 
 
-def share_devices(config: Config, trainer: Trainer, engines: Engines) -> ColocatedDevices:
-    """Return the devices that trainer and engines use in turns."""
-    others = [fleet.group for fleet in engines.others.values()]
-    return ColocatedDevices(trainer, engines.group, keep_weights=config.weight_sync.update_weight_mode == "delta", others=others)
+def _shared_devices(config: Config, launched: LaunchedEngines) -> ColocatedDevices | None:
+    """Return the devices that trainer and engines use in turns; None if each has its own."""
+    if not config.takes_turns:
+        return None
+    others = [fleet.group for fleet in launched.others.values()]
+    return ColocatedDevices(launched.group, keep_weights=config.weight_sync.update_weight_mode == "delta", others=others)
 
 
 def _proof(config: Config, trainer: Trainer) -> EqualityProof:
@@ -179,3 +202,30 @@ def _proof(config: Config, trainer: Trainer) -> EqualityProof:
         tolerance=tolerance,
         num_replicas=config.resolved_data_parallel_size,
     )
+
+
+async def find_teacher(config: Config, engines: Engines, stack: AsyncExitStack) -> ServedTeacher | None:
+    """Connect to the teacher and let it score a few tokens; None without a teacher, or if the trainer has it.
+
+    Args:
+        engines: engines of the run, which may include the teacher
+        stack: closes connections
+
+    Raises:
+        EngineError: the teacher does not answer, or not with log-probabilities of the tokens that it was sent
+    """
+    if config.teacher_from != "engine":
+        return None
+    url, timeout_s = config.algorithm.opd_teacher_url, config.rollout.rollout_timeout_s
+    scorer: EngineGroup | InferenceEngine
+    if url is None:
+        scorer, option = engines.others[TEACHER].group, f"the model {TEACHER} of --sglang-config"
+    else:
+        scorer = connect(reveal(url), EngineKeys.of_environment(), retries=config.rollout.rollout_retries, timeout_s=timeout_s)
+        option = f"--opd-teacher-url {url}"
+        stack.push_async_callback(scorer.close)
+    try:
+        await scorer.score(np.array(PROBE_IDS, np.int32), 1, rid="teacher-probe", timeout_s=timeout_s)
+    except EngineError as error:
+        raise EngineError(f"{option} cannot score: {error}") from error
+    return ServedTeacher(scorer, timeout_s=timeout_s)

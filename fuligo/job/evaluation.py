@@ -72,12 +72,12 @@ async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
         joined = await join_cluster(config.model_copy(update={"model": config.model.model_copy(update=model)}), [], directory, stack)
         engines = await launch_engines(joined.config, directory, stack, joined.cluster)
         assert engines is not None, "validated: there is something to evaluate"
-        await stack.enter_async_context(engines.watched(None))
+        await stack.enter_async_context(engines.watched(are_synced=False))
         tokenizer = load_tokenizer(model["hf_checkpoint"], runs_its_code=config.model.trust_remote_code)
         evaluator = build_eval_only(joined.config.served_at(engines.served), engines.group, tokenizer, lambda: 0, stack)
         assert evaluator is not None, "validated: there is something to evaluate"
         with directory.trace.phase("eval", weights.num_rollouts):
-            evaluation = await evaluator.evaluate()
+            evaluation = await evaluator.evaluate(weights.num_rollouts)
         record = dict(evaluation.metrics)
         directory.write_evaluation(weights.num_rollouts, evaluation.groups, record, reward_key=config.resolved_eval_reward_key)
         return Evaluated(directory.path, weights, evaluation)

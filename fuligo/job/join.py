@@ -27,7 +27,7 @@ class Joined:
     config: Config
     """`--device auto` is resolved by the cluster."""
     cluster: RayCluster | None
-    """None if everything runs on this machine."""
+    """Nodes of the run; None if everything runs on this machine."""
 
 
 async def join_cluster(config: Config, weights: Sequence[Path], directory: RunDirectory, stack: AsyncExitStack) -> Joined:

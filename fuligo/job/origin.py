@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fuligo.checkpoint.location import Checkpoint, WeightsOnly, resolve, value_weights_directory, weights_directory
-from fuligo.checkpoint.state import RunState
+from fuligo.checkpoint.location import (
+    Checkpoint,
+    WeightsOnly,
+    find_iteration,
+    iteration_of,
+    resolve,
+    value_weights_directory,
+    weights_directory,
+)
+from fuligo.checkpoint.state import DriverRng, RunState
+from fuligo.checkpoint.store import CheckpointStore
 from fuligo.config import Config
 from fuligo.observability.run_directory import CHECKPOINTS
 
@@ -22,6 +31,8 @@ class Origin:
     checkpoint: Path | None
     """Directory of the resumed checkpoint."""
     state: RunState | None
+    rng: DriverRng = field(default_factory=DriverRng.capture)
+    """Random state of the driver at this origin."""
 
     @classmethod
     def find(cls, config: Config) -> Origin:
@@ -36,14 +47,26 @@ class Origin:
         first = weights_directory(Path(config.initial_weights_path))
         if isinstance(found, Checkpoint):
             state = found.state()
-            return cls(state.step, state.policy_version, first, found.directory, state)
+            return cls(state.step, state.policy_version, first, found.directory, state, state.rng)
         weights = found.directory if isinstance(found, WeightsOnly) else first
         return cls(0, 0, weights, None, None)
+
+    def after_saving_to(self, store: CheckpointStore) -> Origin:
+        """Return the newest checkpoint that this run has saved as an origin; this one if it has saved none.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged
+        """
+        if store.newest is None:
+            return self
+        found = find_iteration(store.directory, store.newest)
+        state = found.state()
+        return replace(self, step=state.step, policy_version=state.policy_version, checkpoint=found.directory, state=state, rng=state.rng)
 
     def may_cut_back(self, config: Config, run_dir: Path) -> bool:
         """Return whether this run may replace recorded steps: those after its checkpoint, or all where nothing was saved.
 
-        A run that starts anew because of another `--load`, perhaps a misspelt one, must not replace a finished run.
+        A run that starts from scratch because of another `--load`, perhaps a misspelt one, must not replace a finished run.
         """
         load = config.checkpoint.load
         save = save_directory(config, run_dir)
@@ -63,3 +86,22 @@ class Origin:
 def save_directory(config: Config, run_dir: Path) -> Path:
     """Return the directory that the run saves its checkpoints to."""
     return Path(config.checkpoint.save or run_dir / CHECKPOINTS)
+
+
+def named_checkpoints(config: Config, save: Path) -> frozenset[int]:
+    """Return the iterations below `save` that flags name, so that the same command can be repeated: they are not removed to save space."""
+    flags = config.checkpoint
+    named = (
+        {flags.ckpt_step}
+        if flags.load is not None and flags.ckpt_step is not None and Path(flags.load).resolve() == save.resolve()
+        else set()
+    )
+    for path in (config.model.hf_checkpoint, flags.load, flags.ref_load, flags.critic_load, config.algorithm.opd_teacher_load):
+        inside = (
+            ()
+            if path is None or not Path(path).resolve().is_relative_to(save.resolve())
+            else Path(path).resolve().relative_to(save.resolve()).parts
+        )
+        if inside and (iteration := iteration_of(inside[0])) is not None:
+            named.add(iteration)
+    return frozenset(named)

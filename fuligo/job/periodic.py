@@ -1,7 +1,5 @@
 """Periodic tasks after rollouts: evaluation, checkpoints, debug data."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +8,10 @@ from typing import Any
 from fuligo.checkpoint.state import DriverRng, RunState
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.convert.export import export
+from fuligo.convert.push import push
 from fuligo.job.recorder import RunRecorder
 from fuligo.rollout.debug_data import save_rollout
-from fuligo.rollout.evaluate import Evaluation, Evaluator
+from fuligo.rollout.evaluate import Evaluates, Evaluation
 from fuligo.rollout.protocol import Rollout
 from fuligo.trainer.protocol import Trainer
 
@@ -33,7 +32,7 @@ class Schedule:
 class Evaluate:
     """Evaluation with the current weights of the engines."""
 
-    evaluator: Evaluator
+    evaluator: Evaluates
     schedule: Schedule
     recorder: RunRecorder
     history: list[Evaluation] = field(default_factory=list)
@@ -51,7 +50,7 @@ class Evaluate:
             num_rollouts: complete rollouts; 0 is the untrained policy
         """
         with self.recorder.phase("eval", num_rollouts):
-            evaluation = await self.evaluator.evaluate()
+            evaluation = await self.evaluator.evaluate(num_rollouts)
         self.history.append(evaluation)
         self.recorder.record_evaluation(num_rollouts, evaluation)
 
@@ -70,6 +69,8 @@ class SaveCheckpoint:
     config_text: str
     export_to: str | None
     """Path of an additional Hugging Face directory; `{rollout_id}` is replaced."""
+    push_to: str | None = None
+    """Repository on the Hub to upload every export to."""
     in_background: bool = False
     """--async-save: training continues while a copy is written; the next save or the end of the run waits for it."""
     keeps_last: bool = False
@@ -134,7 +135,10 @@ class SaveCheckpoint:
     async def _export(self, checkpoint: Path, step: int) -> None:
         if self.export_to is None:
             return
-        await asyncio.to_thread(export, checkpoint, Path(self.export_to.replace("{rollout_id}", str(step))))
+        target = Path(self.export_to.replace("{rollout_id}", str(step)))
+        await asyncio.to_thread(export, checkpoint, target)
+        if self.push_to is not None:
+            await asyncio.to_thread(push, target, self.push_to, title=f"After rollout {step}")
 
 
 @dataclass(slots=True)

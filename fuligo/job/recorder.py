@@ -1,17 +1,18 @@
 """Record of a run, step by step: metrics, samples, trace, sinks, console."""
 
-from __future__ import annotations
-
 import logging
 import time
 
 from fuligo.errors import FuligoError
+from fuligo.job.log_hooks import LogHooks
 from fuligo.observability.metrics import perf_metrics, step_record
 from fuligo.observability.progress import Progress
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.observability.samples import Training
 from fuligo.observability.sinks import Sink
 from fuligo.observability.trace import Phase
+from fuligo.observability.viewer.alarms import alarms
+from fuligo.observability.viewer.metric_columns import MetricColumns
 from fuligo.rollout.evaluate import Evaluation
 from fuligo.rollout.judging import failure_warning
 from fuligo.rollout.protocol import Rollout, UnfilledRolloutError
@@ -28,6 +29,7 @@ class RunRecorder:
         directory: RunDirectory,
         progress: Progress,
         sinks: list[Sink],
+        log_hooks: LogHooks,
         *,
         save_samples: bool,
         reward_key: str | None,
@@ -36,11 +38,14 @@ class RunRecorder:
         self._directory = directory
         self._progress = progress
         self._sinks = sinks
+        self._log_hooks = log_hooks
         self._save_samples = save_samples
         self._reward_key = reward_key
         self._eval_reward_key = eval_reward_key
         self._first_evaluation = next(iter(directory.evaluation_records()), None)
         self._last_step_end_s = time.perf_counter()
+        self._columns = MetricColumns(directory.path / "metrics.jsonl")
+        self._alarms_told: set[tuple[str, int]] = set()
 
     def phase(self, name: str, step: int) -> Phase:
         """Time a phase of the driver; it becomes `perf/<name>_s` of the step and an event of the trace."""
@@ -66,11 +71,22 @@ class RunRecorder:
         now_s = time.perf_counter()
         perf = perf_metrics(self._directory.trace.take_durations(step), now_s - self._last_step_end_s)
         self._last_step_end_s = now_s
-        record = step_record(step, version, rollout.metrics, result, perf)
+        logged = self._log_hooks.rollout(rollout, perf.get("perf/rollout_s", 0.0))
+        record = step_record(step, version, logged.metrics, result, perf)
         self._directory.record(record)
+        tracked = record if logged.tracked else {key: value for key, value in record.items() if not key.startswith("rollout/")}
         for sink in self._sinks:
-            sink.write(record)
+            sink.write(tracked)
         self._progress.record(record)
+        self._tell_alarms()
+
+    def _tell_alarms(self) -> None:
+        """Log each alarm of the page of `fuligo view` when it begins, so that the console shows it, too."""
+        self._columns.update()
+        for alarm in alarms(self._columns):
+            if alarm.ongoing and alarm.severity != "note" and (alarm.key, alarm.first_step) not in self._alarms_told:
+                self._alarms_told.add((alarm.key, alarm.first_step))
+                logger.warning("alarm: %s (%s). %s", alarm.title, alarm.key, alarm.text)
 
     def record_unfilled(self, error: UnfilledRolloutError) -> None:
         """Write the samples of a rollout that was not filled, which show why; a resume samples that step again.
@@ -91,9 +107,10 @@ class RunRecorder:
             num_rollouts: complete rollouts, which is the step that the same weights sample next; 0 is the untrained policy.
             evaluation: its samples and metrics `eval/*`.
         """
-        metrics = dict(evaluation.metrics)
+        logged = self._log_hooks.evaluation(num_rollouts, evaluation)
+        metrics = logged.metrics
         self._directory.write_evaluation(num_rollouts, evaluation.groups, metrics, reward_key=self._eval_reward_key)
-        for sink in self._sinks:
+        for sink in self._sinks if logged.tracked else ():
             sink.write({"step": num_rollouts, "time": time.time(), **metrics})
         self._progress.evaluation(num_rollouts, metrics, self._first_evaluation)
         self._first_evaluation = self._first_evaluation or metrics

@@ -19,7 +19,7 @@ from fuligo.job.engines import Engines
 from fuligo.models.directory import end_ids
 from fuligo.rollout.build import build_evaluator, build_generate, build_sampling, vocab_size
 from fuligo.rollout.continuous import ContinuousRunner
-from fuligo.rollout.evaluate import Evaluator
+from fuligo.rollout.evaluate import Evaluates
 from fuligo.rollout.given import SavedRollouts, SupervisedRollouts
 from fuligo.rollout.producer import Activity, PacedRollouts, PhaseTimer, RolloutProducer
 from fuligo.rollout.protocol import RolloutMethod, RolloutState
@@ -36,7 +36,7 @@ class RunData:
 
     tokenizer: PreTrainedTokenizerBase
     source: PromptSource | ConversationSource | None
-    """None with `--data-source-path` and with saved rollouts."""
+    """Prompts or conversations of the run; None with `--data-source-path` and with saved rollouts."""
     num_rollout: int
     """Rollouts of the whole run."""
 
@@ -61,14 +61,14 @@ class RunData:
 
     @staticmethod
     def _open_source(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSource | ConversationSource | None:
-        path = config.data.prompt_data
-        if path is None or config.debug.load_debug_rollout_data is not None:
+        entries = config.data.prompt_data
+        if not entries or config.debug.load_debug_rollout_data is not None:
             return None
         if config.is_sft:
             return ConversationSource(
-                ConversationDataset.open(path, replace(data_settings(config), end_ids=_end_ids(config, tokenizer)), tokenizer)
+                ConversationDataset.open(entries, replace(data_settings(config), end_ids=_end_ids(config, tokenizer)), tokenizer)
             )
-        return PromptSource(PromptDataset.open(path, data_settings(config), tokenizer))
+        return PromptSource(PromptDataset.open(entries, data_settings(config), tokenizer))
 
 
 def _end_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -87,7 +87,7 @@ class RolloutBuilder:
     config: Config
     data: RunData
     engines: Engines | None
-    """None if nothing is sampled."""
+    """Engines to sample from; None if nothing is sampled."""
     teacher: ServedTeacher | None
     policy_version: Callable[[], int]
     """Version of the weights in the engines."""
@@ -96,7 +96,7 @@ class RolloutBuilder:
 
     def build(
         self, *, start: int, state: RolloutState | None, phase: PhaseTimer, end_early: asyncio.Event
-    ) -> tuple[PacedRollouts, Evaluator | None]:
+    ) -> tuple[PacedRollouts, Evaluates | None]:
         """Build the rollouts from step `start` on, and the evaluator if there is evaluation data.
 
         Args:
@@ -131,7 +131,7 @@ class RolloutBuilder:
         self.stack.push_async_callback(rollouts.close)
         return rollouts, evaluator
 
-    def _sampled(self, prompts: PromptSource | None) -> tuple[RolloutMethod, Activity, Evaluator | None]:
+    def _sampled(self, prompts: PromptSource | None) -> tuple[RolloutMethod, Activity, Evaluates | None]:
         assert self.engines is not None, "validated: there are engines to sample from"
         reward = reward_runner(self.config)
         self.stack.push_async_callback(reward.close)
@@ -148,7 +148,9 @@ class RolloutBuilder:
         )
         if isinstance(sampling.method, ContinuousRunner):
             self.stack.push_async_callback(sampling.method.close)
-        evaluator = build_evaluator(self.config, engines=group, tokenizer=tokenizer, generate=sampling.generate, reward=reward)
+        evaluator = build_evaluator(
+            self.config, engines=group, tokenizer=tokenizer, generate=sampling.generate, reward=reward, policy_version=self.policy_version
+        )
         if evaluator is not None:
             self.stack.push_async_callback(evaluator.close)
         return sampling.method, sampling.activity, evaluator
@@ -156,7 +158,7 @@ class RolloutBuilder:
 
 def build_eval_only(
     config: Config, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase, policy_version: Callable[[], int], stack: AsyncExitStack
-) -> Evaluator | None:
+) -> Evaluates | None:
     """Build the evaluator of a run that samples nothing else; None without evaluation data.
 
     Raises:
@@ -165,7 +167,9 @@ def build_eval_only(
     reward = reward_runner(config)
     stack.push_async_callback(reward.close)
     generate = build_generate(config, engines=engines, tokenizer=tokenizer, policy_version=policy_version)
-    evaluator = build_evaluator(config, engines=engines, tokenizer=tokenizer, generate=generate, reward=reward)
+    evaluator = build_evaluator(
+        config, engines=engines, tokenizer=tokenizer, generate=generate, reward=reward, policy_version=policy_version
+    )
     if evaluator is not None:
         stack.push_async_callback(evaluator.close)
     return evaluator

@@ -1,6 +1,7 @@
-"""One run from its configuration to its end, in stages: open, start, wire, loop."""
+"""One run from its configuration to its end, in stages: open, begin, start, wire, loop.
 
-from __future__ import annotations
+With --max-restarts, all stages but the first run again after the loss of a trainer, from the newest checkpoint.
+"""
 
 import asyncio
 import gc
@@ -15,16 +16,16 @@ from pathlib import Path
 from fuligo.checkpoint.location import newest_iteration, nothing_left
 from fuligo.checkpoint.store import CheckpointStore, saving_to
 from fuligo.config import Config
-from fuligo.errors import CheckpointError
+from fuligo.errors import CheckpointError, RankError
 from fuligo.job.colocated import ColocatedDevices, ColocatedTrainer, ColocatedWeightSync
-from fuligo.job.engines import Engines, build_weight_sync, launch_engines, share_devices
+from fuligo.job.engines import Engines, build_weight_sync, find_teacher, launch_engines
 from fuligo.job.join import Joined, join_cluster
-from fuligo.job.origin import Origin, save_directory
+from fuligo.job.log_hooks import LogHooks
+from fuligo.job.origin import Origin, named_checkpoints, save_directory
 from fuligo.job.periodic import Evaluate, SaveCheckpoint, SaveDebugRollout, Schedule
 from fuligo.job.recorder import RunRecorder
 from fuligo.job.rollouts import RolloutBuilder, RunData
-from fuligo.job.stages import Opened, Started, Wired
-from fuligo.job.teacher import find_teacher
+from fuligo.job.stages import Begun, Opened, Started, Wired
 from fuligo.job.termination import Termination
 from fuligo.job.trainer_settings import trainer_settings
 from fuligo.job.watch import failing_with, while_watching
@@ -36,7 +37,7 @@ from fuligo.observability.sinks import open_sinks
 from fuligo.rollout.evaluate import Evaluation
 from fuligo.rollout.protocol import UnfilledRolloutError
 from fuligo.trainer.protocol import Trainer
-from fuligo.trainer.samples import BeforeTrainStep
+from fuligo.trainer.samples import BeforeTrainStep, DataPostProcess
 from fuligo.trainer.settings import advantage_settings, bound_hook, sample_settings
 from fuligo.weights.sync import VersionCounter, WeightSync
 
@@ -49,7 +50,7 @@ class Outcome:
 
     run_dir: Path
     evaluations: list[Evaluation]
-    """Evaluations in order; the first is of the untrained policy unless that was skipped."""
+    """Evaluations since the last restart, in order; the first of a run is of the untrained policy unless that was skipped."""
 
 
 async def run_config(config: Config, termination: Termination) -> Outcome:
@@ -60,29 +61,52 @@ async def run_config(config: Config, termination: Termination) -> Outcome:
     """
     async with AsyncExitStack() as stack:
         opened = await _open(config, stack)
-        started = await _start(opened)
-        wired = await _wire(started, termination)
+        origin, num_restarts, max_restarts = opened.origin, 0, config.checkpoint.max_restarts
+        while True:
+            async with AsyncExitStack() as recording:
+                begun = _begin(opened, origin, recording)
+                try:
+                    return await _train(begun, termination)
+                except RankError as error:
+                    if num_restarts == max_restarts or termination.requested:
+                        raise
+                    num_restarts += 1
+                    origin = _origin_of_restart(opened)
+                    where = "the start of the run" if origin.checkpoint is None else f"{origin.checkpoint}, rollout {origin.step}"
+                    logger.warning("%s; restarting the trainer from %s (restart %d of %d)", error.event, where, num_restarts, max_restarts)
+            gc.unfreeze()  # what belonged to the lost trainer's loop can be freed
+
+
+async def _train(begun: Begun, termination: Termination) -> Outcome:
+    """Load a trainer and run the loop with it to the end of the run.
+
+    Raises:
+        RankError: the trainer was lost; another may continue from the newest checkpoint
+        FuligoError: the run failed
+    """
+    async with AsyncExitStack() as stack:
+        started = await _start(begun, stack)
+        wired = await _wire(started, termination, stack)
         try:
             with termination.may_save():
                 return await _loop(wired, termination)
         except UnfilledRolloutError as error:
-            opened.recorder.record_unfilled(error)
+            begun.recorder.record_unfilled(error)
             raise
 
 
 async def _open(config: Config, stack: AsyncExitStack) -> Opened:
-    """Open the run directory, the cluster and the data; begin to start the engines."""
+    """Open the run directory and the cluster; begin to start the engines."""
     origin = Origin.find(config)
     run_dir = config.run_directory(datetime.now())
     directory = RunDirectory.create(run_dir, config, resume=origin.may_cut_back(config, run_dir))
     stack.callback(directory.close)
     stack.push(partial(_report_interruption, config, directory))
-    if not config.debug.debug_rollout_only:
-        stack.enter_context(saving_to(save_directory(config, run_dir)))
-    directory.cut_back(origin.step)
-    if origin.state is not None:
-        logger.info("resuming from %s at rollout %d", origin.checkpoint, origin.step)
-        origin.state.rng.restore()
+    store = None
+    if config.trains:
+        save = save_directory(config, run_dir)
+        stack.enter_context(saving_to(save))
+        store = CheckpointStore(save, keep=config.checkpoint.keep_checkpoints, used=named_checkpoints(config, save))
     joined = await join_cluster(config, origin.weights_to_read(config), directory, stack)
 
     engines_may_start = asyncio.Event()
@@ -92,72 +116,97 @@ async def _open(config: Config, stack: AsyncExitStack) -> Opened:
     stack.push_async_callback(_cancel, launching)
     await asyncio.sleep(0)  # lets the task start the engine's process, which loads beside all that follows
 
-    data = RunData.open(joined.config, None if origin.state is None else origin.state.rollout)
+    return Opened(joined.config, origin, directory, joined.cluster, store, engines_may_start, launching, stack)
+
+
+def _origin_of_restart(opened: Opened) -> Origin:
+    """Return the newest checkpoint of this run as an origin, or where the run began; remove what a save left unfinished."""
+    assert opened.store is not None, "there was a trainer"
+    opened.store.clear_up()
+    return opened.origin.after_saving_to(opened.store)
+
+
+def _begin(opened: Opened, origin: Origin, stack: AsyncExitStack) -> Begun:
+    """Cut the records back to where the trainer begins, and open the data and the record of the steps to come."""
+    config, directory = opened.config, opened.directory
+    directory.cut_back(origin.step)
+    if origin.state is not None:
+        logger.info("resuming from %s at rollout %d", origin.checkpoint, origin.step)
+    origin.rng.restore()
+    data = RunData.open(config, None if origin.state is None else origin.state.rollout)
     if problem := nothing_left(origin.checkpoint, origin.step, data.num_rollout):
         raise CheckpointError(problem)
-    recorder = _open_recorder(joined.config, directory, origin, data.num_rollout, stack)
-    return Opened(joined.config, origin, directory, joined.cluster, data, recorder, engines_may_start, launching, stack)
+    return Begun(opened, origin, data, _open_recorder(config, directory, origin, data.num_rollout, stack), stack)
 
 
-async def _start(opened: Opened) -> Started:
-    """Load the trainer and wait for the engines."""
-    with opened.recorder.phase("start", opened.origin.step):
+async def _start(begun: Begun, stack: AsyncExitStack) -> Started:
+    """Load the trainer and wait for the engines, which a restart finds running."""
+    opened = begun.opened
+    with begun.recorder.phase("start", begun.origin.step):
+        release = opened.config.takes_turns and opened.engines_may_start.is_set()
+        if release:
+            await _devices_of(await opened.launching).detach()
         async with failing_with(opened.launching):  # a failed start of an engine ends the loading of a large model
-            trainer = await _load_trainer(opened)
+            trainer = await _load_trainer(begun, stack)
         if trainer is not None and not opened.engines_may_start.is_set():
             await trainer.offload()
         opened.engines_may_start.set()
         engines = await opened.launching
         if engines is None:
-            return Started(opened, opened.config, trainer, None, None)
-        teacher = await find_teacher(opened.config, engines, opened.stack)
-        return Started(opened, opened.config.served_at(engines.served), trainer, engines, teacher)
+            return Started(begun, opened.config, trainer, None, None)
+        if not engines.are_watched:
+            await opened.stack.enter_async_context(engines.watched(are_synced=trainer is not None))
+        if trainer is not None and engines.devices is not None:
+            engines.devices.attach(trainer, is_loaded=release)
+        engines.monitor.take()  # what a lost trainer's rollouts left
+        teacher = await find_teacher(opened.config, engines, stack)
+        return Started(begun, opened.config.served_at(engines.served), trainer, engines, teacher)
 
 
-async def _wire(started: Started, termination: Termination) -> Wired:
+async def _wire(started: Started, termination: Termination, stack: AsyncExitStack) -> Wired:
     """Connect trainer, engines and rollouts, and bring the engines to the trainer's weights."""
-    opened, engines = started.opened, started.engines
-    devices = _shared_devices(started)
+    begun, engines = started.begun, started.engines
+    devices = None if engines is None else engines.devices
     trainer = ColocatedTrainer(started.trainer, devices) if started.trainer is not None and devices is not None else started.trainer
-    weights = _weight_sync(started, trainer, devices)
-    if engines is not None:
-        await opened.stack.enter_async_context(engines.watched(weights, devices))
-        if trainer is not None:
-            with opened.recorder.phase("sync", opened.origin.step):
-                await weights.resync()
-    builder = RolloutBuilder(started.config, opened.data, engines, started.teacher, lambda: weights.version, opened.stack)
-    state = None if opened.origin.state is None else opened.origin.state.rollout
+    weights = _weight_sync(started, trainer)
+    if engines is not None and not isinstance(weights, VersionCounter):
+        stack.enter_context(engines.synced_by(weights))
+        with begun.recorder.phase("sync", begun.origin.step):
+            await weights.resync()
+    builder = RolloutBuilder(started.config, begun.data, engines, started.teacher, lambda: weights.version, stack)
+    state = None if begun.origin.state is None else begun.origin.state.rollout
     rollouts, evaluator = builder.build(
-        start=opened.origin.step, state=state, phase=opened.recorder.phase, end_early=termination.end_of_rollouts
+        start=begun.origin.step, state=state, phase=begun.recorder.phase, end_early=termination.end_of_rollouts
     )
     evaluate: Evaluate | None = None
     if evaluator is not None:
-        schedule = Schedule(started.config.eval.eval_interval, opened.data.num_rollout)
-        evaluate = Evaluate(evaluator, schedule, opened.recorder)
-    save = None if trainer is None else _save_checkpoint(opened, trainer)
-    return Wired(started, trainer, weights, rollouts, evaluate, save, _periodic(opened, evaluate, save))
+        schedule = Schedule(started.config.eval.eval_interval, begun.data.num_rollout)
+        evaluate = Evaluate(evaluator, schedule, begun.recorder)
+    save = None if trainer is None else _save_checkpoint(begun, trainer, stack)
+    return Wired(started, trainer, weights, rollouts, evaluate, save, _periodic(started.config, evaluate, save))
 
 
 async def _loop(wired: Wired, termination: Termination) -> Outcome:
     """Walk the data: evaluate the untrained policy, then sample and train."""
-    opened, config = wired.started.opened, wired.started.config
-    if wired.evaluate is not None and opened.origin.step == 0 and not config.eval.skip_eval_before_train:
+    begun, config = wired.started.begun, wired.started.config
+    if wired.evaluate is not None and begun.origin.step == 0 and not config.eval.skip_eval_before_train:
         await wired.evaluate.evaluate(num_rollouts=0)
     gc.freeze()  # all objects so far live as long as the run; full collections, a tenth of a second each, can skip them
-    opened.recorder.start(opened.origin.step)
+    begun.recorder.start(begun.origin.step)
     if wired.trainer is None:
-        await sample_only(wired.rollouts, opened.recorder, wired.periodic)
+        await sample_only(wired.rollouts, begun.recorder, wired.periodic)
     else:
-        before = bound_hook(config, "before_train_step_path")
+        before, post_process = bound_hook(config, "before_train_step_path"), bound_hook(config, "rollout_data_postprocess_path")
         loop = Loop(
             rollouts=wired.rollouts,
             trainer=wired.trainer,
             weights=wired.weights,
-            recorder=opened.recorder,
+            recorder=begun.recorder,
             periodic=wired.periodic,
             sample_settings=sample_settings(config),
             advantage_settings=advantage_settings(config),
             update_interval=config.weight_sync.update_weights_interval,
+            post_process=None if post_process is None else DataPostProcess(post_process),
             before_train_step=None if before is None else BeforeTrainStep(before, config.resolved_data_parallel_size),
         )
         await loop.run()
@@ -165,7 +214,7 @@ async def _loop(wired: Wired, termination: Termination) -> Outcome:
         if wired.save is not None:
             await wired.save.save_last()
         raise asyncio.CancelledError
-    return Outcome(opened.directory.path, wired.evaluate.history if wired.evaluate is not None else [])
+    return Outcome(begun.opened.directory.path, wired.evaluate.history if wired.evaluate is not None else [])
 
 
 def _report_interruption(config: Config, directory: RunDirectory, kind: type[BaseException] | None, *_: object) -> None:
@@ -193,18 +242,24 @@ async def _cancel(task: asyncio.Task[Engines | None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def _load_trainer(opened: Opened) -> Trainer | None:
-    """Load the trainer, and restore its checkpoint; None with --debug-rollout-only."""
-    config, origin, stack = opened.config, opened.origin, opened.stack
+async def _load_trainer(begun: Begun, stack: AsyncExitStack) -> Trainer | None:
+    """Load the trainer and restore its checkpoint; return None with --debug-rollout-only."""
+    config, origin, cluster = begun.config, begun.origin, begun.opened.cluster
     if config.debug.debug_rollout_only:
         return None
-    settings = trainer_settings(config, resolve_device(config), initial_weights=origin.initial_weights, num_rollout=opened.data.num_rollout)
-    if opened.cluster is None:
+    settings = trainer_settings(
+        config,
+        resolve_device(config),
+        initial_weights=origin.initial_weights,
+        num_rollout=begun.data.num_rollout,
+        profile_dir=begun.opened.directory.path / "profile",
+    )
+    if cluster is None:
         from fuligo.trainer.ranks.trainer import LocalTrainer
 
-        trainer = LocalTrainer(settings)
+        trainer = LocalTrainer(settings, apart=config.checkpoint.max_restarts > 0)
     else:
-        trainer = opened.cluster.trainer(settings, opened.directory.path)
+        trainer = cluster.trainer(settings, begun.opened.directory.path)
     stack.push_async_callback(trainer.close)
     await stack.enter_async_context(while_watching(trainer.watch()))
     await trainer.load()
@@ -213,20 +268,16 @@ async def _load_trainer(opened: Opened) -> Trainer | None:
     return trainer
 
 
-def _shared_devices(started: Started) -> ColocatedDevices | None:
-    """Return the devices that trainer and engines share; None if each has its own, or one of them is missing."""
-    if started.trainer is None or started.engines is None or not started.config.takes_turns:
-        return None
-    return share_devices(started.config, started.trainer, started.engines)
+def _devices_of(engines: Engines | None) -> ColocatedDevices:
+    assert engines is not None and engines.devices is not None, "they take turns with the trainer"
+    return engines.devices
 
 
-def _weight_sync(
-    started: Started, trainer: Trainer | None, devices: ColocatedDevices | None
-) -> WeightSync | ColocatedWeightSync | VersionCounter:
-    opened, version = started.opened, started.opened.origin.policy_version
-    if trainer is None or started.engines is None:
+def _weight_sync(started: Started, trainer: Trainer | None) -> WeightSync | ColocatedWeightSync | VersionCounter:
+    begun, engines, version = started.begun, started.engines, started.begun.origin.policy_version
+    if trainer is None or engines is None:
         return VersionCounter(version)
-    return build_weight_sync(opened.config, trainer, started.engines.group, version=version, cluster=opened.cluster, devices=devices)
+    return build_weight_sync(begun.config, trainer, engines.group, version=version, cluster=begun.opened.cluster, devices=engines.devices)
 
 
 def _open_recorder(config: Config, directory: RunDirectory, origin: Origin, num_rollout: int, stack: AsyncExitStack) -> RunRecorder:
@@ -242,31 +293,33 @@ def _open_recorder(config: Config, directory: RunDirectory, origin: Origin, num_
         directory,
         progress,
         sinks,
+        LogHooks.of(config),
         save_samples=flags.save_samples,
         reward_key=config.reward.reward_key,
         eval_reward_key=config.resolved_eval_reward_key,
     )
 
 
-def _save_checkpoint(opened: Opened, trainer: Trainer) -> SaveCheckpoint:
-    flags = opened.config.checkpoint
-    store = CheckpointStore(save_directory(opened.config, opened.directory.path), keep=flags.keep_checkpoints)
+def _save_checkpoint(begun: Begun, trainer: Trainer, stack: AsyncExitStack) -> SaveCheckpoint:
+    flags, opened = begun.config.checkpoint, begun.opened
+    assert opened.store is not None, "there is a trainer"
     save = SaveCheckpoint(
-        store,
+        opened.store,
         trainer,
-        Schedule(flags.save_interval, opened.data.num_rollout),
-        opened.recorder,
+        Schedule(flags.save_interval, begun.data.num_rollout),
+        begun.recorder,
         config_text=opened.directory.config_file.read_text(),
         export_to=flags.save_hf,
+        push_to=flags.push_to_hub,
         in_background=flags.async_save,
         keeps_last=flags.save_on_sigterm is not None,
     )
-    opened.stack.push_async_callback(save.abandon)
+    stack.push_async_callback(save.abandon)
     return save
 
 
-def _periodic(opened: Opened, evaluate: Evaluate | None, save: SaveCheckpoint | None) -> list[Periodic]:
+def _periodic(config: Config, evaluate: Evaluate | None, save: SaveCheckpoint | None) -> list[Periodic]:
     """Return the periodic tasks in their order: when a checkpoint appears, everything about its last step is on disk."""
-    debug_data = opened.config.debug.save_debug_rollout_data
+    debug_data = config.debug.save_debug_rollout_data
     tasks: list[Periodic | None] = [None if debug_data is None else SaveDebugRollout(debug_data), evaluate, save]
     return [task for task in tasks if task is not None]

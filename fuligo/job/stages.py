@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fuligo.checkpoint.store import CheckpointStore
 from fuligo.config import Config
 from fuligo.job.engines import Engines
 from fuligo.job.origin import Origin
@@ -25,15 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class Opened:
-    """Run whose directory and data are open and whose engines are starting."""
+    """Run whose directory and cluster are open and whose engines are starting: what outlives a lost trainer (--max-restarts)."""
 
     config: Config
     origin: Origin
+    """Origin when the command started."""
     directory: RunDirectory
     cluster: RayCluster | None
-    """None if everything runs on this machine."""
-    data: RunData
-    recorder: RunRecorder
+    """Nodes of the run; None if everything runs on this machine."""
+    store: CheckpointStore | None
+    """Checkpoints of the run; None without a trainer."""
     engines_may_start: asyncio.Event
     """Set once no trainer holds memory of the engines' devices."""
     launching: asyncio.Task[Engines | None]
@@ -43,18 +45,35 @@ class Opened:
 
 
 @dataclass(slots=True, frozen=True)
+class Begun:
+    """Run whose data are open and whose records end where it begins or resumes."""
+
+    opened: Opened
+    origin: Origin
+    """Origin of the trainer: the run's, or the newest checkpoint after a restart."""
+    data: RunData
+    recorder: RunRecorder
+    stack: AsyncExitStack
+    """Closes what depends on the trainer."""
+
+    @property
+    def config(self) -> Config:
+        return self.opened.config
+
+
+@dataclass(slots=True, frozen=True)
 class Started:
     """Run whose trainer is loaded and whose engines answer."""
 
-    opened: Opened
+    begun: Begun
     config: Config
     """Configuration with the URLs of the engines, for hooks."""
     trainer: Trainer | None
-    """None with --debug-rollout-only."""
+    """Trainer with its weights; None with --debug-rollout-only."""
     engines: Engines | None
-    """None if nothing is sampled."""
+    """Engines that answer; None if nothing is sampled."""
     teacher: ServedTeacher | None
-    """None without a teacher, and if the trainer has it."""
+    """Teacher on an engine; None without a teacher, and if the trainer has it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,7 +86,7 @@ class Wired:
     weights: WeightSyncing
     rollouts: PacedRollouts
     evaluate: Evaluate | None
-    """None without evaluation data."""
+    """Evaluation of the run; None without evaluation data."""
     save: SaveCheckpoint | None
-    """None without a trainer."""
+    """Saves of the run; None without a trainer."""
     periodic: list[Periodic]

@@ -1,7 +1,5 @@
 """Report of user functions that block the event loop. A blocking async hook stops the whole driver, its own deadline included."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys

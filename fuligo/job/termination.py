@@ -1,7 +1,5 @@
 """Course of a run after SIGTERM: it ends at once, or after a checkpoint of the last complete rollout (--save-on-sigterm)."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ class Termination:
         self._can_save = False
         self.requested = False
         self.end_of_rollouts = asyncio.Event()
-        """Set when no further rollout shall be sampled or trained on."""
+        """Set when no further rollout may be sampled or trained on."""
 
     def request(self, run: asyncio.Task[object]) -> None:
         """End the run: at once, or within the time for a checkpoint, which further requests do not shorten."""

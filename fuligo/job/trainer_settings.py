@@ -1,18 +1,22 @@
 """Settings of the trainer, from the configuration."""
 
-from __future__ import annotations
-
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from fuligo.checkpoint.location import value_weights_directory, weights_directory
 from fuligo.config import Config
 from fuligo.engines.backend import engine_backend
+from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.weight_manifest import EngineFormat
+from fuligo.layout.megatron import layout_of
 from fuligo.models.device import Device, resolve_precision
+from fuligo.models.registry import architecture_of
+from fuligo.models.routing import RoutingShape
+from fuligo.models.stated_flags import stated_flags
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, MTPSettings, OptimizerPlace, Recomputation, SparseLayers
 from fuligo.trainer.packing import Capacity
-from fuligo.trainer.ranks.settings import CriticSettings, OptimizerSettings, TrainedParameters, TrainerSettings
-from fuligo.trainer.schedule import LearningRateSchedule
+from fuligo.trainer.profiling import ProfileSettings
+from fuligo.trainer.ranks.settings import CriticSettings, LearningRateSchedule, OptimizerSettings, TrainedParameters, TrainerSettings
 from fuligo.trainer.settings import loss_settings
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 
@@ -20,24 +24,31 @@ DEFAULT_MAX_TOKENS = 8192
 """Tokens of a micro-batch if no flag limits it; the loss does not depend on it."""
 
 
-def trainer_settings(config: Config, device: Device, *, initial_weights: Path, num_rollout: int) -> TrainerSettings:
+def trainer_settings(
+    config: Config, device: Device, *, initial_weights: Path, num_rollout: int, profile_dir: Path = Path("profile")
+) -> TrainerSettings:
     """Build the settings of the trainer for the backend of the configuration.
 
     Args:
         device: resolved device
         initial_weights: Hugging Face directory or distributed checkpoint of the initial weights
         num_rollout: rollouts of the whole run; the length of the schedule unless --lr-decay-iters gives it
+        profile_dir: receives the profiles of --profile
 
     Raises:
         ConfigError: the backend does not support the model, or the quantisation of `--hf-checkpoint` accepts no new weights
     """
     common = _common_settings(config, device, initial_weights, num_rollout)
+    if config.observability.profile:
+        chosen = ProfileSettings(tuple(config.observability.profile), tuple(config.observability.profile_ranks), profile_dir.absolute())
+        common = replace(common, profile=chosen)
     if config.resolved_train_backend == "megatron":
-        from fuligo.job.megatron_settings import megatron_settings
+        from fuligo.job.trainer_settings import megatron_settings
 
         return megatron_settings(config, common)
     given = {each.name: getattr(common, each.name) for each in fields(common)}
-    return TorchTrainerSettings(**given, gradient_checkpointing=config.model.gradient_checkpointing)
+    flags = config.model
+    return TorchTrainerSettings(**given, gradient_checkpointing=flags.gradient_checkpointing, torch_compile=flags.torch_compile)
 
 
 def _common_settings(config: Config, device: Device, initial_weights: Path, num_rollout: int) -> TrainerSettings:
@@ -117,3 +128,42 @@ def _capacity(config: Config, max_tokens: int | None) -> Capacity:
     if config.train.micro_batch_size is not None:
         return Capacity(max_samples=config.train.micro_batch_size)
     return Capacity(max_tokens=DEFAULT_MAX_TOKENS * num_sharing)
+
+
+def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTrainerSettings:
+    """Complete the common settings with those of the Megatron trainer.
+
+    Args:
+        common: settings of any trainer
+
+    Raises:
+        ConfigError: config.json cannot be read, or the layout does not divide the ranks
+    """
+    sizes, optimizer, train = config.parallel, config.optimizer, config.train
+    config_json, source = read_config_json(common.hf_checkpoint), str(common.hf_checkpoint / "config.json")
+    architecture = architecture_of(config_json, source)
+    return MegatronTrainerSettings(
+        **{each.name: getattr(common, each.name) for each in fields(TrainerSettings)},
+        layout=layout_of(config),
+        # Without --override-model-config, MODEL_ARGS that contradict config.json were rejected.
+        model_flags={**stated_flags(config_json, source), **dict(config.megatron.items())},
+        sparse_layers=SparseLayers.of(architecture),
+        model_provider=config.model.custom_model_provider_path,
+        recomputation=Recomputation(
+            sizes.recompute_granularity, sizes.recompute_method, sizes.recompute_num_layers, tuple(sizes.recompute_modules)
+        ),
+        mtp=MTPSettings(train.mtp_num_layers or 0, train.enable_mtp_training, train.mtp_loss_scaling_factor, train.mtp_joint_training),
+        optimizer_place=OptimizerPlace(
+            distributed=optimizer.use_distributed_optimizer,
+            on_cpu=optimizer.optimizer_cpu_offload,
+            overlap_transfers=optimizer.overlap_cpu_optimizer_d2h_h2d,
+            precision_aware=optimizer.use_precision_aware_optimizer,
+        ),
+        dispatcher=sizes.moe_token_dispatcher_type,
+        deepep=sizes.moe_enable_deepep,
+        attention_backend=sizes.attention_backend,
+        gradients_in_fp32=not config.megatron.get("grad_reduce_in_bf16"),
+        pad_multiple_tokens=train.data_pad_size_multiplier,
+        routing=RoutingShape.of(architecture) if config.replays_routing else None,
+        records_routing=config.replays_routing and not config.replays_engine_routing,
+    )

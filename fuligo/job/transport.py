@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def choose_transport(config: Config, cluster: RayCluster | None) -> Transport:
-    """--update-weight-transport, with auto resolved.
+    """Return --update-weight-transport with auto resolved.
 
     Args:
         cluster: has the places of ranks and engines; None: all are on this machine.
@@ -28,14 +28,14 @@ def choose_transport(config: Config, cluster: RayCluster | None) -> Transport:
     stages = max((group.pp_size for group in engine_groups(config) if group.model == policy_model(config)), default=1)
     if transport == "tensor" and stages > 1:
         raise ConfigError(
-            f"--sglang-pp-size {stages}: SGLang hands the memory of a tensor-parallel rank to all its pipeline stages, and memory can be "
-            "handed over once: give --update-weight-transport disk, or stages of tensor parallelism alone"
+            f"--sglang-pp-size {stages}: SGLang hands the memory of a tensor-parallel rank to all its pipeline stages, but memory can be "
+            "handed over only once: use --update-weight-transport disk, or --sglang-pp-size 1"
         )
     return transport
 
 
 def _reaching(config: Config, cluster: RayCluster | None) -> Transport:
-    """auto: shared memory on one machine, broadcast between GPUs and between machines; engines that the run did not start read files."""
+    """Resolve auto: shared memory on one machine, broadcast between GPUs and machines, files for engines that the run did not start."""
     asked = config.weight_sync.update_weight_transport
     if config.engine.rollout_external_engine_addrs:
         return _to_engines_elsewhere("disk" if asked == "auto" else asked, cluster)
@@ -45,12 +45,12 @@ def _reaching(config: Config, cluster: RayCluster | None) -> Transport:
         here = cluster is None or (one_machine and (asked != "disk" or cluster.sender_is_here))
         if asked in ("tensor", "disk") and not here:
             raise ConfigError(
-                f"--update-weight-transport {asked} goes through the memory of one machine, and trainer rank 0, the driver and the engines "
-                "are on several: leave it out, or give nccl (gloo on a CPU)"
+                f"--update-weight-transport {asked} goes through the memory of one machine, but trainer rank 0, the driver and the engines "
+                "are on several: remove the flag, or use nccl (gloo on a CPU)"
             )
         return asked
     if beside and not one_machine:
-        raise ConfigError("the embedded engine runs beside the driver, and trainer rank 0 on another node: use --rollout-backend sglang")
+        raise ConfigError("the embedded engine runs beside the driver, but trainer rank 0 is on another node: use --rollout-backend sglang")
     if not beside and resolve_device(config) == "cuda" and not config.cluster.colocate:
         return "nccl"
     return "tensor" if one_machine else "gloo"
@@ -59,14 +59,14 @@ def _reaching(config: Config, cluster: RayCluster | None) -> Transport:
 def _to_engines_elsewhere(transport: Transport, cluster: RayCluster | None) -> Transport:
     if transport == "disk" and cluster is not None and not cluster.sender_is_here:
         raise ConfigError(
-            "--rollout-external-engine-addrs: by disk the weights go through a directory of the driver's machine, and trainer rank 0 is on "
-            "another: give --update-weight-transport nccl (gloo on a CPU)"
+            "--rollout-external-engine-addrs: the disk transport goes through a directory on the driver's machine, but rank 0 is on "
+            "another: use --update-weight-transport nccl (gloo on a CPU)"
         )
     return transport
 
 
 def _served_by_rank_0(config: Config) -> list[int]:
-    """Numbers of the policy's engines that have GPUs of their own."""
+    """Return the numbers of the policy's engines that have GPUs of their own."""
     policy = policy_model(config)
     models = [group.model for group in engine_groups(config) for _ in range(group.num_engines)]
     beside = ranks_beside_engines(config)

@@ -1,7 +1,5 @@
 """Background tasks whose failure ends a part of a run."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -10,7 +8,7 @@ from typing import Any
 
 @asynccontextmanager
 async def while_watching(watch: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `watch`, which never ends by itself, beside the block. Its error cancels the block and is raised instead."""
+    """Run `watch`, which never ends by itself, during the block. Its error cancels the block and is raised instead."""
     watching = asyncio.create_task(watch)
     try:
         async with failing_with(watching):

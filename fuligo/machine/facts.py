@@ -1,7 +1,5 @@
 """Facts about this machine that `fuligo doctor` compares with a config."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Findings of the doctor that hold for any run: Python, packages, devices, memory, writable directories."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import tempfile
@@ -77,7 +75,7 @@ def _system(machine: Machine) -> list[Finding]:
 
 
 def _places() -> list[Finding]:
-    found = [_place("working directory", Path.cwd(), "run directories are written there: change to another, or give --run-dir")]
+    found = [_place("working directory", Path.cwd(), "run directories are written there: change to another, or use --run-dir")]
     if SHARED_MEMORY.is_dir():
         found.append(_place("shared memory", SHARED_MEMORY, "weights are passed through it: mount it writable"))
     return found

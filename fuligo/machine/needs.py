@@ -1,7 +1,5 @@
 """Comparison of what a config needs on this machine with what the machine has."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -52,15 +50,14 @@ def _packages(config: Config, machine: Machine, versions: Versions) -> Iterator[
         if num_gpus_of_node(config, machine) > 0:
             yield _package(versions, here, "transformer-engine")
     if engine_groups(config):
-        python = config.engine.engine_python or here
+        python = config.engine.interpreter
         for group in ("sglang", "router"):
             yield _package(versions, python, schema(group).package, schema(group).version, config.engine_environment.settings())
     if config.num_nodes > 1:
         yield _package(versions, here, "ray")
-    if config.observability.use_tensorboard:
-        yield _package(versions, here, "tensorboard")
-    if config.observability.use_wandb:
-        yield _package(versions, here, "wandb")
+    for package in ("tensorboard", "wandb", "trackio", "mlflow"):
+        if getattr(config.observability, f"use_{package}"):
+            yield _package(versions, here, package)
 
 
 def _package(
@@ -91,9 +88,7 @@ def _gpus(config: Config, machine: Machine) -> Iterator[Finding]:
         return
     value = f"{needed} needed, {devices} here"
     if devices < needed:
-        fix = (
-            "use fewer (--actor-num-gpus-per-node, --rollout-num-gpus), give the GPUs of a node by --num-gpus-per-node, or use --device cpu"
-        )
+        fix = "use fewer (--actor-num-gpus-per-node, --rollout-num-gpus), set --num-gpus-per-node, or use --device cpu"
         yield Finding("GPUs", value, fix)
     elif torch is not None and torch.num_devices < needed:
         cause = "it is a CPU build: install a CUDA build" if torch.cuda is None else "check the driver and CUDA_VISIBLE_DEVICES"

@@ -1,7 +1,5 @@
 """GPUs of this machine as `nvidia-smi` reports them; it works without a CUDA build of torch."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

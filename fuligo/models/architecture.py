@@ -3,8 +3,6 @@
 A family's module turns `config.json` into an `Architecture`; the planner, the Megatron trainer and the converters read it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -142,7 +140,7 @@ class Architecture:
     """MTP layers of the checkpoint; not part of `num_parameters`."""
     embedding: Part
     head: Part | None
-    """None where it is tied to the embedding."""
+    """Output layer; None where it is tied to the embedding."""
     final_norm: Part
     is_quantised: bool
     """The checkpoint stores FP8 (config.json has a quantization_config)."""

@@ -1,7 +1,5 @@
 """Causal attention over packed sequences (no padding, no attention across sequences)."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Sequence
@@ -11,7 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
+TORCH_ASKS_FOR_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""True after torch 2.11, which computes grouped heads without being asked."""
 PACKABLE = {"full_attention", "sliding_attention"}
 """`layer_types` of transformers that this module computes."""
 
@@ -41,7 +42,7 @@ def packed_attention(
         [T, H, Dv]
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.size(-1) == value.size(-1):
-        return _varlen(query, key, value, tuple(cu_seqlens), scale=scale, window=window)
+        return varlen_attention(query, key, value, *device_cu_seqlens(tuple(cu_seqlens), query.device), scale=scale, window=window)
     runs = _equal_length_runs(tuple(cu_seqlens))
     sizes = [count * length for count, length in runs]
     chunks = zip(runs, query.split(sizes), key.split(sizes), value.split(sizes))
@@ -78,30 +79,23 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
     return visible.triu(1 - window)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: tuple[int, ...], *, scale: float, window: int | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, *, scale: float, window: int | None = None
+) -> Tensor:
+    """Compute what `packed_attention` does with one kernel of torch, on CUDA in half precision; `torch.compile` can trace it.
 
-    starts, longest = _device_cu_seqlens(cu_seqlens, query.device)
+    Args:
+        cu_seqlens: [S + 1] int32 on the device.
+        longest: length of the longest sequence.
+    """
     options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
-    if query.size(1) != key.size(1):
-        if _varlen_has_gqa():
-            options["enable_gqa"] = True
-        else:
-            repeats = query.size(1) // key.size(1)
-            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    return varlen_attn(query, key, value, starts, starts, longest, longest, **options)  # pyright: ignore[reportReturnType]  # no aux asked for
-
-
-@functools.cache
-def _varlen_has_gqa() -> bool:
-    """Return whether varlen_attn takes grouped heads (after torch 2.11)."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    if query.size(1) != key.size(1) and TORCH_ASKS_FOR_GQA:
+        options["enable_gqa"] = True
+    return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)  # pyright: ignore[reportReturnType]  # no aux asked for
 
 
 @functools.lru_cache(maxsize=64)
-def _device_cu_seqlens(cu_seqlens: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
+def device_cu_seqlens(cu_seqlens: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
     """Return ([S + 1] int32 on the device, longest sequence); cached for all layers of a pass."""
     with torch.inference_mode(False):  # the cache also serves passes with gradient
         starts = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)

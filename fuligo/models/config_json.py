@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 from fuligo.errors import ConfigError
+
+MAX_LAYERS = 10**4
+"""An object is built for each layer."""
+MAX_COUNT = 10**9
+MAX_NUMBER = 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,10 @@ class ConfigJson:
                 raise ConfigError(f"{self.source} has no {key}, which a {self.model_type} model needs")
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{self.source}: {key} is {value!r}; it must be a positive integer")
+            raise ConfigError(f"{self.source}: {key} is {value!r:.80}; it must be a positive integer")
+        most = MAX_LAYERS if key.endswith("layers") else MAX_COUNT
+        if value > most:
+            raise ConfigError(f"{self.source}: {key} is {value!r:.80}; it must be an integer from 1 to {most:,}")
         return value
 
     def optional_count(self, key: str) -> int | None:
@@ -108,8 +115,8 @@ class ConfigJson:
         return self.values.get(key)
 
     def _checked_number(self, key: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-            raise ConfigError(f"{self.source}: {key} is {value!r}; it must be a finite number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_NUMBER < value < MAX_NUMBER:  # nor NaN
+            raise ConfigError(f"{self.source}: {key} is {value!r:.80}; it must be a number between -{MAX_NUMBER:g} and {MAX_NUMBER:g}")
         return value
 
     def contradiction(self, text: str) -> ConfigError:
@@ -120,7 +127,7 @@ class ConfigJson:
     def model_type(self) -> str:
         value = self.values.get("model_type")
         if not isinstance(value, str):
-            raise ConfigError(f"{self.source} has no model_type; give the config.json of a Hugging Face model")
+            raise ConfigError(f"{self.source} has no model_type; use the config.json of a Hugging Face model")
         return value
 
     @property

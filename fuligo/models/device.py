@@ -1,7 +1,5 @@
 """Device and precision of a run, resolved where it starts."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from fuligo.config import Config
@@ -24,7 +22,7 @@ def resolve_device(config: Config) -> Device:
     if asked != "auto" and chosen_launcher(config) == "ray":
         return asked  # the nodes have it, whatever this machine has
     if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no CUDA device here; give --device cpu, or auto")
+        raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu, or auto")
     return "cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu"
 
 

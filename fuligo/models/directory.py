@@ -1,7 +1,5 @@
 """Configuration, tokenizer and end-of-text tokens of a Hugging Face directory."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ def load_config(path: str) -> Any:
         ConfigError: the directory has no config.json, or one that transformers does not know.
     """
     if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"--model-path {path} has no config.json; give the directory of a Hugging Face checkpoint")
+        raise ConfigError(f"--model-path {path} has no config.json; use the directory of a Hugging Face checkpoint")
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -43,7 +41,7 @@ def load_tokenizer(path: str | Path, *, runs_its_code: bool) -> PreTrainedTokeni
     except Exception as error:  # the tokenizers library raises plain exceptions, code of the directory any
         if not runs_its_code and "trust_remote_code" in str(error):
             raise ConfigError(
-                f"cannot load the tokenizer of {path}: it needs Python code of that directory; read the code, then give --trust-remote-code"
+                f"cannot load the tokenizer of {path}: it needs Python code of that directory; read the code, then use --trust-remote-code"
             ) from None
         reason = next(iter(str(error).splitlines()), "")
         raise ConfigError(f"cannot load the tokenizer of {path}: {type(error).__name__}: {reason}; copy or download it again") from error

@@ -1,7 +1,5 @@
 """Lookup of a run's model shapes: in its checkpoint, in a given config.json, or in MODEL_ARGS. Imports neither numpy nor torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,4 +104,4 @@ def _of_directory(path: str | None) -> FoundConfigJson | None:
 def _nothing_found(config: Config) -> str:
     checkpoint = config.model.hf_checkpoint
     reason = f"--hf-checkpoint {checkpoint} has no config.json on this machine" if checkpoint else "no --hf-checkpoint is given"
-    return f"{reason}; to plan without the checkpoint, give --model-config-file with the model's config.json, or its MODEL_ARGS"
+    return f"{reason}; to plan without the checkpoint, use --model-config-file with the model's config.json, or its MODEL_ARGS"

@@ -1,7 +1,5 @@
 """Reading of MODEL_ARGS as a config.json: where there is none, and where they override it. Imports neither numpy nor torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,12 +70,12 @@ def architecture_from_flags(config: Config) -> Architecture | None:
     if missing:
         raise ConfigError(
             f"cannot read a {family} model from MODEL_ARGS: {', '.join(missing)} missing; "
-            "add them, or give --model-config-file with the model's config.json"
+            "add them, or use --model-config-file with the model's config.json"
         )
     if family == "glm_moe_dsa":
         raise ConfigError(
             "cannot read a glm_moe_dsa model from MODEL_ARGS: no flag says which layers compute their token choice (sparse attention); "
-            "give --model-config-file with the model's config.json"
+            "use --model-config-file with the model's config.json"
         )
     return architecture_of({"model_type": family, **_as_config_json(given, family)}, "MODEL_ARGS")
 
@@ -94,7 +92,7 @@ def _family(given: PassThrough) -> str:
     if spec is not None:
         family = spec_family(spec)
         if family is None:
-            raise ConfigError(f"--spec {' '.join(spec)} is not known; give --model-config-file with the model's config.json instead")
+            raise ConfigError(f"--spec {' '.join(spec)} is not known; use --model-config-file with the model's config.json instead")
         return family
     if given.get("experimental_attention_variant") == "dsa":
         return "glm_moe_dsa"
@@ -146,9 +144,10 @@ def _experts(given: PassThrough, family: str) -> dict[str, Any]:
     frequency, num_layers = given.get("moe_layer_freq"), given.get("num_layers")
     if frequency is None or num_layers is None:
         return values
+    num_layers = ConfigJson({"num_hidden_layers": num_layers}, "MODEL_ARGS").count("num_hidden_layers")  # bounded
     pattern = frequency if isinstance(frequency, list) else [int(number % frequency == 0) for number in range(num_layers)]
     if len(pattern) != num_layers:
-        raise ConfigError(f"--moe-layer-freq has {len(pattern)} entries, but --num-layers is {num_layers}; give one entry per layer")
+        raise ConfigError(f"--moe-layer-freq has {len(pattern)} entries, but --num-layers is {num_layers}; use one entry per layer")
     dense = [number for number, has_experts in enumerate(pattern) if not has_experts]
     if family == "qwen3_moe":
         return values | {"mlp_only_layers": dense, "decoder_sparse_step": 1}
@@ -158,7 +157,7 @@ def _experts(given: PassThrough, family: str) -> dict[str, Any]:
 
 
 def spec_family(spec: Sequence[str]) -> str | None:
-    """Return the model_type of a `--spec` as public slime scripts give it (module and function, or one dotted path), or None if unknown.
+    """Return the model_type of a `--spec` as public slime scripts write it (module and function, or one dotted path), or None if unknown.
 
     fuligo builds in the layers of all families and needs no `--spec`.
     """

@@ -1,7 +1,5 @@
 """MODEL_ARGS of a model: written from its config.json and compared with it. Imports neither numpy nor torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from math import isclose
 from typing import Any
@@ -35,7 +33,7 @@ _UNREAD: Mapping[str, frozenset[str]] = {
     ),
     "moe_router_enable_expert_bias": frozenset({"moe_router_pre_softmax"}),
 }
-"""Flag -> flags that Megatron ignores beside it; published MODEL_ARGS give some of them."""
+"""Flag -> flags that Megatron ignores with it; published MODEL_ARGS have some of them."""
 
 _SWITCHES = {
     "add_qkv_bias",

@@ -1,7 +1,5 @@
 """Adjustments of transformers' modules after loading: aligned weights, the stated epsilon of latent norms, a faster RMSNorm."""
 
-from __future__ import annotations
-
 from types import MethodType
 from typing import Any
 

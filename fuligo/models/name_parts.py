@@ -5,8 +5,6 @@ Names and layouts of Megatron's tensors follow Megatron-Core 0.16.1 (`transforme
 and the published files.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from fuligo.models.architecture import Architecture, GroupedAttention, LatentAttention

@@ -3,8 +3,6 @@
 Counts follow transformers 5.12.1 (`modeling_<family>.py`), splits follow Megatron-Core 0.16.1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -15,7 +13,7 @@ Parts = tuple[Part, ...]
 
 
 def matrix(kind: PartKind, num_parameters: int, split: Split, quantisable: bool = True) -> Part:
-    """Return a part whose weights tokens are multiplied by."""
+    """Return a part of weight matrices, by which tokens are multiplied."""
     return Part(kind, num_parameters, split, quantisable)
 
 

@@ -1,7 +1,5 @@
 """Model families by `model_type`. Imports neither numpy nor torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Sampling of tokens: top-k, top-p and min-p filters, inverse transform sampling, counter-based uniform numbers. Pure functions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Megatron-Core 0.16.1 flags that a config.json states, named with underscores. Imports neither numpy nor torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Table at the end of a quickstart: responses of the policy before and after training."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Files of one JSON object per line that survive a crash, which can tear the last line at most."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

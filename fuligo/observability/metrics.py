@@ -1,7 +1,5 @@
 """Metrics of a step as one flat record, and which of its keys depend on the clock."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -18,21 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from fuligo.observability.jsonl import Record
+from fuligo.observability.trace import DOING
 
 REFRESH_PER_S = 4
 MAX_ALIKE = 3
 """Warnings shown per place in the code; the others are in log.txt only."""
 _BARS = "▁▂▃▄▅▆▇█"
-_DOING = {
-    "start": "loading the model",
-    "rollout": "sampling",
-    "score": "scoring",
-    "train": "training",
-    "sync": "syncing weights",
-    "eval": "evaluating",
-    "save": "saving a checkpoint",
-    "record": "writing the samples",
-}
 _OF_A_STEP = ("rollout", "score", "train")
 
 
@@ -64,24 +55,23 @@ class _ConsoleHandler(logging.Handler):
         self._console.print(Text.assemble((record.levelname.lower(), style), f": {record.getMessage()}{last}"), soft_wrap=True)
 
 
-class Progress(Protocol):
-    """Receiver of phases and steps; a context manager, so that it can restore the terminal."""
+class Progress:
+    """Receiver of phases and steps, a context manager, so that it can restore the terminal. This one shows nothing."""
 
-    def __enter__(self) -> Progress: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *exception: object) -> None: ...
+    def __exit__(self, *exception: object) -> None:
+        pass
 
     def phase(self, name: str, step: int) -> None:
         """Show that a phase begins (called by `Trace`)."""
-        ...
 
     def record(self, record: Record) -> None:
         """Show that a step is complete."""
-        ...
 
     def evaluation(self, num_rollouts: int, metrics: Record, first: Record | None) -> None:
         """Show the metrics `eval/*` after `num_rollouts` rollouts beside those of the run's first evaluation."""
-        ...
 
 
 def open_progress(
@@ -97,33 +87,14 @@ def open_progress(
         console: console to write to (default: standard output).
     """
     if mode == "none":
-        return SilentProgress()
+        return Progress()
     console = console or Console(highlight=False)
     if mode == "rich" or (mode == "auto" and console.is_terminal):
         return LiveProgress(console, Curves(title, num_rollouts, start))
     return PlainProgress(console, num_rollouts)
 
 
-class SilentProgress:
-    """Progress that shows nothing."""
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def phase(self, name: str, step: int) -> None:
-        pass
-
-    def record(self, record: Record) -> None:
-        pass
-
-    def evaluation(self, num_rollouts: int, metrics: Record, first: Record | None) -> None:
-        pass
-
-
-class PlainProgress(SilentProgress):
+class PlainProgress(Progress):
     """Progress as one line per step, for logs and pipes."""
 
     def __init__(self, console: Console, num_rollouts: int) -> None:
@@ -131,7 +102,7 @@ class PlainProgress(SilentProgress):
         self._num_rollouts = num_rollouts
         self._warnings = warnings_shown_on(console)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         self._warnings.__enter__()
         return self
 
@@ -199,7 +170,7 @@ class Curves:
         return (self.clock() - self.begun_s) / here * (self.num_rollouts - self.num_done) if here else None
 
 
-class LiveProgress:
+class LiveProgress(Progress):
     """Progress as a panel of a few lines, redrawn in place. The last state stays on the terminal when the run ends."""
 
     def __init__(self, console: Console, curves: Curves) -> None:
@@ -207,7 +178,7 @@ class LiveProgress:
         self._warnings = warnings_shown_on(console)
         self._live = Live(Panel(curves), console=console, refresh_per_second=REFRESH_PER_S, redirect_stdout=True, redirect_stderr=True)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         self._live.__enter__()
         self._warnings.__enter__()
         return self
@@ -273,7 +244,7 @@ class Panel:
         name, step = curves.doing
         elapsed = _duration(curves.clock() - curves.doing_since_s)
         of_step = f", step {step + 1}" if name in _OF_A_STEP else ""
-        return Text(f"{_DOING.get(name, name)}{of_step}").append(f"  {elapsed}", style="dim")
+        return Text(f"{DOING.get(name, name)}{of_step}").append(f"  {elapsed}", style="dim")
 
 
 def _curve(values: list[float], spec: str, width: int, style: str, *, low: float, high: float | None = None) -> Text:

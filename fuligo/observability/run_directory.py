@@ -142,16 +142,16 @@ def _check(path: Path, *, resume: bool) -> None:
     if not path.exists():
         return
     if not path.is_dir():
-        raise ConfigError(f"--run-dir {path} is a file; give a directory that is new, empty, or of an earlier run")
+        raise ConfigError(f"--run-dir {path} is a file; use a directory that is new, empty, or of an earlier run")
     try:
         names = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise ConfigError(f"the run directory {path} cannot be read: {error.strerror}; choose another with --run-dir") from None
     if names and "metrics.jsonl" not in names:
-        raise ConfigError(f"--run-dir {path} has files that are not a run's ({', '.join(names[:3])}); give a new or empty directory")
+        raise ConfigError(f"--run-dir {path} has files that are not a run's ({', '.join(names[:3])}); use a new or empty directory")
     if names and not resume and (path / "metrics.jsonl").stat().st_size > 0:
         raise ConfigError(
-            f"--run-dir {path} already has recorded steps; give a new directory, or continue that run: "
+            f"--run-dir {path} already has recorded steps; use a new directory, or continue that run: "
             f"fuligo train --load {path / CHECKPOINTS}"
         )
 
@@ -164,7 +164,7 @@ def _lock(path: Path) -> int:
     """
     fd = try_lock(path / "metrics.jsonl")
     if fd is None:
-        raise ConfigError(f"--run-dir {path} is in use by a running job; wait for it, or give another directory")
+        raise ConfigError(f"--run-dir {path} is in use by a running job; wait for it, or use another directory")
     return fd
 
 

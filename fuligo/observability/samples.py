@@ -4,8 +4,6 @@ Columns are built from flat arrays, so that a rollout of thousands of samples ta
 sample without reading the file. Properties to search by have columns of their own, so that a search reads no tokens.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -255,17 +253,8 @@ def _lists(rows: Sequence[np.ndarray | None], dtype: type[np.generic]) -> pa.Arr
 
 def _spans(samples: Sequence[Sample]) -> pa.Array:
     spans = [span for sample in samples for span in sample.spans]
-    values = pa.StructArray.from_arrays(
-        [
-            pa.array([span.name for span in spans], pa.string()),
-            pa.array([span.start_s for span in spans], pa.float64()),
-            pa.array([span.end_s for span in spans], pa.float64()),
-            pa.array([span.engine for span in spans], pa.int16()),
-            pa.array([span.first_token for span in spans], pa.int32()),
-            pa.array([span.num_tokens for span in spans], pa.int32()),
-        ],
-        fields=list(_SPAN),
-    )
+    columns = [pa.array([getattr(span, field.name) for span in spans], field.type) for field in _SPAN]
+    values = pa.StructArray.from_arrays(columns, fields=list(_SPAN))
     return pa.ListArray.from_arrays(_offsets(np.array([len(sample.spans) for sample in samples], np.int32)), values)
 
 

@@ -1,6 +1,4 @@
-"""Sinks that also receive the metrics of steps and evaluations: TensorBoard, Weights & Biases, and a class of the user's."""
-
-from __future__ import annotations
+"""Sinks that also receive the metrics of steps and evaluations: TensorBoard, W&B, Trackio, MLflow, and a class of the user's."""
 
 import importlib
 import importlib.util
@@ -9,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from uuid import uuid4
 
 from fuligo.config import Config
@@ -26,7 +24,7 @@ class Sink(Protocol):
     """Receiver of records: `step`, `time` (seconds since 1970) and metrics."""
 
     def write(self, record: Record) -> None:
-        """Take the metrics of a step, or those of an evaluation (`eval/*`) of the weights that sample this step."""
+        """Receive the metrics of a step, or those of an evaluation (`eval/*`) of the weights that sample this step."""
         ...
 
     def close(self) -> None: ...
@@ -43,10 +41,9 @@ def open_sinks(config: Config, run_dir: Path, *, start: int, kept: Sequence[Reco
         ConfigError: a package is not installed, W&B rejects the run, or the user's class raised.
     """
     flags = config.observability
-    if flags.use_tensorboard:
-        _require("tensorboard", "--use-tensorboard")
-    if flags.use_wandb:
-        _require("wandb", "--use-wandb")
+    for package in ("tensorboard", "wandb", "trackio", "mlflow"):
+        if getattr(flags, f"use_{package}"):
+            _require(package, f"--use-{package}")
     sinks: list[Sink] = []
     if flags.use_tensorboard:
         tensorboard = TensorBoardSink(run_dir / "tensorboard", start=start)
@@ -56,9 +53,13 @@ def open_sinks(config: Config, run_dir: Path, *, start: int, kept: Sequence[Reco
         sinks.append(tensorboard)
     if flags.use_wandb:
         sinks.append(WandbSink(config, run_dir))
+    if flags.use_trackio:
+        sinks.append(GuardedSink("--use-trackio", TrackioSink, config, run_dir))
+    if flags.use_mlflow:
+        sinks.append(GuardedSink("--use-mlflow", MlflowSink, config, run_dir))
     hook = hook_of(config, "sink_path")
     if hook is not None:
-        sinks.append(UserSink(hook, config, run_dir))
+        sinks.append(GuardedSink(f"--sink-path {flags.sink_path}", hook, ArgsView(config), run_dir))
     return sinks
 
 
@@ -112,7 +113,7 @@ class WandbSink:
                 settings=wandb.Settings(x_disable_meta=True),  # the metadata hold the command line, which may hold keys
             )
         except wandb.Error as error:
-            raise ConfigError(f"--use-wandb: {error}; run `wandb login`, or give --wandb-mode offline") from None
+            raise ConfigError(f"--use-wandb: {error}; run `wandb login`, or use --wandb-mode offline") from None
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: Record) -> None:
@@ -122,17 +123,83 @@ class WandbSink:
         self._run.finish()
 
 
-class UserSink:
-    """Sink of the user's class. It must not end a run: after an exception it receives no further records."""
+class TrackioSink:
+    """Trackio run, continued when the run resumes."""
 
-    def __init__(self, hook: Hook, config: Config, run_dir: Path) -> None:
-        self._hook = hook
-        self._name = f"--sink-path {config.observability.sink_path}"
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        trackio = importlib.import_module("trackio")
+        self._run = trackio.init(
+            project=config.observability.tracking_project,
+            name=run_dir.name,
+            config=config.model_dump(mode="json"),
+            resume="allow",
+            embed=False,
+        )
+
+    def write(self, record: Record) -> None:
+        metrics = {key: value for key, value in record.items() if key not in ("step", "time")}
+        self._run.log(metrics, step=int(record["step"]))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowSink:
+    """MLflow run, continued when the run resumes. Its parameters are the flags that differ from their defaults."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        mlflow = importlib.import_module("mlflow")
+        self._entities = mlflow.entities
+        self._client = mlflow.MlflowClient()
+        file = run_dir / "mlflow-run-id.txt"
+        if file.exists():
+            self._run_id = file.read_text()
+            self._client.update_run(self._run_id, status="RUNNING")
+            return
+        name = config.observability.tracking_project
+        experiment = self._client.get_experiment_by_name(name)
+        experiment_id = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+        self._run_id = self._client.create_run(experiment_id, run_name=run_dir.name).info.run_id
+        file.write_text(self._run_id)
+        given, defaults = config.model_dump(mode="json"), Config().model_dump(mode="json")
+        changed = {name: value for group in given for name, value in given[group].items() if value != defaults[group].get(name)}
+        params = [mlflow.entities.Param(name, str(value)[:500]) for name, value in changed.items()]
+        for first in range(0, len(params), 100):  # as many as MLflow takes at a time
+            self._client.log_batch(self._run_id, params=params[first : first + 100])
+
+    def write(self, record: Record) -> None:
+        moment_ms, step = int(record["time"] * 1000), int(record["step"])
+        self._client.log_batch(
+            self._run_id,
+            metrics=[
+                self._entities.Metric(key.replace("@", "_at_"), float(value), moment_ms, step)
+                for key, value in record.items()
+                if key not in ("step", "time")
+            ],
+        )
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+class GuardedSink:
+    """Sink that must not end a run, because it depends on a server or on the user's code: after an exception it gets no more records.
+
+    Args:
+        name: flag that asks for it.
+        make: class of the sink.
+        given: what it is constructed with.
+    """
+
+    def __init__(self, name: str, make: Hook, *given: Any) -> None:
+        self._hook = make
+        self._name = name
         self._failed = False
         try:
-            self._sink: Sink = hook(ArgsView(config), run_dir)
+            self._sink: Sink = make(*given)
         except Exception as error:
-            raise HookError(f"{self._name}: the class raised on (args, run_dir): {describe_exception(error, hook)}") from error
+            call = f"the class raised on (args, run_dir): {describe_exception(error, make)}"
+            raise HookError(f"{name}: {call if name.startswith('--sink-path') else describe_exception(error, make)}") from error
 
     def write(self, record: Record) -> None:
         if self._failed:

@@ -24,6 +24,17 @@ from fuligo.formats.disk import writing
 from fuligo.observability.jsonl import append, open_to_append
 from fuligo.types import Sample, Span
 
+DOING = {
+    "start": "loading",
+    "rollout": "sampling",
+    "score": "scoring",
+    "train": "training",
+    "sync": "syncing weights",
+    "eval": "evaluating",
+    "save": "saving a checkpoint",
+    "record": "writing samples",
+}
+"""Phase of the driver -> activity, as displays name it."""
 DRIVER_PID = 1
 SAMPLE_PIDS = {"generate": 2, "reward": 3, "wait": 4}
 OTHER_PID = 5
@@ -111,7 +122,9 @@ class Trace:
             return dict(self._durations.pop(step, {}))
 
     def cut_back(self, step: int) -> None:
-        """Remove the events of `step` and later ones."""
+        """Remove the events of `step` and later ones, and forget the seconds that are not taken yet."""
+        with self._lock:
+            self._durations.clear()
         kept = [event for event in read_trace(self.path) if event["args"].get("step", -1) < step]
         replacement = self.path.with_name(f".{self.path.name}.tmp")
         with writing(self.path):

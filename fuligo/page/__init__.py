@@ -1,7 +1,5 @@
 """Self-contained pages: markup, style, scripts and data in one file, for `fuligo plan --html` and `fuligo view`."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

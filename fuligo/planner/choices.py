@@ -132,7 +132,7 @@ def requests_wanted(subject: Subject) -> int:
     """Return the requests that a run would have in flight without a limit."""
     config = subject.config
     rollout = config.rollout
-    if config.data.prompt_data is None and config.has_eval:  # an evaluation alone, which sends everything at once
+    if not config.data.prompt_data and config.has_eval:  # an evaluation alone, which sends everything at once
         return MAX_REQUESTS * max(1, config.resolved_rollout_num_gpus)
     prompts = config.resolved_over_sampling_batch_size
     if rollout.async_mode == "full":

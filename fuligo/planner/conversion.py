@@ -1,6 +1,6 @@
-"""Plan of converting a Hugging Face checkpoint to a distributed one: arguments and parallel layout.
+"""Plan for converting a Hugging Face checkpoint to a distributed one: arguments and parallel layout.
 
-The layout does not change what is written: a distributed checkpoint loads under any layout. Launch scripts give one all the same, and it is
+The layout does not change what is written: a distributed checkpoint loads under any layout. Launch scripts still set one, and it is
 checked here.
 """
 
@@ -15,9 +15,9 @@ from fuligo.layout.megatron import Layout, layout_of
 from fuligo.models.architecture import Architecture
 from fuligo.models.find import find_trainer_config_json
 from fuligo.models.megatron_flags import disagreements
+from fuligo.planner.layout import stages
 from fuligo.planner.memory.parameters import frozen_parameters, trained_parameters
 from fuligo.planner.plan import Stage
-from fuligo.planner.stages import stages
 from fuligo.planner.subject import Subject, read_subject
 from fuligo.quantities import amount, magnitude
 
@@ -71,7 +71,7 @@ def plan_hf_to_dist(arguments: Sequence[str], world_size: int) -> DistPlan:
     found = None if config.model.override_model_config else find_trainer_config_json(config)
     if found is not None:
         problems = [
-            f"{option} {given_value} contradicts {found.source} ({expected}); correct it, or give --override-model-config"
+            f"{option} {given_value} contradicts {found.source} ({expected}); correct it, or use --override-model-config"
             for option, given_value, expected in disagreements(config, found.values, found.source)
         ]
         if problems:
@@ -104,7 +104,7 @@ def _chosen_layout(architecture: Architecture, world_size: int) -> list[Change]:
     """Return a layout with one stage per process; the last one takes the remaining layers."""
     if world_size > architecture.num_layers:
         raise ConfigError(
-            f"{world_size} processes exceed the model's {architecture.num_layers} layers; start fewer, or give a layout with "
+            f"{world_size} processes exceed the model's {architecture.num_layers} layers; start fewer, or use a layout with "
             "--tensor-model-parallel-size and --expert-model-parallel-size"
         )
     share = architecture.num_layers // world_size

@@ -43,6 +43,7 @@ def plan_document(plan: Plan, config: Config, notes: Sequence[str] = ()) -> dict
         ],
         "engine_capacities": [asdict(capacity) for capacity in plan.capacities],
         "step": {"duration_s": plan.step_s, "phases": [asdict(phase) for phase in plan.phases]},
+        "disk": None if plan.disk is None else {**asdict(plan.disk), "used_bytes": plan.disk.used_bytes},
         "suggestions": [asdict(suggestion) for suggestion in plan.suggestions],
         "assumptions": plan.assumptions,
         "settings": _settings(config),

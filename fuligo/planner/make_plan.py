@@ -10,6 +10,7 @@ from fuligo.config.validate import findings as config_findings
 from fuligo.errors import ConfigError
 from fuligo.planner.check import check
 from fuligo.planner.choices import choose
+from fuligo.planner.disk import disk_of_checkpoints
 from fuligo.planner.estimate import HOST, estimate, memory_findings
 from fuligo.planner.plan import Plan
 from fuligo.planner.roofline import assumptions
@@ -55,6 +56,7 @@ def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: in
         capacities=numbers.capacities,
         phases=numbers.phases,
         step_s=numbers.step_s,
+        disk=disk_of_checkpoints(subject),
         suggestions=tuple(remedy.suggestion for remedy in found),
         assumptions=assumptions(subject, numbers.layout),
     )

@@ -184,6 +184,31 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class Disk:
+    """Space that checkpoints and exports take at most."""
+
+    checkpoint_bytes: int
+    """Weights and optimizer of one checkpoint."""
+    num_checkpoints: int | None
+    """Checkpoints at a time, the one being written included; None if it depends on the number of prompts."""
+    export_bytes: int
+    """One export of `--save-hf` at 16 bits per parameter; 0 without."""
+    num_exports: int | None
+
+    @property
+    def is_known(self) -> bool:
+        """True if the number of files does not depend on the number of prompts."""
+        return self.num_checkpoints is not None and self.num_exports is not None
+
+    @property
+    def used_bytes(self) -> int:
+        """Total; one of each kind where the number is unknown."""
+        checkpoints = 1 if self.num_checkpoints is None else self.num_checkpoints
+        exports = 1 if self.num_exports is None else self.num_exports
+        return checkpoints * self.checkpoint_bytes + exports * self.export_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Plan of a run."""
 
@@ -195,7 +220,7 @@ class Plan:
     gpu: str
     findings: tuple[Finding, ...]
     layout: ClusterLayout | None = None
-    """None if errors prevent a layout; then the following have no values either."""
+    """Place of every rank; None if errors prevent a layout; then the following have no values either."""
     memory: tuple[MemoryBar, ...] = ()
     capacities: tuple[EngineCapacity, ...] = ()
     phases: tuple[Phase, ...] = ()
@@ -205,5 +230,7 @@ class Plan:
     """At most three, the cheapest first; empty if everything fits."""
     assumptions: tuple[str, ...] = ()
     """Assumptions of the estimates, one sentence each."""
+    disk: Disk | None = None
+    """Disk that the checkpoints take; None without a layout, and if the run saves nothing."""
     choices: tuple[Choice, ...] = ()
     """Values of flags that were not given, with which the run was planned."""

@@ -1,4 +1,4 @@
-"""Plan as text: placement, memory, one step, findings."""
+"""Plan as text: placement, memory, one step, findings. Bars are coloured blocks, or letters without colour."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -11,9 +11,8 @@ from rich.text import Text
 from fuligo.config import Config
 from fuligo.config.changes import change_text
 from fuligo.config.findings import Finding, Severity
-from fuligo.planner.plan import ClusterLayout, EngineCapacity, MemoryBar, Plan
-from fuligo.planner.text_bars import Palette, span_bar, stacked_bar
-from fuligo.quantities import as_typed, count, gibibytes, magnitude, ranges, seconds
+from fuligo.planner.plan import ClusterLayout, Disk, EngineCapacity, MemoryBar, Plan
+from fuligo.quantities import amount, as_typed, count, gibibytes, magnitude, ranges, seconds
 
 _MAX_WIDTH = 120
 _MIN_BAR = 10
@@ -22,19 +21,28 @@ _SHOWN_SHARE = 0.001
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow"}
 
 
+def gpu_hours(step_s: float, config: Config) -> str:
+    """Return the cost of the whole run at this pace, without loading, evaluations and saves; empty if its length is not known yet."""
+    num_rollouts, num_gpus = config.data.num_rollout, config.total_num_gpus
+    if num_rollouts is None or not num_gpus:
+        return ""
+    gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus:,} GPUs"
+    return f"; {num_rollouts:,} of them on {gpus}, about {step_s * num_rollouts * num_gpus / 3600:,.3g} GPU hours"
+
+
 def print_report(plan: Plan, config: Config, console: Console, notes: Sequence[str] = ()) -> None:
     """Print the report of a plan, and the notes of the command-line parser."""
     width = min(console.width, _MAX_WIDTH) - 2
     coloured = console.is_terminal and not console.no_color
     console.print(_headline(plan))
     if plan.layout is not None:
-        _section(console, "Where", [*_trainer(plan.layout), *_engines(plan.layout, plan.capacities)])
+        _section(console, "Where", [*_trainer(plan.layout), *_engines(plan.layout, plan.capacities), *_disk(plan.disk)])
     if plan.choices:
         _section(console, "Chosen for flags that are not given", _choices(plan, config))
     if plan.memory:
         _section(console, "Memory", _memory(plan.memory, width, coloured))
     if plan.phases:
-        _section(console, f"One step, about {seconds(plan.step_s)}", _step(plan, width, coloured))
+        _section(console, f"One step, about {seconds(plan.step_s)}{gpu_hours(plan.step_s, config)}", _step(plan, width, coloured))
     if plan.findings or notes:
         _section(console, "Findings", [*_findings(plan.findings, config), *(Text(f"note: {note}") for note in notes)])
     if plan.suggestions:
@@ -119,6 +127,14 @@ def _labelled(label: str, text: str) -> Text:
     return Text.assemble((f"{label:<9}", "bright_black"), text)
 
 
+def _disk(disk: Disk | None) -> Iterator[Text]:
+    if disk is None:
+        return
+    kinds = (("checkpoint", disk.num_checkpoints, disk.checkpoint_bytes), ("export", disk.num_exports, disk.export_bytes))
+    parts = [f"{f'{noun}s' if number is None else count(number, noun)} of {amount(size)}" for noun, number, size in kinds if number != 0]
+    yield _labelled("disk", f"at most {' and '.join(parts)}: {amount(disk.used_bytes)}" if disk.is_known else " and ".join(parts))
+
+
 def _memory(bars: Sequence[MemoryBar], width: int, coloured: bool) -> Iterator[Text]:
     bars = _merge_equal_stages([bar for bar in bars if _is_gpu(bar) or _SHOWN_SHARE * bar.capacity_bytes <= bar.used_bytes])
     palette = Palette((item.name for bar in bars for item in bar.items if item.num_bytes), coloured=coloured)
@@ -198,3 +214,94 @@ def _verdict(plan: Plan) -> Text:
         return Text.assemble((count(num_errors, "error"), "bold red"), f"{warnings}: {consequence}")
     estimates = f"; the times are estimates under {count(len(plan.assumptions), 'assumption')} (listed by --html and --json)"
     return Text.assemble(("valid", "bold green"), warnings, estimates if plan.assumptions else "")
+
+
+_KNOWN = {
+    "weights": ("w", "blue"),
+    "draft_weights": ("W", "bright_blue"),
+    "engine_weights": ("E", "blue"),
+    "gradients": ("g", "cyan"),
+    "optimizer": ("o", "yellow"),
+    "activations": ("a", "red"),
+    "backward": ("b", "bright_red"),
+    "logits": ("l", "magenta"),
+    "kv_cache": ("k", "green"),
+    "graphs": ("h", "bright_green"),
+    "samples": ("s", "bright_white"),
+    "batches": ("B", "white"),
+    "routing_record": ("R", "bright_white"),
+    "communication": ("c", "bright_magenta"),
+    "deepep": ("d", "bright_magenta"),
+    "workspace": ("p", "bright_black"),
+    "runtime": ("r", "bright_black"),
+    "fragmentation": ("f", "white"),
+    "engine": ("e", "bright_yellow"),
+    "engines": ("e", "green"),
+    "trainer": ("t", "bright_cyan"),
+    "teacher": ("T", "bright_blue"),
+}
+"""Letter and colour of common memory parts and of the lanes of a step."""
+_OTHER_COLOURS = ("bright_white", "bright_blue")
+_BLOCK = "█"
+
+
+class Palette:
+    """Letter and colour of each name."""
+
+    def __init__(self, names: Iterable[str], *, coloured: bool) -> None:
+        """Assign letters and colours; without colour, bars consist of letters."""
+        self._coloured = coloured
+        self._letters: dict[str, str] = {}
+        self._styles: dict[str, str] = {}
+        names = dict.fromkeys(names)
+        taken = {_KNOWN[name][0] for name in names if name in _KNOWN}
+        others = iter(_OTHER_COLOURS * len(names))
+        for name in names:
+            if name in _KNOWN:
+                self._letters[name], self._styles[name] = _KNOWN[name]
+                continue
+            self._letters[name] = next((letter for letter in name + name.upper() if letter.isalpha() and letter not in taken), "#")
+            self._styles[name] = next(others)
+            taken.add(self._letters[name])
+
+    def run(self, name: str, length: int) -> Text:
+        """Return `length` characters of one part."""
+        return Text((_BLOCK if self._coloured else self._letters[name]) * length, self._styles[name])
+
+    def legend(self, width: int) -> Iterator[Text]:
+        """Yield the lines of the legend, such as `w weights  g gradients`, in the order of the names."""
+        line = Text()
+        for name in self._letters:
+            entry = Text.assemble(self.run(name, 1), " ", name.replace("_", " "))
+            if line and len(line) + 2 + len(entry) > width:
+                yield line
+                line = Text()
+            line = Text("  ").join([line, entry]) if line else entry
+        yield line
+
+
+def stacked_bar(parts: Sequence[tuple[str, float]], capacity: float, scale: float, width: int, palette: Palette) -> Text:
+    """Draw the parts side by side, dots up to the capacity, and `|` at it; the excess follows the `|`.
+
+    `width` characters stand for `scale`, which is at least the capacity and the sum of the parts.
+    """
+    cells: list[str | None] = []
+    total = 0.0
+    for name, size in parts:
+        total += size
+        cells += [name] * (round(total / scale * width) - len(cells))
+    end = round(capacity / scale * width)
+    cells += [None] * (end - len(cells))
+    bar = Text()
+    for position, name in enumerate(cells):
+        if position == end:
+            bar.append("|", "bold red")
+        bar.append("·", "bright_black") if name is None else bar.append_text(palette.run(name, 1))
+    return bar.append("|", "bold") if len(cells) == end else bar
+
+
+def span_bar(name: str, start: float, length: float, scale: float, width: int, palette: Palette) -> Text:
+    """Draw a part that begins at `start`, at least one character wide."""
+    first = min(round(start / scale * width), width - 1)
+    last = max(round((start + length) / scale * width), first + 1)
+    return Text.assemble(" " * first, palette.run(name, last - first), " " * (width - last))

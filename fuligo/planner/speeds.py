@@ -14,8 +14,10 @@ WITH_EXPERTS = 263 / 469
 """GLM-4.7-Flash's shape, 64 experts, on one GPU: grouped products of small matrices."""
 WITH_EP = 195 / 405 / WITH_EXPERTS
 """Factor of TP 2 and EP 2: exchange of tokens within a node. (128 experts with EP 2 alone: 256 / 272.)"""
-TORCH_TRAINER = 6 * 0.6e9 * 40e3 / PEAK_MEASURED_ON
-"""The torch trainer on an H200: Qwen3 of 0.6B, 40k tokens/s with forward, backward and AdamW (docs/benchmarks-gpu.md)."""
+TORCH_TRAINER = 450e12 / PEAK_MEASURED_ON
+"""The torch trainer on an H200 with compiled layers, in the same case as the Megatron trainer."""
+TORCH_EAGER = 170e12 / PEAK_MEASURED_ON
+"""The same without: Qwen3 of 0.6B, packed rows of 13.3k tokens."""
 PREFILL = DENSE_ONE_GPU
 """Efficiency of an engine's prefill, assumed equal to a dense trainer's."""
 
@@ -28,8 +30,9 @@ this time for each request (sampling, log-probabilities, the scheduler). Fitted 
 EAGER_LAYER_S = 1.1e-3
 """Time per layer without a CUDA graph, in SGLang (512 requests: 33-37 ms for 30 and 36 layers) and in the embedded engine (8.5k tokens/s at
 256 requests of a 28-layer model)."""
-ARRIVAL_S = 0.5e-3
-"""Time from one request's arrival at an engine to the next one's, through runner, router and tokenizer process."""
+ARRIVAL_S = 0.9e-3
+"""Time per request of a wave through runner, router and tokenizer process: 0.5 ms from one arrival to the next, the rest for the answers
+with their log-probabilities, fitted to whole rollouts of SmolLM2 in `fuligo train` (docs/benchmarks-gpu.md)."""
 DRAFT_ACCEPTANCE = 0.85
 """Acceptance rate of each drafted token, given those before it: the lower figure for DeepSeek-V3's MTP layer (arXiv 2412.19437, section
 5.4.3)."""

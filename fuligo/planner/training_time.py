@@ -4,6 +4,7 @@ from fuligo.layout.flops import forward_flops
 from fuligo.layout.megatron import Layout, layout_of
 from fuligo.planner import speeds
 from fuligo.planner.lengths import average_prompt, average_response, num_micro_batches
+from fuligo.planner.memory.torch_trainer import compiles_layers
 from fuligo.planner.memory.trainer import gradient_bytes, offloaded_share, optimizer_parameters, trainer_state
 from fuligo.planner.plan import ClusterLayout, Phase
 from fuligo.planner.subject import Subject
@@ -122,7 +123,7 @@ def pipeline_bubble(subject: Subject, shape: Layout) -> float:
 def trainer_efficiency(subject: Subject, shape: Layout) -> float:
     """Return the share of the GPU's dense bf16 peak, without the pipeline bubble."""
     if not subject.is_megatron:
-        return speeds.TORCH_TRAINER
+        return speeds.TORCH_TRAINER if compiles_layers(subject) else speeds.TORCH_EAGER
     factor, has_experts = speeds.DENSE_ONE_GPU, subject.architecture.experts is not None
     for applies, share in (
         (shape.tp > 1, speeds.WITH_TP),

@@ -5,16 +5,14 @@ over HTTP one after another. If the engine is paused until the whole wave has ar
 depends on the wave alone, not on the arrival times.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from fuligo.engines.group import EngineGroup
 from fuligo.errors import EngineError
-from fuligo.rollout.protocol import EngineControl
 from fuligo.types import SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -24,7 +22,7 @@ ARRIVAL_DEADLINE_S = 60.0
 
 
 @asynccontextmanager
-async def aligned_start(engines: EngineControl, groups: Sequence[SampleGroup]) -> AsyncIterator[None]:
+async def aligned_start(engines: EngineGroup, groups: Sequence[SampleGroup]) -> AsyncIterator[None]:
     """Pause idle engines while the body starts the groups, and until all their requests have arrived.
 
     Raises:
@@ -49,7 +47,7 @@ def _num_unfinished(groups: Sequence[SampleGroup]) -> int:
     return sum(not sample.finished for group in groups for sample in group.samples)
 
 
-async def _num_arrived(engines: EngineControl) -> int:
+async def _num_arrived(engines: EngineGroup) -> int:
     count = (await engines.load()).num_arrived
     if count is None:
         raise EngineError("cannot align the start of a wave: the engine does not count arriving requests; use the embedded engine")

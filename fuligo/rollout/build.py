@@ -13,20 +13,22 @@ from fuligo.config.args_view import ArgsView
 from fuligo.config.hooks import Hook, describe_exception, hook_of, load_hook
 from fuligo.data.dataset import PromptDataset, PromptTooLongError
 from fuligo.data.settings import data_settings
+from fuligo.data.source import PromptSource
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import ConfigError, DataError, HookError
 from fuligo.formats.hugging_face import read_model_config
 from fuligo.models.routing import RoutingShape
 from fuligo.rollout.continuous import Admission, ContinuousRunner
+from fuligo.rollout.custom_eval import CustomEvaluator
 from fuligo.rollout.custom_generate import CustomGenerate
 from fuligo.rollout.custom_rollout import CustomRollout
 from fuligo.rollout.custom_source import CustomSource
 from fuligo.rollout.eval_sets import EvalSetSpec, eval_set_specs
-from fuligo.rollout.evaluate import EvalSet, Evaluator
-from fuligo.rollout.filters import buffer_filter, group_filter, sample_filter
+from fuligo.rollout.evaluate import EvalSet, Evaluates, Evaluator
+from fuligo.rollout.filters import all_samples, buffer_filter, group_filter, sample_filter
 from fuligo.rollout.generate import Engine, SingleTurn, sampling_params
 from fuligo.rollout.producer import Activity, CountedEngine
-from fuligo.rollout.protocol import GenerateFn, GroupStream, PromptStream, RewardFn, RolloutMethod
+from fuligo.rollout.protocol import GenerateFn, GroupStream, RewardFn, RolloutMethod
 from fuligo.rollout.rewards import CustomReward, RewardRunner
 from fuligo.rollout.runner import RolloutRunner, RunnerParts
 from fuligo.rollout.sampler import Sampler
@@ -57,7 +59,7 @@ class Sampling:
 def build_sampling(
     config: Config,
     *,
-    prompts: PromptStream | None,
+    prompts: PromptSource | None,
     engines: EngineGroup,
     tokenizer: PreTrainedTokenizerBase,
     reward: RewardFn,
@@ -137,6 +139,7 @@ def _runner_parts(
         concurrency=config.resolved_rollout_concurrency,
         reward_key=config.reward.reward_key,
         group_filter=_adapted(config, args, "dynamic_sampling_filter_path", group_filter),
+        all_samples=_adapted(config, args, "rollout_all_samples_process_path", all_samples),
         sample_filter=_adapted(config, args, "rollout_sample_filter_path", sample_filter),
         policy_version=policy_version,
     )
@@ -154,9 +157,15 @@ def _adapted(config: Config, args: ArgsView, flag_name: str, adapt: Callable[[Ho
 
 
 def build_evaluator(
-    config: Config, *, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase, generate: GenerateFn, reward: RewardFn
-) -> Evaluator | None:
-    """Build the evaluator; None without evaluation data.
+    config: Config,
+    *,
+    engines: EngineGroup,
+    tokenizer: PreTrainedTokenizerBase,
+    generate: GenerateFn,
+    reward: RewardFn,
+    policy_version: Callable[[], int],
+) -> Evaluates | None:
+    """Build the evaluator; None without evaluation data and function.
 
     Args:
         generate: `Sampling.generate`
@@ -166,9 +175,21 @@ def build_evaluator(
         ConfigError, DataError, HookError: a data set or its settings are wrong
     """
     specs = eval_set_specs(config)
-    if not specs:
+    hook = hook_of(config, "eval_function_path")
+    if not specs and hook is None:
         return None
     sets = [_eval_set(config, spec, tokenizer, reward) for spec in specs]
+    if hook is not None:
+        return CustomEvaluator(
+            hook,
+            ArgsView(config),
+            sets,
+            generate,
+            EvalSetSpec(name="default", path=["none"]).sampling_params(config),
+            policy_version=policy_version,
+            reward_key=config.resolved_eval_reward_key,
+            vocab_size=vocab_size(config),
+        )
     own_rewards = [eval_set.reward for eval_set in sets if isinstance(eval_set.reward, RewardRunner) and eval_set.reward is not reward]
     return Evaluator(
         sets,
@@ -189,7 +210,7 @@ def build_generate(
     return _generate(config, ArgsView(config), _single_turn(config, engines, tokenizer).without_routing(), policy_version)
 
 
-def _source(config: Config, args: ArgsView, prompts: PromptStream | None) -> GroupStream:
+def _source(config: Config, args: ArgsView, prompts: PromptSource | None) -> GroupStream:
     flags = config.rollout
     hook = hook_of(config, "data_source_path")
     buffers = flags.partial_rollout and flags.async_mode != "full"
@@ -202,7 +223,7 @@ def _source(config: Config, args: ArgsView, prompts: PromptStream | None) -> Gro
             source = hook(args)
         except Exception as error:
             raise HookError(
-                f"--data-source-path {config.data.data_source_path}: the class raised on (args): {describe_exception(error, hook)}"
+                f"--data-source-path {config.data.data_source_path}: the constructor raised: {describe_exception(error, hook)}"
             ) from error
         return CustomSource(source, partial_rollout=buffers, mask_offpolicy=flags.mask_offpolicy_in_partial_rollout)
     assert prompts is not None, "validated: without --data-source-path there are prompt files"

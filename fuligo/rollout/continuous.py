@@ -1,7 +1,5 @@
 """Sampling without pause: groups are sampled, judged and queued while the trainer works, and handed out as soon as a rollout is full."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter
@@ -231,9 +229,8 @@ class ContinuousRunner:
         self._next_step = step + 1
         groups = sorted([*kept, *since.dropped], key=lambda group: group.index)
         num_tokens = sum(map(_num_tokens, groups)) + num_tokens_left - since.num_tokens_before
-        if self._parts.sample_filter is not None:
-            self._parts.sample_filter(kept)
         assert self._request is not None
+        self._parts.finish(step, self._request.version, groups)
         metrics = sample_metrics(groups, reward_key=self._parts.reward_key, policy_version=self._request.version)
         metrics |= continuous_metrics(
             groups,

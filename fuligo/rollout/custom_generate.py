@@ -1,7 +1,5 @@
 """Generation by `--custom-generate-function-path`: `async (args, sample, sampling_params) -> Sample | list[Sample]`, and its helpers."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """Rollouts of `--rollout-function-path`: `(args, rollout_id, data_source, evaluation=False)`, plain or async."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable
@@ -12,6 +10,7 @@ from fuligo.config.hooks import describe_exception
 from fuligo.engines.generation import SamplingParams
 from fuligo.errors import RolloutError
 from fuligo.rollout.custom_generate import complete, default_generate
+from fuligo.rollout.data_source import DataSource
 from fuligo.rollout.metrics import epoch_metric, sample_metrics
 from fuligo.rollout.protocol import GenerateFn, GroupStream, Rollout, RolloutState
 from fuligo.rollout.rewards.failure import RewardFailure
@@ -19,27 +18,6 @@ from fuligo.rollout.rewards.runner import finite
 from fuligo.rollout.sampler import failed, malformation
 from fuligo.rollout.teacher import ServedTeacher
 from fuligo.types import Sample, SampleGroup, SampleStatus
-
-
-class DataSource:
-    """`data_source` of the function: groups of fresh or unfinished samples."""
-
-    def __init__(self, source: GroupStream, step: int, policy_version: int) -> None:
-        self._source = source
-        self._step = step
-        self._policy_version = policy_version
-        self.rows: dict[int, int] = {}
-        """Row of the data set by group index."""
-
-    def get_samples(self, num_groups: int) -> list[list[Sample]]:
-        """Return the next `num_groups` groups of `--n-samples-per-prompt` samples each."""
-        groups = self._source.draw(num_groups, self._step, self._policy_version).groups
-        self.rows.update((group.index, group.row) for group in groups)
-        return [group.samples for group in groups]
-
-    def add_samples(self, groups: list[list[Sample]]) -> None:
-        """Take back groups that the rollout does not return; they are drawn again, with their tokens under `--partial-rollout`."""
-        self._source.put_back([SampleGroup(samples[0].group_index, self.rows[samples[0].group_index], samples) for samples in groups])
 
 
 @dataclass(eq=False)
@@ -82,20 +60,24 @@ class CustomRollout:
         data_source = DataSource(self.source, step, version)
         try:
             with default_generate(self.generate, self.params):
-                if inspect.iscoroutinefunction(self.hook):
-                    result = await self.hook(self.args, step, data_source, evaluation=False)
-                else:
-                    result = await asyncio.to_thread(self.hook, self.args, step, data_source, evaluation=False)
+                result = await call(self.hook, self.args, step, data_source, evaluation=False)
         except Exception as error:
             cause = describe_exception(error, self.hook)
             raise RolloutError(f"--rollout-function-path: the function raised in rollout {step}: {cause}") from error
-        groups = [_group(samples, version, data_source.rows, self.vocab_size, self.reward_key) for samples in _checked(result)]
+        groups = [completed_group(samples, version, data_source.rows, self.vocab_size, self.reward_key) for samples in _checked(result)]
         groups.sort(key=lambda group: group.index)
         if self.teacher is not None:
             await asyncio.gather(*(self.teacher(group) for group in groups))
         metrics = sample_metrics(groups, reward_key=self.reward_key, policy_version=version)
         state = self.source.state(step)
         return Rollout(step, groups, state, metrics | epoch_metric(state))
+
+
+async def call(hook: Callable[..., Any], args: Any, rollout_id: int, data_source: Any, *, evaluation: bool) -> Any:
+    """Call a rollout or evaluation function: on the event loop if it is async, else in a thread."""
+    if inspect.iscoroutinefunction(hook):
+        return await hook(args, rollout_id, data_source, evaluation=evaluation)
+    return await asyncio.to_thread(hook, args, rollout_id, data_source, evaluation=evaluation)
 
 
 def _checked(result: Any) -> list[list[Sample]]:
@@ -105,7 +87,9 @@ def _checked(result: Any) -> list[list[Sample]]:
     return result
 
 
-def _group(samples: list[Sample], version: int, rows: dict[int, int], vocab_size: int | None, reward_key: str | None) -> SampleGroup:
+def completed_group(
+    samples: list[Sample], version: int, rows: dict[int, int], vocab_size: int | None, reward_key: str | None
+) -> SampleGroup:
     """Complete the samples of a group and mark those failed that cannot be trained on."""
     for sample in samples:
         try:

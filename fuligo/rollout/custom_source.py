@@ -7,8 +7,6 @@ It is created as `Source(args)` and has
 `__len__()`, its number of prompts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field

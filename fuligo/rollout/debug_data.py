@@ -43,7 +43,7 @@ def decode_groups(data: bytes) -> list[SampleGroup]:
     """Decode the groups of `encode_groups`.
 
     Raises:
-        DataError: `data` is of another format or version
+        DataError: `data` has a different format or version
     """
     return _groups(*_read(data, "the buffer of unfinished groups"))
 
@@ -80,7 +80,7 @@ def load_rollout(template: str, step: int, *, vocab_size: int | None = None) -> 
         vocab_size: vocabulary size of the model that trains on it; None if unknown
 
     Raises:
-        DataError: the file is missing, of another format, or of a model with other tokens
+        DataError: the file is missing, has a different format, or belongs to a model with other tokens
     """
     path = Path(template.replace("{rollout_id}", str(step)))
     try:
@@ -89,13 +89,13 @@ def load_rollout(template: str, step: int, *, vocab_size: int | None = None) -> 
         raise DataError(f"--load-debug-rollout-data: cannot read {path} for rollout {step}: {error.strerror}") from error
     table, meta = _read(data, str(path))
     if "step" not in meta:
-        raise DataError(f"--load-debug-rollout-data: {path} holds groups, not a rollout; give a file of --save-debug-rollout-data")
+        raise DataError(f"--load-debug-rollout-data: {path} holds groups, not a rollout; use a file of --save-debug-rollout-data")
     groups = _groups(table, meta)
     last = max((int(sample.tokens.max()) for group in groups for sample in group.samples if len(sample.tokens)), default=0)
     if vocab_size is not None and last >= vocab_size:
         raise DataError(
-            f"--load-debug-rollout-data: {path} has the token id {last} and --hf-checkpoint has {vocab_size} tokens; "
-            "the file is of another model"
+            f"--load-debug-rollout-data: {path} has the token id {last}, but --hf-checkpoint has {vocab_size} tokens; "
+            "the file belongs to another model"
         )
     kept, buffer = groups[: meta["num_groups"]], groups[meta["num_groups"] :]
     state = RolloutState(meta["source"], meta["next_sample_index"], meta["next_group_index"], buffer)

@@ -5,8 +5,6 @@ complete as soon as `target` groups are kept. When `submitted - dropped < target
 wave is due.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
@@ -63,7 +61,7 @@ class DynamicSampling:
 
     @property
     def exhausted(self) -> bool:
-        """True if all allowed waves have begun, or so many groups were dropped and none kept that it is time to give up."""
+        """True if all allowed waves have begun, or if so many groups were dropped, and none kept, that sampling gives up."""
         hopeless = len(self.dropped) >= max(HOPELESS_ROLLOUTS * self.target, HOPELESS_GROUPS)
         return self.num_waves == self.max_waves or (hopeless and not self._kept)
 

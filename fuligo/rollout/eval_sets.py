@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import ValidationError, field_validator
 
 from fuligo.config.flag import FlagGroup, flag
 from fuligo.config.flags import did_you_mean, nearest
 from fuligo.config.groups.sampling import EVAL_NAME
 from fuligo.config.rules.required import lacking_column
+from fuligo.config.yaml_text import load, read_yaml_text, yaml_problem
 from fuligo.engines.generation import SamplingParams
 from fuligo.errors import ConfigError
 from fuligo.rollout.generate import sampling_params
@@ -38,7 +39,7 @@ class EvalSetSpec(FlagGroup):
     """Settings of one data set; None is inherited."""
 
     name: str = flag("", "name in the metrics", min_length=1, pattern=EVAL_NAME)
-    path: str = flag("", "jsonl or parquet file, with an optional slice: FILE@[a:b]", min_length=1)
+    path: list[str] = flag([], "file or files, as --prompt-data takes them", min_length=1)
     n_samples_per_eval_prompt: int | None = flag(None, "responses to each prompt", ge=1)
     max_response_len: int | None = flag(None, "longest response", unit="tokens", ge=1)
     temperature: float | None = flag(None, "sampling temperature; 0 always takes the most likely token", ge=0)
@@ -53,10 +54,15 @@ class EvalSetSpec(FlagGroup):
     tool_key: str | None = flag(None, "column with tool definitions")
     apply_chat_template: bool | None = flag(None, "apply the tokenizer's chat template")
 
+    @field_validator("path", mode="before")
+    @classmethod
+    def _one_entry(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) and value else value
+
     def has_own_reward(self, config: Config) -> bool:
         """Return whether it is judged differently from the training samples."""
         own = any(value is not None for value in (self.rm_type, self.custom_rm_path, self.reward_key))
-        return own or config.is_unjudged or config.resolved_eval_reward_key != config.reward.reward_key
+        return own or config.is_unjudged or bool(config.reward.extra_rm_path) or config.resolved_eval_reward_key != config.reward.reward_key
 
     def custom_reward_path(self, config: Config) -> str | None:
         """Return the path of its reward hook; None for a built-in reward."""
@@ -94,7 +100,7 @@ def eval_set_specs(config: Config) -> list[EvalSetSpec]:
     Raises:
         ConfigError: the file cannot be read or has another form, lists a data set twice, or names an unknown reward
     """
-    specs = [EvalSetSpec(name=name, path=path) for name, path in config.eval_data_sets.items()]
+    specs = [EvalSetSpec(name=name, path=[path]) for name, path in config.eval_data_sets.items()]
     if config.eval.eval_config is not None:
         specs += _read(Path(config.eval.eval_config))
     names = [spec.name for spec in specs]
@@ -120,11 +126,11 @@ def _reward_problem(config: Config, spec: EvalSetSpec) -> Iterator[str]:
 
 def _read(path: Path) -> list[EvalSetSpec]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--eval-config {path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--eval-config {path}: not a YAML file: {error}") from error
+        content = load(read_yaml_text(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--eval-config {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--eval-config {path}: not a YAML file: {yaml_problem(error)}") from error
     section = content.get("eval") if isinstance(content, dict) else None
     if not isinstance(section, dict) or not isinstance(section.get("datasets"), list) or section.keys() - {"defaults", "datasets"}:
         raise ConfigError(f"--eval-config {path}: it must hold `eval:` with `datasets:` (a list) and optionally `defaults:`, nothing else")

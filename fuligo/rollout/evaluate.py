@@ -1,23 +1,23 @@
 """Evaluation on held-out prompts, several samples each. It leaves the counters and order of the training data alone."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from fuligo.engines.generation import SamplingParams
+from fuligo.engines.group import EngineGroup
 from fuligo.errors import RolloutError
 from fuligo.rollout.aligned_start import aligned_start
 from fuligo.rollout.group_tasks import GroupTasks
 from fuligo.rollout.judging import judged
-from fuligo.rollout.protocol import EngineControl, GenerateFn, RewardFn
+from fuligo.rollout.protocol import GenerateFn, RewardFn
 from fuligo.rollout.sampler import Sampler
 from fuligo.rollout.scores import prompt_scores, reported_means
 from fuligo.rollout.turns import Turns
@@ -45,8 +45,18 @@ class Evaluation:
 
     metrics: dict[str, float]
     """`eval/<name>/*`"""
-    groups: dict[str, list[SampleGroup]]
+    groups: dict[str, list[SampleGroup]] = field(repr=False)
     """Groups of each data set, in its order."""
+
+
+class Evaluates(Protocol):
+    """Evaluation of the current weights: `Evaluator`, or a user's function (`custom_eval.CustomEvaluator`)."""
+
+    async def evaluate(self, rollout_id: int) -> Evaluation:
+        """Evaluate the weights after `rollout_id` rollouts."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class Evaluator:
@@ -67,7 +77,7 @@ class Evaluator:
         self,
         sets: Sequence[EvalSet],
         generate: GenerateFn,
-        engines: EngineControl,
+        engines: EngineGroup,
         *,
         seed: int,
         concurrency: int,
@@ -89,8 +99,11 @@ class Evaluator:
         for close in self._on_close:
             await close()
 
-    async def evaluate(self) -> Evaluation:
+    async def evaluate(self, rollout_id: int = 0) -> Evaluation:
         """Sample and judge every set.
+
+        Args:
+            rollout_id: unused; an evaluation is the same after every rollout
 
         Raises:
             RolloutError: every sample of a set failed
@@ -105,11 +118,11 @@ class Evaluator:
         evaluation = Evaluation({}, {})
         for eval_set, of_set in zip(self.sets, groups, strict=True):
             evaluation.groups[eval_set.name] = of_set
-            evaluation.metrics |= eval_metrics(eval_set, of_set)
+            evaluation.metrics |= eval_metrics(eval_set.name, eval_set.num_samples, eval_set.reward_key, of_set)
         return evaluation
 
     async def _sample(self, eval_set: EvalSet, turns: Turns) -> list[SampleGroup]:
-        groups = [_group(prompt, position, eval_set.num_samples) for position, prompt in enumerate(eval_set.prompts)]
+        groups = [fresh_group(prompt, position, eval_set.num_samples) for position, prompt in enumerate(eval_set.prompts)]
         sampler = Sampler(self._generate, seed=self._seed, stream=f"eval/{eval_set.name}", turns=turns, timeout_s=self._timeout_s)
         async with GroupTasks(sampler, eval_set.reward, self._engines, eval_set.params) as tasks:
             for batch in self._batches(groups, eval_set.num_samples):
@@ -123,14 +136,14 @@ class Evaluator:
         return groups
 
     def _batches(self, groups: list[SampleGroup], num_samples: int) -> Iterator[list[SampleGroup]]:
-        """Yield all groups at once; for an aligned start, as many as may be in flight together."""
+        """Yield all groups at once; for an aligned start, batches that fit into the requests in flight."""
         size = max(1, self._concurrency // num_samples) if self._aligned else len(groups)
         for first in range(0, len(groups), size):
             yield groups[first : first + size]
 
 
-def eval_metrics(eval_set: EvalSet, groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return the scores of prompts, parts of rewards, lengths and truncation. Failed samples count in `num_failed` only.
+def eval_metrics(name: str, num_samples: int, reward_key: str | None, groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Return a data set's scores of prompts, parts of rewards, lengths and truncation. Failed samples count in `num_failed` only.
 
     Raises:
         RolloutError: no sample was judged
@@ -140,16 +153,16 @@ def eval_metrics(eval_set: EvalSet, groups: Sequence[SampleGroup]) -> dict[str, 
     failures = [sample for group in groups for sample in group.samples if sample.status is SampleStatus.FAILED]
     if not samples:
         (error, count), *_ = Counter(sample.error for sample in failures).most_common(1) or [("no reward was set", 0)]
-        raise RolloutError(f"evaluation {eval_set.name}: every sample failed; the most frequent error: {count} x {error}")
-    metrics = prompt_scores(judged_groups, eval_set.num_samples, eval_set.reward_key) | reported_means(samples)
+        raise RolloutError(f"evaluation {name}: every sample failed; the most frequent error: {count} x {error}")
+    metrics = prompt_scores(judged_groups, num_samples, reward_key) | reported_means(samples)
     metrics["response_len_mean"] = float(np.mean([sample.response_length for sample in samples]))
     metrics["truncated_ratio"] = float(np.mean([sample.status is SampleStatus.TRUNCATED for sample in samples]))
     metrics["num_failed"] = len(failures)
     metrics["num_judge_timeouts"] = sum(sample.judge_error is not None for sample in samples)
-    return {f"eval/{eval_set.name}/{name}": float(value) for name, value in metrics.items()}
+    return {f"eval/{name}/{metric}": float(value) for metric, value in metrics.items()}
 
 
-def _group(prompt: Prompt, position: int, num_samples: int) -> SampleGroup:
+def fresh_group(prompt: Prompt, position: int, num_samples: int) -> SampleGroup:
     samples = [
         Sample(position * num_samples + offset, position, prompt.prompt, prompt.prompt_ids, prompt.label, deepcopy(prompt.metadata))
         for offset in range(num_samples)

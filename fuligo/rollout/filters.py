@@ -3,8 +3,6 @@
 A user's filter that raises ends the run, because no single sample is to blame.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +15,8 @@ from fuligo.rollout.sampler import malformation
 from fuligo.types import Sample, SampleGroup
 
 MIN_REWARD_STD = 1e-6
+AllSamples = Callable[[list[SampleGroup], Any], None]
+"""(all groups of a rollout, data source) -> None."""
 SampleFilter = Callable[[list[SampleGroup]], None]
 """Changes the samples of the kept groups in place."""
 
@@ -97,6 +97,21 @@ def sample_filter(hook: Hook, args: Any) -> SampleFilter:
                 raise RolloutError(f"--rollout-sample-filter-path: the function left sample {sample.index} with a {problem}")
 
     return apply
+
+
+def all_samples(hook: Hook, args: Any) -> AllSamples:
+    """Adapt `--rollout-all-samples-process-path`: `f(args, groups: list[list[Sample]], data_source) -> None`, dropped groups included."""
+
+    def process(groups: list[SampleGroup], data_source: Any) -> None:
+        try:
+            hook(args, [group.samples for group in groups], data_source)
+        except Exception as error:
+            raise _failure("--rollout-all-samples-process-path", f"{len(groups)} groups", error, hook) from error
+        for sample in (sample for group in groups if group.kept for sample in group.samples):
+            if (problem := malformation(sample)) is not None:
+                raise RolloutError(f"--rollout-all-samples-process-path: the function left sample {sample.index} with a {problem}")
+
+    return process
 
 
 def _failure(flag: str, place: str, error: Exception, hook: Hook) -> RolloutError:

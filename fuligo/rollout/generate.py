@@ -12,8 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from fuligo.config.groups import RolloutFlags
-from fuligo.engines.generation import FinishReason, Generation, RoutingQuery, SamplingParams
-from fuligo.engines.stop_strings import Tokenizer, trim
+from fuligo.engines.generation import FinishReason, Generation, RoutingQuery, SamplingParams, Tokenizer, trim
 from fuligo.errors import EngineError
 from fuligo.models.routing import RoutingShape
 from fuligo.types import IntArray, Sample, SampleStatus, Span

@@ -1,7 +1,5 @@
 """Rollouts that are not sampled: conversations of supervised fine-tuning, and rollouts of an earlier run."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import KW_ONLY, dataclass, field
 

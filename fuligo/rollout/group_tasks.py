@@ -10,7 +10,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from types import TracebackType
 
 from fuligo.engines.generation import SamplingParams
-from fuligo.rollout.protocol import EngineControl, RewardFn
+from fuligo.engines.group import EngineGroup
+from fuligo.rollout.protocol import RewardFn
 from fuligo.rollout.sampler import Sampler, clear_response, failed, malformation
 from fuligo.types import Sample, SampleGroup
 
@@ -28,7 +29,7 @@ class GroupTasks:
 
     sampler: Sampler
     reward: RewardFn
-    engines: EngineControl
+    engines: EngineGroup
     params: SamplingParams
     _: KW_ONLY
     may_continue: Callable[[SampleGroup], bool] | None = None
@@ -68,7 +69,7 @@ class GroupTasks:
         return [SampleGroup(group.index, group.row, _flat(self._snapshots[group.index])) for group in groups]
 
     def start(self, group: SampleGroup) -> None:
-        """Begin to sample a group."""
+        """Start sampling a group."""
         if self.may_continue is not None:
             self._snapshots[group.index] = [[snapshot(sample)] for sample in group.samples]
         task = asyncio.create_task(self._run(group), name=f"group {group.index}")

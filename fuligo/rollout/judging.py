@@ -1,7 +1,5 @@
 """Outcomes of finished groups: why one is dropped, and when so many fail that the run must end."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, deque
 from collections.abc import Iterable

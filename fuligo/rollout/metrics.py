@@ -1,7 +1,5 @@
 """Metrics `rollout/*` of one rollout. All but `tokens_per_s` are functions of the samples alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

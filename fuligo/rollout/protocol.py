@@ -7,10 +7,9 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fuligo.engines.engine import PauseMode
-from fuligo.engines.generation import EngineLoad, SamplingParams
+from fuligo.engines.generation import SamplingParams
 from fuligo.errors import RolloutError
-from fuligo.types import Prompt, Sample, SampleGroup
+from fuligo.types import Sample, SampleGroup
 
 
 class RolloutMethod(Protocol):
@@ -43,34 +42,6 @@ class RewardFn(Protocol):
     """Sets `reward` on every finished sample of a group. Never raises: if a reward fails, it marks the sample failed."""
 
     async def __call__(self, group: SampleGroup) -> None: ...
-
-
-class EngineControl(Protocol):
-    """Commands of a rollout to all engines; `engines.group.EngineGroup` implements it."""
-
-    async def abort_all(self) -> None: ...
-
-    async def pause(self, mode: PauseMode) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def load(self) -> EngineLoad: ...
-
-
-class PromptStream(Protocol):
-    """Prompts in an order that can be saved; `data.source.PromptSource` reads them from a file."""
-
-    def take(self, num_prompts: int, /) -> list[Prompt]:
-        """Return the next prompts, those given back first; start a new epoch when one ends."""
-        ...
-
-    def give_back(self, prompts: list[Prompt], /) -> None:
-        """Return prompts that were taken and not used; they are taken next."""
-        ...
-
-    def state(self) -> dict[str, int | str | list[int]]: ...
-
-    def restore(self, state: dict[str, int | str | list[int]], /) -> None: ...
 
 
 class GroupStream(Protocol):

@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 
 from fuligo.config.groups import RolloutFlags
 from fuligo.engines.generation import SamplingParams
+from fuligo.engines.group import EngineGroup
 from fuligo.errors import RolloutError
 from fuligo.rollout.aligned_start import aligned_start
+from fuligo.rollout.data_source import DataSource
 from fuligo.rollout.dynamic_sampling import DynamicSampling
-from fuligo.rollout.filters import SampleFilter
+from fuligo.rollout.filters import AllSamples, SampleFilter
 from fuligo.rollout.group_tasks import GroupTasks
 from fuligo.rollout.judging import ABORTED, SURPLUS, FailureWatch, drop_reason, equal_rewards
 from fuligo.rollout.metrics import RolloutCounts, epoch_metric, sample_metrics, sampling_metrics
-from fuligo.rollout.protocol import Draw, EngineControl, GroupFilter, GroupStream, RewardFn, Rollout, RolloutState, UnfilledRolloutError
+from fuligo.rollout.protocol import Draw, GroupFilter, GroupStream, RewardFn, Rollout, RolloutState, UnfilledRolloutError
 from fuligo.rollout.sampler import Sampler
 from fuligo.types import SampleGroup
 
@@ -34,22 +36,36 @@ class RunnerParts:
     """Generates one sample."""
     reward: RewardFn
     """Judges the samples of a finished group."""
-    engines: EngineControl
+    engines: EngineGroup
     """For abort and the aligned start."""
     params: SamplingParams
     """Sampling parameters of every sample."""
     flags: RolloutFlags
     """Sizes and modes."""
     concurrency: int
-    """Requests in flight at most."""
+    """Maximum number of requests in flight."""
     reward_key: str | None = None
     """Value of a dict reward that the metrics report."""
     group_filter: GroupFilter | None = None
     """Keeps or drops a finished group (dynamic sampling)."""
     sample_filter: SampleFilter | None = None
     """Sees all groups that are handed out and changes their samples in place."""
+    all_samples: AllSamples | None = None
+    """Sees all groups of a rollout, dropped ones too, after the sample filter."""
     policy_version: Callable[[], int] = lambda: 0
     """Version of the weights in the engines."""
+
+    def finish(self, step: int, version: int, groups: list[SampleGroup]) -> None:
+        """Call the hooks that see a whole rollout.
+
+        Args:
+            version: of the weights that sampled it.
+            groups: kept and dropped ones.
+        """
+        if self.sample_filter is not None:
+            self.sample_filter([group for group in groups if group.kept])
+        if self.all_samples is not None:
+            self.all_samples(groups, DataSource(self.source, step, version, groups))
 
 
 class RolloutRunner:
@@ -136,8 +152,7 @@ class RolloutRunner:
     def _conclude(self, run: _Run) -> Rollout:
         """Mark every group kept or dropped, and apply the sample filter to those kept."""
         groups = run.mark_kept(run.sampling.chosen())
-        if self._parts.sample_filter is not None:
-            self._parts.sample_filter([group for group in groups if group.kept])
+        self._parts.finish(run.step, run.version, groups)
         metrics = sample_metrics(groups, reward_key=self._parts.reward_key, policy_version=run.version)
         metrics |= sampling_metrics(groups, run.aborted, run.sampling, run.counts, self._parts.reward_key)
         state = self._parts.source.state(run.step)
@@ -166,7 +181,7 @@ class _Run:
         return [self.groups[index] for index in sorted(self.groups)]
 
     def log_wave(self, reward_key: str | None) -> None:
-        """Log what the waves so far gave, as a warning if that is nothing."""
+        """Log what the waves have kept so far, as a warning if that is nothing."""
         sampling = self.sampling
         if sampling.num_waves == 0:
             return

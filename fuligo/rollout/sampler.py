@@ -1,7 +1,5 @@
 """Execution of a GenerateFn within the limits of the run. An error of one sample is data of that sample."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -118,7 +116,7 @@ def malformation(sample: Sample) -> str | None:
     if not np.isfinite(sample.engine_logprobs).all():
         return "malformed response: a log-probability is not finite"
     if not np.isin(sample.loss_mask, (0, 1)).all():
-        return "malformed response: loss_mask has other values than 0 and 1"
+        return "malformed response: loss_mask has values other than 0 and 1"
     return None
 
 

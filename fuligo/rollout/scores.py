@@ -1,6 +1,4 @@
-"""Scores of judged samples, in training and evaluation alike: mean@n and pass@k per prompt, parts of rewards, numbers of hooks."""
-
-from __future__ import annotations
+"""Scores of judged samples, in training and evaluation: mean@n and pass@k per prompt, parts of rewards, numbers of hooks."""
 
 import math
 from collections.abc import Iterable, Sequence

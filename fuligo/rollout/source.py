@@ -1,16 +1,15 @@
 """Source of the groups of a rollout: unfinished groups of earlier rollouts, then returned prompts, then the data."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
+from fuligo.data.source import PromptSource
 from fuligo.errors import HookError
 from fuligo.rollout.filters import pop_first
-from fuligo.rollout.protocol import BufferFilter, Draw, PromptStream, RolloutState
+from fuligo.rollout.protocol import BufferFilter, Draw, RolloutState
 from fuligo.types import Prompt, Sample, SampleGroup, SampleStatus
 
 START_ROLLOUT_ID = "start_rollout_id"
@@ -21,7 +20,7 @@ POP_FIRST = partial(pop_first, None)
 class GroupSource:
     """Numbers the samples and groups of the whole run, and holds the partial-rollout buffer. Implements `GroupStream`."""
 
-    prompts: PromptStream
+    prompts: PromptSource
     """The data in its order."""
     num_samples_per_prompt: int
     """Size of a fresh group."""
@@ -33,7 +32,7 @@ class GroupSource:
     mask_offpolicy: bool = False
     """Do not train on tokens of earlier rollouts."""
     max_staleness: int | None = None
-    """Groups with a token that is more versions old start anew."""
+    """Groups with an older token start from their prompt again."""
     _buffer: list[SampleGroup] = field(default_factory=list, init=False)
     _next_sample_index: int = field(default=0, init=False)
     _next_group_index: int = field(default=0, init=False)
@@ -90,7 +89,7 @@ class GroupSource:
         return len(stale)
 
     def _take_buffered(self, num_groups: int, step: int) -> list[SampleGroup]:
-        """Take the groups that the filter chooses. Groups that it removes without returning them start anew, so no prompt is lost."""
+        """Take the groups that the filter chooses. Groups that it removes but does not return restart from their prompt."""
         if not self._buffer:
             return []
         by_index = {group.index: group for group in self._buffer}

@@ -1,29 +1,22 @@
 """Log-probabilities of a teacher that an engine serves (--use-opd), requested while the reward judges."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol
 
+from fuligo.engines.engine import InferenceEngine
+from fuligo.engines.group import EngineGroup
 from fuligo.errors import EngineError
 from fuligo.rollout.protocol import RewardFn
-from fuligo.types import FloatArray, IntArray, Sample, SampleGroup, SampleStatus, Span
-
-
-class Scorer(Protocol):
-    """Engine that serves the teacher; `engines.group.EngineGroup` implements it."""
-
-    async def score(self, input_ids: IntArray, num_given: int, *, rid: str, timeout_s: float | None = None) -> FloatArray: ...
+from fuligo.types import Sample, SampleGroup, SampleStatus, Span
 
 
 @dataclass(eq=False)
 class ServedTeacher:
     """Sets `teacher_logprobs` of finished samples. An error that outlasts the retries makes its sample failed."""
 
-    scorer: Scorer
+    scorer: EngineGroup | InferenceEngine
     """Serves the teacher."""
     _: KW_ONLY
     timeout_s: float

@@ -53,6 +53,8 @@ class MicroBatch:
     values: Tensor | None
     """From the value model before the rollout's first optimizer step."""
     returns: Tensor | None
+    share: float
+    """1 / trajectories of the optimizer step, or 1 / its trained tokens (`StepDenominators.share`)."""
 
 
 def pack_tokens(samples: Sequence[TrainSample], device: torch.device) -> PackedTokens:
@@ -77,13 +79,16 @@ def pack_tokens(samples: Sequence[TrainSample], device: torch.device) -> PackedT
     )
 
 
-def micro_batch(samples: Sequence[TrainSample], weights: Sequence[FloatArray], device: torch.device, *, counts: bool = True) -> MicroBatch:
+def micro_batch(
+    samples: Sequence[TrainSample], weights: Sequence[FloatArray], device: torch.device, *, counts: bool = True, share: float = 1.0
+) -> MicroBatch:
     """Build one micro-batch of these samples.
 
     Args:
         samples: in the order in which they are laid end to end.
         weights: [R] for each sample.
         counts: False: all weights become 0.
+        share: of the step, see `MicroBatch`.
     """
     counted = np.float32(counts)
 
@@ -102,6 +107,7 @@ def micro_batch(samples: Sequence[TrainSample], weights: Sequence[FloatArray], d
         teacher_logprobs=_optional([sample.teacher_logprobs for sample in samples], column),
         values=_optional([sample.values for sample in samples], column),
         returns=_optional([sample.returns for sample in samples], column),
+        share=share,
     )
 
 

@@ -40,19 +40,12 @@ def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatu
     return logits
 
 
-def grad_of_logits(log_softmax: Tensor, entropy: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
-    """Return [n, V] the gradient of the logits, without the term `grad_logprobs` that each target's own logit gets in addition.
-
-    With p = softmax: d logprob / d logit_v = [v = target] - p_v, d entropy / d logit_v = -p_v (log p_v + entropy). V may be a part of
-    the vocabulary.
-    """
-    probs = log_softmax.exp()
-    if grad_entropy is None:
-        return probs.zero_() if grad_logprobs is None else probs.mul_(-grad_logprobs[:, None])
-    slope = (log_softmax + entropy[:, None]).mul_(-grad_entropy[:, None])
-    if grad_logprobs is not None:
-        slope -= grad_logprobs[:, None]
-    return probs.mul_(slope)
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Compute total += left @ right in float32, whatever the precision of the factors."""
+    if left.is_cuda and left.dtype != torch.float32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left.float() @ right.float()
 
 
 def rowwise_dot(left: Tensor, right: Tensor) -> Tensor:

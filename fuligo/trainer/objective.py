@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from fuligo.algorithms.estimators import ESTIMATORS
-from fuligo.algorithms.kl import KlType, kl_estimate, unbiased_kl
+from fuligo.algorithms.kl import kl_estimate
 from fuligo.algorithms.off_policy import Correction, ImportanceWeights, importance_weights, opsm_mask
 from fuligo.algorithms.policy_loss import Clip, Segments, exp_ratio
+from fuligo.algorithms.settings import KlType
 from fuligo.algorithms.value_loss import value_fit, value_loss
 from fuligo.errors import TrainerError
 from fuligo.trainer.batch import MicroBatch
-from fuligo.trainer.metric_sums import MetricSums
+from fuligo.trainer.metric_sums import MetricSums, is_maximum
 from fuligo.types import TrainSample
 
 
@@ -48,11 +49,19 @@ class LossInputs:
     engine_logprobs: Tensor | None = None
     """[N] log-probabilities of the engine that sampled; None without an engine (SFT)."""
     old_logprobs: Tensor | None = None
-    """[N] trainer's, before the rollout's first optimizer step; None: those are the current ones (one step per rollout)."""
+    """[N] trainer's, before the rollout's first optimizer step; None: those are the current ones (one step per rollout). Custom losses
+    always get them."""
     ref_logprobs: Tensor | None = None
     """[N] of the reference model; None without one."""
     teacher_logprobs: Tensor | None = None
     """[N] of the teacher; None without one. The policy loss only reports it: the advantages contain it already."""
+
+    share: float = 1.0
+    """1 / trajectories of the step, or 1 / its trained tokens with `per_token`: factor of a reduced loss. `weights` contain it already."""
+    total_lengths: Sequence[int] = ()
+    """[S] tokens of prompt and response."""
+    response_lengths: Sequence[int] = ()
+    """[S]"""
 
     @property
     def segments(self) -> Segments:
@@ -60,7 +69,10 @@ class LossInputs:
 
 
 CustomLoss = Callable[[LossInputs, Tensor], tuple[Tensor, Mapping[str, Tensor | float]]]
-"""(batch, logprobs [N]) -> (loss, metrics), both the micro-batch's share of the step's values: (batch.weights * x).sum()."""
+"""(batch, logprobs [N]) -> (loss, metrics), both the micro-batch's share of the step's values: (batch.weights * x).sum(). A metric whose
+name ends in `_max` is the micro-batch's maximum."""
+LossReducer = Callable[[list[int], list[int], list[Tensor], bool], Callable[[Tensor], Tensor]]
+"""(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> function that reduces [N] to a scalar."""
 CustomWeights = Callable[[LossInputs, Tensor], Tensor]
 """(batch, old_logprobs [N]) -> [N] factors of the policy-gradient term."""
 
@@ -96,6 +108,8 @@ class LossSettings:
     custom_loss: CustomLoss | None = None
     custom_weights: CustomWeights | None = None
     """Replaces `correction`."""
+    reducer: LossReducer | None = None
+    """Replaces the mean over each sample's tokens in the policy-gradient term; the mean over trajectories (or tokens) stays."""
 
 
 @dataclass(slots=True)
@@ -152,7 +166,7 @@ def _policy_loss(inputs: LossInputs, settings: LossSettings) -> Objective:
         masked = opsm_mask(logprobs, old, inputs.advantages, settings.opsm_delta, inputs.segments)
         pg = torch.where(masked, 0.0, pg)
         totals["opsm_masked_fraction"] = masked
-    pg_loss = (weights * pg).sum()
+    pg_loss = (weights * pg).sum() if settings.reducer is None else _reduced(pg, inputs, settings.reducer, settings)
     loss = pg_loss
     shares = {"pg_loss": pg_loss}
     if settings.entropy_coef:
@@ -160,9 +174,9 @@ def _policy_loss(inputs: LossInputs, settings: LossSettings) -> Objective:
         loss = loss - settings.entropy_coef * entropy_loss
         shares["entropy_loss"] = entropy_loss
     if settings.kl_loss is not None:
-        kl = kl_estimate(logprobs, _needed(inputs.ref_logprobs, "--use-kl-loss", "reference"), settings.kl_loss.kind)
-        kl_term = unbiased_kl(kl, exp_ratio(logprobs - old)) if settings.kl_loss.unbiased else kl
-        kl_loss = (weights * kl_term).sum()
+        reference, kind = _needed(inputs.ref_logprobs, "--use-kl-loss", "reference"), settings.kl_loss.kind
+        kl = kl_estimate(logprobs, reference, kind)
+        kl_loss = (weights * (kl_estimate(logprobs, reference, kind, exp_ratio(logprobs - old)) if settings.kl_loss.unbiased else kl)).sum()
         loss = loss + settings.kl_loss.coef * kl_loss
         shares["kl_loss"] = kl_loss
         totals["kl"] = kl
@@ -175,6 +189,20 @@ def _policy_loss(inputs: LossInputs, settings: LossSettings) -> Objective:
     if correction is not None:
         totals |= {"tis_mean": correction.weights, "tis_cut_fraction": correction.cut}
     return Objective(loss, MetricSums.of({"loss": loss, **shares}, totals, weights))
+
+
+def _reduced(pg: Tensor, inputs: LossInputs, reducer: LossReducer, settings: LossSettings) -> Tensor:
+    """Reduce the policy-gradient term [N] with the user's function; masked tokens are 0."""
+    masks = list(inputs.loss_mask.split(list(inputs.response_lengths)))
+    reduce = reducer(list(inputs.total_lengths), list(inputs.response_lengths), masks, settings.per_token)
+    if not callable(reduce):
+        raise TrainerError(
+            f"--custom-pg-loss-reducer-function-path returned {reduce!r:.80}; return a function that reduces [N] to a scalar"
+        )
+    reduced = reduce(torch.where(inputs.loss_mask != 0, pg, 0.0))
+    if not isinstance(reduced, Tensor) or reduced.numel() != 1:
+        raise TrainerError(f"--custom-pg-loss-reducer-function-path: the reducer returned {reduced!r:.80}; return a tensor of one element")
+    return inputs.share * reduced.reshape(())
 
 
 def _correction(inputs: LossInputs, old: Tensor, settings: LossSettings) -> ImportanceWeights | None:
@@ -194,6 +222,9 @@ def _correction(inputs: LossInputs, old: Tensor, settings: LossSettings) -> Impo
 
 def _custom_loss(inputs: LossInputs, settings: LossSettings) -> Objective:
     assert settings.custom_loss is not None
+    if inputs.old_logprobs is None:  # one optimizer step per rollout, or --use-rollout-logprobs
+        old = inputs.engine_logprobs if settings.old_from_engine else inputs.logprobs.detach()
+        inputs = replace(inputs, old_logprobs=old)
     result = settings.custom_loss(inputs, inputs.logprobs)
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Tensor) or not isinstance(result[1], Mapping):
         raise TrainerError(f"--custom-loss-function-path must return (loss, metrics), a tensor and a dict; it returned {result!r:.80}")
@@ -205,9 +236,11 @@ def _custom_loss(inputs: LossInputs, settings: LossSettings) -> Objective:
         )
     loss = loss.reshape(())
     # The order is fixed because sums are added by position, over micro-batches and ranks.
-    shares = {name: _metric(name, metrics[name]).to(loss) for name in sorted(metrics)}
+    values = {name: _metric(name, metrics[name]).to(loss) for name in sorted(metrics)}
+    maxima = {name: value for name, value in values.items() if is_maximum(name)}
+    shares = {name: value for name, value in values.items() if name not in maxima}
     trained = _trained(inputs)
-    return Objective(loss, MetricSums.of({**shares, "loss": loss}, {"entropy": trained.entropy}, trained.weights))
+    return Objective(loss, MetricSums.of({**shares, "loss": loss}, {"entropy": trained.entropy}, trained.weights, maxima))
 
 
 def _metric(name: str, value: Tensor | float) -> Tensor:

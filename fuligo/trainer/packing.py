@@ -35,7 +35,7 @@ class MicroBatchSchedule:
 
 @dataclass(slots=True, frozen=True)
 class Capacity:
-    """Limits of one micro-batch. A sample over `max_tokens` is a micro-batch of its own; None is no limit."""
+    """Limits of one micro-batch. A sample over `max_tokens` is a micro-batch of its own; None means no limit."""
 
     max_tokens: int | None = None
     max_samples: int | None = None

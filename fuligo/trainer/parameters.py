@@ -3,10 +3,11 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 
 import torch
 
-from fuligo.errors import ConfigError
+from fuligo.errors import CheckpointError, ConfigError
 from fuligo.trainer.ranks.settings import TrainedParameters, TrainerSettings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -18,6 +19,21 @@ def sync_dtype(settings: TrainerSettings, of_checkpoint: torch.dtype) -> torch.d
     return of_checkpoint if settings.sync_dtype is None else DTYPES[settings.sync_dtype]
 
 
+def require_finite_weights(tensors: Iterable[tuple[str, torch.Tensor]], source: Path) -> None:
+    """Check that no loaded tensor holds NaN or an infinity, in one pass over each that allocates nothing.
+
+    Raises:
+        CheckpointError: one does; the error names the first.
+    """
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.detach().aminmax()).isfinite().all():
+            number = int((~tensor.isfinite()).sum())
+            raise CheckpointError(
+                f"cannot load {source}: {name} has {number:,} of {tensor.numel():,} values that are NaN or infinite; "
+                "copy or download it again, or load another checkpoint"
+            )
+
+
 def trained_names(names: Mapping[str, Sequence[str]], trained: TrainedParameters) -> set[str]:
     """Return the names of the parameters to train, given for each parameter the names that the regexes may match.
 
@@ -25,7 +41,7 @@ def trained_names(names: Mapping[str, Sequence[str]], trained: TrainedParameters
         ConfigError: both lists are given, a regex matches nothing or is malformed, or nothing is left to train.
     """
     if trained.only and trained.frozen:
-        raise ConfigError("--only-train-params-name-list and --freeze-params-name-list exclude each other; give one of them")
+        raise ConfigError("--only-train-params-name-list and --freeze-params-name-list exclude each other; use one of them")
     if not (trained.only or trained.frozen):
         return set(names)
     flag = "--only-train-params-name-list" if trained.only else "--freeze-params-name-list"

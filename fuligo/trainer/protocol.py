@@ -27,7 +27,7 @@ class Trainer(WeightSource, Protocol):
         ...
 
     async def begin_save(self, directory: Path) -> None:
-        """Copy what `save` would write, return, and write the copy while training goes on. One save at a time."""
+        """Copy what `save` would write, return, and write the copy while training continues. One save at a time."""
         ...
 
     async def end_save(self) -> None:

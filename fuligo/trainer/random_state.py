@@ -13,13 +13,20 @@ from fuligo.trainer.ranks.world import World
 
 
 def write_random_state(directory: Path, world: World, more: Mapping[str, Tensor]) -> None:
-    """Write this rank's random state, and `more` of a backend's own, below `directory`, which is created."""
+    """Write this rank's random state, and `more` of a backend's own, below `directory`, which is created.
+
+    Raises:
+        CheckpointError: the file cannot be written, for instance because the disk is full.
+    """
     state = {"torch": torch.get_rng_state(), **more}
     if world.device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(world.device)
     file = _file(directory, world)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(state, file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file(state, file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {file}: {error}") from error
 
 
 def read_random_state(directory: Path, world: World) -> dict[str, Tensor]:

@@ -1,9 +1,8 @@
-"""Conversion of a rollout's groups to samples to train on, and the hook --before-train-step-path, which may change them."""
+"""Conversion of a rollout's groups to samples to train on, and the hooks that may change them before a step."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 
@@ -24,7 +23,7 @@ class SampleSettings:
     reward_key: str | None = None
     """Key of the value to learn from if a reward is a dict."""
     post_process: RewardPostProcess | None = None
-    """Its second list replaces the rewards; the estimator's own normalisation still follows."""
+    """Its second list replaces the rewards and their normalisation by the estimator, but not whitening."""
     needs_routing: bool = False
     """The experts of every token that a trained token depends on must be known."""
     needs_teacher: bool = False
@@ -80,7 +79,7 @@ def _require_routing(sample: Sample) -> None:
     num_known = 0 if sample.routed_experts is None else len(sample.routed_experts)
     if num_known < num_needed:
         raise RolloutError(
-            f"sample {sample.index}: --use-rollout-routing-replay needs the experts of its first {num_needed} tokens, and those of "
+            f"sample {sample.index}: --use-rollout-routing-replay needs the experts of its first {num_needed} tokens, but only those of "
             f"{num_known} are known; a custom generate function must sample by continue_sample, or fill in routed_experts"
         )
 
@@ -120,6 +119,32 @@ def _post_processed(result: tuple[Sequence[float], Sequence[float]], num_samples
     return rewards
 
 
+@dataclass(slots=True, frozen=True)
+class DataPostProcess:
+    """The run's hook --rollout-data-postprocess-path with the checks of its result."""
+
+    hook: Callable[[list[list[TrainSample]]], object]
+
+    def __call__(self, samples: list[TrainSample]) -> None:
+        """Call the hook with the samples of each prompt; it may change them in place, loss masks for instance.
+
+        Raises:
+            TrainerError: the hook raised, or left samples that cannot be trained on.
+        """
+        groups: dict[int, list[TrainSample]] = defaultdict(list)
+        for sample in samples:
+            groups[sample.group_index].append(sample)
+        self.hook(list(groups.values()))
+        for sample in samples:
+            if (problem := _misshapen(sample)) is not None:
+                raise TrainerError(f"--rollout-data-postprocess-path left samples that cannot be trained on: {problem}")
+        mask_sums: dict[int, float] = defaultdict(float)
+        for sample in samples:
+            mask_sums[sample.index] += float(np.count_nonzero(sample.loss_mask))
+        for sample in samples:
+            sample.mask_sum = mask_sums[sample.index]
+
+
 _PER_TOKEN = ("loss_mask", "advantages", "engine_logprobs", "old_logprobs", "ref_logprobs")
 
 
@@ -157,8 +182,14 @@ class BeforeTrainStep:
         smallest = min(len(step) for step in batch.steps)
         if smallest < self.num_replicas and num_samples < num_before:
             return f"a step has {smallest} samples for {self.num_replicas} data-parallel ranks, each needs one (of {num_before} in all)"
-        for sample, name in product(batch.samples, _PER_TOKEN):
-            values = getattr(sample, name)
-            if values is not None and values.shape != (sample.response_length,):
-                return f"sample {sample.index} has {sample.response_length} response tokens, its {name} the shape {values.shape}"
-        return None
+        return next((problem for sample in batch.samples if (problem := _misshapen(sample)) is not None), None)
+
+
+def _misshapen(sample: TrainSample) -> str | None:
+    """Return which array of a sample does not fit its response; None if all do."""
+    length = sample.response_length
+    for name in _PER_TOKEN:
+        values = getattr(sample, name)
+        if values is not None and np.shape(values) != (length,) and not (name == "advantages" and np.size(values) == 0):
+            return f"sample {sample.index} has {length} response tokens, its {name} the shape {np.shape(values)}"
+    return None

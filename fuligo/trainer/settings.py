@@ -4,10 +4,11 @@ from typing import Any
 
 from fuligo.algorithms.off_policy import Correction
 from fuligo.algorithms.policy_loss import Clip
-from fuligo.algorithms.settings import AdvantageSettings, Distillation
+from fuligo.algorithms.settings import AdvantageSettings
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
 from fuligo.config.flags import flags
+from fuligo.config.hook_specs import HOOKS
 from fuligo.config.hooks import Hook, describe_exception, hook_of
 from fuligo.errors import TrainerError
 from fuligo.trainer.objective import KlLoss, LossSettings
@@ -26,18 +27,21 @@ def sample_settings(config: Config) -> SampleSettings:
 
 def advantage_settings(config: Config) -> AdvantageSettings:
     flags = config.algorithm
+    post_process = config.reward.custom_reward_post_process_path
     return AdvantageSettings(
         samples_per_step=config.resolved_global_batch_size,
         num_steps=config.resolved_num_steps_per_rollout,
         estimator=flags.advantage_estimator,
-        normalize_rewards=not flags.disable_rewards_normalization,
+        normalize_rewards=not flags.disable_rewards_normalization and post_process is None,
         divide_by_std=not flags.disable_grpo_std_normalization,
         whiten=flags.normalize_advantages,
         gamma=flags.gamma,
         lambd=flags.lambd,
         kl_coef=flags.kl_coef,
+        kl_type=flags.kl_loss_type,
+        old_from_engine=flags.use_rollout_logprobs,
         custom=bound_hook(config, "custom_advantage_function_path"),
-        distillation=Distillation(flags.opd_kl_coef, flags.use_rollout_logprobs) if flags.use_opd else None,
+        distillation=flags.opd_kl_coef if flags.use_opd else None,
     )
 
 
@@ -55,6 +59,7 @@ def loss_settings(config: Config) -> LossSettings:
         per_token=flags.calculate_per_token_loss,
         custom_loss=bound_hook(config, "custom_loss_function_path"),
         custom_weights=bound_hook(config, "custom_tis_function_path"),
+        reducer=bound_hook(config, "custom_pg_loss_reducer_function_path"),
     )
 
 
@@ -63,7 +68,7 @@ class BoundHook:
 
     def __init__(self, config: Config, flag_name: str, hook: Hook) -> None:
         self._config, self._flag_name, self._hook = config, flag_name, hook
-        self._args = ArgsView(config)
+        self._first = (ArgsView(config),) if "args" in HOOKS[flag_name].parameters else ()
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the hook.
@@ -72,7 +77,7 @@ class BoundHook:
             TrainerError: the hook raised; names its flag and its line.
         """
         try:
-            return self._hook(self._args, *arguments)
+            return self._hook(*self._first, *arguments)
         except Exception as error:
             raise TrainerError(f"{flags()[self._flag_name].option} raised {describe_exception(error, self._hook)}") from error
 

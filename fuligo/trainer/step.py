@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import pairwise
 from operator import add
 from typing import Self
 
@@ -60,7 +61,8 @@ class StepSamples:
 
     def micro_batch(self, plan: MicroBatchPlan, device: torch.device) -> MicroBatch:
         chosen = [self.samples[i] for i in plan.samples]
-        return micro_batch(chosen, [self._weights(sample) for sample in chosen], device, counts=plan.counts)
+        share = self.denominators.share(per_token=self.per_token)
+        return micro_batch(chosen, [self._weights(sample) for sample in chosen], device, counts=plan.counts, share=share)
 
     def scores(self, plan: MicroBatchPlan, tokens: PackedTokens, outputs: TokenLogprobs) -> dict[int, TokenScores]:
         """Return the scores of a micro-batch by position in the rollout's batch; none for a repetition."""
@@ -99,6 +101,9 @@ def loss_inputs(batch: MicroBatch, outputs: TokenLogprobs, settings: LossSetting
         old_logprobs=batch.old_logprobs,
         ref_logprobs=batch.ref_logprobs,
         teacher_logprobs=batch.teacher_logprobs,
+        share=batch.share,
+        total_lengths=[end - start + 1 for start, end in pairwise(batch.tokens.cu_seqlens)],
+        response_lengths=batch.tokens.response_lengths,
     )
 
 

@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from itertools import accumulate, count
 from typing import Any, Literal, TypeVar
@@ -18,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
-from fuligo.engines.connect import connect
-from fuligo.engines.deadlines import BUCKET
+from fuligo.engines.client import connect
+from fuligo.engines.connection import BUCKET
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.host import listening_store, reachable_by_others
 from fuligo.errors import EngineError
@@ -66,15 +67,15 @@ class BroadcastGroup:
         world_size = 1 + sum(sizes)
         offsets = [1, *(1 + end for end in accumulate(sizes))]
 
-        async def engines_join() -> None:
-            await asyncio.gather(
-                *(
-                    client.init_weights_update_group(
-                        host=host, port=port, rank_offset=offset, world_size=world_size, group_name=self.name, backend=backend
-                    )
-                    for client, offset in zip(self._clients, offsets)
-                )
+        async def engine_joins(client: InferenceEngine, offset: int) -> None:
+            with suppress(EngineError, TimeoutError):
+                await self._leave(client)  # a group of this name, whose sender was lost (--max-restarts)
+            await client.init_weights_update_group(
+                host=host, port=port, rank_offset=offset, world_size=world_size, group_name=self.name, backend=backend
             )
+
+        async def engines_join() -> None:
+            await asyncio.gather(*(engine_joins(client, offset) for client, offset in zip(self._clients, offsets)))
 
         def join() -> dist.ProcessGroup:
             store = TCPStore(
@@ -165,15 +166,21 @@ class BroadcastGroup:
             dist.destroy_process_group(self._group)
             self._group = None
 
-        async def leave(client: InferenceEngine) -> None:
-            async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                await client.destroy_weights_update_group(self.name)
-
         async def engines_leave() -> None:
             self._store = None  # engines that still wait for others to join get an error
-            await asyncio.gather(*(leave(client) for client in self._clients), return_exceptions=True)
+            await asyncio.gather(*(self._leave(client) for client in self._clients), return_exceptions=True)
 
         asyncio.run(self._and_close(engines_leave()))
+
+    async def _leave(self, client: InferenceEngine) -> None:
+        """Have an engine leave the group.
+
+        Raises:
+            EngineError: it is not in the group
+            TimeoutError: it did not leave in time
+        """
+        async with asyncio.timeout(LEAVE_TIMEOUT_S):
+            await client.destroy_weights_update_group(self.name)
 
     async def _and_close(self, call: Coroutine[Any, Any, T]) -> T:
         """Await the call, then close the clients, whose connections belong to this event loop."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from fuligo.engines.connect import connect
+from fuligo.engines.client import connect
 from fuligo.errors import EngineError
 from fuligo.formats.buckets import Bucket
 from fuligo.formats.payload import shared_payload

@@ -9,8 +9,7 @@ from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import WeightSyncError
-from fuligo.formats.checksum import WeightsDigest
-from fuligo.formats.weight_manifest import WeightManifest
+from fuligo.formats.weight_manifest import WeightManifest, WeightsDigest
 from fuligo.types import SampleStatus, TrainSample
 from fuligo.weights.source import WeightSource
 
@@ -62,7 +61,7 @@ class LogprobProof:
                 raise WeightSyncError(
                     f"--check-weight-update-equal: after version {manifest.version} was sent, log-probabilities of engine {client.url} and "
                     f"of the trainer differ by {difference:.2g} on average over {len(sampled)} tokens; at most {self.tolerance:g} is "
-                    "explained by precision. Its weights differ from the trainer's, or it computes something else with them."
+                    "explained by precision. Either its weights differ from the trainer's, or it computes a different model."
                 )
 
     async def _sample(self, client: InferenceEngine, version: int, num_probes: int) -> list[TrainSample]:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from traceback import clear_frames
 
-from fuligo.engines.connect import connect
+from fuligo.engines.client import connect
 from fuligo.engines.host import own_address
 from fuligo.errors import EngineError
 from fuligo.formats.buckets import Bucket, Changes, Counted, NamedTensors, cut_into_buckets, send_each

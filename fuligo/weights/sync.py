@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fuligo.engines.backend import SharedDevices
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.group import WAIT_S, EngineGroup
-from fuligo.engines.shared_devices import SharedDevices
-from fuligo.errors import EngineError, WeightSyncError
+from fuligo.errors import EngineError, TrainerError, WeightSyncError
 from fuligo.formats.scratch import filling, scratch_directory
 from fuligo.formats.weight_manifest import EngineAddress, Transport, WeightManifest, WeightTarget
 from fuligo.weights.proof import ChecksumProof, EqualityProof
@@ -72,7 +72,7 @@ class WeightSync:
 
         Raises:
             EngineError: a live engine did not load them
-            WeightSyncError: an engine reports another version or other weights than were sent; the run must end
+            WeightSyncError: an engine reports a version or weights other than those sent; the run must end
         """
         await self._send_to_all(self.version + 1)
         return self.version
@@ -85,7 +85,7 @@ class WeightSync:
         """Send the current version to all restarted engines and return them to service.
 
         Returns:
-            False if the trainer has changed its weights since: `engine` gets them at the next weight sync.
+            False if the trainer has changed its weights since, or has failed: `engine` gets them at the next weight sync.
 
         Raises:
             EngineError: `engine` did not load them
@@ -99,6 +99,8 @@ class WeightSync:
                     others = EngineGroup([other for other in waiting if other is not engine], membership=self._engines.membership)
                     if not await others.drop_lost():
                         raise
+                except TrainerError:
+                    return False  # its supervision ends the run, or restarts the trainer
                 else:
                     await self._admit(waiting)
             return engine in self._engines.clients
@@ -154,7 +156,7 @@ class WeightSync:
         )
 
     async def _check_untouched(self, engines: EngineGroup) -> None:
-        """Check that the engines have loaded nothing since the last sync: others' weights under the same version would go unnoticed.
+        """Check that the engines have loaded nothing since the last sync: foreign weights under the same version would go unnoticed.
 
         The embedded engine counts its updates; SGLang does not.
         """
@@ -164,8 +166,8 @@ class WeightSync:
         for url, info in await engines.model_infos():
             if info.num_weight_loads is not None and info.num_weight_loads > known.get(url, info.num_weight_loads):
                 raise WeightSyncError(
-                    f"engine {url} has loaded weights that this run did not send since version {self.version}: samples of that time may be "
-                    "wrong; find out who has its key, then resume from the last checkpoint before"
+                    f"engine {url} has loaded weights that this run did not send since version {self.version}: samples since then may be "
+                    "wrong; find out who has its key, then resume from a checkpoint of that version or earlier"
                 )
 
     async def _check_version(self, engines: EngineGroup, version: int) -> None:

@@ -3,8 +3,6 @@
 python scripts/models/generate.py
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

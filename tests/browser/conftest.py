@@ -1,7 +1,5 @@
 """A real browser for the tests of pages: headless Chromium, if this machine has one."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The page of `fuligo plan --html` in a real browser: it draws, answers to mouse and keyboard, loads nothing, and runs nothing foreign."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,7 @@
 """The page of `fuligo view` in a real browser, over a recorded run and over one that is being written."""
 
-from __future__ import annotations
-
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,12 +12,13 @@ import uvicorn
 from playwright.sync_api import Browser, Page, expect
 
 from fuligo.cli.view import bind
+from fuligo.observability.viewer.api import address as address_of
 from fuligo.observability.viewer.api import make_app
 from fuligo.observability.viewer.report import write_report
 from fuligo.observability.viewer.run import RunReader, Watcher
-from fuligo.observability.viewer.server import address as address_of
 from tests.browser.conftest import DEADLINE_MS
 from tests.unit.observability.viewer.recorded_run import FAILED, HOSTILE, NUM_STEPS, SCRIPT, TRUNCATED, begin_run, write_run
+from tests.unit.observability.viewer.test_hostile import put_scripts
 
 OpenView = Callable[..., Page]
 Serve = Callable[[list[Path]], str]
@@ -113,6 +113,20 @@ def found(page: Page, number: int, what: str = "sample") -> None:
     expect(page.locator(".found")).to_have_text(f"{number} {what}{'' if number == 1 else 's'}")
 
 
+def test_scripts_in_every_text_of_a_run_never_run(serve: Serve, open_page: OpenView, recorded: Path, tmp_path: Path) -> None:
+    """In keys and values of metrics, settings, phases and samples; on a page and in a report."""
+    run = Path(shutil.copytree(recorded, tmp_path / "run"))
+    put_scripts(run)
+    write_report([RunReader(run, "run")], tmp_path / "report.html")
+    for address in (serve([run]), (tmp_path / "report.html").as_uri()):
+        for view in (*SIGNS, "samples?sample=3.5"):
+            page = open_page(f"{address}#{view}")
+            page.locator("main").wait_for()
+            page.wait_for_timeout(300)
+            assert page.evaluate("window.hacked") is None
+            assert page.locator("main img").count() == 0
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_view_fits_every_screen(open_view: OpenView, scheme: str, width: int) -> None:
@@ -137,7 +151,7 @@ class TestOverview:
         page = open_view()
         cards = page.locator(".card")
         expect(page.locator("h1")).to_have_text("recorded")
-        expect(page.locator(".pill.finished")).to_be_visible()
+        expect(page.locator("h1 + .pill")).to_have_text("finished, 1 alarm")
         expect(cards.nth(0)).to_contain_text(f"{NUM_STEPS} of {NUM_STEPS}")
         expect(cards.nth(3)).to_contain_text("10 s per step")
 
@@ -359,7 +373,9 @@ class TestSamples:
         background = "token => getComputedStyle(token).backgroundColor"
         colours = page.locator(".token").evaluate_all(f"tokens => tokens.map({background})")
         graded = len(colours) - 1  # the two strongest have full colour
-        assert len(set(colours)) == {"engine_logprobs": graded, "trainer_logprobs": graded, "mask": 2}.get(colour, 1)
+        # The first token is not trained, and grey; the values of the others are equal.
+        assert len(set(colours)) == {"engine_logprobs": graded, "trainer_logprobs": graded, "versions": 1, "engines": 1}.get(colour, 2)
+        assert page.locator(".token.given").count() == (0 if colour in ("mask", "versions", "engines") else 1)
 
     def test_the_selected_colour_is_in_the_link(self, open_view: OpenView) -> None:
         page = open_view("samples?sample=9.12")
@@ -486,6 +502,20 @@ class TestHealth:
         alarm = open_view("health").locator(".alarm.error")
         expect(alarm.locator("h3")).to_have_text("Engine and trainer disagree since step 8: weight version 7 still served by engine 1")
         expect(alarm).to_contain_text("that version 7 sampled differ by 0.5 nats, the others by 0.01")
+
+    @pytest.mark.parametrize("view", ["overview", "samples", "time", "health"])
+    def test_ongoing_alarms_are_counted_on_every_tab(self, open_view: OpenView, view: str) -> None:
+        page = open_view(view)
+        expect(page.locator("#alarm-badge .badge.error")).to_have_text("1")
+        assert page.title().startswith("(1) ")
+
+    def test_labels_of_an_axis_differ(self, open_view: OpenView) -> None:
+        plots = open_view("overview").locator(".chart .plot")
+        for labels in plots.evaluate_all("plots => plots.map(plot => [...plot.querySelectorAll('.tick-y')].map(tick => tick.textContent))"):
+            assert len(set(labels)) == len(labels)
+
+    def test_a_run_with_an_alarm_is_not_green(self, open_view: OpenView) -> None:
+        expect(open_view("overview").locator("h1 + .pill")).to_have_class("pill failed")
 
     def test_an_alarm_links_to_its_samples(self, open_view: OpenView) -> None:
         page = open_view("health")

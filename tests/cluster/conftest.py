@@ -1,7 +1,5 @@
 """Fixtures for whole runs on Ray on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 They share the disk and an isolated network. Their processes end with this one, and the namespaces with their processes.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

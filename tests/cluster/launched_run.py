@@ -1,7 +1,5 @@
 """Runs on hosts connected by ssh alone, and checks that they leave nothing behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """However a run on Ray ends, it names the reason, can be resumed, and leaves no rank, engine or Ray process behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

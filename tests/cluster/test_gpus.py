@@ -1,7 +1,5 @@
 """Ray manages some of a machine's GPUs, under the machine's own numbers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -9,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.cluster.agent import in_physical_order
+from fuligo.cluster.reservation import in_physical_order
 
 INTERPRETER = """#!/bin/sh
 echo sees $CUDA_VISIBLE_DEVICES, takes "$@"

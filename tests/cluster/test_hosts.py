@@ -1,7 +1,5 @@
 """Runs with a rank on each of two hosts connected by ssh; however they end, they leave nothing on either host."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`fuligo launch` with a hostfile of two Ray nodes on one machine, and a shell in place of ssh."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -76,4 +74,4 @@ def test_launch_without_hosts_names_where_they_may_come_from(job: Job, monkeypat
     for variable in ("RAY_ADDRESS", "SLURM_JOB_NODELIST"):
         monkeypatch.delenv(variable, raising=False)
     said = fail(2, "launch", "--", *job()[1:])
-    assert "give --hostfile F, start it in a Slurm job (SLURM_JOB_NODELIST), or set RAY_ADDRESS" in said
+    assert "use --hostfile F, start it in a Slurm job (SLURM_JOB_NODELIST), or set RAY_ADDRESS" in said

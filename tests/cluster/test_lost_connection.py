@@ -1,7 +1,5 @@
 """The machine of an engine is lost during a request; the client notices long before the request's deadline."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """A host with only an SGLang engine is lost during a rollout; the run continues with the other engine."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """`ray job submit -- python3 train.py ...`, as in launch scripts: the job finds its cluster and leaves nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

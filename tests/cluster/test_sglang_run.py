@@ -1,7 +1,5 @@
 """The quickstart's task on two ranks, two SGLang engines and the router, all placed by Ray."""
 
-from __future__ import annotations
-
 import json
 from importlib.resources import files
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks on Ray get their replica's samples of a batch, in memory that the ranks of a node share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -18,10 +16,9 @@ from fuligo.cluster.rank import ActorRank
 from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.packing import Capacity
-from fuligo.trainer.ranks.commands import Answer, Command, Score, Train
-from fuligo.trainer.ranks.settings import OptimizerSettings
+from fuligo.trainer.ranks.commands import Answer, WorkerCall
+from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings
 from fuligo.trainer.ranks.trainer import RankedTrainer
-from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.shares import SampleScores
 from fuligo.types import StepResult, TrainSample
 from tests import train_batches
@@ -36,13 +33,14 @@ class ListeningRank:
     def __init__(self) -> None:
         self._positions: list[list[int]] = []
 
-    async def run(self, command: Command[Any]) -> Answer[Any]:
-        if isinstance(command, Score):
-            self._positions.append(list(command.share.positions))
+    async def run(self, command: WorkerCall[Any]) -> Answer[Any]:
+        (sent,) = command.arguments
+        if command.name == "score":
+            self._positions.append(list(sent.positions))
             return Answer([SampleScores(old_logprobs=np.zeros(1, np.float32))] * 16)
-        assert isinstance(command, Train)
-        self._positions += [list(step.samples.positions) for step in command.steps]
-        samples = [sample for step in command.steps for sample in step.samples.samples]
+        assert command.name == "train"
+        self._positions += [list(step.samples.positions) for step in sent]
+        samples = [sample for step in sent for sample in step.samples.samples]
         assert not any(array.flags.owndata or array.flags.writeable for array in _arrays(samples)), "each is in the object store"
         return Answer(StepResult(metrics={}, scores={}, num_tokens=0))
 

@@ -1,7 +1,5 @@
 """The `fuligo` command, run in a process of its own with flags and an environment."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Fixtures for whole runs: the command, a tiny checkpoint, a prompt file."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -31,8 +29,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write 40 different prompts in the format of dapo-math."""
-    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    return save_prompts(tmp_path_factory.mktemp("data") / "prompts.jsonl")
+
+
+def save_prompts(path: Path) -> Path:
+    """Write 40 different prompts in the format of dapo-math; return the file."""
     rows = [{"prompt": [{"role": "user", "content": f"what is {n} + {n}?"}], "label": str(2 * n)} for n in range(10, 10 + NUM_PROMPTS)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -1,7 +1,5 @@
 """Hooks that kill their own process (SIGKILL, or KILL_WITH) at a moment that an environment variable names: `KILL_AT=train:3`."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random
@@ -69,3 +67,29 @@ async def truncate_prompts(args, sample: Sample) -> float:
     if os.environ.get("TRUNCATE_PROMPTS"):
         os.truncate(args.prompt_data, 1)
     return float(sample.index % 2)
+
+
+_struck: set[str] = set()
+"""Strikes of `kill_ranks` that are done."""
+
+
+def kill_ranks(args, rollout_id: int, batch) -> None:
+    """Kill trainer ranks during training: `KILL_RANKS="1:3 0:4"` kills rank 1 in rollout 3 and rank 0 in rollout 4, each once.
+
+    Note the engines' processes in the run directory before every step.
+    """
+    family = descendants(os.getpid())
+    engines = [
+        pid
+        for pid, command in family.items()
+        if " serve " in command or ("sglang.launch_server" in command and "engines.guard" not in command)
+    ]
+    with (Path(args.run_dir) / "engines.txt").open("a") as file:
+        file.write(f"{rollout_id} {engines}\n")
+    for strike in os.environ.get("KILL_RANKS", "").split():
+        rank, _, step = strike.partition(":")
+        if int(step) == rollout_id and strike not in _struck:
+            _struck.add(strike)
+            ranks = [pid for pid, command in family.items() if f"rank_process --rank {rank} " in command or "ray::TrainerRank" in command]
+            pid = ranks[int(rank) if len(ranks) > 1 else 0]  # Ray starts them in order
+            threading.Timer(random.random() * 0.02, os.kill, (pid, signal.SIGKILL)).start()

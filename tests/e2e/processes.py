@@ -1,7 +1,5 @@
 """Processes of a run, as other processes see them, and waiting with a deadline."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

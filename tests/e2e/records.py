@@ -1,7 +1,5 @@
 """Records, samples and checkpoints of a finished run."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

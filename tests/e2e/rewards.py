@@ -1,7 +1,5 @@
 """Rewards and generate functions that fail, and one that needs a worker process."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Bad input to the command: exit code 2 and a message with value, rule and fix, before torch is imported or a file created."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

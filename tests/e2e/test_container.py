@@ -1,7 +1,5 @@
 """A run as the first process of a container: 64 MiB of shared memory, no init process, read-only packages, no HOME."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """On-policy distillation end to end, with the teacher in the trainer or served by an engine."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`fuligo eval` gives bit for bit what the run that wrote the checkpoint found."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow.parquet as pq

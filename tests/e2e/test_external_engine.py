@@ -1,7 +1,5 @@
 """A run on an external engine: it receives the weights, and it is all that is left after the run."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

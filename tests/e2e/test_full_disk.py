@@ -1,7 +1,5 @@
 """A full disk ends a run with an error that names it; with room again, the run resumes."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.e2e.command import fail, succeed

@@ -1,7 +1,5 @@
 """The GSM8K recipe, run with the commands of its README."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

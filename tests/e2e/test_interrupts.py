@@ -1,7 +1,5 @@
 """Runs ended by a signal leave no process and no shared memory behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -43,13 +41,18 @@ def test_engine_ranks_and_workers_end_with_the_run(
         run_dir=run_dir,
     )
     process = start(*command, in_background=number == signal.SIGTERM)
+    expected = ["fuligo serve", "trainer.ranks.rank"] + ([] if while_loading else ["symbolic_judge"])
+
+    def all_run() -> bool:
+        commands = descendants(process.pid).values()
+        return all(any(part in command for command in commands) for part in expected)
+
     if while_loading:
-        wait_until(lambda: len(descendants(process.pid)) >= 2, "engine and rank are starting")
+        wait_until(lambda: all_run() or process.poll() is not None, "engine and rank are starting")
     else:
         wait_until(lambda: len(metrics(run_dir)) >= 2 or process.poll() is not None, "two steps are recorded")
     family = descendants(process.pid)
-    expected = ["fuligo serve", "trainer.ranks.rank"] + ([] if while_loading else ["symbolic_judge"])
-    assert all(any(part in command for command in family.values()) for part in expected), family
+    assert all_run(), family
 
     if number == signal.SIGTERM and not while_loading:
         os.killpg(process.pid, signal.SIGINT)

@@ -1,7 +1,5 @@
 """No process of a run on one host takes connections from other machines."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

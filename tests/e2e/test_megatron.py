@@ -1,7 +1,5 @@
 """Whole runs of the Megatron trainer with the embedded engine, on a CPU: weight syncs, learning, resuming."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from collections.abc import Callable

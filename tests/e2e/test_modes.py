@@ -1,7 +1,5 @@
 """Modes of a run, and what must be equal between them."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

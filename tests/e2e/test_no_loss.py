@@ -1,7 +1,5 @@
 """No prompt is lost or used twice under over-sampling, filters, partial rollout, asynchronous modes and a kill."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The helpers that inspect and start processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`fuligo quickstart`, and its task with other algorithms."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run that is killed at any moment and resumed equals an uninterrupted one."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

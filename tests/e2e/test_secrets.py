@@ -1,7 +1,5 @@
 """A whole run with secrets: nothing that it leaves behind or answers holds one, and no other user can read it."""
 
-from __future__ import annotations
-
 import base64
 import json
 import threading

@@ -1,7 +1,5 @@
 """Tests that need a CUDA device; `make test-gpu` runs them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

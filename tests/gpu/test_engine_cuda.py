@@ -1,7 +1,5 @@
 """The embedded engine on a GPU samples from the distribution that it reports."""
 
-from __future__ import annotations
-
 import random
 from concurrent.futures import Future
 from pathlib import Path

@@ -1,7 +1,5 @@
 """FP8 on GPUs: the same bytes as on a CPU, and SGLang engines on an FP8 checkpoint that get their weights from a bf16 trainer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

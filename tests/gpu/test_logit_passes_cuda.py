@@ -1,13 +1,11 @@
 """Compiled passes over logits against the same operations one by one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 
-from fuligo.trainer.megatron_backend import logprobs
-from fuligo.trainer.megatron_backend.logprobs import RowSums, grad_of_logits, row_sums
+from fuligo.trainer import logit_passes
+from fuligo.trainer.logit_passes import RowSums, grad_of_logits, row_sums
 
 V = 151_936
 NUM_ROWS = [4096, 1, 1777, 16384]
@@ -19,7 +17,7 @@ def test_metric_sums_add_up(num_rows: int) -> None:
     logits = drawn(num_rows)
     compiled = row_sums(logits)
     for rows in torch.arange(num_rows).split(512):
-        plain = RowSums(*logprobs._row_sums(logits[rows]))
+        plain = RowSums(*logit_passes._row_sums(logits[rows]))
         for one, other in zip(compiled, plain, strict=True):
             torch.testing.assert_close(one[rows], other, rtol=1e-5, atol=1e-5)
 
@@ -36,7 +34,7 @@ def test_gradient(num_rows: int, with_entropy: bool) -> None:
     compiled = grad_of_logits(logits, *given, torch.bfloat16)
     for rows in torch.arange(num_rows, device="cuda").split(512):
         parts = tuple(value if value is None else value[rows] for value in given)
-        wanted = logprobs._grad_without_targets(logits[rows], *parts[1:], torch.float32)
+        wanted = logit_passes._grad_without_targets(logits[rows], *parts[1:], torch.float32)
         wanted.scatter_add_(1, targets[rows, None], grads[0][rows, None])
         torch.testing.assert_close(compiled[rows].float(), wanted, rtol=2**-8, atol=1e-9)
 

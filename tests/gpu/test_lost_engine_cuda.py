@@ -4,8 +4,6 @@ One GPU is the sender's, one is each engine's: with two GPUs there is no other e
 FULIGO_SGLANG_PYTHON and FULIGO_SGLANG_PYTHONPATH: as for test_sglang_cuda.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator

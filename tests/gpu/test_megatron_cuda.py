@@ -1,7 +1,5 @@
 """The Megatron trainer with TransformerEngine's layers on GPUs: transformers' log-probabilities, and the same under every layout."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path

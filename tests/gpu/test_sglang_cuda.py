@@ -3,8 +3,6 @@
 FULIGO_SGLANG_PYTHON is the interpreter that has SGLang and its router, FULIGO_SGLANG_PYTHONPATH its additional module path.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

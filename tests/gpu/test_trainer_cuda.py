@@ -1,7 +1,5 @@
 """The torch trainer on a GPU gives the log-probabilities and gradients of the CPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -15,9 +13,8 @@ from transformers import AutoConfig
 
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
-from fuligo.trainer.ranks.settings import CriticSettings, OptimizerSettings
+from fuligo.trainer.ranks.settings import CriticSettings, LearningRateSchedule, OptimizerSettings
 from fuligo.trainer.ranks.world import World, join_world
-from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.weights import full_tensor
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
@@ -110,3 +107,32 @@ def test_training_then_saving_and_restoring_is_exact(checkpoint, tmp_path):
     second.restore(tmp_path / "saved")
     for (name, ours), (_, theirs) in zip(first.policy.model.named_parameters(), second.policy.model.named_parameters(), strict=True):
         assert torch.equal(full_tensor(ours), full_tensor(theirs)), name
+
+
+def test_compiled_layers_compute_what_transformers_layers_do(checkpoint):
+    """Both are bfloat16, with different roundings: fused operations round once where separate ones round each result."""
+    samples = train_batches.samples(LENGTHS)
+    compiled, plain = worker(checkpoint, "cuda", "bf16", torch_compile=True), worker(checkpoint, "cuda", "bf16")
+    exact = [each.old_logprobs for each in shares.scored(worker(checkpoint, "cuda"), samples)]
+
+    def error(rank: TorchRankWorker) -> float:
+        found = [each.old_logprobs for each in shares.scored(rank, samples)]
+        return float(np.abs(np.concatenate(found) - np.concatenate(exact)).mean())
+
+    assert error(compiled) <= 1.2 * error(plain)
+    batch = train_batches.batch(shares.scored(plain, samples))
+    expected, got = gradients(plain, batch), gradients(compiled, batch)
+    scale = max(g.abs().max() for g in expected.values())
+    for name, gradient in expected.items():
+        assert (got[name] - gradient).abs().max() <= 0.1 * scale, name
+
+
+def test_one_compiled_graph_serves_all_lengths(checkpoint):
+    rank = worker(checkpoint, "cuda", "bf16", torch_compile=True)
+
+    def num_graphs(lengths: list[tuple[int, int]]) -> int:
+        gradients(rank, train_batches.batch(train_batches.samples(lengths)))
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    first = num_graphs(LENGTHS)
+    assert num_graphs([(3, 5)]) == num_graphs([(9, 31), (2, 77), (40, 6), (5, 8), (6, 2)]) == num_graphs(LENGTHS[::-1]) <= first + 1

@@ -1,7 +1,5 @@
 """Tiny checkpoints in which every weight matters: no norm, bias or router correction is one or zero."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks of the Megatron trainer on a CPU: up to four over gloo, shared by all tests of a session."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Transformers models with given experts for each token: the oracle of routing replay."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Gradients of whole models by published names, from the Megatron and the torch trainer, and their comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Policies for tests, built and run on the ranks of the pool, and log-probabilities by transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,8 @@ from fuligo.models.registry import architecture_of
 from fuligo.models.stated_flags import stated_flags
 from fuligo.trainer.batch import PackedTokens, pack_tokens
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, SparseLayers
-from fuligo.trainer.ranks.settings import OptimizerSettings
+from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings
 from fuligo.trainer.ranks.world import World
-from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.types import TrainSample
 
 MicroBatches = Sequence[Sequence[TrainSample]]

@@ -1,7 +1,5 @@
 """Model providers for the tests of `--custom-model-provider-path`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.nn.functional as F

@@ -4,8 +4,6 @@ A function is importable by name (at the top of a test module), takes this rank'
 pickled. Every run has a process group of its own, of the size that it asks for, and leaves nothing behind.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import pickle

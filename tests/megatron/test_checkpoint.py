@@ -1,7 +1,5 @@
 """Checkpoints of the Megatron trainer, saved under one layout and loaded under another: the next step gives the same weights."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fuligo.checkpoint.location import weights_directory
@@ -284,3 +283,35 @@ def test_a_converted_checkpoint_is_loaded_under_any_layout(pool: RankPool, model
     view = HuggingFaceView(tmp_path / "release")
     for rank_weights in weights:
         assert_equal(rank_weights, {name: view.read(name) for name in view.shapes})
+
+
+def refused_weights(world: World, settings: MegatronTrainerSettings) -> str:
+    """Return why a checkpoint's weights are not loaded."""
+    from fuligo.trainer.megatron_backend.model import build_chunks
+    from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
+    from fuligo.trainer.megatron_backend.world import join_megatron
+
+    try:
+        if (settings.initial_weights / ".metadata").exists():
+            first_weights(world, settings)
+        else:
+            join_megatron(settings.layout, world, settings.seed)
+            load_hugging_face(build_chunks(settings, trained=False), settings.initial_weights)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize("form", ["Hugging Face", "distributed"])
+def test_weights_that_are_not_finite_are_named(pool: RankPool, models, tmp_path: Path, form: str):
+    damaged = Path(shutil.copytree(models["dense"], tmp_path / "damaged"))
+    (file,) = damaged.glob("*.safetensors")
+    weights = load_file(file)
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    given = damaged
+    if form == "distributed":
+        hf_to_dist(damaged, tmp_path / "converted", World())
+        given = weights_directory(tmp_path / "converted")
+    (said,) = pool.run(1, refused_weights, settings_of(models["dense"], LAYOUTS["one"], initial_weights=given))
+    assert said.startswith(f"cannot load {given}: ") and "norm.weight has 1 of" in said

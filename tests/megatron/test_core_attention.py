@@ -1,7 +1,5 @@
 """Attention over packed rows against torch's attention over each sequence."""
 
-from __future__ import annotations
-
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 

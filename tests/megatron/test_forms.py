@@ -1,7 +1,5 @@
 """Ranks that read parts of a tensor join them to the same tensor, for every form and number of ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Log-probabilities of the response tokens of packed rows against transformers: dense families under all layouts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Multi-head latent attention on Megatron-Core: gradients against transformers for families and layouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

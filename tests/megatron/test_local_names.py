@@ -1,7 +1,5 @@
 """Weights of a pipeline stage have the names of the whole model, for local and TransformerEngine layers."""
 
-from __future__ import annotations
-
 import pytest
 
 from fuligo.trainer.megatron_backend.weights.local import canonical_name

@@ -1,7 +1,5 @@
 """Vocabulary-parallel log-probabilities: two ranks against one with the whole vocabulary and no padding."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """Mixtures of experts on Megatron-Core: gradients against transformers for families, dispatchers and layouts; load balancing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +17,8 @@ from fuligo.trainer.megatron_backend.model_config import transformer_config
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace, Recomputation
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity
-from fuligo.trainer.ranks.settings import OptimizerSettings
+from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings
 from fuligo.trainer.ranks.world import World
-from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.step import StepSamples
 from fuligo.types import TrainBatch, TrainSample
 from tests import shares, train_batches

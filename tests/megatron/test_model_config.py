@@ -1,7 +1,5 @@
 """Megatron's configuration of a model, and models that are refused."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -62,8 +60,8 @@ def test_the_vocabulary_gets_the_smallest_padding_that_ranks_can_share(directory
         (Layout(pp=2, vpp=2, num_ranks=2), {}, Recomputation(), "should be divisible by vp_size 2"),
         (Layout(pp=3, num_layers_first_stage=1, num_ranks=3), {}, Recomputation(), "number of layers at middle stage: 5 must be divisible"),
         (Layout(), {}, Recomputation("full"), "recompute_method must be"),
-        (Layout(), {"normalization": "LayerNorm"}, Recomputation(), "give --normalization RMSNorm --swiglu"),
-        (Layout(), {"swiglu": False}, Recomputation(), "give --normalization RMSNorm --swiglu"),
+        (Layout(), {"normalization": "LayerNorm"}, Recomputation(), "use --normalization RMSNorm --swiglu"),
+        (Layout(), {"swiglu": False}, Recomputation(), "use --normalization RMSNorm --swiglu"),
     ],
 )
 def test_what_megatron_cannot_build_is_refused(directory: Path, layout: Layout, flags: dict, recomputation: Recomputation, text: str):

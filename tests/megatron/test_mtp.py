@@ -1,7 +1,5 @@
 """MTP on Megatron-Core against the same layers in plain torch: loss and gradients of packed rows, for families and layouts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Packed rows of tokens on the ranks of a layout."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

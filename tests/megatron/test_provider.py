@@ -1,7 +1,5 @@
 """Custom model providers: the model computes what its provider defines with the checkpoint's weights, or is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The pool of ranks that all other tests here use."""
 
-from __future__ import annotations
-
 import os
 from contextlib import closing
 

@@ -1,7 +1,5 @@
 """Routing replay: tokens go to the given experts under every layout and in recomputed layers, as in transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sparse attention over packed rows against explicit scores and masks of whole sequences."""
 
-from __future__ import annotations
-
 from itertools import accumulate, pairwise
 
 import pytest

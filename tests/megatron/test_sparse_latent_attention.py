@@ -1,7 +1,5 @@
 """Sparse latent attention with a shared token choice on Megatron-Core: log-probabilities and gradients against transformers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass

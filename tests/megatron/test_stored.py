@@ -1,7 +1,5 @@
 """Checkpoints with missing or additional tensors are refused before anything is loaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +45,7 @@ def rewrite(directory: Path, change: Change) -> None:
         ),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.zeros(65)}),
-            r"other shapes than config\.json says: model\.norm\.weight \[65\] instead of \[64\]",
+            r"different shapes than config\.json says: model\.norm\.weight \[65\] instead of \[64\]",
         ),
         (
             lambda tensors: [tensors.pop(name) for name in list(tensors) if ".layers.1." in name],
@@ -77,7 +75,7 @@ def test_leftovers_that_everyone_has_are_no_fault(checkpoint: Path):
 def test_quantised_weights_are_refused(checkpoint: Path):
     config = json.loads((checkpoint / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     (checkpoint / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="give the checkpoint in bf16"):
+    with pytest.raises(CheckpointError, match="use the checkpoint in bf16"):
         read(checkpoint)
 
 

@@ -1,7 +1,5 @@
 """The Megatron trainer against the torch trainer on the same checkpoint: gradients, steps, and errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +16,9 @@ from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, OptimizerPlace
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity
-from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters, TrainerSettings
+from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings, TrainedParameters, TrainerSettings
 from fuligo.trainer.ranks.worker import build_worker
 from fuligo.trainer.ranks.world import World
-from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.shares import StepShare
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.worker import TorchRankWorker

@@ -1,7 +1,5 @@
 """The value model of the Megatron trainer against the torch trainer's on the same weights, and its checkpoints across layouts."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace

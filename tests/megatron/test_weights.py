@@ -1,7 +1,5 @@
 """A checkpoint loaded into a model of any layout is exported unchanged on every rank."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from pathlib import Path
@@ -13,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fuligo.formats.checksum import WeightsChecksum
 from fuligo.formats.hugging_face import read_config_json
+from fuligo.formats.weight_manifest import WeightsChecksum
 from fuligo.layout.megatron import Layout
 from fuligo.models.registry import names_of
 from fuligo.trainer.megatron_backend.settings import MTPSettings

@@ -1,7 +1,5 @@
 """Ranks join layouts one after another and start from the same random weights every time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Log-probabilities of the embedded engine against a plain forward pass (1e-4, float32)."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Sequence

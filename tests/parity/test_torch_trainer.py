@@ -1,7 +1,5 @@
 """Torch trainer against transformers' padded forward pass and plain autograd, for several model families."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity
-from fuligo.trainer.ranks.settings import OptimizerSettings
+from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings
 from fuligo.trainer.ranks.world import World
-from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from tests import shares, tiny, train_batches

@@ -1,7 +1,5 @@
 """Two ranks (FSDP2 over gloo) against one: the same gradients, scores and checkpoints; and what happens when a rank is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os
@@ -23,9 +21,8 @@ from fuligo.formats.weight_manifest import EngineAddress, WeightTarget
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks import supervision
-from fuligo.trainer.ranks.settings import CriticSettings, OptimizerSettings
+from fuligo.trainer.ranks.settings import CriticSettings, LearningRateSchedule, OptimizerSettings
 from fuligo.trainer.ranks.trainer import LocalTrainer
-from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from tests import tiny, train_batches
 

@@ -4,8 +4,6 @@ TRL's code runs as it is, from rewards to the loss; only its generation and its 
 log-probabilities.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two real SGLang engines behind the real router on a CPU, for the whole session."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 `KILL_ENGINES="sampling:1:0 training:2:1"` kills engine 0 while rollout 1 is sampled, and engine 1 while the trainer works on rollout 2."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """SGLang servers for tests on a CPU: the interpreter and the settings."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -7,8 +7,6 @@ does. Prints a line of JSON for each: the model's class, the quantisation that S
 was loaded into and whether the FP8 values and the scales in the model are those of the files.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Log-probabilities by transformers, to compare engines with."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

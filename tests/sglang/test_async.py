@@ -1,7 +1,5 @@
 """Asynchronous modes on real engines: tokens stay within the allowed staleness, and evaluations run in between."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

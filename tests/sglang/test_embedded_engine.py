@@ -1,7 +1,5 @@
 """Embedded engines behind the real router, which rebuilds every request by its own schema."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path

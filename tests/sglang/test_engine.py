@@ -1,7 +1,5 @@
 """Answers of real SGLang engines, as the client and the rollouts rely on them."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """Engines and router that die or stop are restarted; requests still succeed, weights are current, and nothing is left at the end."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -3,8 +3,6 @@
 Its FP8 kernels need a GPU (on a CPU: AMX and its kernel package), so nothing is computed here.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Whole runs on SGLang engines: the quickstart's task until the reward rises, while an engine dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Engines and router do nothing for a process without their keys."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -116,5 +114,5 @@ async def test_an_engine_that_answers_everybody_is_not_used(running: Fleet, monk
         return None
 
     monkeypatch.setattr(server_module.EngineClient, "model_info", answer)
-    with pytest.raises(EngineError, match=r"cannot use engine 0 .*: it answers without its key"):
+    with pytest.raises(EngineError, match=r"cannot use engine 0 .*: it accepts requests without its key"):
         await require_key(server.settings)

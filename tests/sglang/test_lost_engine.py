@@ -3,8 +3,6 @@
 The other engine gets the weights, and the restarted one catches up.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -18,14 +16,14 @@ import pytest_asyncio
 import torch
 from transformers import PreTrainedModel
 
-from fuligo.engines.connect import connect
-from fuligo.engines.deadlines import ControlDeadlines, Deadline
+from fuligo.engines.client import connect
+from fuligo.engines.connection import ControlDeadlines, Deadline
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
 from fuligo.engines.sglang.server import SGLangServer
 from fuligo.formats.weight_manifest import Transport, WeightTarget
 from fuligo.trainer.protocol import Trainer
-from fuligo.trainer.ranks.commands import Command, SendWeights
+from fuligo.trainer.ranks.commands import Command, WorkerCall
 from fuligo.trainer.ranks.trainer import RankedTrainer
 from fuligo.weights import senders
 from fuligo.weights.senders import WeightSender
@@ -47,8 +45,8 @@ class KillingTrainer(RankedTrainer):
         self.sender = WeightSender()
 
     async def _run(self, command: Command[Any]) -> Any:
-        assert isinstance(command, SendWeights)
-        return await asyncio.to_thread(self._send, command.target)
+        assert isinstance(command, WorkerCall) and command.name == "send_weights"
+        return await asyncio.to_thread(self._send, *command.arguments)
 
     def _send(self, target: WeightTarget) -> Any:
         return self.sender.send(self._gathered(), target)

@@ -1,7 +1,5 @@
 """Metrics of real SGLang engines while they sample."""
 
-from __future__ import annotations
-
 import asyncio
 
 from fuligo.engines.generation import SamplingParams

@@ -1,7 +1,5 @@
 """SGLang reports the experts of every token, also for continued responses; they equal those of transformers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Colocated runs whose engines die while they sample and while they sleep."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """Separate prefill and decode engines; mooncake transfers the KV cache over TCP, without a network card."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """An engine that stops with its connections open, behind the real router. The engines are scripted, since SGLang starts slowly."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

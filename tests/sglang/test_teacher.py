@@ -1,7 +1,5 @@
 """An SGLang engine as a teacher: its scores of given tokens through the router equal those of transformers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

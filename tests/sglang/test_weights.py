@@ -1,7 +1,5 @@
 """Every transport brings all weights to every engine: afterwards the engines agree with transformers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

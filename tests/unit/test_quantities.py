@@ -1,7 +1,5 @@
 """Quantities as people read them."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +24,15 @@ def test_magnitude(number: int, text: str):
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "text"), [(0, "0.0 MiB"), (400_000, "0.4 MiB"), (256 * 1024**2, "256 MiB"), (1024**3, "1.0 GiB"), (2**40, "1024.0 GiB")]
+    ("num_bytes", "text"),
+    [
+        (0, "0.0 MiB"),
+        (400_000, "0.4 MiB"),
+        (256 * 1024**2, "256 MiB"),
+        (1024**3, "1.0 GiB"),
+        (2**40 - 2**30, "1023.0 GiB"),
+        (2**40, "1.0 TiB"),
+    ],
 )
 def test_amounts_of_the_large_and_the_small(num_bytes: int, text: str):
     assert amount(num_bytes) == text

@@ -1,7 +1,5 @@
 """Advantage estimators, one per module; a module's name is its value of --advantage-estimator."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from typing import TYPE_CHECKING, Literal

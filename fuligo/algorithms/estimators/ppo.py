@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Ppo(Estimator):
-    """Generalised advantage estimation over a value model."""
+    """Generalised advantage estimation with a value model."""
 
     uses_kl_coef = True
     uses_gamma = True
@@ -30,7 +30,7 @@ class Ppo(Estimator):
         import numpy as np
 
         advantages: list[Float64Array] = []
-        for sample, token_rewards in zip(rewards.samples, rewards.token_rewards(settings.kl_coef)):
+        for sample, token_rewards in zip(rewards.samples, rewards.token_rewards(settings)):
             assert sample.values is not None, "score() computes them where there is a value model"
             values = generalised_advantages(token_rewards, sample.values, sample.loss_mask, gamma=settings.gamma, lambd=settings.lambd)
             sample.returns = np.where(sample.loss_mask != 0, values + sample.values, 0.0).astype(np.float32)

@@ -25,7 +25,7 @@ class ReinforcePlusPlus(Estimator):
     needs_whitening = True
 
     def advantages(self, rewards: Rewards, settings: AdvantageSettings) -> list[Float64Array]:
-        token_rewards = rewards.token_rewards(settings.kl_coef)
+        token_rewards = rewards.token_rewards(settings)
         return [discounted_returns(r, s.loss_mask, settings.gamma) for s, r in zip(rewards.samples, token_rewards)]
 
 

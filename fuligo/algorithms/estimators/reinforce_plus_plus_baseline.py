@@ -1,6 +1,6 @@
 """REINFORCE++ with a group baseline: Hu 2025, arXiv:2501.03262.
 
-A = r - mean of the group, the same for all tokens of a response, then whitened over all tokens of the rollout.
+A_t = r - mean of the group - kl_coef times the KL of token t, then whitened over all tokens of the rollout.
 Loss: PPO's clipped token ratio.
 """
 
@@ -19,11 +19,13 @@ class ReinforcePlusPlusBaseline(Estimator):
     """Group mean as baseline, the rollout's standard deviation as scale."""
 
     has_group_baseline = True
+    uses_kl_coef = True
     needs_whitening = True
 
     def advantages(self, rewards: Rewards, settings: AdvantageSettings) -> list[Float64Array]:
         r = rewards.values
-        return rewards.per_token(r - rewards.group_mean(r) if settings.normalize_rewards else r)
+        centred = rewards.per_token(r - rewards.group_mean(r) if settings.normalize_rewards else r)
+        return [values - penalty for values, penalty in zip(centred, rewards.kl_penalties(settings))]
 
 
 ESTIMATOR = ReinforcePlusPlusBaseline()

@@ -23,7 +23,7 @@ class Rloo(Estimator):
     uses_kl_coef = True
 
     def advantages(self, rewards: Rewards, settings: AdvantageSettings) -> list[Float64Array]:
-        r = rewards.less_kl(settings.kl_coef)
+        r = rewards.less_kl(settings)
         return rewards.per_token(r - rewards.mean_of_others(r) if settings.normalize_rewards else r)
 
 

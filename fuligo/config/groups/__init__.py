@@ -1,7 +1,5 @@
 """Groups of typed flags: the sections of a config file."""
 
-from __future__ import annotations
-
 from fuligo.config.flag import FlagGroup
 from fuligo.config.groups.run import CheckpointFlags, ClusterFlags, DebugFlags, EngineFlags, ModelFlags, ObservabilityFlags, WeightSyncFlags
 from fuligo.config.groups.sampling import DataFlags, EvalFlags, RewardFlags, RolloutFlags

@@ -1,10 +1,11 @@
 """Flags of the run itself: processes, models, engines, checkpoints, output."""
 
-from __future__ import annotations
-
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
-from fuligo.config.flag import FlagGroup, flag
+from fuligo.config.flag import FlagGroup, flag, megatron, slime
 from fuligo.config.secret import Environment
 from fuligo.config.server_groups import ModelServers
 
@@ -21,96 +22,88 @@ class ClusterFlags(FlagGroup):
     launcher: Literal["auto", "local", "ray"] = flag(
         "auto", "launcher of ranks and engines; auto: ray in a Ray job, with RAY_ADDRESS set, or for several nodes, else local"
     )
-    actor_num_nodes: int = flag(1, "trainer nodes", source="slime", ge=1)
-    actor_num_gpus_per_node: int | None = flag(
-        None,
-        "trainer processes per node, one per GPU (default: 8 with megatron, 1 with torch or on a CPU)",
-        source="slime",
-        ge=1,
+    actor_num_nodes: int = slime(1, "trainer nodes", ge=1)
+    actor_num_gpus_per_node: int | None = slime(
+        None, "trainer processes per node, one per GPU (default: 8 with megatron, 1 with torch or on a CPU)", ge=1
     )
-    num_gpus_per_node: int = flag(8, "GPUs per node", source="slime", ge=1)
-    rollout_num_gpus: int | None = flag(
-        None, "GPUs of all engines (default with --colocate: the trainer's); 0: external engines only", source="slime", ge=0
+    num_gpus_per_node: int = slime(8, "GPUs per node", ge=1)
+    rollout_num_gpus: int | None = slime(
+        None, "GPUs of all engines (default with --colocate: the trainer's); 0: external engines only", ge=0
     )
-    rollout_num_gpus_per_engine: int | None = flag(
-        None, "GPUs per engine (default 1); SGLang's tensor-parallel size is this / its pipeline size", source="slime", ge=1
+    rollout_num_gpus_per_engine: int | None = slime(
+        None, "GPUs per engine (default 1); SGLang's tensor-parallel size is this / its pipeline size", ge=1
     )
-    colocate: bool = flag(False, "trainer and engines share GPUs and take turns; each is offloaded while the other works", source="slime")
-    hostfile: str | None = flag(
-        None, "file with the nodes of the cluster for fuligo launch, one `address slots=8` per line", source="slime", path=True
-    )
-    env: Environment = flag(
-        Environment(),
-        "environment variables of all processes: a JSON object, or the name of one to take from this environment",
-        source="slime",
+    colocate: bool = slime(False, "trainer and engines share GPUs and take turns; each is offloaded while the other works")
+    hostfile: str | None = slime(None, "file with the nodes of the cluster for fuligo launch, one `address slots=8` per line", path=True)
+    env: Environment = slime(
+        Environment(), "environment variables of all processes: a JSON object, or the name of one to take from this environment"
     )
 
 
 class ModelFlags(FlagGroup):
     """Policy model."""
 
-    hf_checkpoint: str | None = flag(None, "Hugging Face directory: tokenizer, engine weights, model shape", source="slime", path=True)
+    hf_checkpoint: str | None = slime(
+        None, "Hugging Face directory, or ORG/NAME[@REVISION] on the Hub: tokenizer, engine weights, model shape", path=True
+    )
     model_config_file: str | None = flag(
         None, "config.json (or its directory) to plan with if the checkpoint is not on this machine", path=True
     )
     trust_remote_code: bool = flag(
         False, "let tokenizers and SGLang run Python code of the checkpoint; without this flag, a checkpoint that needs it is refused"
     )
-    override_model_config: bool = flag(
-        False, "let MODEL_ARGS override the checkpoint's config.json; without this flag a disagreement is an error", source="slime"
+    override_model_config: bool = slime(
+        False, "let MODEL_ARGS override the checkpoint's config.json; without this flag a disagreement is an error"
     )
-    custom_model_provider_path: str | None = flag(
-        None, "hook: (pre_process, post_process, vp_stage=...), builds Megatron's model", source="slime"
-    )
+    custom_model_provider_path: str | None = slime(None, "hook: (pre_process, post_process, vp_stage=...), builds Megatron's model")
     precision: Literal["auto", "fp32", "bf16"] = flag(
         "auto", "compute dtype of the trainer (master weights stay fp32); auto: bf16 on CUDA, fp32 on a CPU"
     )
     gradient_checkpointing: bool = flag(False, "recompute every layer's activations in the backward pass")
+    torch_compile: bool = flag(False, "compile the layers of dense models (torch trainer on CUDA in bf16)")
 
 
 class CheckpointFlags(FlagGroup):
     """Sources and destinations of weights and training state."""
 
-    load: str | None = flag(
-        None, "directory to resume from; if it is empty or has no tracker file, the run starts from --ref-load", source="slime", path=True
+    load: str | None = slime(
+        None, "directory to resume from; if it is empty or has no tracker file, the run starts from --ref-load", path=True
     )
-    ref_load: str | None = flag(None, "initial weights and reference model (default --hf-checkpoint)", source="slime", path=True)
-    critic_load: str | None = flag(None, "initial weights of the value model (default: the policy's)", source="slime", path=True)
-    save: str | None = flag(None, "directory for checkpoints (default: checkpoints/ in the run directory)", source="slime", path=True)
-    save_interval: int | None = flag(
-        None, "rollouts between checkpoints; the last rollout is always saved", unit="rollouts", source="slime", ge=1
-    )
+    ref_load: str | None = slime(None, "initial weights and reference model (default --hf-checkpoint)", path=True)
+    critic_load: str | None = slime(None, "initial weights of the value model (default: the policy's)", path=True)
+    save: str | None = slime(None, "directory for checkpoints (default: checkpoints/ in the run directory)", path=True)
+    save_interval: int | None = slime(None, "rollouts between checkpoints; the last rollout is always saved", unit="rollouts", ge=1)
     save_on_sigterm: float | None = flag(
         None,
         "on SIGTERM, finish the step in progress and save the last complete rollout if both take at most this long (default: end at once)",
         unit="s",
         gt=0,
     )
-    save_hf: str | None = flag(None, "also export Hugging Face directories here; fuligo fills in {rollout_id}", source="slime", path=True)
-    ckpt_step: int | None = flag(None, "resume from this iteration instead of the tracker file's", source="megatron", ge=0)
-    async_save: bool = flag(False, "write checkpoints in the background while training continues", source="megatron")
-    keep_checkpoints: int | None = flag(None, "keep only the newest N checkpoints", ge=1)
+    save_hf: str | None = slime(None, "also export Hugging Face directories here; fuligo fills in {rollout_id}", path=True)
+    ckpt_step: int | None = megatron(None, "resume from this iteration instead of the tracker file's", ge=0)
+    async_save: bool = megatron(False, "write checkpoints in the background while training continues")
+    push_to_hub: str | None = flag(
+        None, "also upload every export of --save-hf to ORG/NAME on the Hugging Face Hub; a new repository is private"
+    )
+    keep_checkpoints: int | None = flag(
+        2, "keep the newest N checkpoints, and those that flags name (none: keep all); exports of --save-hf are never removed", ge=1
+    )
+    max_restarts: int = flag(
+        0, "restart the trainer from the newest checkpoint after the loss of a rank, at most N times; engines stay loaded", ge=0
+    )
 
 
 class EngineFlags(FlagGroup):
     """Inference engines that sample."""
 
-    rollout_external_engine_addrs: list[str] = flag([], "host:port of running engines to use (external engines)", source="slime")
-    sglang_config: list[ModelServers] | None = flag(
-        None,
-        "YAML file of engine groups, for prefill and decode or for several models (in a config file also its list)",
-        source="slime",
+    rollout_external_engine_addrs: list[str] = slime([], "host:port of running engines to use (external engines)")
+    sglang_config: list[ModelServers] | None = slime(
+        None, "YAML file of engine groups, for prefill and decode or for several models (in a config file also its list)"
     )
-    use_fault_tolerance: bool = flag(
-        False, "restart a dead engine with the current weights and retry its requests on other engines", source="slime"
-    )
-    rollout_health_check_interval: float = flag(30.0, "time between health checks of an engine", unit="s", source="slime", gt=0)
-    rollout_health_check_timeout: float = flag(
-        30.0,
-        "deadline of a health check; if above 120 s, also of calls that an engine answers between two decoding steps",
-        unit="s",
-        source="slime",
-        gt=0,
+    use_fault_tolerance: bool = slime(False, "restart a dead engine with the current weights and retry its requests on other engines")
+    rollout_health_check_interval: float = slime(30.0, "time between health checks of an engine", unit="s", gt=0)
+    rollout_health_check_timeout: float = slime(
+        30.0, "deadline of a health check; if above 120 s, also of calls that an engine answers between two decoding steps", unit="s", gt=0
     )
     embedded_max_running_requests: int = flag(256, "requests that the engine decodes together", unit="requests", ge=1)
     embedded_max_total_tokens: int | None = flag(
@@ -122,25 +115,31 @@ class EngineFlags(FlagGroup):
         600.0, "deadline for starting an engine, and for calls that move all its weights or memory", unit="s", gt=0
     )
     engine_python: str | None = flag(
-        None, "Python interpreter with SGLang and its router installed (default: the one that runs fuligo)", path=True
+        None,
+        "Python interpreter with SGLang and its router (default: the one that runs fuligo, or .venv-sglang beside it)",
+        path=True,
     )
     engine_env: Environment = flag(Environment(), "environment variables of engines and router, given as --env, which they override")
+
+    @property
+    def interpreter(self) -> str:
+        """Return the Python interpreter of SGLang and its router; `make install-gpu` gives them an environment beside fuligo's."""
+        beside = Path(sys.prefix).parent / ".venv-sglang" / "bin" / "python"
+        if self.engine_python is None and find_spec("sglang") is None and beside.is_file():
+            return str(beside)
+        return self.engine_python or sys.executable
 
 
 class WeightSyncFlags(FlagGroup):
     """Weight sync from the trainer to the engines."""
 
-    update_weight_transport: Literal["auto", "tensor", "nccl", "gloo", "disk"] = flag(
-        "auto", "auto: tensor for shared GPUs or processes, nccl to separate SGLang GPUs, else disk", source="slime"
+    update_weight_transport: Literal["auto", "tensor", "nccl", "gloo", "disk"] = slime(
+        "auto", "auto: tensor for shared GPUs or processes, nccl to separate SGLang GPUs, else disk"
     )
-    update_weight_mode: Literal["full", "delta"] = flag(
-        "full", "send all weights, or what changed since the last weight sync", source="slime"
-    )
-    update_weight_buffer_size: int = flag(512 * 1024**2, "size of one bucket of weights", unit="bytes", source="slime", ge=1)
-    update_weights_interval: int = flag(1, "rollouts between weight syncs", unit="rollouts", source="slime", ge=1)
-    check_weight_update_equal: bool = flag(
-        False, "after each weight sync, verify that the engine's weights equal the trainer's", source="slime"
-    )
+    update_weight_mode: Literal["full", "delta"] = slime("full", "send all weights, or what changed since the last weight sync")
+    update_weight_buffer_size: int = slime(512 * 1024**2, "size of one bucket of weights", unit="bytes", ge=1)
+    update_weights_interval: int = slime(1, "rollouts between weight syncs", unit="rollouts", ge=1)
+    check_weight_update_equal: bool = slime(False, "after each weight sync, verify that the engine's weights equal the trainer's")
 
 
 class ObservabilityFlags(FlagGroup):
@@ -154,10 +153,22 @@ class ObservabilityFlags(FlagGroup):
     )
     save_samples: bool = flag(True, "write samples/rollout_*.parquet (true or false)")
     use_tensorboard: bool = flag(False, "also write TensorBoard events to the run directory")
-    use_wandb: bool = flag(False, "also report to Weights & Biases", source="slime")
-    wandb_project: str | None = flag(None, "W&B project", source="slime")
-    wandb_group: str | None = flag(None, "W&B group", source="slime")
-    wandb_mode: Literal["online", "offline", "disabled"] | None = flag(None, "W&B mode", source="slime")
+    use_wandb: bool = slime(False, "also report to Weights & Biases")
+    wandb_project: str | None = slime(None, "W&B project")
+    wandb_group: str | None = slime(None, "W&B group")
+    wandb_mode: Literal["online", "offline", "disabled"] | None = slime(None, "W&B mode")
+    use_trackio: bool = flag(False, "also report to Trackio, in the directory or Space that its environment variables name")
+    use_mlflow: bool = flag(False, "also report to MLflow, at MLFLOW_TRACKING_URI")
+    tracking_project: str = flag("fuligo", "Trackio's project, or MLflow's experiment")
+    profile: list[int] = flag([], "rollouts whose training to profile: a trace and, on GPUs, a memory snapshot in RUN_DIR/profile")
+    profile_ranks: list[int] = flag([0], "trainer ranks to profile")
+    custom_rollout_log_function_path: str | None = slime(
+        None, "hook: (rollout_id, args, samples, metrics, rollout_time) -> True to keep the rollout's metrics from trackers"
+    )
+    custom_eval_rollout_log_function_path: str | None = slime(
+        None, "hook: (rollout_id, args, data, metrics) -> True to keep the evaluation's metrics from trackers"
+    )
+    custom_config_path: str | None = slime(None, "YAML file of further attributes of args, for hooks", path=True)
     sink_path: str | None = flag(None, "hook: class (args, run_dir) whose write(record) receives every step and evaluation")
 
 
@@ -165,11 +176,7 @@ class DebugFlags(FlagGroup):
     """Runs of one side of the system alone, and against the plan."""
 
     ignore_memory_plan: bool = flag(False, "start although the plan finds that GPUs have too little memory; it may overestimate")
-    debug_rollout_only: bool = flag(False, "sample and score, never train", source="slime")
-    debug_train_only: bool = flag(False, "train on --load-debug-rollout-data, start no engine", source="slime")
-    save_debug_rollout_data: str | None = flag(
-        None, "file for the samples of each rollout; fuligo fills in {rollout_id}", source="slime", path=True
-    )
-    load_debug_rollout_data: str | None = flag(
-        None, "file with saved samples of each rollout; fuligo fills in {rollout_id}", source="slime", path=True
-    )
+    debug_rollout_only: bool = slime(False, "sample and score, never train")
+    debug_train_only: bool = slime(False, "train on --load-debug-rollout-data, start no engine")
+    save_debug_rollout_data: str | None = slime(None, "file for the samples of each rollout; fuligo fills in {rollout_id}", path=True)
+    load_debug_rollout_data: str | None = slime(None, "file with saved samples of each rollout; fuligo fills in {rollout_id}", path=True)

@@ -1,35 +1,14 @@
 """Warnings about settings that are allowed but probably not intended."""
 
-from __future__ import annotations
-
 from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.config import Config
 from fuligo.config.findings import Severity
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 from fuligo.config.topology import engine_groups
 
+_HIGHEST_LR = 1e-2
 _WIDE_FOR_A_MEAN = 0.05
 """Distance from 1 that the mean ratio of a whole response hardly ever reaches."""
-
-
-@rule("CFG-TRUNCATED-SAMPLING", "--rollout-top-p", "--rollout-top-k", "--rollout-min-p", severity=Severity.WARNING)
-def truncated_sampling(config: Config) -> Violation | None:
-    """Warn about truncated sampling: engine and trainer compare log-probabilities of the full vocabulary."""
-    rollout = config.rollout
-    given = {}
-    if rollout.rollout_top_p < 1:
-        given["rollout_top_p"] = f"--rollout-top-p {rollout.rollout_top_p}"
-    if rollout.rollout_top_k > 0:
-        given["rollout_top_k"] = f"--rollout-top-k {rollout.rollout_top_k}"
-    if rollout.rollout_min_p > 0:
-        given["rollout_min_p"] = f"--rollout-min-p {rollout.rollout_min_p}"
-    if config.is_sft or not given:
-        return None
-    text = (
-        f"{' and '.join(given.values())}: log-probabilities cover the full vocabulary, so sampling from a part of it "
-        "biases the importance ratio"
-    )
-    return Violation(text, tuple(unset_flag(name) for name in given), flags=tuple(text.split()[0] for text in given.values()))
 
 
 @rule("CFG-KL-K1", "--kl-loss-type", severity=Severity.WARNING)
@@ -87,7 +66,8 @@ def unused_micro_batch_size(config: Config) -> Violation | None:
 def groups_of_one(config: Config) -> Violation | None:
     """Warn about groups of one sample: with the group mean as baseline, every advantage is zero."""
     algorithm = config.algorithm
-    raw = config.is_sft or config.is_unjudged or algorithm.disable_rewards_normalization or algorithm.custom_advantage_function_path
+    by_hook = algorithm.custom_advantage_function_path or config.reward.custom_reward_post_process_path
+    raw = config.is_sft or config.is_unjudged or algorithm.disable_rewards_normalization or by_hook
     if config.rollout.n_samples_per_prompt > 1 or raw or not ESTIMATORS[algorithm.advantage_estimator].has_group_baseline:
         return None
     text = (
@@ -128,6 +108,18 @@ def warmup_longer_than_the_run(config: Config) -> Violation | None:
     return None
 
 
+@rule("CFG-LR-HIGH", "--lr", "--critic-lr", severity=Severity.WARNING)
+def learning_rate_is_plausible(config: Config) -> Violation | None:
+    """Warn about a learning rate that is far above what any language model is trained with."""
+    high = {"--lr": config.optimizer.lr, "--critic-lr": config.optimizer.critic_lr if config.trains_values else None}
+    high = {name: rate for name, rate in high.items() if rate is not None and rate > _HIGHEST_LR}
+    if not high or not config.trains:
+        return None
+    given = " and ".join(f"{name} {rate:g}" for name, rate in high.items())
+    text = f"{given}: the weights will most likely be destroyed in the first step; policies are trained with 1e-7 to 1e-4"
+    return Violation(text, advice="lower it", flags=tuple(high))
+
+
 @rule("CFG-CRITIC-ONLY", "--num-critic-only-steps", "--num-rollout", severity=Severity.WARNING)
 def critic_only_run(config: Config) -> Violation | None:
     """Warn if only the value model learns in the whole run."""
@@ -153,6 +145,16 @@ def intervals_longer_than_the_run(config: Config) -> Violation | None:
     given = " and ".join(f"{shown[name]} {every}" for name, every in late.items())
     text = f"{given}: the run ends before that, after --num-rollout {rollouts}"
     return Violation(text, tuple(unset_flag(name) for name in late), "or raise --num-rollout", flags=tuple(shown.values()))
+
+
+@rule("CFG-RESTART-FROM-0", "--max-restarts", "--save-interval", severity=Severity.WARNING)
+def restarts_without_checkpoints(config: Config) -> Violation | None:
+    """Warn about restarts of a run that saves only at its end: each begins the run again."""
+    flags = config.checkpoint
+    if not flags.max_restarts or flags.save_interval is not None or not config.trains:
+        return None
+    text = f"--max-restarts {flags.max_restarts} without --save-interval: a restart repeats all rollouts since the run began"
+    return Violation(text, (set_flag("save_interval", 10),))
 
 
 @rule("CFG-COLOCATE-IDLE", "--rollout-num-gpus", "--colocate", severity=Severity.WARNING)

@@ -1,7 +1,5 @@
 """Rules on backends, engines and their GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from fuligo.config import Config
@@ -11,7 +9,7 @@ from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 from fuligo.config.topology import engine_groups
 
 SHARED_FRACTION = 0.7
-"""Fraction of GPU memory that published recipes give to engines which share GPUs with the trainer."""
+"""Fraction of GPU memory that published recipes assign to engines that share GPUs with the trainer."""
 
 
 def _foreign(backend: str, switch: str, owner: str, options: Iterable[str], further: tuple[Change, ...] = ()) -> Violation | None:
@@ -84,7 +82,7 @@ def engines_are_here_or_elsewhere(config: Config) -> Violation | None:
     addresses, num_gpus = config.engine.rollout_external_engine_addrs, config.cluster.rollout_num_gpus
     if num_gpus == 0 and not addresses and config.needs_engine:
         text = "--rollout-num-gpus 0 starts no engine, and no external engine is given"
-        return Violation(text, advice="give --rollout-external-engine-addrs, or raise --rollout-num-gpus")
+        return Violation(text, advice="use --rollout-external-engine-addrs, or raise --rollout-num-gpus")
     if addresses and num_gpus:
         text = f"--rollout-external-engine-addrs uses running engines, but --rollout-num-gpus {num_gpus} would start others"
         return Violation(text, (set_flag("rollout_num_gpus", 0),))
@@ -120,7 +118,7 @@ def transport_reaches_the_engines(config: Config) -> Violation | None:
     given = f"--update-weight-transport {transport}"
     fix = (unset_flag("update_weight_transport"),)
     if transport not in ("auto", *config.engine_capabilities.weight_transports):
-        return Violation(f"{given} broadcasts to SGLang engines; the embedded engine takes tensor or disk", fix)
+        return Violation(f"{given} broadcasts to SGLang engines; the embedded engine supports tensor or disk", fix)
     if transport == "nccl" and cluster.colocate:
         flags = ("--update-weight-transport", "--colocate")
         return Violation(f"{given} needs a GPU for each side, but with --colocate they share one", fix, flags=flags)
@@ -152,7 +150,7 @@ def engines_ask_for_keys(config: Config) -> Violation | None:
             text = "--sglang-tokenizer-worker-num above 1: SGLang then asks for no key, and others could change its weights"
             return Violation(text, (Change(("sglang", "tokenizer_worker_num"), 1),), flags=("--sglang-tokenizer-worker-num",))
         if group.arguments.get("skip_server_warmup") is False:
-            text = "--sglang-skip-server-warmup is false: SGLang's warm-up calls the engine without the key that this run gives it"
+            text = "--sglang-skip-server-warmup is false: SGLang's warm-up calls the engine without the key that this run sets"
             return Violation(text, (Change(("sglang", "skip_server_warmup"), True),), flags=("--sglang-skip-server-warmup",))
     return None
 

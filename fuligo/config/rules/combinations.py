@@ -1,7 +1,5 @@
 """Rules on flags that exclude each other, and on the form of single values."""
 
-from __future__ import annotations
-
 import re
 
 from fuligo.config import Config
@@ -26,7 +24,7 @@ def one_old_policy(config: Config) -> Violation | None:
     if not (config.algorithm.use_tis and config.algorithm.use_rollout_logprobs):
         return None
     return Violation(
-        "--use-tis corrects the difference between engine and trainer, but --use-rollout-logprobs takes the engine's side alone",
+        "--use-tis corrects the difference between engine and trainer, but --use-rollout-logprobs uses only the engine's log-probabilities",
         (unset_flag("use_rollout_logprobs"),),
     )
 
@@ -58,6 +56,21 @@ def parameter_patterns_compile(config: Config) -> Violation | None:
     return None
 
 
+@rule("CFG-DATA-WEIGHTS", "--prompt-data", "--prompt-data-weights")
+def weights_match_entries(config: Config) -> Violation | None:
+    """Require one positive weight per entry of --prompt-data."""
+    entries, weights = config.data.prompt_data, config.data.prompt_data_weights
+    if not weights:
+        return None
+    shown = " ".join(f"{weight:g}" for weight in weights)
+    if len(weights) != len(entries):
+        text = f"--prompt-data-weights {shown} does not fit --prompt-data: weights {len(weights)}, entries {len(entries)}"
+        return Violation(text, advice="use one weight per entry; a pattern is one entry")
+    if min(weights) <= 0:
+        return Violation(f"--prompt-data-weights {shown}: a weight must be above 0", advice="remove the entry that is not to be drawn")
+    return None
+
+
 @rule("CFG-EVAL-DATA", "--eval-prompt-data")
 def eval_data_are_named(config: Config) -> Violation | None:
     """Require a unique, valid name per evaluation data set, because metrics carry it."""
@@ -68,7 +81,7 @@ def eval_data_are_named(config: Config) -> Violation | None:
     names = given[::2] if len(given) > 1 else []
     if odd := [name for name in names if not re.fullmatch(EVAL_NAME, name)]:
         text = f"--eval-prompt-data: {odd[0]!r} cannot name a data set: its metrics would be eval/<name>/..."
-        return Violation(text, advice="give NAME, then PATH; a name contains no slash and no space")
+        return Violation(text, advice="write NAME, then PATH; a name contains no slash and no space")
     twice = sorted({name for name in names if names.count(name) > 1})
     if not twice:
         return None
@@ -125,6 +138,23 @@ def one_side_is_debugged(config: Config) -> Violation | None:
     return Violation("--debug-rollout-only and --debug-train-only exclude each other", (unset_flag("debug_rollout_only"),))
 
 
+@rule("CFG-PUSH-EXPORT", "--push-to-hub", "--save-hf")
+def uploads_are_exports(config: Config) -> Violation | None:
+    """Require exports to upload, and a name that the Hub accepts."""
+    name = config.checkpoint.push_to_hub
+    if name is None:
+        return None
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return Violation(
+            f"--push-to-hub {name} is not ORG/NAME", advice="use the name of a repository on the Hub", flags=("--push-to-hub",)
+        )
+    if config.checkpoint.save_hf is None:
+        return Violation(
+            f"--push-to-hub {name} uploads the exports of --save-hf, which is not given", advice="use --save-hf 'DIR/{rollout_id}'"
+        )
+    return None
+
+
 @rule("CFG-ROLLOUT-ID-PATH", "--save-debug-rollout-data", "--load-debug-rollout-data", "--save-hf")
 def every_rollout_has_its_file(config: Config) -> Violation | None:
     """Require {rollout_id} in a path that is written or read once per rollout."""
@@ -154,6 +184,27 @@ def engine_addresses_are_complete(config: Config) -> Violation | None:
             text = f"--rollout-external-engine-addrs: {shown!r} must be host:port, such as 127.0.0.1:30000 or [::1]:30000"
             return Violation(text, advice="remove user and password" if "@" in host else "complete the address")
     return None
+
+
+@rule("CFG-TRUNCATED-SAMPLING", "--rollout-top-p", "--rollout-top-k", "--rollout-min-p")
+def truncated_sampling(config: Config) -> Violation | None:
+    """Reject training on truncated sampling: log-probabilities cover the full vocabulary, and no engine says which tokens it kept."""
+    rollout = config.rollout
+    given = {}
+    if rollout.rollout_top_p < 1:
+        given["rollout_top_p"] = f"--rollout-top-p {rollout.rollout_top_p}"
+    if rollout.rollout_top_k > 0:
+        given["rollout_top_k"] = f"--rollout-top-k {rollout.rollout_top_k}"
+    if rollout.rollout_min_p > 0:
+        given["rollout_min_p"] = f"--rollout-min-p {rollout.rollout_min_p}"
+    if config.is_sft or not config.trains or not given:
+        return None
+    text = (
+        f"{' and '.join(given.values())}: engine and trainer compute log-probabilities over the full vocabulary, so training on samples "
+        "from a part of it has biased importance ratios"
+    )
+    options = tuple(text.split()[0] for text in given.values())
+    return Violation(text, tuple(unset_flag(name) for name in given), "for evaluation alone, use --eval-top-p and --eval-top-k", options)
 
 
 @rule("CFG-ASYNC-COLOCATE", "--async-mode", "--colocate")

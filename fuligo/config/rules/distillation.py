@@ -1,7 +1,5 @@
 """Rules on distillation from a teacher (--use-opd)."""
 
-from __future__ import annotations
-
 import re
 
 from fuligo.config import Config
@@ -24,15 +22,15 @@ def teacher_is_given(config: Config) -> Violation | None:
     if source == "trainer" and load is None:
         text = f"--opd-type {flags.opd_type} needs the teacher's weights, but --opd-teacher-load is not given"
         fix = (set_flag("opd_type", "engine"),) if url is not None or served else ()
-        return Violation(text, fix, advice=f"{'or ' if fix else ''}give --opd-teacher-load", flags=("--opd-type", "--opd-teacher-load"))
+        return Violation(text, fix, advice=f"{'or ' if fix else ''}set --opd-teacher-load", flags=("--opd-type", "--opd-teacher-load"))
     if source == "engine" and url is None and not served and not config.debug.debug_train_only:
         text = f"--opd-type {flags.opd_type} needs an engine, but neither --opd-teacher-url nor {_SERVED} is given"
         fix = (set_flag("opd_type", "trainer"),) if load is not None else ()
-        return Violation(text, fix, advice=f"{'or ' if fix else ''}give one of them", flags=("--opd-type", "--opd-teacher-url"))
+        return Violation(text, fix, advice=f"{'or ' if fix else ''}use one of them", flags=("--opd-type", "--opd-teacher-url"))
     if source is None:
         return Violation(
             "--use-opd needs a teacher, but none is given",
-            advice=f"give its weights with --opd-teacher-load, or its server with --opd-teacher-url or {_SERVED}",
+            advice=f"name its weights with --opd-teacher-load, or its server with --opd-teacher-url or {_SERVED}",
             flags=("--use-opd",),
         )
     return None
@@ -64,10 +62,10 @@ def teacher_has_an_address(config: Config) -> Violation | None:
     if config.teacher_from != "engine" or url is None or (isinstance(url, str) and re.fullmatch(r"https?://[^/\s]+/?", url)):
         return None
     if isinstance(url, Secret):
-        return Violation("--opd-teacher-url holds a user, a password or a key, which engines do not take", advice="give http://host:port")
+        return Violation("--opd-teacher-url holds a user, a password or a key, which engines do not accept", advice="use http://host:port")
     base = re.match(r"https?://[^/\s]+", url)
     text = f"--opd-teacher-url {url!r} is not a server address; fuligo appends the paths"
-    return Violation(text, (set_flag("opd_teacher_url", base[0]),)) if base else Violation(text, advice="give http://host:port")
+    return Violation(text, (set_flag("opd_teacher_url", base[0]),)) if base else Violation(text, advice="use http://host:port")
 
 
 @rule("CFG-OPD-TEMPERATURE", "--rollout-temperature", "--opd-type")
@@ -108,5 +106,5 @@ def filters_have_rewards(config: Config) -> Violation | None:
         return None
     text = f"--dynamic-sampling-filter-path {given} keeps groups whose rewards differ, but --use-opd without a reward has none"
     return Violation(
-        text, (unset_flag("dynamic_sampling_filter_path"),), "or give a reward (--rm-type)", flags=("--dynamic-sampling-filter-path",)
+        text, (unset_flag("dynamic_sampling_filter_path"),), "or add a reward (--rm-type)", flags=("--dynamic-sampling-filter-path",)
     )

@@ -1,7 +1,5 @@
 """Flags that take effect only under a condition; otherwise a value other than the default is an error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -39,7 +37,7 @@ def _effect(suffix: str, names: str, condition: Callable[[Config], object], othe
 def _needs(suffix: str, names: str, flag: str, value: str | None = None) -> Effect:
     """Return the effect of flags that need another flag to be given, or to have this value."""
     shown = flags()[flag].option + (f" {value}" if value else "")
-    given = (lambda config: config.value_of(flag) == value) if value else (lambda config: config.value_of(flag) not in (None, False))
+    given = (lambda config: config.value_of(flag) == value) if value else (lambda config: config.value_of(flag) not in (None, False, []))
     return _effect(suffix, names, given, f"without {shown}", f"add {shown}")
 
 
@@ -69,8 +67,9 @@ EFFECTS = (
         disable_grpo_std_normalization disable_rewards_normalization normalize_advantages gamma lambd value_clip num_critic_only_steps
         critic_lr critic_lr_warmup_iters critic_load eps_clip eps_clip_high eps_clip_c entropy_coef use_kl_loss kl_loss_coef
         use_unbiased_kl kl_coef use_tis use_rollout_logprobs use_opsm use_opd use_routing_replay use_rollout_routing_replay
-        custom_advantage_function_path custom_reward_post_process_path over_sampling_batch_size dynamic_sampling_filter_path
-        partial_rollout data_source_path rollout_function_path rollout_sample_filter_path
+        custom_advantage_function_path custom_reward_post_process_path extra_rm_path over_sampling_batch_size dynamic_sampling_filter_path
+        partial_rollout data_source_path rollout_function_path rollout_sample_filter_path rollout_all_samples_process_path
+        custom_pg_loss_reducer_function_path
         """,
         lambda config: not config.is_sft,
         "with --loss-type sft_loss",
@@ -78,7 +77,7 @@ EFFECTS = (
     ),
     _needs("SFT-TURNS", "sft_rewritten_turns", "loss_type", "sft_loss"),
     _needs("KL-LOSS", "kl_loss_coef use_unbiased_kl", "use_kl_loss"),
-    _estimator_needs("KL-COEF", "kl_coef", "uses_kl_coef", further=" or use --use-kl-loss --kl-loss-coef"),
+    _estimator_needs("KL-COEF", "kl_coef", "uses_kl_coef", further=" or set --use-kl-loss --kl-loss-coef"),
     _estimator_needs("GAMMA", "gamma", "uses_gamma"),
     _estimator_needs("VALUES", "lambd", "uses_values"),
     _effect(
@@ -106,6 +105,21 @@ EFFECTS = (
         "with one optimizer step per rollout, where old and current policy are the same",
         "take the engine's log-probabilities as the old policy's (--use-rollout-logprobs), or take several steps (--num-steps-per-rollout)",
     ),
+    _effect(
+        "LOSS-REDUCER",
+        "custom_pg_loss_reducer_function_path",
+        lambda config: config.algorithm.loss_type != "custom_loss",
+        "with --loss-type custom_loss, which has no policy-gradient term",
+        "use --loss-type policy_loss",
+    ),
+    _effect(
+        "EVAL-FUNCTION",
+        "custom_eval_rollout_log_function_path",
+        lambda config: config.has_eval,
+        "without evaluation",
+        "add --eval-prompt-data, --eval-config or --eval-function-path",
+    ),
+    _needs("PROFILE", "profile_ranks", "profile"),
     _needs("CUSTOM-LOSS", "custom_loss_function_path", "loss_type", "custom_loss"),
     _needs("OPD", "opd_type opd_kl_coef opd_teacher_load opd_teacher_url", "use_opd"),
     _effect(
@@ -165,6 +179,7 @@ EFFECTS = (
         "with a --rm-type whose reward is a number",
         "choose a reward that returns a dict",
     ),
+    _needs("EXTRA-REWARDS", "extra_rm_weights", "extra_rm_path"),
     _needs("GROUP-REWARD", "group_rm", "custom_rm_path"),
     _effect(
         "EVAL",
@@ -174,7 +189,7 @@ EFFECTS = (
         """,
         lambda config: config.has_eval,
         "without evaluation data",
-        "add --eval-prompt-data or --eval-config",
+        "add --eval-prompt-data, --eval-config or --eval-function-path",
     ),
     _needs("DYNAMIC-BATCH", "max_tokens_per_gpu log_probs_max_tokens_per_gpu", "use_dynamic_batch_size"),
     _effect(
@@ -187,11 +202,25 @@ EFFECTS = (
     _needs("TEMPLATE", "apply_chat_template_kwargs tool_key", "apply_chat_template"),
     _needs("CKPT-STEP", "ckpt_step", "load"),
     _effect(
+        "RESTARTS",
+        "max_restarts",
+        lambda config: config.trains,
+        "without a trainer (--debug-rollout-only)",
+        "remove --debug-rollout-only",
+    ),
+    _effect(
         "EXTERNAL",
         "embedded_max_running_requests embedded_max_total_tokens embedded_dtype embedded_num_threads",
         lambda config: not config.engine.rollout_external_engine_addrs,
         "on external engines",
         "start the external engines with the same setting",
+    ),
+    _effect(
+        "TRACKING-PROJECT",
+        "tracking_project",
+        lambda config: config.observability.use_trackio or config.observability.use_mlflow,
+        "without --use-trackio or --use-mlflow",
+        "add one of them (W&B: --wandb-project)",
     ),
     _needs("WANDB", "wandb_project wandb_group wandb_mode", "use_wandb"),
     _needs("DEBUG-LOAD", "load_debug_rollout_data", "debug_train_only"),
@@ -218,7 +247,7 @@ EFFECTS = (
         "override_model_config",
         lambda config: config.megatron,
         "without a flag that describes the model",
-        "give the flags that differ from config.json",
+        "add the flags that differ from config.json",
     ),
     _effect(
         "COLOCATE",

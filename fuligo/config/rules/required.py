@@ -1,7 +1,5 @@
 """Rules on required flags."""
 
-from __future__ import annotations
-
 import re
 from typing import Literal
 
@@ -34,7 +32,7 @@ def model_is_given(config: Config) -> Violation | None:
     """Require a checkpoint: tokenizer, model shape and engine weights come from it."""
     if config.model.hf_checkpoint:
         return None
-    return Violation("--hf-checkpoint is missing", advice="give the Hugging Face directory of the model to train")
+    return Violation("--hf-checkpoint is missing", advice="set it to the Hugging Face directory of the model to train")
 
 
 @rule("CFG-DATA-MISSING", "--prompt-data")
@@ -43,7 +41,7 @@ def prompts_are_given(config: Config) -> Violation | None:
     elsewhere = config.data.data_source_path or config.rollout.rollout_function_path or config.debug.debug_train_only
     if config.data.prompt_data or elsewhere:
         return None
-    return Violation("--prompt-data is missing", advice="give the jsonl or parquet file of prompts")
+    return Violation("--prompt-data is missing", advice="set it to prompt files, or to a data set on the Hub")
 
 
 @rule("CFG-RUN-LENGTH", "--num-rollout", "--num-epoch")
@@ -55,9 +53,9 @@ def length_is_given_once(config: Config) -> Violation | None:
             f"--num-rollout {rollouts} and --num-epoch {epochs} both set the length of the run", (set_flag("num_epoch", None),)
         )
     if rollouts is None and epochs is None:
-        return Violation("neither --num-rollout nor --num-epoch sets the length of the run", advice="give one of them")
+        return Violation("neither --num-rollout nor --num-epoch sets the length of the run", advice="use one of them")
     if epochs is not None and not (config.data.prompt_data or config.data.data_source_path):
-        return Violation(f"--num-epoch {epochs} counts passes over --prompt-data, which is not given", advice="give --num-rollout instead")
+        return Violation(f"--num-epoch {epochs} counts passes over --prompt-data, which is not given", advice="use --num-rollout instead")
     return None
 
 
@@ -72,7 +70,22 @@ def reward_is_given(config: Config) -> Violation | None:
     if judged or judged_by_hook or config.debug.debug_train_only or needs_none:
         return None
     text = "the run has no reward: neither --rm-type nor --custom-rm-path is given"
-    return Violation(text, advice="give one of them, or --metadata-key with an rm_type in each row")
+    return Violation(text, advice="use one of them, or --metadata-key with an rm_type in each row")
+
+
+@rule("CFG-REWARD-WEIGHTS", "--extra-rm-path", "--extra-rm-weights")
+def every_further_reward_has_a_weight(config: Config) -> Violation | None:
+    """Require a weight for every further reward, and the reward that they are added to."""
+    paths, weights = config.reward.extra_rm_path, config.reward.extra_rm_weights
+    if weights and paths and len(weights) != len(paths):
+        return Violation(
+            f"--extra-rm-path names {len(paths)} functions, --extra-rm-weights {len(weights)} weights",
+            advice="use as many weights as functions",
+        )
+    if paths and config.rollout.rollout_function_path:
+        text = "--extra-rm-path is added to rewards that fuligo computes; --rollout-function-path computes them itself"
+        return Violation(text, (set_flag("extra_rm_path", None),))
+    return None
 
 
 @rule("CFG-REWARD-UNKNOWN", "--rm-type")
@@ -96,9 +109,9 @@ def lacking_column(rm_type: str, *, label_key: str | None, metadata_key: str | N
     if not columns or any(given[column] for column in columns):
         return None
     if columns == ("metadata_key",):
-        return f"--rm-type {rm_type} reads the metadata of a prompt", "give their column with --metadata-key"
+        return f"--rm-type {rm_type} reads the metadata of a prompt", "name their column with --metadata-key"
     more = " (or a metadata column with `correct_letter` with --metadata-key)" if "metadata_key" in columns else ""
-    return f"--rm-type {rm_type} compares responses with a label", f"give its column with --label-key{more}"
+    return f"--rm-type {rm_type} compares responses with a label", f"name its column with --label-key{more}"
 
 
 @rule("CFG-REWARD-LABEL", "--rm-type", "--label-key", "--metadata-key")
@@ -119,10 +132,10 @@ def remote_reward_has_address(config: Config) -> Violation | None:
         return None
     url = config.reward.rm_url
     if not url:
-        return Violation(f"--rm-type {name} needs the address of the reward model", advice="give --rm-url")
+        return Violation(f"--rm-type {name} needs the address of the reward model", advice="set --rm-url")
     known = url.value if isinstance(url, Secret) else url
     if known is not None and not re.match(r"https?://[^/\s]", known):
-        return Violation(f"--rm-url {str(url)!r} is not a valid URL", advice="give http://host:port/path")
+        return Violation(f"--rm-url {str(url)!r} is not a valid URL", advice="use http://host:port/path")
     return None
 
 
@@ -131,7 +144,7 @@ def custom_loss_has_function(config: Config) -> Violation | None:
     """Require a function for a custom loss."""
     if config.algorithm.loss_type != "custom_loss" or config.algorithm.custom_loss_function_path:
         return None
-    return Violation("--loss-type custom_loss needs a function", advice="give --custom-loss-function-path")
+    return Violation("--loss-type custom_loss needs a function", advice="use --custom-loss-function-path")
 
 
 @rule("CFG-WHITENING", "--advantage-estimator", "--normalize-advantages")
@@ -158,7 +171,7 @@ def debug_training_has_data(config: Config) -> Violation | None:
     """Require saved rollouts for training without engines."""
     if not config.debug.debug_train_only or config.debug.load_debug_rollout_data:
         return None
-    return Violation("--debug-train-only needs saved rollouts", advice="give --load-debug-rollout-data")
+    return Violation("--debug-train-only needs saved rollouts", advice="use --load-debug-rollout-data")
 
 
 @rule("CFG-ASYNC-STALENESS", "--async-mode", "--max-staleness")

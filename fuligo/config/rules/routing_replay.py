@@ -1,7 +1,5 @@
 """Rules on routing replay."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fuligo.config import Config
@@ -56,7 +54,7 @@ def engine_records_routing(config: Config) -> Violation | None:
         return None
     return Violation(
         "--use-rollout-routing-replay needs SGLang engines, which record the experts of every token, but --rollout-backend is embedded",
-        advice="give --rollout-backend sglang, or --use-routing-replay for the trainer's own routing",
+        advice="use --rollout-backend sglang, or --use-routing-replay for the trainer's own routing",
     )
 
 

@@ -1,7 +1,5 @@
 """Decorator and helpers for rules: pure functions of the config that return a violation, or None."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rules on numbers that must agree."""
 
-from __future__ import annotations
-
 from fuligo.config import Config
 from fuligo.config.flag import option_name
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag

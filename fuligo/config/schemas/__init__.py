@@ -3,8 +3,6 @@
 `scripts/generate_schemas.py` writes the JSON files beside this one from the installed packages; see docs/passthrough.md.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Sequence
@@ -40,7 +38,7 @@ class Schema:
     flags: dict[str, Flag]
     aliases: dict[str, Alias]
     hints: dict[str, str]
-    """Names that are not arguments (any more) -> what to give instead."""
+    """Names that are not arguments (any more) -> what to use instead."""
     options: dict[str, str]
     """Argument -> command-line option, where that is not `--` and the name with dashes."""
     has_negation: frozenset[str]
@@ -56,7 +54,7 @@ class Schema:
         return self.aliases[name].name if name in self.aliases else name
 
     def refusal(self, name: str) -> str | None:
-        """Return what to give instead of an argument that fuligo sets itself or that no longer exists, or None."""
+        """Return what to use instead of an argument that fuligo sets itself or that no longer exists, or None."""
         if self.canonical(name) in RESERVED[self.group]:
             return f"cannot be given; {RESERVED[self.group][self.canonical(name)]}"
         if name in self.hints:

@@ -4,8 +4,6 @@ The modules compute everything else on a flat row of tokens [1, N]. `transformer
 `AttentionPlan` of the step, a keyword argument of the model.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,13 +1,11 @@
 """Backend `embedded`: one engine in a process beside the driver."""
 
-from __future__ import annotations
-
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from fuligo.config import Config
 from fuligo.engines.backend import EngineHosts, LaunchedEngines, stopped_at_exit
-from fuligo.engines.deadlines import ControlDeadlines
+from fuligo.engines.connection import ControlDeadlines
 from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedded
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import ConfigError, FuligoError
@@ -59,7 +57,7 @@ class EmbeddedBackend:
             served = servable_config(str(directory))
         except FuligoError as error:
             fix = "--rollout-backend sglang" + (" --train-backend megatron" if config.resolved_train_backend == "torch" else "")
-            raise ConfigError(f"the embedded engine cannot serve --hf-checkpoint {directory}; give {fix}: {error}") from error
+            raise ConfigError(f"the embedded engine cannot serve --hf-checkpoint {directory}; use {fix}: {error}") from error
         return EngineFormat(left_out=prediction_prefixes(served.to_dict()))
 
     def weight_dtype(self, config: Config, device: Device) -> Precision | None:

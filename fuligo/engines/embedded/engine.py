@@ -1,4 +1,4 @@
-"""Embedded engine: a thread that steps the scheduler, and the commands that other threads may give it."""
+"""Embedded engine: a thread that steps the scheduler, and the commands that other threads may send it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fuligo.engines.embedded.request import Request
 from fuligo.engines.embedded.scheduler import Scheduler
 from fuligo.engines.engine import PauseMode
 from fuligo.errors import EngineError
-from fuligo.formats.checksum import WeightsDigest, weights_checksum
 from fuligo.formats.receiver import NamedTensors, WeightStore
+from fuligo.formats.weight_manifest import WeightsDigest, weights_checksum
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def command(method: Callable[Concatenate[EmbeddedEngine, P], T]) -> Callable[Concatenate[EmbeddedEngine, P], Future[T]]:
-    """Run the method in the engine's thread, between two steps, also while paused; the caller gets a future."""
+    """Run the method in the engine's thread, between two steps, even while paused; the caller gets a future."""
 
     @wraps(method)
     def asking(self: EmbeddedEngine, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -93,7 +93,7 @@ class EmbeddedEngine:
             )
         if request.score_start is None and length_class(request.max_tokens) > self.max_total_tokens:
             raise EngineError(
-                f"the request may need {length_class(request.max_tokens)} tokens of KV cache, and there are {self.max_total_tokens}; "
+                f"the request may need {length_class(request.max_tokens)} tokens of KV cache, but there are only {self.max_total_tokens}; "
                 "raise --max-total-tokens or lower max_new_tokens"
             )
         with self._wake:

@@ -1,19 +1,19 @@
 """`/generate` on the server's side, in SGLang's names: a body to requests, an ended request to its answer."""
 
-from __future__ import annotations
-
+import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import orjson
+from starlette.requests import Request as HttpRequest
 
+from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.model import EngineModel
 from fuligo.engines.embedded.request import Request
-from fuligo.engines.generation import SamplingParams
-from fuligo.engines.stop_strings import trim
+from fuligo.engines.generation import SamplingParams, trim
 
 PER_REQUEST = ("input_ids", "sampling_params", "rid")
 """Fields that are lists in the batch form."""
@@ -114,6 +114,18 @@ def _sampling(params: Any, num_tokens: int, score_start: int | None) -> Sampling
     if not 0 <= score_start < num_tokens - 1:
         raise ValueError(f"logprob_start_len is {score_start}; at least one of the {num_tokens} input_ids must follow it")
     return replace(SamplingParams.from_json({**params, "max_new_tokens": 1}), max_new_tokens=0)
+
+
+async def ended_while_connected(http: HttpRequest, requests: Sequence[Request], engine: EmbeddedEngine) -> bool:
+    """Wait until all requests have ended, and return True; if their client disconnects first, abort them and return False."""
+    ended, disconnect = asyncio.gather(*(request.waiter for request in requests)), asyncio.ensure_future(http.receive())
+    try:
+        await asyncio.wait((ended, disconnect), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        disconnect.cancel()
+    if not ended.done():
+        engine.abort(requests.__contains__)
+    return ended.done()
 
 
 def answer(request: Request, model: EngineModel, started: float) -> dict[str, Any]:

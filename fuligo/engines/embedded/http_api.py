@@ -1,7 +1,5 @@
 """HTTP API of the embedded engine: the subset of SGLang's API that RL needs, with the same names and schemas."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
@@ -17,7 +15,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fuligo.engines.embedded.engine import EmbeddedEngine
-from fuligo.engines.embedded.generate_body import answer, parse_requests
+from fuligo.engines.embedded.generate_body import answer, ended_while_connected, parse_requests
+from fuligo.engines.embedded.openai_api import OpenAiApi
 from fuligo.engines.embedded.request import Request
 from fuligo.errors import EngineError, FuligoError
 from fuligo.formats.payload import decode_named_tensors
@@ -78,6 +77,10 @@ class Api:
             "/update_weights_from_distributed": self.no_process_group,
             "/destroy_weights_update_group": self.no_process_group,
         }
+        openai = OpenAiApi(self._engine)
+        app.add_route("/v1/models", openai.models, methods=["GET"])
+        app.add_route("/v1/chat/completions", openai.chat, methods=["POST"])
+        app.add_route("/v1/completions", openai.text, methods=["POST"])
         for path, handler in reads.items():
             app.add_route(path, _endpoint(handler), methods=["GET"])
         for path, handler in writes.items():
@@ -96,14 +99,7 @@ class Api:
         except (ValueError, EngineError) as error:
             self._engine.abort(requests.__contains__)
             return _error(400, str(error))
-        ended = requests[0].waiter if not is_batch else asyncio.gather(*(request.waiter for request in requests))
-        disconnect = asyncio.ensure_future(http.receive())
-        try:
-            await asyncio.wait((ended, disconnect), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            disconnect.cancel()
-        if not ended.done():
-            self._engine.abort(requests.__contains__)
+        if not await ended_while_connected(http, requests, self._engine):
             return Response(status_code=499)
         errors = [request.error for request in requests if request.error]
         if errors:
@@ -160,7 +156,7 @@ class Api:
         """Abort the request `rid`, or all with `abort_all`."""
         rid, everything = body.get("rid"), bool(body.get("abort_all"))
         if not rid and not everything:
-            raise ValueError("neither rid nor abort_all is given: give rid, or abort_all=true")
+            raise ValueError("neither rid nor abort_all is given: use rid, or abort_all=true")
         await _done(self._engine.abort(lambda request: everything or request.rid == rid))
 
     async def pause(self, body: dict[str, Any]) -> Any:
@@ -197,7 +193,7 @@ class Api:
             allowed = ", ".join(map(str, self._weight_directories))
             raise EngineError(f"cannot load weights from {path}: it is not below {allowed}; start the engine with --weights-from DIR")
         if not directory.is_dir():
-            raise EngineError(f"cannot load weights from {path}: it is not a directory of this machine")
+            raise EngineError(f"cannot load weights from {path}: it is not a directory on this machine")
         if directory.stat().st_uid not in (os.getuid(), 0):
             raise EngineError(f"cannot load weights from {path}: it belongs to another user")
         return directory

@@ -4,8 +4,6 @@ A request owns one row of the pool whose capacity fits its length, and moves to 
 always `0 .. n-1`, so attention runs on views of the pools: nothing is gathered, and a short row is not padded to the longest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

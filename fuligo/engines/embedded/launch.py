@@ -1,7 +1,5 @@
 """Process of an embedded engine: its settings, start and stop."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Hugging Face causal language model that runs on flat batches with the engine's attention."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from typing import Any, cast

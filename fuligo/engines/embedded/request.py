@@ -1,7 +1,5 @@
 """State of one request in the embedded engine: what was asked, and what has been sampled so far."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +27,7 @@ class Request:
     arrival: int = 0
     """Index of the request among all that the engine received."""
     waiter: Any = None
-    """Future of whoever waits for the answer; the engine does not touch it."""
+    """Future that the caller awaits; the engine does not touch it."""
 
     score_start: int | None = None
     """If given, nothing is sampled, and `input_logprobs` are those of the tokens after this position."""

@@ -1,9 +1,8 @@
-"""`fuligo serve`: the embedded engine's model, compute thread and HTTP server."""
-
-from __future__ import annotations
+"""`fuligo serve`: the embedded engine's model, compute thread and HTTP server, and access to it by the run's keys."""
 
 import asyncio
 import gc
+import ipaddress
 import json
 import logging
 import signal
@@ -15,12 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import orjson
 import torch
 import transformers
 import uvicorn
 import uvloop
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fuligo.engines.embedded.access import protected
 from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.http_api import Api, wake
 from fuligo.engines.embedded.kv_cache import length_class
@@ -139,7 +141,7 @@ class _Server(uvicorn.Server):
 
 def _load(settings: ServeSettings) -> EngineModel:
     if settings.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no CUDA device; give --device cpu")
+        raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device)
     dtype = ("bf16" if device.type == "cuda" else "fp32") if settings.dtype == "auto" else settings.dtype
     return EngineModel(settings.model_path, device, DTYPES[dtype], trusts_tokenizer=settings.trust_remote_code)
@@ -155,7 +157,9 @@ def affordable_tokens(model: EngineModel, max_running_requests: int) -> int:
     free_bytes = torch.cuda.mem_get_info(model.device)[0] if device == "cuda" else available_memory_bytes()
     fitting = int(MEMORY_SHARE[device] * free_bytes) // model.cache_shape.bytes_per_token(model.dtype)
     if fitting < length_class(1):
-        raise ConfigError(f"{free_bytes / 2**20:.0f} MiB of free memory are too few for a KV cache; free some, or give --max-total-tokens")
+        raise ConfigError(
+            f"{free_bytes / 2**20:.0f} MiB of free memory are not enough for a KV cache; free some, or set --max-total-tokens"
+        )
     return min(fitting, max_running_requests * length_class(model.context_length))
 
 
@@ -164,3 +168,47 @@ def _write_whole(path: Path, text: str) -> None:
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(text)
     unfinished.rename(path)
+
+
+def protected(app: ASGIApp, keys: EngineKeys, host: str) -> ASGIApp:
+    """Return the application behind its access control. Requests are refused before their body is read.
+
+    Args:
+        host: name or address that the server was told to listen on
+    """
+    names = {name.lower() for name in (host, "localhost", socket.gethostname(), socket.getfqdn())}
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = _refusal(scope, keys, names) if scope["type"] == "http" else None
+        await (refusal or app)(scope, receive, send)
+
+    return guarded
+
+
+def _refusal(scope: Scope, keys: EngineKeys, names: set[str]) -> Response | None:
+    headers, method, path = Headers(scope=scope), scope["method"], scope["path"]
+    name = _without_port(headers.get("host", ""))
+    if not (name in names or _is_address(name)):  # a page's own name that resolves to this machine (DNS rebinding)
+        return _refused(403, f"this engine is not reachable as {name!r}; use the machine's own name or its address")
+    if not keys.admits(method, path, headers.get("authorization", "")):
+        return _refused(401, "the key is missing or wrong; send it in the header Authorization: Bearer KEY")
+    if method == "POST" and headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        return _refused(415, "the content type must be application/json")
+    return None
+
+
+def _refused(status: int, message: str) -> Response:
+    return Response(orjson.dumps({"success": False, "error": {"message": message}}), status, media_type="application/json")
+
+
+def _without_port(host: str) -> str:
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

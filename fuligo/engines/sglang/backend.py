@@ -1,10 +1,7 @@
 """Backend `sglang`: fleets of SGLang servers behind routers, one fleet per model."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,7 +12,7 @@ from fuligo.config.config import ServedModel
 from fuligo.config.secret import reveal
 from fuligo.config.topology import EngineGroupSpec, engine_groups, policy_model
 from fuligo.engines.backend import EngineHosts, LaunchedEngines, stopped_at_exit
-from fuligo.engines.deadlines import ControlDeadlines
+from fuligo.engines.connection import ControlDeadlines
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.router import RouterSettings
@@ -101,7 +98,7 @@ def _fleet_of(config: Config, directory: Path, model: str, servers: Sequence[Ser
             arguments=arguments,
             key=secrets.token_hex(32) if key is None else reveal(key),
             prefill_decode=any(server.worker_type != "regular" for server in servers),
-            python=_python(config),
+            python=config.engine.interpreter,
             environment=config.engine_environment,
             start_timeout_s=config.engine.engine_start_timeout_s,
         ),
@@ -156,7 +153,7 @@ def _servers(config: Config, directory: Path, places: Sequence[EnginePlace]) -> 
             number=number,
             gpu_ids=place.gpu_ids,
             num_nodes=place.num_nodes,
-            python=_python(config),
+            python=config.engine.interpreter,
             environment=config.engine_environment,
             start_timeout_s=config.engine.engine_start_timeout_s,
         )
@@ -190,9 +187,5 @@ def _check_gpus(config: Config) -> None:
     if needed > here:
         raise ConfigError(
             f"trainer and engines need {needed} GPUs and this machine has {here}; lower --actor-num-gpus-per-node or --rollout-num-gpus, "
-            "or give --colocate to share them"
+            "or use --colocate to share them"
         )
-
-
-def _python(config: Config) -> str:
-    return config.engine.engine_python or sys.executable

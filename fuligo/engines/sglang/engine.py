@@ -1,7 +1,5 @@
 """One engine of a fleet: its server, its client, its restarts and its health."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass

@@ -7,15 +7,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fuligo.engines.backend import SyncRestarted
-from fuligo.engines.connect import connect
-from fuligo.engines.deadlines import DEFAULT, ControlDeadlines
+from fuligo.engines.backend import SharedDevices, SyncRestarted
+from fuligo.engines.client import connect
+from fuligo.engines.connection import DEFAULT, ControlDeadlines
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.sglang.engine import FleetEngine
 from fuligo.engines.sglang.router import Router, RouterSettings, launch_router
 from fuligo.engines.sglang.server import Server, ServerSettings, SGLangServer
-from fuligo.engines.shared_devices import SharedDevices
 from fuligo.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ class Fleet:
         self.group = EngineGroup([engine.client for engine in self._engines], patient, membership=self, split=split)
         self.sync_restarted: SyncRestarted = _with_next_sync
         self.devices: SharedDevices | None = None
-        """None if the engines have devices of their own."""
+        """Devices shared with a trainer; None if the engines have devices of their own."""
 
     @property
     def url(self) -> str:

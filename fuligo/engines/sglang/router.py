@@ -4,8 +4,6 @@ Behaviour of 0.3.2: adding and removing a worker is asynchronous (202), an unans
 are not forwarded to the engines, and fields of `/generate` that its own schema lacks are dropped.
 """
 
-from __future__ import annotations
-
 import secrets
 import sys
 from collections.abc import Mapping

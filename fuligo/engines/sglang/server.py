@@ -12,8 +12,7 @@ from typing import Any, Literal, Protocol
 
 from fuligo.config.secret import Environment
 from fuligo.engines.answers import WeightLabel
-from fuligo.engines.client import EngineClient
-from fuligo.engines.connect import connect
+from fuligo.engines.client import EngineClient, connect
 from fuligo.engines.host import endpoint, is_loopback, use_loopback_interface
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.server_process import ServerProcess, command_line, secrets_of
@@ -255,7 +254,7 @@ async def require_key(settings: ServerSettings) -> None:
         finally:
             await client.close()
         raise EngineError(
-            f"cannot use {settings.name} ({settings.url}): it answers without its key, and others could change its weights; "
+            f"cannot use {settings.name} ({settings.url}): it accepts requests without its key, so that anyone could change its weights; "
             f"use the SGLang that fuligo is tested with (its log: {settings.log_file})"
         )
 

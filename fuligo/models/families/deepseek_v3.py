@@ -1,7 +1,5 @@
 """DeepSeek-V3 and R1 (arXiv 2412.19437): latent attention; dense layers first, then layers with experts."""
 
-from __future__ import annotations
-
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.name_parts import latent_attention, moe_table, with_mtp_layers

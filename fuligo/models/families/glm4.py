@@ -3,8 +3,6 @@
 Its Megatron layer is `fuligo.trainer.megatron_backend.glm4_layer`.
 """
 
-from __future__ import annotations
-
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.name_parts import dense_table, gated_mlp, grouped_attention, layer_norms, norm

@@ -1,7 +1,5 @@
 """GLM-4.5, GLM-4.6 and GLM-4.7, mixture of experts (arXiv 2508.06471): grouped attention; the large models norm queries and keys."""
 
-from __future__ import annotations
-
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.name_parts import grouped_attention, moe_table, with_mtp_layers

@@ -1,7 +1,5 @@
 """GLM-4.7-Flash: DeepSeek-V3's layers at a small size; the first layer is dense."""
 
-from __future__ import annotations
-
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.families.deepseek_v3 import names

@@ -3,8 +3,6 @@
 The layers with an indexer choose tokens; the others take the choice of the nearest such layer below.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from fuligo.models.architecture import Architecture, LatentAttention, Layer, Part, PartKind, SparseIndex, Split
@@ -79,7 +77,9 @@ def _computing_layers(config: ConfigJson) -> tuple[bool, ...]:
         key = "index_topk_pattern" if pattern else f"index_topk_freq {frequency} and index_skip_topk_offset {offset}"
         raise config.contradiction(f"indexer_types does not agree with {key}")
     if not computing[0]:
-        raise config.contradiction("the first layer must compute its token choice (indexer_types, index_topk_pattern): none is below it")
+        raise config.contradiction(
+            "the first layer must compute its token choice (indexer_types, index_topk_pattern): no layer below it has one to reuse"
+        )
     return computing
 
 

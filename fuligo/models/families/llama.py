@@ -1,7 +1,5 @@
 """Llama (arXiv 2307.09288, 2407.21783): biases only where config.json asks for them."""
 
-from __future__ import annotations
-
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.name_parts import dense_table, grouped_attention

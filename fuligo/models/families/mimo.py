@@ -1,7 +1,5 @@
 """MiMo-7B (arXiv 2505.07608): Qwen2's layers, and MTP layers of the same kind."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from fuligo.models.architecture import Architecture

@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115): queries, keys and values always have a bias; config.json does not say so."""
 
-from __future__ import annotations
-
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.name_parts import dense_table, grouped_attention

@@ -1,7 +1,5 @@
 """Qwen3, dense (arXiv 2505.09388): norms on the heads of queries and keys; head_dim need not be hidden_size / heads."""
 
-from __future__ import annotations
-
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.name_parts import dense_table, grouped_attention

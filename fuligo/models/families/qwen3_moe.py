@@ -1,7 +1,5 @@
 """Qwen3, mixture of experts (arXiv 2505.09388): Qwen3's attention; no shared expert, no bias in the router."""
 
-from __future__ import annotations
-
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.name_parts import grouped_attention, moe_table

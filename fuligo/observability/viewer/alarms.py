@@ -1,7 +1,5 @@
 """Alarms of a run in plain words, as pure functions of its metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -145,7 +143,7 @@ def _entropy_collapses(values: Values) -> list[bool]:
 
 
 def _facts(values: Values, stretch: Stretch) -> dict[str, float | str]:
-    """Return what the texts say of a stretch; `compared` is its worst value with the usual one before, as in `0.31, 18 times ...`."""
+    """Return facts about a stretch for the texts; `compared` is its worst value with the usual one before, as in `0.31, 18 times ...`."""
     shown = finite(values[stretch.first : stretch.last + 1])
     worst, base = max(shown), median(finite(values[max(0, stretch.first - BASE_STEPS) : stretch.first]))
     times = f", {worst / base:.3g} times the {base:.3g} before" if base else ""
@@ -159,6 +157,14 @@ def _facts(values: Values, stretch: Stretch) -> dict[str, float | str]:
     }
 
 
+def _all_zero(values: Values) -> list[bool]:
+    return [value == 0 for value in values]
+
+
+_NO_REWARD = (
+    "Every response gets the reward 0, so nothing is learned. Read some samples: does the answer have the form that the reward reads, "
+    "is the label right, is the response cut off? Then try easier prompts."
+)
 _DISAGREE = "Their log-probabilities of the same tokens differ on average by up to {compared_nats}."
 _CLIPPED = (
     "Up to {worst:.0%} of the tokens have no gradient because the policy moves too far within a step. "
@@ -174,6 +180,7 @@ _FAILED = "{total:.0f} in total. Each failed sample shows its reason (Samples, f
 WATCHES = (
     # bf16 engines and trainers differ by 0.005 to 0.02 nats; 0.1 means wrong weights, sampling parameters or routing.
     _Watch("train/logprob_abs_diff", "error", "Engine and trainer disagree", _rises(3, 0.03, at_once=0.1), _DISAGREE),
+    _Watch("rollout/reward_mean", "error", "The reward is 0", _all_zero, _NO_REWARD, LASTING_STEPS),
     _Watch("train/clip_fraction", "warning", "Much of the update is clipped", _above(0.3), _CLIPPED, LASTING_STEPS),
     _Watch("train/kl", "warning", "KL to the reference is growing", _rises(5, 0.1), _KL_GROWS, LASTING_STEPS),
     _Watch("train/entropy", "warning", "Entropy has collapsed", _entropy_collapses, _COLLAPSED, LASTING_STEPS),

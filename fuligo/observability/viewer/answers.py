@@ -1,6 +1,4 @@
-"""Answers to the page's requests as plain JSON values, for the server and for reports alike."""
-
-from __future__ import annotations
+"""Answers to the page's requests as plain JSON values, for the server and for reports."""
 
 import time
 from collections.abc import Sequence
@@ -18,7 +16,7 @@ from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.run_files import SampleSet
 from fuligo.observability.viewer.sample_index import SampleIndex, read_index_table
 from fuligo.observability.viewer.sample_query import Order, SampleFilter, in_order, matching
-from fuligo.observability.viewer.sample_rows import LINE_COLUMNS, Row, message_texts, read_rows, short, short_prompt
+from fuligo.observability.viewer.sample_rows import LINE_COLUMNS, UNREADABLE, Row, message_texts, read_rows, short, short_prompt
 from fuligo.observability.viewer.settings import differences, rows_of
 
 Answer = dict[str, Any]
@@ -56,6 +54,7 @@ def run_answer(run: RunReader) -> Answer:
         "datasets": run.datasets,
         "indexed": run.samples.progress,
         "trace_read": run.trace.share_read,
+        "alarms": run.num_ongoing_alarms(),
         "problems": run.problems(),
     }
 
@@ -113,7 +112,7 @@ def sample_lines(index: SampleIndex, shown: pa.Table) -> list[Answer]:
         path = index.file(step)
         try:
             texts = read_rows(path, [line["row"] for line in of_step], LINE_COLUMNS) if path is not None else []
-        except (OSError, pa.ArrowException):
+        except UNREADABLE:
             texts = []
         for line, text in zip_longest(of_step, texts, fillvalue={}):
             line.update(
@@ -154,7 +153,7 @@ def _of_step(index: SampleIndex, step: int) -> pa.Table | None:
         return known
     try:
         return read_index_table(path, step)
-    except (OSError, pa.ArrowException):
+    except UNREADABLE:
         return None
 
 
@@ -168,7 +167,7 @@ def sample_answer(run: RunReader, step: int, row: int, of: SampleSet = "train") 
     mine = next(iter(_numbers(rows.filter(pc.field("row") == row))), None)
     try:
         whole = next(iter(read_rows(path, [row])), None)
-    except (OSError, pa.ArrowException):
+    except UNREADABLE:
         return None
     if mine is None or whole is None:
         return None
@@ -179,7 +178,7 @@ def sample_answer(run: RunReader, step: int, row: int, of: SampleSet = "train") 
         members = [member for member in _numbers(of_group) if member["dataset"] == mine["dataset"]]
     try:
         texts = read_rows(path, [member["row"] for member in members], ["response", "drop_reason", "error"])
-    except (OSError, pa.ArrowException):
+    except UNREADABLE:
         texts = []
     return {
         **mine,

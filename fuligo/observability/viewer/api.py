@@ -1,23 +1,77 @@
-"""HTTP endpoints of the server. All are read-only; runs are selected by name, never by path."""
+"""Server of the page: its endpoints, which are read-only, and access to them. Runs are selected by name, never by path."""
 
-from __future__ import annotations
-
+import hmac
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 import orjson
+import uvicorn
 from fastapi import FastAPI, HTTPException, Query
-from fastapi.responses import FileResponse, HTMLResponse, Response
+from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from pydantic import Field
 from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fuligo.observability.viewer import answers
-from fuligo.observability.viewer.access import Access
 from fuligo.observability.viewer.front import page
 from fuligo.observability.viewer.run import RunReader, Watcher
-from fuligo.observability.viewer.run_files import SampleSet, inside
+from fuligo.observability.viewer.run_files import SampleSet, is_readable
 from fuligo.observability.viewer.sample_query import Order, SampleFilter
+
+_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"), (b"cache-control", b"no-store"))
+
+
+class Access:
+    """Middleware that rejects requests without the token, which moves from the address (`?token=`) to a cookie.
+
+    A local page needs it, too. Other users of the machine reach its loopback interface, and so do foreign pages in a browser of this
+    machine, under a name of theirs that resolves to it (DNS rebinding); the browser sends them no cookie of this host.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, cookie: str) -> None:
+        self._app = app
+        self._token = token
+        self._cookie = cookie
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *_HEADERS]
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        request = Request(scope)
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse("this server is read-only", 405)
+        given = request.query_params.get("token")
+        if given is not None and self._fits(given):
+            rest = urlencode([(name, value) for name, value in request.query_params.multi_items() if name != "token"])
+            path = "/" + scope["path"].lstrip("/")  # a browser would take `//name` for another host
+            answer = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
+            answer.set_cookie(self._cookie, given, httponly=True, samesite="strict")
+            return answer
+        header = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._fits(header) or self._fits(request.cookies.get(self._cookie, "")):
+            return None
+        return PlainTextResponse("token missing or wrong; open the address that fuligo view printed, which ends with the token", 401)
+
+    def _fits(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self._token.encode())
+
 
 MAX_LIMIT = 200
 
@@ -109,7 +163,7 @@ def _add_steps(app: FastAPI, chosen: Callable[[str], RunReader]) -> None:
     def trace(run: str) -> Response:
         reader = chosen(run)
         file = reader.path / "trace.json"
-        if not inside(reader.path, file):
+        if not is_readable(reader.path, file):
             raise HTTPException(404, f"run {run} has no trace.json")
         return FileResponse(file, media_type="application/json", filename=f"{Path(reader.name).name}-trace.json")
 
@@ -118,3 +172,30 @@ def _json(answer: dict[str, Any] | None, missing: str = "") -> Response:
     if answer is None:
         raise HTTPException(404, missing)
     return Response(orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
+
+
+SHUTDOWN_S = 1
+
+
+def address(host: str, port: int, token: str) -> str:
+    """Return the address to open in a browser, which ends with the token."""
+    name = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
+    shown = f"[{name}]" if ":" in name else name
+    return f"http://{shown}:{port}/?{urlencode({'token': token})}"
+
+
+def serve(runs: Sequence[RunReader], listener: socket.socket, token: str) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    watcher = Watcher(runs)
+    app = make_app(runs, token=token, cookie=f"fuligo_view_{listener.getsockname()[1]}", watcher=watcher)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
+    watcher.start()
+    uvicorn.Server(config).run(sockets=[listener])

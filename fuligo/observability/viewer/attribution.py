@@ -1,7 +1,5 @@
 """Attribution of a step's seconds to causes: every instant has one cause, so that they add up to the step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

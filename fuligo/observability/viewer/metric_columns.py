@@ -1,8 +1,7 @@
 """Columns of `metrics.jsonl`, which grow with the file."""
 
-from __future__ import annotations
-
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,11 @@ import orjson
 
 from fuligo.observability.viewer.tail import Tail
 
+MAX_CHUNKS = 64
+"""More lines than runs write; a longer file is read by several updates."""
+MAX_STEP = 2**31
+MAX_INTEGER = 2**53
+"""Larger ones are not exact in a browser."""
 Values = list[float | None]
 """Values by row; None if a step lacks the key or its value was not finite."""
 
@@ -36,8 +40,11 @@ class MetricColumns:
         return self._tail.generation
 
     def update(self) -> None:
-        """Read the lines that were added."""
-        while lines := self._tail.read():
+        """Read the lines that were added, at most `MAX_CHUNKS` chunks at once."""
+        for _ in range(MAX_CHUNKS):
+            lines = self._tail.read()
+            if not lines:
+                break
             if self._tail.generation != self._generation:
                 self._reset()
             for line in lines:
@@ -78,7 +85,8 @@ class MetricColumns:
             record = orjson.loads(line)
         except orjson.JSONDecodeError:
             record = None
-        if not isinstance(record, dict) or not _is_number(record.get(self._step_key)):
+        step = record.get(self._step_key) if isinstance(record, dict) else None
+        if not isinstance(record, dict) or step is None or not _is_number(step) or not 0 <= step < MAX_STEP:
             self.num_damaged += bool(line.strip())
             return
         row = self.num_rows
@@ -100,7 +108,7 @@ def _rounded(key: str, value: Any) -> float | None:
         return None
     if key == "time":
         return round(value, 2)
-    return value if isinstance(value, int) else float(f"{value:.6g}")
+    return value if isinstance(value, int) and abs(value) < MAX_INTEGER else float(f"{value:.6g}")
 
 
 def finite(values: Iterable[float | None]) -> list[float]:
@@ -110,8 +118,4 @@ def finite(values: Iterable[float | None]) -> list[float]:
 
 def median(values: Sequence[float]) -> float | None:
     """Return the median; None without values."""
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return statistics.median(values) if values else None

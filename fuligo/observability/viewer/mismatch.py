@@ -1,7 +1,5 @@
 """Diagnosis of a disagreement between engine and trainer from the tokens of one step: stale weights, one engine, or all tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from fuligo.observability.viewer.sample_rows import check_size
 
 STANDS_OUT = 3.0
 """Factor by which tokens must differ more than the others to be the cause."""
@@ -48,6 +48,7 @@ def mismatches(path: Path) -> list[Mismatch]:
         present = file.schema_arrow.names
         if not set(_NAMES) <= set(present):
             return []
+        check_size(file.metadata, {*_NAMES, "spans"})
         table = file.read([*_NAMES, *(["spans"] if "spans" in present else [])], use_threads=False)
     table = table.filter(table["trainer_logprobs"].is_valid())
     mask, engine_logprobs, trainer_logprobs, versions = (table[name].combine_chunks().flatten().to_numpy() for name in _NAMES)

@@ -1,13 +1,12 @@
 """State of a run, determined from outside without touching it, its current phase, pace and expected end."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+from fuligo.observability.trace import DOING
 from fuligo.observability.viewer.attribution import PRIORITY, ROLLOUT
 from fuligo.observability.viewer.metric_columns import MetricColumns, finite, median
 from fuligo.observability.viewer.trace_reader import PhaseEvent, TraceReader
@@ -20,16 +19,6 @@ START_S = 900.0
 """Seconds of the same before the end of the first step, when models load and engines capture graphs."""
 WINDOW_STEPS = 20
 """Number of recent steps that determine the pace."""
-DOING = {
-    "start": "loading",
-    "rollout": "sampling",
-    "score": "scoring",
-    "train": "training",
-    "sync": "syncing weights",
-    "eval": "evaluating",
-    "save": "saving a checkpoint",
-    "record": "writing samples",
-}
 
 
 @dataclass(frozen=True, slots=True)

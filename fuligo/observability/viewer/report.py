@@ -1,7 +1,5 @@
 """Report: a run in one page that needs no server, with all curves and a selection of samples and timelines."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +15,8 @@ from fuligo.observability.viewer.front import page
 from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.run_files import SampleSet
 
+MAX_UPDATES = 1024
+"""Each reads a chunk of the trace (4 MiB)."""
 _SETS: tuple[SampleSet, ...] = ("train", "eval")
 
 
@@ -44,8 +44,9 @@ def write_report(runs: Sequence[RunReader], path: Path, size: ReportSize | None 
     """
     for run in runs:
         run.update_metrics()
-        while run.update_rest(float("inf")):
-            pass
+        for _ in range(MAX_UPDATES):
+            if not run.update_rest(float("inf")):
+                break
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     data = page(f"{title}: fuligo report", report_document(runs, size or ReportSize())).encode()
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")

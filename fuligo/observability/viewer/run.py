@@ -1,7 +1,5 @@
 """Reader of a run directory for the page; every file is read incrementally, when it has changed."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -9,16 +7,15 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-import pyarrow as pa
-
 from fuligo.observability.viewer.alarms import Alarm, alarms, with_cause
 from fuligo.observability.viewer.attribution import Cause
 from fuligo.observability.viewer.metric_columns import MetricColumns, finite, median
 from fuligo.observability.viewer.mismatch import Explanation, explanation, mismatches
 from fuligo.observability.viewer.now import WINDOW_STEPS, Now, State, current_activity, is_locked, run_state
-from fuligo.observability.viewer.run_files import SampleSet, inside, missing_files
+from fuligo.observability.viewer.run_files import SampleSet, is_readable, missing_files
 from fuligo.observability.viewer.sample_index import SampleIndex
 from fuligo.observability.viewer.sample_query import TextSearch
+from fuligo.observability.viewer.sample_rows import UNREADABLE
 from fuligo.observability.viewer.settings import Settings, read_settings
 from fuligo.observability.viewer.step_time import NEIGHBOURS, StepTime, step_causes, step_time
 from fuligo.observability.viewer.tokens import TokenTexts
@@ -53,18 +50,19 @@ class RunReader:
         self._causes: dict[int, tuple[int, list[Cause]]] = {}
         self._explained: dict[tuple[int, int], Explanation | None] = {}
         self._tokens: TokenTexts | None = None
+        self._alarms: tuple[tuple[int, int], list[Alarm]] = ((-1, -1), [])
 
     def update_metrics(self) -> None:
-        """Read new lines of metrics and evaluations, which is fast enough for every request."""
+        """Read new lines of metrics and evaluations; fast enough to do for every request."""
         with self.lock:
             for columns, name in ((self.metrics, "metrics.jsonl"), (self.evaluations, "eval/metrics.jsonl")):
-                if inside(self.path, self.path / name):
+                if is_readable(self.path, self.path / name):
                     columns.update()
 
     def update_rest(self, budget_s: float) -> bool:
         """Read trace and samples for about `budget_s` seconds; return whether anything was new."""
         with self.lock:
-            read = inside(self.path, self.path / "trace.json") and self.trace.update(max_chunks=1)
+            read = is_readable(self.path, self.path / "trace.json") and self.trace.update(max_chunks=1)
         changed = self.samples.update(budget_s)
         return self.eval_samples.update(budget_s) or changed or read
 
@@ -80,7 +78,7 @@ class RunReader:
         except OSError:
             return {}
         if changed != self._settings[0]:
-            self._settings = (changed, read_settings(path) if inside(self.path, path) else {})
+            self._settings = (changed, read_settings(path) if is_readable(self.path, path) else {})
         return self._settings[1]
 
     @property
@@ -139,8 +137,20 @@ class RunReader:
         """Return the alarms, with the cause of a disagreement if the samples of its first step show it."""
         return [
             with_cause(alarm, self._cause(alarm.first_step)) if alarm.key == "train/logprob_abs_diff" else alarm
-            for alarm in alarms(self.metrics)
+            for alarm in self._known_alarms()
         ]
+
+    def num_ongoing_alarms(self) -> dict[str, int]:
+        """Return the number of alarms at the latest step, by severity; notes do not count."""
+        ongoing = [alarm.severity for alarm in self._known_alarms() if alarm.ongoing]
+        return {severity: ongoing.count(severity) for severity in ("error", "warning")}
+
+    def _known_alarms(self) -> list[Alarm]:
+        """Compute the alarms once per state of the metrics: the page asks every second."""
+        state = (self.metrics.generation, self.metrics.num_rows)
+        if self._alarms[0] != state:
+            self._alarms = (state, alarms(self.metrics))
+        return self._alarms[1]
 
     def _cause(self, step: int) -> Explanation | None:
         key = (step, self.metrics.generation)
@@ -150,7 +160,7 @@ class RunReader:
                 return None
             try:
                 self._explained[key] = explanation(step, mismatches(path), self._expected_version(step))
-            except (OSError, pa.ArrowException):
+            except UNREADABLE:
                 self._explained[key] = None
         return self._explained[key]
 
@@ -191,7 +201,7 @@ class RunReader:
     def log_warnings(self, limit: int = 20) -> list[str]:
         """Return the last warnings and errors of `log.txt`, newest first; only the end of the file is read."""
         path = self.path / "log.txt"
-        if not inside(self.path, path):
+        if not is_readable(self.path, path):
             return []
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - MAX_LOG_BYTES))

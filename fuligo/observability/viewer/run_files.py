@@ -1,11 +1,10 @@
 """Run directories and their files; no link leads outside them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Literal
 
 from fuligo.errors import ConfigError
@@ -36,11 +35,16 @@ def inside(run: Path, path: Path) -> bool:
         return False
 
 
+def is_readable(run: Path, path: Path) -> bool:
+    """Return whether a path is a plain file inside the run directory; opening a pipe would block forever."""
+    return inside(run, path) and path.is_file()
+
+
 def sample_path(run: Path, of: SampleSet, step: int) -> Path | None:
     """Return the sample file of a step; None if there is none."""
     directory, prefix = _FILES[of]
     path = run / directory / f"{prefix}_{step:06d}.parquet"
-    return path if path.is_file() and not path.is_symlink() and inside(run, path) else None
+    return path if not path.is_symlink() and is_readable(run, path) else None
 
 
 def sample_files(run: Path, of: SampleSet = "train") -> Iterator[SampleFile]:
@@ -57,6 +61,8 @@ def sample_files(run: Path, of: SampleSet = "train") -> Iterator[SampleFile]:
             try:
                 state = path.stat()
             except OSError:
+                continue
+            if not S_ISREG(state.st_mode):
                 continue
             yield SampleFile(int(match[1]), path, (state.st_mtime_ns, state.st_size))
 
@@ -83,10 +89,10 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if not path.is_dir():
-            raise ConfigError(f"{path} is not a directory; give a run directory (--run-dir of fuligo train) or a directory of these")
-        runs = [path] if _is_run(path) else sorted(child for child in path.iterdir() if child.is_dir() and _is_run(child))
+            raise ConfigError(f"{path} is not a directory; use a run directory (--run-dir of fuligo train) or a directory of these")
+        runs = [path] if _is_run(path) else sorted(child for child in path.iterdir() if _is_readable_run(child))
         if not runs:
-            raise ConfigError(f"{path} has no run: neither {', '.join(MARKS)} nor directories with them; give a run directory")
+            raise ConfigError(f"{path} has no run: neither {', '.join(MARKS)} nor directories with them; use a run directory")
         found += [run for run in runs if run.resolve() not in {other.resolve() for other in found}]
     return found
 
@@ -98,6 +104,14 @@ def run_names(paths: Sequence[Path]) -> list[str]:
         taken = {name for name in names if names.count(name) > 1}
         names = ["/".join(path.resolve().parts[-depth:]) if name in taken else name for path, name in zip(paths, names, strict=True)]
     return names
+
+
+def _is_readable_run(path: Path) -> bool:
+    """Return whether a path is a run; one that this user may not read is left out if there are others."""
+    try:
+        return path.is_dir() and _is_run(path)
+    except PermissionError:
+        return False
 
 
 def _is_run(path: Path) -> bool:

@@ -1,7 +1,5 @@
 """Index of a run's samples: a table of a few numbers per sample, no text and no tokens, kept up to date file by file."""
 
-from __future__ import annotations
-
 import threading
 import time
 from itertools import chain
@@ -15,6 +13,7 @@ import pyarrow.parquet as pq
 
 from fuligo.observability.samples import VERSIONS_IN_FOOTER, prompt_key
 from fuligo.observability.viewer.run_files import SampleFile, SampleSet, sample_files, sample_path
+from fuligo.observability.viewer.sample_rows import check_size
 
 INDEX_SCHEMA = pa.schema(
     [
@@ -97,7 +96,7 @@ class SampleIndex:
         return self._up_to_date()[2]
 
     def file(self, step: int) -> Path | None:
-        """Return the file of a step, also of a step that is not indexed yet."""
+        """Return the file of a step, even if it is not indexed yet."""
         known = self._known.get(step)
         return known[0].path if known is not None else sample_path(self._run, self._of, step)
 
@@ -124,7 +123,7 @@ class SampleIndex:
         table, problem = None, ""
         try:
             table = read_index_table(file.path, file.step)
-        except (OSError, pa.ArrowException, ValueError, KeyError) as error:
+        except Exception as error:  # columns of others may hold anything
             problem = " ".join(str(error).split())[:200]
         with self._lock:
             self._known[file.step] = (file, table)
@@ -141,6 +140,7 @@ def read_index_table(path: Path, step: int) -> pa.Table:
         OSError, pa.ArrowException: the file is not a parquet file, or is damaged.
     """
     fragment = next(iter(ds.dataset(path, format="parquet").get_fragments()))
+    check_size(fragment.metadata, {*_STORED.values(), *_SOURCES, *_SOURCES.values(), "versions"})
     present = set(fragment.physical_schema.names)
     newest = _newest_version(fragment.metadata)
     wanted = {*_STORED.values(), *(name if name in present else source for name, source in _SOURCES.items())}

@@ -1,7 +1,5 @@
 """Search for samples: filters and orders over the index; text is searched file by file, for a bounded time per call."""
 
-from __future__ import annotations
-
 import functools
 import operator
 import time
@@ -14,9 +12,11 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 from pydantic import BaseModel, Field
 
 from fuligo.observability.viewer.sample_index import SampleIndex
+from fuligo.observability.viewer.sample_rows import UNREADABLE, check_size
 
 Order = Literal[
     "newest", "oldest", "reward", "-reward", "length", "-length", "advantage", "-advantage", "staleness", "-staleness", "engine", "-engine"
@@ -67,7 +67,7 @@ def _condition(name: str, value: Any) -> pc.Expression:
 
 
 def in_order(table: pa.Table, order: Order, offset: int, limit: int) -> pa.Table:
-    """Return rows `offset` to `offset + limit` of the index in an order.
+    """Return rows `offset` to `offset + limit` of the index, sorted by `order`.
 
     Rows with equal values follow each other by step, newest first, then by row. Rows without a value come last.
     """
@@ -138,7 +138,8 @@ def rows_with_text(path: Path, text: str) -> np.ndarray:
     needles = {("prompt", text), ("prompt", escaped), ("response", text)}
     hits = [pc.match_substring(pc.field(column), needle, ignore_case=True) for column, needle in needles]  # pyright: ignore[reportAttributeAccessIssue]
     try:
+        check_size(pq.read_metadata(path), {column for column, _ in needles})
         table = ds.dataset(path, format="parquet").to_table(columns={"hit": functools.reduce(operator.or_, hits)}, use_threads=False)
-    except (OSError, pa.ArrowException, KeyError):
+    except UNREADABLE:
         return np.empty(0, np.int64)
     return np.flatnonzero(table["hit"].fill_null(False).to_numpy())

@@ -1,19 +1,26 @@
 """Whole samples: single rows of a file, read by row group, and the texts that a list shows of them."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 Row = dict[str, Any]
 LINE_COLUMNS = ["prompt", "response", "label", "finish_reason", "drop_reason", "error"]
 """Columns read for a line of the list, in addition to the index."""
+UNREADABLE = (OSError, pa.ArrowException, ValueError, TypeError, KeyError, AttributeError)
+"""Errors of a file that is gone or damaged, or holds something other than what a run writes."""
+MAX_ROWS = 2**20
+MAX_BYTES = 2**32
+MAX_GROUP_BYTES = 2**28
+"""64 samples of 100,000 tokens with all of their columns take about half of it."""
+MAX_CHARACTERS = 2**20
+"""Characters of one text that are shown."""
 MAX_TEXT = 300
 """Characters of a text in a list."""
 
@@ -49,8 +56,33 @@ def _group_sizes(path: Path, version: tuple[int, int]) -> list[int]:
 def _row_group(path: Path, version: tuple[int, int], group: int, names: tuple[str, ...] | None) -> pa.Table:
     """Read a row group. The samples of a group are opened one after the other and mostly share one."""
     with pq.ParquetFile(path) as file:
+        check_size(file.metadata, names, group)
         present = [name for name in names if name in file.schema_arrow.names] if names is not None else None
-        return file.read_row_group(group, columns=present, use_threads=False)
+        table = file.read_row_group(group, columns=present, use_threads=False)
+    for at, name in enumerate(table.column_names):
+        if pa.types.is_string(table.schema.field(at).type) or pa.types.is_large_string(table.schema.field(at).type):
+            table = table.set_column(at, name, pc.call_function("utf8_slice_codeunits", [table[name]], pc.SliceOptions(0, MAX_CHARACTERS)))
+    return table
+
+
+def check_size(metadata: pq.FileMetaData, names: Container[str] | None, group: int | None = None) -> None:
+    """Check that columns fit into memory once they are uncompressed.
+
+    Args:
+        names: columns that are read; None reads all.
+        group: row group that is read; None reads all.
+
+    Raises:
+        ArrowInvalid: no run writes as many rows or bytes.
+    """
+    if metadata.num_rows > MAX_ROWS:
+        raise pa.ArrowInvalid(f"{metadata.num_rows:,} samples in one file; at most {MAX_ROWS:,} are read")
+    most = MAX_BYTES if group is None else MAX_GROUP_BYTES
+    read = [metadata.row_group(number) for number in (range(metadata.num_row_groups) if group is None else [group])]
+    columns = [each.column(at) for each in read for at in range(each.num_columns)]
+    size = sum(each.total_uncompressed_size for each in columns if names is None or each.path_in_schema.partition(".")[0] in names)
+    if size > most:
+        raise pa.ArrowInvalid(f"{size:,} bytes once they are uncompressed; at most {most:,} are read at once")
 
 
 def message_texts(prompt: str | None) -> list[tuple[str, str]]:

@@ -1,13 +1,13 @@
 """Settings of `config.yaml` by flat name, and their differences between runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from fuligo.config.yaml_text import load, read_yaml_text
 
 Settings = dict[str, str | int | float | bool | None]
 
@@ -25,8 +25,8 @@ class SettingRow:
 def read_settings(path: Path) -> dict[str, Any]:
     """Return `group.name` -> value as written, also of another version's config; empty if there is no such file."""
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        document = load(read_yaml_text(path))
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
     settings: dict[str, Any] = {}
     for group, values in document.items() if isinstance(document, dict) else ():

@@ -1,9 +1,8 @@
 """Timeline of one step, and the seconds of every step by cause."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pyarrow.parquet as pq
 
 from fuligo.observability.viewer.attribution import Cause, Interval, SampleSpans, attribute, concurrency, covered
 from fuligo.observability.viewer.metric_columns import MetricColumns
+from fuligo.observability.viewer.sample_rows import UNREADABLE, check_size
 from fuligo.observability.viewer.trace_reader import PhaseEvent, TraceReader
 
 NUM_LONGEST = 12
@@ -141,9 +141,16 @@ def _spans_table(path: Path) -> pa.Table | None:
             present = file.schema_arrow.names
             length = "response_length" if "response_length" in present else "loss_mask"
             names = [name for name in ("index", "status", length, "spans") if name in present]
-            return file.read(names, use_threads=False) if "spans" in names else None
-    except (OSError, pa.ArrowException):
+            check_size(file.metadata, names)
+            if "spans" not in names or not _are_spans(file.schema_arrow.field("spans").type):
+                return None
+            return file.read(names, use_threads=False)
+    except UNREADABLE:
         return None
+
+
+def _are_spans(column: pa.DataType) -> bool:
+    return pa.types.is_list(column) and pa.types.is_struct(column.value_type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +203,7 @@ def _longest(table: pa.Table) -> list[LongSample]:
     order = [row for row in np.argsort(-last, kind="stable")[: NUM_LONGEST + 1] if np.isfinite(last[row])]
     fields: dict[str, Any] = {name: table[name].to_pylist() for name in table.schema.names if name != "spans"}
     result = []
-    for row, before in zip(order, [*order[1:], None], strict=True):
-        if len(result) == NUM_LONGEST or before is None:
-            break
+    for row, before in pairwise(order):
         result.append(
             LongSample(
                 int(row),

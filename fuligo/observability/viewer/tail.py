@@ -1,12 +1,12 @@
 """Incremental reading of a growing file of lines."""
 
-from __future__ import annotations
-
 import os
 from io import BufferedReader
 from pathlib import Path
 
 CHUNK_BYTES = 4 * 1024**2
+DAMAGED = b"{"
+"""Stands for a line that is too long."""
 
 
 class Tail:
@@ -20,24 +20,36 @@ class Tail:
         """Bytes read, complete lines only."""
         self._identity: int | None = None
         self._last_byte = b""
+        self._is_skipping = False
 
     def read(self, max_bytes: int = CHUNK_BYTES) -> list[bytes]:
-        """Return the next complete lines without their ends; empty if nothing is new or there is no file."""
+        """Return the next complete lines without their ends; empty if nothing is new or there is no file. Lines may be empty."""
         try:
             with self.path.open("rb") as file:
                 self._notice_restart(file)
                 file.seek(self.offset)
                 data = file.read(max_bytes)
-                end = data.rfind(b"\n") + 1
-                while not end and len(data) >= max_bytes and (more := file.read(max_bytes)):
-                    data += more  # a line longer than the limit
-                    end = data.rfind(b"\n") + 1
         except OSError:
             return []
+        end = data.rfind(b"\n") + 1
+        if not end and len(data) == max_bytes:
+            return self._skip(data)
         self.offset += end
-        if end:
-            self._last_byte = data[max(0, end - 64) : end]
-        return data[: end - 1].split(b"\n") if end else []
+        if not end:
+            return []
+        self._last_byte = data[max(0, end - 64) : end]
+        lines = data[: end - 1].split(b"\n")
+        if self._is_skipping:  # the first is the end of a line that was too long
+            self._is_skipping = False
+            lines[0] = DAMAGED
+        return lines
+
+    def _skip(self, data: bytes) -> list[bytes]:
+        """Skip a part of a line that is longer than a chunk: no run writes such lines, and reading them would take all memory."""
+        self.offset += len(data)
+        self._last_byte = data[-64:]
+        self._is_skipping = True
+        return [b""]
 
     @property
     def size_bytes(self) -> int:
@@ -54,5 +66,5 @@ class Tail:
         same = state.st_ino == self._identity or self._identity is None
         if not same or state.st_size < self.offset or file.read(len(self._last_byte)) != self._last_byte:
             self.generation += 1
-            self.offset, self._last_byte = 0, b""
+            self.offset, self._last_byte, self._is_skipping = 0, b"", False
         self._identity = state.st_ino

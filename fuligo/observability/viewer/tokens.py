@@ -1,7 +1,5 @@
 """Texts of single tokens by the run's tokenizer. If it is not on this machine, tokens are shown by id."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path

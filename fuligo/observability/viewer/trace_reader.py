@@ -1,7 +1,5 @@
 """Reader of the phases of a growing trace. Spans of samples are skipped, because the sample files have all of them."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path

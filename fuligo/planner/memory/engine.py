@@ -85,7 +85,7 @@ _TRUE = ("true", "1", "yes", "y")
 _WHOLE_BYTES = 2 * 4
 """Bytes per token and vocabulary entry: fp32 logits with a copy of the wanted rows, then that copy with its log-softmax."""
 _CHUNK_BYTES = 3 * 4
-"""Bytes with chunks, where a chunk's logits outlive its log-softmax."""
+"""The same in chunks, with one tensor more: a chunk's logits outlive its log-softmax."""
 
 
 def scored_bytes(spec: EngineGroupSpec, config: Config, prefill_tokens: int, vocab_size: int) -> int:

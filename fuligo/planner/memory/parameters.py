@@ -6,8 +6,8 @@ from typing import Self
 
 from fuligo.layout.megatron import Layout
 from fuligo.models.architecture import Architecture, Layer, Part, PartKind, Split
+from fuligo.planner.layout import stage_layers
 from fuligo.planner.plan import Stage
-from fuligo.planner.stages import stage_layers
 from fuligo.planner.subject import Subject
 
 

@@ -7,10 +7,15 @@ from fuligo.layout.megatron import layout_of
 from fuligo.models.architecture import Architecture, GroupedAttention, Layer
 from fuligo.planner.lengths import micro_batch_tokens
 from fuligo.planner.memory.activations import BF16, FP32, normed_head_elements, num_output_norms
-from fuligo.planner.memory.constants import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTES, FRAGMENTATION, billions
+from fuligo.planner.memory.constants import COLLECTIVE_BYTES, CUDA_CONTEXT_BYTES, billions
 from fuligo.planner.plan import MemoryItem
 from fuligo.planner.subject import Subject, value_architecture
 from fuligo.quantities import amount, count
+
+BETWEEN_ACTIVATIONS = 0.18
+BETWEEN_GATHERED = 2.6
+"""Memory that PyTorch's allocator holds beside tensors, as shares of the activations and of the gathered units, which come and go among
+them. Fitted to four runs on an H200 (tests/unit/planner/test_measured.py)."""
 
 
 def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
@@ -32,15 +37,16 @@ def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
         held = math.ceil(value_architecture(architecture).num_parameters / num_ranks)
         note = f"{billions(held)} x 12 bytes: fp32 weights and two moments of AdamW; it takes turns with the policy for all else"
         items.append(MemoryItem("value_model", 3 * FP32 * held, note))
-    items.append(_gathered(subject))
-    activations = _activations(subject)
+    gathered, activations = _gathered(subject), _activations(subject)
+    items.append(gathered)
     items.append(activations)
     items.append(_logits(subject))
     if num_ranks > 1:
         items.append(MemoryItem("communication", COLLECTIVE_BYTES, "NCCL buffers of one communicator"))
     items.append(MemoryItem("runtime", CUDA_CONTEXT_BYTES, "CUDA context, kernels, cuBLAS workspace"))
-    moving = activations.num_bytes
-    items.append(MemoryItem("fragmentation", round(FRAGMENTATION * moving), f"{FRAGMENTATION:.0%} of the activations' {amount(moving)}"))
+    lost = BETWEEN_ACTIVATIONS * activations.num_bytes + BETWEEN_GATHERED * gathered.num_bytes
+    note = f"{BETWEEN_ACTIVATIONS:.0%} of the activations' {amount(activations.num_bytes)}, and FSDP's buffers among them"
+    items.append(MemoryItem("fragmentation", round(lost), note))
     return tuple(items)
 
 
@@ -79,10 +85,20 @@ def _gathered(subject: Subject) -> MemoryItem:
     return MemoryItem("gathered", num_bytes, f"two layers of {billions(layer)}, embedding and head of {billions(outer)}, and gradients")
 
 
+def compiles_layers(subject: Subject) -> bool:
+    """Return whether the trainer compiles the layers: those of dense models with grouped heads, in bf16."""
+    architecture, flags = subject.architecture, subject.config.model
+    is_dense = architecture.experts is None and isinstance(architecture.attention, GroupedAttention)
+    return flags.torch_compile and is_dense and compute_bytes(subject) == BF16
+
+
 def _activations(subject: Subject) -> MemoryItem:
     config, architecture = subject.config, subject.architecture
     tokens = micro_batch_tokens(config, layout_of(config))
-    per_layer = [layer_bytes(layer, architecture, compute_bytes(subject)) for layer in architecture.layers]
+    if compiles_layers(subject):
+        per_layer = [compiled_layer_bytes(layer, architecture) for layer in architecture.layers]
+    else:
+        per_layer = [layer_bytes(layer, architecture, compute_bytes(subject)) for layer in architecture.layers]
     if config.model.gradient_checkpointing:
         entries = compute_bytes(subject) * architecture.hidden_size * len(per_layer)
         per_token, how = entries + max(per_layer), "inputs of all layers and one layer's activations"
@@ -115,9 +131,26 @@ def layer_bytes(layer: Layer, architecture: Architecture, size: int) -> float:
     return norms + heads + size * (copies + shared) + FP32 * (hidden + 2 * experts.num_experts)
 
 
+def compiled_layer_bytes(layer: Layer, architecture: Architecture) -> float:
+    """Return the bytes per token that a compiled layer of a dense model keeps in bf16 for its backward pass.
+
+    The partitioner of `torch.compile` keeps the inputs and outputs of matrix products, and query, key and value as attention takes them.
+    Norms and activations are computed again from these and an fp32 number per norm.
+    """
+    hidden, attention = architecture.hidden_size, architecture.attention
+    assert isinstance(attention, GroupedAttention)
+    query, key_value = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    normed = normed_head_elements(layer, architecture)
+    output_norms = num_output_norms(layer, hidden)
+    kept = (4 + output_norms) * hidden + normed + 2 * query + 2 * key_value + 3 * architecture.intermediate_size
+    statistics = 2 + output_norms + attention.num_heads + normed / attention.head_dim
+    return BF16 * kept + FP32 * statistics
+
+
 def _logits(subject: Subject) -> MemoryItem:
     config, vocabulary = subject.config, subject.architecture.vocab_size
     tokens = min(config.train.log_probs_chunk_size, micro_batch_tokens(config, layout_of(config)))
     head = subject.architecture.hidden_size * vocabulary
-    note = f"3 x fp32 [{tokens}, {vocabulary}] and the head's gradient in fp32"
-    return MemoryItem("logits", 3 * FP32 * tokens * vocabulary + FP32 * head, note)
+    size = compute_bytes(subject)
+    note = f"[{tokens}, {vocabulary}] in fp32, its gradient x {size} bytes, and the head's gradient in fp32"
+    return MemoryItem("logits", (FP32 + size) * tokens * vocabulary + FP32 * head, note)

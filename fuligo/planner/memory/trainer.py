@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fuligo.config import Config
 from fuligo.layout.megatron import Layout, layout_of
 from fuligo.models.architecture import Layer
+from fuligo.planner.layout import stage_layers
 from fuligo.planner.lengths import micro_batch_tokens, num_micro_batches
 from fuligo.planner.memory.activations import BF16, FP32, LayerBytes, chunks_in_flight, layer_bytes, logits_bytes
 from fuligo.planner.memory.constants import (
@@ -21,7 +22,6 @@ from fuligo.planner.memory.constants import (
 )
 from fuligo.planner.memory.parameters import LocalParameters, frozen_parameters, loaded_mtp_layers, trained_parameters
 from fuligo.planner.plan import ClusterLayout, MemoryItem, Stage
-from fuligo.planner.stages import stage_layers
 from fuligo.planner.subject import Subject
 from fuligo.quantities import amount
 

@@ -37,7 +37,7 @@ def dispatch_has_a_configuration(subject: Subject) -> Iterator[Violation]:
                 f"{shown(spec, 'moe_a2a_backend')}: {engine_size(subject, spec)} makes {spec.ep_size} expert ranks, and DeepEP has no "
                 f"dispatch configuration above {MAX_RANKS}",
                 tuple(resizes(subject, spec, nearest_first(MAX_RANKS, smaller))),
-                f"make engines of at most {MAX_RANKS} GPUs",
+                f"use engines of at most {MAX_RANKS} GPUs",
             )
 
 
@@ -171,8 +171,8 @@ def shares_are_whole_blocks(subject: Subject) -> Iterator[Violation]:
                 spread = ((set_argument(subject, spec, "ep_size", spec.tp_size),),) if name == "an expert" else ()
                 sizes = nearest_first(spec.num_gpus_per_engine, divisors(spec.num_gpus))
                 yield Violation(
-                    f"{engine_size(subject, spec)}: {share} GPUs share {name} of {width} columns, {width // share} each, not a multiple of "
-                    f"the {block} of an FP8 block",
+                    f"{engine_size(subject, spec)}: {share} GPUs share {name} of {width} columns; {width // share} is not a multiple of "
+                    f"the FP8 block size {block}",
                     (*spread, *resizes(subject, spec, sizes)),
                 )
 

@@ -137,7 +137,7 @@ def _sizes(subject: Subject, spec: EngineGroupSpec) -> tuple[Fix, ...]:
 
 @rule("PLAN-ENGINE-MOE-DENSE", "--sglang-ep-size", "--sglang-moe-a2a-backend", "--sglang-ep-num-redundant-experts")
 def experts_exist(subject: Subject) -> Iterator[Violation]:
-    """Flags of experts have no effect on a model without any."""
+    """Expert flags have no effect on a model without experts."""
     if subject.rollout_architecture.experts is not None:
         return
     neutral = {

@@ -54,7 +54,7 @@ def training_starts_from_full_weights(subject: Subject) -> Iterator[Violation]:
         return
     yield Violation(
         f"--hf-checkpoint {config.model.hf_checkpoint} holds FP8 weights, which training cannot start from",
-        advice="give the BF16 checkpoint that it was converted from as --ref-load",
+        advice="use the BF16 checkpoint that it was converted from as --ref-load",
     )
 
 

@@ -9,8 +9,8 @@ from itertools import product
 
 from fuligo.config.findings import Change
 from fuligo.config.rules.rule import set_flag, unset_flag
+from fuligo.planner.layout import ACCOUNTING, Cut
 from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
-from fuligo.planner.stages import ACCOUNTING, Cut
 from fuligo.planner.subject import Subject
 
 _FIRST, _LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
@@ -64,7 +64,7 @@ def layout_is_given_by_sizes(subject: Subject) -> Iterator[Violation]:
             f"--pipeline-model-parallel-layout {layout} is not supported; use "
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers instead",
             ((Change(("megatron", "pipeline_model_parallel_layout"), None),),),
-            "remove it, and give the sizes of the first and the last stage",
+            "remove it, and set the sizes of the first and the last stage",
         )
 
 

@@ -58,7 +58,7 @@ def something_is_drafted(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-SPEC-TREE", *(f"--sglang-{name.replace('_', '-')}" for name in _TREE))
 def tree_is_complete(subject: Subject) -> Iterator[Violation]:
-    """Steps, branches and draft tokens describe one tree, so give all three or none."""
+    """Steps, branches and draft tokens describe one tree, so set all three or none."""
     for spec in running(subject):
         tree = _tree_of(spec)
         missing = [name for name, value in tree.items() if value is None]
@@ -119,7 +119,7 @@ def there_is_a_draft(subject: Subject) -> Iterator[Violation]:
             yield Violation(
                 f"{shown(spec, 'speculative_algorithm')}{where(spec)} without --sglang-speculative-draft-model-path: {reason}",
                 (_without(subject, spec),),
-                "give a draft model",
+                "use a draft model",
             )
 
 

@@ -11,8 +11,8 @@ from fuligo.config.findings import Change, Severity
 from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.errors import ConfigError
 from fuligo.models.architecture import LatentAttention
+from fuligo.planner.layout import stages
 from fuligo.planner.rules.rule import Violation, rule
-from fuligo.planner.stages import stages
 from fuligo.planner.subject import Subject
 
 _COMFORTABLE = 0.9

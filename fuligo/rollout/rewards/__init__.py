@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fuligo.rollout.rewards.custom import CustomReward
 from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 from fuligo.rollout.rewards.rules import RULES, find_rule
-from fuligo.rollout.rewards.runner import RewardRunner
+from fuligo.rollout.rewards.runner import ExtraReward, RewardRunner
 from fuligo.rollout.rewards.settings import RewardSettings, reward_settings
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RULES",
     "CustomReward",
+    "ExtraReward",
     "FailureReason",
     "RewardFailure",
     "RewardRunner",
@@ -34,9 +35,17 @@ def reward_runner(config: Config) -> RewardRunner:
         HookError: the custom reward cannot be imported.
     """
     from fuligo.config.args_view import ArgsView
-    from fuligo.config.hooks import hook_of
+    from fuligo.config.hooks import hook_of, load_hook
 
     settings = reward_settings(config)
     function = hook_of(config, "custom_rm_path")
-    custom = None if function is None else CustomReward(function, ArgsView(config), settings.timeout_s)
-    return RewardRunner(settings, custom)
+    args = ArgsView(config)
+    custom = None if function is None else CustomReward(function, args, settings.timeout_s)
+    paths, weights = config.reward.extra_rm_path, config.reward.extra_rm_weights
+    extra = [
+        ExtraReward(
+            path.replace(":", ".").rpartition(".")[2], CustomReward(load_hook("extra_rm_path", path), args, settings.timeout_s), weight
+        )
+        for path, weight in zip(paths, weights or [1.0] * len(paths), strict=True)
+    ]
+    return RewardRunner(settings, custom, extra)

@@ -1,7 +1,5 @@
 """Custom rewards: a user's function, async or not, under a deadline that it cannot outlast."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading

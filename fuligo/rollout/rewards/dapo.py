@@ -4,8 +4,6 @@ Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale
 2022, appendix D.1) in the variant that DAPO's released reward uses.
 """
 
-from __future__ import annotations
-
 import re
 
 from fuligo.rollout.rewards.extraction import DAPO_TAIL_CHARS
@@ -64,7 +62,7 @@ _WRAPPERS = tuple(re.compile(pattern) for pattern in (r"\\text\{(.*?)\}", r"\\te
 _INLINE_MATH = re.compile(r".*?(\$.*?\$).*")
 _NUMBER = re.compile(r"[+-]?[\d,]*\d(?:\.\d*)?")
 _ZEROS = re.compile(r"(?<=\d)\.0*$")
-"""End of `42.0`: DAPO's labels are integers, also where a file has them as floats."""
+"""End of `42.0`: DAPO's labels are integers, even where a file has them as floats."""
 _SHORT_FRACTION = re.compile(r"frac([^{])(.)")
 _SHORT_ROOT = re.compile(r"sqrt([^{])")
 

@@ -1,10 +1,10 @@
-"""Extraction of the answer from a response."""
-
-from __future__ import annotations
+"""Extraction of the answer from a response, and of the right answers from a label."""
 
 import re
+from typing import Any
 
 from fuligo.answers.statement import last_boxed
+from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 
 _ANSWER_LINE = re.compile(r"answer\s*\**\s*:\s*\**\s*([^\n]+)", re.IGNORECASE)
 
@@ -30,7 +30,30 @@ def deepscaler_answer(response: str) -> str | None:
 def answer_line(response: str) -> str | None:
     """Return the text after the last `Answer:` within the last 300 characters, to the end of its line; None without one.
 
-    Markdown's asterisks and a closing full stop are no part of it.
+    Markdown's asterisks and a closing full stop are not part of it.
     """
     lines = _ANSWER_LINE.findall(response[-DAPO_TAIL_CHARS:])
     return lines[-1].strip().rstrip("*").rstrip(".").rstrip("*").strip() or None if lines else None
+
+
+def gold_answers(label: Any) -> list[str]:
+    r"""Return the answers of a label: a string, a number, an answer in a `\boxed{}`, or a list of these, each of which is right.
+
+    Raises:
+        RewardFailure: there is no label, it is empty, or it has another type.
+    """
+    if isinstance(label, list | tuple):
+        if not label:
+            raise RewardFailure(FailureReason.BAD_LABEL, "the label is an empty list, so no answer would be right")
+        return [answer for entry in label for answer in gold_answers(entry)]
+    if isinstance(label, str):
+        boxed = last_boxed(label)
+        gold = label.strip() if boxed is None else boxed
+        if not gold:
+            raise RewardFailure(FailureReason.BAD_LABEL, f"the label {label!r} is empty, so no answer would be right; remove the row")
+        return [gold]
+    if isinstance(label, int | float) and not isinstance(label, bool):
+        return [str(label)]
+    if label is None:
+        raise RewardFailure(FailureReason.BAD_LABEL, "the sample has no label to compare with; name the column with --label-key")
+    raise RewardFailure(FailureReason.BAD_LABEL, f"a label must be a string, a number or a list of these, not {label!r:.80}")

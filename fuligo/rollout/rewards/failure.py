@@ -1,7 +1,5 @@
 """Failures of rewards."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 from fuligo.errors import RewardError
@@ -33,4 +31,4 @@ class RewardFailure(RewardError):
 
 
 class NoVerdictError(RewardFailure):
-    """A response on which the judge used up its time or memory. It counts as wrong: an answer that hangs the judge is no free pass."""
+    """A response on which the judge used up its time or memory. It counts as wrong, so that hanging the judge never pays."""

@@ -11,9 +11,8 @@ import string
 from dataclasses import dataclass
 from typing import Any
 
-from fuligo.rollout.rewards.extraction import last_boxed
+from fuligo.rollout.rewards.extraction import gold_answers, last_boxed
 from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
-from fuligo.rollout.rewards.labels import gold_answers
 
 _LETTERS = tuple(string.ascii_uppercase[:10])
 """Letters of a question whose data name none."""

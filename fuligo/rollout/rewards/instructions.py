@@ -4,13 +4,13 @@ Imports nothing of fuligo, because a reward worker runs it by path: a published 
 the event loop for as long.
 """
 
-from __future__ import annotations
-
 import csv
 import difflib
 import functools
 import inspect
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -18,6 +18,9 @@ _NLTK_DATA = Path(__file__).with_name("nltk_data")
 """Abbreviations for NLTK's sentence splitter, used where its own model (punkt_tab) is not installed."""
 _TRIAL = "A first sentence. Is it followed by a second one?"
 """A response to try a check with, before the run starts."""
+
+_LANGUAGE_CHECKS = frozenset({"language:response_language", "change_case:english_capital", "change_case:english_lowercase"})
+"""Checks that ask langdetect for the language of a response."""
 
 _MALFORMED = (IndexError, ValueError, csv.Error)
 """Errors that checks raise on responses of an unexpected form: they take a character of an empty piece, or read a number or CSV."""
@@ -90,19 +93,33 @@ def registry() -> dict[str, type[Any]]:
     Raises:
         BadMetadataError: the package is not installed.
     """
+    has_langdetect = _seed_langdetect()
+    if not has_langdetect:
+        sys.modules["langdetect"] = ModuleType("langdetect")  # importing the checks needs it, but only a few use it
     try:
-        import langdetect  # pyright: ignore[reportMissingImports]
         import nltk  # pyright: ignore[reportMissingImports]
 
         nltk.data.path.append(str(_NLTK_DATA))
-        langdetect.DetectorFactory.seed = 0  # or the same text is judged differently from time to time
         with mock.patch.object(nltk, "download"):  # importing the checks would download NLTK's data
             from if_verifiable import ifbench, ifeval  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise BadMetadataError(
             f"instructions are judged by the package if-verifiable, and {error.name} is not installed: pip install 'fuligo[ifbench]'"
         ) from error
+    finally:
+        if not has_langdetect:
+            del sys.modules["langdetect"]
     return {**ifeval.INSTRUCTION_DICT, **ifbench.INSTRUCTION_DICT}
+
+
+def _seed_langdetect() -> bool:
+    """Make langdetect deterministic; return False if it is not installed."""
+    try:
+        import langdetect  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return False
+    langdetect.DetectorFactory.seed = 0
+    return True
 
 
 def _checker(name: Any, given: Any) -> Any:
@@ -110,6 +127,8 @@ def _checker(name: Any, given: Any) -> Any:
         near = difflib.get_close_matches(str(name), registry(), n=1)
         hint = f"did you mean {near[0]}?" if near else "IFEval and IFBench define the known ones"
         raise BadMetadataError(f"there is no check for the instruction {name!r:.60}; {hint}")
+    if name in _LANGUAGE_CHECKS and "langdetect" not in sys.modules:
+        raise BadMetadataError(f"the check of {name} needs langdetect, which is not installed: pip install 'fuligo[ifbench]'")
     if given is not None and not isinstance(given, dict):
         raise BadMetadataError(f"the kwargs of {name} must be an object, not {given!r:.60}")
     # Columnar files have every argument of every instruction, null where it is another's, and all numbers as floats.

@@ -1,7 +1,5 @@
 """Client of a remote reward model: `POST {prompt, response, label}` returns the reward as JSON (a number or an object)."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,12 +1,11 @@
 """Check that the built-in rewards can judge the rows of a prompt file, before anything is sampled."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from fuligo.data import DataSettings
 from fuligo.data.dataset import Rows
+from fuligo.data.settings import DataSettings
 from fuligo.errors import ConfigError, DataError
 from fuligo.rollout.rewards.failure import RewardFailure
 from fuligo.rollout.rewards.rules import find_rule
@@ -15,16 +14,16 @@ _ROWS_READ = 1000
 """Rows checked, which takes milliseconds; samples of later rows fail one by one with the reason."""
 
 
-def unjudged(path: str, settings: DataSettings, rm_type: str | None) -> str | None:
+def unjudged(paths: Sequence[str], settings: DataSettings, rm_type: str | None) -> str | None:
     """Describe the first row that cannot be judged and count such rows among the first ones; None if all can be judged.
 
     Args:
-        path: jsonl or parquet, with an optional slice; must have passed `check_file`.
+        paths: entries as of --prompt-data; must have passed `check_file`.
         rm_type: reward type of rows whose metadata name none.
     """
     if settings.metadata_key is None and (rm_type is None or find_rule(rm_type).check_row is None):
         return None
-    rows = Rows.open(path, settings)
+    rows = Rows.open(paths, settings)
     num_read = min(len(rows), _ROWS_READ)
     problems = {row: problem for row in range(num_read) if (problem := _problem(rows, row, rm_type))}
     if not problems or (settings.skip_bad_rows and len(problems) < num_read):

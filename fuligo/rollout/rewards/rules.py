@@ -1,9 +1,10 @@
 """Built-in rewards by name: how each extracts the answer and judges it."""
 
-from __future__ import annotations
-
 import difflib
 import random
+import re
+import string
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,16 +12,32 @@ from typing import Any
 from fuligo.answers.statement import last_boxed, stated_answer
 from fuligo.errors import ConfigError
 from fuligo.rollout.rewards.dapo import dapo_reward
-from fuligo.rollout.rewards.extraction import answer_line, deepscaler_answer
-from fuligo.rollout.rewards.f1 import f1_score
+from fuligo.rollout.rewards.extraction import answer_line, deepscaler_answer, gold_answers
 from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 from fuligo.rollout.rewards.gpqa import Question, gpqa_reward
 from fuligo.rollout.rewards.instructions import BadMetadataError, check_metadata
-from fuligo.rollout.rewards.labels import gold_answers
 from fuligo.rollout.rewards.remote import RemoteReward
 from fuligo.rollout.rewards.symbolic import SymbolicComparison
 from fuligo.rollout.rewards.worker_pool import WorkerPool
 from fuligo.types import Sample
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def squad_tokens(text: str) -> list[str]:
+    """Split a text at white space, in lower case and without ASCII punctuation and articles."""
+    return _ARTICLES.sub(" ", text.lower().translate(_WITHOUT_PUNCTUATION)).split()
+
+
+def f1_score(answer: str, gold: str) -> float:
+    """Return the harmonic mean of precision and recall over the multisets of tokens; 1 if both are empty."""
+    answer_tokens, gold_tokens = squad_tokens(answer), squad_tokens(gold)
+    if not answer_tokens or not gold_tokens:
+        return float(answer_tokens == gold_tokens)
+    common = (Counter(answer_tokens) & Counter(gold_tokens)).total()
+    return 2 * common / (len(answer_tokens) + len(gold_tokens))
+
 
 BOXED_PREFIX = "boxed_"
 
@@ -101,7 +118,7 @@ RULES = {**NAMED, **{BOXED_PREFIX + name: replace(rule, extract=last_boxed) for 
 
 
 def find_rule(name: str) -> Rule:
-    """Return the reward of a name.
+    """Return the built-in reward with this name.
 
     Raises:
         ConfigError: no reward has this name.

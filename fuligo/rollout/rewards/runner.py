@@ -1,11 +1,11 @@
 """Runner of rewards: judges groups of samples. An error in a reward fails its sample, never the run."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Self
 
@@ -21,6 +21,16 @@ from fuligo.rollout.scores import metrics_problem
 from fuligo.types import Sample, SampleGroup, SampleStatus, Span
 
 
+@dataclass(slots=True, frozen=True)
+class ExtraReward:
+    """Further reward (`--extra-rm-path`), added to the reward of a sample."""
+
+    name: str
+    """Name of the function; the sample's metric is `reward_<name>`."""
+    function: CustomReward
+    weight: float
+
+
 class RewardRunner:
     """Implementation of `RewardFn`; groups may be judged concurrently.
 
@@ -28,7 +38,7 @@ class RewardRunner:
     must be a finite number like any other.
     """
 
-    def __init__(self, settings: RewardSettings, custom: CustomReward | None = None) -> None:
+    def __init__(self, settings: RewardSettings, custom: CustomReward | None = None, extra: Sequence[ExtraReward] = ()) -> None:
         """Check the settings and prepare the services; nothing starts before the first sample.
 
         Raises:
@@ -41,6 +51,7 @@ class RewardRunner:
         """Samples without a reward since the start of the run, by reason."""
         self._settings = settings
         self._custom = custom
+        self._extra = extra
         self._symbolic = WorkerPool("symbolic_judge.py", settings.num_workers, settings.timeout_s)
         self._instructions = WorkerPool("instructions.py", settings.num_workers, settings.timeout_s)
         remote = RemoteReward(settings.rm_url, timeout_s=settings.timeout_s, retries=settings.retries)
@@ -70,6 +81,8 @@ class RewardRunner:
         try:
             reward = await self._reward(sample) if sample.reward is None else sample.reward
             sample.reward = self._checked(reward)
+            if self._extra:
+                await self._add_extra(sample, sample.reward)
             if (problem := metrics_problem(sample)) is not None:
                 raise RewardFailure(FailureReason.BAD_VALUE, problem)
         except NoVerdictError as error:
@@ -94,6 +107,18 @@ class RewardRunner:
         except ConfigError as error:
             raise RewardFailure(FailureReason.NO_REWARD, f'metadata["rm_type"]: {error}') from error
         return await rule.judge(rule.extract(sample.response), sample, self._services)
+
+    async def _add_extra(self, sample: Sample, reward: float | dict[str, Any]) -> None:
+        """Add the weighted further rewards to the reward; record it and each of them as metrics of the sample."""
+        parts = await asyncio.gather(*(extra.function(sample) for extra in self._extra))
+        key = self._settings.reward_key
+        total = main = reward_number(reward, key)
+        sample.metrics["reward_main"] = main
+        for extra, part in zip(self._extra, parts, strict=True):
+            value = finite(part, f"the reward of {extra.name}")
+            sample.metrics[f"reward_{extra.name}"] = value
+            total += extra.weight * value
+        sample.reward = {**reward, str(key): total} if isinstance(reward, dict) else total
 
     async def _judge_together(self, samples: list[Sample]) -> None:
         assert self._custom is not None
@@ -134,6 +159,21 @@ class RewardRunner:
         sample.error = f"reward: {failure}"
         sample.reward = None
         self.failures[failure.reason] += 1
+
+
+def reward_number(reward: float | dict[str, Any], key: str | None) -> float:
+    """Return the number to add further rewards to.
+
+    Raises:
+        RewardFailure: the reward is a dict and no key names its number.
+    """
+    if not isinstance(reward, dict):
+        return reward
+    if key is None:
+        raise RewardFailure(
+            FailureReason.BAD_VALUE, "--extra-rm-path adds to a number, the reward is a dict; name its value by --reward-key"
+        )
+    return reward[key]
 
 
 def finite(value: Any, what: str) -> float:

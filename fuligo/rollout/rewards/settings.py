@@ -22,7 +22,7 @@ class RewardSettings:
     """Reward type of samples whose metadata name none; None: a custom reward, or metadata only."""
     rm_url: str | Secret | None = None
     timeout_s: float = 30.0
-    """Seconds per reward."""
+    """Deadline of one reward, in seconds."""
     retries: int = 3
     """Retries of a remote reward."""
     num_workers: int | None = None

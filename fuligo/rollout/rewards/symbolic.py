@@ -1,7 +1,5 @@
 """Mathematical equality: decided at once by spelling and plain numbers if possible, else with sympy in a worker process."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 from fuligo.answers.equality import NeedsAlgebraError, equal_answers

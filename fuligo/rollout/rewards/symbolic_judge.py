@@ -1,7 +1,5 @@
 """Judge of mathematical equality for a reward worker (`worker.py`), with sympy."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

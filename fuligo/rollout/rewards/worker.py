@@ -4,8 +4,6 @@ Run by path, so that neither fuligo nor torch is imported. A judge can compute f
 interrupts (sympy, a regular expression), so the kernel's alarm ends the process, even if its parent is gone, and the parent starts another.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Pool of reward workers: processes that start when first needed and are replaced if they hang or die."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -64,7 +64,7 @@ class Critic(BaseCritic):
         return compute_value_gradients(self.learner.chunks, step, self._model, self._world.device, clip=self.settings.clip)
 
     def step(self, gradients: StepGradients | None, num_micro_batches: int) -> dict[str, float]:
-        """Call `Learner.step`, and name the metrics so that they go beside the policy's."""
+        """Call `Learner.step`, and prefix the names of its metrics to tell them from the policy's."""
         lr, grad_norm = self.learner.step(gradients, num_micro_batches)
         return {"critic_lr": lr, "critic_grad_norm": grad_norm}
 

@@ -48,7 +48,7 @@ class Learner:
         return lr, grad_norm
 
     def _check_finite(self, gradients: StepGradients | None, num_micro_batches: int, grad_norm: float) -> None:
-        """Check the losses of all ranks and the norm of the whole gradient, so that all ranks decide alike."""
+        """Check the losses of all ranks and the norm of the whole gradient, so that all ranks decide the same."""
         losses = torch.zeros(self._world.size, num_micro_batches, device=self._world.device)
         if gradients is not None:
             losses[self._world.rank] = gradients.losses

@@ -1,14 +1,14 @@
 """Log-probability and entropy of response tokens with a vocabulary split over the TP ranks. Logits never leave their rank."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fuligo.trainer.logprobs import TokenLogprobs, chunks, scaled_logits
+from fuligo.trainer.logit_passes import grad_of_logits, row_sums
+from fuligo.trainer.logprobs import TokenLogprobs, add_product, chunks, scaled_logits
 
 
 def vocab_parallel_logprobs(
@@ -133,7 +133,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             del logits
             torch.mm(grad_logits, rows.to(hidden.dtype), out=grad_hidden[chunk])
             if grad_weight is not None:
-                _add_product(grad_weight[: ctx.num_own], grad_logits.t(), hidden[chunk])
+                add_product(grad_weight[: ctx.num_own], grad_logits.t(), hidden[chunk])
         return grad_hidden, _for_autograd(weight, grad_weight), None, None, None, None, None
 
 
@@ -147,14 +147,6 @@ def _at_targets(logits: Tensor, targets: Tensor, peak: Tensor) -> Tensor:
     """Return [n] distances below the peak of the logits of this rank's targets; 0 for others."""
     own = (targets >= 0) & (targets < logits.size(1))
     return torch.where(own, logits.gather(1, targets.where(own, 0)[:, None])[:, 0] - peak, 0.0)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Compute total += left @ right in float32, whatever the precision of the factors."""
-    if left.is_cuda and left.dtype != torch.float32:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total += left.float() @ right.float()
 
 
 def _weight_gradient(weight: Tensor) -> Tensor:
@@ -177,86 +169,3 @@ def _for_autograd(weight: Tensor, grad_weight: Tensor | None) -> Tensor | None:
         return grad_weight.to(weight.dtype)
     weight.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
-
-
-class RowSums(NamedTuple):
-    """Sums over the rows of [n, V] logits l; each [n]."""
-
-    peak: Tensor
-    """max l"""
-    total: Tensor
-    """sum of exp(l - peak)"""
-    weighted: Tensor
-    """sum of exp(l - peak) (l - peak)"""
-
-    def seen_from(self, peak: Tensor) -> tuple[Tensor, Tensor]:
-        """Rescale `total` and `weighted` to a peak at least as high: with s = own - other, e^s total and e^s (weighted + s total)."""
-        shift = self.peak - peak
-        scale = shift.exp()
-        return scale * self.total, scale * (self.weighted + shift * self.total)
-
-
-def row_sums(logits: Tensor) -> RowSums:
-    """Return the sums of [n, V] float32, V at least 1."""
-    return RowSums(*_compiled_on_gpu(_row_sums, logits)(logits))
-
-
-def grad_of_logits(
-    logits: Tensor,
-    targets: Tensor,
-    log_total: Tensor,
-    entropy: Tensor,
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return [n, V] the gradient of the logits, rounded to `dtype` once.
-
-    With p = softmax: d logprob / d logit_v = [v = target] - p_v, d entropy / d logit_v = -p_v (log p_v + entropy). V may be a part of
-    the vocabulary.
-
-    Args:
-        logits: [n, V] float32
-        targets: [n]; those outside these columns are another rank's.
-        log_total: [n] log of the sum of exp(logit) over the whole vocabulary.
-        entropy: [n] nats
-        grad_logprobs: [n]
-        grad_entropy: [n]
-    """
-    gradients = log_total, entropy, grad_logprobs, grad_entropy
-    grad = _compiled_on_gpu(_grad_without_targets, logits)(logits, *gradients, dtype)
-    if grad_logprobs is not None and logits.size(1):
-        own = ((targets >= 0) & (targets < logits.size(1)))[:, None]
-        column = targets[:, None].where(own, 0)
-        at_target = _grad_without_targets(logits.gather(1, column), *gradients, torch.float32) + grad_logprobs[:, None]
-        grad.scatter_(1, column, at_target.to(dtype).where(own, grad.gather(1, column)))
-    return grad
-
-
-def _row_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    peak = logits.amax(-1)
-    below = logits - peak[:, None]
-    exp = below.exp()
-    return peak, exp.sum(-1), below.mul_(exp).sum(-1)
-
-
-def _grad_without_targets(
-    logits: Tensor, log_total: Tensor, entropy: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Return the gradient without the term `grad_logprobs` that each target's own logit gets in addition."""
-    log_softmax = logits - log_total[:, None]
-    slope = torch.zeros_like(log_total)[:, None] if grad_logprobs is None else -grad_logprobs[:, None]
-    if grad_entropy is not None:
-        slope = slope - (log_softmax + entropy[:, None]) * grad_entropy[:, None]
-    return (log_softmax.exp() * slope).to(dtype)
-
-
-_COMPILED: dict[Callable[..., Any], Callable[..., Any]] = {
-    pass_: torch.compile(pass_, dynamic=True) for pass_ in (_row_sums, _grad_without_targets)
-}
-"""Nothing is compiled before the first call. The last chunk of a batch is shorter than the others: one kernel serves all lengths."""
-
-
-def _compiled_on_gpu(pass_: Callable[..., Any], logits: Tensor) -> Callable[..., Any]:
-    """Run a pass, compiled on GPUs, where moving the logits to and from memory takes the time."""
-    return _COMPILED[pass_] if logits.is_cuda else pass_

@@ -83,7 +83,7 @@ def is_tied(flags: Mapping[str, Any]) -> bool:
 def _shape(flags: Mapping[str, Any]) -> Fields:
     """Return fields of all families. Dropout is off: log-probabilities must be those that the engine sampled with."""
     if flags.get("normalization", "LayerNorm") != "RMSNorm" or not flags.get("swiglu"):
-        raise ConfigError("the Megatron trainer supports models with RMSNorm and SwiGLU only; give --normalization RMSNorm --swiglu")
+        raise ConfigError("the Megatron trainer supports models with RMSNorm and SwiGLU only; use --normalization RMSNorm --swiglu")
     num_heads = flags["num_attention_heads"]
     return {
         "num_layers": flags["num_layers"],

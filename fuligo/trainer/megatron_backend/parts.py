@@ -45,7 +45,7 @@ class LocalWeight:
     """Rank and size of the group that holds equal copies."""
 
     def range_shards(self, name: str, flat: Tensor, start: int, end: int) -> Iterator[Shard]:
-        """Return the elements [start, end) of the rank's flattened tensor as shards of another one, `name`, which is laid out alike."""
+        """Return the elements [start, end) of the rank's flattened tensor as shards of another one, `name`, which has the same layout."""
         for part in self.parts:
             first, last = max(start, part.start), min(end, part.start + part.shard.data.numel())
             if first < last:
@@ -116,7 +116,7 @@ class ParameterState:
 
     @torch.no_grad()
     def overwrite(self, tensors: dict[str, Tensor]) -> None:
-        """Overwrite the state with those of `tensors()`, with other numbers."""
+        """Overwrite the state with tensors like those of `tensors()`."""
         if isinstance(self.optimizer, DistributedOptimizer):  # else they are its memory
             self.optimizer._set_main_param_and_optimizer_states(self.parameter, {**self._held(), **tensors})
 
@@ -142,7 +142,7 @@ def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
 
 
 def set_step(optimizer: MegatronOptimizer, num_steps: int) -> None:
-    """Allocate the state after `num_steps` optimizer steps; there is none before the first."""
+    """Allocate the optimizer's state as it is after `num_steps` steps; before the first it has none."""
     for part in _parts(optimizer):
         if num_steps == 0:
             part.optimizer.state.clear()

@@ -71,7 +71,7 @@ class MegatronTrainerSettings(TrainerSettings):
     other pass-through argument of Megatron.
     """
     sparse_layers: SparseLayers | None = None
-    """None: every token attends to all before it."""
+    """Layers with sparse attention; None: every token attends to all before it."""
     model_provider: str | None = None
     """Path of a function that builds the stages (`provider`); None: fuligo builds them."""
     recomputation: Recomputation = field(default_factory=Recomputation)

@@ -28,13 +28,13 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch import Tensor, nn
 
 from fuligo.errors import CheckpointError
-from fuligo.formats.checkpoint_files import COUNTERS
+from fuligo.formats.checkpoint_files import COUNTERS, MODEL_FILES, copy_model_files
 from fuligo.formats.dist_tensors import DistributedTensors
-from fuligo.formats.model_files import MODEL_FILES, copy_model_files
 from fuligo.formats.shards import Shard, write_format, write_shards
 from fuligo.layout.megatron import Layout
 from fuligo.models.names import HEAD, ModelNames
 from fuligo.trainer.megatron_backend.parts import STATES, LocalWeight, ParameterState, held_weights, parameter_states, set_step
+from fuligo.trainer.parameters import require_finite_weights
 from fuligo.trainer.random_state import read_random_state, set_random_state, write_random_state
 from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.world import World
@@ -63,7 +63,7 @@ class MegatronState:
 
 
 class CheckpointWriter:
-    """Writer of checkpoints, one at a time: while the caller waits, or while training goes on."""
+    """Writer of checkpoints, one at a time: while the caller waits, or while training continues."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -133,7 +133,7 @@ def restore_state(directory: Path, state: MegatronState, world: World) -> None:
         _tracker().set_states(states)
         set_random_state(opened.random, world)
     elif world.rank == 0:
-        logger.info("%s was saved under another layout (%s); random numbers start anew", directory, opened.saved.layout)
+        logger.info("%s was saved under another layout (%s); random states start anew", directory, opened.saved.layout)
     state.progress.num_optimizer_steps = opened.saved.progress.num_optimizer_steps
     state.progress.num_rollouts = opened.saved.progress.num_rollouts
 
@@ -243,6 +243,7 @@ def _read_weights(tensors: DistributedTensors, weights: Sequence[LocalWeight]) -
             held.tensor.zero_()  # padding rows
         for part in held.parts:
             tensors.read_into(part.shard)
+        require_finite_weights([(held.weight.megatron, held.tensor)], tensors.directory)
 
 
 def _check_weights(tensors: DistributedTensors, weights: Sequence[LocalWeight], names: ModelNames) -> None:
@@ -252,7 +253,7 @@ def _check_weights(tensors: DistributedTensors, weights: Sequence[LocalWeight], 
     if unknown:
         raise CheckpointError(
             f"{tensors.directory} belongs to another architecture: {unknown[0]} is there, which the {names.architecture.model_type} model "
-            "of this run does not have; give the --hf-checkpoint that it was made with"
+            "of this run does not have; use the --hf-checkpoint that it was made with"
         )
 
 
@@ -276,7 +277,7 @@ def _check_shapes(tensors: DistributedTensors, expected: Mapping[str, tuple[int,
             there = "is not there" if held is None else f"has the shape {list(held)} there"
             raise CheckpointError(
                 f"{tensors.directory} belongs to another architecture: {name} {there}, and {list(shape)} in this run; "
-                "give the --hf-checkpoint that it was made with"
+                "use the --hf-checkpoint that it was made with"
             )
 
 

@@ -31,6 +31,7 @@ from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
 from fuligo.trainer.megatron_backend.world import join_megatron, leave_megatron
 from fuligo.trainer.metric_sums import MetricSums, mean_of_steps
 from fuligo.trainer.parameters import sync_dtype
+from fuligo.trainer.profiling import profiled
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare, join_by_position
 from fuligo.trainer.step import StepGradients, total
@@ -94,7 +95,7 @@ class MegatronRankWorker:
         return None if gathered is None else join_by_position(gathered)
 
     def train(self, steps: Sequence[StepShare]) -> StepResult:
-        """Take the optimizer steps of a rollout. The result is complete on rank 0; other ranks have no metrics.
+        """Run the optimizer steps of a rollout. The result is complete on rank 0; other ranks have no metrics.
 
         Raises:
             TrainerError: a loss or a gradient is not finite; the weights are as they were before that optimizer step.
@@ -102,12 +103,13 @@ class MegatronRankWorker:
         started = time.perf_counter()
         found: list[list[StepGradients | None]] = []
         metrics: list[dict[str, float]] = []
-        for step in steps:
-            gradients, step_metrics = self._optimizer_steps(step)
-            found.append(gradients)
-            metrics.append(step_metrics)
-            if self.settings.optimizer_place.on_cpu and self.world.device.type == "cuda":
-                torch.cuda.empty_cache()  # otherwise the cache grew by 20 GiB from step to step (docs/benchmarks-gpu.md)
+        with profiled(self.settings.profile, rollout=self.progress.num_rollouts, rank=self.world.rank, device=self.world.device):
+            for step in steps:
+                gradients, step_metrics = self._optimizer_steps(step)
+                found.append(gradients)
+                metrics.append(step_metrics)
+                if self.settings.optimizer_place.on_cpu and self.world.device.type == "cuda":
+                    torch.cuda.empty_cache()  # otherwise the cache grew by 20 GiB from step to step (docs/benchmarks-gpu.md)
         self.progress.num_rollouts += 1
         gather_parameters(self.chunks)
         if self.critic is not None:
@@ -254,5 +256,5 @@ def _means(replicas: Sequence[Sequence[StepGradients]]) -> dict[str, float]:
 
 
 def _on_host(step: StepGradients) -> StepGradients:
-    sums: MetricSums = step.sums.with_vector(step.sums.vector().cpu())
+    sums: MetricSums = step.sums.reduced(Tensor.cpu, Tensor.cpu)
     return replace(step, sums=sums, losses=step.losses.cpu())

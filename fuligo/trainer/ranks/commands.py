@@ -4,41 +4,40 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from fuligo.errors import FuligoError, TrainerError
-from fuligo.types import FloatArray, StepResult
 
 if TYPE_CHECKING:
-    from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
     from fuligo.trainer.packing import Cost
     from fuligo.trainer.ranks.rank import Rank
     from fuligo.trainer.ranks.settings import TrainerSettings
+    from fuligo.trainer.ranks.worker import RankWorker
     from fuligo.trainer.ranks.world import Rendezvous
-    from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 E = TypeVar("E")
+P = ParamSpec("P")
 
 
 class Command(ABC, Generic[R_co]):
     """Command to a rank; can be pickled. `R_co` is rank 0's result, other ranks' results are dropped."""
 
-    name: ClassVar[str]
+    name: str
     """As errors and logs name it."""
     is_queued: ClassVar[bool] = True
     """Runs in the rank's compute thread after the commands before it; else at once, in a thread of its own."""
 
     @abstractmethod
     def run(self, rank: Rank) -> R_co | None:
-        """Carry the command out in the rank's process."""
+        """Execute the command in the rank's process."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,65 +68,27 @@ class Load(Command["Cost | None"]):
     name = "load"
     settings: TrainerSettings
     rendezvous: Rendezvous | None
-    """None: the rank is alone."""
+    """Store at which the ranks meet; None: the rank is alone."""
 
     def run(self, rank: Rank) -> Cost | None:
         return rank.load(self.settings, self.rendezvous)
 
 
 @dataclass(slots=True, frozen=True)
-class Score(Command["list[SampleScores]"]):
-    """Call of `RankWorker.score`."""
+class WorkerCall(Command[R_co]):
+    """Call of a method of the rank's worker; `call` builds it."""
 
-    name = "score"
-    share: ScoreShare
+    name: str
+    """Name of the method."""
+    arguments: tuple[Any, ...]
 
-    def run(self, rank: Rank) -> list[SampleScores] | None:
-        return rank.worker.score(self.share)
-
-
-@dataclass(slots=True, frozen=True)
-class Logprobs(Command[list[FloatArray]]):
-    """Call of `RankWorker.logprobs`."""
-
-    name = "logprobs"
-    share: ScoreShare
-
-    def run(self, rank: Rank) -> list[FloatArray] | None:
-        return rank.worker.logprobs(self.share)
+    def run(self, rank: Rank) -> R_co | None:
+        return getattr(rank.worker, self.name)(*self.arguments)
 
 
-@dataclass(slots=True, frozen=True)
-class Train(Command[StepResult]):
-    """Call of `RankWorker.train`."""
-
-    name = "train"
-    steps: Sequence[StepShare]
-
-    def run(self, rank: Rank) -> StepResult:
-        return rank.worker.train(self.steps)
-
-
-@dataclass(slots=True, frozen=True)
-class SendWeights(Command["WeightManifest | Undelivered"]):
-    """Call of `RankWorker.send_weights`."""
-
-    name = "send_weights"
-    target: WeightTarget
-
-    def run(self, rank: Rank) -> WeightManifest | Undelivered | None:
-        return rank.worker.send_weights(self.target)
-
-
-@dataclass(slots=True, frozen=True)
-class Save(Command[None]):
-    """Call of `RankWorker.save`."""
-
-    name = "save"
-    directory: Path
-
-    def run(self, rank: Rank) -> None:
-        rank.worker.save(self.directory)
+def call(method: Callable[Concatenate[RankWorker, P], R | None], *arguments: P.args, **_: P.kwargs) -> Command[R]:
+    """Return the command to call a method of `RankWorker`: `call(RankWorker.score, share)`."""
+    return WorkerCall(method.__name__, arguments)
 
 
 @dataclass(slots=True, frozen=True)
@@ -151,37 +112,6 @@ class EndSave(Command[None]):
     def run(self, rank: Rank) -> None:
         assert rank.saving is not None, "BeginSave first"
         rank.saving.result()
-
-
-@dataclass(slots=True, frozen=True)
-class Restore(Command[None]):
-    """Call of `RankWorker.restore`."""
-
-    name = "restore"
-    directory: Path
-
-    def run(self, rank: Rank) -> None:
-        rank.worker.restore(self.directory)
-
-
-@dataclass(slots=True, frozen=True)
-class Offload(Command[None]):
-    """Call of `RankWorker.offload`."""
-
-    name = "offload"
-
-    def run(self, rank: Rank) -> None:
-        rank.worker.offload()
-
-
-@dataclass(slots=True, frozen=True)
-class Onload(Command[None]):
-    """Call of `RankWorker.onload`."""
-
-    name = "onload"
-
-    def run(self, rank: Rank) -> None:
-        rank.worker.onload()
 
 
 @dataclass(slots=True, frozen=True)

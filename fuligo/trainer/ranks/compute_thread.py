@@ -1,6 +1,4 @@
-"""Thread for everything that computes, so that the event loop stays free and torch sees a single caller."""
-
-from __future__ import annotations
+"""Thread that runs all computation of a rank, so that the event loop stays free and torch sees a single caller."""
 
 import queue
 import threading
@@ -12,7 +10,7 @@ from typing import Any
 class ComputeThread:
     """Daemon thread that runs functions one after another.
 
-    The threads of a `ThreadPoolExecutor` are no daemons: one that hangs in a collective whose peer is dead would keep the process from
+    The threads of a `ThreadPoolExecutor` are not daemons: one that hangs in a collective whose peer is dead would keep the process from
     ending.
     """
 
@@ -26,7 +24,7 @@ class ComputeThread:
         return future
 
     def stop(self) -> None:
-        """End the thread after what has been submitted."""
+        """End the thread when all submitted work is done."""
         self._work.put(None)
 
     def _run(self) -> None:

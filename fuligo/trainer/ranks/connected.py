@@ -3,11 +3,10 @@
 A message to a rank is a header and a pickled command, a message from it a number and its pickled `Answer`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle
+import select
 import socket
 import struct
 import subprocess
@@ -21,13 +20,15 @@ from typing import Any, Protocol
 
 from fuligo.trainer.ranks.commands import Answer, R, SharedCommand
 from fuligo.trainer.ranks.compute_thread import ComputeThread
-from fuligo.trainer.ranks.executor import RankExecutor
 from fuligo.trainer.ranks.handle import RankHandle, RankLostError
+from fuligo.trainer.ranks.rank import RankExecutor
 from fuligo.trainer.ranks.signed import ForgedMessageError
 
 END_TIMEOUT_S = 10.0
 EXIT_TIMEOUT_S = 5.0
-"""Between the end of a rank's connection and that of its process."""
+"""Seconds between the end of a rank's connection and that of its process."""
+NOTICED_WITHIN_MS = 500
+"""Milliseconds between an error of a collective with a killed driver and the end of the driver's connection."""
 _HEADER = struct.Struct("!q?")
 """Number of the command, and its `is_queued`."""
 
@@ -158,6 +159,8 @@ def serve(connection: RankConnection, executor: RankExecutor) -> None:
     sending = threading.Lock()
 
     def send(number: int, answered: Future[Answer[Any]]) -> None:
+        if answered.result().error is not None and _has_ended(connection):
+            return  # a collective noticed first that the driver was killed; nobody needs its traceback
         message = pickle.dumps((number, answered.result().for_driver(executor.rank.number)))
         with sending, suppress(OSError):
             connection.send_bytes(message)
@@ -173,3 +176,10 @@ def serve(connection: RankConnection, executor: RankExecutor) -> None:
             serve_next()
     if not executor.rank.has_left:
         os._exit(1)
+
+
+def _has_ended(connection: RankConnection) -> bool:
+    """Return whether the other end is closed, or is within a moment."""
+    ends = select.poll()
+    ends.register(connection.fileno(), select.POLLRDHUP)
+    return bool(ends.poll(NOTICED_WITHIN_MS))

@@ -1,7 +1,5 @@
 """Process of a rank that the driver started: `python -m fuligo.trainer.ranks.rank_process ...`."""
 
-from __future__ import annotations
-
 import argparse
 from multiprocessing.connection import Connection
 
@@ -15,8 +13,7 @@ def main() -> None:
     options = parser.parse_args()
 
     from fuligo.trainer.ranks.connected import serve
-    from fuligo.trainer.ranks.executor import RankExecutor
-    from fuligo.trainer.ranks.rank import Rank
+    from fuligo.trainer.ranks.rank import Rank, RankExecutor
 
     serve(Connection(options.connection), RankExecutor(Rank(options.rank, options.size)))
 

@@ -1,7 +1,6 @@
-"""Settings of a trainer, for every backend: plain data that is sent to every rank."""
+"""Settings of a trainer, for every backend, with the learning rate of every step: plain data that is sent to every rank."""
 
-from __future__ import annotations
-
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +9,29 @@ from typing import Literal, Self
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity, Cost, MicroBatchSchedule, pack
-from fuligo.trainer.schedule import LearningRateSchedule
+from fuligo.trainer.profiling import ProfileSettings
+
+
+@dataclass(slots=True, frozen=True)
+class LearningRateSchedule:
+    """Linear warm-up to `peak`, then constant, or a decay to `minimum` that ends after `decay_steps` and stays there."""
+
+    peak: float
+    minimum: float = 0.0
+    style: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    decay_steps: int = 1
+    """Optimizer steps from the start of training, warm-up included, until `minimum`."""
+
+    def at(self, step: int) -> float:
+        """Return the learning rate of the 0-based optimizer step; the warm-up's first step already has peak / (warmup_steps + 1)."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / (self.warmup_steps + 1)
+        if self.style == "constant":
+            return self.peak
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.decay_steps - self.warmup_steps))
+        share = 1.0 - progress if self.style == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.minimum + (self.peak - self.minimum) * share
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,7 +89,7 @@ class TrainerSettings:
     ref_update_interval: int | None = None
     """Rollouts after which the policy's weights become the reference."""
     critic: CriticSettings | None = None
-    """None: advantages need no values."""
+    """Settings of the value model; None if advantages need no values."""
     needs_old_logprobs: bool = False
     """`score` computes them: there are several optimizer steps per rollout, or rewards shaped by the KL to the reference."""
     temperature: float = 1.0
@@ -93,6 +114,8 @@ class TrainerSettings:
     engine_format: EngineFormat = field(default_factory=EngineFormat)
     num_ranks: int = 1
     seed: int = 1234
+    profile: ProfileSettings | None = None
+    """Rollouts and ranks to profile; None for none."""
     command_timeout_s: float = 1800.0
     """Deadline of each command that all ranks run: loading, a rollout's training, a save."""
 

@@ -1,34 +1,33 @@
 """Supervision of trainer ranks: wait until all have answered, and name the rank that is lost, failed or late."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Sequence
 from typing import Any, cast
 
-from fuligo.errors import FuligoError, TrainerError
+from fuligo.errors import FuligoError, RankError, TrainerError
 from fuligo.trainer.ranks.commands import Answer, Ping, R, SharedCommand, UnexpectedError
 from fuligo.trainer.ranks.handle import RankHandle, RankLostError
 
 HEARTBEAT_S = 5.0
-"""Between pings of a rank."""
+"""Seconds between pings of a rank."""
 HEARTBEAT_TIMEOUT_S = 40.0
-"""Without an answer a rank is lost: stopped, its machine gone, or its interpreter stuck."""
+"""Seconds without an answer after which a rank is lost: stopped, its machine gone, or its interpreter stuck."""
 GRACE_S = 5.0
-"""After something failed on one rank: how long the others have to fail too, so that the error names the cause and not a consequence."""
+"""Seconds that the other ranks have to fail too, after one has failed, so that the error names the cause and not a consequence."""
 
 
-def lost(rank: RankHandle, phase: str, how: str) -> TrainerError:
+def lost(rank: RankHandle, phase: str, how: str) -> RankError:
     """Return the error of a rank that is gone, late or silent.
 
     Args:
         phase: "during `train`"
         how: verb phrase, "is gone"
     """
-    return TrainerError(
-        f"trainer rank {rank.rank} on {rank.host} {how} {phase}. {rank.log_hint()}\n"
-        "Checkpoints and the buffer of partial rollouts are on disk; resume with --load and the directory of the checkpoints."
+    return RankError(
+        f"trainer rank {rank.rank} on {rank.host} {how} {phase}",
+        f"{rank.log_hint()}\n"
+        "Checkpoints and the buffer of partial rollouts are on disk; resume with --load and the directory of the checkpoints.",
     )
 
 
@@ -40,7 +39,8 @@ async def finish(command: str, ranks: Sequence[RankHandle], calls: Sequence[Awai
         calls: one for each rank
 
     Raises:
-        TrainerError: a rank was lost, failed, or did not finish in time; names the rank, its host and the command.
+        RankError: a rank was lost, crashed, or did not finish in time; names the rank, its host and the command.
+        TrainerError: another rank raised an error for the user; likewise.
         FuligoError: rank 0's own.
     """
     phase = f"during `{command}`"
@@ -72,7 +72,7 @@ async def heartbeat(rank: RankHandle, phase: str, *, has_answered: bool = True) 
         has_answered: the rank answered an earlier ping; else it may be starting, and its silence is no error.
 
     Raises:
-        TrainerError: the rank is gone or has stopped answering.
+        RankError: the rank is gone or has stopped answering.
     """
     try:
         async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
@@ -120,12 +120,14 @@ def _raise_cause(command: str, ranks: Sequence[RankHandle], outcomes: Sequence[A
     error, own_error = failed[rank], failed.get(ranks[0])
     if error is own_error and not isinstance(error, UnexpectedError):
         raise error
-    text = str(error).rstrip(".")
-    raise TrainerError(f"trainer rank {rank.rank} on {rank.host} failed during `{command}`: {text}. {rank.log_hint()}") from own_error
+    event = f"trainer rank {rank.rank} on {rank.host} failed during `{command}`: {str(error).rstrip('.')}"
+    if isinstance(error, FuligoError) and not isinstance(error, UnexpectedError):
+        raise TrainerError(f"{event}. {rank.log_hint()}") from own_error
+    raise RankError(event, rank.log_hint()) from own_error
 
 
 def _precedence(rank: int, error: BaseException) -> tuple[int, int]:
-    """Sort errors, the most telling first: rank 0's for the user, which all ranks raise alike; others for the user; others; rank 0's."""
+    """Sort errors, the most telling first: rank 0's for the user, which all ranks raise; others for the user; others; rank 0's."""
     if isinstance(error, FuligoError) and not isinstance(error, UnexpectedError):
         return (0 if rank == 0 else 1), rank
     return (3 if rank == 0 else 2), rank

@@ -5,8 +5,6 @@ that they know the run's key and sign every message. torchrun's own store takes 
 where rank 0 listens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -27,24 +25,23 @@ from fuligo.engines.host import is_loopback, listening_socket, listening_store, 
 from fuligo.errors import ConfigError, TrainerError
 from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.connected import ConnectedRank, RankConnection, serve
-from fuligo.trainer.ranks.executor import RankExecutor
 from fuligo.trainer.ranks.handle import InProcessRank, RankHandle
-from fuligo.trainer.ranks.rank import Rank
+from fuligo.trainer.ranks.rank import Rank, RankExecutor
 from fuligo.trainer.ranks.signed import SignedConnection
 from fuligo.trainer.ranks.world import Rendezvous
 
 logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 300.0
-"""For all ranks to connect to the driver once it listens."""
+"""Seconds for all ranks to connect to the driver once it listens."""
 HANDSHAKE_TIMEOUT_S = 10.0
-"""For a process that connects to introduce itself."""
+"""Seconds for a process that connects to introduce itself."""
 KEY_VARIABLE = "FULIGO_RANKS_KEY"
 MIN_KEY_LENGTH = 32
 _MAX_HELLO_BYTES = 1024
 _WAIT = timedelta(hours=1)
-"""For the driver, before asking again: torch writes a warning to stderr each time that nothing came."""
+"""Wait for the driver before asking again: torch writes a warning to stderr after each wait without a message."""
 _ADDRESS = "fuligo/driver"
-"""In torchrun's store: where the driver listens, a port or the name of a Unix socket."""
+"""Key in torchrun's store for where the driver listens: a port, or the name of a Unix socket."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -105,7 +102,7 @@ async def connect_ranks(place: TorchrunPlace, size: int) -> list[RankHandle]:
         size: ranks that the trainer needs
 
     Raises:
-        ConfigError: torchrun started another number of processes.
+        ConfigError: torchrun started a different number of processes.
         TrainerError: a rank did not connect in time.
     """
     if place.size != size:
@@ -126,7 +123,7 @@ async def connect_ranks(place: TorchrunPlace, size: int) -> list[RankHandle]:
 
 
 def follow(place: TorchrunPlace) -> None:
-    """Be a rank other than the first until the driver ends.
+    """Serve as a rank other than the first until the driver ends.
 
     Raises:
         ConfigError: the hosts have no common key
@@ -199,7 +196,7 @@ def _introduced(accepted: socket.socket, key: bytes | None, size: int) -> Connec
     hello = json.loads(bytes(connection.recv_bytes(_MAX_HELLO_BYTES)))
     rank, host = int(hello["rank"]), str(hello["host"])
     if not 0 < rank < size:
-        raise ValueError(f"it calls itself rank {rank} of {size}")
+        raise ValueError(f"it claims to be rank {rank} of {size}")
     connection.send_bytes(b"welcome")
     if key is None:
         _set_receive_timeout(accepted, 0)
@@ -239,6 +236,6 @@ def _require_own_process(stream: socket.socket) -> None:
 
 
 def _set_receive_timeout(stream: socket.socket, timeout_s: float) -> None:
-    """Limit reads from the socket, whichever object makes them; 0 is no limit."""
+    """Limit reads from the socket, whichever object makes them; 0 means no limit."""
     stream.settimeout(None)  # a blocking file descriptor, as `Connection` needs
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(timeout_s), 0))

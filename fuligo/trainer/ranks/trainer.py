@@ -1,7 +1,5 @@
 """Trainer that the loop drives, on ranks in this process, in other processes or on Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,27 +12,10 @@ from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTa
 from fuligo.trainer.objective import value_metrics
 from fuligo.trainer.packing import Cost
 from fuligo.trainer.ranks import supervision
-from fuligo.trainer.ranks.commands import (
-    BeginSave,
-    Command,
-    EndSave,
-    Load,
-    Logprobs,
-    Offload,
-    Onload,
-    OpenRendezvous,
-    R,
-    Restore,
-    Save,
-    Score,
-    SendWeights,
-    SharedCommand,
-    Train,
-)
+from fuligo.trainer.ranks.commands import BeginSave, Command, EndSave, Load, OpenRendezvous, R, SharedCommand, call
 from fuligo.trainer.ranks.connected import ConnectedRank, start_process
-from fuligo.trainer.ranks.executor import RankExecutor
 from fuligo.trainer.ranks.handle import InProcessRank, RankHandle
-from fuligo.trainer.ranks.rank import Rank
+from fuligo.trainer.ranks.rank import Rank, RankExecutor
 from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.ranks.torchrun import connect_ranks, torchrun_place
 from fuligo.trainer.ranks.worker import RankWorker
@@ -44,7 +25,7 @@ from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
 T = TypeVar("T")
 S = TypeVar("S")
 START_TIMEOUT_S = 120.0
-"""For rank 0 to open the rendezvous; its process imports torch."""
+"""Seconds for rank 0 to open the rendezvous; its process imports torch."""
 
 
 class RankedTrainer:
@@ -83,25 +64,25 @@ class RankedTrainer:
     async def score(self, samples: list[TrainSample]) -> list[TrainSample]:
         if not samples or not self._settings.scores:
             return samples
-        scores = await self._run_by_replica([Score(share) for share in await self._planned(score_shares, samples)])
+        scores = await self._run_by_replica([call(RankWorker.score, share) for share in await self._planned(score_shares, samples)])
         return [of_sample.filled_into(sample) for of_sample, sample in zip(scores, samples, strict=True)]
 
     async def logprobs(self, samples: list[TrainSample]) -> list[FloatArray]:
-        return await self._run_by_replica([Logprobs(share) for share in await self._planned(score_shares, samples)])
+        return await self._run_by_replica([call(RankWorker.logprobs, share) for share in await self._planned(score_shares, samples)])
 
     async def train(self, batch: TrainBatch) -> StepResult:
         self.num_updates += 1
-        result = await self._run_by_replica([Train(steps) for steps in await self._planned(step_shares, batch)])
+        result = await self._run_by_replica([call(RankWorker.train, steps) for steps in await self._planned(step_shares, batch)])
         return replace(result, metrics=result.metrics | value_metrics(batch.samples))
 
     async def send_weights(self, target: WeightTarget) -> WeightManifest:
-        sent = await self._run(SendWeights(target))
+        sent = await self._run(call(RankWorker.send_weights, target))
         if isinstance(sent, Undelivered):
             raise EngineError(sent.reason)
         return sent
 
     async def save(self, directory: Path) -> None:
-        await self._run(Save(_for_ranks(directory)))
+        await self._run(call(RankWorker.save, _for_ranks(directory)))
 
     async def begin_save(self, directory: Path) -> None:
         await self._run(BeginSave(_for_ranks(directory)))
@@ -112,13 +93,13 @@ class RankedTrainer:
         await supervision.finish(EndSave.name, writer, calls, timeout_s=self._settings.command_timeout_s)
 
     async def restore(self, directory: Path) -> None:
-        await self._run(Restore(_for_ranks(directory)))
+        await self._run(call(RankWorker.restore, _for_ranks(directory)))
 
     async def offload(self) -> None:
-        await self._run(Offload())
+        await self._run(call(RankWorker.offload))
 
     async def onload(self) -> None:
-        await self._run(Onload())
+        await self._run(call(RankWorker.onload))
 
     async def close(self) -> None:
         ranks, self.ranks = self.ranks, ()
@@ -128,10 +109,10 @@ class RankedTrainer:
         await asyncio.gather(*(rank.close(failed=self._failed) for rank in ranks))
 
     async def watch(self) -> None:
-        """Ping every rank again and again, until cancelled.
+        """Ping every rank periodically until cancelled.
 
         Raises:
-            TrainerError: a rank is gone or has stopped answering; names the rank, its host and the phase.
+            RankError: a rank is gone or has stopped answering; names the rank, its host and the phase.
         """
         answering: set[int] = set()
         while True:
@@ -146,15 +127,15 @@ class RankedTrainer:
             answering |= {rank.rank for rank, answered in zip(ranks, answers, strict=True) if answered}
 
     async def _planned(self, shares: Callable[[T, TrainerSettings, Cost | None], Sequence[S]], of: T) -> Sequence[S]:
-        """Return every replica's share. In a thread: packing 8192 samples takes over a second, and rollouts go on meanwhile."""
+        """Plan every replica's share in a thread: packing 8,192 samples takes over a second, while rollouts continue."""
         return await asyncio.to_thread(shares, of, self._settings, self._balance_by)
 
     async def _run(self, command: Command[R]) -> R:
         """Run a command on every rank.
 
         Raises:
-            TrainerError: a rank was lost, failed, or did not finish in time; names the rank, its host and the command.
-            FuligoError: rank 0's own.
+            RankError: a rank was lost, crashed, or did not finish in time; names the rank, its host and the command.
+            FuligoError: rank 0's own, or another rank's.
         """
         shared = SharedCommand(command)
         return await self._run_on_ranks(command.name, [shared for _ in self.ranks])
@@ -180,10 +161,14 @@ class RankedTrainer:
 
 
 class LocalTrainer(RankedTrainer):
-    """Trainer whose rank 0 computes in this process; the others are its child processes, or torchrun started them."""
+    """Trainer whose rank 0 computes in this process; the others are its child processes, or torchrun started them.
 
-    def __init__(self, settings: TrainerSettings) -> None:
-        super().__init__(settings, lambda: _start_local_ranks(settings.num_ranks))
+    Args:
+        apart: rank 0 is a child process, too, so that any rank can be replaced
+    """
+
+    def __init__(self, settings: TrainerSettings, *, apart: bool = False) -> None:
+        super().__init__(settings, lambda: _start_local_ranks(settings.num_ranks, apart=apart))
 
     @property
     def worker(self) -> RankWorker:
@@ -204,9 +189,10 @@ def _for_ranks(directory: Path) -> Path:
     return directory.absolute()
 
 
-async def _start_local_ranks(size: int) -> list[RankHandle]:
+async def _start_local_ranks(size: int, *, apart: bool) -> list[RankHandle]:
     place = torchrun_place()
     if place is not None:
         return await connect_ranks(place, size)
     host = socket.gethostname()
-    return [InProcessRank(RankExecutor(Rank(0, size)), host), *(start_process(rank, size, host) for rank in range(1, size))]
+    first = start_process(0, size, host) if apart else InProcessRank(RankExecutor(Rank(0, size)), host)
+    return [first, *(start_process(rank, size, host) for rank in range(1, size))]

@@ -1,7 +1,5 @@
 """Worker of a trainer rank, the same for every backend."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -32,7 +30,7 @@ class RankWorker(Protocol):
     def logprobs(self, share: ScoreShare) -> list[FloatArray] | None: ...
 
     def train(self, steps: Sequence[StepShare]) -> StepResult:
-        """Take the optimizer steps of a rollout.
+        """Run the optimizer steps of a rollout.
 
         Args:
             steps: the replica's share of each optimizer step.

@@ -1,10 +1,12 @@
 """Process group of the ranks that train together."""
 
-from __future__ import annotations
-
+import atexit
 import os
+import shutil
+import tempfile
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -46,6 +48,13 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def max(self, tensor: Tensor) -> Tensor:
+        """Return the elementwise maximum over ranks, on every rank."""
+        if self.size > 1:
+            tensor = tensor.to(self.device)
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
     def gather(self, value: Any) -> list[Any] | None:
         """Return every rank's value, in the order of ranks, on rank 0; None elsewhere."""
         if self.size == 1:
@@ -59,7 +68,27 @@ def join_trainer(settings: TrainerSettings, rank: int, size: int, store: Store) 
     """Call `join_world` for a trainer, after setting the environment variables that its device needs."""
     for name, value in settings.environment.items():
         os.environ.setdefault(name, value)
+    if settings.device == "cuda" and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kernel_cache())
     return join_world(rank, size, settings.device, store=store, timeout_s=settings.command_timeout_s)
+
+
+def kernel_cache() -> Path:
+    """Return a directory for compiled kernels that only this user can write, kept between runs where the user has a home.
+
+    The default of torch has a known name in /tmp, where another user could create it first and have this process run their code.
+    """
+    try:
+        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fuligo" / "kernels"
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+        if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(directory, os.W_OK):
+            return directory
+    except (OSError, RuntimeError):  # no home, or one that cannot be written
+        pass
+    private = Path(tempfile.mkdtemp(prefix="fuligo-kernels-"))
+    atexit.register(shutil.rmtree, private, ignore_errors=True)
+    return private
 
 
 def join_world(rank: int, size: int, device_type: str, *, store: Store, timeout_s: float) -> World:

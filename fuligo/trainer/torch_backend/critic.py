@@ -70,7 +70,7 @@ def _require_same_architecture(directory: Path, model: PreTrainedModel, policy: 
         name = different[0]
         raise CheckpointError(
             f"{directory}: the value model must be of the policy's architecture, and {name} is {ours.get(name, 'absent')} there and "
-            f"{theirs.get(name, 'absent')} in the policy. Give another --critic-load, or none: it begins with the policy's first weights."
+            f"{theirs.get(name, 'absent')} in the policy. Use another --critic-load, or none to start from the policy's."
         )
 
 
@@ -87,7 +87,7 @@ class Critic(BaseCritic):
         return compute_value_gradients(self.value_model, step, clip=self.settings.clip, device=self._world.device)
 
     def step(self, gradients: StepGradients) -> dict[str, float]:
-        """Call `Learner.step`, and name the metrics so that they go beside the policy's."""
+        """Call `Learner.step`, and prefix the names of its metrics to tell them from the policy's."""
         metrics = self.learner.step(gradients)
         own = {"critic_lr": metrics.pop("lr"), "critic_grad_norm": metrics.pop("grad_norm")}
         return metrics | own

@@ -54,14 +54,14 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.num_optimizer_steps += 1
-        sums = gradients.sums.with_vector(self._world.sum(gradients.sums.vector()))
+        sums = gradients.sums.reduced(self._world.sum, self._world.max)
         return {**sums.means(), "lr": lr, "grad_norm": grad_norm}
 
     def tensors(self) -> list[Tensor]:
         return [value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
     def _check_finite(self, losses: Tensor, grad_norm: float) -> None:
-        """Check the losses of all ranks and the norm of the whole gradient, so that all ranks decide alike."""
+        """Check the losses of all ranks and the norm of the whole gradient, so that all ranks decide the same."""
         all_losses = losses.new_zeros(self._world.size, len(losses))
         all_losses[self._world.rank] = losses
         number = self.progress.num_optimizer_steps

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fuligo.trainer.logprobs import TokenLogprobs, chunks, grad_of_logits, rowwise_dot, scaled_logits
+from fuligo.trainer.logit_passes import grad_of_logits, row_sums
+from fuligo.trainer.logprobs import TokenLogprobs, add_product, chunks, rowwise_dot, scaled_logits
 
 
 class OutputHead(NamedTuple):
@@ -37,15 +38,13 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(  # autograd passes positional arguments only
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        logprobs = hidden.new_empty(targets.shape, dtype=torch.float32)
-        entropy = torch.empty_like(logprobs)
-        log_softmax = None
+        logprobs, entropy, log_total = hidden.new_empty(3, len(targets), dtype=torch.float32)
+        logits = None
         for chunk in chunks(len(targets), chunk_tokens):
-            log_softmax = _log_softmax(hidden[chunk], weight, bias, temperature)
-            logprobs[chunk] = log_softmax.gather(1, targets[chunk, None]).squeeze(1)
-            entropy[chunk] = -rowwise_dot(log_softmax.exp(), log_softmax)
-        whole = log_softmax if len(targets) <= chunk_tokens else None
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy, whole)
+            logits = _logits(hidden[chunk], weight, bias, temperature)
+            logprobs[chunk], entropy[chunk], log_total[chunk] = _logprobs(logits, targets[chunk])
+        whole = logits if len(targets) <= chunk_tokens else None
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, log_total, whole)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -55,28 +54,39 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # two outputs, two gradients
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, entropy, whole = ctx.saved_tensors
+        hidden, weight, bias, targets, entropy, log_total, whole = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None
         for chunk in chunks(len(targets), ctx.chunk_tokens):
-            log_softmax = whole if whole is not None else _log_softmax(hidden[chunk], weight, bias, ctx.temperature)
+            logits = whole if whole is not None else _logits(hidden[chunk], weight, bias, ctx.temperature)
             of_logprobs = None if grad_logprobs is None else grad_logprobs[chunk] / ctx.temperature
             of_entropy = None if grad_entropy is None else grad_entropy[chunk] / ctx.temperature
-            grad_logits = grad_of_logits(log_softmax, entropy[chunk], of_logprobs, of_entropy)
-            if of_logprobs is not None:
-                grad_logits.scatter_add_(1, targets[chunk, None], of_logprobs[:, None])
-            del log_softmax
+            dtype = hidden.dtype if grad_bias is None else torch.float32
+            grad_logits = grad_of_logits(logits, targets[chunk], log_total[chunk], entropy[chunk], of_logprobs, of_entropy, dtype)
+            del logits
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
-            grad_logits = grad_logits.to(hidden.dtype)
+                grad_logits = grad_logits.to(hidden.dtype)
             torch.mm(grad_logits, weight.to(hidden.dtype), out=grad_hidden[chunk])
             if grad_weight is not None:
-                grad_weight += grad_logits.t() @ hidden[chunk]
+                add_product(grad_weight, grad_logits.t(), hidden[chunk])
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    return scaled_logits(hidden, weight, bias, temperature).log_softmax(-1)
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """Return [n, V] the logits on a GPU, their log-softmax on a CPU, where torch's own kernels make the fewest passes."""
+    logits = scaled_logits(hidden, weight, bias, temperature)
+    return logits if logits.is_cuda else logits.log_softmax(-1)
+
+
+def _logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return [n] log-probabilities, entropies, and log of the sum of exp(logit)."""
+    at_target = logits.gather(1, targets[:, None]).squeeze(1)
+    if not logits.is_cuda:
+        return at_target, -rowwise_dot(logits.exp(), logits), torch.zeros_like(at_target)
+    sums = row_sums(logits)
+    log_sum = sums.total.log()
+    return at_target - sums.peak - log_sum, log_sum - sums.weighted / sums.total, sums.peak + log_sum

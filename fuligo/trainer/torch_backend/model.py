@@ -17,10 +17,11 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from fuligo.errors import CheckpointError, TrainerError
-from fuligo.models.attention import packed_attention, unpackable_layers
+from fuligo.models.attention import device_cu_seqlens, packed_attention, unpackable_layers, varlen_attention
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon
 from fuligo.trainer.batch import PackedTokens
 from fuligo.trainer.logprobs import TokenLogprobs
+from fuligo.trainer.parameters import require_finite_weights
 from fuligo.trainer.torch_backend.logprobs import OutputHead, token_logprobs
 
 PACKED_ATTENTION = "fuligo_packed"
@@ -44,6 +45,8 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     packed_cu_seqlens: Sequence[int] | None = None,
+    packed_starts: Tensor | None = None,
+    packed_longest: int = 0,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Compute attention for one layer; transformers calls it.
@@ -52,7 +55,8 @@ def attention_forward(
         query: [1, H, T, D]
         key: [1, Hkv, T, D]
         value: [1, Hkv, T, Dv]
-        packed_cu_seqlens: starts of the sequences; the argument of that name given to the model's forward.
+        packed_cu_seqlens: starts of the sequences; like the following an argument of that name given to the model's forward.
+        packed_starts: [S + 1] the same on the device, for compiled layers, with the length of the longest sequence.
 
     Returns:
         [1, T, H, Dv] and no attention weights.
@@ -64,10 +68,12 @@ def attention_forward(
     for feature, given in (("logit soft-capping", softcap), ("attention sinks", s_aux)):
         if given is not None:
             raise TrainerError(f"{name} uses {feature}, which the torch trainer's packed attention does not support. Choose another model.")
-    if packed_cu_seqlens is None:
-        raise TrainerError(f"{name} does not receive the arguments of its model's forward; packed sequences would see each other.")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.size(-1) ** -0.5 if scaling is None else scaling
+    if packed_starts is not None:
+        return varlen_attention(q, k, v, packed_starts, packed_longest, scale=scale, window=sliding_window).unsqueeze(0), None
+    if packed_cu_seqlens is None:
+        raise TrainerError(f"{name} does not receive the arguments of its model's forward; packed sequences would see each other.")
     return packed_attention(q, k, v, packed_cu_seqlens, scale=scale, window=sliding_window).unsqueeze(0), None
 
 
@@ -78,22 +84,39 @@ CHECK_TOLERANCE = 2e-3
 """Nats. Float32 noise between two attention implementations is 1e-5 to 1e-4; a wrong mask or a missing logit scale is 0.1 or more."""
 
 
+COMPILED_KINDS = 32
+"""Compiled variants of a layer's code: kinds of layers, with and without gradient, of policy, reference, teacher and value model."""
+
+
 class PackedModel(nn.Module):
     """Causal LM that runs on packed tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self._is_compiled = False
 
     def predicting_hidden(self, tokens: PackedTokens) -> Tensor:
         """Return [N, E] the last hidden states before each response token; only these reach the output layer."""
+        sequences: dict[str, Any] = {"packed_cu_seqlens": tokens.cu_seqlens}
+        if self._is_compiled:  # which would compile once more for every tuple of starts
+            starts, longest = device_cu_seqlens(tokens.cu_seqlens, tokens.input_ids.device)
+            sequences = {"packed_starts": starts, "packed_longest": longest}
         outputs = self.model.base_model(
-            input_ids=tokens.input_ids[None],
-            position_ids=tokens.position_ids[None],
-            packed_cu_seqlens=tokens.cu_seqlens,
-            use_cache=False,
+            input_ids=tokens.input_ids[None], position_ids=tokens.position_ids[None], use_cache=False, **sequences
         )
         return outputs.last_hidden_state[0].index_select(0, tokens.predicting_positions)
+
+    def compile_layers(self) -> None:
+        """Compile the forward pass of every layer at its first call, once for all lengths and layers of the same kind.
+
+        It computes a layer's norms, rotary embedding and activation in few kernels and keeps two thirds of the memory for the backward
+        pass. Inputs must be on CUDA, in half precision.
+        """
+        torch._dynamo.config.recompile_limit = COMPILED_KINDS
+        for layer in self.layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        self._is_compiled = True
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -132,7 +155,7 @@ def load_model(directory: Path) -> PreTrainedModel:
     """Load the causal LM in `directory` in float32 on the CPU, with packed attention and without dropout.
 
     Raises:
-        CheckpointError: files are missing, truncated, or do not hold all weights of the model.
+        CheckpointError: files are missing, truncated, do not hold all weights of the model, or hold NaN.
         TrainerError: packed attention does not support the model's attention.
     """
     model, lacking = read_model(directory)
@@ -144,7 +167,7 @@ def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
     """Load a model as `load_model` does, and return descriptions of missing weights, or ones of another shape, by name. These are random.
 
     Raises:
-        CheckpointError: files are missing or truncated.
+        CheckpointError: files are missing or truncated, or hold NaN.
         TrainerError: packed attention does not support the model's attention.
     """
     register()
@@ -174,6 +197,7 @@ def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+    require_finite_weights(model.named_parameters(), directory)
     align_weights(model)
     take_stated_epsilon(model)
     speed_up_rms_norms(model)
@@ -184,11 +208,17 @@ def require_whole(directory: Path, lacking: Mapping[str, str]) -> None:
     """Check that no weights are missing.
 
     Raises:
-        CheckpointError: some are.
+        CheckpointError: weights are missing.
     """
     if lacking:
         some = ", ".join(sorted(lacking.values())[:5])
-        raise CheckpointError(f"{directory}: weights are missing or of another shape than config.json says: {some}")
+        raise CheckpointError(f"{directory}: weights are missing or have a different shape than config.json says: {some}")
+
+
+def can_compile(model: PreTrainedModel) -> bool:
+    """Return whether layers can be compiled: without experts, whose sizes depend on the data, and latent attention, whose heads differ."""
+    has_experts = any(name.endswith("experts") for name, _ in model.named_modules())
+    return not has_experts and getattr(model.config, "kv_lora_rank", None) is None
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:

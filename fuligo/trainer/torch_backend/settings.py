@@ -8,6 +8,12 @@ from fuligo.trainer.ranks.settings import TrainerSettings
 @dataclass(slots=True, frozen=True)
 class TorchTrainerSettings(TrainerSettings):
     gradient_checkpointing: bool = False
+    torch_compile: bool = False
+
+    @property
+    def compiles_dense_layers(self) -> bool:
+        """True if layers without experts are compiled: on CUDA in bf16, where one attention kernel takes packed sequences."""
+        return self.torch_compile and self.device == "cuda" and self.precision == "bf16"
 
     @property
     def needs_process_group(self) -> bool:

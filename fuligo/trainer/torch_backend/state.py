@@ -1,6 +1,6 @@
 """State that training resumes from: weights, optimizer, random numbers, counters. Safetensors and JSON, no pickle.
 
-hf/         the weights in float32 as a Hugging Face directory, both an export and the source of a resume
+hf/         the weights in float32 as a Hugging Face directory, the source of a resume; tensors.json: the model's own dtypes, for an export
 optimizer/  exp_avg, exp_avg_sq and step of every trained parameter, whole: any number of ranks reads them
 reference/  weights of the reference model, if it changes in training
 critic/     the value model, if there is one: as hf/, with an output layer of one row; critic_optimizer/ as optimizer/
@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from fuligo.errors import CheckpointError
-from fuligo.formats.checkpoint_files import COUNTERS, VALUE_MODEL
-from fuligo.formats.model_files import other_files
+from fuligo.formats.checkpoint_files import COUNTERS, VALUE_MODEL, other_files, record_dtypes
 from fuligo.trainer.random_state import has_random_state, read_random_state, set_random_state, write_random_state
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import Progress
@@ -41,7 +40,7 @@ class TrainingState:
 
     policy: Learner
     reference: PreTrainedModel | None
-    """None if training does not change it."""
+    """Reference model; None if training does not change it."""
     critic: Critic | None = None
 
 
@@ -165,6 +164,7 @@ def _write_model_files(directory: Path, model: PreTrainedModel, model_files: Pat
     for file in other_files(model_files):
         if not (directory / file.name).exists():
             shutil.copy(file, directory)
+    record_dtypes(model_files, directory)
 
 
 def _trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -193,7 +193,8 @@ def _load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, moments: T
     for name, full in moments.read():
         parameter_name, _, key = name.rpartition(".")
         parameter = parameters[parameter_name]
-        optimizer.state[parameter][key] = full.to(parameter.device) if key == "step" else shard_like(full, parameter)
+        own = full.to(parameter.device) if key == "step" else shard_like(full, parameter)
+        optimizer.state[parameter][key] = own.clone()  # on a CPU it is the file's memory, which cannot be freed for engines
 
 
 def _read_progress(file: Path) -> tuple[Progress, Progress | None]:

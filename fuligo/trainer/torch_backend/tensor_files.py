@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.buckets import cut_into_buckets
+from fuligo.trainer.parameters import require_finite_weights
 
 SHARD_BYTES = 4 * 1024**3
 
@@ -62,11 +63,17 @@ class TensorFiles:
             raise CheckpointError(f"{directory / self._files[absent[0]]}: lacks {absent[0]}, which {index.name} lists")
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors, on the CPU, one at a time."""
+        """Yield all tensors, on the CPU, one at a time.
+
+        Raises:
+            CheckpointError: a file is damaged, or a tensor holds NaN.
+        """
         for file in sorted(set(self._files.values())):
             with self._open(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118
-                    yield name, tensors.get_tensor(name)
+                    tensor = tensors.get_tensor(name)
+                    require_finite_weights([(name, tensor)], self._directory / file)
+                    yield name, tensor
 
     def check_shapes(self, expected: dict[str, tuple[int, ...]]) -> None:
         """Check names and shapes.

@@ -77,7 +77,7 @@ def load_weights(model: PreTrainedModel, named_tensors: Iterator[tuple[str, Tens
 
 @torch.no_grad()
 def copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Overwrite `target`'s weights with those of `source`, which is the same model, sharded alike."""
+    """Overwrite `target`'s weights with those of `source`, which is the same model with the same sharding."""
     for ours, theirs in zip(weight_tensors(target).values(), weight_tensors(source).values(), strict=True):
         ours.copy_(theirs)
 

@@ -17,6 +17,7 @@ from fuligo.trainer.host_memory import HostMemory
 from fuligo.trainer.metric_sums import mean_of_steps
 from fuligo.trainer.packing import Cost, sequence_flops
 from fuligo.trainer.parameters import sync_dtype
+from fuligo.trainer.profiling import profiled
 from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare, join_by_position
@@ -24,7 +25,14 @@ from fuligo.trainer.step import Progress, StepGradients
 from fuligo.trainer.timeline import Timeline
 from fuligo.trainer.torch_backend.critic import Critic, ValueModel, load_value_model
 from fuligo.trainer.torch_backend.learner import Learner, compute_gradients, freeze_parameters
-from fuligo.trainer.torch_backend.model import PackedModel, Policy, check_packed_forward, enable_gradient_checkpointing, load_model
+from fuligo.trainer.torch_backend.model import (
+    PackedModel,
+    Policy,
+    can_compile,
+    check_packed_forward,
+    enable_gradient_checkpointing,
+    load_model,
+)
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.state import TrainingState, copy_state, restore_state, save_state
 from fuligo.trainer.torch_backend.weights import checkpoint_dtype, copy_weights, named_weights, shard
@@ -92,7 +100,7 @@ class TorchRankWorker:
         return None if gathered is None else join_by_position(gathered)
 
     def train(self, steps: Sequence[StepShare]) -> StepResult:
-        """Take the optimizer steps of a rollout.
+        """Run the optimizer steps of a rollout.
 
         Raises:
             TrainerError: a loss or a gradient is not finite; the weights are as they were before that optimizer step.
@@ -101,11 +109,12 @@ class TorchRankWorker:
         metrics: list[dict[str, float]] = []
         scores: dict[int, TokenScores] = {}
         num_tokens = 0
-        for step in steps:
-            gradients, step_metrics = self._optimizer_steps(step)
-            metrics.append(step_metrics)
-            scores |= gradients.scores
-            num_tokens += gradients.num_tokens
+        with profiled(self.settings.profile, rollout=self.progress.num_rollouts, rank=self.world.rank, device=self.world.device):
+            for step in steps:
+                gradients, step_metrics = self._optimizer_steps(step)
+                metrics.append(step_metrics)
+                scores |= gradients.scores
+                num_tokens += gradients.num_tokens
         self.progress.num_rollouts += 1
         if self.critic is not None:
             self.critic.end_rollout()
@@ -175,6 +184,8 @@ class TorchRankWorker:
         if trained and self.settings.gradient_checkpointing:
             enable_gradient_checkpointing(model.model)
         half_precision = self.settings.precision == "bf16"
+        if self.settings.compiles_dense_layers and can_compile(model.model):
+            model.compile_layers()
         if half_precision or self.world.size > 1:
             shard(model, model.layers, self.world, half_precision=half_precision)
         return model.to(self.world.device)

@@ -1,7 +1,5 @@
 """Advantages of groups, token returns and whitening, against their definitions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -85,18 +83,18 @@ def test_returns_are_discounted_sums_of_what_follows_among_trained_tokens(traine
 def test_reinforce_plus_plus_discounts_as_gae_without_values_does(mask, gamma):
     """Tool output between two turns discounts in neither."""
     loss_mask = np.array(mask, np.int8)
-    rewards = token_rewards(1.0, loss_mask, np.zeros(len(mask)), 0.0)
+    rewards = token_rewards(1.0, loss_mask, np.zeros(len(mask)))
     by_gae = generalised_advantages(rewards, np.zeros(len(mask)), loss_mask, gamma=gamma, lambd=1.0)
     np.testing.assert_allclose(discounted_returns(rewards, loss_mask, gamma), by_gae, atol=1e-12)
 
 
 def test_the_reward_stands_at_the_last_trained_token_and_kl_at_trained_tokens_only():
-    kl = [1.0, np.nan, 2.0, 50.0]
-    np.testing.assert_allclose(token_rewards(3.0, np.array([1, 0, 1, 0], np.int8), kl, kl_coef=0.5), [-0.5, 0, 3.0 - 1.0, 0])
+    penalty = [0.5, np.nan, 1.0, 50.0]
+    np.testing.assert_allclose(token_rewards(3.0, np.array([1, 0, 1, 0], np.int8), penalty), [-0.5, 0, 3.0 - 1.0, 0])
 
 
 def test_a_fully_masked_sample_has_no_token_rewards():
-    np.testing.assert_array_equal(token_rewards(3.0, np.zeros(2, np.int8), [1.0, 1.0], kl_coef=0.5), [0, 0])
+    np.testing.assert_array_equal(token_rewards(3.0, np.zeros(2, np.int8), [1.0, 1.0]), [0, 0])
 
 
 samples_with_masks = st.lists(

@@ -1,7 +1,5 @@
 """Weights of tokens: both denominators, by hand and as sums over a step."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

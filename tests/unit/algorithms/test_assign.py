@@ -1,7 +1,5 @@
 """Assignment of advantages to tokens and of samples to optimizer steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -156,7 +154,7 @@ def test_kl_coef_needs_log_probabilities():
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_kl_coef_changes_advantages_exactly_where_it_is_said_to_be_supported(estimator):
-    assert ESTIMATORS[estimator].uses_kl_coef == (estimator in ("rloo", "reinforce_plus_plus", "ppo"))
+    assert ESTIMATORS[estimator].uses_kl_coef == (estimator in ("rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"))
     settings = AdvantageSettings(samples_per_step=12, estimator=estimator)
     without = assign_advantages(random_samples(0), settings)
     settings = AdvantageSettings(samples_per_step=12, estimator=estimator, kl_coef=0.5)
@@ -212,5 +210,12 @@ def test_steps_are_consecutive_and_use_every_rollout_once(num_steps, samples_per
 def test_sizes_that_contradict_are_errors():
     with pytest.raises(TrainerError, match=r"4 samples in 1 optimizer steps of 3 \(--global-batch-size\)"):
         cut_into_steps(group(1, 2, 3, 4), samples_per_step=3, num_steps=1)
-    with pytest.raises(TrainerError, match="cannot fill 2 optimizer steps with 1 usable samples"):
-        cut_into_steps(group(1), samples_per_step=3, num_steps=2)
+    with pytest.raises(TrainerError, match="cannot train on a rollout without usable samples"):
+        cut_into_steps([], samples_per_step=3, num_steps=2)
+
+
+def test_a_rollout_with_fewer_samples_than_steps_takes_fewer_steps(caplog):
+    assert cut_into_steps(group(1, 2), samples_per_step=3, num_steps=4) == ([[0], [1]], [1, 1])
+    assert [record.getMessage() for record in caplog.records] == [
+        "only 2 samples of a rollout are usable; taking an optimizer step on each instead of 4 steps"
+    ]

@@ -1,13 +1,11 @@
 """On-policy distillation: the reverse KL to a teacher, subtracted from the advantages."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from fuligo.algorithms.assign import assign_advantages
 from fuligo.algorithms.estimators import ESTIMATORS
-from fuligo.algorithms.settings import AdvantageSettings, Distillation
+from fuligo.algorithms.settings import STD_EPSILON, AdvantageSettings
 from fuligo.errors import TrainerError
 from fuligo.types import TrainSample
 from tests.random_samples import random_samples
@@ -31,10 +29,9 @@ def assigned(samples: list[TrainSample], **settings: object) -> list[np.ndarray]
 @pytest.mark.parametrize("from_engine", [False, True])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_difference_of_log_probabilities_comes_off_every_trained_token(estimator: str, from_engine: bool) -> None:
-    """A_t = A_task - c (log p_student - log p_teacher), token by token, after whitening."""
-    common = {"estimator": estimator, "whiten": True}
-    without = assigned(random_samples(0), **common)
-    shaped = assigned(taught_samples(), **common, distillation=Distillation(0.7, from_engine))
+    """A_t = A_task - c (log p_student - log p_teacher), token by token."""
+    without = assigned(random_samples(0), estimator=estimator)
+    shaped = assigned(taught_samples(), estimator=estimator, distillation=0.7, old_from_engine=from_engine)
     assert any((sample.loss_mask == 0).any() for sample in taught_samples())
     for sample, task, values in zip(taught_samples(), without, shaped, strict=True):
         assert sample.teacher_logprobs is not None and sample.old_logprobs is not None
@@ -44,11 +41,19 @@ def test_the_difference_of_log_probabilities_comes_off_every_trained_token(estim
             assert values[t] == pytest.approx(task[t] - taken, abs=1e-5)
 
 
+def test_the_penalty_is_whitened_with_the_advantage() -> None:
+    """As in slime: mean 0 and deviation 1 over the trained tokens after the teacher's term, too."""
+    samples = taught_samples()
+    shaped = np.concatenate([a[s.loss_mask != 0] for s, a in zip(samples, assigned(taught_samples(), distillation=0.7))])
+    whitened = np.concatenate([a[s.loss_mask != 0] for s, a in zip(samples, assigned(taught_samples(), distillation=0.7, whiten=True))])
+    np.testing.assert_allclose(whitened, (shaped - shaped.mean()) / (shaped.std(ddof=1) + STD_EPSILON), atol=1e-5)
+
+
 def test_without_a_reward_a_student_that_is_its_teacher_learns_nothing() -> None:
     samples = taught_samples()
     for sample in samples:
         sample.reward, sample.teacher_logprobs = 0.0, sample.old_logprobs
-    assert all((values == 0).all() for values in assigned(samples, distillation=Distillation()))
+    assert all((values == 0).all() for values in assigned(samples, distillation=1.0))
 
 
 @pytest.mark.parametrize(("missing", "whose"), [("old_logprobs", "student"), ("teacher_logprobs", "teacher")])
@@ -56,4 +61,4 @@ def test_both_must_be_known(missing: str, whose: str) -> None:
     samples = taught_samples()
     setattr(samples[0], missing, None)
     with pytest.raises(TrainerError, match=f"--use-opd.* it has no {whose} log-probabilities"):
-        assigned(samples, distillation=Distillation())
+        assigned(samples, distillation=1.0)

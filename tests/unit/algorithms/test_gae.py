@@ -1,7 +1,5 @@
 """Generalised advantage estimation against its definition as a double sum, and against cases worked out by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

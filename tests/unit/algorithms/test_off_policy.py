@@ -1,7 +1,5 @@
 """Importance weights between engine and trainer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

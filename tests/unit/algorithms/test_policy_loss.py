@@ -1,7 +1,5 @@
 """Policy losses: clipping, gradients, and equality to the policy gradient on policy."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

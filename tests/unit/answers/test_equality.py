@@ -127,6 +127,15 @@ WRONG = [
     (r"\{\}", "0"),
     ("17", "71"),
     ("5x=10", "2"),
+    (r"\sum_{k=1}^{\infty} \frac{\cos(kx)}{k^2}", r"\frac{x^2}{4}"),
+    (r"\prod_{n=2}^{\infty} \left(1-\frac{1}{n^2}\right)", r"\frac13"),
+    (r"\sum_{n=1}^{\infty} \frac{x^n}{n^2}", "x"),
+    (r"\sum_{k=1}^{n} k", r"\frac{n(n-1)}{2}"),
+    ("2^{100}", "1267650600228229401496703205377"),
+    (r"\$5", "5 cents"),
+    (r"\begin{pmatrix}1&2\end{pmatrix}^{x}", r"\frac{x}{2}"),
+    (r"\frac{1}{0}", r"\frac{2}{0}"),
+    (r"5\text{ euros}", r"\$5"),
 ]
 """The answer is wrong for the label."""
 
@@ -246,6 +255,21 @@ RIGHT = [
     ("5 sq cm", "5 cm^2"),
     ("60 mph", r"60\text{ miles per hour}"),
     ("2x = 0", "x = 0"),
+    (r"\sum_{k=1}^{\infty} \frac{\sin k}{k}", r"\frac{\pi-1}{2}"),
+    (r"\sum_{k=1}^{\infty} \frac{\cos(kx)}{k^2}", r"\sum_{n=1}^{\infty} \frac{\cos(nx)}{n^2}"),
+    (r"\prod_{n=2}^{\infty} \left(1-\frac{1}{n^2}\right)", r"\frac12"),
+    (r"\sum_{k=1}^{n} k", r"\frac{n(n+1)}{2}"),
+    ("2^{100}", "1267650600228229401496703205376"),
+    (r"-\$1,000.50", "-1000.5"),
+    (r"\$5", "5 USD"),
+    ("6.62607 x 10^-34", r"6.62607\times10^{-34}"),
+    ("3x10^8", "300000000"),
+    (r"\frac\pi4", "pi/4"),
+    (r"\frac1\pi", r"1/\pi"),
+    (r"\frac{\theta}2", r"\frac\theta2"),
+    (r"1,000\text{ kg}", "1000"),
+    (r"\begin{pmatrix}x\\2x\end{pmatrix}", r"x\begin{pmatrix}1\\2\end{pmatrix}"),
+    ("YES", "yes"),
 ]
 """The answer is right for the label."""
 

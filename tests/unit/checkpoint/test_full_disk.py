@@ -1,7 +1,5 @@
 """Checkpoints on a full disk: the error names the file system, and the previous checkpoint still loads."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +11,8 @@ from fuligo.checkpoint.state import RunState
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.errors import CheckpointError, CheckpointWriteError
 from fuligo.formats.shards import Shard, write_shards
-from fuligo.trainer.ranks.settings import OptimizerSettings
+from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings
 from fuligo.trainer.ranks.trainer import LocalTrainer
-from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from tests import tiny
 from tests.small_disk import SmallDisk
@@ -44,7 +41,7 @@ async def test_the_torch_trainers(beside_training: bool, small_disk: SmallDisk, 
     assert error.value.exit_code == 1
     assert f"cannot write checkpoint iter_0000002 to {store.directory}" in str(error.value)
     assert f"No space left on device (os error 28) (0 of 4 MiB are free on the file system {small_disk.path}" in str(error.value)
-    assert "iter_0000001 is intact); free some space or give another directory with --save, then resume" in str(error.value)
+    assert "iter_0000001 is intact); free some space or use another directory with --save, then resume" in str(error.value)
 
     small_disk.enlarge(8 * 1024**2)
     latest = store.latest()

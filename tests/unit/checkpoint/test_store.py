@@ -19,8 +19,10 @@ def names(directory: Path) -> list[str]:
 
 async def test_what_is_saved_is_what_latest_gives(tmp_path: Path, state, weights) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
-    assert store.latest() is None
+    assert store.latest() is store.newest is None
     saved = await store.save(20, weights(b"of twenty"), state(20))
+    assert store.newest == 20
+    assert CheckpointStore(tmp_path / "checkpoints").newest is None, "another run saved it"
     latest = store.latest()
     assert latest is not None and latest.directory == saved == tmp_path / "checkpoints" / "iter_0000020"
     assert latest.iteration == 20
@@ -34,6 +36,13 @@ async def test_only_the_newest_stay(tmp_path: Path, state, weights) -> None:
     for iteration in (5, 10, 15, 20):
         await store.save(iteration, weights(), state(iteration))
     assert names(tmp_path) == ["iter_0000015", "iter_0000020", TRACKER]
+
+
+async def test_those_that_flags_name_stay(tmp_path: Path, state, weights) -> None:
+    store = CheckpointStore(tmp_path, keep=1, used=frozenset({5}))
+    for iteration in (5, 10, 15):
+        await store.save(iteration, weights(), state(iteration))
+    assert names(tmp_path) == ["iter_0000005", "iter_0000015", TRACKER]
 
 
 async def test_all_stay_by_default(tmp_path: Path, state, weights) -> None:
@@ -111,7 +120,7 @@ async def test_a_start_clears_what_a_crash_left(tmp_path: Path, state, weights) 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="give another directory with --save"):
+    with pytest.raises(CheckpointError, match="use another directory with --save"):
         CheckpointStore(tmp_path / "file" / "checkpoints")
 
 

@@ -1,13 +1,15 @@
 """Tests of `fuligo eval`: refused input and output paths."""
 
-from __future__ import annotations
-
+import io
+import json
+import shutil
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from fuligo.cli import eval as command
+from fuligo.cli.preflight import evaluation_problems
 from fuligo.config import Config
 from fuligo.config.command_line import parse
 from fuligo.errors import ConfigError
@@ -40,7 +42,7 @@ def test_help_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_nothing_to_evaluate(checkpoint: Path) -> None:
     said = refused("--hf-checkpoint", checkpoint, "--rm-type", "random")
-    assert said == "there is nothing to evaluate: give --eval-prompt-data or --eval-config"
+    assert said == "there is nothing to evaluate: use --eval-prompt-data, --eval-config or --eval-function-path"
 
 
 def test_what_a_run_of_training_would_be_refused_for_is_refused(given: list[str]) -> None:
@@ -72,3 +74,26 @@ def test_the_name_of_a_run_is_not_that_of_its_evaluation(given: list[str]) -> No
 
     assert directory("--name", "mine") == Path("runs/eval-2026-01-02-030405")
     assert directory("--run-dir", "there") == Path("there")
+
+
+@pytest.mark.parametrize("option", ["--hf-checkpoint", "--load"])
+def test_code_of_a_checkpoint_runs_only_with_a_flag(
+    option: str, given: list[str], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))  # a question on standard input would be answered with yes
+    own = Path(shutil.copytree(checkpoint, tmp_path / "own"))
+    (own / "code.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast\n"
+        "class Own(PreTrainedTokenizerFast): pass\n"
+    )
+    settings = json.loads((own / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code.Own", "code.Own"]}}
+    (own / "tokenizer_config.json").write_text(json.dumps(settings))
+    shape = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(shape | {"model_type": "arcee"}))  # transformers knows no tokenizer for it
+    arguments = [*given, option, str(own)] if option == "--load" else [option, str(own), *given[2:]]
+    said = refused(*arguments)
+    assert f"{option}: cannot load the tokenizer of {own}: it needs Python code of that directory; read the code, then use" in said
+    with_flag = evaluation_problems(parse([*arguments, "--trust-remote-code"]).config)
+    assert not [problem for problem in with_flag if "Python code" in problem]
+    assert not (tmp_path / "ran").exists()

@@ -1,7 +1,5 @@
 """Signals and exit codes of a command whose parent is process 1 of a container."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess
@@ -121,3 +119,15 @@ def test_a_python_without_the_packages_is_named():
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"error: {sys.executable} has no package pydantic") and "Traceback" not in ended.stderr
+
+
+def test_output_that_nobody_reads_ends_the_command_without_a_traceback() -> None:
+    """As `fuligo schema | head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "fuligo", "schema"], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    os.close(writing)
+    assert done.returncode == 1
+    assert done.stderr == "error: nobody reads standard output any more (as after `| head`); stopped\n"

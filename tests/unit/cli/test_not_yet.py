@@ -1,6 +1,4 @@
-"""Tests that unsupported settings are refused by name before a start, with an alternative, and can still be planned."""
-
-from __future__ import annotations
+"""Tests that unsupported settings are refused by name before a start, with an alternative."""
 
 from pathlib import Path
 

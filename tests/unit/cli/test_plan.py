@@ -1,13 +1,12 @@
 """Tests of `fuligo plan`: arguments, output, exit codes and imports."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
@@ -39,7 +38,7 @@ def test_a_valid_config(run_plan: RunPlan):
     assert code == 0
     assert "256 x h100-80 on 32 nodes" in output
     assert "valid" in output.splitlines()[-1]
-    assert len(output.splitlines()) <= 40, "it fits a screen"
+    assert len(output.splitlines()) <= 41, "it fits a screen"
     assert errors == ""
 
 
@@ -53,6 +52,16 @@ def test_what_cannot_be_read_is_an_error_as_in_train(run_plan: RunPlan):
     code, output, errors = run_plan(*SMALL, "--tensor-model-paralel-size", "2")
     assert (code, output) == (2, "")
     assert "--tensor-model-parallel-size" in errors
+
+
+def test_what_train_refuses_of_features_and_prompts_on_this_machine_is_an_error(run_plan: RunPlan, tmp_path: Path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"question": "q", "label": "1"}\n')
+    code, output, _ = run_plan(*SMALL, "--prompt-data", f"{prompts}@[:1]")
+    assert code == 2 and "PLAN-DATA" in output and "the row has 'question', 'label'" in " ".join(output.split())
+    code, output, _ = run_plan(*SMALL, "--hostfile", "hosts")
+    assert code == 2 and "PLAN-NOT-YET  --hostfile hosts" in output
+    assert run_plan(*SMALL, "--prompt-data", str(tmp_path / "elsewhere.jsonl"))[0] == 0
 
 
 def test_flags_override_the_file(run_plan: RunPlan):
@@ -179,3 +188,13 @@ def test_where_the_model_is_not_known_all_else_is_said_too(run_plan: RunPlan):
     code, _, said = run_plan("--rm-type", "deepscalr")
     assert code == 2
     assert "--model-config-file" in said and "use --rm-type deepscaler" in said and "--hf-checkpoint is missing" not in said
+
+
+def test_a_disk_that_is_too_small_is_warned_of_where_the_model_is(run_plan: RunPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fuligo.cli.plan.shutil.disk_usage", lambda path: Mock(free=2**30))
+    model = str(EXAMPLES / "qwen3-4b" / "model")
+    here = (*SMALL, "--hf-checkpoint", model, "--save", str(tmp_path / "new" / "checkpoints"))
+    code, output, _ = run_plan(*here)
+    words = " ".join(output.split())
+    assert code == 0 and "PLAN-DISK" in words and f"{tmp_path} has 1.0 GiB free" in words
+    assert "PLAN-DISK" not in run_plan(*here, "--hf-checkpoint", "/of/another/machine", "--model-config-file", model)[1]

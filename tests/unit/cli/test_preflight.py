@@ -1,7 +1,5 @@
 """Tests of the checks of files and directories before a start."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -141,9 +139,9 @@ def test_code_of_a_checkpoint_runs_only_with_a_flag(with_code: Path, tmp_path: P
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         load_model(with_code)
     (with_code / "config.json").write_text('{"model_type": "arcee"}')  # transformers knows no tokenizer for it
-    with pytest.raises(ConfigError, match="it needs Python code of that directory; read the code, then give --trust-remote-code"):
+    with pytest.raises(ConfigError, match="it needs Python code of that directory; read the code, then use --trust-remote-code"):
         load_tokenizer(with_code, runs_its_code=False)
-    assert [text for text in problems(with_code) if "then give --trust-remote-code" in text]
+    assert [text for text in problems(with_code) if "then use --trust-remote-code" in text]
     assert not (tmp_path / "ran").exists()
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     assert load_tokenizer(with_code, runs_its_code=True).encode("a")

@@ -1,7 +1,5 @@
 """Tests of the warnings of `fuligo train`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -29,6 +27,13 @@ def test_a_load_without_checkpoints_is_warned_of_unless_the_run_makes_them_there
     assert warnings("--load", tmp_path / "chekpoints") == [begins_anew]
     saved(model, tmp_path / "chekpoints", 1)
     assert warnings("--load", tmp_path / "chekpoints") == []
+
+
+def test_a_damaged_newest_checkpoint_does_not_stop_a_resume_from_another_one(model: Path, tmp_path: Path):
+    for iteration in (1, 2):
+        saved(model, tmp_path, iteration)
+    (tmp_path / "iter_0000002" / "manifest.json").write_text("{")
+    assert slips(parse(["--hf-checkpoint", str(model), "--load", str(tmp_path), "--ckpt-step", "1"]).config) == []
 
 
 def test_prompts_without_the_chat_template_that_the_tokenizer_has_are_warned_of(tmp_path: Path):

@@ -1,7 +1,5 @@
 """Tests that bad input ends with exit code 2 and a clear text before any model loads."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -15,7 +13,10 @@ import pytest
 from fuligo import cli
 from fuligo.checkpoint.state import RunState
 from fuligo.checkpoint.store import CheckpointStore
+from fuligo.cli.train import trainer_choice
 from fuligo.config import Config
+from fuligo.config.command_line import parse
+from fuligo.config.files import load_yaml
 from fuligo.rollout.protocol import RolloutState
 from tests import tiny
 
@@ -68,15 +69,15 @@ def test_sound_input_starts_the_job(train: Train, started: list[Config]) -> None
 
 
 def test_warnings_are_shown_and_the_job_starts(train: Train, started: list[Config]) -> None:
-    code, shown = train(rollout_top_p="0.9")
+    code, shown = train(n_samples_per_prompt="1")
     assert code == 0 and len(started) == 1
-    assert shown.startswith("warning: --rollout-top-p 0.9")
+    assert shown.startswith("warning: --n-samples-per-prompt 1")
 
 
 @pytest.mark.parametrize(
     ("changed", "texts"),
     [
-        ({"hf_checkpoint": "nowhere"}, ["--hf-checkpoint: nowhere does not exist", "hf download"]),
+        ({"hf_checkpoint": "nowhere"}, ["--hf-checkpoint: nowhere does not exist", "on the Hub (ORG/NAME)"]),
         ({"ref_load": "nowhere"}, ["--ref-load: nowhere does not exist"]),
         ({"prompt_data": "nowhere.jsonl"}, ["--prompt-data", "nowhere.jsonl"]),
         ({"label_key": "answer"}, ["--prompt-data", "answer", "prompts.jsonl"]),
@@ -217,3 +218,37 @@ def test_engines_take_new_weights_in_fp8_blocks_alone(train: Train, model: Path,
 def test_checks_leave_nothing_behind(train: Train, tmp_path: Path) -> None:
     assert train(run_dir="runs/new", save="checkpoints", save_hf="export/{rollout_id}")[0] == 0
     assert [entry.name for entry in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+def test_print_config_prints_what_config_reads_and_starts_nothing(
+    train: Train, started: list[Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "--lr", "3e-5", "--rollout-batch-size", "7", "--print-config"]) == 0
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    config = load_yaml(tmp_path / "printed.yaml")
+    assert (config.optimizer.lr, config.rollout.rollout_batch_size) == (3e-5, 7)
+    assert started == []
+
+
+def test_env_holds_before_hooks_are_imported(train: Train, started: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delenv("JUDGE_SCALE", raising=False)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "scaled_rewards.py").write_text(
+        "import os\nSCALE = float(os.environ['JUDGE_SCALE'])\n\ndef reward(args, sample):\n    return SCALE\n"
+    )
+    variables = json.dumps({"PYTHONPATH": str(tmp_path / "elsewhere"), "JUDGE_SCALE": "2"}, separators=(",", ":"))
+    code, errors = train(rm_type="none", custom_rm_path="scaled_rewards.reward", env=variables)
+    assert (code, len(started)) == (0, 1), errors
+    monkeypatch.delenv("JUDGE_SCALE")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+
+def test_flags_that_select_megatron_are_named() -> None:
+    config = parse(["--bf16", "--swiglu"]).config
+    (line,) = trainer_choice(config)
+    assert line == (
+        "--train-backend megatron: --bf16, --swiglu are flags of the Megatron trainer (for the torch trainer use --precision bf16)"
+    )
+    assert list(trainer_choice(parse(["--bf16", "--train-backend", "megatron"]).config)) == []
+    assert list(trainer_choice(Config())) == []

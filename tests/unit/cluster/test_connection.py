@@ -1,7 +1,5 @@
 """Errors of a Ray cluster that is not there."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An engine on another node, with a scripted agent. (Real ones: tests/cluster.)"""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Files that list the nodes of a cluster."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

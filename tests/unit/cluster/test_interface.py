@@ -1,7 +1,5 @@
 """The network interface that torch is set to use."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """A run takes the nodes and GPUs that `fuligo plan` draws."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Handles of ranks on Ray, and the order of nodes; scripted actors, no cluster."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Resources that a node offers to Ray."""
 
-from __future__ import annotations
-
 import pytest
 
 from fuligo.cluster.launch import slots_here

@@ -1,11 +1,8 @@
 """Hosts of a Slurm job."""
 
-from __future__ import annotations
-
 import pytest
 
-from fuligo.cluster.hostfile import Host
-from fuligo.cluster.slurm import expand_node_list, slurm_hosts, task_number
+from fuligo.cluster.hostfile import Host, expand_node_list, slurm_hosts, task_number
 from fuligo.errors import ConfigError
 
 

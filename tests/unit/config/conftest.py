@@ -1,7 +1,5 @@
 """Valid config, of which tests change one thing at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Strategies for configs whose single values are valid but need not fit together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

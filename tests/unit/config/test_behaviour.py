@@ -1,7 +1,5 @@
 """Tests that every specified flag exists, takes a value, and refuses a wrong one."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -43,6 +41,8 @@ update-weights-interval check-weight-update-equal async-mode debug-rollout-only 
 load-debug-rollout-data use-fault-tolerance rollout-health-check-interval rollout-health-check-timeout
 custom-generate-function-path rollout-function-path data-source-path rollout-sample-filter-path custom-reward-post-process-path
 custom-advantage-function-path custom-loss-function-path custom-tis-function-path custom-model-provider-path before-train-step-path
+custom-pg-loss-reducer-function-path custom-rollout-log-function-path custom-eval-rollout-log-function-path extra-rm-path
+extra-rm-weights rollout-data-postprocess-path rollout-all-samples-process-path eval-function-path custom-config-path
 train-backend rollout-backend device run-dir sink-path
 """,
 )

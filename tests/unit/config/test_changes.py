@@ -1,7 +1,5 @@
 """Tests of changes of single values: their effect on a config, and how a user would type them."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 

@@ -1,5 +1,4 @@
-from __future__ import annotations
-
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ from hypothesis import strategies as st
 
 from fuligo.config.command_line import parse
 from fuligo.config.flags import Kind, flags
+from fuligo.config.reserved import MOVED
 from fuligo.errors import ConfigError
 
 
@@ -90,8 +90,8 @@ def test_syntax(arguments: list[str], name: str, expected: object) -> None:
         (["mine/run.yaml"], ["'mine/run.yaml' follows no flag; did you mean --config mine/run.yaml?"]),
         (["--partial-rollout", "-lr", "1"], ["--partial-rollout takes one value", "did you mean --lr"]),
         (["--config"], ["--config needs the name of a YAML file"]),
-        (["--learning-rate", "1"], ["unknown flag --learning-rate; give --lr"]),
-        (["--num-generations", "8"], ["unknown flag --num-generations; give --n-samples-per-prompt"]),
+        (["--learning-rate", "1"], ["unknown flag --learning-rate; use --lr"]),
+        (["--num-generations", "8"], ["unknown flag --num-generations; use --n-samples-per-prompt"]),
         (["--temperature", "1"], ["unknown flag --temperature", "--rollout-temperature (rollout)"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -179,11 +179,14 @@ def test_any_value_of_any_flag_is_taken_or_refused_by_name(flag, text: str) -> N
     ("given", "advice"),
     [
         ("--lora-rank", "LoRA is not implemented"),
+        ("--lora", "LoRA is not implemented"),
+        ("--output", "use --run-dir"),
+        ("--model", "ORG/NAME on the Hub"),
         ("--offload", "leave it out: --colocate offloads each side"),
-        ("--ref-ckpt-step", "give --ref-load the directory of that iteration"),
-        ("--per_device_train_batch_size", "give --global-batch-size"),
-        ("actor_rollout_ref.rollout.n=8", "give --n-samples-per-prompt"),
-        ("--trainer.nnodes", "give --actor-num-nodes"),
+        ("--ref-ckpt-step", "use --ref-load with the directory of that iteration"),
+        ("--per_device_train_batch_size", "use --global-batch-size"),
+        ("actor_rollout_ref.rollout.n=8", "use --n-samples-per-prompt"),
+        ("--trainer.nnodes", "use --actor-num-nodes"),
         ("trainer.ray_wait_register_center_timeout=1", "docs/coming-from.md"),
     ],
 )
@@ -191,6 +194,16 @@ def test_settings_of_other_frameworks_are_answered_with_ours(given: str, advice:
     (problem,) = problems_of([given])
     assert advice in problem
     assert "did you mean" not in problem
+
+
+def test_no_flag_is_answered_with_another() -> None:
+    assert MOVED.keys() & flags().keys() == set()
+
+
+@pytest.mark.parametrize("name", sorted(MOVED))
+def test_advice_names_flags_that_exist(name: str) -> None:
+    named = [flag.lstrip("-").replace("-", "_") for flag in re.findall(r"--[a-z][a-z-]+", MOVED[name])]
+    assert [flag for flag in named if flag not in flags() and not flag.startswith(("sglang_", "router_"))] == []
 
 
 @pytest.mark.parametrize("given", ["--max-workers", "--model-dir", "--block-size", "--repo-type", "--nothing-of-the-kind"])

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -56,6 +54,7 @@ def test_the_reference_is_loaded_exactly_when_a_kl_needs_it(make_config: MakeCon
         ({"global_batch_size": 64}, True),
         ({"num_steps_per_rollout": 2, "use_rollout_logprobs": True}, False),
         ({"kl_coef": 0.1, "advantage_estimator": "rloo"}, True),
+        ({"kl_coef": 0.1, "advantage_estimator": "rloo", "use_rollout_logprobs": True}, False),
         ({"use_opd": True, "opd_teacher_load": "t"}, True),
         ({"use_opd": True, "opd_teacher_load": "t", "use_rollout_logprobs": True}, False),
         ({"loss_type": "sft_loss", "rm_type": None, "num_steps_per_rollout": 2}, False),

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -121,7 +119,7 @@ def test_paths_that_begin_with_a_dot_are_relative_to_the_file(tmp_path: Path, mo
     config = load_yaml(file)
     assert config.model.hf_checkpoint == str(file.parent / "model")
     assert (config.checkpoint.load, config.checkpoint.ref_load) == (str(tmp_path / "saved"), "plain/model")
-    assert config.data.prompt_data == str(file.parent / "a.jsonl@[0:8]")
+    assert config.data.prompt_data == [str(file.parent / "a.jsonl@[0:8]")]
     assert config.eval.eval_prompt_data == ["aime", str(file.parent / "b.jsonl")]
     assert config.reward.custom_rm_path == "./no.path"
     monkeypatch.chdir(file.parent)

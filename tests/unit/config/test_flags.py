@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys
@@ -72,9 +70,10 @@ def test_config_and_help_import_nothing_heavy(statement: str) -> None:
 
 
 def test_args_view_has_every_flag_flat(make_config: MakeConfig) -> None:
-    config = make_config(rollout_batch_size=64)
+    config = make_config(rollout_batch_size=64, prompt_data=["a.jsonl", "b.jsonl"])
     args = ArgsView(config)
     assert args.rollout_batch_size == 64
+    assert ArgsView(make_config(prompt_data="a.jsonl")).prompt_data == "a.jsonl", "the text that hooks of slime expect"
     assert {name: getattr(args, name) for name in dir(args)} == {
         name: value for group in GROUPS for name, value in getattr(config, group).model_dump().items()
     }

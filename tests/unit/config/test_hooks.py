@@ -1,18 +1,20 @@
-from __future__ import annotations
-
+import importlib.util
 import inspect
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from fuligo.config.args_view import ArgsView
+from fuligo.config.command_line import parse
 from fuligo.config.findings import Severity
 from fuligo.config.flags import flags
 from fuligo.config.hook_specs import ALIASES, HOOKS
 from fuligo.config.hook_syntax import hook_finding, hook_findings
 from fuligo.config.hooks import hook_of, hook_problem, hook_problems, load_hook
-from fuligo.errors import HookError
+from fuligo.errors import ConfigError, HookError
 from tests.unit.config.conftest import MakeConfig
 
 MODULE = """
@@ -240,3 +242,62 @@ def test_all_hooks_of_a_config_are_read(make_config: MakeConfig, module: str) ->
     config = make_config(rm_type=None, custom_rm_path=f"{module}.reward", buffer_filter_path=f"{module}.nothing", data_source_path="x")
     assert [finding.flags for finding in hook_findings(config)] == [("--buffer-filter-path",), ("--data-source-path",)]
     assert module not in sys.modules
+
+
+def test_entries_of_the_custom_config_are_attributes_of_args(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("penalty: 0.1\nrubric: {clear: 2}\n")
+    args = ArgsView(parse(["--custom-config-path", str(file)]).config)
+    file.unlink()  # ranks on other machines get the entries, not the file
+    args = pickle.loads(pickle.dumps(args))
+    assert (args.penalty, args.rubric) == (0.1, {"clear": 2})
+    assert {"penalty", "rubric"} <= set(dir(args))
+    assert args.rollout_batch_size == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"), [("- 1", "it must map names to values"), ("lr: 1", "lr cannot be set there"), ("a: [", "not a YAML file")]
+)
+def test_a_custom_config_that_is_none_is_refused(tmp_path: Path, text: str, cause: str) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"--custom-config-path .*own.yaml: {cause}"):
+        ArgsView(parse(["--custom-config-path", str(file)]).config)
+
+
+def test_a_file_of_hooks_imports_its_siblings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "a_sibling_of_hooks.py").write_text("SCALE = 3.0\n")
+    (tmp_path / "hooks.py").write_text("from a_sibling_of_hooks import SCALE\n\ndef reward(args, sample):\n    return SCALE\n")
+    assert load_hook("custom_rm_path", f"{tmp_path}/hooks.py:reward")(None, None) == 3.0
+
+
+def test_a_module_that_only_the_import_system_finds_is_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an editable install, whose finder maps the package to a directory that is not on the path."""
+    package = tmp_path / "somewhere" / "src"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "rewards.py").write_text("def right(args, sample): return 1.0\n\ndef wrong(args): return 1.0\n")
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> object:
+            if name != "an_editable_package":
+                return None
+            return importlib.util.spec_from_file_location(name, package / "__init__.py", submodule_search_locations=[str(package)])
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert list(hook_finding("custom_rm_path", "an_editable_package.rewards.right")) == []
+    (misfit,) = hook_finding("custom_rm_path", "an_editable_package.rewards.wrong")
+    assert misfit.id == "CFG-HOOK-MISFIT"
+    (missing,) = hook_finding("custom_rm_path", "an_editable_package.judges.right")
+    assert missing.id == "CFG-HOOK-MISSING"
+    assert "an_editable_package" not in sys.modules
+
+
+def test_hooks_are_searched_in_the_pythonpath_of_env(tmp_path: Path) -> None:
+    (tmp_path / "rewards_on_env_path.py").write_text("def right(args, sample): return 1.0\n")
+    given = ["--custom-rm-path", "rewards_on_env_path.right"]
+    (missing,) = hook_findings(parse(given).config)
+    assert missing.id == "CFG-HOOK-MISSING"
+    assert list(hook_findings(parse([*given, "--env", f'{{"PYTHONPATH": "{tmp_path}"}}']).config)) == []

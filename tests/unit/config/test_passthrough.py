@@ -1,7 +1,5 @@
 """Tests of arguments of SGLang, its router and Megatron: on the command line, in files, and in code."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any
@@ -122,9 +120,9 @@ def test_wrong_values_are_refused_with_the_rule(words: str, texts: list[str]) ->
         ("--log-level debug", ["--sglang-log-level (sglang) or --router-log-level (router)"]),
         ("--tp-size 8", ["SGLang's tp_size: --rollout-num-gpus-per-engine sets it"]),
         ("--sglang-enable-ep-moe", ["SGLang 0.5.15.post1 has no such argument", "--sglang-ep-size"]),
-        ("--num-moe-experts 8", ["give --num-experts"]),
-        ("--add-bias-linear", ["give --disable-bias-linear"]),
-        ("--lr-warmup-fraction 0.1", ["give --lr-warmup-iters"]),
+        ("--num-moe-experts 8", ["use --num-experts"]),
+        ("--add-bias-linear", ["use --disable-bias-linear"]),
+        ("--lr-warmup-fraction 0.1", ["use --lr-warmup-iters"]),
     ],
 )
 def test_unknown_flags_say_whose_flag_was_meant(words: str, texts: list[str]) -> None:
@@ -210,7 +208,7 @@ def test_flags_override_the_file_and_none_takes_back(tmp_path: Path) -> None:
         ("sglang: {served_model_name: 7}\n", ["put it in quotes"]),
         ("megatron: {tensor_model_parallel_size: 2}\n", ["belongs in the group parallel, not in megatron"]),
         ("megatron: {moe_layer_freq: [0, x]}\n", ["megatron.moe_layer_freq"]),
-        ("megatron: {num_moe_experts: 2}\n", ["give --num-experts"]),
+        ("megatron: {num_moe_experts: 2}\n", ["use --num-experts"]),
         ("router: {zzzz: 2}\n", ["unknown argument of sglang-router 0.3.2"]),
         ("router: {swiglu: true}\n", ["unknown argument of sglang-router 0.3.2; did you mean swiglu (group megatron)?"]),
         ("sglang: {rollout_batch_size: 2}\n", ["did you mean rollout_batch_size (group rollout)?"]),
@@ -318,7 +316,7 @@ def test_no_values_crash_the_check(given: dict[str, Any]) -> None:
         ("sglang_nsa_decode_backend", ["--sglang-nsa-decode-backend is the same as --sglang-dsa-decode-backend"]),
         ("sglang_tp_size", ["cannot be given; --rollout-num-gpus-per-engine sets it"]),
         ("swiglu", ["--swiglu", "`megatron: {swiglu: ...}`"]),
-        ("num_moe_experts", ["give --num-experts"]),
+        ("num_moe_experts", ["use --num-experts"]),
     ],
 )
 def test_help(topic: str, texts: list[str]) -> None:

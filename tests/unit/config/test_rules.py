@@ -1,7 +1,5 @@
 """Tests that violate every rule once in an otherwise valid config, and apply its fix."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -93,11 +91,16 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({"label_key": None}, "--label-key"),
         ({"label_key": None, "rm_type": "boxed_math"}, "--label-key"),
         ({"label_key": None, "rm_type": "gpqa"}, "or a metadata column with `correct_letter` with --metadata-key"),
-        ({"rm_type": "ifbench"}, "--rm-type ifbench reads the metadata of a prompt; give their column with --metadata-key"),
+        ({"rm_type": "ifbench"}, "--rm-type ifbench reads the metadata of a prompt; name their column with --metadata-key"),
     ],
     "CFG-REWARD-URL": [
         ({"rm_type": "remote_rm"}, "--rm-url"),
-        ({"rm_type": "boxed_remote_rm", "rm_url": "localhost:8000/judge"}, "give http://host:port/path"),
+        ({"rm_type": "boxed_remote_rm", "rm_url": "localhost:8000/judge"}, "use http://host:port/path"),
+    ],
+    "CFG-LR-HIGH": [({"lr": 1.0}, "--lr 1: the weights will most likely be destroyed")],
+    "CFG-REWARD-WEIGHTS": [
+        ({"extra_rm_path": ["a.b"], "extra_rm_weights": [0.5, 0.1]}, "--extra-rm-path names 1 functions, --extra-rm-weights 2 weights"),
+        ({"extra_rm_path": ["a.b"], "rollout_function_path": "a.c"}, "--extra-rm-path is added to rewards that fuligo computes"),
     ],
     "CFG-CUSTOM-LOSS": [({"loss_type": "custom_loss"}, "--custom-loss-function-path")],
     "CFG-KL-TWICE": [
@@ -110,7 +113,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({"advantage_estimator": "reinforce_plus_plus"}, "needs --normalize-advantages"),
         ({"advantage_estimator": "reinforce_plus_plus_baseline"}, "needs --normalize-advantages"),
     ],
-    "CFG-OLD-POLICY": [({"use_tis": True, "use_rollout_logprobs": True}, "--use-rollout-logprobs takes the engine's side")],
+    "CFG-OLD-POLICY": [({"use_tis": True, "use_rollout_logprobs": True}, "--use-rollout-logprobs uses only the engine's")],
     "CFG-REPLAY-OLD-POLICY": [
         (
             {**SGLANG, "use_routing_replay": True, "use_rollout_logprobs": True, "num_steps_per_rollout": 2},
@@ -135,6 +138,14 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-TRAINED-PARAMS": [({"only_train_params_name_list": ["mlp"], "freeze_params_name_list": ["embed"]}, "exclude each other")],
     "CFG-PARAM-PATTERN": [({"freeze_params_name_list": ["mlp", "(embed"]}, "'(embed' is not a regular expression")],
     "CFG-MAX-TOKENS": [({"use_dynamic_batch_size": True}, "--max-tokens-per-gpu")],
+    "CFG-DATA-WEIGHTS": [
+        ({"prompt_data": ["a.jsonl", "b.jsonl"], "prompt_data_weights": [0.5]}, "0.5 does not fit --prompt-data: weights 1, entries 2"),
+        ({"prompt_data_weights": [0]}, "0: a weight must be above 0"),
+    ],
+    "CFG-PUSH-EXPORT": [
+        ({"push_to_hub": "acme/tiny"}, "--push-to-hub acme/tiny uploads the exports of --save-hf, which is not given"),
+        ({"push_to_hub": "tiny", "save_hf": "x/{rollout_id}"}, "--push-to-hub tiny is not ORG/NAME"),
+    ],
     "CFG-EVAL-DATA": [
         ({"eval_prompt_data": ["a", "a.jsonl", "b"]}, "got 3 values"),
         ({"eval_prompt_data": ["a", "a.jsonl", "a", "b.jsonl"]}, "names a more than once"),
@@ -210,7 +221,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({**SGLANG, "num_gpus_per_node": 2}, "--actor-num-gpus-per-node 4 exceeds the GPUs of a node (--num-gpus-per-node 2)")
     ],
     "CFG-TRANSPORT": [
-        ({"update_weight_transport": "nccl"}, "the embedded engine takes tensor or disk"),
+        ({"update_weight_transport": "nccl"}, "the embedded engine supports tensor or disk"),
         ({**SHARED, "update_weight_transport": "nccl"}, "with --colocate they share one"),
         ({**SGLANG, "update_weight_transport": "nccl", "device": "cpu"}, "--device is cpu"),
         ({**SGLANG, "update_weight_transport": "tensor", "rollout_num_gpus": 8}, "are on 2 nodes"),
@@ -223,7 +234,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     ],
     "CFG-ENGINE-KEYS": [
         ({**SGLANG, "sglang_tokenizer_worker_num": 2}, "SGLang then asks for no key"),
-        ({**SGLANG, "sglang": {"skip_server_warmup": False}}, "without the key that this run gives it"),
+        ({**SGLANG, "sglang": {"skip_server_warmup": False}}, "without the key that this run sets"),
     ],
     "CFG-DP-ATTENTION": [
         ({**SGLANG, "rollout_num_gpus_per_engine": 4, "sglang_dp_size": 2}, "--sglang-dp-size 2 without"),
@@ -314,6 +325,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({"update_weights_interval": 11}, "--update-weights-interval 11: the run ends before that, after --num-rollout 10"),
         ({"use_kl_loss": True, "ref_update_interval": 20}, "--ref-update-interval 20: the run ends before that"),
     ],
+    "CFG-RESTART-FROM-0": [({"max_restarts": 2}, "--max-restarts 2 without --save-interval: a restart repeats all rollouts")],
     "CFG-COLOCATE-IDLE": [({**SHARED, "rollout_num_gpus": 2}, "2 of the trainer's 4 GPUs idle")],
 }
 """Rule id -> configs that violate only this rule, with a part of the message."""
@@ -330,6 +342,16 @@ NO_EFFECT: dict[str, list[tuple[Any, Values]]] = {
     "tis_clip": [(3.0, {})],
     "tis_clip_low": [(0.5, {})],
     "custom_tis_function_path": [("my.tis", {})],
+    "tracking_project": [("sums", {})],
+    "profile_ranks": [([1], {})],
+    "custom_pg_loss_reducer_function_path": [
+        ("my.reduce", {"loss_type": "sft_loss"}),
+        ("my.reduce", {"loss_type": "custom_loss", "custom_loss_function_path": "my.loss"}),
+    ],
+    "custom_eval_rollout_log_function_path": [("my.log", {})],
+    "rollout_all_samples_process_path": [("my.process", {"loss_type": "sft_loss"})],
+    "extra_rm_path": [(["my.reward"], {"loss_type": "sft_loss"})],
+    "extra_rm_weights": [([0.5], {})],
     "custom_loss_function_path": [("my.loss", {})],
     "ref_update_interval": [(5, {})],
     "buffer_filter_path": [
@@ -339,6 +361,7 @@ NO_EFFECT: dict[str, list[tuple[Any, Values]]] = {
     ],
     "mask_offpolicy_in_partial_rollout": [(True, {}), (True, {"partial_rollout": True, "async_mode": "full", "max_staleness": 2})],
     "max_staleness": [(2, {}), (2, {"partial_rollout": True, "data_source_path": "my.Source"})],
+    "max_restarts": [(2, {"debug_rollout_only": True})],
     "rm_type": [("math", {"custom_rm_path": "my.reward"})],
     "rm_url": [("http://rm", {})],
     "rm_retries": [(9, {})],
@@ -538,7 +561,8 @@ def test_every_rule_is_tested_and_says_why_it_is_one() -> None:
         {"rm_type": "remote_rm", "rm_url": "http://rm", "rm_retries": 9},
         {"rm_type": None, "custom_rm_path": "my.reward", "group_rm": True},
         {"rm_type": None, "metadata_key": "metadata"},
-        {"eval_prompt_data": ["a.jsonl"], "eval_interval": 5, "eval_top_k": 5},
+        {"eval_prompt_data": ["a.jsonl"], "eval_interval": 5, "eval_top_k": 5, "eval_top_p": 0.7},
+        {"debug_rollout_only": True, "rollout_top_p": 0.9},
         {"eval_config": "eval.yaml", "eval_interval": 5},
         {"eval_config": "eval.yaml", "eval_prompt_data": ["a.jsonl"]},
         {"loss_type": "sft_loss", "rm_type": None, "num_rollout": None, "num_epoch": 3},

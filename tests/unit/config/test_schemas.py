@@ -1,7 +1,5 @@
 """Tests that the schema files match the pinned packages and are usable."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Secrets: they reach what uses them and nothing that is written or printed."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

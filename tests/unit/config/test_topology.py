@@ -1,7 +1,5 @@
 """Tests of engine groups in `--sglang-config`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the comparison of a teacher's vocabulary with its student's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,12 +1,13 @@
 """Exports by --save-hf: complete, replacing an earlier export and nothing else."""
 
-from __future__ import annotations
-
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from fuligo.convert import export as module
+from fuligo.convert import dist_to_hf
 from fuligo.convert.compare import compare
 from fuligo.convert.export import export
 from fuligo.convert.hf_to_dist import hf_to_dist
@@ -20,16 +21,23 @@ def checkpoint(tmp_path: Path) -> Path:
     """Write a checkpoint of the torch trainer."""
     weights = tmp_path / "iter_0000020" / "hf"
     weights.mkdir(parents=True)
-    (weights / "config.json").write_text("{}")
-    (weights / "model-00000.safetensors").write_text("new")
+    (weights / "config.json").write_text('{"dtype": "float32"}')
+    (weights / "tensors.json").write_text('{"a": "BF16", "b": "BF16", "bias": "F32"}')
+    save_file({"a": torch.full((2, 3), 1 / 3), "b": torch.ones(2), "bias": torch.full((2,), 1 / 3)}, weights / "model.safetensors")
     return weights.parent
 
 
-def contents(directory: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in directory.iterdir()}
-
-
-NEW = {"config.json": "{}", "model-00000.safetensors": "new"}
+def check_is_new(directory: Path) -> None:
+    """Check that the directory holds the export alone, in the dtypes of the model that training started from."""
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "config.json",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert json.loads((directory / "config.json").read_text()) == {"dtype": "bfloat16"}
+    tensors = load_file(directory / "model-00001-of-00001.safetensors")
+    assert {name: tensor.dtype for name, tensor in tensors.items()} == {"a": torch.bfloat16, "b": torch.bfloat16, "bias": torch.float32}
+    assert torch.equal(tensors["a"], torch.full((2, 3), 1 / 3).bfloat16()) and torch.equal(tensors["bias"], torch.full((2,), 1 / 3))
 
 
 def test_nothing_of_an_earlier_export_stays(checkpoint: Path, tmp_path: Path):
@@ -39,7 +47,7 @@ def test_nothing_of_an_earlier_export_stays(checkpoint: Path, tmp_path: Path):
     (target / "config.json").write_text("old")
     (target / "model.safetensors").write_text("old")
     export(checkpoint, target)
-    assert contents(target) == NEW
+    check_is_new(target)
     assert [path.name for path in target.parent.iterdir()] == ["19"]
 
 
@@ -56,7 +64,7 @@ def test_it_may_be_new_or_empty(checkpoint: Path, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     for target in (tmp_path / "empty", tmp_path / "a" / "b"):
         export(checkpoint, target)
-        assert contents(target) == NEW
+        check_is_new(target)
 
 
 @pytest.mark.parametrize("name", ["file", "directory"])
@@ -64,7 +72,7 @@ def test_what_is_no_export_stays(name: str, checkpoint: Path, tmp_path: Path):
     (tmp_path / "directory").mkdir()
     (tmp_path / "directory" / "notes.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match="it is not a Hugging Face directory; give another directory"):
+    with pytest.raises(CheckpointError, match="it is not a Hugging Face directory; use another directory"):
         export(checkpoint, tmp_path / name)
     assert (tmp_path / "directory" / "notes.txt").read_text() == (tmp_path / "file").read_text() == "mine"
 
@@ -75,9 +83,9 @@ def test_one_that_cannot_be_written_leaves_the_earlier_one(checkpoint: Path, tmp
 
     target = tmp_path / "exports" / "19"
     export(checkpoint, target)
-    (target / "model-00000.safetensors").write_text("earlier")
-    monkeypatch.setattr(module, "sync_tree", full)
-    with pytest.raises(FuligoError, match=r"cannot write .*exports/19: No space left on device"):
+    (target / "earlier.safetensors").touch()
+    monkeypatch.setattr(dist_to_hf, "sync_tree", full)
+    with pytest.raises(FuligoError, match=r"cannot write .*19: .*No space left on device"):
         export(checkpoint, target)
-    assert contents(target) == {**NEW, "model-00000.safetensors": "earlier"}
+    assert (target / "earlier.safetensors").exists()
     assert [path.name for path in target.parent.iterdir()] == ["19"]

@@ -1,7 +1,5 @@
 """Conversion to FP8: compared with its source tensors, interrupted and resumed, and loaded by transformers."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`fuligo convert fp8` and the script with its old name: output and exit codes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

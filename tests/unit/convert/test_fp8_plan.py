@@ -1,7 +1,5 @@
 """Plan of `fuligo convert fp8`: arguments, tensors to quantise, and refusals before any work."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import namedtuple
@@ -162,7 +160,7 @@ class TestUnfitSources:
 class TestUnfitTargets:
     def test_something_else_is_there(self, dense: Path, tmp_path: Path):
         (tmp_path / "notes.txt").write_text("mine")
-        assert "holds notes.txt; give a new or empty directory" in refusal(model=dense, save=tmp_path)
+        assert "holds notes.txt; use a new or empty directory" in refusal(model=dense, save=tmp_path)
 
     def test_another_conversion_is_there(self, dense: Path, tmp_path: Path):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))

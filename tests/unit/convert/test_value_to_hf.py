@@ -1,7 +1,5 @@
 """Export of value models: transformers computes the same values, and models that it cannot load are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -100,7 +98,7 @@ def test_value_models_are_compared_too(tmp_path: Path, capsys: pytest.CaptureFix
     other = tmp_path / "other" / "iter_0000001"
     assert convert(["compare", str(one), str(other)]) == 0
     num_tensors = sum(len(load_file(other / name / "model.safetensors")) for name in ("hf", "critic"))
-    assert capsys.readouterr().out == f"all {num_tensors} tensors are equal to the bit\n"
+    assert capsys.readouterr().out == f"all {num_tensors} tensors are bitwise equal\n"
     tensors = load_file(other / "critic" / "model.safetensors")
     save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"] + 1}, other / "critic" / "model.safetensors")
     assert convert(["compare", str(one), str(other)]) == 1

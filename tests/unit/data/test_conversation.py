@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from fuligo.data import Conversation, ConversationDataset, ConversationSource, DataSettings, PromptDataset
-from fuligo.data.conversation import MaskedTokens
+from fuligo.data.conversation import Conversation, ConversationDataset, ConversationSource, MaskedTokens
+from fuligo.data.dataset import PromptDataset
+from fuligo.data.settings import DataSettings
 from fuligo.errors import DataError
 from fuligo.types import SampleStatus
 
@@ -36,7 +37,14 @@ def trained_runs(part: MaskedTokens, tokenizer: PreTrainedTokenizerFast) -> list
     return [tokenizer.decode(part.tokens[start:stop]) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"chat_template": GENERATION_MARKS}, {"chat_template": TRIMMED_MARKS}])
+OTHER_PROMPT = TRIMMED_MARKS.replace("<|assistant|>{% endif %}", "<|assistant|>?{% endif %}")
+"""Only the marks tell the assistant's tokens: no turn continues the generation prompt."""
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"add_generation_prompt": True}, *({"chat_template": marks} for marks in (GENERATION_MARKS, TRIMMED_MARKS, OTHER_PROMPT))],
+)
 def test_every_assistant_turn_is_trained_with_its_end_token(
     write_rows: Write, tokenizer: PreTrainedTokenizerFast, kwargs: dict[str, Any]
 ) -> None:
@@ -155,7 +163,7 @@ def test_a_tool_call_is_ended_by_the_token_of_its_result(write_rows: Write, toke
 
 
 def test_a_turn_that_has_its_own_end_token_gets_no_other(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
-    ends = frozenset(tokenizer.convert_tokens_to_ids(["<|end|>", "<eos>"]))
+    ends = frozenset(tokenizer.convert_tokens_to_ids(["<|end|>", "<|user|>"]))
     settings = DataSettings(apply_chat_template=True, end_ids=ends)
     conversation = ConversationDataset.open(write_rows({"input": turns("q", "a", "r", "b")}), settings, tokenizer)[0]
     assert trained_text(conversation, tokenizer) == ["a<|end|>", "b<|end|>"]
@@ -165,7 +173,7 @@ def test_a_turn_that_has_its_own_end_token_gets_no_other(write_rows: Write, toke
     ("row", "settings", "problem"),
     [
         ({"input": turns("q")}, CHAT, "no assistant turn to train on"),
-        ({"input": "q"}, DataSettings(), "a plain prompt has no answer to train on; give --label-key"),
+        ({"input": "q"}, DataSettings(), "a plain prompt has no answer to train on; use --label-key"),
     ],
 )
 def test_a_row_without_anything_to_train_on_is_refused(

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from fuligo.data import DataSettings, PromptDataset, PromptTooLongError, check_file
+from fuligo.data.dataset import PromptDataset, PromptTooLongError, check_file
+from fuligo.data.settings import DataSettings
 from fuligo.errors import ConfigError, DataError
 
 Write = Callable[..., Path]
@@ -49,6 +50,12 @@ def test_template_arguments_and_tools_reach_the_template(write_rows: Write, toke
     assert dataset[0].metadata == {"source": "web", "tools": [{"name": "search"}]}
     assert tokenizer.decode(dataset[1].prompt_ids) == "|brief|hi|True"
     assert dataset[1].metadata == {}
+
+
+def test_the_generation_prompt_may_be_left_out(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    settings = DataSettings(apply_chat_template=True, apply_chat_template_kwargs={"add_generation_prompt": False})
+    dataset = PromptDataset.open(write_rows({"input": "q"}), settings, tokenizer)
+    assert tokenizer.decode(dataset[0].prompt_ids) == "<|user|>q<|end|>"
 
 
 def test_parts_of_text_are_one_text(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -116,7 +123,7 @@ def test_the_bos_token_is_added_once_where_the_tokenizer_adds_one(write_rows: Wr
             DataSettings(apply_chat_template=True),
             "the content of the user message must be text, or a list of",
         ),
-        ({"input": USER}, DataSettings(), "give --apply-chat-template"),
+        ({"input": USER}, DataSettings(), "use --apply-chat-template"),
         ({"input": "q", "meta": [1]}, DataSettings(metadata_key="meta"), "'meta' (--metadata-key) must be an object"),
         ({"input": "q", "tools": "{"}, DataSettings(tool_key="tools"), "'tools' (--tool-key) is not JSON"),
         ('{"input": "q"', DataSettings(), "not JSON"),
@@ -135,10 +142,10 @@ def test_a_bad_row_is_refused_when_the_file_is_opened(
 
 
 def test_a_file_must_exist_hold_rows_and_be_of_a_known_format(tmp_path: Path) -> None:
-    cases = {"missing.jsonl": "does not exist", "empty.jsonl": "is empty", "blank.jsonl": "is empty", "rows.csv": "unknown format '.csv'"}
+    cases = {"missing.jsonl": "does not exist", "empty.jsonl": "is empty", "blank.jsonl": "is empty", "rows.tsv": "unknown format '.tsv'"}
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "blank.jsonl").write_text("\n\r\n\n")
-    (tmp_path / "rows.csv").write_text("a,b\n")
+    (tmp_path / "rows.tsv").write_text("a\tb\n")
     for name, problem in cases.items():
         with pytest.raises(DataError, match=problem):
             check_file(tmp_path / name, DataSettings())

@@ -1,7 +1,5 @@
 """Prompt files that other processes truncate, rewrite, replace or touch while they are read."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -24,12 +22,16 @@ def rows(word: str) -> list[dict[str, str]]:
 def write(path: Path, word: str) -> Path:
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows(word)))
-    else:
+    elif path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows(word)), path, row_group_size=100)
+    else:
+        table = pa.Table.from_pylist(rows(word))
+        with pa.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table, max_chunksize=100)
     return path
 
 
-@pytest.fixture(params=["jsonl", "parquet"])
+@pytest.fixture(params=["jsonl", "parquet", "arrow"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return write(tmp_path / f"rows.{request.param}", "first")
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from fuligo.data import DataSettings, PromptDataset, PromptSource
-from fuligo.data.source import PromptOrder
+from fuligo.data.dataset import PromptDataset
+from fuligo.data.settings import DataSettings
+from fuligo.data.source import PromptOrder, PromptSource
 from fuligo.errors import DataChangedError, DataError
 from tests import tiny
 
@@ -82,7 +83,7 @@ def test_a_restored_source_goes_on_as_if_never_interrupted(dataset: PromptDatase
             assert interrupted.counts == uninterrupted.counts
     waiting = Counter(uninterrupted.state()["returned"])  # type: ignore[arg-type]
     drawn = [row for row, count in (consumed + waiting).items() for _ in range(count)]
-    oracle = PromptOrder(7, shuffle=True, seed=42)
+    oracle = PromptOrder([7], shuffle=True, seed=42)
     position = uninterrupted.state()
     expected = [oracle.next() for _ in range(7 * position["epoch"] + position["offset"])]  # type: ignore[operator]
     assert Counter(drawn) == Counter(row for row in expected if row not in (2, 5))
@@ -118,7 +119,7 @@ def test_a_file_whose_rows_became_unusable_ends_the_run_instead_of_looping(
 
 def test_a_state_of_other_data_is_refused(dataset: PromptDataset, write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     other = PromptSource(PromptDataset.open(write_rows({"input": "a"}), DataSettings(), tokenizer))
-    with pytest.raises(DataError, match="the data set has 1 rows, that of the checkpoint had 7"):
+    with pytest.raises(DataError, match="the data set has 1 rows, the checkpoint's had 7"):
         other.restore(PromptSource(dataset).state())
 
 
@@ -131,10 +132,12 @@ def test_a_state_of_other_content_with_as_many_rows_is_refused(
     path = write_rows({"input": "a"}, {"input": "b"}, {"input": "c"})
     state = source(f"{path}@[:2]").state()
     source(f"{path}@[0:2]").restore(state)
-    with pytest.raises(DataError, match="the data set has 2 rows, as that of the checkpoint, but other content"):
+    with pytest.raises(DataError, match="the data set has 2 rows like the checkpoint's, but different content"):
         source(f"{path}@[1:]").restore(state)
     path.write_text(path.read_text().replace("b", "x"))
-    with pytest.raises(DataError, match=r"but other content .*; resume with the same --prompt-data, or start a new run"):
+    with pytest.raises(
+        DataError, match=r"but different content .*; resume with the same --prompt-data and --prompt-data-weights, or start a new run"
+    ):
         source(f"{path}@[:2]").restore(state)
     del state["digest"]
     source(f"{path}@[:2]").restore(state)
@@ -143,7 +146,7 @@ def test_a_state_of_other_content_with_as_many_rows_is_refused(
 
 def test_the_order_depends_on_the_seed_and_the_epoch_alone() -> None:
     def epoch_rows(seed: int, epoch: int) -> list[int]:
-        order = PromptOrder(50, shuffle=True, seed=seed)
+        order = PromptOrder([50], shuffle=True, seed=seed)
         order.seek(epoch, 0)
         return [order.next() for _ in range(50)]
 

@@ -1,7 +1,5 @@
 """Markdown pages of the repository and their code blocks."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass

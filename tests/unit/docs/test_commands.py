@@ -1,7 +1,5 @@
 """Tests that the commands, configurations and hooks in the documentation work."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests that files, headings and flags in the documentation exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -25,8 +23,8 @@ NO_FLAGS_OF_A_CONFIG = {"--config", "--help"}
 _OTHERS = (import_script.parser(), launch.parser(), view.parser(), fp8_plan.parser())
 OF_OTHER_SYSTEMS = {option_name(name) for name in (*MOVED, *LEFT_OUT)}
 OF_OTHER_COMMANDS = {option for made in _OTHERS for option in made._option_string_actions}
-OF_SCHEDULERS = {"--batch", "--init", "--shm-size", "--signal", "--user"}
-"""Options of docker, sbatch and scancel."""
+OF_OTHER_PROGRAMS = {"--batch", "--directory", "--init", "--python-platform", "--shm-size", "--signal", "--user"}
+"""Options of docker, sbatch, scancel, uv and tests/chaos."""
 GENERATED = REPOSITORY / "docs" / "flags.md"
 """Page generated from the flags; its introduction shows the syntax with made-up flags."""
 
@@ -65,7 +63,7 @@ def test_named_flags_exist(page: Path):
         | set(OWN_OPTIONS)
         | OF_OTHER_COMMANDS
         | OF_OTHER_SYSTEMS
-        | OF_SCHEDULERS
+        | OF_OTHER_PROGRAMS
         | NO_FLAGS_OF_A_CONFIG
     )
     named = [flag for code in FLAG_IN_CODE.findall(without_code_blocks(page)) for flag in FLAG.findall(code)]

@@ -1,7 +1,5 @@
 """Test that files quoted in full on a page equal the quote."""
 
-from __future__ import annotations
-
 import re
 
 from tests.unit.docs.pages import PAGES, REPOSITORY, page_name

@@ -1,7 +1,5 @@
 """Fixtures of the engine tests: a tiny Qwen3 shared by the tests of the embedded engine."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Client against a server that misbehaves in every way that a test asks for."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -11,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from fuligo.engines.client import EngineClient
-from fuligo.engines.deadlines import ControlDeadlines, Deadline
+from fuligo.engines.connection import ControlDeadlines, Deadline
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import EngineError

@@ -1,7 +1,5 @@
 """Requests with routing or scoring data, which a router would not forward: their body, destination and parsed answer."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 from collections.abc import AsyncIterator

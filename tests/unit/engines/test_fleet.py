@@ -1,7 +1,5 @@
 """Supervision of engines that are lost for good. (Restarts of real engines: tests/sglang/test_fleet.py.)"""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Listeners of this machine: those for its own processes are not reached at its other addresses."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

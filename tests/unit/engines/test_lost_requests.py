@@ -1,7 +1,5 @@
 """Requests through the router and calls to all engines wait while every engine restarts; they do not fail."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Engine loads become metrics of the step; an engine that does not answer is counted."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Port claims on one machine never collide."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

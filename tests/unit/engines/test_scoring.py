@@ -1,7 +1,5 @@
 """Scoring of given tokens: the answer is checked, and the embedded engine samples nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """No server process outlives the process that started it, however that one ends."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -136,7 +134,7 @@ async def test_stop_names_processes_that_cannot_be_ended(tmp_path: Path, monkeyp
     os.kill(process.pid, signal.SIGKILL)
     await process.ended()
     with monkeypatch.context() as patch:
-        patch.setattr("fuligo.engines.orphans.os.kill", lambda *_: None)  # as if they hung in a driver
+        patch.setattr("fuligo.engines.server_process.os.kill", lambda *_: None)  # as if they hung in a driver
         patch.setattr("fuligo.engines.server_process.ORPHANS_TIMEOUT_S", 0.2)
         with pytest.raises(EngineError, match=r"cannot free the memory of engine 0: its processes \d+, \d+ did not end within 0\.2 s"):
             await process.stop()

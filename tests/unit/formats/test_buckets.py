@@ -1,7 +1,5 @@
 """Buckets: no tensor is lost or sent twice, order is kept, and only changed tensors are sent."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

@@ -1,8 +1,6 @@
-from __future__ import annotations
-
 import torch
 
-from fuligo.formats.checksum import WeightsChecksum, weights_checksum
+from fuligo.formats.weight_manifest import WeightsChecksum, weights_checksum
 
 TENSORS = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16)), ("c", torch.empty(0))]
 

@@ -1,7 +1,5 @@
 """Errors on a full disk name the file system and its free space."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """FP8 values and scales against the definition of e4m3, and the tensors that engines on an FP8 checkpoint receive."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

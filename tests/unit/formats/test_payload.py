@@ -1,7 +1,5 @@
 """Tensors passed between processes through shared memory, and cleanup when one of the processes dies."""
 
-from __future__ import annotations
-
 import base64
 import os
 import pickle
@@ -14,15 +12,15 @@ import pytest
 import torch
 
 from fuligo.errors import WeightSyncError
-from fuligo.formats.checksum import weights_checksum
 from fuligo.formats.payload import SHARED_MEMORY, decode_named_tensors, shared_payload
+from fuligo.formats.weight_manifest import weights_checksum
 from tests.e2e.processes import alive, descendants, nothing_left_in_shared_memory
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs a POSIX shared memory file system")
 
 RECEIVER = """
 import sys
-from fuligo.formats.checksum import weights_checksum
+from fuligo.formats.weight_manifest import weights_checksum
 from fuligo.formats.payload import decode_named_tensors
 for payload in sys.stdin:
     tensors = decode_named_tensors(payload.strip())

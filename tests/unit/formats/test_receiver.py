@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -9,8 +7,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from fuligo.errors import WeightSyncError
-from fuligo.formats.checksum import weights_checksum
 from fuligo.formats.receiver import WeightStore
+from fuligo.formats.weight_manifest import weights_checksum
 from tests import tiny
 from tests.megatron.checkpoints import expert_by_expert, perturb
 

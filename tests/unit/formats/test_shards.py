@@ -1,7 +1,5 @@
 """Shards round-trip through a distributed checkpoint in any other shapes."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pickle
@@ -14,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fuligo.errors import CheckpointError
-from fuligo.formats.boxes import boxes
 from fuligo.formats.dist_tensors import DistributedTensors
-from fuligo.formats.shards import Shard, Unread, write_shards
+from fuligo.formats.shards import Shard, Unread, boxes, write_shards
 
 
 @given(st.data())

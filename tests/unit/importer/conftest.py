@@ -1,7 +1,5 @@
 """Scripts written by a test, and the jobs that they start."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from collections.abc import Callable
@@ -9,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.importer import ImportedScript, import_script
-from fuligo.importer.run import UnavailableError
+from fuligo.importer.run import ImportedScript, UnavailableError, import_script
 
 Import = Callable[..., ImportedScript]
 

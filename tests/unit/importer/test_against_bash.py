@@ -1,7 +1,5 @@
 """Arguments of train.py compared with those that plain bash hands to recording stubs, without a sandbox, on scripts that are trusted."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -9,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.importer import import_script
+from fuligo.importer.run import import_script
 
 BASH = shutil.which("bash")
 pytestmark = [pytest.mark.skipif(BASH is None, reason="no bash on this machine to compare with"), pytest.mark.usefixtures("sandbox")]

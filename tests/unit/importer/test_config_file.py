@@ -1,7 +1,5 @@
 """The config file of a launch script: what it gives, no more, and the same when it is read again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ import yaml
 
 from fuligo.cli import main
 from fuligo.config.files import load_yaml
+from fuligo.config.validate import findings
 from fuligo.errors import ConfigError
 from fuligo.importer.config_file import imported_config
 from tests.unit.importer.conftest import Import
@@ -73,7 +72,7 @@ def test_a_topology_file_that_nobody_wrote(imported: Import):
 
 
 def test_a_script_around_a_config_file_needs_no_import(imported: Import):
-    with pytest.raises(ConfigError, match="that file is the config"):
+    with pytest.raises(ConfigError, match="config is a file already"):
         imported_config(imported("python3 train.py --config run.yaml"))
 
 
@@ -113,3 +112,11 @@ class TestCommand:
         (tmp_path / "run.sh").write_text("python3 train.py --lr 1e-5")
         assert main(["import-script", str(tmp_path / "run.sh"), "--no-slime"]) == 0
         assert yaml.safe_load(capsys.readouterr().out) == {"optimizer": {"lr": 1e-5}}
+
+
+def test_flags_without_effect_are_left_out_with_a_note(imported: Import) -> None:
+    result = imported_config(imported("python3 train.py --tis-clip 3 --lr 2e-6 --n-samples-per-eval-prompt 4"))
+    assert "optimizer" in yaml.safe_load(result.yaml())
+    assert not {"tis_clip", "n_samples_per_eval_prompt"} & set(str(result.given).split("'"))
+    assert "left out: --tis-clip 3.0 has no effect without --use-tis" in result.warnings
+    assert [finding.id for finding in findings(result.config) if "NO-EFFECT" in finding.id] == []

@@ -2,8 +2,6 @@
 
 # ruff: noqa: E501 - hostile scripts in one line each
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -22,8 +20,9 @@ from hypothesis import strategies as st
 
 from fuligo.cli import main
 from fuligo.errors import ConfigError
-from fuligo.importer import import_script, sandbox
 from fuligo.importer import run as run_module
+from fuligo.importer import sandbox
+from fuligo.importer.run import import_script
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
@@ -221,7 +220,7 @@ def test_escape_sequences_are_not_printed(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize("folder", ["/", "/usr", "/proc", "/etc/ssl"])
 def test_folders_of_the_system_are_not_shown(folder: str, tmp_path: Path):
     (tmp_path / "run.sh").write_text("python3 train.py")
-    with pytest.raises(ConfigError, match="it is a folder of the system"):
+    with pytest.raises(ConfigError, match="it is a system folder"):
         import_script(tmp_path / "run.sh", root=Path(folder))
 
 

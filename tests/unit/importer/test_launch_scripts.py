@@ -1,13 +1,11 @@
 """Launch scripts in the forms that are in use: what would be launched is found, and what was left out is said."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from fuligo.errors import ConfigError
-from fuligo.importer import import_script
+from fuligo.importer.run import import_script
 from tests.unit.importer.conftest import Import
 
 CLEANUP = """#!/bin/bash
@@ -159,7 +157,7 @@ def test_a_conversion_is_another_job(imported: Import):
 def test_train_async_is_recognised(imported: Import):
     launch = imported("python3 train_async.py --a 1").launch
     assert launch.arguments == ("--a", "1")
-    assert launch.training.is_async
+    assert launch.is_async
 
 
 def test_arguments_of_the_script(imported: Import):
@@ -191,7 +189,7 @@ def test_an_unset_variable_is_empty_and_says_how_to_set_it(imported: Import):
         "fuligo import-script run.sh ARGUMENT",
     ]
     for fix in fixes:
-        assert any(f"is not set and gives nothing; give it: {fix}" in note for note in result.notes)
+        assert any(f"is not set and expands to nothing; set it with: {fix}" in note for note in result.notes)
 
 
 def test_a_script_that_checks_for_a_variable(imported: Import):
@@ -200,7 +198,7 @@ def test_a_script_that_checks_for_a_variable(imported: Import):
         imported(check)
     text = str(refused.value)
     assert "line 3: the script ends with status 1 before it starts train.py; it printed: BASE_DIR is not set.;" in text
-    assert "give it: BASE_DIR=" in text
+    assert "set it with: BASE_DIR=" in text
     assert imported(check, BASE_DIR="/shared").launch.arguments == ("--save", "/shared")
 
 
@@ -216,7 +214,7 @@ def test_two_launches_are_refused(imported: Import):
 
 
 def test_a_missing_script():
-    with pytest.raises(ConfigError, match="no such script"):
+    with pytest.raises(ConfigError, match="does not exist"):
         import_script(Path("nowhere.sh"))
 
 
@@ -232,7 +230,7 @@ def test_mapped_folder_stands_at_a_path_of_another_machine(tmp_path: Path, sandb
     script = tmp_path / "run" / "run.sh"
     script.parent.mkdir()
     script.write_text('source "/root/slime/scripts/models/m.sh"\npython3 train.py ${MODEL_ARGS[@]}')
-    with pytest.raises(ConfigError, match=r"/root/slime/scripts/models/m\.sh does not exist in the sandbox; give --map /root/slime=DIR"):
+    with pytest.raises(ConfigError, match=r"/root/slime/scripts/models/m\.sh does not exist in the sandbox; use --map /root/slime=DIR"):
         import_script(script)
     assert "--num-layers" in import_script(script, maps={"/root/slime": tmp_path / "checkout"}).launch.arguments
 

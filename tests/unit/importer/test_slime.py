@@ -1,10 +1,8 @@
 """slime's command lines in fuligo's words."""
 
-from __future__ import annotations
-
 import pytest
 
-from fuligo.importer.launches import Training
+from fuligo.importer.calls import Training
 from fuligo.importer.slime import translate
 
 COMPLETE = "--actor-num-gpus-per-node 8 --n-samples-per-prompt 8 --lr-decay-style constant --use-dynamic-batch-size --rm-type math"
@@ -48,7 +46,7 @@ def test_a_complete_command_line_is_unchanged():
         (
             "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async",
             "--async-mode full",
-            "give --max-staleness",
+            "use --max-staleness",
         ),
         (
             "--use-opd --custom-rm-path slime.rollout.on_policy_distillation.reward_func --rm-url http://h:13141/generate"
@@ -61,7 +59,7 @@ def test_a_complete_command_line_is_unchanged():
             "--num-rollout 100 --rollout-batch-size 32 --global-batch-size 128 --lr-warmup-iters 20",
             "--lr-warmup-iters 20 of 200 steps",
         ),
-        ("--lr-warmup-fraction 0.1 --num-epoch 3", "--num-epoch 3", "give --lr-warmup-iters"),
+        ("--lr-warmup-fraction 0.1 --num-epoch 3", "--num-epoch 3", "use --lr-warmup-iters"),
         ("--eval-function-path slime.rollout.x.y", "--eval-function-path slime.rollout.x.y", "port it to fuligo's hook"),
         (
             "--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
@@ -96,3 +94,21 @@ def test_defaults_that_differ_are_filled_in_and_named():
 def test_a_column_of_metadata_is_read_where_the_reward_needs_it():
     assert translate(Training(("--rm-type", "ifbench")))[0][-2:] == ("--metadata-key", "metadata")
     assert "--metadata-key" not in translate(Training(("--rm-type", "math")))[0]
+
+
+def test_responses_get_slimes_limit_the_context():
+    line, _ = translate(Training(("--rollout-max-context-len", "16384")))
+    assert line[line.index("--rollout-max-response-len") + 1] == "16384"
+    given = ("--rollout-max-context-len", "16384", "--rollout-max-response-len", "8")
+    assert translate(Training(given))[0].count("--rollout-max-response-len") == 1
+    assert "--rollout-max-response-len" not in translate(Training(("--lr", "1")))[0]
+
+
+def test_columns_that_slime_reads_where_rows_have_them_are_named():
+    def named(*arguments: str) -> list[str]:
+        return [note.split()[0] for note in translate(Training(arguments))[1] if "where rows have it" in note]
+
+    assert named("--apply-chat-template", "--rm-type", "math") == ["--tool-key"]
+    assert named("--custom-rm-path", "my.reward") == ["--metadata-key"]
+    assert named("--custom-rm-path", "my.reward", "--metadata-key", "extra", "--tool-key", "t", "--apply-chat-template") == []
+    assert named("--rm-type", "math") == []

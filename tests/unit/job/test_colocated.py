@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -137,7 +138,8 @@ class Parts:
         self.device = Device()
         self.engines = Engines(self.device)
         self.other = OtherModel()
-        self.devices = ColocatedDevices(Trainer(self.device), self.engines, keep_weights=keep_weights, others=[self.other])  # type: ignore[arg-type,list-item]
+        self.devices = ColocatedDevices(self.engines, keep_weights=keep_weights, others=[self.other])  # type: ignore[arg-type,list-item]
+        self.devices.attach(Trainer(self.device), is_loaded=False)  # type: ignore[arg-type]
         self.trainer = ColocatedTrainer(Trainer(self.device), self.devices)  # type: ignore[arg-type]
         self.weight_sync = self.proven_by(None)
 
@@ -224,3 +226,46 @@ async def test_a_restarted_engine_holds_what_its_fellows_hold() -> None:
     await parts.trainer.train(None)  # type: ignore[arg-type]
     assert await calls(parts.engines) == ["pause", "release kv_cache", "release weights"]
     assert await calls(parts.other) == ["pause", "release all"]
+
+
+@pytest.mark.parametrize("moment", ["sampling", "training", "syncing"])
+async def test_a_new_trainer_loads_while_the_engines_hold_nothing(moment: str) -> None:
+    parts = Parts()
+    if moment != "sampling":
+        await parts.trainer.train(None)  # type: ignore[arg-type]
+    if moment == "syncing":
+        await parts.devices.to_both()
+    parts.device.holds.discard("trainer")  # it is lost
+    await parts.devices.detach()
+    assert parts.device.holds == set()
+
+    trainer = Trainer(parts.device)
+    parts.device.holds.add("trainer")  # it loads
+    parts.devices.attach(trainer, is_loaded=True)  # type: ignore[arg-type]
+    await parts.weight_sync.sync()
+    parts.engines.sample()
+    await parts.trainer.score([])
+    assert "trainer" in parts.device.holds
+
+
+async def test_a_release_that_is_cancelled_is_finished_first() -> None:
+    """Otherwise nobody would know what the engines hold."""
+    parts = Parts()
+    begun, may_go_on = asyncio.Event(), asyncio.Event()
+    release = parts.engines.release_memory
+
+    async def slowly(tag: str) -> None:
+        begun.set()
+        await may_go_on.wait()
+        await release(tag)
+
+    parts.engines.release_memory = slowly  # type: ignore[method-assign]
+    scoring = asyncio.create_task(parts.trainer.score([]))
+    await begun.wait()
+    scoring.cancel()
+    asyncio.get_running_loop().call_later(0.02, may_go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+    assert parts.device.holds == {"weights"}
+    await parts.devices.detach()
+    assert parts.device.holds == set()

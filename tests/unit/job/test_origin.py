@@ -1,12 +1,14 @@
 """Origin of a run, and the recorded steps that it may replace."""
 
-from __future__ import annotations
-
+import random
 from dataclasses import replace
 from pathlib import Path
 
+from fuligo.checkpoint.state import DriverRng
+from fuligo.checkpoint.store import CheckpointStore
 from fuligo.config.command_line import parse
 from fuligo.job.origin import Origin
+from tests.unit.checkpoint.conftest import make_state
 
 
 def may_cut_back(origin: Origin, tmp_path: Path, *flags: object) -> bool:
@@ -27,3 +29,26 @@ def test_recorded_steps_do_not_give_way_to_a_load_without_checkpoints(tmp_path: 
     assert not may_cut_back(begins, tmp_path)
     assert not may_cut_back(begins, tmp_path, "--load", tmp_path / "run" / "chekpoints")
     assert not may_cut_back(begins, tmp_path, "--load", tmp_path / "model"), "weights alone"
+
+
+async def test_a_restart_begins_at_what_this_run_saved(tmp_path: Path) -> None:
+    async def write(directory: Path) -> None:
+        (directory / "hf").mkdir()
+
+    await CheckpointStore(tmp_path).save(9, write, make_state(9))
+    store, begins = CheckpointStore(tmp_path), Origin(0, 0, tmp_path / "model", None, None)
+    assert begins.after_saving_to(store) is begins, "another run saved iteration 9"
+    for iteration in (2, 4):
+        await store.save(iteration, write, make_state(iteration))
+    origin = begins.after_saving_to(store)
+    assert (origin.step, origin.policy_version) == (4, 5)
+    assert (origin.checkpoint, origin.initial_weights) == (tmp_path / "iter_0000004", begins.initial_weights)
+    assert origin.state is not None and origin.state.rollout.buffer[0].row == 5
+
+
+def test_a_restart_from_the_beginning_draws_the_same_numbers(tmp_path: Path) -> None:
+    begins = Origin(0, 0, tmp_path / "model", None, None)
+    drawn = random.random()
+    begins.rng.restore()
+    assert random.random() == drawn
+    assert isinstance(begins.rng, DriverRng)

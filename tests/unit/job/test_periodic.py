@@ -1,12 +1,13 @@
 """Background saves: one at a time, complete before the run ends; a failed save fails the run."""
 
-from __future__ import annotations
-
 import asyncio
+import json
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from fuligo.checkpoint.state import RunState
 from fuligo.checkpoint.store import CheckpointStore
@@ -30,7 +31,8 @@ class SlowTrainer:
     async def begin_save(self, directory: Path) -> None:
         self.num_begun += 1
         (directory / "hf").mkdir()
-        (directory / "hf" / "config.json").write_text(f"{self.num_begun}")
+        (directory / "hf" / "config.json").write_text(f'{{"number": {self.num_begun}}}')
+        save_file({"weight": torch.ones(2)}, directory / "hf" / "model.safetensors")
 
     async def save(self, directory: Path) -> None:
         await self.begin_save(directory)
@@ -81,7 +83,7 @@ async def test_the_run_goes_on_while_a_checkpoint_is_written(tmp_path: Path, sav
     await saves.finish()
     assert saved(tmp_path) == ["iter_0000002", "iter_0000004"]
     assert (tmp_path / "checkpoints" / TRACKER).read_text() == "4"
-    assert (tmp_path / "export" / "3" / "config.json").read_text() == "2"
+    assert json.loads((tmp_path / "export" / "3" / "config.json").read_text())["number"] == 2
 
 
 async def test_a_failure_is_the_runs_at_the_next_rollout(tmp_path: Path, saves: SaveCheckpoint, trainer: SlowTrainer) -> None:

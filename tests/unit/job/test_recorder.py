@@ -1,7 +1,5 @@
 """Record of a rollout that ends the run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from fuligo.config import Config
+from fuligo.job.log_hooks import LogHooks
 from fuligo.job.recorder import RunRecorder
-from fuligo.observability.progress import SilentProgress
+from fuligo.observability.progress import Progress
 from fuligo.observability.run_directory import RunDirectory
-from fuligo.rollout.protocol import UnfilledRolloutError
+from fuligo.rollout.protocol import Rollout, RolloutState, UnfilledRolloutError
 from fuligo.types import Sample, SampleGroup
 from tests.small_disk import SmallDisk
 
@@ -22,7 +21,7 @@ def dropped_group() -> SampleGroup:
 
 
 def recorder_of(directory: RunDirectory) -> RunRecorder:
-    return RunRecorder(directory, SilentProgress(), [], save_samples=True, reward_key=None, eval_reward_key=None)
+    return RunRecorder(directory, Progress(), [], LogHooks(), save_samples=True, reward_key=None, eval_reward_key=None)
 
 
 def test_samples_of_an_unfilled_rollout_are_written(tmp_path: Path) -> None:
@@ -41,3 +40,13 @@ def test_a_full_disk_does_not_replace_the_error_that_ends_the_run(small_disk: Sm
     (warning,) = caplog.messages
     assert warning.startswith("the samples of rollout 3 are lost: ")
     assert "No space left on device" in warning
+
+
+def test_an_alarm_is_told_once_when_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = RunDirectory.create(tmp_path / "run", Config(), resume=False)
+    recorder = recorder_of(directory)
+    for step in range(6):
+        recorder.record(Rollout(step, [], RolloutState({}), {"rollout/reward_mean": 0.0}), None, None, 0)
+    directory.close()
+    (warning,) = [message for message in caplog.messages if message.startswith("alarm: ")]
+    assert warning.startswith("alarm: The reward is 0 since step 0 (rollout/reward_mean). Every response gets the reward 0")

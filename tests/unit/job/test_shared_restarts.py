@@ -1,8 +1,6 @@
 """--colocate with --use-fault-tolerance: an engine that dies restarts while the trainer is off its devices, and serves with the right
 weights; whenever it dies, the run goes on."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -97,7 +95,8 @@ class World:
     def __init__(self, fleet: Fleet, router: Router, trainer: TrainerOnDevices, directory: Path) -> None:
         self.fleet, self.router, self.own_trainer = fleet, router, trainer
         trainer.fleet = fleet
-        devices = ColocatedDevices(cast(Trainer, trainer), fleet.group, keep_weights=False)
+        devices = ColocatedDevices(fleet.group, keep_weights=False)
+        devices.attach(cast(Trainer, trainer), is_loaded=False)
         self.trainer = ColocatedTrainer(cast(Trainer, trainer), devices)
         settings = WeightSyncSettings("tensor", 16, False, directory, directory)
         weight_sync = WeightSync(self.trainer, fleet.group, settings, devices=devices)

@@ -1,7 +1,5 @@
 """Functions that block the event loop are named; functions that wait on it are not."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

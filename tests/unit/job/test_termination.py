@@ -1,7 +1,5 @@
 """SIGTERM before, in and after the part of a run that can save."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 

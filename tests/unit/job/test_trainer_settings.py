@@ -1,7 +1,5 @@
 """Data types and formats of the engines in the settings of the trainer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

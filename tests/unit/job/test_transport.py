@@ -1,7 +1,5 @@
 """Transport of the weights, by the places of ranks and engines."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -53,7 +51,7 @@ def test_auto_is_a_transport_that_reaches_the_engines(words: list[str], cluster:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (ELSEWHERE, "a directory of the driver's machine"),
+        (ELSEWHERE, "a directory on the driver's machine"),
         ([*SGLANG, "--update-weight-transport", "disk"], "goes through the memory of one machine"),
         ([*SGLANG, "--update-weight-transport", "tensor"], "goes through the memory of one machine"),
         ([], "the embedded engine runs beside the driver"),

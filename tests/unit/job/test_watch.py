@@ -1,7 +1,5 @@
 """Background tasks end a part of a run by an error, and by nothing else."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """nvidia-smi's texts; those of two H200 are as the program printed them, terminal colours included."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameter counts of transformers' models on the meta device, for comparison."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from typing import Any

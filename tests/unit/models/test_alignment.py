@@ -1,7 +1,5 @@
 """Alignment of weights, which MKL needs for bitwise equal results from run to run."""
 
-from __future__ import annotations
-
 import torch
 from transformers import AutoModelForCausalLM
 

@@ -1,7 +1,5 @@
 """Parameter counts of all families against transformers' models on the meta device."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

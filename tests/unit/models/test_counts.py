@@ -1,7 +1,5 @@
 """Parameter counts of the recipes' models against their names, sums written out here, and published sizes."""
 
-from __future__ import annotations
-
 from math import ceil
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from fuligo.models.directory import end_ids
 
 

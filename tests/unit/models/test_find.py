@@ -1,7 +1,5 @@
 """Sources of the model's shapes: config.json files and flags."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

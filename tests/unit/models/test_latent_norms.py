@@ -1,7 +1,5 @@
 """The embedded engine and the torch trainer use one epsilon for all norms, as SGLang and Megatron do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """MODEL_ARGS: written from config.json, compared with it, and read without one."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from pathlib import Path

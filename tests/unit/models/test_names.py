@@ -1,7 +1,5 @@
 """Names and shapes of all weights against transformers' models or, where it has none, against published files."""
 
-from __future__ import annotations
-
 from collections import Counter
 from math import prod
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Required keys of config.json; every error names the key."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The faster RMSNorm equals transformers' forward and backward; other modules are left unchanged."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

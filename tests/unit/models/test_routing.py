@@ -1,7 +1,5 @@
 """Routing of tokens to experts: shapes of families, and checks of an engine's answer."""
 
-from __future__ import annotations
-
 import base64
 
 import numpy as np

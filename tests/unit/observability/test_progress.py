@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from fuligo.observability.before_after import Answer, BeforeAfter, before_after_table
-from fuligo.observability.progress import Curves, LiveProgress, Panel, PlainProgress, SilentProgress, open_progress
+from fuligo.observability.progress import Curves, LiveProgress, Panel, PlainProgress, Progress, open_progress
 
 
 class Clock:
@@ -174,7 +174,7 @@ def test_warnings_are_shown_up_to_a_few_of_each_kind(mode: str) -> None:
         ("auto", False, PlainProgress),
         ("plain", True, PlainProgress),
         ("rich", False, LiveProgress),
-        ("none", True, SilentProgress),
+        ("none", True, Progress),
     ],
 )
 def test_the_mode_fits_the_console(mode: str, terminal: bool, kind: type) -> None:

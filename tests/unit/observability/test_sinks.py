@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +23,9 @@ def test_no_sink_is_opened_by_default(tmp_path: Path) -> None:
     assert open_sinks(Config(), tmp_path, start=0) == []
 
 
-@pytest.mark.parametrize(("flag", "package"), [("use_tensorboard", "tensorboard"), ("use_wandb", "wandb")])
+@pytest.mark.parametrize(
+    ("flag", "package"), [("use_tensorboard", "tensorboard"), ("use_wandb", "wandb"), ("use_trackio", "trackio"), ("use_mlflow", "mlflow")]
+)
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, package: str
 ) -> None:
@@ -78,6 +81,63 @@ def test_wandb_offline_continues_its_run(tmp_path: Path) -> None:
         sink.close()
     run_id = (tmp_path / "wandb" / "run-id.txt").read_text()
     assert list((tmp_path / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
+
+
+def test_mlflow_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "server").as_uri())
+    run_dir = tmp_path / "run-7"
+    run_dir.mkdir()
+    for step in (0, 1):
+        (sink,) = open_sinks(config(use_mlflow=True, tracking_project="sums"), run_dir, start=step)
+        sink.write({"step": step, "time": 1000.0 + step, "eval/aime/mean@1": step / 2})
+        sink.close()
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("sums").experiment_id])
+    assert run.info.run_name == "run-7"
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"use_mlflow": "True", "tracking_project": "sums"}
+    history = client.get_metric_history(run.info.run_id, "eval/aime/mean_at_1")
+    assert [(point.step, point.value, point.timestamp) for point in history] == [(0, 0.0, 1000000), (1, 0.5, 1001000)]
+
+
+class RecordedTrackio:
+    """Stand-in for the module trackio: records the calls of its documented API."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def init(self, project: str, name: str | None = None, *, config: dict[str, Any], resume: str, embed: bool) -> RecordedTrackio:
+        self.calls.append(("init", project, name, config["observability"]["use_trackio"], resume, embed))
+        return self
+
+    def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        if step == 2:
+            raise ConnectionError("the Space sleeps")
+        self.calls.append(("log", metrics, step))
+
+    def finish(self) -> None:
+        self.calls.append(("finish",))
+
+
+def test_trackio_gets_metrics_by_step_and_may_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = RecordedTrackio()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "trackio", module)  # pyright: ignore[reportArgumentType]
+    (sink,) = open_sinks(config(use_trackio=True), tmp_path, start=0)
+    for step in range(4):
+        sink.write({"step": step, "time": 1.0, "train/loss": 0.5})
+    sink.close()
+    assert module.calls == [
+        ("init", "fuligo", tmp_path.name, True, "allow", False),
+        ("log", {"train/loss": 0.5}, 0),
+        ("log", {"train/loss": 0.5}, 1),
+        ("finish",),
+    ]
+    assert caplog.messages[0].startswith("--use-trackio: write raised ConnectionError: the Space sleeps")
 
 
 class Records:

@@ -197,6 +197,7 @@ def test_cut_back_keeps_the_earlier_steps(trace: Trace, make_group) -> None:
             pass
         trace.samples(step, make_group(step).samples)
     trace.cut_back(2)
+    assert trace.take_durations(2) == {}, "the step is repeated"
     with trace.phase("rollout", 2):
         pass
     events = read_trace(trace.path)

@@ -1,7 +1,5 @@
 """Plans made by hand, for tests of their display: 8, 64 and 256 GPUs with plausible figures."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from fuligo.config.findings import Change, Finding, Severity

@@ -1,7 +1,5 @@
 """Random single mistakes in a recipe, as a user may type them."""
 
-from __future__ import annotations
-
 import functools
 import random
 import string

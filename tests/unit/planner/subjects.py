@@ -1,7 +1,5 @@
 """Subjects for the planner's tests: flags of the recipes with their models' shapes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Bytes that a layer keeps for its backward pass, against tensors saved by autograd."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Check of all rules: order, repeats, tested fixes, mistakes in published recipes, several mistakes at once."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter
@@ -13,7 +11,7 @@ from fuligo.config.changes import apply_changes, change_text
 from fuligo.config.command_line import parse
 from fuligo.config.findings import Change, Finding, Severity
 from fuligo.planner.check import check, violations
-from fuligo.planner.stages import stages
+from fuligo.planner.layout import stages
 from fuligo.planner.subject import Subject, read_subject
 from tests.unit.planner.rules.broken_runs import DENSE, DRAFTS, EXAMPLES, FP8, LARGE, MIXTURE, REDUNDANT, SEPARATE, SPARSE, Run
 
@@ -58,7 +56,7 @@ def test_every_number_of_replicas_that_shares_20_heads_over_24_gpus_is_accepted(
 def test_separate_halves_of_a_node_are_said_to_be_separate() -> None:
     (finding,) = check(Run(SEPARATE).subject())
     assert finding.id == "PLAN-SPLIT-GPUS" and finding.severity is Severity.WARNING
-    assert "the trainer has 4 GPUs and the engines 4 others" in finding.text and "8 in total" in finding.text
+    assert "the trainer has 4 GPUs, the engines 4 others" in finding.text and "8 in total" in finding.text
     shared = parse(["--config", str(EXAMPLES / DENSE)]).config
     fixed = apply_changes(read_subject(parse(["--config", str(EXAMPLES / SEPARATE)]).config, "h100-80").config, finding.fix)
     assert fixed.cluster == shared.cluster

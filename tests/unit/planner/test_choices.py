@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fuligo.config.changes import change_text
+from fuligo.models.registry import architecture_of
 from fuligo.planner import lengths
 from fuligo.planner.choices import MAX_REQUESTS, choose
 from fuligo.planner.estimate import estimate
@@ -93,7 +94,7 @@ def of_memory(gib: float) -> Subject:
 
 
 def test_rows_shrink_then_layers_are_recomputed() -> None:
-    """Rows of 8,192 tokens of this model take 130 GiB and more; the cheapest change that fits is chosen."""
+    """Rows of 8,192 tokens of this model take 140 GiB and more; the cheapest change that fits is chosen."""
     kept, rows, recomputed = (choose(of_memory(gib))[0].config for gib in (300, 131, 90))
     assert kept.train.max_tokens_per_gpu is None and not kept.model.gradient_checkpointing
     assert rows.train.use_dynamic_batch_size and rows.train.max_tokens_per_gpu in (1024, 2048, 4096)
@@ -112,9 +113,17 @@ def test_every_choice_says_why() -> None:
     assert all(choice.reason and all(change_text(change).startswith("--") for change in choice.changes) for choice in choices)
 
 
+SMOLLM2 = {
+    "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "num_hidden_layers": 30, "vocab_size": 49152, "tie_word_embeddings": True, "max_position_embeddings": 8192,
+}  # fmt: skip
 MEASURED_ROLLOUTS = [
     # docs/benchmarks-gpu.md: requests of 105 tokens, their longest response, the mean measured, and the seconds of a rollout
     ("qwen3-4b", 512, 1.0, 21.8),
+    ("smollm2-135m", 320, 254 / 320, 3.5),
+    ("smollm2-135m", 320, 254 / 320, 4.0),
+    ("smollm2-135m", 320, lengths.AVERAGE_OF_LONGEST, 3.5),
+    ("smollm2-135m", 320, lengths.AVERAGE_OF_LONGEST, 4.0),
 ]
 
 
@@ -123,8 +132,10 @@ def test_rollouts_take_as_long_as_measured(model: str, longest: int, share: floa
     monkeypatch.setattr(lengths, "AVERAGE_OF_LONGEST", share)
     monkeypatch.setattr(lengths, "ASSUMED_PROMPT_TOKENS", 105)
     flags = f"{ENGINES} --rollout-batch-size 64 --rollout-max-response-len {longest}"
-    subject, _ = choose(subject_of(flags, model, "h200-141"))
-    [rollout] = estimate(subject).phases
+    subject = subject_of(flags, "qwen3-4b", "h200-141")
+    if model == "smollm2-135m":
+        subject = replace(subject, architecture=architecture_of(SMOLLM2), rollout_architecture=architecture_of(SMOLLM2))
+    [rollout] = estimate(choose(subject)[0]).phases
     assert seconds / 1.5 < rollout.duration_s < seconds * 1.5
 
 

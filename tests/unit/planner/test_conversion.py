@@ -1,7 +1,5 @@
 """Arguments of tools/convert_hf_to_torch_dist.py, and the resulting layout."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Host memory: samples, batches of ranks, SGLang's record of experts, compared with the real objects."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 from fuligo.models.routing import RoutingShape
 from fuligo.planner.layout import make_layout
 from fuligo.planner.memory.bars import memory_bars, planned_engines
-from fuligo.planner.memory.samples import routing_bytes, sample_bytes, shares_here
+from fuligo.planner.memory.host import routing_bytes, sample_bytes, shares_here
 from fuligo.planner.plan import MemoryBar, MemoryItem
 from fuligo.planner.subject import Subject
 from fuligo.types import Sample, TrainBatch, TrainSample

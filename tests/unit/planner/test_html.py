@@ -1,7 +1,5 @@
 """The page is self-contained, and content of the plan cannot inject markup. tests/browser covers its behaviour."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Plan as JSON: it follows its schema, is complete, and its keys name units."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from importlib import resources

@@ -1,7 +1,5 @@
 """Ranks, stages and engines: against Megatron-Core's own groups, and as properties of all valid layouts."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,9 +13,8 @@ from hypothesis import strategies as st
 from fuligo.errors import ConfigError
 from fuligo.layout.megatron import Layout
 from fuligo.planner.estimate import estimate
-from fuligo.planner.layout import make_layout, trainer_ranks
+from fuligo.planner.layout import make_layout, stages, trainer_ranks
 from fuligo.planner.plan import TrainerRank
-from fuligo.planner.stages import stages
 from tests.unit.planner.subjects import FLASH_16, GLM4_9B_COLOCATED, GLM4_9B_SEPARATE, GLM45_BF16, glm52, subject_of
 
 MEGATRON = json.loads((Path(__file__).parent / "megatron_ranks.json").read_text())

@@ -1,7 +1,5 @@
 """Creation of plans: findings about memory, and no numbers without a layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,6 +1,4 @@
-"""Plans of the Megatron trainer against measured runs (`benchmarks/training.py`, H200s): memory and speed."""
-
-from __future__ import annotations
+"""Plans of the trainers against measured runs (`benchmarks/training.py`, H200s): memory and speed."""
 
 import json
 from dataclasses import dataclass, replace
@@ -25,15 +23,23 @@ TOO_LOW = 0.01
 BESIDE_TENSORS = {"fragmentation", "communication", "runtime"}
 
 ALLTOALL = "--moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion"
-FLAGS = "--train-backend megatron --hf-checkpoint model --prompt-data prompts.jsonl --rm-type random --launcher local --device cuda \
+FLAGS = "--hf-checkpoint model --prompt-data prompts.jsonl --rm-type random --launcher local --device cuda \
   --use-dynamic-batch-size --num-rollout 10 --rollout-batch-size 64 --n-samples-per-prompt 8 --rollout-max-response-len 4096 \
-  --rollout-max-prompt-len 512 --accumulate-allreduce-grads-in-fp32"
+  --rollout-max-prompt-len 512"
+MEGATRON = "--train-backend megatron --accumulate-allreduce-grads-in-fp32"
+TORCH = "--train-backend torch --precision bf16 --torch-compile"
+QWEN3_600M = {
+    "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 40960,
+}  # fmt: skip
 QWEN3_30B = {
     "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32,
     "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
     "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936, "tie_word_embeddings": False,
     "max_position_embeddings": 40960,
 }  # fmt: skip
+
+PUBLISHED = {"qwen3-30b-a3b": QWEN3_30B, "qwen3-0.6b": QWEN3_600M}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class Measured:
     or was measured before the trainer had most of its speed."""
     separate_passes: bool = False
     """The run's code computed logits in separate passes, which needed one more fp32 tensor per chunk than today's."""
+    trainer: str = MEGATRON
 
 
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -80,6 +87,10 @@ MEASURED = {
     "moe-ep2": Measured("qwen3-30b-a3b", 7, 2, 13301, EP2, (68.98,), (59.29,), 256),
     "mla": Measured("glm4.7-flash", 6, 1, 16384, ALLTOALL, (89.42,), (84.58,), 263, OLD),
     "mla-tp2-ep2": Measured("glm4.7-flash", 6, 2, 16384, TP2_EP2, (50.02,), (42.79,), 195, OLD),
+    "torch": Measured("qwen3-4b", 36, 1, 10686, "", (119.31,), (106.58,), 450, trainer=TORCH),
+    "torch-short": Measured("qwen3-4b", 36, 1, 12190, "", (120.36,), (112.22,), 486, trainer=TORCH),
+    "torch-recompute": Measured("qwen3-4b", 36, 1, 13291, "--gradient-checkpointing", (76.97,), (69.69,), trainer=TORCH),
+    "torch-small": Measured("qwen3-0.6b", 28, 1, 13291, "", (33.84,), (30.27,), trainer=TORCH),
 }
 """Runs by their names in `benchmarks/training.py`; docs/planner-model.md has the same table."""
 
@@ -87,13 +98,13 @@ MEASURED = {
 def subject_of(run: Measured) -> Subject:
     shape = {**config_json(run.model), "num_hidden_layers": run.num_layers}
     sizes = f"--actor-num-gpus-per-node {run.num_gpus} --rollout-num-gpus {run.num_gpus} --max-tokens-per-gpu {run.max_tokens}"
-    config = parse([*FLAGS.split(), *sizes.split(), *run.flags.split()]).config
+    config = parse([*FLAGS.split(), *sizes.split(), *run.trainer.split(), *run.flags.split()]).config
     return Subject(config, architecture_of(shape), architecture_of(shape), gpu("h200-141"))
 
 
 def config_json(model: str) -> dict[str, Any]:
-    if model == "qwen3-30b-a3b":
-        return QWEN3_30B
+    if model in PUBLISHED:
+        return PUBLISHED[model]
     return json.loads((EXAMPLES / model / "model" / "config.json").read_text())
 
 
@@ -123,7 +134,7 @@ def test_tensors(case: str) -> None:
     run = MEASURED[case]
     for bar, measured in zip(trainer_bars(run), run.tensors_gib, strict=True):
         planned = sum(item.num_bytes for item in bar.items if item.name not in BESIDE_TENSORS) / GIB
-        assert planned == pytest.approx(measured, rel=0.012)
+        assert planned == pytest.approx(measured, rel=0.012 if run.trainer == MEGATRON else 0.035)
 
 
 @pytest.mark.parametrize("case", [case for case, run in MEASURED.items() if run.tflops is not None])

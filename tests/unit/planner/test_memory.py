@@ -1,7 +1,5 @@
 """Memory of trainer, engines and host: sums by hand, properties, and recipes that are known to run on 80 GB GPUs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +8,10 @@ import pytest
 from fuligo.layout.megatron import layout_of
 from fuligo.planner.estimate import estimate
 from fuligo.planner.gpus import GIB
-from fuligo.planner.layout import make_layout
+from fuligo.planner.layout import make_layout, stages
 from fuligo.planner.memory.bars import engine_capacities, memory_bars, planned_engines
 from fuligo.planner.memory.parameters import frozen_parameters, local_parameters, trained_parameters
 from fuligo.planner.plan import MemoryBar
-from fuligo.planner.stages import stages
 from fuligo.planner.subject import Subject
 from tests.unit.planner.subjects import (
     CPU_ADAM,

@@ -1,7 +1,5 @@
 """Nearly every single mistake in a recipe causes an error or a warning that names it; none ends in a traceback."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Plan as text: complete, to scale, without colour codes outside of a terminal, and no longer than a screen."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +9,7 @@ from rich.console import Console
 
 from fuligo.config import Config
 from fuligo.planner.plan import Plan
-from fuligo.planner.report import print_report
+from fuligo.planner.report import gpu_hours, print_report
 from tests.unit.planner.hand_made_plans import broken_plan, plan_of_8, plan_of_64, plan_of_256
 
 
@@ -111,3 +109,14 @@ def test_errors_alone_where_they_leave_no_layout():
 
 def test_a_valid_plan_says_so():
     assert "valid" in report(plan_of_8()).splitlines()[-1]
+
+
+def test_gpu_hours_are_steps_times_gpus() -> None:
+    flags = {"data": {"num_rollout": 100}, "cluster": {"actor_num_gpus_per_node": 4, "rollout_num_gpus": 4, "device": "cuda"}}
+    config = Config.model_validate(flags)
+    assert gpu_hours(90.0, config) == "; 100 of them on 8 GPUs, about 20 GPU hours"
+    assert gpu_hours(90.0, Config.model_validate({"data": {"num_epoch": 1}})) == ""
+    one = Config.model_validate(
+        {"data": {"num_rollout": 100}, "cluster": {"colocate": True, "actor_num_gpus_per_node": 1, "device": "cuda"}}
+    )
+    assert gpu_hours(90.0, one) == "; 100 of them on 1 GPU, about 2.5 GPU hours"

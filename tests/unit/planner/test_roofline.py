@@ -1,7 +1,5 @@
 """FLOPs and times of a step: closed forms and monotonicity."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

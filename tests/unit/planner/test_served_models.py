@@ -1,7 +1,5 @@
 """Models that engines serve beside the policy, such as a teacher: memory, time, and notes about unknown ones."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Defaults of SGLang: recorded results of `ServerArgs._handle_gpu_memory_settings` (0.5.15.post1) for these arguments."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Suggestions for runs that do not fit: changes that make them fit, the cheapest first."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,17 +1,15 @@
 """Activations of the torch trainer against tensors saved by autograd in its own models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Glm4Config, Glm4MoeConfig, LlamaConfig, Qwen3Config
 
 from fuligo.models.modules import speed_up_rms_norms
 from fuligo.models.registry import architecture_of
-from fuligo.planner.memory.torch_trainer import layer_bytes
+from fuligo.planner.memory.torch_trainer import compiled_layer_bytes, layer_bytes
 from fuligo.trainer.torch_backend import model as torch_model
 
 TOKENS = 128
@@ -34,12 +32,17 @@ EXPERTS: dict[str, Any] = {
 }
 
 
-def saved_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Return the bytes that a forward pass over packed tokens saves for the backward pass."""
+def saved_bytes(config: Any, dtype: torch.dtype, *, compiled: bool = False) -> int:
+    """Return the bytes that a forward pass over packed tokens saves for the backward pass.
+
+    `compiled` layers run the graphs that `torch.compile` partitions on GPUs, without its kernels.
+    """
     torch_model.register()
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=torch_model.PACKED_ATTENTION)
     speed_up_rms_norms(model)
     model = model.to(dtype)
+    for layer in model.base_model.layers if compiled else ():
+        layer.forward = torch.compile(layer.forward, backend="aot_eager_decomp_partition")
     ours = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, Tensor] = {}
 
@@ -67,3 +70,11 @@ def test_a_layer_keeps_what_autograd_saves(make: Any, tolerance: float, dtype: t
     measured = (saved_bytes(four, dtype) - saved_bytes(two, dtype)) / 2
     architecture = architecture_of(two.to_dict())
     assert layer_bytes(architecture.layers[0], architecture, size) * TOKENS == pytest.approx(measured, rel=tolerance)
+
+
+@pytest.mark.parametrize("make", [LlamaConfig, Qwen3Config, Glm4Config])
+def test_a_compiled_layer_keeps_what_autograd_saves(make: Any) -> None:
+    one, two = (make(num_hidden_layers=count, pad_token_id=0, **SHAPE) for count in (1, 2))
+    measured = saved_bytes(two, torch.bfloat16, compiled=True) - saved_bytes(one, torch.bfloat16, compiled=True)
+    architecture = architecture_of(one.to_dict())
+    assert compiled_layer_bytes(architecture.layers[0], architecture) * TOKENS == pytest.approx(measured, rel=0.01)

@@ -1,7 +1,5 @@
 """Dockerfiles, Slurm scripts and Kubernetes manifests: their syntax, and that they start what exists."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,15 +1,13 @@
 """Test of a complete launch script of a large run: variable checks, a sourced model, a topology in a here-document, workers started by
 ssh, the environment as JSON, and a job submitted to Ray. Its config plans without errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fuligo.config.changes import apply_changes
 from fuligo.config.files import load_yaml
 from fuligo.config.findings import Change
-from fuligo.importer import import_script
 from fuligo.importer.config_file import imported_config
+from fuligo.importer.run import import_script
 from fuligo.planner.make_plan import make_plan
 
 REPOSITORY = Path(__file__).parents[3]

@@ -1,7 +1,5 @@
 """Tests that every recipe of `examples/` plans without errors on its GPUs, without a download."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests of commands from slime's pages on four models: each plans on its cluster and equals the recipe in `examples/`."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from collections.abc import Sequence

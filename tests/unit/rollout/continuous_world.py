@@ -1,7 +1,5 @@
 """Test world of a `ContinuousRunner`: a trainer that takes some ticks, a weight sync that interrupts the engine."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass

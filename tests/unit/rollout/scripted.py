@@ -4,8 +4,6 @@ A prompt is `[row]`. Sample `index` of that row wants `lengths(row, index)` toke
 makes one token per tick of the event loop, so the lengths decide which sample finishes first.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +13,7 @@ import numpy as np
 from fuligo.config.groups import RolloutFlags
 from fuligo.engines.generation import EngineLoad, Generation, RoutingQuery, SamplingParams
 from fuligo.errors import EngineError
+from fuligo.rollout.filters import AllSamples
 from fuligo.rollout.generate import SingleTurn, sampling_params
 from fuligo.rollout.protocol import GenerateFn, GroupFilter, GroupStream, RolloutState
 from fuligo.rollout.runner import RolloutRunner, RunnerParts
@@ -193,6 +192,7 @@ def world(
     source: GroupStream | None = None,
     group_filter: GroupFilter | None = None,
     sample_filter: Callable[[list[SampleGroup]], None] | None = None,
+    all_samples: AllSamples | None = None,
     generate: GenerateFn | None = None,
     state: RolloutState | None = None,
     timeout_s: float = 20.0,
@@ -222,6 +222,7 @@ def world(
         concurrency=given.rollout_concurrency or 512,
         group_filter=group_filter,
         sample_filter=sample_filter,
+        all_samples=all_samples,
         policy_version=lambda: engine.version,
     )
     return World(given, engine, rows, source, reward, RolloutRunner(parts, aligned_waves=aligned_waves))

@@ -1,7 +1,5 @@
 """Limit on the groups that may begin."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Sampling built from flags and hooks, without requests to an engine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +69,7 @@ async def test_without_hooks_prompts_are_answered_in_one_turn():
 
 
 async def test_a_data_source_that_cannot_be_made_is_named(hooks: str):
-    with pytest.raises(HookError, match=r":Offline: the class raised on \(args\): FileNotFoundError: .* \(my_hooks\.py:18\)"):
+    with pytest.raises(HookError, match=r":Offline: the constructor raised: FileNotFoundError: .* \(my_hooks\.py:18\)"):
         await build({"data_source_path": f"{hooks}:Offline"})
 
 

@@ -1,7 +1,5 @@
 """No prompt or sample is lost or used twice, in any order of finishes and drops, and wherever the run is killed and resumed."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 

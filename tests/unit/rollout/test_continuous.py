@@ -1,7 +1,5 @@
 """Continuous sampling: order and age of the groups, weight syncs, resumes and filters."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Continuous sampling, killed and resumed anywhere: no prompt is lost or used twice, and no token is older than allowed."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """`--custom-generate-function-path`: arguments, helpers and result of the user's function."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

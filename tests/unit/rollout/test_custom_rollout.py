@@ -1,7 +1,5 @@
 """`--rollout-function-path`: the user's function in place of the runner."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

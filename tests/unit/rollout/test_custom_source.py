@@ -1,7 +1,5 @@
 """`--data-source-path`: the user's own source of groups behind the same runner."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import numpy as np

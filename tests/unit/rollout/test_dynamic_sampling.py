@@ -1,7 +1,5 @@
 """Bookkeeping of the groups that fill a rollout and of the waves."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Evaluation data sets from flags and from a YAML file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -31,12 +29,12 @@ eval:
 
 def test_pairs_of_names_and_paths(tmp_path: Path):
     specs = eval_set_specs(config(tmp_path, eval_prompt_data=["a", "a.jsonl", "b", "b.parquet"]))
-    assert [(spec.name, spec.path) for spec in specs] == [("a", "a.jsonl"), ("b", "b.parquet")]
+    assert [(spec.name, spec.path) for spec in specs] == [("a", ["a.jsonl"]), ("b", ["b.parquet"])]
 
 
 def test_a_single_path_is_a_data_set_named_aime(tmp_path: Path):
     (spec,) = eval_set_specs(config(tmp_path, eval_prompt_data=["a.jsonl"]))
-    assert (spec.name, spec.path) == ("aime", "a.jsonl")
+    assert (spec.name, spec.path) == ("aime", ["a.jsonl"])
 
 
 def test_without_either_there_is_nothing_to_evaluate(tmp_path: Path):
@@ -83,7 +81,7 @@ def test_a_reward_that_compares_needs_a_label(tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         eval_set_specs(config(tmp_path, yaml))
     assert caught.value.problems == (
-        "evaluation data set a: --rm-type math compares responses with a label; give its column with --label-key",
+        "evaluation data set a: --rm-type math compares responses with a label; name its column with --label-key",
     )
 
 

@@ -1,7 +1,5 @@
 """Evaluation: the estimators against brute force, and sampling that leaves training alone."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 
@@ -35,7 +33,7 @@ def eval_set(name: str = "aime", *, num_prompts: int = 2, num_samples: int = 4, 
 
 
 def test_metrics_are_means_over_prompts():
-    metrics = eval_metrics(eval_set(), [group(0, [1, 0, 0, 0]), group(1, [1, 1, 0.5, 0], length=9)])
+    metrics = eval_metrics("aime", 4, None, [group(0, [1, 0, 0, 0]), group(1, [1, 1, 0.5, 0], length=9)])
     assert metrics == pytest.approx(
         {
             "eval/aime/mean@4": (0.25 + 0.625) / 2,
@@ -51,7 +49,7 @@ def test_metrics_are_means_over_prompts():
 
 
 def test_failed_samples_are_left_out_and_counted():
-    metrics = eval_metrics(eval_set(num_samples=2), [group(0, [1, None]), group(1, [0, 0]), group(2, [None, None])])
+    metrics = eval_metrics("aime", 2, None, [group(0, [1, None]), group(1, [0, 0]), group(2, [None, None])])
     assert metrics["eval/aime/mean@2"] == 0.5
     assert metrics["eval/aime/pass@1"] == 0.5
     assert metrics["eval/aime/pass@2"] == 0, "of the one prompt that has two samples"
@@ -67,7 +65,7 @@ async def test_answers_that_hang_the_judge_count_as_wrong():
         sample.label, sample.response = "5", f"\\boxed{{{answer}}}"
     async with RewardRunner(RewardSettings("math", timeout_s=1.0)) as runner:
         await runner(judged)
-    metrics = eval_metrics(eval_set(num_samples=4), [judged])
+    metrics = eval_metrics("aime", 4, None, [judged])
     assert metrics["eval/aime/mean@4"] == 0.25 and metrics["eval/aime/pass@4"] == 1.0
     assert (metrics["eval/aime/num_failed"], metrics["eval/aime/num_judge_timeouts"]) == (0, 3)
     assert "no verdict within 1 s (--rm-timeout-s)" in str(judged.samples[3].judge_error)
@@ -76,11 +74,11 @@ async def test_answers_that_hang_the_judge_count_as_wrong():
 
 def test_a_set_whose_samples_all_fail_is_an_error_with_their_reason():
     with pytest.raises(RolloutError, match="evaluation aime: every sample failed; the most frequent error: 2 x engine gone"):
-        eval_metrics(eval_set(num_samples=2), [group(0, [None, None])])
+        eval_metrics("aime", 2, None, [group(0, [None, None])])
 
 
 def test_k_is_every_power_of_two_and_n():
-    metrics = eval_metrics(eval_set(num_samples=6), [group(0, [1, 0, 0, 0, 0, 0])])
+    metrics = eval_metrics("aime", 6, None, [group(0, [1, 0, 0, 0, 0, 0])])
     assert [name for name in metrics if "pass@" in name] == [f"eval/aime/pass@{k}" for k in (1, 2, 4, 6)]
 
 

@@ -1,7 +1,5 @@
 """Misbehaving engines, rewards and hooks: a bad sample is data, and a run that cannot continue ends with a clear error."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

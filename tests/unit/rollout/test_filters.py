@@ -1,7 +1,5 @@
 """Built-in filters, and adapters of the user's."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

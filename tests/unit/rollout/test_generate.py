@@ -1,7 +1,5 @@
 """Default GenerateFn: its requests and what it makes of the answers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Examples of docs/hooks.md, which must be accepted, and its table, which must name every hook."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -24,7 +22,13 @@ EXAMPLES = {
     "custom_loss_function_path": "reinforce",
     "custom_tis_function_path": "squared_weights",
     "custom_model_provider_path": "soft_capped",
-    "sink_path": "MLflow",
+    "sink_path": "Post",
+    "rollout_all_samples_process_path": "retry_failed",
+    "eval_function_path": "evaluate",
+    "rollout_data_postprocess_path": "mask_mismatched",
+    "custom_pg_loss_reducer_function_path": "dr_grpo",
+    "custom_rollout_log_function_path": "log_rollout",
+    "custom_eval_rollout_log_function_path": "log_eval",
 }
 
 

@@ -1,7 +1,5 @@
 """Order of rollouts, training and weight syncs."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Partial rollouts: an interrupted response continues in a later rollout with its tokens, log-probabilities and versions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Rollouts with scripted response lengths: waves, and kept, dropped, surplus and aborted groups."""
 
-from __future__ import annotations
-
 import logging
 import re
 from dataclasses import dataclass, field
@@ -9,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from fuligo.errors import RolloutError
+from fuligo.rollout.data_source import DataSource
 from fuligo.rollout.protocol import Rollout, UnfilledRolloutError
 from fuligo.types import SampleGroup, SampleStatus
 from tests.unit.rollout.scripted import Rows, ScriptedEngine, ScriptedReward, by_row, drop_rows, rows_where, samples_of, world
@@ -162,6 +161,21 @@ async def test_the_sample_filter_sees_the_kept_groups_and_may_change_them():
     rollout = await given.runner.rollout(0)
     assert seen == [1, 2]
     assert rollout.kept[0].samples[0].loss_mask.sum() == 0
+
+
+async def test_all_samples_includes_dropped_groups_and_can_give_them_back():
+    seen: list[int] = []
+
+    def process(groups: list[SampleGroup], data_source: DataSource) -> None:
+        seen.extend(group.row for group in groups)
+        data_source.add_samples([group.samples for group in groups if group.drop_reason == "unwanted"])
+
+    given = world(group_filter=drop_rows(0), all_samples=process)
+    rollout = await given.runner.rollout(0)
+    assert seen == [group.row for group in rollout.groups]
+    assert 0 in seen
+    assert 0 not in [group.row for group in rollout.kept]
+    assert given.source.draw(1, 1, 0).groups[0].row == 0, "the prompt that was given back comes next"
 
 
 async def test_an_aligned_wave_starts_when_all_its_requests_have_arrived():

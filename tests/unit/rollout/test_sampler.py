@@ -1,7 +1,5 @@
 """Seeds: one stream of random numbers per sample."""
 
-from __future__ import annotations
-
 import asyncio
 
 from fuligo.engines.generation import SamplingParams

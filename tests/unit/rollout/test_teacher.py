@@ -1,7 +1,5 @@
 """Served teacher: it scores finished samples beside the reward, and its failures are the sample's."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

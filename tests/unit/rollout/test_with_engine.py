@@ -1,7 +1,5 @@
 """Sampling built from a configuration, on a real embedded engine with a tiny model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -124,9 +122,11 @@ async def test_continued_samples_carry_the_log_probabilities_of_a_plain_forward_
 async def test_evaluations_are_equal_and_leave_training_alone(config: Config, engines: EngineGroup):
     sampling = build(config, engines)
     tokenizer = AutoTokenizer.from_pretrained(config.model.hf_checkpoint)
-    evaluator = build_evaluator(config, engines=engines, tokenizer=tokenizer, generate=sampling.generate, reward=reward_runner(config))
+    evaluator = build_evaluator(
+        config, engines=engines, tokenizer=tokenizer, generate=sampling.generate, reward=reward_runner(config), policy_version=lambda: 0
+    )
     assert evaluator is not None
-    first, second = await evaluator.evaluate(), await evaluator.evaluate()
+    first, second = await evaluator.evaluate(0), await evaluator.evaluate(1)
     assert first.metrics == second.metrics
     assert {"eval/held_out/mean@2", "eval/held_out/pass@2"} <= first.metrics.keys()
     assert sampling.source.state(0) == build(config, engines).source.state(0)

@@ -1,7 +1,5 @@
 """Packed tokens and micro-batches, by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

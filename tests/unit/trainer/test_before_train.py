@@ -1,6 +1,4 @@
-"""Batches that --before-train-step-path may and may not leave."""
-
-from __future__ import annotations
+"""Batches and samples that --before-train-step-path and --rollout-data-postprocess-path may and may not leave."""
 
 from collections.abc import Callable
 
@@ -10,8 +8,8 @@ import pytest
 from fuligo.algorithms.assign import assign_advantages
 from fuligo.algorithms.settings import AdvantageSettings
 from fuligo.errors import TrainerError
-from fuligo.trainer.samples import BeforeTrainStep
-from fuligo.types import TrainBatch
+from fuligo.trainer.samples import BeforeTrainStep, DataPostProcess
+from fuligo.types import TrainBatch, TrainSample
 from tests.random_samples import random_samples
 
 
@@ -53,3 +51,25 @@ def test_a_batch_that_cannot_be_trained_on_names_the_hook(change: Callable[[Trai
 
 def test_steps_that_were_small_before_the_hook_are_accepted() -> None:
     run(lambda batch: None, num_replicas=8)
+
+
+def test_a_mask_that_the_post_processing_changes_changes_the_mean_of_its_response() -> None:
+    samples = random_samples(0)
+    groups: list[int] = []
+
+    def mask_first_token(given: list[list[TrainSample]]) -> None:
+        groups.extend(len(group) for group in given)
+        for sample in given[0]:
+            sample.loss_mask = np.ones_like(sample.loss_mask)
+            sample.loss_mask[0] = 0
+
+    DataPostProcess(mask_first_token)(samples)
+    first = [sample for sample in samples if sample.group_index == samples[0].group_index]
+    assert sum(groups) == len(samples)
+    assert groups[0] == len(first)
+    assert [sample.mask_sum for sample in first] == [sample.response_length - 1 for sample in first]
+
+
+def test_post_processing_that_breaks_a_sample_is_named() -> None:
+    with pytest.raises(TrainerError, match=r"--rollout-data-postprocess-path left samples that cannot be trained on: sample \d+ has"):
+        DataPostProcess(lambda groups: setattr(groups[0][0], "loss_mask", np.ones(99, np.int8)))(random_samples(0))

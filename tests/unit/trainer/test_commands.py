@@ -1,7 +1,5 @@
 """Commands reach ranks in this process and in others, each once, and leave no references behind."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import threading
@@ -16,12 +14,12 @@ from typing import Any
 import pytest
 
 from fuligo.errors import CheckpointError, TrainerError
-from fuligo.trainer.ranks.commands import BeginSave, Command, EndSave, Leave, Offload, Ping, Score, SharedCommand
+from fuligo.trainer.ranks.commands import BeginSave, Command, EndSave, Leave, Ping, SharedCommand, call
 from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.connected import ConnectedRank, serve
-from fuligo.trainer.ranks.executor import RankExecutor
 from fuligo.trainer.ranks.handle import InProcessRank, RankLostError
-from fuligo.trainer.ranks.rank import Rank
+from fuligo.trainer.ranks.rank import Rank, RankExecutor
+from fuligo.trainer.ranks.worker import RankWorker
 
 
 class Held:
@@ -91,13 +89,13 @@ def of(command: Command[Any]) -> SharedCommand[Any]:
 @pytest.mark.parametrize(("rank", "result"), [(0, "scores"), (1, None)])
 async def test_the_result_comes_from_rank_0_alone(rank: int, result: str | None) -> None:
     served = Served(rank)
-    assert (await served.handle.run(of(Score(Held())))).value == result  # pyright: ignore[reportArgumentType]
+    assert (await served.handle.run(of(call(RankWorker.score, Held())))).value == result  # pyright: ignore[reportArgumentType]
     await served.handle.close(failed=False)
 
 
 async def test_a_rank_answers_pings_and_ends_a_save_while_it_computes(served: Served) -> None:
     await served.handle.run(of(BeginSave(Path("checkpoint"))))
-    computing = asyncio.create_task(served.handle.run(of(Offload())))
+    computing = asyncio.create_task(served.handle.run(of(call(RankWorker.offload))))
     saving = asyncio.create_task(served.handle.run(of(EndSave())))
     assert (await served.handle.run(of(Ping()))).error is None
     assert not computing.done() and not saving.done()
@@ -166,7 +164,7 @@ def test_compute_thread_keeps_no_reference_to_finished_work() -> None:
 
 
 async def test_a_waiting_rank_keeps_no_reference_to_the_last_command(served: Served) -> None:
-    await served.handle.run(of(Score(Held())))  # pyright: ignore[reportArgumentType]
+    await served.handle.run(of(call(RankWorker.score, Held())))  # pyright: ignore[reportArgumentType]
     (gone,) = served.worker.seen
     assert soon(lambda: gone() is None)
 

@@ -1,7 +1,5 @@
 """The gradient of a step's loss does not depend on packing, splitting or order: max|dg| <= 1e-6 max|g| in float32."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +9,8 @@ import torch
 from fuligo.algorithms.off_policy import Correction
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity, MicroBatchPlan, MicroBatchSchedule
-from fuligo.trainer.ranks.settings import OptimizerSettings
+from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings
 from fuligo.trainer.ranks.world import World
-from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.shares import StepShare
 from fuligo.trainer.step import StepSamples
 from fuligo.trainer.torch_backend.learner import compute_gradients

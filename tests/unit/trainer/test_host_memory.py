@@ -1,7 +1,5 @@
 """Tensors return from host memory unchanged, and take no memory of the device meanwhile."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Chunked log-probabilities against log_softmax of all logits at once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

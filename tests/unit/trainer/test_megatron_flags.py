@@ -1,7 +1,5 @@
 """Megatron's arguments: the trainer reads all those that it claims to read."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -15,7 +13,7 @@ PACKAGE = Path(flags.__file__).parent
 SOURCES = "\n".join(
     path.read_text() for path in (*PACKAGE.rglob("*.py"), *PACKAGE.parents[1].glob("models/*/megatron.py")) if path.name != "flags.py"
 )
-ELSEWHERE = {"grad_reduce_in_bf16": "job/megatron_settings.py"}
+ELSEWHERE = {"grad_reduce_in_bf16": "job/trainer_settings.py"}
 """Read where settings are built."""
 
 

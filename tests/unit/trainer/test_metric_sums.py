@@ -1,7 +1,5 @@
 """Metrics of the optimizer steps of a rollout."""
 
-from __future__ import annotations
-
 from fuligo.trainer.metric_sums import mean_of_steps
 
 

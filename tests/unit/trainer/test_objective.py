@@ -1,7 +1,5 @@
 """Objective of a micro-batch: its sums, and their independence of how a step is split."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +13,7 @@ from fuligo.algorithms.off_policy import Correction
 from fuligo.algorithms.policy_loss import Clip, ppo_loss
 from fuligo.algorithms.settings import AdvantageSettings
 from fuligo.errors import TrainerError
+from fuligo.trainer.metric_sums import mean_of_steps
 from fuligo.trainer.objective import KlLoss, LossSettings, objective
 from tests.random_samples import loss_inputs, random_samples
 
@@ -240,6 +239,74 @@ def test_a_custom_loss_gets_the_batch_and_the_log_probabilities():
     means = result.sums.means()
     assert means["square"] == means["loss"] == pytest.approx(result.loss.item())
     assert means["half"] == 0.5
+
+
+def test_a_custom_loss_gets_the_old_log_probabilities_after_one_step_per_rollout_too():
+    inputs = replace(Step(0).inputs(range(12)), old_logprobs=None)
+
+    def loss(batch, logprobs):
+        assert torch.equal(batch.old_logprobs, logprobs)
+        assert not batch.old_logprobs.requires_grad
+        return logprobs.sum(), {}
+
+    objective(inputs, LossSettings(loss_type="custom_loss", custom_loss=loss))
+
+
+def test_a_metric_named_max_is_a_maximum_over_micro_batches_and_steps():
+    """Negative values too: a maximum of sums, or with 0, would differ."""
+
+    def loss(batch, logprobs):
+        return logprobs.sum(), {"deepest_max": logprobs.max().detach(), "count": float(len(logprobs))}
+
+    step = Step(0)
+    settings = LossSettings(loss_type="custom_loss", custom_loss=loss)
+    whole, split = step.run([list(range(12))], settings)[1], step.run([[0, 1, 2], [3, 4], list(range(5, 12))], settings)[1]
+    assert split["deepest_max"] == whole["deepest_max"] == pytest.approx(max(p.max().item() for p in step.policy))
+    assert split["count"] == whole["count"]
+    assert mean_of_steps([{"x_max": -3.0, "x": 1.0}, {"x_max": -1.0, "x": 3.0}]) == {"x_max": -1.0, "x": 2.0}
+
+
+def own_mean(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    """Reduce as without the hook."""
+
+    def reduce(values):
+        parts = zip(values.split(response_lengths), loss_masks, strict=True)
+        sums = [((x * mask).sum(), mask.sum().clamp(min=1)) for x, mask in parts]
+        return torch.stack([total if calculate_per_token_loss else total / count for total, count in sums]).sum()
+
+    return reduce
+
+
+def reduced_inputs(step: Step, positions, *, per_token: bool):
+    samples = [step.samples[i] for i in positions]
+    counted = sum(int(sample.loss_mask.sum()) for sample in step.samples)
+    return replace(
+        step.inputs(positions),
+        share=1 / (counted if per_token else 12),
+        response_lengths=[sample.response_length for sample in samples],
+        total_lengths=[len(sample.tokens) for sample in samples],
+    )
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_reducer_that_takes_the_usual_mean_changes_nothing(per_token):
+    step = Step(2, per_token)
+    usual = objective(reduced_inputs(step, range(12), per_token=per_token), LossSettings(per_token=per_token))
+    reduced = objective(reduced_inputs(step, range(12), per_token=per_token), LossSettings(per_token=per_token, reducer=own_mean))
+    torch.testing.assert_close(reduced.loss, usual.loss)
+
+
+def test_a_reducer_may_divide_by_a_constant():
+    """Dr. GRPO: the sum over a response's tokens, divided by a constant instead of their number."""
+    step = Step(2)
+    inputs = reduced_inputs(step, range(12), per_token=False)
+    result = objective(inputs, LossSettings(clip=Clip(9, 9), reducer=lambda *_: lambda values: values.sum() / 100))
+    expected = -(inputs.loss_mask * (inputs.logprobs - inputs.old_logprobs).exp() * inputs.advantages).sum() / 100 / 12
+    torch.testing.assert_close(result.loss, expected)
+    with pytest.raises(TrainerError, match=r"--custom-pg-loss-reducer-function-path: the reducer returned tensor"):
+        objective(inputs, LossSettings(reducer=lambda *_: lambda values: values))
+    with pytest.raises(TrainerError, match=r"--custom-pg-loss-reducer-function-path returned None; return a function"):
+        objective(inputs, LossSettings(reducer=lambda *_: None))
 
 
 def test_metrics_of_a_custom_loss_are_added_by_name():

@@ -1,7 +1,5 @@
 """Packed attention against the definition: softmax over the keys that each token may see, one sequence at a time."""
 
-from __future__ import annotations
-
 from itertools import accumulate, pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Packing: every sample once, limits kept, ranks in step."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 

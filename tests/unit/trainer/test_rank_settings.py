@@ -1,7 +1,5 @@
 """Settings that are sent to ranks on other machines."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -12,8 +10,7 @@ from torch.distributed import HashStore
 
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.ranks import world
-from fuligo.trainer.ranks.settings import CriticSettings, OptimizerSettings
-from fuligo.trainer.schedule import LearningRateSchedule
+from fuligo.trainer.ranks.settings import CriticSettings, LearningRateSchedule, OptimizerSettings
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 
 

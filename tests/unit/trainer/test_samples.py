@@ -1,7 +1,5 @@
 """Selection of a rollout's samples to train on, and what they share."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -50,7 +48,7 @@ def test_experts_are_needed_of_every_token_that_a_trained_one_sees(loss_mask, nu
     assert train_samples([group(*samples)], SampleSettings())[0].routed_experts is None
     if num_needed:
         samples[1].routed_experts = None
-        with pytest.raises(RolloutError, match=f"sample 1: .* its first {num_needed} tokens, and those of 0 are known"):
+        with pytest.raises(RolloutError, match=f"sample 1: .* its first {num_needed} tokens, but only those of 0 are known"):
             train_samples([group(*samples)], SampleSettings(needs_routing=True))
 
 

@@ -1,8 +1,6 @@
-from __future__ import annotations
-
 import pytest
 
-from fuligo.trainer.schedule import LearningRateSchedule
+from fuligo.trainer.ranks.settings import LearningRateSchedule
 
 
 def test_warm_up_rises_linearly_from_a_rate_above_zero_to_the_peak():

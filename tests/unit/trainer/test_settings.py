@@ -1,7 +1,5 @@
 """Settings of samples, advantages and loss for given flags."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from dataclasses import fields
@@ -11,7 +9,7 @@ import torch
 
 from fuligo.algorithms.off_policy import Correction
 from fuligo.algorithms.policy_loss import Clip
-from fuligo.algorithms.settings import AdvantageSettings, Distillation
+from fuligo.algorithms.settings import AdvantageSettings
 from fuligo.config import Config
 from fuligo.errors import TrainerError
 from fuligo.trainer.objective import KlLoss, LossSettings
@@ -74,7 +72,9 @@ def test_every_flag_reaches_its_setting():
         gamma=0.9,
         lambd=0.8,
         kl_coef=0.4,
-        distillation=Distillation(0.7, True),
+        kl_type="k3",
+        old_from_engine=True,
+        distillation=0.7,
     )
     assert loss_settings(config) == LossSettings(
         estimator="gspo",
@@ -87,7 +87,7 @@ def test_every_flag_reaches_its_setting():
         per_token=True,
     )
 
-    hooks, elsewhere = {"post_process", "custom", "custom_loss", "custom_weights"}, {"has_rewards", "loss_type", "std_epsilon"}
+    hooks, elsewhere = {"post_process", "custom", "custom_loss", "custom_weights", "reducer"}, {"has_rewards", "loss_type", "std_epsilon"}
     for given, default in (
         (sample_settings(config), SampleSettings()),
         (advantage_settings(config), AdvantageSettings(samples_per_step=256)),
@@ -95,6 +95,13 @@ def test_every_flag_reaches_its_setting():
     ):
         names = {field.name for field in fields(given)} - hooks - elsewhere
         assert {name for name in names if getattr(given, name) == getattr(default, name)} == set(), "no flag was given for these"
+
+
+def test_a_reward_hook_replaces_normalisation(tmp_path):
+    (tmp_path / "rewards.py").write_text("def processed(args, samples):\n    return [], []\n")
+    reward = {"custom_reward_post_process_path": f"{tmp_path}/rewards.py:processed"}
+    settings = advantage_settings(Config.model_validate({"reward": reward, "algorithm": {"normalize_advantages": True}}))
+    assert not settings.normalize_rewards and settings.whiten
 
 
 def test_supervised_samples_are_not_rewarded():

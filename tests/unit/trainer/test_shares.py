@@ -1,7 +1,5 @@
 """Each replica gets the samples that it computes and the counts of the whole step; nothing else depends on the division."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,8 +14,7 @@ from fuligo.models.registry import architecture_of
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity, sequence_flops
-from fuligo.trainer.ranks.settings import OptimizerSettings, TrainerSettings
-from fuligo.trainer.schedule import LearningRateSchedule
+from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings, TrainerSettings
 from fuligo.trainer.shares import SampleScores, join_by_position, score_shares, step_shares
 from fuligo.trainer.step import StepSamples
 from fuligo.types import TrainBatch, TrainSample

@@ -1,7 +1,5 @@
 """A signed connection passes on what its peer sent, once and in order, and nothing else."""
 
-from __future__ import annotations
-
 import socket
 import struct
 import threading

@@ -1,7 +1,5 @@
 """Saving and restoring: exact, whole or refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -13,9 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fuligo.errors import CheckpointError
 from fuligo.trainer.objective import KlLoss, LossSettings
-from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters
+from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings, TrainedParameters
 from fuligo.trainer.ranks.world import World
-from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from tests import shares, tiny, train_batches
@@ -63,6 +60,8 @@ def test_training_resumes_bit_for_bit(settings, saved):
     train(uninterrupted, seed=0)
     resumed = worker_of(settings)
     resumed.restore(saved)
+    resumed.offload()
+    resumed.onload()
     for seed in (1, 2):
         assert train(resumed, seed) == train(uninterrupted, seed)
     for (name, ours), (_, theirs) in zip(resumed.named_weights(), uninterrupted.named_weights(), strict=True):

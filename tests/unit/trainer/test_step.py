@@ -1,7 +1,5 @@
 """An optimizer step's part of the rollout's batch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,14 +1,12 @@
 """Supervision names the rank, its host, the command and the cause when not all ranks finish a command."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 
-from fuligo.errors import CheckpointError, TrainerError
+from fuligo.errors import CheckpointError, RankError, TrainerError
 from fuligo.trainer.ranks import supervision
 from fuligo.trainer.ranks.commands import Answer, SharedCommand, UnexpectedError
 from fuligo.trainer.ranks.handle import RankHandle, RankLostError
@@ -143,3 +141,22 @@ async def test_heartbeat_names_a_rank_that_is_silent_or_gone() -> None:
 
 async def test_heartbeat_gives_a_rank_that_starts_its_time() -> None:
     assert not await heartbeat(ScriptedRank(3, says(Answer(), HANGS_S)), "during start", has_answered=False)
+
+
+@pytest.mark.parametrize(
+    ("answers", "may_restart"),
+    [
+        ([says(Answer()), says(RankLostError("is gone")), says(Answer())], True),
+        ([says(Answer()), says(Answer(error=UnexpectedError("OutOfMemoryError: CUDA out of memory"))), says(Answer())], True),
+        ([says(Answer()), says(Answer()), says(Answer(), HANGS_S)], True),
+        ([says(Answer(error=TrainerError("the loss is not finite"))) for _ in RANKS], False),
+        ([says(Answer()), says(Answer(error=CheckpointError("truncated"))), says(Answer())], False),
+    ],
+    ids=["lost", "crashed", "late", "all say the same", "one says why"],
+)
+async def test_an_error_that_a_new_trainer_would_meet_again_is_no_rank_error(answers: list[Any], may_restart: bool) -> None:
+    with pytest.raises((TrainerError, CheckpointError)) as raised:
+        await finish("train", RANKS, answers, timeout_s=0.5)
+    assert isinstance(raised.value, RankError) == may_restart
+    if isinstance(raised.value, RankError):
+        assert raised.value.event.startswith("trainer rank ") and str(raised.value).startswith(f"{raised.value.event}. Its log ends")

@@ -1,7 +1,5 @@
 """Ranks of torchrun find rank 0 and each other; processes of others get neither a rank nor an answer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The torch trainer of one rank through the protocol that the loop uses."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 
@@ -12,9 +10,8 @@ import torch
 from fuligo.errors import CheckpointError, ConfigError, TrainerError
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity
-from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters
+from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings, TrainedParameters
 from fuligo.trainer.ranks.trainer import LocalTrainer
-from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from tests import tiny, train_batches
 

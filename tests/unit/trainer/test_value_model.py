@@ -1,7 +1,5 @@
 """The value model of the torch trainer: its values, its training and its checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +14,8 @@ from fuligo.algorithms.settings import AdvantageSettings
 from fuligo.cli.convert import main as convert
 from fuligo.errors import CheckpointError, TrainerError
 from fuligo.trainer.packing import Capacity
-from fuligo.trainer.ranks.settings import CriticSettings, OptimizerSettings
+from fuligo.trainer.ranks.settings import CriticSettings, LearningRateSchedule, OptimizerSettings
 from fuligo.trainer.ranks.world import World
-from fuligo.trainer.schedule import LearningRateSchedule
 from fuligo.trainer.torch_backend.critic import Critic
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
@@ -121,7 +118,7 @@ def gradient(worker: TorchRankWorker, batch: TrainBatch) -> dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("capacity", [Capacity(max_samples=1), Capacity(max_samples=3), Capacity(max_tokens=30)])
-def test_gradient_is_that_of_ppo2s_loss_however_the_step_is_packed(settings, values_checkpoint, batch, capacity):
+def test_gradient_is_that_of_the_clipped_squares_however_the_step_is_packed(settings, values_checkpoint, batch, capacity):
     worker = worker_of(replace(begun_with(settings, values_checkpoint), capacity=capacity))
     got = gradient(worker, batch)
     value_model, denominators = critic_of(worker).value_model, step_denominators(batch, 0)
@@ -136,7 +133,7 @@ def test_gradient_is_that_of_ppo2s_loss_however_the_step_is_packed(settings, val
         old, returns = torch.from_numpy(sample.values), torch.from_numpy(sample.returns)
         clipped = old + (values - old).clamp(-CLIP, CLIP)
         weights = torch.from_numpy(token_weights(sample, denominators, per_token=False))
-        (weights * 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)).sum().backward()
+        (weights * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)).sum().backward()
     want = {name: p.grad for name, p in value_model.model.named_parameters()}
     largest = max(g.abs().max() for g in want.values())
     assert got.keys() == want.keys()
@@ -221,7 +218,7 @@ def test_transformers_loads_what_was_saved(settings, tmp_path):
 def test_a_checkpoint_without_a_value_model_is_refused_unless_one_is_to_begin_there(settings, values_checkpoint, tmp_path):
     without = worker_of(replace(settings, critic=None))
     without.save(tmp_path)
-    with pytest.raises(CheckpointError, match=r"has no value model.*give its initial weights with --critic-load"):
+    with pytest.raises(CheckpointError, match=r"has no value model.*set its initial weights with --critic-load"):
         worker_of(settings).restore(tmp_path)
     settings = begun_with(settings, values_checkpoint)
     worker = worker_of(replace(settings, critic=replace(settings.critic, may_begin_at_resume=True)))

@@ -1,7 +1,5 @@
 """Weights that the torch trainer sends to engines: parameters in the engines' data type, the correction of routers' scores in full."""
 
-from __future__ import annotations
-
 import torch
 
 from fuligo.trainer.torch_backend.weights import named_weights, weight_tensors

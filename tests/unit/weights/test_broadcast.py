@@ -1,10 +1,9 @@
 """A broadcast that an engine fails ends at once and names it, whatever our side of the process group waits for."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -112,6 +111,24 @@ async def test_who_waits_for_others_to_join_hears_that_nobody_comes(receiver: Dy
         await joining
     assert await scheduler_answers(receiver)
     assert failed.tb is not None
+
+
+async def test_a_new_sender_joins_an_engine_that_a_lost_one_left_in_its_group(
+    receiver: DyingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process counts its groups from 0, and torch refuses two groups of one name."""
+    engines = [EngineAddress(receiver.url)]
+    monkeypatch.setattr(broadcast, "_numbers", count())
+    lost = await asyncio.to_thread(BroadcastGroup, engines, "gloo", "127.0.0.1")
+    dist.destroy_process_group(lost._group)  # as if its process were gone
+
+    monkeypatch.setattr(broadcast, "_numbers", count())
+    group = await asyncio.to_thread(BroadcastGroup, engines, "gloo", "127.0.0.1")
+    assert group.name == lost.name
+    await asyncio.to_thread(group.broadcast, [("a", torch.full((4,), 7.0))], version=3)
+    held = await Held.of(receiver.url)
+    assert (held.weights, held.version) == ({"a": [7.0] * 4}, 3)
+    await asyncio.to_thread(group.close)
 
 
 def test_a_group_is_left_without_waiting_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:

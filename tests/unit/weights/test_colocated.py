@@ -1,7 +1,5 @@
 """Colocated weight sync: each rank shares its own memory, and an engine receives one payload per rank, in order."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Calls to trainer and engines that prove that both have the same weights."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensors sent to engines: in their format, and with --update-weight-mode delta only those that an engine lacks."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

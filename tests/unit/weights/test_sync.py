@@ -1,7 +1,5 @@
 """A weight sync survives engines that die or hang (--use-fault-tolerance) on every transport; other failures end it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,18 +11,18 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fuligo.engines.connect import connect
-from fuligo.engines.deadlines import ControlDeadlines, Deadline
+from fuligo.engines.client import connect
+from fuligo.engines.connection import ControlDeadlines, Deadline
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang import fleet as fleet_module
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.router import RouterSettings
 from fuligo.engines.sglang.server import ServerPorts, ServerSettings
-from fuligo.errors import EngineError
+from fuligo.errors import EngineError, TrainerError
 from fuligo.formats.payload import SHARED_MEMORY
 from fuligo.formats.weight_manifest import Transport, WeightManifest, WeightTarget
 from fuligo.trainer.protocol import Trainer
-from fuligo.trainer.ranks.commands import Command, SendWeights
+from fuligo.trainer.ranks.commands import Command, WorkerCall
 from fuligo.trainer.ranks.trainer import RankedTrainer
 from fuligo.weights import broadcast, senders
 from fuligo.weights.senders import WeightSender
@@ -60,8 +58,8 @@ class OneRank(RankedTrainer):
         return {name: tensor.tolist() for name, tensor in self.weights.items()}
 
     async def _run(self, command: Command[Any]) -> Any:
-        assert isinstance(command, SendWeights)
-        return await asyncio.to_thread(self._send, command.target)
+        assert isinstance(command, WorkerCall) and command.name == "send_weights"
+        return await asyncio.to_thread(self._send, *command.arguments)
 
     def _send(self, target: WeightTarget) -> Any:
         def gathered():
@@ -209,7 +207,7 @@ async def test_death_while_engines_join(open_world: Open) -> None:
 
 async def test_an_engine_that_hangs_in_the_broken_group_is_restarted_too(open_world: Open) -> None:
     """Engines whose NCCL waits for a dead peer answer /health but nothing that needs their scheduler."""
-    faults = {0: Fault(CALL["gloo"], "dies", 2), 1: Fault("/destroy_weights_update_group", "hangs")}
+    faults = {0: Fault(CALL["gloo"], "dies", 2), 1: Fault("/destroy_weights_update_group", "hangs", 2)}
     async with open_world("gloo", faults) as world:
         start = [client.start for client in world.fleet.group.clients]
         world.trainer.set(a=1.0, b=2.0)
@@ -289,6 +287,28 @@ async def test_a_refusal_is_no_death(open_world: Open, transport: Transport) -> 
         assert (world.weight_sync.version, world.trainer.num_gathered, len(world.fleet.group.clients)) == (0, 1, 3)
         assert [held.served_unpaused for held in await world.held()] == [[], [], []], "none samples with a part of the weights"
         assert await world.weight_sync.sync() == 1
+        await world.assert_all_serve(1)
+
+
+async def test_a_restarted_engine_waits_for_the_next_trainer_if_this_one_has_failed(open_world: Open) -> None:
+    async with open_world("tensor", {}, num_engines=2) as world:
+        await world.weight_sync.sync()
+        [first, _] = world.fleet.servers
+
+        async def fail(command: Command[Any]) -> Any:
+            raise TrainerError("cannot send_weights: the trainer has already failed")
+
+        world.trainer._run = fail
+        first.kill()
+        while not world.fleet.group.joining:  # noqa: ASYNC110  # nothing tells but asking
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)
+
+        trainer = OneRank()
+        trainer.set(a=1.0, b=2.0, c=3.0)
+        weights = WeightSync(cast(Trainer, trainer), world.fleet.group, world.weight_sync._settings, version=1)
+        await weights.resync()
+        world.trainer = trainer
         await world.assert_all_serve(1)
 
 

@@ -1,7 +1,5 @@
 """Order of a weight sync: no request samples from half-new, unsent or outdated weights."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

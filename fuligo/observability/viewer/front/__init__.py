@@ -1,7 +1,5 @@
 """Page of `fuligo view`, as sent by the server or as a report: markup, style and scripts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import orjson

@@ -9,6 +9,14 @@ function pointAllAt(x) {
   for (const one of charts) one.point();
 }
 
+// Labels of ticks with as many digits as it takes to tell them apart: 0.9996, 0.9998, 1 instead of 1, 1, 1.
+function distinct(ticks, format) {
+  for (let digits = 3; ; digits++) {
+    const labels = ticks.map((tick) => format(tick, digits));
+    if (digits >= 12 || new Set(labels).size === labels.length) return labels;
+  }
+}
+
 class Chart {
   // bands: [{first, last, severity}] along the x axis.
   constructor({ title, unit = "", zoom = () => {}, format = figure }) {
@@ -99,10 +107,11 @@ class Chart {
     const along = roundTicks(x0, x1, Math.max(2, Math.floor(this.width / 110))).filter(
       (tick) => this.kind !== "step" || Number.isInteger(tick),
     );
+    const labels = distinct(across, (tick, digits) => this.format(tick, digits));
     return [
       ...across.flatMap((tick) => [
         svg("line", { class: "grid", x1: left, x2: this.width - right, y1: y(tick), y2: y(tick) }),
-        svg("text", { class: "tick-y", x: left - 6, y: y(tick) }, this.format(tick, 3)),
+        svg("text", { class: "tick-y", x: left - 6, y: y(tick) }, labels[across.indexOf(tick)]),
       ]),
       ...along.map((tick) => svg("text", { class: "tick-x", x: x(tick), y: height - bottom + 14 }, axisText(this.kind, tick))),
     ];

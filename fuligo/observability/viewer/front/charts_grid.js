@@ -3,7 +3,15 @@
 const GROUPS = [
   [
     "Learning",
-    ["rollout/reward_mean", /^eval\/.*\/(mean|pass)@/, "rollout/response_len_mean", "rollout/truncated_ratio", "rollout/zero_std_ratio"],
+    [
+      "rollout/reward_mean",
+      /^eval\/.*\/(mean|pass)@/,
+      /^rollout\/(mean|pass)@/,
+      /^rollout\/(reward|sample)\//,
+      "rollout/response_len_mean",
+      "rollout/truncated_ratio",
+      "rollout/zero_std_ratio",
+    ],
   ],
   [
     "Training",

@@ -145,7 +145,7 @@ class Overview {
           "div",
           { class: "title" },
           element("h1", {}, runs.length === 1 ? run.name : count(runs.length, "run")),
-          runs.length === 1 ? pill(stateText(run), run.state) : null,
+          runs.length === 1 ? pill(alarmedText(run), stateClass(run)) : null,
         ),
         runs.length === 1
           ? this.runCards(run)
@@ -220,7 +220,7 @@ class Overview {
                 run.name,
               ),
             ),
-            element("td", {}, isLive(run) && run.now.doing ? run.now.doing : stateText(run)),
+            element("td", {}, isLive(run) && run.now.doing ? run.now.doing : stateText(run), numAlarms(run) ? alarmBadge(run) : null),
             element("td", { class: "number" }, run.num_rollouts ? `${run.num_done} / ${run.num_rollouts}` : run.num_done),
             element("td", { class: "number" }, figure(run.latest["rollout/reward_mean"], 3)),
             element("td", { class: "number" }, run.now.step_s === null ? NOTHING : seconds(run.now.step_s)),
@@ -241,6 +241,8 @@ class Overview {
     this.closeGrids();
   }
 }
+
+const alarmedText = (run) => stateText(run) + (numAlarms(run) ? `, ${count(numAlarms(run), "alarm")}` : "");
 
 // The duration is shown if it is long.
 function doingText({ now, clock_s }) {

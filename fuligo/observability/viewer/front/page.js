@@ -33,12 +33,30 @@ function drawTop() {
           },
         },
         VIEW_TITLES[view],
+        view === "health" ? element("span", { id: "alarm-badge" }) : null,
       ),
     ),
   );
+  drawBadge();
   const select = document.getElementById("run");
   select.hidden = runs.length < 2 || address.view === "overview";
   select.replaceChildren(...runs.map((run) => element("option", { value: run.name, selected: run === chosenRun() }, run.name)));
+}
+
+const alarmBadge = (run) =>
+  element(
+    "span",
+    { class: `badge ${run.alarms.error ? "error" : "warning"}`, title: `${count(numAlarms(run), "ongoing alarm")}: ${run.name}` },
+    String(numAlarms(run)),
+  );
+
+// Ongoing alarms of all runs beside the tab Health and in the title of the browser's tab, whichever view is open.
+function drawBadge() {
+  const all = { name: runs.map((run) => run.name).join(", "), alarms: { error: 0, warning: 0 } };
+  for (const run of runs) for (const severity of ["error", "warning"]) all.alarms[severity] += run.alarms[severity];
+  document.getElementById("alarm-badge").replaceChildren(...(numAlarms(all) ? [alarmBadge(all)] : []));
+  document.title = document.title.replace(/^\(\d+\) /, "");
+  if (numAlarms(all)) document.title = `(${numAlarms(all)}) ${document.title}`;
 }
 
 const poll = oneAtATime(async () => {
@@ -47,6 +65,7 @@ const poll = oneAtATime(async () => {
     const before = fingerprint();
     runs = (await ask("runs")).runs;
     connection.textContent = "";
+    drawBadge();
     if (before !== fingerprint() || runs.some((run) => isLive(run))) currentView?.updated();
   } catch {
     connection.textContent = "fuligo view has stopped; this is the last state";

@@ -30,6 +30,14 @@ function stateText(run) {
   return STATE_WORDS[run.state];
 }
 
+// Class of the pill: a run with ongoing alarms is not green, whatever its state.
+function stateClass(run) {
+  if (run.state !== "running" && run.state !== "finished") return run.state;
+  return run.alarms.error ? "failed" : run.alarms.warning ? "stopped" : run.state;
+}
+
+const numAlarms = (run) => run.alarms.error + run.alarms.warning;
+
 // Run one request at a time, so that slow answers do not pile up.
 function oneAtATime(work) {
   let running = null;

@@ -103,13 +103,15 @@ class TokenView {
     const values = tokenValues(this.tokens, key);
     this.text.dataset.colour = key;
     if (key === "versions" || key === "engines") return this.colourKinds(values, chosen, key === "versions" ? "version" : "engine");
-    const known = values.filter((value) => value !== null).map(Math.abs);
+    // Tokens that the policy did not sample (tool output, later turns) have no place on the scale.
+    const given = this.tokens.mask && key !== "mask" ? this.tokens.mask.map((trained) => !trained) : [];
+    const known = values.filter((value, at) => value !== null && !given[at]).map(Math.abs);
     const sorted = Float64Array.from(known).sort();
     const most = Math.max(chosen.least, sorted[Math.floor(0.98 * (sorted.length - 1))] ?? 0);
     this.cells.forEach((cell, at) => {
       const value = values[at];
-      cell.className = `token ${value === null ? "unknown" : value < 0 ? "minus" : "plus"}`;
-      cell.style.setProperty("--heat", value === null ? 0 : Math.min(1, Math.abs(value) / most).toFixed(3));
+      cell.className = `token ${given[at] ? "given" : value === null ? "unknown" : value < 0 ? "minus" : "plus"}`;
+      cell.style.setProperty("--heat", value === null || given[at] ? 0 : Math.min(1, Math.abs(value) / most).toFixed(3));
     });
     const text =
       key === "mask"
@@ -119,6 +121,7 @@ class TokenView {
       key === "mask" ? "" : element("span", { class: `ramp ${chosen.signed ? "signed" : ""}` }),
       element("span", {}, text),
       chosen.signed ? element("span", { class: "soft" }, "blue: below 0, red: above") : "",
+      given.some(Boolean) ? element("span", { class: "soft" }, `grey: ${count(given.filter(Boolean).length, "token")} not trained`) : "",
     );
     return undefined;
   }

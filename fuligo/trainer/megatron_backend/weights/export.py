@@ -17,7 +17,7 @@ from fuligo.trainer.megatron_backend.weights.local import RankGroups, local_weig
 Shapes = dict[str, tuple[int, ...]]
 
 GATHER_BYTES = 64 * 2**20
-"""Gathered in one collective: enough to hide its latency, little beside the buckets that engines receive."""
+"""Bytes gathered in one collective: enough to hide its latency, far fewer than in a bucket that engines receive."""
 _ALIGNMENT_BYTES = 16
 """Alignment of tensors within a collective's buffer, so that each can be viewed in its own type."""
 

@@ -18,6 +18,7 @@ from fuligo.models.registry import names_of
 from fuligo.trainer.megatron_backend.weights.forms import read_pieces
 from fuligo.trainer.megatron_backend.weights.local import RankGroups, local_weights, misfits, rank_groups, unwrapped
 from fuligo.trainer.megatron_backend.weights.stored import StoredPart, StoredWeights, has_value_head
+from fuligo.trainer.parameters import require_finite_weights
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def load_hugging_face(chunks: Sequence[nn.Module], directory: Path, *, is_value_
     with StoredWeights(directory, names, num_mtp_layers) as stored:
         if different := misfits(local, names):
             raise CheckpointError(
-                f"{directory} has another architecture than MODEL_ARGS and --hf-checkpoint: only one of them has {different[0]}"
+                f"{directory} has a different architecture than MODEL_ARGS and --hf-checkpoint: only one of them has {different[0]}"
             )
 
         @torch.no_grad()
@@ -60,6 +61,7 @@ def load_hugging_face(chunks: Sequence[nn.Module], directory: Path, *, is_value_
                 _fill(tensor, weight, stored.parts(weight), names.architecture, groups)
             except (OSError, SafetensorError, _ShapeError) as error:
                 raise CheckpointError(f"{directory}: {', '.join(weight.checkpoint)} cannot be loaded: {error}") from error
+            require_finite_weights([(", ".join(weight.checkpoint), tensor)], directory)
 
         started = time.perf_counter()
         with ThreadPoolExecutor(NUM_READERS, "weights") as readers:

@@ -78,7 +78,7 @@ class StoredWeights:
             (name for name in tensors if name not in expected and not self._names.is_superfluous(name, num_mtp_layers)),
         )
         self._refuse(
-            "holds other shapes than config.json says:",
+            "has different shapes than config.json says:",
             (
                 f"{name} {list(tensors[name].shape)} instead of {list(shape)}"
                 for name, shape in expected.items()
@@ -126,7 +126,7 @@ def has_value_head(directory: Path) -> bool:
 
 def _read_headers(directory: Path, names: ModelNames, num_mtp_layers: int) -> dict[str, StoredTensor]:
     if names.architecture.is_quantised:
-        raise CheckpointError(f"{directory} stores quantised weights, which training cannot start from; give the checkpoint in bf16")
+        raise CheckpointError(f"{directory} stores quantised weights, which training cannot start from; use the checkpoint in bf16")
     if num_mtp_layers > len(names.architecture.mtp_layers):
         raise CheckpointError(f"--mtp-num-layers {num_mtp_layers}: {directory} has {len(names.architecture.mtp_layers)} MTP layers")
     try:

@@ -1,7 +1,5 @@
 """Names that can be imported, and raise when used."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

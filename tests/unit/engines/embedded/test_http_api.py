@@ -1,7 +1,5 @@
 """HTTP API on a real engine in this process; requests are passed directly to the application."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,8 +15,8 @@ from fuligo.engines.answers import parse_scores, scoring_body
 from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.http_api import Api, wake
 from fuligo.engines.embedded.model import EngineModel
-from fuligo.formats.checksum import weights_checksum
 from fuligo.formats.payload import shared_payload
+from fuligo.formats.weight_manifest import weights_checksum
 from tests import tiny
 
 

@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 
 from fuligo.engines.embedded.request import Request
-from fuligo.engines.embedded.sampler import SamplingBatch, sample
+from fuligo.engines.embedded.scheduler import SamplingBatch, sample
 from fuligo.engines.generation import SamplingParams
 
 CPU = torch.device("cpu")

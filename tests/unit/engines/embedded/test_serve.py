@@ -1,7 +1,5 @@
 """A real `fuligo serve` process, tested over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -28,9 +26,8 @@ from fuligo.engines.embedded.serve import _serve as serve_model
 from fuligo.engines.generation import EngineLoad, SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import ConfigError, EngineError, WeightSyncError
-from fuligo.formats.checksum import weights_checksum
 from fuligo.formats.payload import shared_payload
-from fuligo.formats.weight_manifest import WeightManifest, WeightTarget
+from fuligo.formats.weight_manifest import WeightManifest, WeightTarget, weights_checksum
 from fuligo.weights.senders import WeightSender
 from fuligo.weights.sync import WeightSync, WeightSyncSettings
 from tests import tiny
@@ -166,6 +163,12 @@ async def test_an_engine_that_does_not_start_shows_the_end_of_its_log(tmp_path: 
 class TestCommand:
     def test_a_model_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"no config\.json"):
+            serve.main(["--model-path", str(tmp_path)])
+
+    def test_a_checkpoint_of_a_run_names_the_directory_inside(self, tmp_path: Path) -> None:
+        (tmp_path / "hf").mkdir()
+        (tmp_path / "hf" / "config.json").touch()
+        with pytest.raises(ConfigError, match=f"no config.json; use {tmp_path}/hf$"):
             serve.main(["--model-path", str(tmp_path)])
 
     def test_a_port_that_is_taken(self, checkpoint: Path) -> None:

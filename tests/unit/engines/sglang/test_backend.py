@@ -1,7 +1,5 @@
 """Fleets of a topology: one router per model, prefill and decode behind one router, and ranks beside engines."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

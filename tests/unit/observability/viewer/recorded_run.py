@@ -5,8 +5,6 @@ Two engines sample half of the groups each. From step 8 on, one of them has weig
 its tokens by half a nat. Two ranks train; the second takes longer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache

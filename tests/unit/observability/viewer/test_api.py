@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from fuligo.observability.viewer.api import make_app
+from fuligo.observability.viewer.api import address, make_app
 from fuligo.observability.viewer.run import RunReader
-from fuligo.observability.viewer.server import address
 from tests.unit.observability.viewer.recorded_run import NUM_STEPS, write_run
 
 LOCAL = "http://127.0.0.1:6780"

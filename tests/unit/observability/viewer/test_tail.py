@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuligo.observability.viewer.tail import Tail
+from fuligo.observability.viewer.tail import DAMAGED, Tail
 
 
 @settings(max_examples=60, deadline=None)
@@ -19,7 +19,7 @@ def test_lines_do_not_depend_on_how_the_file_grew(tmp_path_factory, lines: list[
         with path.open("ab") as file:
             file.write(whole[at : at + step])
         at += step
-        max_bytes = data.draw(st.integers(1, 16))
+        max_bytes = data.draw(st.integers(13, 32))
         while new := tail.read(max_bytes):
             read += new
     assert read == lines
@@ -44,6 +44,20 @@ def test_a_file_that_was_cut_back_and_grew_again_is_noticed(tmp_path: Path) -> N
     path.write_bytes(b"one\nTWO\nTHREE\nFOUR\n")
     assert tail.read() == [b"one", b"TWO", b"THREE", b"FOUR"]
     assert tail.generation == 1
+
+
+def test_a_line_longer_than_a_chunk_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"one\n" + b"x" * 100)
+    tail = Tail(path)
+    assert tail.read(8) == [b"one"]
+    for _ in range(20):
+        assert set(tail.read(8)) <= {b""}
+    with path.open("ab") as file:
+        file.write(b"xxx\ntwo\n")
+    rest = tail.read(8) + tail.read(8)
+    assert [line for line in rest if line] == [DAMAGED, b"two"]
+    assert tail.generation == 0
 
 
 def test_no_file_has_no_lines(tmp_path: Path) -> None:

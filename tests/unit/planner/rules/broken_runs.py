@@ -1,7 +1,5 @@
 """Recipes with one mistake: for each rule of the planner at least one run that violates it and nothing else."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@
     PYTHONPATH=. python -m tests.unit.planner.rules.megatron_cases > tests/unit/planner/rules/megatron_verdicts.json
 """
 
-from __future__ import annotations
-
 import json
 import random
 import warnings

@@ -1,7 +1,5 @@
 """A shown fix works as typed: bash splits the text, the command line parses it, and the rule is satisfied."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The rules reject what Megatron-Core's own config rejects, and nothing else: against recorded verdicts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each rule has runs that violate it alone; a shown fix leaves a run without findings."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

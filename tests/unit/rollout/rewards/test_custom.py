@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fuligo.rollout.rewards import CustomReward, FailureReason, RewardRunner, RewardSettings
+from fuligo.rollout.rewards import CustomReward, ExtraReward, FailureReason, RewardRunner, RewardSettings
 from fuligo.types import SampleGroup, SampleStatus
 
 MakeGroup = Callable[..., SampleGroup]
@@ -222,3 +222,32 @@ async def test_cancelling_the_run_cancels_a_running_reward(make_group: MakeGroup
     with pytest.raises(asyncio.CancelledError):
         await judging
     await asyncio.wait_for(cancelled.wait(), 120)
+
+
+async def judge_with_extra(main: Callable[..., Any], group: SampleGroup, extra: Callable[..., Any], **settings: Any) -> None:
+    parts = [ExtraReward("brief", CustomReward(extra, ARGS, 20.0), -0.5)]
+    async with RewardRunner(RewardSettings(timeout_s=20.0, **settings), CustomReward(main, ARGS, 20.0), parts) as runner:
+        await runner(group)
+
+
+async def test_further_rewards_are_added_with_their_weights(make_group: MakeGroup) -> None:
+    group = make_group("a", "bbb")
+    await judge_with_extra(lambda args, sample: 10.0, group, length_async)
+    assert [sample.reward for sample in group.samples] == [9.5, 8.5]
+    assert [sample.metrics for sample in group.samples] == [
+        {"reward_main": 10.0, "reward_brief": 1.0},
+        {"reward_main": 10.0, "reward_brief": 3.0},
+    ]
+
+
+async def test_further_rewards_are_added_to_the_named_value_of_a_dict(make_group: MakeGroup) -> None:
+    group = make_group("bbb")
+    await judge_with_extra(lambda args, sample: {"score": 2.0, "note": "x"}, group, length_async, reward_key="score")
+    assert group.samples[0].reward == {"score": 0.5, "note": "x"}
+
+
+async def test_a_further_reward_that_raises_fails_its_sample(make_group: MakeGroup) -> None:
+    group = make_group("bbb")
+    await judge_with_extra(lambda args, sample: 1.0, group, raises)
+    assert group.samples[0].status is SampleStatus.FAILED
+    assert "no such rubric" in (group.samples[0].error or "")

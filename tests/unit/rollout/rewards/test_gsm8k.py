@@ -11,7 +11,8 @@ import pytest
 from fuligo.answers.algebra import equal_expressions
 from fuligo.answers.equality import equal_answers
 from fuligo.answers.statement import stated_answer
-from fuligo.data import DataSettings, PromptDataset
+from fuligo.data.dataset import PromptDataset
+from fuligo.data.settings import DataSettings
 from fuligo.rollout.rewards import RewardRunner, RewardSettings
 from fuligo.types import SampleGroup
 from tests import tiny

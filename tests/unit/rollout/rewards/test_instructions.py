@@ -2,6 +2,7 @@
 
 import importlib.util
 import string
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fuligo.data import DataSettings
+from fuligo.data.settings import DataSettings
 from fuligo.errors import ConfigError
 from fuligo.rollout.rewards import FailureReason, RewardRunner, RewardSettings, instructions
 from fuligo.rollout.rewards.failure import RewardFailure
@@ -270,6 +271,28 @@ def test_row_is_refused_before_the_start_without_the_package(monkeypatch: pytest
         assert row_problem("1", {}, "math") is None
     finally:
         instructions.registry.cache_clear()
+
+
+_WITHOUT_LANGDETECT = """
+import sys
+sys.modules["langdetect"] = None
+from fuligo.rollout.rewards import instructions
+assert instructions.judge("a\\nb", {"instruction_id_list": ["format:newline"]}) in (True, False)
+instructions.check_metadata({"instruction_id_list": ["punctuation:no_comma"]})
+assert instructions.judge("no comma", {"instruction_id_list": ["punctuation:no_comma"]})
+try:
+    instructions.check_metadata({"instruction_id_list": ["change_case:english_capital"]})
+except instructions.BadMetadataError as error:
+    print(error)
+"""
+
+
+def test_langdetect_is_needed_by_the_checks_that_use_it_alone() -> None:
+    """In a process of its own: the checks keep the langdetect that they were imported with."""
+    done = subprocess.run([sys.executable, "-c", _WITHOUT_LANGDETECT], capture_output=True, text=True, check=True)
+    assert (
+        done.stdout == "the check of change_case:english_capital needs langdetect, which is not installed: pip install 'fuligo[ifbench]'\n"
+    )
 
 
 def test_rows_that_cannot_be_judged_are_found_before_anything_is_sampled(tmp_path: Path) -> None:

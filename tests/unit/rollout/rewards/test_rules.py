@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fuligo.errors import ConfigError
 from fuligo.rollout.rewards import RULES, FailureReason, RewardRunner, RewardSettings, find_rule
 from fuligo.rollout.rewards.dapo import dapo_reward, normalise
-from fuligo.rollout.rewards.f1 import f1_score
+from fuligo.rollout.rewards.rules import f1_score
 from fuligo.types import SampleGroup, SampleStatus
 
 MakeGroup = Callable[..., SampleGroup]

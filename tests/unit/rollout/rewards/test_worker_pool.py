@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
-from fuligo.rollout.rewards.worker_pool import WorkerPool
+from fuligo.rollout.rewards.failure import FailureReason, NoVerdictError, RewardFailure
+from fuligo.rollout.rewards.worker_pool import Worker, WorkerPool
 
 HANGS = "9^{9^{9^{9}}}"
 
@@ -68,6 +68,21 @@ async def test_a_worker_killed_at_work_is_replaced_once() -> None:
         assert len(set(killed)) == 2
     finally:
         await pool.close()
+
+
+async def test_a_judge_that_runs_out_of_memory_has_no_verdict_and_one_that_raises_fails(tmp_path: Path) -> None:
+    """The first is a wrong answer, the second no answer's fault."""
+    judge = tmp_path / "judge.py"
+    judge.write_text("def prepare(): pass\n\ndef judge(num_bytes): return bool(bytearray(num_bytes))\n")
+    worker = await Worker.start(judge)
+    try:
+        with pytest.raises(NoVerdictError, match="MemoryError"):
+            await worker.ask({"num_bytes": 1 << 40}, timeout_s=30.0)
+        with pytest.raises(RewardFailure, match="TypeError") as raised:
+            await worker.ask({"num_bytes": [[]]}, timeout_s=30.0)
+        assert not isinstance(raised.value, NoVerdictError)
+    finally:
+        await worker.kill()
 
 
 async def test_a_worker_killed_while_idle_is_replaced() -> None:

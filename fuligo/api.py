@@ -1,0 +1,138 @@
+"""Runs from Python: `fuligo.train` and `fuligo.train_async`, with the flags of `fuligo train` as keyword arguments."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fuligo.callables import MODULE, register
+from fuligo.config import Config
+from fuligo.config.assignments import Assignment, Given, build_config, override, unset_value
+from fuligo.config.command_line import flag_of_option
+from fuligo.config.files import read_yaml
+from fuligo.config.flag import option_name
+from fuligo.config.hook_specs import HOOKS
+from fuligo.config.launcher import chosen_launcher
+from fuligo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fuligo.job.run import Outcome
+
+
+def configure(file: str | Path | None = None, /, **flags: Any) -> Config:
+    """Build a config from a YAML file, keyword arguments, or both; the arguments win.
+
+    Args:
+        file: as `--config` takes it.
+        flags: values by the names of flags, with underscores: `rollout_batch_size=32`, `sglang_mem_fraction_static=0.8`. A flag that takes
+            a hook also takes a function. None drops what the file says, like `none` on the command line.
+
+    Raises:
+        ConfigError: a flag is unknown, or a value has the wrong type or is out of range; names all of them.
+    """
+    given = Given()
+    for name, value in flags.items():
+        try:
+            flag = flag_of_option(option_name(name))
+        except ConfigError as error:
+            given.problems += error.problems
+            continue
+        try:
+            given.assignments.append(Assignment(flag, unset_value(flag) if value is None else _plain(name, value), name))
+        except ConfigError as error:
+            given.problems += error.problems
+    if file is not None:
+        given = override(read_yaml(Path(file)), given)
+    return build_config(given.assignments, given.problems)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Return a value as a file would hold it."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_plain(name, entry) for entry in value]
+    return hook_path(name, value) if callable(value) else value
+
+
+def hook_path(name: str, function: Callable[..., Any]) -> str:
+    """Return the dotted path of a function: in its own module if it can be imported from there, else in `fuligo.callables`.
+
+    Raises:
+        ConfigError: this flag takes no function.
+    """
+    if name not in HOOKS:
+        raise ConfigError(f"{name} does not accept a function; these flags do: {', '.join(HOOKS)}")
+    module, qualified = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if module not in (None, "__main__") and getattr(sys.modules.get(module), qualified, None) is function:
+        return f"{module}.{qualified}"
+    return register(name.removesuffix("_path"), function)
+
+
+def train(config: Config | str | Path | None = None, /, **flags: Any) -> "Outcome":
+    """Train to the end, like `fuligo train`, and return the run directory and all evaluations.
+
+    Args:
+        config: a config, or the YAML file of one.
+        flags: see `configure`; not beside a `Config`.
+
+    Raises:
+        RuntimeError: an event loop is running, as in a notebook; await `train_async` there.
+        FuligoError: bad input, or a failure at run time; everything recorded and saved until then is on disk.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        from fuligo.job import run_to_end
+
+        prepared = _prepared(config, flags)
+        with _own_umask():
+            return run_to_end(prepared)
+    raise RuntimeError("cannot call fuligo.train in a running event loop, such as a notebook's; write: await fuligo.train_async(...)")
+
+
+async def train_async(config: Config | str | Path | None = None, /, **flags: Any) -> "Outcome":
+    """Train in the running event loop, as in a notebook; cancelling it ends the run like Ctrl-C. See `train`.
+
+    Raises:
+        FuligoError: bad input, or a failure at run time; everything recorded and saved until then is on disk.
+    """
+    prepared = await asyncio.to_thread(_prepared, config, flags)
+    from fuligo.job import run_in_loop
+
+    with _own_umask():
+        return await run_in_loop(prepared)
+
+
+def _prepared(config: Config | str | Path | None, flags: dict[str, Any]) -> Config:
+    """Build and check the config; print warnings and choices as the command does."""
+    from fuligo.cli.train import prepare
+
+    if isinstance(config, Config):
+        if flags:
+            raise ConfigError(f"cannot combine a Config with {', '.join(flags)}: a Config is complete; pass flags to fuligo.configure")
+    else:
+        config = configure(config, **flags)
+    given = {name: config.value_of(name) for name in HOOKS}
+    paths = [(name, path) for name, value in given.items() for path in (value if isinstance(value, list) else [value])]
+    local = [f"{name}={path}" for name, path in paths if str(path).startswith(f"{MODULE}.")]
+    if local and (chosen_launcher(config) != "local" or config.num_train_gpus > 1 or config.checkpoint.max_restarts):
+        raise ConfigError(
+            f"{', '.join(local)}: other processes of this run cannot import a lambda, a closure or a notebook's function; move it to a "
+            "module, or run on this machine with one trainer process"
+        )
+    return prepare(config)
+
+
+@contextmanager
+def _own_umask() -> Iterator[None]:
+    """Restore the umask of the program, which a run changes to keep its files private."""
+    mask = os.umask(0)
+    os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(mask)

@@ -1,0 +1,48 @@
+"""`fuligo check-hooks`: the contract tests of hooks."""
+
+from collections.abc import Sequence
+
+from fuligo.cli.environment import apply_environment
+from fuligo.config.command_line import parse
+from fuligo.config.hook_specs import given_hooks
+from fuligo.errors import ConfigError
+
+USAGE = """\
+fuligo check-hooks [--config FILE] [--flag VALUE ...]
+
+Calls the hooks that these arguments of fuligo train name with made-up responses and checks what they return. The responses are to the first
+prompts of --prompt-data, if that is given with --hf-checkpoint. No GPU is needed. Exit code: 0 if all hooks pass, 1 if not.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print a line for each hook; return 0 if all pass.
+
+    Raises:
+        ConfigError: the arguments are not valid, or name no hook.
+    """
+    if not arguments or any(argument in ("-h", "--help") for argument in arguments):
+        print(USAGE, end="")
+        return 0
+    config = parse(arguments).config
+    if not any(given_hooks(config)):
+        raise ConfigError("there is nothing to check: the arguments name no hook, such as --custom-rm-path file.py:function")
+    apply_environment(config)
+    from fuligo.data.dataset import PromptDataset
+    from fuligo.data.settings import DataSettings, data_settings
+    from fuligo.job.hook_checks import CALLED_IN_A_RUN_ALONE, check_hooks
+    from fuligo.models.directory import load_tokenizer
+
+    prompts = None
+    if config.data.prompt_data is not None and config.model.hf_checkpoint is not None:
+        settings: DataSettings = data_settings(config)
+        tokenizer = load_tokenizer(config.model.hf_checkpoint, runs_its_code=config.model.trust_remote_code)
+        data = PromptDataset.open(config.data.prompt_data, settings, tokenizer)
+        prompts = [data[row] for row in range(min(2, len(data)))]
+    problems = check_hooks(config, prompts)
+    for name, problem in problems.items():
+        alone = name.split()[0].removeprefix("--").replace("-", "_") in CALLED_IN_A_RUN_ALONE
+        print(
+            f"ok      {name}{' (its signature; only a run calls it)' if alone else ''}" if problem is None else f"failed  {name}: {problem}"
+        )
+    return int(any(problem is not None for problem in problems.values()))

@@ -1,0 +1,78 @@
+"""Checks of prompt files and evaluation data, shared by `fuligo plan`, `train` and `eval`; loads neither torch nor transformers."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fuligo.config import Config
+from fuligo.config.hooks import hook_problem
+from fuligo.data.dataset import check_file
+from fuligo.data.row_file import PromptPath
+from fuligo.data.settings import DataSettings, data_settings
+from fuligo.data.template import no_chat_template
+from fuligo.errors import ConfigError, DataError
+from fuligo.formats.hugging_face import has_chat_template
+from fuligo.rollout.eval_sets import eval_set_specs
+from fuligo.rollout.rewards.rows import unjudged
+
+_EVAL_SET_KEYS = {"input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template"}
+"""Settings that an evaluation data set may override."""
+
+
+def data_problems(config: Config, *, missing_is_fine: bool = False) -> Iterator[str]:
+    """Yield the problems of prompts and evaluation data.
+
+    Args:
+        missing_is_fine: check the files that are on this machine.
+    """
+    is_here = _on_this_machine if missing_is_fine else lambda paths: True
+    if config.data.prompt_data and not config.debug.debug_train_only and is_here(config.data.prompt_data):
+        yield from _file("--prompt-data", config.data.prompt_data, data_settings(config))
+        hooks = (config.reward.custom_rm_path, config.rollout.custom_generate_function_path, config.rollout.rollout_function_path)
+        if not any(hooks) and not config.is_sft:
+            yield from _judged("--prompt-data", config.data.prompt_data, data_settings(config), config.reward.rm_type)
+    yield from _chat_template(config)
+    try:
+        specs = eval_set_specs(config)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    for spec in specs:
+        keys = spec.model_dump(include=_EVAL_SET_KEYS, exclude_none=True)
+        given, settings, here = f"evaluation data set {spec.name}", replace(data_settings(config), **keys), is_here(spec.path)
+        if here:
+            yield from _file(given, spec.path, settings)
+        if here and spec.custom_reward_path(config) is None and config.rollout.custom_generate_function_path is None:
+            yield from _judged(given, spec.path, settings, spec.rm_type or config.reward.rm_type)
+        if config.is_unjudged and not (spec.rm_type or spec.custom_rm_path or spec.metadata_key):
+            yield f"evaluation data set {spec.name}: its responses have no reward; set its rm_type, or --rm-type for the whole run"
+        if spec.custom_rm_path is not None:
+            yield from hook_problem("custom_rm_path", spec.custom_rm_path)
+
+
+def _on_this_machine(paths: Sequence[str]) -> bool:
+    return all(Path(PromptPath.parse(path).path).is_file() for path in paths)
+
+
+def _chat_template(config: Config) -> Iterator[str]:
+    directory, settings = config.model.hf_checkpoint, data_settings(config)
+    if directory is None or not settings.apply_chat_template or "chat_template" in settings.apply_chat_template_kwargs:
+        return
+    if Path(directory).is_dir() and not has_chat_template(Path(directory)):
+        yield no_chat_template(directory)
+
+
+def _file(given: str, paths: Sequence[str], settings: DataSettings) -> Iterator[str]:
+    try:
+        check_file(paths, settings)
+    except DataError as error:
+        yield f"{given}: {error}"
+
+
+def _judged(given: str, paths: Sequence[str], settings: DataSettings, rm_type: str | None) -> Iterator[str]:
+    try:
+        problem = unjudged(paths, settings, rm_type)
+    except (ConfigError, DataError):
+        return  # reported by the checks of the reward and of the file
+    if problem is not None:
+        yield f"{given}: {problem}"

@@ -1,0 +1,204 @@
+"""OpenAI's chat and text completions on the embedded engine, whole or as server-sent events."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+
+from fuligo.data.fields import check_messages
+from fuligo.data.template import ChatTemplate, plain_ids, rendered_ids
+from fuligo.engines.embedded.engine import EmbeddedEngine
+from fuligo.engines.embedded.generate_body import answer, ended_while_connected, parse_requests
+from fuligo.engines.embedded.request import Request
+from fuligo.errors import EngineError, FuligoError
+
+POLL_S = 0.02
+"""Interval at which a stream looks for new tokens."""
+_SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "sampling_seed", "stop": "stop"}
+"""OpenAI's names, and SGLang's additions to them, by which the engine calls them."""
+_OTHERS = {"model", "messages", "prompt", "tools", "n", "max_tokens", "max_completion_tokens", "stream", "stream_options", "user"}
+_OTHERS |= {"chat_template_kwargs", "ignore_eos"}
+_NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "echo": False}
+"""Parameters that are accepted with this value, or null."""
+_TYPES: dict[str, tuple[type, str]] = {
+    "chat_template_kwargs": (dict, "an object"),
+    "stream_options": (dict, "an object"),
+    "tools": (list, "a list"),
+    "max_tokens": (int, "an integer"),
+    "max_completion_tokens": (int, "an integer"),
+    "n": (int, "an integer"),
+}
+_MAX_CHOICES = 128
+
+
+class OpenAiApi:
+    """Endpoints `/v1/models`, `/v1/chat/completions` and `/v1/completions`."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+
+    async def models(self, _: HttpRequest) -> Response:
+        model = {"id": self._engine.model.path, "object": "model", "owned_by": "fuligo", "max_model_len": self._engine.model.context_length}
+        return _json({"object": "list", "data": [model]})
+
+    async def chat(self, http: HttpRequest) -> Response:
+        return await self._complete(http, is_chat=True)
+
+    async def text(self, http: HttpRequest) -> Response:
+        return await self._complete(http, is_chat=False)
+
+    async def _complete(self, http: HttpRequest, *, is_chat: bool) -> Response:
+        requests: list[Request] = []
+        try:
+            body = orjson.loads(await http.body())
+            if not isinstance(body, dict):
+                raise ValueError("the body must be a JSON object")
+            generate = await asyncio.to_thread(self._generate_body, body, is_chat)
+            requests, _ = parse_requests(orjson.dumps(generate), self._engine.model, asyncio.get_running_loop().create_future)
+            for request in requests:
+                self._engine.submit(request)
+        except (ValueError, FuligoError, EngineError) as error:
+            self._engine.abort(requests.__contains__)
+            return _json({"error": {"message": str(error), "type": "invalid_request_error"}}, 400)
+        head = {
+            "id": ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": body.get("model") or self._engine.model.path,
+        }
+        if body.get("stream"):
+            usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            longest_stop = max((len(stop) for request in requests for stop in request.params.stop), default=0)
+            events = self._events(requests, head, is_chat=is_chat, usage=usage, held_back=max(0, longest_stop - 1))
+            return StreamingResponse(events, media_type="text/event-stream")
+        return await self._whole(http, requests, head, is_chat=is_chat)
+
+    def _generate_body(self, body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+        """Return the body of the engine's own `/generate`.
+
+        Raises:
+            ValueError, DataError, ConfigError: the body is malformed, or asks for what the engine does not do.
+        """
+        for name, value in body.items():
+            if name not in _SAMPLING and name not in _OTHERS and (name not in _NEUTRAL or value not in (None, _NEUTRAL[name])):
+                raise ValueError(f"{name}={value!r:.50} is not supported by the embedded engine")
+        for name, (kind, description) in _TYPES.items():
+            value = body.get(name)
+            if value is not None and type(value) is not kind:
+                raise ValueError(f"{name} is {value!r:.50}; it must be {description}")
+        if "chat_template" in (body.get("chat_template_kwargs") or {}):
+            raise ValueError("chat_template_kwargs cannot hold a chat_template: a client's template would run in the engine")
+        ids = self._prompt_ids(body, is_chat)
+        params = {ours: body[name] for name, ours in _SAMPLING.items() if body.get(name) is not None}
+        if isinstance(params.get("stop"), str):
+            params["stop"] = [params["stop"]]
+        given = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
+        default = max(1, self._engine.model.context_length - len(ids)) if is_chat else 16
+        params["max_new_tokens"] = next(iter(given), default)
+        params["ignore_eos"] = bool(body.get("ignore_eos"))
+        copies = 1 if body.get("n") is None else body["n"]
+        if not 1 <= copies <= _MAX_CHOICES:
+            raise ValueError(f"n is {copies}; it must be from 1 to {_MAX_CHOICES}")
+        first = params.get("sampling_seed")
+        each = [params if first is None else {**params, "sampling_seed": first + number} for number in range(copies)]
+        return {"input_ids": [ids] * copies, "sampling_params": each}
+
+    def _prompt_ids(self, body: dict[str, Any], is_chat: bool) -> list[int]:
+        tokenizer = self._engine.model.tokenizer
+        if tokenizer is None:
+            raise ValueError("the model's directory has no tokenizer: call /generate with input_ids")
+        if is_chat:
+            template = ChatTemplate(tokenizer, body.get("chat_template_kwargs") or {})
+            return rendered_ids(tokenizer, template.prompt(check_messages(body.get("messages"), "messages"), body.get("tools")))
+        prompt = body.get("prompt")
+        if isinstance(prompt, list):  # of token ids; the engine checks them
+            return prompt
+        if not isinstance(prompt, str):
+            raise ValueError(f"prompt must be text or a list of token ids, not {prompt!r:.50}")
+        return plain_ids(tokenizer, prompt)
+
+    async def _whole(self, http: HttpRequest, requests: list[Request], head: dict[str, Any], *, is_chat: bool) -> Response:
+        """Wait for all answers, or for the client to disconnect, which aborts them."""
+        started = time.perf_counter()
+        if not await ended_while_connected(http, requests, self._engine):
+            return Response(status_code=499)
+        if errors := [request.error for request in requests if request.error]:
+            return _json({"error": {"message": errors[0], "type": "server_error"}}, 500)
+        choices = []
+        for index, request in enumerate(requests):
+            text = answer(request, self._engine.model, started)["text"]
+            content = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+            choices.append({"index": index, **content, "logprobs": None, "finish_reason": _reason(request)})
+        return _json({**head, "choices": choices, "usage": _usage(requests)})
+
+    async def _events(
+        self, requests: list[Request], head: dict[str, Any], *, is_chat: bool, usage: bool, held_back: int
+    ) -> AsyncIterator[bytes]:
+        """Yield new text as it is sampled; a client that disconnects aborts the requests.
+
+        Args:
+            held_back: characters at the end that may belong to a stop string, and wait for the next tokens.
+        """
+        head = {**head, "object": "chat.completion.chunk" if is_chat else head["object"]}
+        sent = [""] * len(requests)
+        open_ones = set(range(len(requests)))
+        started = time.perf_counter()
+        try:
+            if is_chat:
+                for index in sorted(open_ones):
+                    yield _event({**head, "choices": [_chunk(index, {"role": "assistant", "content": ""}, None)]})
+            while open_ones:
+                await asyncio.wait([requests[index].waiter for index in open_ones], timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                for index in sorted(open_ones):
+                    request, done = requests[index], requests[index].waiter.done()
+                    if request.error:
+                        yield _event({"error": {"message": request.error, "type": "server_error"}})
+                        return
+                    whole = answer(request, self._engine.model, started)["text"] if done else self._text_so_far(request, held_back)
+                    new, sent[index] = whole[len(sent[index]) :], max(sent[index], whole, key=len)
+                    if new or done:
+                        reason = _reason(request) if done else None
+                        choice = (
+                            _chunk(index, {"content": new}, reason) if is_chat else {"index": index, "text": new, "finish_reason": reason}
+                        )
+                        yield _event({**head, "choices": [choice]})
+                    if done:
+                        open_ones.remove(index)
+            if usage:
+                yield _event({**head, "choices": [], "usage": _usage(requests)})
+            yield b"data: [DONE]\n\n"
+        finally:
+            self._engine.abort(lambda request: request in requests and not request.waiter.done())
+
+    def _text_so_far(self, request: Request, held_back: int) -> str:
+        tokenizer = self._engine.model.tokenizer
+        assert tokenizer is not None, "the prompt was tokenized"
+        text = str(tokenizer.decode(list(request.output_ids), skip_special_tokens=True))
+        return text[: max(0, len(text) - held_back)].rstrip("\ufffd")  # the character's other bytes are still to come
+
+
+def _reason(request: Request) -> str:
+    assert request.finish_reason is not None
+    return request.finish_reason["type"]
+
+
+def _chunk(index: int, delta: dict[str, str], reason: str | None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+def _usage(requests: list[Request]) -> dict[str, int]:
+    prompt, completion = len(requests[0].input_ids), sum(len(request.output_ids) for request in requests)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _event(content: Any) -> bytes:
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status, media_type="application/json")

@@ -1,0 +1,92 @@
+"""Evaluation by `--eval-function-path`: `(args, rollout_id, data_source, evaluation=True)`, plain or async."""
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from fuligo.config.hooks import describe_exception
+from fuligo.engines.generation import SamplingParams
+from fuligo.errors import RolloutError
+from fuligo.rollout.custom_generate import default_generate
+from fuligo.rollout.custom_rollout import call, completed_group
+from fuligo.rollout.custom_source import NO_ROW
+from fuligo.rollout.evaluate import EvalSet, Evaluation, eval_metrics, fresh_group
+from fuligo.rollout.protocol import GenerateFn
+from fuligo.types import Sample
+
+
+class EvalData:
+    """`data_source` of an evaluation function: fresh samples of the evaluation data."""
+
+    def __init__(self, sets: Sequence[EvalSet]) -> None:
+        self._sets = {eval_set.name: eval_set for eval_set in sets}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._sets)
+
+    def get_samples(self, name: str) -> list[list[Sample]]:
+        """Return the prompts of a data set, a group of pending samples for each."""
+        eval_set = self._sets[name]
+        return [fresh_group(deepcopy(prompt), i, eval_set.num_samples).samples for i, prompt in enumerate(eval_set.prompts)]
+
+
+@dataclass(eq=False)
+class CustomEvaluator:
+    """Evaluations of the user's function, which returns finished samples with rewards by data set. Implements `Evaluates`.
+
+    The function may call `custom_generate.continue_sample` to generate.
+    """
+
+    hook: Callable[..., Any]
+    """The function."""
+    args: Any
+    """Read-only view of the flags."""
+    sets: Sequence[EvalSet]
+    """Evaluation data for `data_source`; may be empty."""
+    generate: GenerateFn
+    """Used by `continue_sample`."""
+    params: SamplingParams
+    """Sampling parameters of evaluations."""
+    _: KW_ONLY
+    policy_version: Callable[[], int]
+    reward_key: str | None
+    vocab_size: int | None
+
+    async def evaluate(self, rollout_id: int) -> Evaluation:
+        """Call the function and compute the metrics of what it returns.
+
+        Raises:
+            RolloutError: the function raised, did not return samples by name, or every sample of a data set failed
+        """
+        try:
+            with default_generate(self.generate, self.params):
+                result = await call(self.hook, self.args, rollout_id, EvalData(self.sets), evaluation=True)
+        except Exception as error:
+            cause = describe_exception(error, self.hook)
+            raise RolloutError(f"--eval-function-path: the function raised after {rollout_id} rollouts: {cause}") from error
+        evaluation, version = Evaluation({}, {}), self.policy_version()
+        for name, samples in _checked(result).items():
+            members: dict[int, list[Sample]] = {}
+            for sample in samples:
+                members.setdefault(sample.group_index, []).append(sample)
+            groups = [
+                completed_group(group, version, dict.fromkeys(members, NO_ROW), self.vocab_size, self.reward_key)
+                for group in members.values()
+            ]
+            evaluation.groups[name] = groups
+            evaluation.metrics |= eval_metrics(name, max(map(len, members.values())), self.reward_key, groups)
+        return evaluation
+
+    async def close(self) -> None:
+        """Do nothing: the function judges its samples itself."""
+
+
+def _checked(result: Any) -> dict[str, list[Sample]]:
+    fits = isinstance(result, dict) and result and all(isinstance(name, str) and "/" not in name for name in result)
+    if not fits or not all(isinstance(samples, list) and samples for samples in result.values()):
+        raise RolloutError(f"--eval-function-path must return a dict of data-set names and non-empty lists of Sample; got {result!r:.200}")
+    if not all(isinstance(sample, Sample) for samples in result.values() for sample in samples):
+        raise RolloutError(f"--eval-function-path must return lists of Sample by data set; got {result!r:.200}")
+    return result

@@ -1,0 +1,49 @@
+"""Profiles of chosen rollouts on chosen ranks: PyTorch's trace, and on a GPU the history of its memory."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+logger = logging.getLogger(__name__)
+
+_MAX_MEMORY_EVENTS = 1_000_000
+"""Allocations that a snapshot holds, the latest ones."""
+
+
+@dataclass(slots=True, frozen=True)
+class ProfileSettings:
+    """Rollouts and ranks to profile, and the directory of the files."""
+
+    rollouts: tuple[int, ...]
+    ranks: tuple[int, ...]
+    directory: Path
+    """Receives `rollout_000002_rank0.trace.json.gz` and `rollout_000002_rank0.memory.pickle`."""
+
+
+@contextmanager
+def profiled(settings: ProfileSettings | None, *, rollout: int, rank: int, device: torch.device) -> Iterator[None]:
+    """Profile the block if it trains a chosen rollout on a chosen rank."""
+    if settings is None or rollout not in settings.rollouts or rank not in settings.ranks:
+        yield
+        return
+    on_gpu = device.type == "cuda"
+    settings.directory.mkdir(parents=True, exist_ok=True)
+    name = str(settings.directory / f"rollout_{rollout:06d}_rank{rank}")
+    if on_gpu:
+        torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS)
+    try:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        with profile(activities=activities, record_shapes=True, profile_memory=True) as profiler:
+            yield
+        profiler.export_chrome_trace(f"{name}.trace.json.gz")
+        if on_gpu:
+            torch.cuda.memory._dump_snapshot(f"{name}.memory.pickle")
+    finally:
+        if on_gpu:
+            torch.cuda.memory._record_memory_history(enabled=None)
+    logger.info("wrote the profile of rollout %d: %s.*", rollout, name)

@@ -1,0 +1,101 @@
+"""OpenAI's API on a real engine in this process; the oracle is the engine's own `/generate`."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from fuligo.formats.engine_keys import EngineKeys
+from tests import tiny
+from tests.unit.engines.embedded.test_http_api import engine, http, post  # noqa: F401  # fixtures
+
+MESSAGES = [{"role": "user", "content": "what is 2 + 3?"}]
+CHAT = {"model": "tiny", "messages": MESSAGES, "max_tokens": 12, "seed": 7, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return tiny.tokenizer()
+
+
+async def generated(http: httpx.AsyncClient, ids: list[int], **params: Any) -> str:  # noqa: F811
+    sampling = {"max_new_tokens": 12, "sampling_seed": 7, "ignore_eos": True} | params
+    return (await post(http, "/generate", {"input_ids": ids, "sampling_params": sampling}))["text"]
+
+
+async def events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[Any]:  # noqa: F811
+    async with http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def test_a_chat_is_rendered_by_the_template(http: httpx.AsyncClient, tokenizer: PreTrainedTokenizerFast) -> None:  # noqa: F811
+    rendered = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(str(rendered), add_special_tokens=False)["input_ids"]
+    answer = await post(http, "/v1/chat/completions", CHAT | {"n": 2})
+    assert [choice["message"] for choice in answer["choices"]] == [
+        {"role": "assistant", "content": await generated(http, ids, sampling_seed=7 + number)} for number in range(2)
+    ]
+    assert answer["usage"] == {"prompt_tokens": len(ids), "completion_tokens": 24, "total_tokens": len(ids) + 24}
+    assert answer["choices"][0]["finish_reason"] == "length" and answer["model"] == "tiny"
+
+
+async def test_a_stream_is_the_whole_answer_in_parts(http: httpx.AsyncClient) -> None:  # noqa: F811
+    whole = await post(http, "/v1/chat/completions", CHAT)
+    content = whole["choices"][0]["message"]["content"]
+    parts = await events(http, "/v1/chat/completions", CHAT | {"stream_options": {"include_usage": True}})
+    *chunks, usage = parts
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == content
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "length"
+    assert usage["usage"] == whole["usage"]
+    stop = content[5:8]
+    ended = await events(http, "/v1/chat/completions", CHAT | {"stop": stop})
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in ended) == content[: content.index(stop)], (
+        "no part of the stop string"
+    )
+    assert ended[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_text_completions_take_text_or_ids(http: httpx.AsyncClient, tokenizer: PreTrainedTokenizerFast) -> None:  # noqa: F811
+    ids = tokenizer("2 + 3 =", add_special_tokens=False)["input_ids"]
+    expected = await generated(http, ids)
+    body = {key: value for key, value in CHAT.items() if key != "messages"}
+    for prompt in ("2 + 3 =", ids):
+        answer = await post(http, "/v1/completions", body | {"prompt": prompt})
+        assert answer["choices"][0]["text"] == expected
+    parts = await events(http, "/v1/completions", body | {"prompt": ids})
+    assert "".join(part["choices"][0]["text"] for part in parts) == expected
+    assert (await http.get("/v1/models")).json()["data"][0]["object"] == "model"
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"messages": "hi"}, "'messages' must be"),
+        ({"n": 0.5}, "n is 0.5"),
+        ({"logprobs": True}, "logprobs=True is not supported"),
+        ({"temperature": -1}, "temperature"),
+        ({"n": 0}, "n is 0"),
+        ({"max_tokens": 0}, "max_new_tokens"),
+        ({"max_tokens": True}, "max_tokens is True"),
+        ({"stream": True, "stream_options": "usage"}, "stream_options is 'usage'"),
+        ({"tools": {}}, "tools is {}"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs is [1]"),
+        ({"chat_template_kwargs": {"chat_template": "{% for i in range(1000000000) %}x{% endfor %}"}}, "chat_template"),
+    ],
+)
+async def test_bad_requests_are_named(http: httpx.AsyncClient, changed: dict[str, Any], problem: str) -> None:  # noqa: F811
+    response = await http.post("/v1/chat/completions", json=CHAT | changed)
+    assert response.status_code == 400
+    assert problem in response.json()["error"]["message"]
+
+
+def test_the_key_for_requests_opens_completions_alone() -> None:
+    keys = EngineKeys("requests", "control")
+    for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
+        assert keys.admits("POST", path, "Bearer requests") and not keys.admits("POST", path, "Bearer wrong")
+    assert not keys.admits("POST", "/update_weights_from_disk", "Bearer requests")

@@ -1,0 +1,84 @@
+"""Models of the Hub, from a server on this machine and then from the cache alone."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.fake_hub import COMMIT, FakeHub, serve_hub
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from fuligo.config.command_line import parse
+from fuligo.errors import ConfigError
+from fuligo.models.hub import located, with_weights
+shown = []
+try:
+    config = located(parse(sys.argv[1:]).config)
+    for step in (lambda: config, lambda: with_weights(config)):
+        path = Path(step().model.hf_checkpoint)
+        shown.append([str(path), sorted(file.name for file in path.iterdir())])
+except ConfigError as error:
+    shown.append(list(error.problems))
+print(json.dumps(shown))
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    """Hub with the model acme/tiny, which also has files that fuligo does not read."""
+    model = tmp_path / "hub/models/acme/tiny"
+    model.parent.mkdir(parents=True)
+    tiny.save_checkpoint(model)
+    (model / "original").mkdir()
+    (model / "original/consolidated.00.pth").touch()
+    (model / "pytorch_model.bin").touch()
+    with serve_hub(tmp_path / "hub") as server:
+        yield server
+
+
+def run(environment: dict[str, str], *arguments: str, directory: Path | None = None) -> list:
+    """Run the program in a process of its own, since the library reads its settings when it is imported."""
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    whole = {**os.environ, **environment}
+    done = subprocess.run(command, env=whole, cwd=directory, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_config_json_comes_first_and_the_weights_before_the_run(hub: FakeHub, tmp_path: Path) -> None:
+    environment = hub.environment(tmp_path / "home")
+    (path, first), (same, then) = run(environment, "--hf-checkpoint", "acme/tiny")
+    assert path == same == str(tmp_path / f"home/hub/models--acme--tiny/snapshots/{COMMIT}")
+    assert first == ["config.json"], "all that a plan reads"
+    assert {"model.safetensors", "tokenizer.json"} <= set(then) and not {"original", "pytorch_model.bin"} & set(then)
+    hub.requests.clear()
+    offline = run({**environment, "HF_HUB_OFFLINE": "1"}, "--hf-checkpoint", "acme/tiny@main")
+    assert offline == [[path, then], [path, then]]
+    assert not hub.requests
+
+
+def test_the_directory_in_a_config_of_another_machine_is_found_again(hub: FakeHub, tmp_path: Path) -> None:
+    elsewhere = f"/home/other/hub/models--acme--tiny/snapshots/{COMMIT}"
+    _, (path, files) = run(hub.environment(tmp_path / "home"), "--hf-checkpoint", elsewhere)
+    assert path.startswith(str(tmp_path)) and "model.safetensors" in files
+
+
+def test_every_model_that_the_hub_does_not_give_is_named(hub: FakeHub, tmp_path: Path) -> None:
+    ((of_policy, of_reference),) = run(hub.environment(tmp_path / "home"), "--hf-checkpoint", "acme/tinny", "--ref-load", "acme/other")
+    assert of_policy.startswith("--hf-checkpoint: acme/tinny is not a directory here") and "RepositoryNotFoundError" in of_policy
+    assert of_reference.startswith("--ref-load: acme/other is not a directory here") and "hf download acme/other" in of_reference
+
+
+def test_a_directory_of_this_name_wins(hub: FakeHub, tmp_path: Path) -> None:
+    shutil.copytree(tmp_path / "hub/models/acme/tiny", tmp_path / "acme/tiny")
+    (path, _), _ = run(hub.environment(tmp_path / "home"), "--hf-checkpoint", "acme/tiny", directory=tmp_path)
+    assert path == "acme/tiny"
+    assert not hub.requests

@@ -1,0 +1,33 @@
+"""Process of a rank whose driver is gone."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+KILLED_DRIVER = """
+import socket, struct
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from fuligo.trainer.ranks.commands import Answer
+from fuligo.trainer.ranks.connected import serve
+
+class Executor:
+    class rank:
+        number, has_left = 1, False
+    def answer(self, command, *, is_queued):
+        driver.close()  # killed; its peers notice in their collective
+        answered = Future()
+        answered.set_result(Answer(error=RuntimeError("Connection closed by peer")))
+        return answered
+
+driver, ours = socket.socketpair()
+driver = Connection(driver.detach())
+driver.send_bytes(struct.pack("!q?", 0, True))
+driver.send_bytes(b"train")
+serve(Connection(ours.detach()), Executor())
+"""
+
+
+def test_a_rank_of_a_killed_driver_ends_without_a_traceback(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED_DRIVER], capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -1,17 +1,18 @@
 """The page of `fuligo plan --html` in a real browser: it draws, answers to mouse and keyboard, loads nothing, and runs nothing foreign."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Page
 
 from fuligo.config import Config
 from fuligo.planner.html import plan_page
 from fuligo.planner.json_output import plan_document
 from fuligo.planner.plan import Plan
-from tests.browser.conftest import DEADLINE_MS
+from tests.browser.conftest import OpenPage
 from tests.unit.planner.hand_made_plans import broken_plan, plan_of_8, plan_of_64, plan_of_256
 
 HOSTILE = "</script><script>window.hacked = true</script><img src=x onerror='window.hacked = true'>\u2028${hacked}"
@@ -19,29 +20,16 @@ OpenPlan = Callable[..., Page]
 
 
 @pytest.fixture
-def open_plan(browser: Browser, tmp_path: Path) -> Iterator[OpenPlan]:
-    """Open a plan's page from its file; fail the test if the page logs an error or loads anything else."""
-    complaints: list[str] = []
-    requests: list[str] = []
-    pages: list[Page] = []
+def open_plan(open_page: OpenPage, tmp_path: Path) -> OpenPlan:
+    """Open a plan's page from its file."""
+    numbers = itertools.count()
 
     def open_it(plan: Plan, width: int = 1280, scheme: str = "light", config: Config | None = None) -> Page:
-        file = tmp_path / f"{len(pages)}.html"
+        file = tmp_path / f"{next(numbers)}.html"
         file.write_text(plan_page(plan_document(plan, config or Config())), encoding="utf-8")
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)  # pyright: ignore[reportArgumentType]
-        page.set_default_timeout(DEADLINE_MS)
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(file.as_uri())
-        pages.append(page)
-        return page
+        return open_page(file.as_uri(), width, scheme)
 
-    yield open_it
-    for page in pages:
-        page.close()
-    assert complaints == []
-    assert len(requests) == len(pages), requests
+    return open_it
 
 
 def gpu(page: Page, index: int):

@@ -1,14 +1,12 @@
 """Tests that violate every rule once in an otherwise valid config, and apply its fix."""
 
 import re
-from typing import Any
 
 import pytest
 
 from fuligo.algorithms.estimators import ESTIMATORS
-from fuligo.config import Config
 from fuligo.config.changes import apply_changes
-from fuligo.config.findings import Change, Severity
+from fuligo.config.findings import Severity
 from fuligo.config.flags import flags
 from fuligo.config.hook_specs import NONZERO_STD_FILTER
 from fuligo.config.rules import effects, required
@@ -16,19 +14,7 @@ from fuligo.config.validate import RULES, findings, validate
 from fuligo.errors import ConfigError
 from fuligo.rollout.rewards.rules import NAMED
 from fuligo.rollout.rewards.rules import RULES as REWARDS
-from tests.unit.config.conftest import MakeConfig, config_with
-
-Values = dict[str, Any]
-
-SGLANG: Values = {"rollout_backend": "sglang", "rollout_num_gpus": 4, "actor_num_gpus_per_node": 4}
-"""Flags for engines on their own GPUs."""
-SERVED_TEACHER: Values = {"name": "teacher", "model_path": "t", "update_weights": False, "server_groups": [{"num_gpus": 2}]}
-WITH_TEACHER: Values = {**SGLANG, "sglang_config": [{"server_groups": [{"num_gpus": 2}]}, SERVED_TEACHER], "use_opd": True}
-"""Flags for a teacher on two of the four GPUs."""
-SHARED: Values = {"rollout_backend": "sglang", "colocate": True, "actor_num_gpus_per_node": 4}
-"""Flags for engines on the trainer's GPUs."""
-
-PPO: Values = {"advantage_estimator": "ppo"}
+from tests.unit.config.conftest import PPO, SERVED_TEACHER, SGLANG, SHARED, WITH_TEACHER, Values, config_of, config_with
 
 BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-MODEL-MISSING": [({"hf_checkpoint": None}, "--hf-checkpoint is missing")],
@@ -330,127 +316,6 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
 }
 """Rule id -> configs that violate only this rule, with a part of the message."""
 
-NO_EFFECT: dict[str, list[tuple[Any, Values]]] = {
-    "kl_loss_coef": [(0.1, {})],
-    "use_unbiased_kl": [(True, {})],
-    "sft_rewritten_turns": [("rendered", {})],
-    "kl_coef": [(0.1, {"advantage_estimator": name}) for name, facts in ESTIMATORS.items() if not facts.uses_kl_coef],
-    "gamma": [(0.9, {"advantage_estimator": name}) for name, facts in ESTIMATORS.items() if not facts.uses_gamma],
-    "disable_grpo_std_normalization": [(True, {"advantage_estimator": "rloo"}), (True, {"disable_rewards_normalization": True})],
-    "eps_clip_c": [(3.0, {"advantage_estimator": "cispo"})],
-    "tis_mode": [("icepop", {})],
-    "tis_clip": [(3.0, {})],
-    "tis_clip_low": [(0.5, {})],
-    "custom_tis_function_path": [("my.tis", {})],
-    "tracking_project": [("sums", {})],
-    "profile_ranks": [([1], {})],
-    "custom_pg_loss_reducer_function_path": [
-        ("my.reduce", {"loss_type": "sft_loss"}),
-        ("my.reduce", {"loss_type": "custom_loss", "custom_loss_function_path": "my.loss"}),
-    ],
-    "custom_eval_rollout_log_function_path": [("my.log", {})],
-    "rollout_all_samples_process_path": [("my.process", {"loss_type": "sft_loss"})],
-    "extra_rm_path": [(["my.reward"], {"loss_type": "sft_loss"})],
-    "extra_rm_weights": [([0.5], {})],
-    "custom_loss_function_path": [("my.loss", {})],
-    "ref_update_interval": [(5, {})],
-    "buffer_filter_path": [
-        ("my.filter", {}),
-        ("my.filter", {"partial_rollout": True, "data_source_path": "my.Source"}),
-        ("my.filter", {"partial_rollout": True, "async_mode": "full", "max_staleness": 2}),
-    ],
-    "mask_offpolicy_in_partial_rollout": [(True, {}), (True, {"partial_rollout": True, "async_mode": "full", "max_staleness": 2})],
-    "max_staleness": [(2, {}), (2, {"partial_rollout": True, "data_source_path": "my.Source"})],
-    "max_restarts": [(2, {"debug_rollout_only": True})],
-    "rm_type": [("math", {"custom_rm_path": "my.reward"})],
-    "rm_url": [("http://rm", {})],
-    "rm_retries": [(9, {})],
-    "rm_num_workers": [(2, {"rm_type": None, "custom_rm_path": "my.reward"})],
-    "group_rm": [(True, {})],
-    "eval_interval": [(5, {})],
-    "n_samples_per_eval_prompt": [(4, {})],
-    "eval_max_response_len": [(64, {})],
-    "eval_temperature": [(0.6, {})],
-    "eval_top_p": [(0.7, {})],
-    "eval_top_k": [(5, {})],
-    "skip_eval_before_train": [(True, {})],
-    "eval_reward_key": [("acc", {}), ("acc", {"eval_prompt_data": ["a.jsonl"]})],
-    "max_tokens_per_gpu": [(4096, {})],
-    "log_probs_max_tokens_per_gpu": [(4096, {})],
-    "min_lr": [(1e-7, {})],
-    "lr_decay_iters": [(100, {})],
-    "apply_chat_template_kwargs": [({"enable_thinking": False}, {})],
-    "tool_key": [("tools", {})],
-    "ckpt_step": [(3, {})],
-    "embedded_max_running_requests": [(8, {"rollout_external_engine_addrs": ["localhost:30000"]})],
-    "embedded_max_total_tokens": [(8192, {"rollout_external_engine_addrs": ["localhost:30000"]})],
-    "embedded_dtype": [("bf16", {"rollout_external_engine_addrs": ["localhost:30000"]})],
-    "embedded_num_threads": [(1, {"rollout_external_engine_addrs": ["localhost:30000"]})],
-    "wandb_project": [("p", {})],
-    "wandb_group": [("g", {})],
-    "wandb_mode": [("offline", {})],
-    "load_debug_rollout_data": [("d/{rollout_id}", {})],
-    "save_debug_rollout_data": [("d/{rollout_id}", {"debug_train_only": True, "load_debug_rollout_data": "e/{rollout_id}"})],
-    "disable_rewards_normalization": [(True, {"loss_type": "sft_loss"})],
-    "normalize_advantages": [(True, {"loss_type": "sft_loss"})],
-    "eps_clip": [(0.1, {"loss_type": "sft_loss"})],
-    "eps_clip_high": [(0.3, {"loss_type": "sft_loss"})],
-    "entropy_coef": [(0.1, {"loss_type": "sft_loss"})],
-    "use_kl_loss": [(True, {"loss_type": "sft_loss"})],
-    "use_tis": [(True, {"loss_type": "sft_loss"})],
-    "use_rollout_logprobs": [(True, {"loss_type": "sft_loss"})],
-    "custom_advantage_function_path": [("my.advantages", {"loss_type": "sft_loss"})],
-    "custom_reward_post_process_path": [("my.rewards", {"loss_type": "sft_loss"})],
-    "over_sampling_batch_size": [(64, {"loss_type": "sft_loss"}), (64, {"async_mode": "full", "max_staleness": 2})],
-    "dynamic_sampling_filter_path": [("my.filter", {"loss_type": "sft_loss"})],
-    "partial_rollout": [(True, {"loss_type": "sft_loss"})],
-    "data_source_path": [("my.Source", {"loss_type": "sft_loss"})],
-    "rollout_function_path": [("my.rollout", {"loss_type": "sft_loss"})],
-    "rollout_sample_filter_path": [("my.filter", {"loss_type": "sft_loss"})],
-    "reward_key": [("acc", {}), ("acc", {"rm_type": "boxed_gpqa"})],
-    "lambd": [(0.9, {}), (0.9, {"loss_type": "sft_loss"})],
-    "value_clip": [(0.1, {}), (0.1, {"custom_advantage_function_path": "my.advantages"})],
-    "num_critic_only_steps": [(5, {}), (5, {**PPO, "loss_type": "sft_loss"})],
-    "critic_lr": [(1e-5, {}), (1e-5, {**PPO, "loss_type": "sft_loss"})],
-    "critic_lr_warmup_iters": [(5, {}), (5, {**PPO, "loss_type": "sft_loss"})],
-    "critic_load": [("values", {}), ("values", {**PPO, "loss_type": "sft_loss"})],
-    "use_opsm": [(True, {}), (True, {"use_tis": True}), (True, {"loss_type": "sft_loss"})],
-    "opsm_delta": [(1e-3, {})],
-    "use_opd": [(True, {"loss_type": "sft_loss"})],
-    "opd_type": [("trainer", {})],
-    "opd_kl_coef": [(0.5, {})],
-    "opd_teacher_load": [("t", {})],
-    "opd_teacher_url": [("http://t:1", {})],
-    "use_routing_replay": [(True, {**SGLANG, "loss_type": "sft_loss"})],
-    "use_rollout_routing_replay": [(True, {**SGLANG, "loss_type": "sft_loss"})],
-    "recompute_method": [("uniform", SGLANG), ("uniform", {**SGLANG, "recompute_granularity": "selective"})],
-    "recompute_num_layers": [(1, SGLANG)],
-    "recompute_modules": [(["mlp"], {**SGLANG, "recompute_granularity": "full"})],
-    "overlap_cpu_optimizer_d2h_h2d": [(True, SGLANG)],
-    "mtp_loss_scaling_factor": [(0.3, {**SGLANG, "mtp_num_layers": 1})],
-    "mtp_joint_training": [(True, {**SGLANG, "mtp_num_layers": 1})],
-    "data_pad_size_multiplier": [(64, {})],
-    "override_model_config": [(True, SGLANG)],
-    "colocate": [(True, {})],
-    "use_fault_tolerance": [(True, {}), (True, {"rollout_backend": "sglang", "rollout_external_engine_addrs": ["host:30000"]})],
-    "engine_python": [("/opt/sglang/bin/python", {})],
-    "engine_env": [({"A": "1"}, {})],
-    "rollout_health_check_interval": [(5.0, {})],
-    "rollout_health_check_timeout": [(5.0, {})],
-}
-"""Flag -> values without effect, and the flags that make them so."""
-
-
-def config_of(values: Values) -> Config:
-    """Return the valid config with these flags changed; `sglang_...`, `router_...` and `megatron_...` are pass-through arguments."""
-    typed = {name: value for name, value in values.items() if name in flags()}
-    passed = [Change(tuple(name.split("_", 1)), value) for name, value in values.items() if name not in typed]
-    return apply_changes(config_with(**typed), passed)
-
-
-def test_the_valid_config_breaks_no_rule_and_warns_of_nothing(make_config: MakeConfig) -> None:
-    assert validate(make_config()) == []
-
 
 @pytest.mark.parametrize(("rule", "values", "text"), [(rule, *case) for rule, cases in BROKEN.items() for case in cases])
 def test_a_broken_rule_is_one_finding_that_names_its_flags(rule: str, values: Values, text: str) -> None:
@@ -475,107 +340,11 @@ def test_a_fix_mends_what_it_is_for_and_breaks_nothing(rule: str, values: Values
         assert findings(apply_changes(config, finding.fix)) == ()
 
 
-@pytest.mark.parametrize(("name", "value", "values"), [(name, *case) for name, cases in NO_EFFECT.items() for case in cases])
-def test_a_flag_without_effect_is_an_error_unless_its_value_is_neutral(name: str, value: object, values: Values) -> None:
-    def idle(config: Config) -> list[str]:
-        return [
-            finding.id for finding in findings(config) if finding.id.startswith("CFG-NO-EFFECT") and flags()[name].option in finding.flags
-        ]
-
-    config = config_of({**values, name: value})
-    (found,) = idle(config)
-    assert idle(config_of({**values, name: flags()[name].default})) == []
-    (finding,) = [finding for finding in findings(config) if finding.id == found]
-    assert found not in [left.id for left in findings(apply_changes(config, finding.fix))]
-
-
-def test_several_flags_without_effect_are_one_finding_for_each_cause() -> None:
-    (tis, evaluation) = findings(config_with(tis_clip=3.0, tis_mode="icepop", eval_interval=2))
-    assert tis.text == "--tis-mode icepop and --tis-clip 3.0 have no effect without --use-tis"
-    assert tis.advice == "to use them, add --use-tis"
-    assert evaluation.id == "CFG-NO-EFFECT-EVAL"
-
-
 def test_every_rule_is_tested_and_says_why_it_is_one() -> None:
     ids = [rule.id for rule in RULES]
     assert len(set(ids)) == len(ids)
     assert {*BROKEN, *(effect.id for effect in effects.EFFECTS)} == set(ids)
-    assert set(NO_EFFECT) == {name for effect in effects.EFFECTS for name in effect.names}
     assert all(rule.check.__doc__ for rule in RULES)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"kl_loss_coef": 0.0, "kl_loss_type": "low_var_kl"},
-        {"use_kl_loss": True, "kl_loss_coef": 0.0, "kl_loss_type": "low_var_kl"},
-        {"use_kl_loss": True, "kl_loss_coef": 0.01, "kl_loss_type": "k3", "ref_update_interval": 10},
-        {"kl_coef": 0.1, "advantage_estimator": "rloo"},
-        {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "gamma": 0.99, "kl_coef": 0.1},
-        {"kl_coef": 0.1, "custom_advantage_function_path": "my.advantages"},
-        {"global_batch_size": 64, "num_steps_per_rollout": 4},
-        {"rm_type": "boxed_math"},
-        {"advantage_estimator": "gspo"},
-        {"advantage_estimator": "gspo", "num_steps_per_rollout": 4, "eps_clip": 3e-4, "eps_clip_high": 4e-4},
-        {"use_tis": True, "tis_mode": "sequence-mask", "tis_clip_low": 0.99, "tis_clip": 1.01},
-        {"rm_type": "dapo", "reward_key": "acc"},
-        {"rm_type": "math", "reward_key": "acc", "metadata_key": "metadata"},
-        {"rm_type": None, "custom_rm_path": "my.reward", "reward_key": "acc"},
-        {"rollout_stop": ["\n", "\\boxed{"]},
-        {"rm_type": "boxed_gpqa", "label_key": None, "metadata_key": "metadata"},
-        {"rm_type": "ifbench", "label_key": None, "metadata_key": "metadata"},
-        {"use_opsm": True, "opsm_delta": 1e-3, "use_rollout_logprobs": True},
-        {"use_opsm": True, "use_tis": True, "num_steps_per_rollout": 4},
-        {"advantage_estimator": "ppo", "lambd": 0.95, "gamma": 0.99, "kl_coef": 0.1, "value_clip": 0.1},
-        {"advantage_estimator": "ppo", "num_critic_only_steps": 2, "critic_lr": 1e-5, "critic_lr_warmup_iters": 2, "critic_load": "values"},
-        {"advantage_estimator": "ppo", "custom_advantage_function_path": "my.advantages", "value_clip": 0.1},
-        {"lambd": 0.9, "custom_advantage_function_path": "my.advantages"},
-        {"async_mode": "full", "max_staleness": 2},
-        {"debug_train_only": True, "load_debug_rollout_data": "d/{rollout_id}", "colocate": True},
-        SGLANG,
-        SHARED,
-        {**SHARED, "rollout_num_gpus": 8},
-        {**SGLANG, "rollout_external_engine_addrs": ["host:30000"], "rollout_num_gpus": 0},
-        {**SGLANG, "update_weight_transport": "nccl"},
-        {**SGLANG, "update_weight_transport": "gloo", "device": "cpu"},
-        {
-            **SHARED,
-            "tensor_model_parallel_size": 2,
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        },
-        {**SHARED, "mtp_num_layers": 1, "enable_mtp_training": True, "mtp_loss_scaling_factor": 0.3, "mtp_joint_training": True},
-        {**SGLANG, "use_routing_replay": True, "num_steps_per_rollout": 2},
-        {**SGLANG, "use_rollout_routing_replay": True, "use_rollout_logprobs": True, "sglang_speculative_algorithm": "EAGLE"},
-        {**SGLANG, "rollout_num_gpus_per_engine": 4, "sglang_dp_size": 2, "sglang_enable_dp_attention": True},
-        {**SGLANG, "use_fault_tolerance": True, "rollout_health_check_interval": 5.0, "engine_env": {"A": "1"}},
-        {**SGLANG, "rollout_health_check_timeout": 5.0},
-        {**SGLANG, "megatron_rotary_base": 10000, "override_model_config": True},
-        {"use_opd": True, "opd_teacher_load": "t", "rollout_temperature": 0.8, "opd_kl_coef": 0.5},
-        {"use_opd": True, "opd_teacher_url": "http://t:1", "rm_type": None, "n_samples_per_prompt": 1, "eps_clip": 0.1},
-        {**WITH_TEACHER, "rm_type": None},
-        {"use_opd": True, "opd_teacher_load": "t", "rm_type": None, "eval_config": "eval.yaml"},
-        {**WITH_TEACHER, "opd_type": "megatron", "opd_teacher_load": "t"},
-        {"rm_type": "random", "label_key": None},
-        {"rm_type": "remote_rm", "rm_url": "http://rm", "rm_retries": 9},
-        {"rm_type": None, "custom_rm_path": "my.reward", "group_rm": True},
-        {"rm_type": None, "metadata_key": "metadata"},
-        {"eval_prompt_data": ["a.jsonl"], "eval_interval": 5, "eval_top_k": 5, "eval_top_p": 0.7},
-        {"debug_rollout_only": True, "rollout_top_p": 0.9},
-        {"eval_config": "eval.yaml", "eval_interval": 5},
-        {"eval_config": "eval.yaml", "eval_prompt_data": ["a.jsonl"]},
-        {"loss_type": "sft_loss", "rm_type": None, "num_rollout": None, "num_epoch": 3},
-        {"partial_rollout": True, "over_sampling_batch_size": 64, "max_staleness": 2, "async_mode": "one-step"},
-        {"debug_train_only": True, "load_debug_rollout_data": "d/{rollout_id}", "prompt_data": None, "rm_type": None},
-        {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 4096, "log_probs_max_tokens_per_gpu": 8192},
-        {"save_hf": "export", "num_rollout": 1},
-        {"actor_num_gpus_per_node": 4, "global_batch_size": 4},
-    ],
-    ids=" ".join,
-)
-def test_combinations_that_are_fine(values: Values) -> None:
-    assert validate(config_of(values)) == []
 
 
 def test_all_problems_are_reported_at_once() -> None:

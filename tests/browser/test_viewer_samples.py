@@ -1,0 +1,204 @@
+"""Samples in the page of `fuligo view`: filters, order, the tokens of one and its group."""
+
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from tests.browser.conftest import NUM_SAMPLES, OpenPage, Serve, found
+from tests.unit.observability.viewer.recorded_run import FAILED, HOSTILE, NUM_STEPS, SCRIPT, TRUNCATED, begin_run
+
+
+@pytest.mark.parametrize(
+    ("filters", "number"),
+    [
+        ("", NUM_SAMPLES),
+        ("step_min=3&step_max=4", 32),
+        ("status=failed", 1),
+        ("status=truncated", 1),
+        ("kept=false", 4),
+        ("group=9", 4),
+        ("staleness_min=1", 8 * 4),
+        ("engine=1&step_max=1", 16),
+        ("reward_min=1&step_max=0", 2),
+        ("text=ROW+11<", NUM_SAMPLES // 16),
+        ("text=add+70", NUM_SAMPLES // 4),
+    ],
+)
+def test_filters(open_view: OpenPage, filters: str, number: int) -> None:
+    found(open_view(f"samples?{filters}"), number)
+
+
+def test_samples_of_evaluations(open_view: OpenPage) -> None:
+    page = open_view("samples?advantage_min=0.1")
+    page.locator(".choice").get_by_text("Evaluations").click()
+    found(page, 16)  # the advantage filter is gone, because evaluations are not trained on
+    assert "of=eval" in page.url and "advantage" not in page.url
+    page.get_by_label("Data set").select_option("long_sums")
+    found(page, 8)
+    page.locator(".line.sample").first.click()
+    expect(page.locator(".sample-facts")).to_contain_text(f"after{NUM_STEPS} rollouts")
+    expect(page.locator(".sample-facts")).to_contain_text("data setlong_sums")
+    expect(page.locator(".member")).to_have_count(4)
+    expect(page.locator(".history button")).to_have_text(["after 0: 0.25", f"after {NUM_STEPS}: 0.75"])
+    page.reload()
+    expect(page.locator(".sample-facts")).to_contain_text("long_sums")
+
+
+def test_filter_by_engine(open_view: OpenPage) -> None:
+    page = open_view("samples?sample=9.12&colour=engines")
+    page.get_by_role("combobox", name="Engine").select_option("1")
+    found(page, NUM_SAMPLES // 2)
+    expect(page.locator(".token-legend")).to_contain_text("engine 1: ")
+    page.get_by_label("Order").select_option("engine")
+    page.get_by_role("button", name="Clear").click()
+    found(page, NUM_SAMPLES)
+
+
+def test_a_search_continues_when_a_step_is_added(serve: Serve, open_page: OpenPage, tmp_path: Path) -> None:
+    run = begin_run(tmp_path / "live")
+    run.step(0)
+    page = open_page(serve([tmp_path / "live"]) + "#samples?text=row+3<")
+    found(page, 1)
+    run.step(1)
+    found(page, 2)
+    run.directory.close()
+
+
+def test_typed_filters_are_in_the_link(open_view: OpenPage) -> None:
+    page = open_view("samples")
+    found(page, NUM_SAMPLES)
+    page.get_by_label("Step from").fill("11")
+    found(page, 16)
+    page.get_by_placeholder("prompt or response").fill("row 3<")
+    found(page, 1)
+    assert "step_min=11" in page.url
+    assert "text=row" in page.url
+    page.reload()
+    found(page, 1)
+    page.get_by_role("button", name="Clear").click()
+    found(page, NUM_SAMPLES)
+
+
+def test_order(open_view: OpenPage) -> None:
+    page = open_view("samples")
+    first = page.locator(".line.sample").first
+    expect(first.locator(".line-step")).to_have_text(str(NUM_STEPS - 1))
+    page.get_by_label("Order").select_option("oldest")
+    expect(first.locator(".line-step")).to_have_text("0")
+    page.get_by_label("Order").select_option("-length")
+    lengths = [int(text) for text in page.locator(".line-number[title=tokens]").all_inner_texts()]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_only_visible_lines_exist(open_view: OpenPage) -> None:
+    page = open_view("samples?order=oldest")
+    found(page, NUM_SAMPLES)
+    assert page.locator(".line").count() < 40
+    page.locator(".sample-list").evaluate("list => list.scrollTop = list.scrollHeight")
+    expect(page.locator(".line.sample").last.locator(".line-step")).to_have_text(str(NUM_STEPS - 1))
+
+
+def test_samples_are_selected_by_keyboard(open_view: OpenPage) -> None:
+    page = open_view("samples?order=oldest")
+    found(page, NUM_SAMPLES)
+    page.locator(".sample-list").focus()
+    page.keyboard.press("ArrowDown")
+    expect(page.locator(".sample-view h2")).to_have_text("Sample 0")
+    page.keyboard.press("ArrowDown")
+    expect(page.locator(".sample-view h2")).to_have_text("Sample 1")
+    page.keyboard.press("End")
+    expect(page.locator(".sample-view h2")).to_have_text(f"Sample {NUM_SAMPLES - 1}")
+    page.keyboard.press("Escape")
+    expect(page.locator(".sample-view")).to_be_hidden()
+
+
+def test_tokens_show_values_of_engine_and_trainer(open_view: OpenPage) -> None:
+    page = open_view("samples?sample=9.12")  # group 3 of step 9: sampled by an old version
+    page.locator(".tokens").focus()
+    page.keyboard.press("Home")
+    facts = page.locator(".token-facts")
+    expect(facts).to_contain_text("engine-2")
+    expect(facts).to_contain_text("trainer-2.5")
+    expect(facts).to_contain_text("difference+0.5")
+    expect(facts).to_contain_text("entropy0.25")
+    expect(facts).to_contain_text("value0.5")
+    expect(facts).to_contain_text("teacher-2.75")
+    expect(facts).to_contain_text("trainedno")
+    expect(facts).to_contain_text("version8")
+    expect(facts).to_contain_text("served byengine 1")
+    page.keyboard.press("ArrowRight")
+    expect(facts).to_contain_text("trainedyes")
+    shown = "".join(page.locator(".token").all_text_contents())
+    assert shown == "<think>step 9, row 12</think>\\boxed{7}"
+
+
+@pytest.mark.parametrize(
+    "colour",
+    ["diff", "engine_logprobs", "trainer_logprobs", "entropy", "advantages", "values", "teacher", "mask", "versions", "engines"],
+)
+def test_tokens_are_coloured(open_view: OpenPage, colour: str) -> None:
+    page = open_view(f"samples?sample=9.12&colour={colour}")
+    page.locator(f'.tokens[data-colour="{colour}"]').wait_for()
+    background = "token => getComputedStyle(token).backgroundColor"
+    colours = page.locator(".token").evaluate_all(f"tokens => tokens.map({background})")
+    graded = len(colours) - 1  # the two strongest have full colour
+    # The first token is not trained, and grey; the values of the others are equal.
+    assert len(set(colours)) == {"engine_logprobs": graded, "trainer_logprobs": graded, "versions": 1, "engines": 1}.get(colour, 2)
+    assert page.locator(".token.given").count() == (0 if colour in ("mask", "versions", "engines") else 1)
+
+
+def test_the_selected_colour_is_in_the_link(open_view: OpenPage) -> None:
+    page = open_view("samples?sample=9.12")
+    page.get_by_text("Entropy", exact=True).click()
+    assert "colour=entropy" in page.url
+
+
+def test_the_group_side_by_side(open_view: OpenPage) -> None:
+    page = open_view("samples?sample=4.5")
+    members = page.locator(".member")
+    expect(members).to_have_count(4)
+    expect(page.locator(".member.current")).to_contain_text("step 4, row 5")
+    members.nth(3).click()
+    expect(page.locator(".member.current")).to_contain_text("step 4, row 7")
+    assert "sample=4.7" in page.url
+    page.go_back()
+    expect(page.locator(".member.current")).to_contain_text("step 4, row 5")
+
+
+def test_the_same_prompt_over_time(open_view: OpenPage) -> None:
+    page = open_view("samples?sample=4.5")
+    steps = page.locator(".history button")
+    expect(steps).to_have_count(NUM_STEPS)
+    steps.nth(0).click()
+    expect(page.locator(".member.current")).to_contain_text("step 0, row 4")
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        (FAILED, "Failed: the reward server answered 500"),
+        (TRUNCATED, "Truncated at the maximum length"),
+        ((2, 13), "group was dropped: zero_std"),
+        ((9, 12), "1 version older than the newest"),
+    ],
+)
+def test_a_sample_shows_its_problem(open_view: OpenPage, place: tuple[int, int], reason: str) -> None:
+    page = open_view(f"samples?sample={place[0]}.{place[1]}")
+    expect(page.locator(".sample-view .notes")).to_contain_text(reason)
+
+
+def test_a_script_in_a_sample_is_shown_and_never_run(open_view: OpenPage) -> None:
+    page = open_view(f"samples?sample={HOSTILE[0]}.{HOSTILE[1]}&step_min={HOSTILE[0]}&step_max={HOSTILE[0]}")
+    expect(page.locator(".member.current")).to_contain_text("<script>window.hacked")
+    assert "".join(page.locator(".token").all_text_contents()).replace("⋯", "") == SCRIPT
+    expect(page.locator(".line-response", has_text="<script>")).to_have_count(1)
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("main img").count() == 0
+
+
+def test_a_missing_sample_is_reported(serve: Serve, open_page: OpenPage, recorded: Path, browser: Browser) -> None:
+    page = browser.new_page()  # the browser itself notes the 404 on its console
+    page.goto(f"{serve([recorded])}#samples?sample=99.0")
+    expect(page.locator(".sample-view .notes")).to_contain_text("no row 0 in the samples of step 99")
+    page.close()

@@ -10,7 +10,7 @@ import numpy as np
 
 from fuligo.engines.answers import Retryable, WeightLabel, parse_generation, parse_load, parse_routing, parse_scores, scoring_body
 from fuligo.engines.connection import DEFAULT, Connection, ControlDeadlines, Deadline, Overdue
-from fuligo.engines.engine import InferenceEngine, MemoryTag, PauseMode
+from fuligo.engines.engine import MemoryTag, PauseMode
 from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams
 from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
@@ -21,7 +21,15 @@ T = TypeVar("T")
 
 
 class EngineClient:
-    """Implementation of `engine.InferenceEngine` over HTTP, which documents the methods; `connect` documents the arguments."""
+    """Implementation of `engine.InferenceEngine`, which documents the methods, over the HTTP API of SGLang, which both backends serve.
+
+    Args:
+        keys: shown to the engine
+        retries: further attempts after a connection error, a 5xx status or a malformed answer
+        timeout_s: deadline of a generate or score request, over all attempts
+        deadlines: deadlines of the other calls
+        num_ranks, start, number: see `InferenceEngine`
+    """
 
     def __init__(
         self,
@@ -249,28 +257,3 @@ class EngineClient:
 
 def _tags(tag: MemoryTag | None) -> dict[str, Any]:
     return {} if tag is None else {"tags": [tag]}
-
-
-def connect(
-    url: str,
-    keys: EngineKeys = NO_KEYS,
-    *,
-    retries: int = 3,
-    timeout_s: float = 600.0,
-    deadlines: ControlDeadlines = DEFAULT,
-    num_ranks: int = 1,
-    start: int = 0,
-    number: int | None = None,
-) -> InferenceEngine:
-    """Return the engine at `url`; nothing is sent yet. Both backends serve SGLang's HTTP API, so one client serves both.
-
-    Args:
-        keys: shown to the engine
-        retries: further attempts after a connection error, a 5xx status or a malformed answer
-        timeout_s: deadline of a generate or score request, over all attempts
-        deadlines: deadlines of the other calls
-        num_ranks, start, number: see `InferenceEngine`
-    """
-    return EngineClient(
-        url, keys, retries=retries, timeout_s=timeout_s, deadlines=deadlines, num_ranks=num_ranks, start=start, number=number
-    )

@@ -1,6 +1,6 @@
 """The contract of an inference engine: everything that the rest of the package asks of one.
 
-Rollouts, weight sync, colocation and the teacher depend on this file, not on a backend. `client.connect` returns the engine at a URL. What
+Rollouts, weight sync, colocation and the teacher depend on this file, not on a backend. `client.EngineClient` is the engine at a URL. What
 differs between backends and must be known before an engine runs is in `config.backends.EngineCapabilities`; how engines are started is in
 each backend's `launch` (see `docs/add-an-engine.md`).
 """

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from fuligo.engines.client import connect
+from fuligo.engines.client import EngineClient
 from fuligo.engines.connection import DEFAULT, ControlDeadlines
 from fuligo.engines.engine import InferenceEngine, MemoryTag, PauseMode
 from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RoutingQuery, SamplingParams, Served
@@ -97,8 +97,8 @@ class EngineGroup:
         deadlines: ControlDeadlines = DEFAULT,
     ) -> EngineGroup:
         """Return the group of the engines at `urls`, which have the same keys; nothing is sent yet."""
-        clients = [connect(url, keys, retries=retries, timeout_s=timeout_s, deadlines=deadlines) for url in urls]
-        router = connect(router_url, keys, retries=retries, timeout_s=timeout_s) if router_url else None
+        clients = [EngineClient(url, keys, retries=retries, timeout_s=timeout_s, deadlines=deadlines) for url in urls]
+        router = EngineClient(router_url, keys, retries=retries, timeout_s=timeout_s) if router_url else None
         return cls(clients, router)
 
     @property

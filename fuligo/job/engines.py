@@ -15,7 +15,7 @@ from fuligo.config.config import ServedModel
 from fuligo.config.secret import reveal
 from fuligo.config.server_groups import TEACHER
 from fuligo.engines.backend import EngineFleet, LaunchedEngines, engine_backend
-from fuligo.engines.client import connect
+from fuligo.engines.client import EngineClient
 from fuligo.engines.connection import ControlDeadlines
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.generation import RoutingQuery, SamplingParams
@@ -221,7 +221,7 @@ async def find_teacher(config: Config, engines: Engines, stack: AsyncExitStack) 
     if url is None:
         scorer, option = engines.others[TEACHER].group, f"the model {TEACHER} of --sglang-config"
     else:
-        scorer = connect(reveal(url), EngineKeys.of_environment(), retries=config.rollout.rollout_retries, timeout_s=timeout_s)
+        scorer = EngineClient(reveal(url), EngineKeys.of_environment(), retries=config.rollout.rollout_retries, timeout_s=timeout_s)
         option = f"--opd-teacher-url {url}"
         stack.push_async_callback(scorer.close)
     try:

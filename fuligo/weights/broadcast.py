@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
-from fuligo.engines.client import connect
+from fuligo.engines.client import EngineClient
 from fuligo.engines.connection import BUCKET
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.host import listening_store, reachable_by_others
@@ -52,7 +52,7 @@ class BroadcastGroup:
         """
         self.engines = tuple(engines)
         self.name = f"fuligo-weights-{next(_numbers)}"
-        self._clients = [connect(engine.url, engine.keys, retries=0, number=engine.number) for engine in engines]
+        self._clients = [EngineClient(engine.url, engine.keys, retries=0, number=engine.number) for engine in engines]
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._group: dist.ProcessGroup | None = None
         self._store: TCPStore | None = listening_store(host, timeout=TIMEOUT)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from fuligo.engines.client import connect
+from fuligo.engines.client import EngineClient
 from fuligo.errors import EngineError
 from fuligo.formats.buckets import Bucket
 from fuligo.formats.payload import shared_payload
@@ -70,7 +70,7 @@ class OwnEngine:
         payloads = [payload, *(self._receive(payload, rank) for rank in others)]
 
         async def post() -> None:
-            client = connect(self.engine.url, self.engine.keys, number=self.engine.number)
+            client = EngineClient(self.engine.url, self.engine.keys, number=self.engine.number)
             try:
                 await client.update_weights_from_tensor(payloads, version)
             finally:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from traceback import clear_frames
 
-from fuligo.engines.client import connect
+from fuligo.engines.client import EngineClient
 from fuligo.engines.host import own_address
 from fuligo.errors import EngineError
 from fuligo.formats.buckets import Bucket, Changes, Counted, NamedTensors, cut_into_buckets, send_each
@@ -133,7 +133,7 @@ def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | No
     """Share a bucket's memory with every rank of every engine."""
 
     async def post(payloads: list[str]) -> None:
-        clients = [connect(engine.url, engine.keys, number=engine.number) for engine in engines]
+        clients = [EngineClient(engine.url, engine.keys, number=engine.number) for engine in engines]
         waiting = iter(payloads)
         try:
             calls = [

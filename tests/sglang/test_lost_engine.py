@@ -16,7 +16,7 @@ import pytest_asyncio
 import torch
 from transformers import PreTrainedModel
 
-from fuligo.engines.client import connect
+from fuligo.engines.client import EngineClient
 from fuligo.engines.connection import ControlDeadlines, Deadline
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
@@ -64,7 +64,7 @@ class KillingTrainer(RankedTrainer):
 @pytest_asyncio.fixture
 async def fleet(checkpoint: Path, claims: PortClaims, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
     soon = ControlDeadlines(bucket=Deadline(20.0))
-    monkeypatch.setattr(senders, "connect", partial(connect, deadlines=soon))
+    monkeypatch.setattr(senders, "EngineClient", partial(EngineClient, deadlines=soon))
     fleet = await Fleet.launch(fleet_settings(checkpoint, claims, tmp_path))
     yield fleet
     await fleet.stop()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fuligo.engines.backend import SharedDevices, SyncRestarted
-from fuligo.engines.client import connect
+from fuligo.engines.client import EngineClient
 from fuligo.engines.connection import DEFAULT, ControlDeadlines
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.group import EngineGroup
@@ -55,7 +55,7 @@ class Fleet:
         self._router_is_stuck = False
         """The router waits for answers from a lost machine, which never come."""
         # The router restarts in seconds; requests to it are retried for a minute.
-        patient = connect(router.url, router.keys, retries=max(settings.request_retries, 40), timeout_s=settings.request_timeout_s)
+        patient = EngineClient(router.url, router.keys, retries=max(settings.request_retries, 40), timeout_s=settings.request_timeout_s)
         split = settings.router.prefill_decode
         self.group = EngineGroup([engine.client for engine in self._engines], patient, membership=self, split=split)
         self.sync_restarted: SyncRestarted = _with_next_sync
@@ -327,7 +327,7 @@ class Fleet:
 
 
 def _client(settings: FleetSettings, server: ServerSettings, *, start: int) -> InferenceEngine:
-    return connect(
+    return EngineClient(
         server.url,
         server.keys,
         retries=settings.request_retries,

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from fuligo.config.secret import Environment
 from fuligo.engines.answers import WeightLabel
-from fuligo.engines.client import EngineClient, connect
+from fuligo.engines.client import EngineClient
 from fuligo.engines.host import endpoint, is_loopback, use_loopback_interface
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.server_process import ServerProcess, command_line, secrets_of
@@ -261,7 +261,7 @@ async def require_key(settings: ServerSettings) -> None:
 
 async def answers(url: str, timeout_s: float) -> bool:
     """Return whether the engine's `/health` succeeds in time."""
-    client = connect(url, retries=0)
+    client = EngineClient(url, retries=0)
     try:
         async with asyncio.timeout(timeout_s):
             return await client.is_healthy()

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fuligo.engines.client import connect
+from fuligo.engines.client import EngineClient
 from fuligo.engines.connection import ControlDeadlines, Deadline
 from fuligo.engines.ports import PortClaims
 from fuligo.engines.sglang import fleet as fleet_module
@@ -224,7 +224,7 @@ async def test_an_engine_whose_scheduler_hangs_is_restarted(
 ) -> None:
     """Its HTTP server lives; only the deadline of the call reveals the hang, whoever makes the call."""
     soon_s = 2.0
-    monkeypatch.setattr(senders, "connect", partial(connect, deadlines=ControlDeadlines(bucket=Deadline(soon_s))))
+    monkeypatch.setattr(senders, "EngineClient", partial(EngineClient, deadlines=ControlDeadlines(bucket=Deadline(soon_s))))
     monkeypatch.setattr(broadcast, "TIMEOUT", timedelta(seconds=soon_s))
     async with open_world(transport, {0: Fault(path, "hangs")}, num_engines=1, call_timeout_s=soon_s) as world:
         world.trainer.set(a=1.0)

@@ -204,7 +204,7 @@ def _value(meaning: _Meaning, occurrence: _Occurrence, result: CommandLine) -> A
         return _boolean(flag, occurrence)
     if flag.kind.is_list:
         if not occurrence.values:
-            raise _Problem(f"{occurrence.option} needs at least one value; an empty list is written {occurrence.option}=[]")
+            raise _Problem(f"{occurrence.option} needs at least one value; for an empty list, write {occurrence.option}=[]")
         if occurrence.attached and occurrence.values[0].startswith("["):
             return _json(flag, occurrence.values[0])
         return occurrence.values

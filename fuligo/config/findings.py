@@ -48,7 +48,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[S]):
-    """Named, pure check of one subject."""
+    """Check with a stable id, a pure function of its subject (a config or a plan)."""
 
     id: str
     check: Callable[[S], Iterator[Finding]]

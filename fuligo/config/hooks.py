@@ -123,7 +123,7 @@ def _import_file(file: Path) -> ModuleType:
     """Import a file once, so that its hooks share their state."""
     file = file.expanduser().resolve()
     if not file.is_file():
-        raise FileNotFoundError(f"there is no file {file}")
+        raise FileNotFoundError(f"{file} does not exist")
     name = f"fuligo_hook_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]

@@ -167,7 +167,7 @@ class Generation:
 
 @dataclass(slots=True, frozen=True)
 class Served:
-    """Sums over the results of engines."""
+    """Token counts, summed over the results of engines."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0

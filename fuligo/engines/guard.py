@@ -159,7 +159,7 @@ def _tensor_files(ended: set[int]) -> list[Path]:
 
 
 def _shared_files(family: Iterable[int]) -> list[Path]:
-    """Return the shared files that these running processes have mapped; by inode, because glibc creates semaphores under another name."""
+    """Return the files in shared memory that these processes have mapped, found by inode: glibc creates semaphores under another name."""
     inodes = {inode for pid in family for inode in _mapped_inodes(pid)}
     candidates = [file for file in SHARED_MEMORY.glob("*") if file.name.startswith(SHARED_BY_A_FAMILY)]
     return [file for file in candidates if _inode(file) in inodes]

@@ -81,7 +81,7 @@ class WeightStore:
             f"{kind}: {sorted(map(str, found[kind]))[:8]}" for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if found[kind]
         ]
         if problems:
-            raise WeightSyncError(f"cannot load weights from {path}: not a checkpoint of this model: {'; '.join(problems)}")
+            raise WeightSyncError(f"cannot load weights from {path}: it is not a checkpoint of this model ({'; '.join(problems)})")
         self.load_tensors(list(checkpoint_weights(loaded.state_dict().items())), version, source=path)
 
     def _under_all_names(self) -> dict[str, torch.Tensor]:

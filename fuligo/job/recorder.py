@@ -98,7 +98,7 @@ class RunRecorder:
         try:
             self._directory.write_samples(error.step, error.groups, reward_key=self._reward_key)
         except FuligoError as failure:
-            logger.warning("the samples of rollout %d are lost: %s", error.step, failure)
+            logger.warning("cannot write the samples of rollout %d, which was not filled: %s", error.step, failure)
 
     def record_evaluation(self, num_rollouts: int, evaluation: Evaluation) -> None:
         """Write an evaluation to disk, the sinks and the console.

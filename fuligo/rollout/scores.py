@@ -47,7 +47,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def reported_means(samples: Iterable[Sample]) -> dict[str, float]:
-    """Return the means of what rewards and hooks report of samples.
+    """Return the means of the numbers that rewards and hooks report for each sample.
 
     `reward/<key>` is a number of a dict reward, `sample/<name>` one of `Sample.metrics`; each is a mean over the samples that have it.
     """

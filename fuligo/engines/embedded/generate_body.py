@@ -110,7 +110,7 @@ def _sampling(params: Any, num_tokens: int, score_start: int | None) -> Sampling
     if score_start is None:
         return SamplingParams.from_json({} if params is None else params)
     if not isinstance(params, dict) or params.get("max_new_tokens") != 0:
-        raise ValueError("logprob_start_len asks for log-probabilities of the input: sample nothing with it (max_new_tokens 0)")
+        raise ValueError("logprob_start_len requests log-probabilities of the input, which excludes sampling; set max_new_tokens to 0")
     if not 0 <= score_start < num_tokens - 1:
         raise ValueError(f"logprob_start_len is {score_start}; at least one of the {num_tokens} input_ids must follow it")
     return replace(SamplingParams.from_json({**params, "max_new_tokens": 1}), max_new_tokens=0)

@@ -128,6 +128,6 @@ def find_rule(name: str) -> Rule:
     near = difflib.get_close_matches(str(name), RULES, n=2)
     hint = f"; did you mean {' or '.join(near)}?" if near else "."
     raise ConfigError(
-        f"--rm-type {name}: there is no such reward{hint} Known: {', '.join(NAMED)}, each also as {BOXED_PREFIX}<name>; "
+        f"--rm-type {name} is not a built-in reward{hint} Known: {', '.join(NAMED)}, each also as {BOXED_PREFIX}<name>; "
         "use --custom-rm-path for your own"
     )

@@ -171,7 +171,7 @@ def reward_number(reward: float | dict[str, Any], key: str | None) -> float:
         return reward
     if key is None:
         raise RewardFailure(
-            FailureReason.BAD_VALUE, "--extra-rm-path adds to a number, the reward is a dict; name its value by --reward-key"
+            FailureReason.BAD_VALUE, "--extra-rm-path adds to a number, but the reward is a dict; name its value with --reward-key"
         )
     return reward[key]
 

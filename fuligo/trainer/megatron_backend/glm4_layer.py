@@ -24,7 +24,7 @@ class SandwichLayerSubmodules(TransformerLayerSubmodules):
 
 
 def sandwich(submodules: TransformerLayerSubmodules, norm: type) -> ModuleSpec:
-    """Return the spec of a layer of these modules with two more norms."""
+    """Return the spec of a `SandwichLayer`, which has these modules and two more norms."""
     given = {field.name: getattr(submodules, field.name) for field in fields(submodules)}
     return ModuleSpec(SandwichLayer, submodules=SandwichLayerSubmodules(**given, post_self_attn_layernorm=norm, post_mlp_layernorm=norm))
 

@@ -181,8 +181,8 @@ def refuse_unsupported_routing(config: TransformerConfig) -> None:
         return
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise ConfigError(
-            f"--tensor-model-parallel-size {config.tensor_model_parallel_size} of a mixture of experts needs --sequence-parallel: "
-            "Megatron-Core does not train it without"
+            f"--tensor-model-parallel-size {config.tensor_model_parallel_size} needs --sequence-parallel: the model has experts, and "
+            "Megatron-Core trains them in no other way"
         )
     kinds = config.moe_router_load_balancing_type
     for kind in [kinds] if isinstance(kinds, str) else kinds:

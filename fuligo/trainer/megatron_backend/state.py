@@ -133,7 +133,7 @@ def restore_state(directory: Path, state: MegatronState, world: World) -> None:
         _tracker().set_states(states)
         set_random_state(opened.random, world)
     elif world.rank == 0:
-        logger.info("%s was saved under another layout (%s); random states start anew", directory, opened.saved.layout)
+        logger.info("%s was saved under another layout (%s); starting with new random states", directory, opened.saved.layout)
     state.progress.num_optimizer_steps = opened.saved.progress.num_optimizer_steps
     state.progress.num_rollouts = opened.saved.progress.num_rollouts
 
@@ -252,8 +252,8 @@ def _check_weights(tensors: DistributedTensors, weights: Sequence[LocalWeight], 
     unknown = sorted(stored - {weight.megatron for weight in names.weights()})
     if unknown:
         raise CheckpointError(
-            f"{tensors.directory} belongs to another architecture: {unknown[0]} is there, which the {names.architecture.model_type} model "
-            "of this run does not have; use the --hf-checkpoint that it was made with"
+            f"{tensors.directory} belongs to another architecture: it holds {unknown[0]}, which this run's {names.architecture.model_type} "
+            "model does not have; use the --hf-checkpoint that it was made with"
         )
 
 

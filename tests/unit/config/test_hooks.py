@@ -111,7 +111,7 @@ def test_hooks_are_found_by_module_and_by_file(module: str, flag: str, function:
         ("custom_rm_path", "{module}.too_many", "missing a required argument: 'other'"),
         ("custom_rm_path", "no_such_module.reward", "there is no module no_such_module"),
         ("custom_rm_path", "os.no_such.reward", "there is no module os.no_such"),
-        ("custom_rm_path", "nowhere.py:reward", "there is no file"),
+        ("custom_rm_path", "nowhere.py:reward", "nowhere.py does not exist"),
         ("custom_rm_path", "reward", "must look like package.module.function or path/to/file.py:function"),
         ("custom_rm_path", "{module}.py", "names a file and no function in it; write "),
         ("custom_generate_function_path", "{module}.generate_not_async", "must be `async def`"),

@@ -38,7 +38,7 @@ def test_a_full_disk_does_not_replace_the_error_that_ends_the_run(small_disk: Sm
     recorder_of(directory).record_unfilled(UnfilledRolloutError("dropped", 3, [dropped_group()]))
     directory.close()
     (warning,) = caplog.messages
-    assert warning.startswith("the samples of rollout 3 are lost: ")
+    assert warning.startswith("cannot write the samples of rollout 3, which was not filled: ")
     assert "No space left on device" in warning
 
 

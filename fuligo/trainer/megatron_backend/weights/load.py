@@ -87,7 +87,7 @@ def _fill(tensor: Tensor, weight: Weight, parts: Sequence[StoredPart], architect
     lengths = [len(piece) for piece in pieces]
     if (shape := (sum(lengths), *pieces[0].shape[1:])) != tensor.shape:
         share = "all of it" if count == 1 else f"part {index + 1} of {count}"
-        raise _ShapeError(f"{share} has the shape {list(shape)}, the model's has {list(tensor.shape)}")
+        raise _ShapeError(f"{share} has the shape {list(shape)}, but the model's tensor has {list(tensor.shape)}")
     for rows, piece in zip(tensor.split(lengths), pieces, strict=True):
         rows.copy_(piece)
 

@@ -141,7 +141,7 @@ async def test_without_a_usable_label_the_sample_fails(make_group: MakeGroup, rm
 
 
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"--rm-type deepscalar: there is no such reward; did you mean deepscaler") as raised:
+    with pytest.raises(ConfigError, match=r"--rm-type deepscalar is not a built-in reward; did you mean deepscaler") as raised:
         find_rule("deepscalar")
     for name in ("math", "deepscaler", "dapo", "f1", "random", "remote_rm", "boxed_"):
         assert name in str(raised.value)

@@ -6,12 +6,13 @@ Each conversion has a parser of its own; heavy packages are imported once its ar
 import argparse
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fuligo.config.launcher import world_size
 from fuligo.convert import fp8_plan
 from fuligo.errors import ConfigError, FuligoError
+from fuligo.models.hub import HubModel, model_directory
 from fuligo.planner import conversion
 
 _TORCHRUN_TIMEOUT_S = 7200.0
@@ -73,8 +74,8 @@ def _parser(name: str, description: str, *positional: tuple[str, str], save: boo
 def _hf_to_dist_parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         allow_abbrev=False,
-        usage="""fuligo convert hf-to-dist [MODEL_ARGS] --hf-checkpoint DIR --save DIR
-    torchrun --nproc-per-node N -m fuligo convert hf-to-dist [MODEL_ARGS] --hf-checkpoint DIR --save DIR
+        usage="""fuligo convert hf-to-dist [MODEL_ARGS] --hf-checkpoint DIR|ORG/NAME --save DIR
+    torchrun --nproc-per-node N -m fuligo convert hf-to-dist [MODEL_ARGS] --hf-checkpoint DIR|ORG/NAME --save DIR
 
 Takes the Megatron flags of the model and of a parallel layout, as fuligo train does.""",
     )
@@ -97,7 +98,7 @@ def hf_to_dist(arguments: Sequence[str]) -> int:
             for line in conversion.describe(plan):
                 print(line, flush=True)
         if not own.plan:
-            _convert_hf_to_dist(plan)
+            _convert_hf_to_dist(replace(plan, source=str(_downloaded(plan.source))))
             if is_first:
                 print(f"{plan.target} is complete: use it with --ref-load or --load", flush=True)
     except FuligoError as error:
@@ -105,6 +106,17 @@ def hf_to_dist(arguments: Sequence[str]) -> int:
             raise
         return error.exit_code
     return 0
+
+
+def _downloaded(source: str) -> Path:
+    """Return the source; if it is in the Hub's cache, with its weights."""
+    model = HubModel.parse(source)
+    return Path(source) if model is None else model.download()
+
+
+def _small_model(path: Path | None) -> Path | None:
+    """Return the directory of `--hf-checkpoint` where only config.json and tokenizer are read; it may be a name on the Hub."""
+    return None if path is None else model_directory(path, weights=False)
 
 
 def _convert_hf_to_dist(plan: conversion.DistPlan) -> None:
@@ -137,7 +149,7 @@ def _dist_to_hf_parser() -> argparse.ArgumentParser:
         "dist-to-hf",
         "Convert a distributed checkpoint to a Hugging Face directory.",
         ("checkpoint", "distributed checkpoint, or a directory of them, of which the newest is taken"),
-        model="directory with config.json and tokenizer (default: those in the checkpoint)",
+        model="directory or ORG/NAME on the Hub with config.json and tokenizer (default: those in the checkpoint)",
     )
 
 
@@ -154,7 +166,7 @@ def dist_to_hf(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"{options.checkpoint} is not a distributed checkpoint: use a directory with .metadata, or a directory of checkpoints"
         )
-    dist_to_hf(source, options.save, model=options.hf_checkpoint)
+    dist_to_hf(source, options.save, model=_small_model(options.hf_checkpoint))
     print(f"{source} -> {options.save}")
     return 0
 
@@ -164,7 +176,7 @@ def _value_to_hf_parser() -> argparse.ArgumentParser:
         "value-to-hf",
         "Convert the value model of a checkpoint to a Hugging Face directory, a token classifier with one label.",
         ("checkpoint", "checkpoint of either trainer, a directory of them (the newest is taken), or its critic/"),
-        model="directory with config.json and tokenizer (default: those beside the weights)",
+        model="directory or ORG/NAME on the Hub with config.json and tokenizer (default: those beside the weights)",
     )
 
 
@@ -174,7 +186,7 @@ def value_to_hf(arguments: Sequence[str]) -> int:
 
     from fuligo.convert.value_to_hf import value_to_hf
 
-    source = value_to_hf(options.checkpoint, options.save, model=options.hf_checkpoint)
+    source = value_to_hf(options.checkpoint, options.save, model=_small_model(options.hf_checkpoint))
     print(f"{source} -> {options.save}")
     return 0
 
@@ -183,14 +195,14 @@ def value_to_hf(arguments: Sequence[str]) -> int:
 
 
 def _compare_parser() -> argparse.ArgumentParser:
-    kinds = "Hugging Face directory, distributed checkpoint, or directory of checkpoints"
+    kinds = "Hugging Face directory or ORG/NAME on the Hub, distributed checkpoint, or directory of checkpoints"
     made = _parser(
         "compare",
         "Compare the tensors of two checkpoints of either format, value models included.",
         ("first", kinds),
         ("second", kinds),
         save=False,
-        model="directory with the config.json of a distributed checkpoint that has none",
+        model="directory or ORG/NAME on the Hub with the config.json of a distributed checkpoint that has none",
     )
     made.add_argument("--all", action="store_true", help="also list equal tensors")
     return made
@@ -203,7 +215,8 @@ def compare(arguments: Sequence[str]) -> int:
     from fuligo.convert.compare import compare
 
     num_equal, differing, largest = 0, 0, 0.0
-    for result in compare(options.first, options.second, options.hf_checkpoint):
+    first, second = (model_directory(path, weights=True) for path in (options.first, options.second))
+    for result in compare(first, second, _small_model(options.hf_checkpoint)):
         if result.difference:
             differing, largest = differing + 1, max(largest, result.largest)
             print(f"{result.name}: {result.difference}", flush=True)

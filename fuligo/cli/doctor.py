@@ -11,6 +11,7 @@ from fuligo.config.validate import validate
 from fuligo.machine.facts import read_machine
 from fuligo.machine.findings import Finding, machine_findings
 from fuligo.machine.needs import needs
+from fuligo.models.hub import located
 
 USAGE = """\
 fuligo doctor [--config FILE] [--flag VALUE ...]
@@ -24,12 +25,12 @@ def main(arguments: Sequence[str]) -> int:
     """Print the report; return 0 if a run can work, 1 if something is missing.
 
     Raises:
-        ConfigError: the arguments are not valid for `fuligo train`.
+        ConfigError: the arguments are not valid for `fuligo train`, or the Hub does not provide a model that they name.
     """
     if any(argument in ("-h", "--help") for argument in arguments):
         print(USAGE, end="")
         return 0
-    config = parse(arguments).config if arguments else None
+    config = located(parse(arguments).config) if arguments else None
     if config is not None:
         validate(config)
     machine = read_machine()

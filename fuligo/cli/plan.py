@@ -78,13 +78,21 @@ def main(arguments: Sequence[str]) -> int:
         devices = find_devices(config)
         found = known_gpu(devices[0].name, devices[0].memory_bytes) if devices else None
         gpu = found.name if found is not None else DEFAULT_GPU
-        if found is not None:
+        if found is None:
+            notes.append(_no_gpu(devices[0].name if devices else None))
+        else:
             config, engine = with_installed_engine(config, len(devices))
             notes += engine
     plan = make_plan(config, gpu, plan_name(config, options.job), host_memory_bytes=options.host_memory_bytes)
     plan = replace(plan, findings=(*_refused_at_start(config), *plan.findings, *_short_of_disk(plan, config)))
     _write(plan, apply_choices(config, plan.choices), notes, options)
     return 2 if any(finding.severity is Severity.ERROR for finding in plan.findings) else 0
+
+
+def _no_gpu(device: str | None) -> str:
+    """Describe which GPU a plan is for that no --gpu names, on a machine without a known one."""
+    reason = "this machine has no GPU" if device is None else f"this machine's GPU ({device}) is unknown to the planner"
+    return f"{reason}: planned for {DEFAULT_GPU}; name yours with --gpu, such as h200-141"
 
 
 def _refused_at_start(config: Config) -> Iterator[Finding]:

@@ -58,7 +58,7 @@ _OF_SLIME = {
     "prefill_num_servers": "use server groups of worker_type prefill and decode in --sglang-config",
     "multimodal_keys": "fuligo trains on text only",
     "keep_old_actor": "set --use-rollout-logprobs or --use-tis: the engines' log-probabilities are those of the policy that sampled",
-    "wandb_key": "set WANDB_API_KEY in the environment",
+    "wandb_key": "set WANDB_API_KEY (or WANDB_KEY) in the environment of the run",
     "offload": _OFFLOAD,
     "offload_train": _OFFLOAD,
     "offload_rollout": _OFFLOAD,

@@ -16,6 +16,7 @@ from fuligo.formats.fp8_shards import Shard, plan_shards, shard_problems, unquan
 from fuligo.formats.hugging_face import DamagedFileError, is_weight_file, read_config_json, read_stored_tensors
 from fuligo.formats.quantisation import DEFAULT_BLOCK, STRATEGIES, Quantisation
 from fuligo.models.architecture import Architecture, Part
+from fuligo.models.hub import model_directory
 from fuligo.models.registry import architecture_of
 from fuligo.quantities import amount, count, magnitude
 
@@ -64,7 +65,7 @@ class Fp8Plan:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the conversion's options."""
     made = argparse.ArgumentParser("fuligo convert fp8", description="Quantise a Hugging Face checkpoint to FP8.", allow_abbrev=False)
-    made.add_argument("--model-dir", type=Path, required=True, help="Hugging Face directory in bf16")
+    made.add_argument("--model-dir", type=Path, required=True, help="Hugging Face directory in bf16, or ORG/NAME on the Hub")
     made.add_argument(
         "--save-dir", type=Path, required=True, help="new or empty directory, or one with an interrupted conversion to continue"
     )
@@ -83,6 +84,7 @@ def plan_hf_to_fp8(arguments: Sequence[str]) -> Fp8Plan:
             does not support; or the target holds something else or has too little space.
     """
     options = parser().parse_args(arguments)
+    options.model_dir = model_directory(options.model_dir, weights=not options.plan)
     _raise(_option_problems(options))
     source, target = options.model_dir, options.save_dir
     values = read_config_json(source)

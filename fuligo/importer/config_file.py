@@ -1,5 +1,6 @@
 """Config file of an imported launch: the values that the script gives, under their groups."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from fuligo.importer.slime import translate
 
 _TOPOLOGY_OPTION = "--sglang-config"
 _WIDTH = 120
+_OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,21 @@ def imported_config(script: ImportedScript, *, slime_defaults: bool = True) -> I
         slime_defaults: translate a command line of slime; False takes `train.py` for fuligo's own.
 
     Raises:
-        ConfigError: unknown flags and invalid values, all of them.
+        ConfigError: unknown flags and invalid values, all of them, each with its line in the script.
     """
+    try:
+        return _imported(script, slime_defaults=slime_defaults)
+    except ConfigError as error:
+        raise ConfigError(*(_with_place(script, problem) for problem in error.problems)) from None
+
+
+def _with_place(script: ImportedScript, problem: str) -> str:
+    """Prefix a problem with the line of the flag that it names first."""
+    option = _OPTION.search(problem)
+    return problem if option is None or problem.startswith(script.launch.place) else f"{script.place_of(option[0])}: {problem}"
+
+
+def _imported(script: ImportedScript, *, slime_defaults: bool) -> ImportedConfig:
     training, notes = script.launch, []
     arguments = training.arguments
     if slime_defaults and training.is_slime and CONFIG_OPTION not in arguments:

@@ -71,6 +71,17 @@ class ImportedScript:
     launch: Launch
     notes: tuple[str, ...]
     """Notes on what was not run and what was assumed, each with its line."""
+    path: Path
+    """The script."""
+
+    def place_of(self, option: str) -> str:
+        """Return where an option stands in the script, `run.sh line 34`; else where the job is started: it may come from a sourced file."""
+        word = re.compile(rf"(?<![\w-]){re.escape(option)}(?![\w-])")
+        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+        found = [
+            number for number, line in enumerate(lines, 1) if word.search(line.partition(" #")[0]) and not line.lstrip().startswith("#")
+        ]
+        return f"{self.path.name} line {found[-1]}" if found else self.launch.place
 
     def file_text(self, path: str) -> str:
         """Return the text that a file of the command line had when the job was started.
@@ -151,7 +162,7 @@ def import_script(
     notes = [*findings.notes, *unset, *_missing_files(report, task)]
     if report["stopped"]:
         notes.append(f"{_end(report, task)}, after it started the job")
-    return ImportedScript(findings.launches[0], tuple(notes))
+    return ImportedScript(findings.launches[0], tuple(notes), script)
 
 
 # -- one run ---------------------------------------------------------------------------------------------------------------------------

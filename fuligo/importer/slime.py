@@ -16,7 +16,7 @@ _MEGATRON_DROPOUT = "0.1"
 
 _LEAVE_IT_OUT = "leave it out: "
 LEFT_OUT = {name: advice.removeprefix(_LEAVE_IT_OUT) for name, advice in MOVED.items() if advice.startswith(_LEAVE_IT_OUT)} | {
-    "wandb_key": "set WANDB_API_KEY in the environment of the run"
+    "wandb_key": "set WANDB_API_KEY (or WANDB_KEY) in the environment of the run"
 }
 """Flat name -> why a flag of slime is left out."""
 

@@ -16,6 +16,8 @@ MODEL_FLAGS = ("hf_checkpoint", "ref_load", "critic_load", "opd_teacher_load")
 """Flags that take a directory or the name of a model on the Hub."""
 _IGNORED = ("*/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
 """Files that fuligo does not read: folders, and weights in other formats."""
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer*")
+"""Configuration and tokenizer."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,13 +66,53 @@ class HubModel:
         return self.name if self.revision is None else f"{self.name}@{self.revision}"
 
 
+def model_directory(path: Path, *, weights: bool) -> Path:
+    """Return the directory of a model: the path itself, or that of the Hub's cache if it is a name on the Hub, which is downloaded.
+
+    Args:
+        weights: download everything; else only config.json and the tokenizer.
+
+    Raises:
+        ConfigError: the Hub does not provide the model.
+    """
+    model = None if path.exists() else HubModel.parse(str(path))
+    return path if model is None else model.download(None if weights else list(_SMALL_FILES))
+
+
+@dataclass(slots=True, frozen=True)
+class _Place:
+    """Place of a config that may name a model on the Hub."""
+
+    flag: str
+    number: int | None = None
+    """Position in the list of `--sglang-config`."""
+
+    def value(self, config: Config) -> str | None:
+        given = config.value_of(self.flag)
+        return given if self.number is None else given[self.number].model_path
+
+    def replaced(self, config: Config, directory: str) -> Config:
+        flag = flags()[self.flag]
+        given = getattr(config, flag.group)
+        value: object = directory
+        if self.number is not None:
+            value = list(given.sglang_config)
+            value[self.number] = value[self.number].model_copy(update={"model_path": directory})
+        return config.model_copy(update={flag.group: given.model_copy(update={self.flag: value})})
+
+    def option(self, config: Config) -> str:
+        option = flags()[self.flag].option
+        return option if self.number is None else f"{option}, model_path of {config.value_of(self.flag)[self.number].name}"
+
+
 def located(config: Config) -> Config:
     """Return the config with directories in place of names on the Hub. Downloads their config.json alone.
 
     Raises:
         ConfigError: the Hub does not provide a model; names all of them.
     """
-    return _replaced(config, {name: model for name, model in _named(config).items() if not _is_here(config, name)}, ["config.json"])
+    missing = {place: model for place, model in _named(config).items() if not (_directory(config, place) / "config.json").is_file()}
+    return _replaced(config, missing, ["config.json"])
 
 
 def with_weights(config: Config) -> Config:
@@ -79,36 +121,33 @@ def with_weights(config: Config) -> Config:
     Raises:
         ConfigError: the Hub does not provide a model; names all of them.
     """
-    critic = "critic_load"
     incomplete = {
-        name: model
-        for name, model in _named(config).items()
-        if any(checkpoint_problems(Path(str(config.value_of(name))), may_be_value_model=name == critic))
+        place: model
+        for place, model in _named(config).items()
+        if any(checkpoint_problems(_directory(config, place), may_be_value_model=place.flag == "critic_load"))
     }
     return _replaced(config, incomplete, None)
 
 
-def _named(config: Config) -> dict[str, HubModel]:
-    """Return the models of the Hub by the flags that name them."""
-    given = {name: config.value_of(name) for name in MODEL_FLAGS}
-    return {name: model for name, text in given.items() if isinstance(text, str) and (model := HubModel.parse(text)) is not None}
+def _named(config: Config) -> dict[_Place, HubModel]:
+    """Return the models of the Hub by the places that name them."""
+    served = config.engine.sglang_config or []
+    places = [*map(_Place, MODEL_FLAGS), *(_Place("sglang_config", number) for number in range(len(served)))]
+    given = {place: place.value(config) for place in places}
+    return {place: model for place, text in given.items() if text is not None and (model := HubModel.parse(text)) is not None}
 
 
-def _is_here(config: Config, name: str) -> bool:
-    return (Path(str(config.value_of(name))) / "config.json").is_file()
+def _directory(config: Config, place: _Place) -> Path:
+    return Path(str(place.value(config)))
 
 
-def _replaced(config: Config, models: dict[str, HubModel], allowed: list[str] | None) -> Config:
+def _replaced(config: Config, models: dict[_Place, HubModel], allowed: list[str] | None) -> Config:
     problems: list[str] = []
-    for name, model in models.items():
-        flag = flags()[name]
+    for place, model in models.items():
         try:
-            directory = str(model.download(allowed))
+            config = place.replaced(config, str(model.download(allowed)))
         except ConfigError as error:
-            problems += [f"{flag.option}: {text}" for text in error.problems]
-            continue
-        group = getattr(config, flag.group).model_copy(update={name: directory})
-        config = config.model_copy(update={flag.group: group})
+            problems += [f"{place.option(config)}: {text}" for text in error.problems]
     if problems:
         raise ConfigError(*problems)
     return config

@@ -114,7 +114,10 @@ class PlainProgress(Progress):
             f"step {record['step'] + 1}/{self._num_rollouts}",
             _field(record, "reward", "rollout/reward_mean", ".3f"),
             _field(record, "length", "rollout/response_len_mean", ".1f"),
-            _field(record, "loss", "train/loss", "z.4f"),
+            # The policy-gradient loss of an on-policy step is 0 whatever is learned: its gradient is not.
+            _field(record, "loss", "train/loss", "z.4f") if "train/pg_loss" not in record else "",
+            _field(record, "kl", "train/kl", "z.4f"),
+            _field(record, "entropy", "train/entropy", ".3f"),
             _field(record, "reverse_kl", "train/opd_reverse_kl", "z.4f"),
             _field(record, "grad_norm", "train/grad_norm", ".3g"),
             _field(record, "tokens/s", "rollout/tokens_per_s", ",.0f"),

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import logging
+import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -96,6 +97,7 @@ class WandbSink:
     def __init__(self, config: Config, run_dir: Path) -> None:
         wandb = importlib.import_module("wandb")
         flags = config.observability
+        _name_api_key()
         try:
             file = run_dir / "wandb" / "run-id.txt"
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -216,6 +218,14 @@ class GuardedSink:
             self._sink.close()
         except Exception as error:
             logger.warning("%s: close raised %s", self._name, describe_exception(error, self._hook))
+
+
+def _name_api_key() -> None:
+    """Take W&B's key from WANDB_KEY, the name in slime's launch scripts, if WANDB_API_KEY is not set."""
+    key = os.environ.get("WANDB_KEY")
+    if key and not os.environ.get("WANDB_API_KEY"):
+        os.environ["WANDB_API_KEY"] = key
+        logger.info("took W&B's key from WANDB_KEY, since WANDB_API_KEY is not set")
 
 
 def _require(package: str, flag: str) -> None:

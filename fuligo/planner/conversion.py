@@ -14,6 +14,7 @@ from fuligo.errors import ConfigError
 from fuligo.layout.megatron import Layout, layout_of
 from fuligo.models.architecture import Architecture
 from fuligo.models.find import find_trainer_config_json
+from fuligo.models.hub import located
 from fuligo.models.megatron_flags import disagreements
 from fuligo.planner.layout import stages
 from fuligo.planner.memory.parameters import frozen_parameters, trained_parameters
@@ -54,7 +55,8 @@ def plan_hf_to_dist(arguments: Sequence[str], world_size: int) -> DistPlan:
     """Plan the conversion with these arguments on `world_size` processes.
 
     Raises:
-        ConfigError: unknown or unused flags, MODEL_ARGS that disagree with config.json, or a layout that does not fit.
+        ConfigError: unknown or unused flags, MODEL_ARGS that disagree with config.json, a layout that does not fit,
+            or a model that the Hub does not provide.
     """
     given = {assignment.flag.name: assignment for assignment in read_command_line(arguments).assignments}
     parsed = parse([*arguments, "--train-backend", "megatron"])
@@ -68,6 +70,7 @@ def plan_hf_to_dist(arguments: Sequence[str], world_size: int) -> DistPlan:
     if problems:
         raise ConfigError(*problems)
     config = apply_changes(parsed.config, [Change(("cluster", "actor_num_gpus_per_node"), world_size)])
+    config = located(config)
     found = None if config.model.override_model_config else find_trainer_config_json(config)
     if found is not None:
         problems = [

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from fuligo.config.flag import FlagGroup, flag, slime
 from fuligo.config.secret import Url
@@ -120,4 +120,11 @@ class EvalFlags(FlagGroup):
     eval_temperature: float | None = slime(None, "sampling temperature; 0 is greedy", ge=0)
     eval_top_p: float | None = slime(None, "nucleus sampling", gt=0, le=1)
     eval_top_k: int | None = slime(None, "top-k sampling", ge=-1)
+    eval: bool = flag(True, "evaluate if there is data for it; --no-eval drops all other flags of evaluation, those of a file too")
     skip_eval_before_train: bool = slime(False, "skip the evaluation before the first step")
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_others(cls, values: Any) -> Any:
+        """Drop all other flags of evaluation if this one is false, so that one flag undoes what a config file says."""
+        return {"eval": False} if isinstance(values, dict) and values.get("eval") is False else values

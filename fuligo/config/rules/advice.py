@@ -1,5 +1,7 @@
 """Warnings about settings that are allowed but probably not intended."""
 
+from pathlib import Path
+
 from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.config import Config
 from fuligo.config.findings import Severity
@@ -9,6 +11,19 @@ from fuligo.config.topology import engine_groups
 _HIGHEST_LR = 1e-2
 _WIDE_FOR_A_MEAN = 0.05
 """Distance from 1 that the mean ratio of a whole response hardly ever reaches."""
+
+
+@rule("CFG-MODEL-CONFIG", "--model-config-file", "--hf-checkpoint", severity=Severity.WARNING)
+def unread_model_config(config: Config) -> Violation | None:
+    """Warn about a --model-config-file beside a checkpoint on this machine, whose own config.json counts."""
+    given, checkpoint = config.model.model_config_file, config.model.hf_checkpoint
+    if given is None or checkpoint is None or not (own := Path(checkpoint) / "config.json").is_file():
+        return None
+    file = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
+    if file.is_file() and file.read_bytes() == own.read_bytes():
+        return None
+    text = f"--model-config-file {given} is not read: --hf-checkpoint {checkpoint} is on this machine, and its own config.json counts"
+    return Violation(text, (unset_flag("model_config_file"),), advice="to plan with the file, leave out --hf-checkpoint")
 
 
 @rule("CFG-KL-K1", "--kl-loss-type", severity=Severity.WARNING)

@@ -115,7 +115,7 @@ EFFECTS = (
     _effect(
         "EVAL-FUNCTION",
         "custom_eval_rollout_log_function_path",
-        lambda config: config.has_eval,
+        lambda config: config.has_eval or not config.eval.eval,
         "without evaluation",
         "add --eval-prompt-data, --eval-config or --eval-function-path",
     ),

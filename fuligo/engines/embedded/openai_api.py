@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import orjson
@@ -17,6 +17,8 @@ from fuligo.engines.embedded.generate_body import answer, ended_while_connected,
 from fuligo.engines.embedded.request import Request
 from fuligo.errors import EngineError, FuligoError
 
+_INCOMPLETE = "\ufffd"
+"""Text to which a part of a character is decoded."""
 POLL_S = 0.02
 """Interval at which a stream looks for new tokens."""
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "sampling_seed", "stop": "stop"}
@@ -146,6 +148,7 @@ class OpenAiApi:
         """
         head = {**head, "object": "chat.completion.chunk" if is_chat else head["object"]}
         sent = [""] * len(requests)
+        texts = [TextStream(self._engine.model.tokenizer) for _ in requests]
         open_ones = set(range(len(requests)))
         started = time.perf_counter()
         try:
@@ -159,7 +162,8 @@ class OpenAiApi:
                     if request.error:
                         yield _event({"error": {"message": request.error, "type": "server_error"}})
                         return
-                    whole = answer(request, self._engine.model, started)["text"] if done else self._text_so_far(request, held_back)
+                    whole = answer(request, self._engine.model, started)["text"] if done else texts[index].read(request.output_ids)
+                    whole = whole if done else whole[: max(0, len(whole) - held_back)]
                     new, sent[index] = whole[len(sent[index]) :], max(sent[index], whole, key=len)
                     if new or done:
                         reason = _reason(request) if done else None
@@ -175,11 +179,33 @@ class OpenAiApi:
         finally:
             self._engine.abort(lambda request: request in requests and not request.waiter.done())
 
-    def _text_so_far(self, request: Request, held_back: int) -> str:
-        tokenizer = self._engine.model.tokenizer
-        assert tokenizer is not None, "the prompt was tokenized"
-        text = str(tokenizer.decode(list(request.output_ids), skip_special_tokens=True))
-        return text[: max(0, len(text) - held_back)].rstrip("\ufffd")  # the character's other bytes are still to come
+
+class TextStream:
+    """Text of a growing list of tokens, of which `read` decodes the new ones alone.
+
+    A token may be a part of a character, and its text may depend on the token before it (SentencePiece drops the first space). So new
+    tokens are decoded together with those read last, and wait while their last character is incomplete.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._text = ""
+        self._context_start = 0
+        """Position of the tokens read last, which precede the new ones in every decoding."""
+        self._num_read = 0
+
+    def read(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, all of the tokens so far, up to its last complete character."""
+        window = list(ids[self._context_start :])
+        known = self._decode(window[: self._num_read - self._context_start])
+        longer = self._decode(window)
+        if len(longer) > len(known) and not longer.endswith(_INCOMPLETE):
+            self._text += longer[len(known) :]
+            self._context_start, self._num_read = self._num_read, self._context_start + len(window)
+        return self._text
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
 
 
 def _reason(request: Request) -> str:

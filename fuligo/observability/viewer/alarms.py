@@ -10,6 +10,8 @@ from fuligo.observability.viewer.mismatch import Explanation
 BASE_STEPS = 50
 """Number of recent good steps that a value is compared with."""
 MIN_BASE_STEPS = 3
+LEARNED_REWARD = 0.9
+"""Mean reward from which a task whose rewards end at 1 counts as learned."""
 LASTING_STEPS = 3
 """Consecutive steps that some alarms need, because a single step may be an outlier."""
 
@@ -46,6 +48,8 @@ class _Watch:
     text: str
     """Template over the facts of `_facts`."""
     lasting: int = 1
+    excused: Callable[[MetricColumns], list[bool]] | None = None
+    """Rows at which a bad value is no fault; None: at none."""
 
 
 def alarms(metrics: MetricColumns) -> list[Alarm]:
@@ -73,7 +77,10 @@ def stretches(bad: Sequence[bool], lasting: int = 1) -> list[Stretch]:
 def _watched(metrics: MetricColumns) -> Iterator[Alarm]:
     for watch in WATCHES:
         values = metrics.column(watch.key)
-        found = stretches(watch.bad(values), watch.lasting)
+        bad = watch.bad(values)
+        if watch.excused is not None:
+            bad = [is_bad and not is_fine for is_bad, is_fine in zip(bad, watch.excused(metrics), strict=True)]
+        found = stretches(bad, watch.lasting)
         if found:
             before = len(found) - 1
             text = watch.text.format(**_facts(values, found[-1])) + (f" It happened {_times(before)} before." if before else "")
@@ -142,6 +149,22 @@ def _entropy_collapses(values: Values) -> list[bool]:
     return [start is not None and row >= 5 and value is not None and value < 0.1 * start for row, value in enumerate(values)]
 
 
+def _learned(metrics: MetricColumns) -> list[bool]:
+    """Return the rows at which the task is learned: the reward is near 1, or all rewards of most groups are equal and higher than at first.
+
+    A policy that has learned its task is certain of its answers.
+    """
+    rewards = metrics.column("rollout/reward_mean")
+    equal = metrics.column("rollout/zero_std_ratio")
+    start = median(finite(rewards[:10])[:5])
+    return [
+        reward is not None
+        and start is not None
+        and (LEARNED_REWARD <= reward <= 1 or (same is not None and same > 0.5 and reward > start and reward >= 0.9 * max(finite(rewards))))
+        for reward, same in zip(rewards, equal, strict=True)
+    ]
+
+
 def _facts(values: Values, stretch: Stretch) -> dict[str, float | str]:
     """Return facts about a stretch for the texts; `compared` is its worst value with the usual one before, as in `0.31, 18 times ...`."""
     shown = finite(values[stretch.first : stretch.last + 1])
@@ -171,7 +194,10 @@ _CLIPPED = (
     "Try fewer optimizer steps per rollout, a smaller learning rate or a wider clip range."
 )
 _KL_GROWS = "It reaches {compared_nats}. Read samples: the policy may be exploiting the reward."
-_COLLAPSED = "It fell from {start:.3g} to {low:.3g} nats. The samples of a group are nearly identical, so there is little left to learn."
+_COLLAPSED = (
+    "It fell from {start:.3g} to {low:.3g} nats while the task is not learned: the samples of a group are nearly identical, so there is "
+    "little left to learn from. Resume from an earlier checkpoint with a smaller learning rate, a higher temperature or --entropy-coef."
+)
 _GRADIENT_JUMPS = "It reaches {compared}. Look at the samples of that step for very long responses or rewards out of range."
 _TRUNCATED = "Up to {worst:.0%} are truncated at the maximum length and judged without their end."
 _EQUAL = "In up to {worst:.0%} of the groups all rewards are equal. Try harder or easier prompts, or dynamic sampling."
@@ -183,7 +209,7 @@ WATCHES = (
     _Watch("rollout/reward_mean", "error", "The reward is 0", _all_zero, _NO_REWARD, LASTING_STEPS),
     _Watch("train/clip_fraction", "warning", "Much of the update is clipped", _above(0.3), _CLIPPED, LASTING_STEPS),
     _Watch("train/kl", "warning", "KL to the reference is growing", _rises(5, 0.1), _KL_GROWS, LASTING_STEPS),
-    _Watch("train/entropy", "warning", "Entropy has collapsed", _entropy_collapses, _COLLAPSED, LASTING_STEPS),
+    _Watch("train/entropy", "warning", "Entropy has collapsed", _entropy_collapses, _COLLAPSED, LASTING_STEPS, _learned),
     _Watch("train/grad_norm", "warning", "The gradient norm jumps", _rises(10, 0.0), _GRADIENT_JUMPS),
     _Watch("rollout/truncated_ratio", "warning", "Many responses are truncated", _above(0.25), _TRUNCATED, LASTING_STEPS),
     _Watch("rollout/zero_std_ratio", "note", "Most groups have equal rewards", _above(0.8), _EQUAL, LASTING_STEPS),

@@ -38,7 +38,8 @@ def test_a_valid_config(run_plan: RunPlan):
     assert code == 0
     assert "256 x h100-80 on 32 nodes" in output
     assert "valid" in output.splitlines()[-1]
-    assert len(output.splitlines()) <= 41, "it fits a screen"
+    assert "no GPU: planned for h100-80; name yours with --gpu" in output
+    assert len(output.splitlines()) <= 44, "it fits a screen"
     assert errors == ""
 
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from fuligo.config import Config
 from fuligo.config.command_line import parse
 from fuligo.config.flags import Kind, flags
 from fuligo.config.reserved import MOVED
@@ -209,6 +210,14 @@ def test_advice_names_flags_that_exist(name: str) -> None:
 @pytest.mark.parametrize("given", ["--max-workers", "--model-dir", "--block-size", "--repo-type", "--nothing-of-the-kind"])
 def test_an_unknown_flag_that_resembles_none_gets_no_suggestion(given: str) -> None:
     assert problems_of([given]) == (f"unknown flag {given}",)
+
+
+def test_no_eval_drops_what_the_file_and_the_line_say_of_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("eval: {eval_interval: 2, eval_prompt_data: [a.jsonl], n_samples_per_eval_prompt: 4}\n")
+    arguments = ["--config", str(tmp_path / "run.yaml"), "--eval-temperature", "0"]
+    assert parse(arguments).config.has_eval
+    config = parse([*arguments, "--no-eval"]).config
+    assert config.eval.model_dump() == {**Config().eval.model_dump(), "eval": False}
 
 
 def test_a_flag_replaces_the_file_s_other_way_to_set_the_same(tmp_path: Path) -> None:

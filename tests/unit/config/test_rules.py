@@ -283,6 +283,12 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ),
     ],
     "CFG-TRUNCATED-SAMPLING": [({"rollout_top_p": 0.9, "rollout_top_k": 20}, "--rollout-top-p 0.9 and --rollout-top-k 20")],
+    "CFG-MODEL-CONFIG": [
+        (
+            {"hf_checkpoint": "fuligo/quickstart/assets/model", "model_config_file": "examples/qwen3-4b/model"},
+            "--model-config-file examples/qwen3-4b/model is not read: --hf-checkpoint fuligo/quickstart/assets/model is on this machine",
+        ),
+    ],
     "CFG-KL-K1": [({"use_kl_loss": True, "kl_loss_coef": 0.1}, "--kl-loss-type k1")],
     "CFG-GSPO-CLIP": [
         (

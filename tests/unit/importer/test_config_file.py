@@ -27,6 +27,15 @@ ray job submit --runtime-env-json="{\\"env_vars\\": {\\"NCCL_NVLS_ENABLE\\": \\"
 """
 
 
+def test_a_problem_names_the_line_of_its_flag(imported: Import):
+    script = "ARGS=(\n  --lr 1e-6\n  --num-rolout 3  # --lr\n)\n# --num-rolout 5\npython3 train.py ${ARGS[@]} --eps-clip x\n"
+    with pytest.raises(ConfigError) as error:
+        imported_config(imported(script), slime_defaults=False)
+    unknown, wrong = error.value.problems
+    assert unknown.startswith("run.sh line 3: unknown flag --num-rolout") and "--num-rollout" in unknown
+    assert wrong.startswith("run.sh line 6: --eps-clip")
+
+
 def test_what_is_given_stands_under_its_group(imported: Import):
     assert yaml.safe_load(imported_config(imported(SCRIPT, BASE_DIR="/shared"), slime_defaults=False).yaml()) == {
         "cluster": {"actor_num_nodes": 1, "actor_num_gpus_per_node": 8, "colocate": True, "env": {"NCCL_NVLS_ENABLE": "0"}},

@@ -44,9 +44,9 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
         yield server
 
 
-def run(environment: dict[str, str], *arguments: str, directory: Path | None = None) -> list:
+def run(environment: dict[str, str], *arguments: str, directory: Path | None = None, program: str = PROGRAM) -> list:
     """Run the program in a process of its own, since the library reads its settings when it is imported."""
-    command = [sys.executable, "-c", PROGRAM, *arguments]
+    command = [sys.executable, "-c", program, *arguments]
     whole = {**os.environ, **environment}
     done = subprocess.run(command, env=whole, cwd=directory, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
@@ -75,6 +75,35 @@ def test_every_model_that_the_hub_does_not_give_is_named(hub: FakeHub, tmp_path:
     ((of_policy, of_reference),) = run(hub.environment(tmp_path / "home"), "--hf-checkpoint", "acme/tinny", "--ref-load", "acme/other")
     assert of_policy.startswith("--hf-checkpoint: acme/tinny is not a directory here") and "RepositoryNotFoundError" in of_policy
     assert of_reference.startswith("--ref-load: acme/other is not a directory here") and "hf download acme/other" in of_reference
+
+
+def test_groups_of_engines_name_models_of_the_hub(hub: FakeHub, tmp_path: Path) -> None:
+    topology = tmp_path / "engines.yaml"
+    group = "server_groups: [{worker_type: regular, num_gpus: 1}]"
+    topology.write_text(f"sglang:\n- {{name: policy, {group}}}\n- {{name: judge, model_path: acme/tiny, update_weights: false, {group}}}\n")
+    program = PROGRAM.replace("step().model.hf_checkpoint", "step().engine.sglang_config[1].model_path")
+    arguments = ("--sglang-config", str(topology), "--rollout-num-gpus", "2", "--rollout-backend", "sglang")
+    (path, first), (same, then) = run(hub.environment(tmp_path / "home"), *arguments, program=program)
+    assert path == same == str(tmp_path / f"home/hub/models--acme--tiny/snapshots/{COMMIT}")
+    assert first == ["config.json"] and "model.safetensors" in then
+    topology.write_text(topology.read_text().replace("acme/tiny", "acme/none"))
+    ((problem,),) = run(hub.environment(tmp_path / "home"), *arguments, program=program)
+    assert problem.startswith("--sglang-config, model_path of judge: acme/none is not a directory here")
+
+
+def test_conversions_and_the_doctor_take_models_of_the_hub(hub: FakeHub, tmp_path: Path) -> None:
+    environment = {**os.environ, **hub.environment(tmp_path / "home")}
+
+    def fuligo(*arguments: str) -> str:
+        command = [sys.executable, "-m", "fuligo", *arguments]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+        return f"{done.returncode} {done.stdout} {done.stderr}"
+
+    assert "all " in (compared := fuligo("convert", "compare", "acme/tiny", "hub/models/acme/tiny")) and compared.startswith("0 "), compared
+    planned = fuligo("convert", "hf-to-dist", "--plan", "--hf-checkpoint", "acme/tiny", "--save", "dist")
+    assert planned.startswith("0 ") and f"snapshots/{COMMIT} -> dist" in planned, planned
+    assert "acme/none is not a directory here" in fuligo("convert", "fp8", "--model-dir", "acme/none", "--save-dir", "fp8")
+    assert "acme/none is not a directory here" in fuligo("doctor", "--hf-checkpoint", "acme/none", "--loss-type", "sft_loss")
 
 
 def test_a_directory_of_this_name_wins(hub: FakeHub, tmp_path: Path) -> None:

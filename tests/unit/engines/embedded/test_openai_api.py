@@ -1,12 +1,16 @@
 """OpenAI's API on a real engine in this process; the oracle is the engine's own `/generate`."""
 
+import itertools
 import json
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from fuligo.engines.embedded.openai_api import TextStream
 from fuligo.formats.engine_keys import EngineKeys
 from tests import tiny
 from tests.unit.engines.embedded.test_http_api import engine, http, post  # noqa: F401  # fixtures
@@ -58,6 +62,37 @@ async def test_a_stream_is_the_whole_answer_in_parts(http: httpx.AsyncClient) ->
         "no part of the stop string"
     )
     assert ended[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+@given(st.text(max_size=60), st.lists(st.integers(1, 7), min_size=1, max_size=40))
+@example("naïve 😀👩‍👩‍👧 日本\ufffd語", [1])
+def test_a_text_stream_is_a_prefix_of_the_text_at_every_token(tokenizer: PreTrainedTokenizerFast, text: str, sizes: list[int]) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    whole = str(tokenizer.decode(ids, skip_special_tokens=True))
+    stream, done = TextStream(tokenizer), 0
+    for size in itertools.cycle(sizes):
+        done += size
+        read = stream.read(ids[:done])
+        assert whole.startswith(read)
+        if done >= len(ids):
+            break
+    assert read == whole or whole.endswith("\ufffd")
+
+
+def test_a_text_stream_decodes_new_tokens_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+    class Counting:
+        num_decoded = 0
+
+        def decode(self, ids: list[int], **options: bool) -> str:
+            self.num_decoded += len(ids)
+            return str(tokenizer.decode(ids, **options))
+
+    ids = tokenizer("how many apples are left? " * 100, add_special_tokens=False)["input_ids"]
+    counting = Counting()
+    stream = TextStream(counting)
+    for done in range(1, len(ids) + 1):
+        text = stream.read(ids[:done])
+    assert text == tokenizer.decode(ids) and counting.num_decoded < 4 * len(ids)
 
 
 async def test_text_completions_take_text_or_ids(http: httpx.AsyncClient, tokenizer: PreTrainedTokenizerFast) -> None:  # noqa: F811

@@ -63,6 +63,31 @@ def test_ordinary_runs_raise_no_alarm(tmp_path: Path, key: str, values: list[flo
     assert of(tmp_path, key, values) == []
 
 
+def rows(tmp_path: Path, **columns: list[float]) -> list[Alarm]:
+    path = tmp_path / "metrics.jsonl"
+    keys = [key.replace("__", "/") for key in columns]
+    lines = [dict(zip(keys, values, strict=True)) | {"step": step} for step, values in enumerate(zip(*columns.values(), strict=True))]
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    metrics = MetricColumns(path)
+    metrics.update()
+    return alarms(metrics)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "equal", "is_alarm"),
+    [
+        ([0.3] * 10 + [1.0] * 5, [0.1] * 15, False),  # solved
+        ([-2.0] * 10 + [7.5] * 5, [0.1] * 10 + [0.9] * 5, False),  # as high as it got, and all alike
+        ([0.3] * 15, [0.1] * 10 + [0.9] * 5, True),  # all alike, and nothing learned
+        ([0.3] * 10 + [0.5] * 5, [0.1] * 15, True),
+    ],
+)
+def test_low_entropy_is_no_alarm_once_the_task_is_learned(tmp_path: Path, rewards: list[float], equal: list[float], is_alarm: bool) -> None:
+    entropy = [0.5] * 10 + [0.01] * 5
+    found = rows(tmp_path, train__entropy=entropy, rollout__reward_mean=rewards, rollout__zero_std_ratio=equal)
+    assert ("train/entropy" in [alarm.key for alarm in found]) == is_alarm
+
+
 def test_earlier_occurrences_are_counted(tmp_path: Path) -> None:
     found = of(tmp_path, "train/logprob_abs_diff", [*USUAL, 0.2, *USUAL, 0.3, *USUAL, 0.4])
     assert "It happened twice before." in found[0].text

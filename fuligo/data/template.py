@@ -43,6 +43,11 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._kwargs = kwargs
 
+    @property
+    def source(self) -> str:
+        """Text of the template."""
+        return str(self._kwargs.get("chat_template", self._tokenizer.chat_template))
+
     def prompt(self, messages: Messages, tools: list[Any] | None = None) -> str:
         """Render the messages with the generation prompt."""
         return self._render(messages, tools, {"add_generation_prompt": True, **self._kwargs})
@@ -53,8 +58,7 @@ class ChatTemplate:
 
     def masked_transcript(self, messages: Messages, tools: list[Any] | None = None) -> tuple[list[int], list[int]] | None:
         """Return token ids and assistant mask; None if the template does not mark assistant text with `{% generation %}`."""
-        template = str(self._kwargs.get("chat_template", self._tokenizer.chat_template))
-        if _GENERATION_MARK.search(template) is None:
+        if _GENERATION_MARK.search(self.source) is None:
             return None
         arguments = {
             **self._kwargs,

@@ -1,0 +1,1 @@
+"""Environments for training, and the exact rendering of their conversations."""

@@ -1,0 +1,198 @@
+"""Environments: objects with `reset` and `step` in which a model is trained, made anew for every sample."""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict
+
+from fuligo.types import Messages
+
+
+class EnvironmentSettings(BaseModel):
+    """Settings of an environment, from --environment-settings; an unknown name or a wrong type is refused before the start."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(slots=True, frozen=True)
+class Tool:
+    """Tool that the model may call, as its chat template shows it."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    """JSON schema of the arguments, an object."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the definition as OpenAI's API writes it, which chat templates expect."""
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": dict(self.parameters)},
+        }
+
+
+@dataclass(slots=True, frozen=True)
+class ToolCall:
+    """Call of a tool, as parsed from a turn."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str
+    """Nine letters and digits, the form that every chat template accepts."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "function", "id": self.id, "function": {"name": self.name, "arguments": dict(self.arguments)}}
+
+
+@dataclass(slots=True, frozen=True)
+class AssistantTurn:
+    """One answer of the model."""
+
+    content: str
+    """Text without thinking and tool calls. If a call cannot be parsed, the calls stay in it."""
+    reasoning: str | None = None
+    """Thinking; None if there was none, empty if the model wrote an empty block."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls in their order; none if one of them cannot be parsed."""
+    problems: tuple[str, ...] = ()
+    """Reasons why tool calls cannot be parsed, in words for the model."""
+    num_tokens: int = 0
+    """Tokens sampled, the end token included."""
+    truncated: bool = False
+    """True if a limit ended the turn, not the model."""
+
+    def message(self) -> dict[str, Any]:
+        """Return the turn as a chat message."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.to_json() for call in self.tool_calls]
+        return message
+
+
+@dataclass(slots=True, frozen=True)
+class Row:
+    """Row of the data that one episode is about."""
+
+    prompt: str | Messages
+    label: Any
+    metadata: dict[str, Any]
+    """The environment's own copy."""
+    index: int
+    """Number of the sample in the run."""
+
+
+@dataclass(slots=True, frozen=True)
+class Start:
+    """Beginning of an episode."""
+
+    messages: Messages
+    tools: tuple[Tool, ...] = ()
+
+
+@dataclass(slots=True, frozen=True)
+class Step:
+    """Answer of the environment to a turn of the model."""
+
+    messages: Messages = field(default_factory=list)
+    """Messages to append: results of tools, or the next turn of the user. At least one unless `done`."""
+    reward: float = 0.0
+    """Reward of the turn; an episode's reward is the sum."""
+    done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers by name; an episode reports the last value of each."""
+    tool_results: tuple["ToolResult", ...] = ()
+    """Outcome of each tool that was called, for metrics and the page."""
+
+
+@dataclass(slots=True, frozen=True)
+class ToolResult:
+    """Outcome of one call of a tool."""
+
+    name: str
+    text: str
+    failed: bool = False
+    seconds: float = 0.0
+
+
+class Environment(ABC):
+    """World of one episode. The run makes one per sample, `EnvironmentClass(row, settings)`, and closes it at the end.
+
+    The methods run in the event loop of the run: they must await what takes time, and leave computation to `asyncio.to_thread` or a
+    process. Each has --turn-timeout-s; if one raises or takes longer, its sample fails with the reason, and no other.
+    """
+
+    Settings: ClassVar[type[EnvironmentSettings]] = EnvironmentSettings
+    """Model of --environment-settings; a subclass of `EnvironmentSettings` with typed fields."""
+    resumable: ClassVar[bool] = False
+    """True if `state` and `restore` let an interrupted episode continue; otherwise it starts anew."""
+
+    def __init__(self, row: Row, settings: Any) -> None:
+        self.row = row
+        self.settings = settings
+
+    @abstractmethod
+    async def reset(self) -> Start:
+        """Return the first messages and the tools."""
+
+    @abstractmethod
+    async def step(self, turn: AssistantTurn) -> Step:
+        """Answer a turn of the model."""
+
+    async def last_step(self, turn: AssistantTurn, reason: str) -> Step:
+        """Judge an episode that a limit ended: called instead of `step`, or after it, when the model gets no further turn.
+
+        Args:
+            reason: `turns` (--max-turns), `tokens` (a response or context limit)
+        """
+        return Step(done=True)
+
+    async def close(self) -> None:  # noqa: B027 - most environments hold nothing
+        """Release what the episode holds; called once, however it ends."""
+
+    def state(self) -> Any:
+        """Return JSON data from which `restore` continues the episode; called between steps if `resumable`."""
+        raise NotImplementedError(f"{type(self).__name__} is resumable and has no state()")
+
+    async def restore(self, state: Any) -> None:
+        """Continue from `state()`; called on a new object instead of `reset`."""
+        raise NotImplementedError(f"{type(self).__name__} is resumable and has no restore()")
+
+
+def environment_problem(kind: Any) -> str | None:
+    """Return why an object cannot serve as an environment class, or None."""
+    if not inspect.isclass(kind) or not issubclass(kind, Environment):
+        return "it must be a class derived from fuligo.environments.Environment"
+    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+        return f"the class lacks {', '.join(missing)}"
+    for name in ("reset", "step", "last_step", "close", "restore"):
+        if not inspect.iscoroutinefunction(getattr(kind, name)):
+            return f"{name} must be `async def`"
+    if not (inspect.isclass(kind.Settings) and issubclass(kind.Settings, EnvironmentSettings)):
+        return "Settings must be a class derived from fuligo.environments.EnvironmentSettings"
+    if kind.resumable:
+        lacking = [name for name in ("state", "restore") if getattr(kind, name) is getattr(Environment, name)]
+        if lacking:
+            return f"the class is resumable and lacks {', '.join(lacking)}"
+    try:
+        inspect.signature(kind).bind("row", "settings")
+    except TypeError as error:
+        return f"it is called as (row, settings), its signature is {inspect.signature(kind)}: {error}"
+    return None
+
+
+def json_copy(value: Any) -> Any:
+    """Copy JSON data.
+
+    Raises:
+        TypeError: it is not JSON data
+    """
+    try:
+        return orjson.loads(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+    except orjson.JSONEncodeError as error:
+        raise TypeError(f"not JSON data: {error}") from error

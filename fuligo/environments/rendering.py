@@ -1,0 +1,263 @@
+"""Rendering of conversations around sampled tokens: what the model sampled is never tokenized again."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from fuligo.data.template import ChatTemplate, rendered_ids
+from fuligo.environments.environment import AssistantTurn, Tool, ToolCall
+from fuligo.environments.response_format import HERMES, THINKING, response_format
+from fuligo.errors import ConfigError, DataError
+from fuligo.types import Messages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_PROBE = Tool("probe_tool", "probe", {"type": "object", "properties": {"probe_argument": {"type": "string"}}})
+_PROBE_CALL = ToolCall(_PROBE.name, {"probe_argument": "p"}, "probe0000")
+_MAX_SHOWN_CHARS = 200
+_PROMPT_END_TOKENS = 8
+"""Tokens at the end of a prompt that may open the thinking; more than any template uses."""
+
+
+@dataclass(slots=True, frozen=True)
+class _CallForm:
+    """Form in which a template reads tool calls."""
+
+    empty: str | None = ""
+    """Content of a message that has calls only."""
+    arguments_as_text: bool = False
+    """Arguments are JSON text, not an object."""
+    in_content: bool = False
+    """The template reads no calls; they stay in the text, as Hermes writes them."""
+
+    def fields(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return content and calls of a message."""
+        calls = [call["function"] for call in message["tool_calls"]]
+        if self.in_content:
+            texts = [f"<tool_call>\n{json.dumps({key: call[key] for key in ('name', 'arguments')})}\n</tool_call>" for call in calls]
+            return {"content": "\n".join([message["content"], *texts] if message.get("content") else texts)}
+        shown = [
+            {**each, "function": {**call, "arguments": json.dumps(call["arguments"]) if self.arguments_as_text else call["arguments"]}}
+            for each, call in zip(message["tool_calls"], calls, strict=True)
+        ]
+        return {"content": message.get("content") or self.empty, "tool_calls": shown}
+
+
+_FORMS = tuple(_CallForm(empty, as_text) for as_text in (False, True) for empty in ("", None))
+
+
+class Renderer:
+    """Chat template of a model, as token ids of prompts and of what follows a sampled turn; parser of the model's turns."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate, end_ids: frozenset[int]) -> None:
+        """Find out how the template renders tools, tool calls and thinking.
+
+        Args:
+            end_ids: tokens at which the model stops
+
+        Raises:
+            ConfigError: the tokenizer cannot tokenize a conversation in pieces
+        """
+        self._tokenizer = tokenizer
+        self._template = template
+        self._end_ids = end_ids
+        source = template.source
+        self._call_form = self._find_call_form()
+        self.format = HERMES if self._call_form.in_content else response_format(source)
+        """Format in which tool calls are parsed, unless the tokenizer has a schema of its own."""
+        self._schema = getattr(tokenizer, "response_schema", None) or self.format.schema
+        self._reasoning_key = next((key for key in _REASONING_KEYS if self._reads_thinking(key)), None)
+        question: Messages = [{"role": "user", "content": "q"}]
+        self.shows_tools = _PROBE.name in self._text(question, [_PROBE])
+        """False: the template does not show the model its tools; an environment must describe them itself."""
+        self._opens_thinking = _opens_thinking(template.prompt(question))
+        """True if the generation prompt of a plain question opens the thinking."""
+        pieces = [*rendered_ids(tokenizer, "one"), *rendered_ids(tokenizer, "\ntwo")]
+        if self._decode(pieces) != "one\ntwo":
+            raise ConfigError(
+                f"cannot render conversations in pieces: the tokenizer of {tokenizer.name_or_path or 'the model'} turns 'one' and '\\ntwo' "
+                f"into {self._decode(pieces)!r}; use a byte-level tokenizer (tokenizer.json)"
+            )
+
+    def prompt(self, messages: Messages, tools: Sequence[Tool] = ()) -> list[int]:
+        """Return the ids of a conversation, with the generation prompt.
+
+        Raises:
+            DataError: the template rejects the messages, or tools are given and it does not show them
+        """
+        if tools and not self.shows_tools:
+            raise DataError(
+                f"cannot offer the tools {', '.join(tool.name for tool in tools)}: the chat template does not show tools to the model; use "
+                "a template that does, or describe them in the system message and start without tools"
+            )
+        return rendered_ids(self._tokenizer, self._text(messages, tools))
+
+    def extension(self, messages: Messages, tools: Sequence[Tool], sampled: Sequence[int], new: Messages) -> list[int] | None:
+        """Return the ids to append to a sampled turn so that the model may answer new messages.
+
+        Args:
+            messages: the conversation up to the assistant message that was parsed from `sampled`
+            sampled: ids of that turn, with its end token if there is one
+            new: messages that follow
+
+        Returns:
+            None if the template renders differently what is there already (it drops thinking, or ends the turn with another token):
+            then the conversation must be rendered anew.
+
+        Raises:
+            DataError: the template rejects the messages
+        """
+        before, whole = self._text(messages[:-1], tools), self._text([*messages, *new], tools)
+        if not whole.startswith(before):
+            return None
+        rest = whole[len(before) :]
+        body, end = self._split_end(sampled)
+        text = self._decode(body)
+        if rest.startswith(text):
+            follows = rendered_ids(self._tokenizer, rest[len(text) :])
+            if end is None:
+                return follows
+            if follows[:1] == [end]:
+                return follows[1:]
+        follows = self._after_turn(rest, text, _opens_thinking(before))
+        if follows is None or end is None:
+            return follows
+        return follows[1:] if follows[0] == end else None
+
+    def parse(self, sampled: Sequence[int], prompt: Sequence[int] | None = None) -> AssistantTurn:
+        """Parse a sampled turn. What is not a valid tool call becomes a problem of the turn, never an exception.
+
+        Args:
+            prompt: ids before the turn, whose end may open the thinking; if None, those of a plain question
+        """
+        body, end = self._split_end(sampled)
+        opened = self._opens_thinking if prompt is None else _opens_thinking(self._decode(prompt[-_PROMPT_END_TOKENS:]))
+        reasoning, content, calls, problems = self._read(self._decode(body), opened)
+        return AssistantTurn(content, reasoning, calls, problems, num_tokens=len(sampled), truncated=end is None)
+
+    def _after_turn(self, rest: str, text: str, opened: bool) -> list[int] | None:
+        """Return the ids from the end of a turn on, if the template renders the turn in other words that mean the same.
+
+        Args:
+            rest: the template's text from the beginning of the turn on
+            text: the turn as sampled
+            opened: the prompt before the turn opens the thinking
+        """
+        ids = rendered_ids(self._tokenizer, rest)
+        end = next((position for position, token in enumerate(ids) if token in self._end_ids), None)
+        if end is None or self._read(self._decode(ids[:end]), opened) != self._read(text, opened):
+            return None
+        return ids[end:]
+
+    def _split_end(self, sampled: Sequence[int]) -> tuple[list[int], int | None]:
+        ids = list(sampled)
+        return (ids[:-1], ids[-1]) if ids and ids[-1] in self._end_ids else (ids, None)
+
+    def _read(self, text: str, opened: bool) -> tuple[str | None, str, tuple[ToolCall, ...], tuple[str, ...]]:
+        """Return thinking, content, tool calls and problems of a turn's text."""
+        text = f"<think>{text}" if opened and not text.lstrip().startswith("<think>") else text
+        try:
+            parsed: dict[str, Any] = self._tokenizer.parse_response(text, schema=self._schema) or {}  # pyright: ignore[reportAssignmentType]
+        except (ValueError, TypeError) as error:  # a schema of the tokenizer's own may insist on valid JSON
+            parsed = {"tool_calls": [f"{error}"], "reasoning_content": found[1] if (found := re.match(THINKING, text, re.DOTALL)) else None}
+        reasoning = next((parsed[key] for key in _REASONING_KEYS if parsed.get(key) is not None), None)
+        thought = None if reasoning is None else str(reasoning).strip()
+        calls: list[ToolCall] = []
+        problems: list[str] = []
+        for number, raw in enumerate(_flat(parsed.get("tool_calls") or []), 1):
+            call = _call(raw, number)
+            if isinstance(call, str):
+                problems.append(call)
+            else:
+                calls.append(call)
+        if problems:
+            return thought, re.sub(THINKING, "", text, count=1, flags=re.DOTALL).strip(), (), tuple(problems)
+        return thought, str(parsed.get("content") or "").strip(), tuple(calls), ()
+
+    def _text(self, messages: Messages, tools: Sequence[Tool]) -> str:
+        return self._template.prompt([self._shown(message) for message in messages], [tool.to_json() for tool in tools] or None)
+
+    def _find_call_form(self) -> _CallForm:
+        """Return the first form of tool calls that the template renders completely."""
+        call = AssistantTurn("", tool_calls=(_PROBE_CALL,)).message()
+        for form in _FORMS:
+            probe: Messages = [
+                {"role": "user", "content": "q"},
+                {**call, **form.fields(call)},
+                {"role": "tool", "content": "r", "tool_call_id": _PROBE_CALL.id, "name": _PROBE.name},
+            ]
+            try:
+                text = self._template.prompt(probe, [_PROBE.to_json()])
+            except DataError:
+                continue
+            without = self._template.prompt(probe[:1], [_PROBE.to_json()])
+            if all(text.count(word) > without.count(word) for word in (_PROBE.name, *_PROBE_CALL.arguments)):
+                return form
+        return _CallForm(in_content=True)
+
+    def _reads_thinking(self, key: str) -> bool:
+        """Return whether the template renders the thinking of a message under this key."""
+        probe: Messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", key: _PROBE.name}]
+        try:
+            return _PROBE.name in self._template.transcript(probe)
+        except DataError:
+            return False
+
+    def _shown(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message in the form that the template reads."""
+        if message["role"] != "assistant":
+            return message
+        shown = {key: value for key, value in message.items() if key not in (*_REASONING_KEYS, "tool_calls")}
+        reasoning = next((message[key] for key in _REASONING_KEYS if message.get(key) is not None), None)
+        if reasoning is not None and self._reasoning_key is not None:
+            shown[self._reasoning_key] = reasoning
+        elif reasoning is not None:
+            shown["content"] = f"<think>\n{reasoning}\n</think>\n\n{shown.get('content') or ''}"
+        calls = message.get("tool_calls")
+        return shown | self._call_form.fields({**shown, "tool_calls": calls}) if calls else shown
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _opens_thinking(prompt: str) -> bool:
+    return prompt.rstrip().endswith("<think>")
+
+
+def _flat(calls: list[Any]) -> Iterator[Any]:
+    """Yield the calls of a list, some of whose entries may be lists of calls."""
+    for call in calls:
+        if isinstance(call, list):
+            yield from call
+        else:
+            yield call
+
+
+def _call(raw: Any, number: int) -> ToolCall | str:
+    """Return a tool call, or why it is none.
+
+    Args:
+        raw: as the schema parsed it: name and arguments, alone or within `function`; text that is no JSON
+        number: of the call in the turn, from 1
+    """
+    function = raw.get("function", raw) if isinstance(raw, dict) else raw
+    if not isinstance(function, dict):
+        return f"tool call {number} is not valid: {str(function).strip()[:_MAX_SHOWN_CHARS]}"
+    name = function.get("name")
+    arguments = function.get("arguments", function.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError as error:
+            return f"tool call {number}: the arguments are not valid JSON: {error}"
+    if not isinstance(name, str) or re.fullmatch(r"[\w.:/-]+", name.strip()) is None:
+        return f"tool call {number} names no tool"
+    if not isinstance(arguments, dict):
+        return f"tool call {number}: the arguments must be an object, not {type(arguments).__name__}"
+    text = json.dumps([number, name.strip(), arguments], sort_keys=True)
+    return ToolCall(name.strip(), arguments, blake2b(text.encode(errors="replace"), digest_size=5).hexdigest()[:9])

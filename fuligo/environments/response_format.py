@@ -1,0 +1,107 @@
+"""Formats in which model families write thinking and tool calls, as response schemas of transformers.
+
+A tokenizer that brings a `response_schema` is read by that. For the others, the schema follows from the markers in the chat template.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+_JSON = {"x-parser": "json", "x-parser-args": {"allow_non_json": True}}
+THINKING = r"^\s*<think>(.*?)(?:</think>|\Z)"
+_REASONING = {"type": "string", "x-regex": THINKING}
+_CALL_TAG = r"<tool_call>(.*?)(?:</tool_call>|\Z)"
+
+
+def _schema(calls: str, items: dict[str, Any], removed: str | None = None) -> dict[str, Any]:
+    """Return the schema of a format.
+
+    Args:
+        calls: regular expression of one tool call
+        items: schema of what it captures
+        removed: regular expression of what is not content; `calls` if None
+    """
+    without_thinking = [[THINKING, ""]]
+    return {
+        "type": "object",
+        "properties": {
+            "reasoning_content": _REASONING,
+            "content": {"type": "string", "x-regex-substitutions": [*without_thinking, [removed or calls, ""]]},
+            "tool_calls": {"type": "array", "x-regex-substitutions": without_thinking, "x-regex-iterator": calls, "items": items},
+        },
+    }
+
+
+def _named(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a call whose name and arguments stand apart."""
+    return {"type": "object", "properties": {"name": {"type": "string", "x-regex": name}, "arguments": arguments}}
+
+
+@dataclass(slots=True, frozen=True)
+class ResponseFormat:
+    """One format, found by a marker in the chat template."""
+
+    name: str
+    marker: str
+    schema: dict[str, Any]
+
+
+_QWEN_CODER = ResponseFormat(
+    "qwen3-coder",
+    "<function=",
+    _schema(
+        _CALL_TAG,
+        _named(
+            r"<function=([^>\n]+)>",
+            {
+                "type": "object",
+                "x-regex-key-value": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
+                "additionalProperties": _JSON,
+            },
+        ),
+    ),
+)
+_GLM45 = ResponseFormat(
+    "glm-4.5",
+    "<arg_key>",
+    _schema(
+        _CALL_TAG,
+        _named(
+            r"^\s*([^\s<]+)",
+            {
+                "type": "object",
+                "x-regex-key-value": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+                "additionalProperties": _JSON,
+            },
+        ),
+    ),
+)
+_DEEPSEEK = ResponseFormat(
+    "deepseek",
+    "<｜tool▁call▁begin｜>",
+    _schema(
+        r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\n<]+?)(?:\n```json\n|<｜tool▁sep｜>)(?P<arguments>.*?)"
+        r"(?:\n```)?(?:<｜tool▁call▁end｜>|\Z)",
+        {"type": "object", "properties": {"name": {"type": "string"}, "arguments": _JSON}},
+        r"<｜tool▁calls▁begin｜>.*?(?:<｜tool▁calls▁end｜>|\Z)",
+    ),
+)
+HERMES = ResponseFormat("hermes", "<tool_call>", _schema(_CALL_TAG, _JSON))
+_LLAMA = ResponseFormat(
+    "llama3",
+    "<|start_header_id|>",
+    _schema(r"\A\s*(?:<\|python_tag\|>)?\s*(\{\s*\"name\"\s*:.*?)\s*\Z", _JSON),
+)
+_GLM4 = ResponseFormat(
+    "glm-4",
+    "[gMASK]<sop>",
+    _schema(
+        r"\A\s*(?P<name>[A-Za-z_][\w.-]*)\n(?P<arguments>\{.*)\Z",
+        {"type": "object", "properties": {"name": {"type": "string"}, "arguments": _JSON}},
+    ),
+)
+_FORMATS = (_QWEN_CODER, _GLM45, _DEEPSEEK, HERMES, _LLAMA, _GLM4)
+
+
+def response_format(template: str) -> ResponseFormat:
+    """Return the format of a chat template; that of Hermes where the template shows none, since prompts can ask for it."""
+    return next((each for each in _FORMATS if each.marker in template), HERMES)

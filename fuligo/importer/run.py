@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from fuligo.errors import ConfigError
 from fuligo.importer import sandbox
 from fuligo.importer.calls import Call, Launch, read_calls
 from fuligo.importer.stand_ins import RECORDED, find_commands
+from fuligo.sandbox import processes
 
 CALLERS_VARIABLES = frozenset({
     "BASE_DIR", "MASTER_ADDR", "MASTER_PORT", "HOSTFILE", "SOCKET_IFNAME", "NODE_RANK", "WORLD_SIZE", "WORKER_IP", "NNODES", "NUM_NODES",
@@ -255,8 +255,7 @@ def _start(job: Mapping[str, Any], task: _Script) -> dict[str, Any]:
         UnavailableError: no sandbox can be built here.
         ConfigError: the script cannot be started.
     """
-    command = [sys.executable, "-I", "-S", sandbox.__file__]
-    own = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}  # nothing else of the caller's environment
+    command, own = processes.command(sandbox.__name__), processes.environment()
     text, deadline = json.dumps(job).encode(), task.seconds + _GRACE_SECONDS
     try:
         result = subprocess.run(command, input=text, capture_output=True, check=False, env=own, timeout=deadline)

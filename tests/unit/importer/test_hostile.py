@@ -18,11 +18,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import fuligo
 from fuligo.cli import main
 from fuligo.errors import ConfigError
 from fuligo.importer import run as run_module
 from fuligo.importer import sandbox
 from fuligo.importer.run import import_script
+from fuligo.sandbox import processes
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
@@ -224,13 +226,21 @@ def test_folders_of_the_system_are_not_shown(folder: str, tmp_path: Path):
         import_script(tmp_path / "run.sh", root=Path(folder))
 
 
+def made(path: Path) -> Path:
+    """Return a path whose folder exists."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv to become another user")
 def test_a_user_without_privileges_has_the_sandbox_too():
     become = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     with tempfile.TemporaryDirectory(prefix="importer-user-") as name:
         folder = Path(name)
         folder.chmod(0o755)
-        shutil.copy(sandbox.__file__, folder / "sandbox.py")
+        package = Path(fuligo.__file__).parent
+        for part in ("__init__.py", "importer/__init__.py", "importer/sandbox.py", "sandbox"):
+            (shutil.copytree if (package / part).is_dir() else shutil.copy)(package / part, made(folder / "fuligo" / part))
         (folder / "run.sh").write_text("rm -rf $(dirname $0)/*; touch /tmp/hostile; kill -9 -1; /usr/bin/python3 train.py --id $(id -u)")
         task = run_module._Script(folder / "run.sh", (), {}, [(name, name)], has_nvlink=True, seconds=20)
         job = run_module._job(task, run_module._STATE, "/usr/bin", ()) | {"directory": "/"}
@@ -239,13 +249,14 @@ def test_a_user_without_privileges_has_the_sandbox_too():
                 break
         else:
             pytest.skip("another user can run no Python here")
-        command = [*become, python, "-I", "-S", str(folder / "sandbox.py")]
+        program = processes.command(sandbox.__name__)[-1].replace(str(package.parent), name)
+        command = [*become, python, "-s", "-S", "-c", program]
         report = json.loads(subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, check=False).stdout)
         if "user namespaces" in report.get("unavailable", ""):
             pytest.skip(f"the kernel gives namespaces to root only: {report['unavailable']}")
         (record,) = [text for number, text in report["records"].items() if not number.endswith(".files")]
         assert "python3\0train.py\0--id\x000\0" in record
-        assert sorted(path.name for path in folder.iterdir()) == ["run.sh", "sandbox.py"]
+        assert sorted(path.name for path in folder.iterdir()) == ["fuligo", "run.sh"]
 
 
 class TestWithoutSandbox:

@@ -1,0 +1,272 @@
+"""Program that holds warm Python interpreters in sandboxes, one for each socket that it is given.
+
+`fuligo.environments.tools.python` starts it (`fuligo.sandbox.processes.command`) with a socket as standard input. It imports the standard
+library, `fuligo.sandbox` and the modules that its settings name, then forks for every session: the child enters new namespaces and forks
+their first process, the supervisor, which builds the root file system and forks the interpreter. Nothing is executed anew, so a session
+starts in milliseconds with its modules imported. The supervisor enforces the limits; the interpreter has no descriptor but its own pipes.
+"""
+
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from fuligo.environments.tools.cells import run_cells
+from fuligo.sandbox.namespaces import Root, become_program_user, build_root, enter
+from fuligo.sandbox.processes import descendants, end_all, end_others, num_others, run_first, run_last, set_limits
+from fuligo.sandbox.system_calls import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_DUMPABLE,
+    UnavailableError,
+    drop_capabilities,
+    filter_system_calls,
+    forbid_capabilities,
+    prctl,
+)
+
+_POLL_S = 0.02
+_MAX_OPEN_FILES = 64
+_CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a program, and what it sees."""
+
+    timeout_s: float
+    """Time of one call."""
+    cpu_s: float
+    """CPU time of one call, of all processes together."""
+    memory_bytes: int
+    """Memory of all processes together, and address space of each, above that of a fresh interpreter."""
+    disk_bytes: int
+    output_bytes: int
+    max_processes: int
+    """Processes and threads."""
+    binds: tuple[tuple[str, str], ...]
+    """(path of this machine, path in the sandbox)."""
+    paths: tuple[str, ...]
+    """Folders of packages, for sys.path."""
+    modules: tuple[str, ...]
+    """Modules to import before the first session."""
+
+
+def main() -> None:
+    """Serve sessions until the socket closes."""
+    control = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    limits = Limits(**json.loads(control.recv(_CHUNK_BYTES)))
+    try:
+        sys.path += limits.paths
+        for module in limits.modules:
+            importlib.import_module(module)
+    except BaseException as error:
+        control.send(json.dumps({"problem": f"import {module}: {type(error).__name__}: {error}"}).encode())
+        return
+    control.send(b"{}")
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects what ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()  # sessions share these objects' pages
+    while True:
+        _, received, _, _ = socket.recv_fds(control, 1, 1)
+        if not received:
+            return
+        (session,) = received
+        if os.fork() == 0:
+            control.close()
+            _begin(socket.socket(fileno=session), limits)
+        os.close(session)
+
+
+def _begin(session: socket.socket, limits: Limits) -> NoReturn:
+    """Enter the namespaces and fork the supervisor."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        run_first()
+        enter(with_nobody=True)
+        prctl(PR_SET_DUMPABLE, 0)
+        if os.fork() == 0:
+            _Supervisor(session, limits).serve()
+    except (UnavailableError, OSError) as error:
+        _answer(session, {"unavailable": str(error)})
+    os._exit(0)
+
+
+def _answer(session: socket.socket, report: dict[str, Any]) -> None:
+    session.sendall(json.dumps(report).encode() + b"\n")
+
+
+class _Supervisor:
+    """First process of a session's PID namespace: when it ends, the kernel ends all others there."""
+
+    def __init__(self, session: socket.socket, limits: Limits) -> None:
+        self._session = session
+        self._limits = limits
+        self._interpreter: _Interpreter | None = None
+
+    def serve(self) -> NoReturn:
+        """Run programs until the session closes."""
+        try:
+            build_root(Root(self._limits.binds, disk_bytes=self._limits.disk_bytes))
+            for line in self._session.makefile("rb"):
+                report = self._run(json.loads(line)["code"])
+                if report is None:
+                    break
+                _answer(self._session, report)
+        except (UnavailableError, OSError) as error:
+            with suppress(OSError):
+                _answer(self._session, {"unavailable": str(error)})
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)
+
+    def _run(self, code: str) -> dict[str, Any] | None:
+        """Run a program in the session's interpreter, a new one if there is none; return the report, None if the session closed."""
+        interpreter = self._interpreter or _Interpreter(self._limits)
+        call = _Call(interpreter, self._limits)
+        ended = call.run(code, self._session)
+        if ended == "closed":
+            return None
+        if ended == "ok" and end_others(interpreter.pid):
+            os.kill(interpreter.pid, signal.SIGSTOP)  # its threads do not go on between calls
+            self._interpreter = interpreter
+        else:
+            end_all()
+            self._interpreter = None
+        call.drain()
+        if self._interpreter is None:
+            interpreter.close()
+        return {"output": call.output.decode("utf-8", "replace"), "ended": ended, "kept": self._interpreter is not None}
+
+
+class _Interpreter:
+    """Interpreter of a session, and the pipes to it."""
+
+    def __init__(self, limits: Limits) -> None:
+        requests, self._requests = os.pipe()
+        self.done, done = os.pipe()
+        self.output, output = os.pipe()
+        self.base_bytes = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()  # noqa: SIM115, PTH123 - faster
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become_interpreter(requests, done, output, limits)
+        self.exited = os.pidfd_open(self.pid)
+        for descriptor in (requests, done, output):
+            os.close(descriptor)
+        os.set_blocking(self.output, False)
+
+    def start(self, code: str) -> None:
+        """Hand a program over."""
+        os.kill(self.pid, signal.SIGCONT)
+        data = code.encode("utf-8", "surrogatepass")
+        data = len(data).to_bytes(8, "little") + data
+        while data:
+            data = data[os.write(self._requests, data) :]
+
+    def close(self) -> None:
+        """Close the pipes of an interpreter that ended."""
+        for descriptor in (self._requests, self.done, self.output, self.exited):
+            os.close(descriptor)
+
+
+class _Call:
+    """One program while it runs."""
+
+    def __init__(self, interpreter: _Interpreter, limits: Limits) -> None:
+        self.output = bytearray()
+        self._interpreter = interpreter
+        self._limits = limits
+        self._is_full = False
+
+    def run(self, code: str, session: socket.socket) -> str:
+        """Wait for the program's end; return `ok`, `exit STATUS`, the limit that it broke, or `closed`."""
+        interpreter, limits = self._interpreter, self._limits
+        deadline = time.monotonic() + limits.timeout_s
+        cpu_s = sum(process.cpu_s for process in descendants())
+        poll = select.poll()
+        for descriptor in (interpreter.output, interpreter.done, interpreter.exited, session.fileno()):
+            poll.register(descriptor, select.POLLIN)
+        interpreter.start(code)
+        checked = time.monotonic()
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll(_POLL_S * 1000)}
+            if interpreter.output in ready:
+                self.drain()
+            if session.fileno() in ready:
+                return "closed"
+            if self._is_full:
+                return "output"
+            if interpreter.done in ready and os.read(interpreter.done, 1):
+                return "ok"
+            if interpreter.exited in ready:
+                status = os.waitstatus_to_exitcode(os.waitpid(interpreter.pid, 0)[1])
+                return f"exit {status}"
+            if (now := time.monotonic()) > deadline:
+                return "time"
+            if now > checked + _POLL_S:
+                checked = now
+                if broken := self._broken_limit(cpu_s):
+                    return broken
+
+    def _broken_limit(self, cpu_s: float) -> str | None:
+        limits = self._limits
+        if num_others() > limits.max_processes:
+            return "processes"
+        processes = descendants()
+        if sum(max(0, process.resident_bytes - self._interpreter.base_bytes) for process in processes) > limits.memory_bytes:
+            return "memory"
+        if sum(process.cpu_s for process in processes) - cpu_s > limits.cpu_s:
+            return "cpu"
+        return None
+
+    def drain(self) -> None:
+        """Read what was printed, as far as the limit permits."""
+        with suppress(BlockingIOError):
+            while not self._is_full and (data := os.read(self._interpreter.output, _CHUNK_BYTES)):
+                self.output += data
+                self._is_full = len(self.output) > self._limits.output_bytes
+        del self.output[self._limits.output_bytes :]
+
+
+def _become_interpreter(requests: int, done: int, output: int, limits: Limits) -> NoReturn:
+    """Give up every right and descriptor, set the limits, and run programs."""
+    try:
+        os.setsid()
+        run_last()
+        for source, target in ((output, 1), (output, 2), (requests, 3), (done, 4)):
+            os.dup2(source, target) if source != target else os.set_inheritable(target, True)
+        os.closerange(5, os.sysconf("SC_OPEN_MAX"))
+        os.chdir("/tmp")
+        os.umask(0o022)
+        forbid_capabilities()
+        become_program_user()
+        drop_capabilities()
+        filter_system_calls()
+        prctl(PR_SET_DUMPABLE, 1)  # so that /proc/self is its own
+        address_space = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()  # noqa: SIM115, PTH123
+        set_limits({
+            resource.RLIMIT_AS: address_space + limits.memory_bytes,
+            resource.RLIMIT_FSIZE: limits.disk_bytes,
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_NOFILE: _MAX_OPEN_FILES,
+            resource.RLIMIT_NPROC: limits.max_processes,
+            resource.RLIMIT_MEMLOCK: 0,
+            resource.RLIMIT_MSGQUEUE: 0,
+        })  # fmt: skip
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        run_cells(3, 4)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)

@@ -1,0 +1,120 @@
+"""Processes of a sandbox: how they are started, counted, limited and ended."""
+
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROUNDS, _ROUND_SECONDS = 200, 0.005
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = resource.getpagesize()
+
+
+def command(module: str) -> list[str]:
+    """Return the command line that runs `main` of a module of fuligo in a Python that has the standard library alone."""
+    folder = str(Path(__file__).parents[2])
+    start = f"import sys; sys.path.append({folder!r}); from {module} import main; sys.path.remove({folder!r}); main()"
+    return [sys.executable, "-s", "-P", "-S", "-c", start]
+
+
+def environment() -> dict[str, str]:
+    """Return what such a Python sees of this process's environment: nothing but where shared libraries are."""
+    return {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"} | {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+
+
+def run_first() -> None:
+    """Let this process and its children run before others: root's processes have no limit of their number."""
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+
+
+def run_last() -> None:
+    """Let this process and its children run after others, whatever its parent did."""
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    os.nice(10)
+
+
+def set_limits(limits: Mapping[int, int]) -> None:
+    """Set limits of this process (`resource.RLIMIT_*`) that it cannot raise again."""
+    for kind, value in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (limit, limit))
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Entry of /proc."""
+
+    pid: int
+    parent: int
+    cpu_s: float
+    """CPU time of the process and of the children for which it waited."""
+    resident_bytes: int
+    is_running: bool
+    """False if it ended and its parent has not waited for it yet."""
+
+
+def descendants() -> list[Process]:
+    """Return the processes that this one started, directly or not; orphans are among them if it is a subreaper or an init."""
+    children: dict[int, list[Process]] = {}
+    for process in _processes():
+        children.setdefault(process.parent, []).append(process)
+    found = list(children.get(os.getpid(), ()))
+    for process in found:
+        found += children.get(process.pid, ())
+    return found
+
+
+def _processes() -> Iterator[Process]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError, ValueError, IndexError):
+                fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+                cpu_s = sum(map(int, fields[11:15])) / _TICKS
+                yield Process(int(entry.name), int(fields[1]), cpu_s, int(fields[21]) * _PAGE_BYTES, fields[0] != b"Z")
+
+
+def is_init() -> bool:
+    """Return whether this process is the first of a PID namespace, whose others are all the program's."""
+    return os.getpid() == 1
+
+
+def num_others() -> int:
+    """Return the number of other processes in this PID namespace."""
+    return sum(entry.name.isdecimal() for entry in Path("/proc").iterdir()) - 1
+
+
+def end_all() -> None:
+    """Kill all descendants; in their PID namespace by one call, which none of them can outrun by forking."""
+    for _ in range(_ROUNDS):
+        if is_init():
+            with suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        if not _kill(descendants()):
+            return
+        time.sleep(_ROUND_SECONDS)
+
+
+def end_others(kept: int) -> bool:
+    """Kill all descendants but one; return whether none is left."""
+    for _ in range(_ROUNDS):
+        if not _kill([process for process in descendants() if process.pid != kept]):
+            return True
+        time.sleep(_ROUND_SECONDS)
+    return False
+
+
+def _kill(processes: list[Process]) -> int:
+    """Kill processes, collect those that ended, and return how many ran."""
+    for process in processes:
+        with suppress(OSError):
+            os.kill(process.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(process.pid, os.WNOHANG)
+    return sum(process.is_running for process in processes)

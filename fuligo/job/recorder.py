@@ -5,6 +5,7 @@ import time
 
 from fuligo.errors import FuligoError
 from fuligo.job.log_hooks import LogHooks
+from fuligo.observability.gpu_usage import GpuMonitor
 from fuligo.observability.metrics import perf_metrics, step_record
 from fuligo.observability.progress import Progress
 from fuligo.observability.run_directory import RunDirectory
@@ -34,6 +35,7 @@ class RunRecorder:
         save_samples: bool,
         reward_key: str | None,
         eval_reward_key: str | None,
+        gpus: GpuMonitor | None = None,
     ) -> None:
         self._directory = directory
         self._progress = progress
@@ -44,6 +46,7 @@ class RunRecorder:
         self._eval_reward_key = eval_reward_key
         self._first_evaluation = next(iter(directory.evaluation_records()), None)
         self._last_step_end_s = time.perf_counter()
+        self._gpus = gpus
         self._columns = MetricColumns(directory.path / "metrics.jsonl")
         self._alarms_told: set[tuple[str, int]] = set()
 
@@ -71,6 +74,8 @@ class RunRecorder:
         now_s = time.perf_counter()
         perf = perf_metrics(self._directory.trace.take_durations(step), now_s - self._last_step_end_s)
         self._last_step_end_s = now_s
+        if self._gpus is not None:
+            perf |= self._gpus.take()
         logged = self._log_hooks.rollout(rollout, perf.get("perf/rollout_s", 0.0))
         record = step_record(step, version, logged.metrics, result, perf)
         self._directory.record(record)

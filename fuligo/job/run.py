@@ -31,6 +31,7 @@ from fuligo.job.trainer_settings import trainer_settings
 from fuligo.job.watch import failing_with, while_watching
 from fuligo.loop import Loop, Periodic, sample_only
 from fuligo.models.device import resolve_device
+from fuligo.observability.gpu_usage import GpuMonitor
 from fuligo.observability.progress import open_progress
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.observability.sinks import open_sinks
@@ -289,6 +290,9 @@ def _open_recorder(config: Config, directory: RunDirectory, origin: Origin, num_
     for sink in sinks:
         stack.callback(sink.close)
     stack.enter_context(progress)
+    gpus = GpuMonitor.open() if config.cluster.device != "cpu" else None
+    if gpus is not None:
+        stack.callback(gpus.close)
     return RunRecorder(
         directory,
         progress,
@@ -297,6 +301,7 @@ def _open_recorder(config: Config, directory: RunDirectory, origin: Origin, num_
         save_samples=flags.save_samples,
         reward_key=config.reward.reward_key,
         eval_reward_key=config.resolved_eval_reward_key,
+        gpus=gpus,
     )
 
 

@@ -12,17 +12,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fuligo.observability.viewer.alarms import WATCHES
+from fuligo.observability.viewer.prompt_rows import PromptOrder, prompt_table, rewards_by_step
 from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.run_files import SampleSet
 from fuligo.observability.viewer.sample_index import SampleIndex, read_index_table
 from fuligo.observability.viewer.sample_query import Order, SampleFilter, in_order, matching
 from fuligo.observability.viewer.sample_rows import LINE_COLUMNS, UNREADABLE, Row, message_texts, read_rows, short, short_prompt
 from fuligo.observability.viewer.settings import differences, rows_of
+from fuligo.observability.viewer.sources import prompt_segments, sampled_tokens, token_sources
 
 Answer = dict[str, Any]
 SEARCH_BUDGET_S = 0.15
 """Seconds of search per request; the page asks again if more is left."""
 MAX_HISTORY = 400
+MAX_OTHERS = 16
+_COUNTS = ("num_samples", "num_steps")
 _TOKEN_COLUMNS = ("engine_logprobs", "trainer_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "values", "returns", "advantages")
 _SHOWN_LATEST = ("rollout/reward_mean", "rollout/response_len_mean", "rollout/tokens_per_s", "train/tokens_per_s", "perf/step_s")
 
@@ -183,7 +187,7 @@ def sample_answer(run: RunReader, step: int, row: int, of: SampleSet = "train") 
     return {
         **mine,
         **{name: whole.get(name) for name in ("label", "finish_reason", "drop_reason", "error", "dataset")},
-        "messages": message_texts(whole.get("prompt")),
+        "segments": [asdict(part) for part in prompt_segments(_rendered(run, whole), message_texts(whole.get("prompt")))],
         "response": whole.get("response") or "",
         "metadata": _metadata(whole.get("metadata")),
         "spans": whole.get("spans") or [],
@@ -193,13 +197,21 @@ def sample_answer(run: RunReader, step: int, row: int, of: SampleSet = "train") 
     }
 
 
+def _rendered(run: RunReader, whole: Row) -> str | None:
+    ids = whole.get("prompt_ids")
+    return run.tokens.text(ids) if ids else None
+
+
 def _tokens(run: RunReader, whole: Row) -> Answer:
     """Return lists with one entry per response token; null for values that the run did not record."""
     ids = whole.get("response_ids") or []
+    texts = run.tokens.texts(ids) if ids else []
+    sampled = sampled_tokens(len(ids), whole.get("spans") or [], whole.get("engine_logprobs"))
     return {
         "ids": ids,
-        "texts": run.tokens.texts(ids) if ids else [],
+        "texts": texts,
         "mask": whole.get("loss_mask"),
+        "sources": token_sources(texts, run.tokens.markers(ids), sampled, whole.get("loss_mask")),
         "versions": whole.get("versions"),
         "engines": engines_of_tokens(len(ids), whole.get("spans") or []),
         **{name: _rounded(whole.get(name)) for name in _TOKEN_COLUMNS},
@@ -232,6 +244,49 @@ def history_answer(run: RunReader, prompt_key: int, of: SampleSet = "train") -> 
     index = run.index(of)
     found = index.table().filter(pc.field("prompt") == prompt_key)
     return {"total": found.num_rows, "rows": _numbers(found)[-MAX_HISTORY:], "indexed": index.progress}
+
+
+def prompts_answer(
+    run: RunReader, order: PromptOrder, offset: int, limit: int, of: SampleSet = "train", dataset: str | None = None
+) -> Answer:
+    """Return prompts with their pass rates, and the mean reward of each by step; the text is that of its newest sample."""
+    index = run.index(of)
+    table = index.table()
+    prompts = prompt_table(table if dataset is None else table.filter(pc.field("dataset") == dataset), order)
+    shown = prompts.slice(offset, limit)
+    by_step = rewards_by_step(table.filter(pc.is_in(table["prompt"], shown["prompt"].combine_chunks())))
+    rows = [
+        {**{name: _number(row[name]) for name in ("pass_rate", "mean", "first", "last", "change")}, **{name: row[name] for name in _COUNTS}}
+        | {"prompt_key": str(row["prompt"]), "steps": by_step[row["prompt"]], "text": _prompt_text(index, row["newest"], row["row"])}
+        for row in shown.to_pylist()
+    ]
+    return {"total": prompts.num_rows, "offset": offset, "rows": rows, "indexed": index.progress}
+
+
+def _prompt_text(index: SampleIndex, step: int, row: int) -> str:
+    path = index.file(step)
+    try:
+        return short_prompt(read_rows(path, [row], ["prompt"])[0]["prompt"]) if path is not None else ""
+    except (*UNREADABLE, IndexError):
+        return ""
+
+
+def others_answer(runs: Sequence[RunReader], run: RunReader, prompt_key: int, step: int, of: SampleSet = "train") -> Answer:
+    """Return the responses of other runs to the same prompt, each at the step nearest to `step`."""
+    found = []
+    for other in runs:
+        table = other.index(of).table().filter(pc.field("prompt") == prompt_key)
+        if other is run or not table.num_rows:
+            continue
+        nearest = min(table["step"].unique().to_pylist(), key=lambda known: (abs(known - step), known))
+        members = table.filter(pc.field("step") == nearest).slice(0, MAX_OTHERS)
+        path = other.index(of).file(nearest)
+        try:
+            texts = read_rows(path, members["row"].to_pylist(), ["response", "drop_reason", "error"]) if path is not None else []
+        except UNREADABLE:
+            texts = []
+        found.append({"run": other.name, "step": nearest, "members": [{**line, **text} for line, text in zip(_numbers(members), texts)]})
+    return {"runs": found}
 
 
 def steps_answer(run: RunReader) -> Answer:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fuligo.observability.viewer import answers
 from fuligo.observability.viewer.front import page
+from fuligo.observability.viewer.prompt_rows import PromptOrder
 from fuligo.observability.viewer.run import RunReader, Watcher
 from fuligo.observability.viewer.run_files import SampleSet, is_readable
 from fuligo.observability.viewer.sample_query import Order, SampleFilter
@@ -126,15 +127,12 @@ def make_app(runs: Sequence[RunReader], *, token: str, cookie: str = "fuligo_vie
     def settings(run: str) -> Response:
         return _json(answers.settings_answer(chosen(run)))
 
-    @app.get("/api/history")
-    def history(run: str, prompt: int, of: SampleSet = "train") -> Response:
-        return _json(answers.history_answer(chosen(run), prompt, of))
-
     @app.get("/api/sample")
     def sample(run: str, step: int, row: int, of: SampleSet = "train") -> Response:
         where = f"of step {step}" if of == "train" else f"of the evaluation after {step} rollouts"
         return _json(answers.sample_answer(chosen(run), step, row, of), f"run {run} has no row {row} in the samples {where}")
 
+    _add_prompts(app, runs, chosen)
     _add_steps(app, chosen)
 
     @app.get("/api/samples")
@@ -144,6 +142,27 @@ def make_app(runs: Sequence[RunReader], *, token: str, cookie: str = "fuligo_vie
     app.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)
     app.add_middleware(Access, token=token, cookie=cookie)
     return app
+
+
+def _add_prompts(app: FastAPI, runs: Sequence[RunReader], chosen: Callable[[str], RunReader]) -> None:
+    @app.get("/api/history")
+    def history(run: str, prompt: int, of: SampleSet = "train") -> Response:
+        return _json(answers.history_answer(chosen(run), prompt, of))
+
+    @app.get("/api/prompts")
+    def prompts(
+        run: str,
+        order: PromptOrder = "pass_rate",
+        offset: Annotated[int, Query(ge=0)] = 0,
+        limit: Annotated[int, Query(ge=0, le=MAX_LIMIT)] = 50,
+        of: SampleSet = "train",
+        dataset: str | None = None,
+    ) -> Response:
+        return _json(answers.prompts_answer(chosen(run), order, offset, limit, of, dataset))
+
+    @app.get("/api/others")
+    def others(run: str, prompt: int, step: int, of: SampleSet = "train") -> Response:
+        return _json(answers.others_answer(runs, chosen(run), prompt, step, of))
 
 
 def _add_steps(app: FastAPI, chosen: Callable[[str], RunReader]) -> None:

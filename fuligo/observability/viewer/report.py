@@ -12,6 +12,7 @@ import pyarrow as pa
 from fuligo.errors import ConfigError
 from fuligo.observability.viewer import answers
 from fuligo.observability.viewer.front import page
+from fuligo.observability.viewer.prompt_rows import PromptOrder
 from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.run_files import SampleSet
 
@@ -32,6 +33,8 @@ class ReportSize:
     """Whole groups per step; those with mixed rewards first."""
     num_troubled: int = 24
     """Newest further samples that failed, were truncated or were dropped."""
+    num_prompts: int = 25
+    """Prompts with the lowest and highest pass rate, and with the largest changes, of each."""
     max_tokens: int = 200_000
     """Total response tokens, for training and evaluations each; samples beyond are listed without their tokens."""
 
@@ -68,6 +71,7 @@ def report_document(runs: Sequence[RunReader], size: ReportSize) -> dict[str, An
         "steps": {run.name: answers.steps_answer(run) for run in runs},
         "step": {run.name: _timelines(run, size) for run in runs},
         "health": {run.name: answers.health_answer(run) for run in runs},
+        "prompts": {run.name: {of: _prompts(run, of, size) for of in _SETS} for run in runs},
         "samples": {name: {of: lines for of, (lines, _) in by_set.items()} for name, by_set in samples.items()},
         "sample": {name: {of: whole for of, (_, whole) in by_set.items()} for name, by_set in samples.items()},
     }
@@ -103,6 +107,13 @@ def _spread(rewards: np.ndarray) -> float:
 def _timelines(run: RunReader, size: ReportSize) -> dict[str, Any]:
     recorded = [int(step) for step in run.metrics.steps if step is not None]
     return {str(step): answers.step_answer(run, step) for step in chosen_steps(recorded, size.num_steps)}
+
+
+def _prompts(run: RunReader, of: SampleSet, size: ReportSize) -> list[dict[str, Any]]:
+    """Return the prompts at both ends of every order, each once."""
+    orders: tuple[PromptOrder, ...] = ("pass_rate", "-pass_rate", "change", "-change")
+    found = {row["prompt_key"]: row for order in orders for row in answers.prompts_answer(run, order, 0, size.num_prompts, of)["rows"]}
+    return list(found.values())
 
 
 def _samples(run: RunReader, of: SampleSet, size: ReportSize) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -21,10 +21,7 @@ class TokenTexts:
 
     def texts(self, ids: Sequence[int]) -> list[str] | None:
         """Return one text per token; None without a tokenizer. A character of several tokens belongs to the first, the others are empty."""
-        if not self._searched:
-            self._searched = True
-            self._tokenizer = next(filter(None, map(_tokenizer, self._candidates)), None)
-        tokenizer = self._tokenizer
+        tokenizer = self._found()
         if tokenizer is None:
             return None
         known = {token: tokenizer.decode([token], skip_special_tokens=False) for token in set(ids)}
@@ -33,6 +30,23 @@ class TokenTexts:
         while at < len(ids):
             at = _joined(tokenizer, ids, texts, at) if _BROKEN in texts[at] else at + 1
         return texts
+
+    def text(self, ids: Sequence[int]) -> str | None:
+        """Return the text of all tokens together; None without a tokenizer."""
+        tokenizer = self._found()
+        return None if tokenizer is None else tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def markers(self, ids: Sequence[int]) -> list[bool]:
+        """Return which tokens are no part of ordinary text but were added to the vocabulary, as `<|im_start|>` was."""
+        tokenizer = self._found()
+        added = set() if tokenizer is None else set(tokenizer.get_added_tokens_decoder())
+        return [token in added for token in ids]
+
+    def _found(self) -> Any:
+        if not self._searched:
+            self._searched = True
+            self._tokenizer = next(filter(None, map(_tokenizer, self._candidates)), None)
+        return self._tokenizer
 
 
 def _joined(tokenizer: Any, ids: Sequence[int], texts: list[str], at: int) -> int:

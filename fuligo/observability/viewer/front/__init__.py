@@ -14,6 +14,7 @@ _SCRIPTS = (
         "token_view.js",
         "sample_view.js",
         "samples.js",
+        "prompts.js",
         "timeline.js",
         "time.js",
         "health.js",

@@ -1,6 +1,6 @@
 // The state of the view is in the address after "#", so that a link restores it.
 
-const VIEWS = ["overview", "samples", "time", "health"];
+const VIEWS = ["overview", "samples", "prompts", "time", "health"];
 
 function readAddress() {
   const [view, query] = location.hash.slice(1).split("?");

@@ -79,7 +79,8 @@ class Chart {
     const span = (values) => values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
     let [x0, x1] = this.range ?? span(xs);
     let [y0, y1] = span(ys);
-    if (x0 === x1) [x0, x1] = [x0 - 0.5, x1 + 0.5];
+    if (this.kind === "step" && x1 - x0 < 2) [x0, x1] = [Math.floor(x0 === x1 ? Math.max(0, x0 - 1) : x0), Math.floor(x1) + 1]; // steps are integers
+    else if (x0 === x1) [x0, x1] = [x0 - 0.5, x1 + 0.5];
     if (this.log) [y0, y1] = y0 === y1 ? [y0 / 2, y1 * 2] : [y0, y1];
     else if (y0 === y1) [y0, y1] = y0 === 0 ? [0, 1] : [y0 - Math.abs(y0) / 2, y1 + Math.abs(y1) / 2];
     else {
@@ -113,7 +114,10 @@ class Chart {
         svg("line", { class: "grid", x1: left, x2: this.width - right, y1: y(tick), y2: y(tick) }),
         svg("text", { class: "tick-y", x: left - 6, y: y(tick) }, labels[across.indexOf(tick)]),
       ]),
-      ...along.map((tick) => svg("text", { class: "tick-x", x: x(tick), y: height - bottom + 14 }, axisText(this.kind, tick))),
+      ...along
+        .map((tick) => [tick, axisText(this.kind, tick)])
+        .filter(([, text], at, all) => at === 0 || text !== all[at - 1][1])
+        .map(([tick, text]) => svg("text", { class: "tick-x", x: x(tick), y: height - bottom + 14 }, text)),
     ];
   }
 

@@ -17,6 +17,7 @@ const GROUPS = [
     "Training",
     ["train/loss", "train/entropy", "train/kl", "train/grad_norm", "train/clip_fraction", "train/logprob_abs_diff", "rollout/staleness"],
   ],
+  ["GPUs", ["perf/gpu_utilization", "perf/gpu_memory", /^perf\/gpu\/\d+\/(utilization|memory)$/]],
   ["Speed", ["perf/step_s", "rollout/tokens_per_s", "train/tokens_per_s", "perf/idle_fraction"]],
 ];
 const UNITS = [
@@ -35,6 +36,26 @@ function groupsOf(keys) {
     return [title, found];
   }).filter(([, found]) => found.length);
   return { groups, rest: [...left].sort() };
+}
+
+// Move what shows nothing of its own from the groups to the rest: the curve of a metric that another one repeats, and pass rates that
+// never change. `points`: key -> the values of all shown runs.
+function withoutRepetition({ groups, rest }, points) {
+  const seen = new Map();
+  const moved = [];
+  const kept = groups.map(([title, keys]) => [
+    title,
+    keys.filter((key) => {
+      const values = points(key);
+      const text = JSON.stringify(values);
+      const isFlat = /\/pass@/.test(key) && values.every((run) => run.length >= 3 && run.every((value) => value === run[0]));
+      const isNew = !isFlat && !(values.some((run) => run.length >= 2) && seen.has(text));
+      if (isNew) seen.set(text, key);
+      else moved.push(key);
+      return isNew;
+    }),
+  ]);
+  return { groups: kept.filter(([, keys]) => keys.length), rest: [...rest, ...moved].sort() };
 }
 
 class ChartsGrid {

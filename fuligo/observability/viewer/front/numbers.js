@@ -42,10 +42,14 @@ function roundTicks(low, high, count) {
   const rough = (high - low) / Math.max(1, count);
   if (!(rough > 0)) return [low];
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999);
-  const ticks = [];
-  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++) ticks.push(Number((at * step).toPrecision(12)));
-  return ticks;
+  const sizes = [10, 5, 2, 1, 0.5, 0.2, 0.1].map((factor) => factor * power);
+  // The step nearest to the wanted number of ticks may leave a single one: an axis needs two.
+  for (const step of sizes.slice(sizes.findLastIndex((size) => size >= rough * 0.999))) {
+    const ticks = [];
+    for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++) ticks.push(Number((at * step).toPrecision(12)));
+    if (ticks.length >= 2) return ticks;
+  }
+  return [low, high];
 }
 
 function logTicks(low, high) {

@@ -82,7 +82,10 @@ class Overview {
     const asked = ["perf/step_s", ...groups.flatMap(([, found]) => found), ...(open ? rest : [])];
     await Promise.all(shown.map((run) => updateCurves(run, asked)));
     if (currentView !== this) return;
-    this.drawGroups(groups, rest, open, find, keys.length);
+    const shownOnce = find
+      ? { groups, rest }
+      : withoutRepetition({ groups, rest }, (key) => shown.map((run) => curve(run, key, "step").map(({ y }) => y)));
+    this.drawGroups(shownOnce.groups, shownOnce.rest, open, find, keys.length);
     await this.config.show(shown);
   }
 

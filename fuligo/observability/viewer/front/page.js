@@ -1,7 +1,7 @@
 // Page: switches views and polls the runs.
 
-const VIEW_TITLES = { overview: "Overview", samples: "Samples", time: "Time", health: "Health" };
-const VIEW_CLASSES = { overview: Overview, samples: Samples, time: Time, health: Health };
+const VIEW_TITLES = { overview: "Overview", samples: "Samples", prompts: "Prompts", time: "Time", health: "Health" };
+const VIEW_CLASSES = { overview: Overview, samples: Samples, prompts: Prompts, time: Time, health: Health };
 var currentView = null;
 
 function openView() {

@@ -36,12 +36,13 @@ class SampleView {
           this.plain(sample),
         ),
         this.group(sample),
+        (this.othersPart = element("section", { class: "part", "aria-label": "The same prompt in other runs", hidden: true })),
         (this.historyPart = element("section", { class: "part", "aria-label": "This prompt over time" })),
         this.rest(sample),
       ].filter(Boolean),
     );
     this.node.scrollTop = 0;
-    await this.showHistory(run, of, sample);
+    await Promise.all([this.showHistory(run, of, sample), runs.length > 1 ? this.showOthers(run, of, sample) : null]);
   }
 
   bar(title) {
@@ -106,8 +107,13 @@ class SampleView {
       "section",
       { class: "part" },
       element("h3", {}, "Prompt"),
-      sample.messages.map(([role, text]) =>
-        element("div", { class: "message" }, element("span", { class: "role" }, role), element("div", { class: "prose" }, text)),
+      sample.segments.map(({ source, name, text }) =>
+        element(
+          "div",
+          { class: `message ${source}`, title: source === "template" ? "added by the chat template" : null },
+          element("span", { class: "role" }, name),
+          element("div", { class: "prose" }, source === "template" ? shownToken(text) : text),
+        ),
       ),
     );
   }
@@ -135,14 +141,14 @@ class SampleView {
     );
   }
 
-  member(member, current) {
+  member(member, current, open = () => this.open(member.step, member.row)) {
     return element(
       "button",
       {
         type: "button",
         class: `member ${current ? "current" : ""}`,
         "aria-current": current ? "true" : null,
-        onclick: () => this.open(member.step, member.row),
+        onclick: open,
       },
       element(
         "span",
@@ -153,6 +159,39 @@ class SampleView {
         marksOf(member),
       ),
       element("span", { class: "prose" }, shortened(member.response || member.error || "(nothing)", 1200)),
+    );
+  }
+
+  // Responses of the other runs to this prompt, at the step nearest to this one.
+  async showOthers(run, of, sample) {
+    const part = this.othersPart;
+    const answer = await ask("others", { run: run.name, of, prompt: sample.prompt_key, step: sample.step });
+    if (part !== this.othersPart || !answer.runs.length) return;
+    part.hidden = false;
+    part.replaceChildren(
+      element("h3", {}, "The same prompt in other runs"),
+      ...answer.runs.map(({ run: name, step, members }) =>
+        element(
+          "div",
+          { class: "other-run" },
+          element(
+            "p",
+            { class: "soft" },
+            swatchOf(runColour(name)),
+            ` ${name}, ${of === "eval" ? `after ${count(step, "rollout")}` : `step ${step}`}: mean reward ${figure(meanReward(members), 3)}`,
+          ),
+          element(
+            "div",
+            { class: "members", tabindex: 0, role: "group", "aria-label": `Answers of ${name}` },
+            members.map((member) =>
+              this.member(member, false, () => {
+                go({ run: name, sample: `${member.step}.${member.row}` });
+                openView();
+              }),
+            ),
+          ),
+        ),
+      ),
     );
   }
 
@@ -211,6 +250,11 @@ function enginesOf(sample) {
   const engines = [...new Set((sample.tokens.engines ?? []).filter((engine) => engine !== null))];
   return engines.length ? engines.join(", ") : sample.engine;
 }
+
+const meanReward = (rows) => {
+  const known = rows.map((row) => row.reward).filter((reward) => reward !== null);
+  return known.length ? known.reduce((sum, reward) => sum + reward, 0) / known.length : null;
+};
 
 const shortened = (text, most) => (text.length > most ? `${text.slice(0, most)}…` : text);
 

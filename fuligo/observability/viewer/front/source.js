@@ -46,6 +46,23 @@ const FROM_REPORT = {
     const rows = embedded.samples[run][of].filter((row) => row.prompt_key === prompt).sort(ordering("oldest"));
     return { total: rows.length, rows, indexed: [1, 1] };
   },
+  // A report has the first prompts of every order, of all data sets together.
+  prompts: ({ run, of, order, offset, limit }) => {
+    const key = order.replace(/^-/, "");
+    const sign = order.startsWith("-") ? -1 : 1;
+    const rows = [...embedded.prompts[run][of]].sort((a, b) => sign * (a[key] - b[key]) || (key === "pass_rate" ? sign * (a.mean - b.mean) : 0));
+    return { total: rows.length, offset, rows: rows.slice(offset, offset + limit), indexed: [1, 1] };
+  },
+  others: ({ run, of, prompt, step }) => ({
+    runs: embedded.runs
+      .filter(({ name }) => name !== run)
+      .map(({ name }) => {
+        const rows = embedded.samples[name][of].filter((row) => row.prompt_key === prompt);
+        const nearest = rows.map((row) => row.step).sort((a, b) => Math.abs(a - step) - Math.abs(b - step) || a - b)[0];
+        return { run: name, step: nearest, members: rows.filter((row) => row.step === nearest).slice(0, 16) };
+      })
+      .filter(({ members }) => members.length),
+  }),
   samples: ({ run, of, order, offset, limit, ...filters }) => {
     const rows = embedded.samples[run][of].filter((row) => passes(row, filters)).sort(ordering(order || "newest"));
     return { total: rows.length, offset, rows: rows.slice(offset, offset + limit), searched: 1, indexed: [1, 1] };

@@ -50,6 +50,8 @@ function tokenValues(tokens, key) {
   return tokens[key];
 }
 
+const SOURCES = { sampled: "of the policy", appended: "of tools and users", template: "of the chat template" };
+
 class TokenView {
   constructor(tokens, choose) {
     this.tokens = tokens;
@@ -110,7 +112,7 @@ class TokenView {
     const most = Math.max(chosen.least, sorted[Math.floor(0.98 * (sorted.length - 1))] ?? 0);
     this.cells.forEach((cell, at) => {
       const value = values[at];
-      cell.className = `token ${given[at] ? "given" : value === null ? "unknown" : value < 0 ? "minus" : "plus"}`;
+      cell.className = `token ${given[at] ? `given ${this.tokens.sources[at]}` : value === null ? "unknown" : value < 0 ? "minus" : "plus"}`;
       cell.style.setProperty("--heat", value === null || given[at] ? 0 : Math.min(1, Math.abs(value) / most).toFixed(3));
     });
     const text =
@@ -121,9 +123,18 @@ class TokenView {
       key === "mask" ? "" : element("span", { class: `ramp ${chosen.signed ? "signed" : ""}` }),
       element("span", {}, text),
       chosen.signed ? element("span", { class: "soft" }, "blue: below 0, red: above") : "",
-      given.some(Boolean) ? element("span", { class: "soft" }, `grey: ${count(given.filter(Boolean).length, "token")} not trained`) : "",
+      given.some(Boolean) ? element("span", { class: "soft" }, this.givenText(given)) : "",
     );
     return undefined;
+  }
+
+  // Where the grey tokens come from: "grey, not trained: 12 of tools and users, 8 of the chat template".
+  givenText(given) {
+    const numbers = Object.keys(SOURCES).map((source) => [source, this.tokens.sources.filter((one, at) => given[at] && one === source).length]);
+    return `grey, not trained: ${numbers
+      .filter(([, number]) => number)
+      .map(([source, number]) => `${count(number, "token")} ${SOURCES[source]}`)
+      .join(", ")}`;
   }
 
   // Values that are categories: one colour each.
@@ -195,6 +206,7 @@ class TokenView {
       ["return", tokens.returns ? value("returns") : null],
       ["reference", tokens.ref_logprobs ? value("ref_logprobs") : null],
       ["teacher", tokens.teacher_logprobs ? value("teacher_logprobs") : null],
+      ["from", { sampled: "policy", appended: "tool or user", template: "chat template" }[tokens.sources[at]]],
       ["trained", tokens.mask ? (tokens.mask[at] ? "yes" : "no") : NOTHING],
       ["version", value("versions")],
       ["served by", tokens.engines ? (tokens.engines[at] === null ? NOTHING : `engine ${tokens.engines[at]}`) : null],

@@ -179,7 +179,7 @@ def _sample(step: int, row: int) -> Sample:
         index=NUM_GROUPS * GROUP_SIZE * step + row,
         group_index=NUM_GROUPS * step + group,
         prompt=[{"role": "user", "content": PROMPTS[group]}],
-        prompt_ids=np.arange(5, 5 + len(PROMPTS[group]), dtype=np.int32),
+        prompt_ids=rendered_ids(PROMPTS[group]),
         label="7",
         metadata={"start_rollout_id": step},
         response_ids=ids,
@@ -196,6 +196,12 @@ def _sample(step: int, row: int) -> Sample:
             Span("reward", end, end + 0.25),
         ],
     )
+
+
+def rendered_ids(question: str) -> np.ndarray:
+    """Return the ids of a question as the chat template renders it."""
+    text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    return np.array(tokenizer().encode(text, add_special_tokens=False).ids, np.int32)
 
 
 def stale(step: int, group: int) -> bool:

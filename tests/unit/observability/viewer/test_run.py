@@ -120,7 +120,12 @@ def test_a_step_without_trace_has_the_seconds_of_its_metrics(tmp_path: Path) -> 
 def test_a_sample_whole(run: RunReader) -> None:
     answer = sample_answer(run, 4, 5)
     assert answer is not None
-    assert answer["messages"] == [("user", "What is 12 + 9?")]
+    assert [(part["name"], part["text"]) for part in answer["segments"]] == [
+        ("template", "<|im_start|>user\n"),
+        ("user", "What is 12 + 9?"),
+        ("template", "<|im_end|>\n<|im_start|>assistant\n"),
+    ]
+    assert set(answer["tokens"]["sources"]) == {"sampled"}
     assert "".join(answer["tokens"]["texts"]) == answer["response"]
     assert len(answer["tokens"]["engine_logprobs"]) == answer["length"]
     assert [member["row"] for member in answer["members"]] == [4, 5, 6, 7]

@@ -1,0 +1,149 @@
+// Prompts by pass rate: which are solved, which never, and which change.
+
+const PROMPT_PAGE = 50;
+const PROMPT_COLUMNS = [
+  ["pass_rate", "Pass rate"],
+  ["mean", "Mean reward"],
+  ["change", "First to last"],
+  ["num_samples", "Samples"],
+];
+
+class Prompts {
+  constructor(root) {
+    this.controls = element("div", { class: "controls" });
+    this.found = element("p", { class: "found", role: "status" });
+    this.body = element("div", { class: "scroll" });
+    this.more = element("button", { type: "button", class: "quiet", hidden: true, onclick: () => this.extend() }, "Show more");
+    root.append(this.controls, this.found, this.body, this.more);
+    this.refresh = oneAtATime(() => this.load());
+    this.size = PROMPT_PAGE;
+    this.moved();
+  }
+
+  get of() {
+    return param("of") === "eval" ? "eval" : "train";
+  }
+
+  get order() {
+    return param("order") ?? "pass_rate";
+  }
+
+  moved() {
+    this.size = PROMPT_PAGE;
+    this.drawControls();
+    this.refresh();
+  }
+
+  updated() {
+    const run = chosenRun();
+    const state = `${run.name} ${run.num_samples} ${run.num_eval_samples}`;
+    if (state !== this.known) this.refresh();
+    this.known = state;
+  }
+
+  extend() {
+    this.size += 3 * PROMPT_PAGE;
+    this.refresh();
+  }
+
+  drawControls() {
+    const run = chosenRun();
+    const sets = [
+      ["train", "Training"],
+      ["eval", "Evaluations"],
+    ];
+    this.controls.replaceChildren(
+      run.num_eval_samples > 0 || this.of === "eval"
+        ? choice("Prompts of", "of", sets, this.of, (of) => go({ of: of === "train" ? null : of, dataset: null }))
+        : "",
+      this.of === "eval" && !isReport && run.datasets.length > 1
+        ? choice("Data set", "dataset", [["", "all"], ...run.datasets.map(twice)], param("dataset") ?? "", (dataset) => go({ dataset }))
+        : "",
+    );
+  }
+
+  async load() {
+    const run = chosenRun();
+    const question = { run: run.name, of: this.of, dataset: param("dataset"), order: this.order, offset: 0, limit: Math.min(200, this.size) };
+    const answer = await ask("prompts", question);
+    if (currentView !== this) return;
+    const read = answer.indexed[0] < answer.indexed[1] ? ` · ${answer.indexed[0]} of ${answer.indexed[1]} steps read` : "";
+    this.found.textContent = answer.total
+      ? `${count(answer.total, "prompt")}, a response passes with a reward of at least 1${read}`
+      : `No judged samples recorded.${read}`;
+    this.body.replaceChildren(...(answer.total ? [this.table(answer.rows)] : []));
+    this.more.hidden = answer.rows.length >= answer.total || this.size >= 200;
+  }
+
+  table(rows) {
+    return element(
+      "table",
+      { class: "prompts" },
+      element(
+        "thead",
+        {},
+        element(
+          "tr",
+          {},
+          element("th", { scope: "col" }, "Prompt"),
+          PROMPT_COLUMNS.map(([key, title]) => this.head(key, title)),
+          element("th", { scope: "col", class: "wide" }, "Mean reward by step"),
+        ),
+      ),
+      element(
+        "tbody",
+        {},
+        rows.map((row) => this.row(row)),
+      ),
+    );
+  }
+
+  head(key, title) {
+    const sorted = this.order.replace(/^-/, "") === key;
+    const descends = this.order.startsWith("-");
+    const mark = sorted ? (descends ? " ↓" : " ↑") : "";
+    const isWide = key === "mean" || key === "num_samples";
+    const attributes = { scope: "col", class: `number ${isWide ? "wide" : ""}`, "aria-sort": sorted ? (descends ? "descending" : "ascending") : null };
+    if (key === "mean") return element("th", attributes, title);
+    const next = sorted && !descends ? `-${key}` : key;
+    return element("th", attributes, element("button", { type: "button", onclick: () => go({ order: next }) }, title + mark));
+  }
+
+  row(row) {
+    const target = { prompt: row.prompt_key, of: this.of === "eval" ? "eval" : null };
+    return element(
+      "tr",
+      {},
+      element(
+        "td",
+        {},
+        element("button", { type: "button", class: "prompt", onclick: () => go(target, { view: "samples" }) }, row.text || "(not recorded)"),
+      ),
+      element("td", { class: "number" }, share(row.pass_rate)),
+      element("td", { class: "number wide" }, figure(row.mean, 3)),
+      element("td", { class: "number" }, row.num_steps > 1 ? `${figure(row.first, 3)} → ${figure(row.last, 3)}` : figure(row.last, 3)),
+      element("td", { class: "number wide" }, row.num_samples),
+      element("td", { class: "wide" }, sparkline(row.steps)),
+    );
+  }
+
+  close() {}
+}
+
+// Mean reward by step as a small curve, from the least to the greatest.
+function sparkline(points) {
+  const [width, height, room] = [140, 26, 3];
+  const node = svg("svg", { class: "spark", viewBox: `0 0 ${width} ${height}`, role: "img" });
+  node.setAttribute("aria-label", points.map(([step, reward]) => `step ${step}: ${figure(reward, 3)}`).join(", "));
+  if (!points.length) return node;
+  const span = (values) => [Math.min(...values), Math.max(...values)];
+  const [x0, x1] = span(points.map(([step]) => step));
+  const [y0, y1] = span([0, 1, ...points.map(([, reward]) => reward)]);
+  const x = (step) => (x0 === x1 ? width / 2 : room + ((step - x0) / (x1 - x0)) * (width - 2 * room));
+  const y = (reward) => height - room - ((reward - y0) / (y1 - y0)) * (height - 2 * room);
+  const places = points.map(([step, reward]) => [x(step).toFixed(1), y(reward).toFixed(1)]);
+  node.append(svg("path", { d: places.map(([left, top], at) => `${at ? "L" : "M"}${left} ${top}`).join("") }));
+  const [left, top] = places.at(-1);
+  node.append(svg("circle", { cx: left, cy: top, r: 2.2 }));
+  return node;
+}

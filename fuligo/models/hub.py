@@ -7,6 +7,7 @@ from typing import Self
 
 from fuligo.config import Config
 from fuligo.config.flags import flags
+from fuligo.config.server_groups import ModelServers
 from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import checkpoint_problems
 
@@ -88,21 +89,24 @@ class _Place:
     """Position in the list of `--sglang-config`."""
 
     def value(self, config: Config) -> str | None:
+        if self.number is not None:
+            return _served(config)[self.number].model_path
         given = config.value_of(self.flag)
-        return given if self.number is None else given[self.number].model_path
+        return given if isinstance(given, str) else None
 
     def replaced(self, config: Config, directory: str) -> Config:
         flag = flags()[self.flag]
         given = getattr(config, flag.group)
         value: object = directory
         if self.number is not None:
-            value = list(given.sglang_config)
-            value[self.number] = value[self.number].model_copy(update={"model_path": directory})
+            models = _served(config)
+            models[self.number] = models[self.number].model_copy(update={"model_path": directory})
+            value = models
         return config.model_copy(update={flag.group: given.model_copy(update={self.flag: value})})
 
     def option(self, config: Config) -> str:
         option = flags()[self.flag].option
-        return option if self.number is None else f"{option}, model_path of {config.value_of(self.flag)[self.number].name}"
+        return option if self.number is None else f"{option}, model_path of {_served(config)[self.number].name}"
 
 
 def located(config: Config) -> Config:
@@ -131,10 +135,13 @@ def with_weights(config: Config) -> Config:
 
 def _named(config: Config) -> dict[_Place, HubModel]:
     """Return the models of the Hub by the places that name them."""
-    served = config.engine.sglang_config or []
-    places = [*map(_Place, MODEL_FLAGS), *(_Place("sglang_config", number) for number in range(len(served)))]
+    places = [*map(_Place, MODEL_FLAGS), *(_Place("sglang_config", number) for number in range(len(_served(config))))]
     given = {place: place.value(config) for place in places}
     return {place: model for place, text in given.items() if text is not None and (model := HubModel.parse(text)) is not None}
+
+
+def _served(config: Config) -> list[ModelServers]:
+    return list(config.engine.sglang_config or [])
 
 
 def _directory(config: Config, place: _Place) -> Path:

@@ -254,7 +254,7 @@ def prompts_answer(
     table = index.table()
     prompts = prompt_table(table if dataset is None else table.filter(pc.field("dataset") == dataset), order)
     shown = prompts.slice(offset, limit)
-    by_step = rewards_by_step(table.filter(pc.is_in(table["prompt"], shown["prompt"].combine_chunks())))
+    by_step = rewards_by_step(table.filter(pc.field("prompt").isin(shown["prompt"].to_pylist())))
     rows = [
         {**{name: _number(row[name]) for name in ("pass_rate", "mean", "first", "last", "change")}, **{name: row[name] for name in _COUNTS}}
         | {"prompt_key": str(row["prompt"]), "steps": by_step[row["prompt"]], "text": _prompt_text(index, row["newest"], row["row"])}

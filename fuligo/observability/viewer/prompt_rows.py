@@ -17,8 +17,8 @@ def prompt_table(index: pa.Table, order: PromptOrder) -> pa.Table:
     Columns: `prompt` (key), `num_samples` (with a reward), `num_steps`, `pass_rate`, `mean` (reward), `first` and `last` (mean reward of
     the first and last step), `change` (last - first), `newest` and `row` (place of a sample).
     """
-    judged = index.filter(pc.is_finite(index["reward"].cast(pa.float64())).fill_null(False))
-    judged = judged.append_column("passed", pc.greater_equal(judged["reward"], PASS_REWARD).cast(pa.float64()))
+    judged = index.filter(pc.field("reward").is_valid() & ~pc.field("reward").is_nan())
+    judged = judged.append_column("passed", pa.array((judged["reward"].to_numpy() >= PASS_REWARD).astype(np.float64)))
     steps = judged.group_by(["prompt", "step"], use_threads=False).aggregate(
         [("reward", "mean"), ("passed", "mean"), ("row", "min"), ("row", "count")]
     )

@@ -9,7 +9,7 @@ from fuligo.cli import import_script, launch, view
 from fuligo.cli.plan import OWN_OPTIONS
 from fuligo.cli.serve import _parser
 from fuligo.config.flag import option_name
-from fuligo.config.flags import flags, passthrough_flags
+from fuligo.config.flags import Kind, flags, passthrough_flags
 from fuligo.config.reserved import MOVED
 from fuligo.convert import fp8_plan
 from fuligo.importer.slime import LEFT_OUT
@@ -57,6 +57,7 @@ def test_named_flags_exist(page: Path):
     """Check the flags in inline code; a name that ends in `-`, as in `--embedded-*`, stands for all flags with this prefix."""
     passed_through = [flag for group in ("sglang", "router", "megatron") for flag in passthrough_flags(group).values()]
     ours = {flag.option for flag in [*flags().values(), *passed_through]}
+    ours |= {option_name(f"no_{flag.flat_name}") for flag in flags().values() if flag.kind is Kind.BOOL}
     known = (
         ours
         | set(_parser()._option_string_actions)

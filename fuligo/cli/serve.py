@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fuligo.errors import ConfigError
 from fuligo.formats.engine_keys import REQUESTS_VARIABLE, EngineKeys
+from fuligo.limits import collector_paused
 from fuligo.models.hub import HubModel
 
 GRACE_S = 10.0
@@ -39,7 +40,8 @@ def main(argv: list[str]) -> int:
     listener = _bind(args.host, args.port)
     keys = _keys()
 
-    from fuligo.engines.embedded.serve import ServeSettings, serve
+    with collector_paused():
+        from fuligo.engines.embedded.serve import ServeSettings, serve
 
     return serve(
         ServeSettings(

@@ -11,6 +11,7 @@ from fuligo.config.config import MEGATRON_FLAGS
 from fuligo.config.files import yaml_text
 from fuligo.config.help import asked_for_help, help_text
 from fuligo.config.validate import require_no_errors
+from fuligo.limits import collector_paused
 from fuligo.models.hub import located, with_weights
 
 PRINT_CONFIG = "--print-config"
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str]) -> int:
     if PRINT_CONFIG in arguments:
         print(yaml_text(checked(located(parsed.config)).config), end="")
         return 0
-    config = prepare(parsed.config, parsed.warnings)
+    with collector_paused():
+        config = prepare(parsed.config, parsed.warnings)
     from fuligo.job import run_job
 
     return run_job(config)

@@ -14,6 +14,7 @@ from fuligo.config import Config
 from fuligo.errors import ConfigError
 from fuligo.job.stalls import stalls_reported
 from fuligo.job.termination import Termination
+from fuligo.limits import collector_paused
 
 if TYPE_CHECKING:
     from fuligo.job.evaluation import Evaluated
@@ -54,7 +55,8 @@ def run_to_end(config: Config) -> Outcome:
 
     SIGTERM ends it like Ctrl-C: engines and ranks are stopped, and everything recorded stays. --save-on-sigterm saves a checkpoint first.
     """
-    from fuligo.job.run import run_config
+    with collector_paused():
+        from fuligo.job.run import run_config
 
     _keep_private(config)
     termination = Termination(config.checkpoint.save_on_sigterm)

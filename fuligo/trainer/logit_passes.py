@@ -1,5 +1,6 @@
 """Passes over the logits of a chunk of tokens: sums of their rows, and their gradient."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -80,12 +81,12 @@ def _grad_without_targets(
     return log_softmax.exp_().mul_(slope).to(dtype)
 
 
-_COMPILED: dict[Callable[..., Any], Callable[..., Any]] = {
-    pass_: torch.compile(pass_, dynamic=True) for pass_ in (_row_sums, _grad_without_targets)
-}
-"""Nothing is compiled before the first call. The last chunk of a batch is shorter than the others: one kernel serves all lengths."""
-
-
 def _compiled_on_gpu(pass_: Callable[..., Any], logits: Tensor) -> Callable[..., Any]:
-    """Run a pass, compiled on GPUs, where moving the logits to and from memory takes the time."""
-    return _COMPILED[pass_] if logits.is_cuda else pass_
+    """Return a pass, compiled on GPUs, where moving the logits to and from memory takes the time."""
+    return _compiled(pass_) if logits.is_cuda else pass_
+
+
+@functools.cache
+def _compiled(pass_: Callable[..., Any]) -> Callable[..., Any]:
+    # Here and not at the top of the module, because torch.compile imports the compiler, which takes longer than a rank's own modules.
+    return torch.compile(pass_, dynamic=True)  # the last chunk of a batch is shorter than the others: one kernel serves all lengths

@@ -96,8 +96,11 @@ class MegatronTrainerSettings(TrainerSettings):
 
         One queue for kernels: a collective's kernels start before the product that they overlap with. One kernel for the products of all
         experts where TransformerEngine has it (Hopper, bf16, forward and towards the inputs): launching one for each expert takes the CPU
-        longer than it takes the GPU to compute them.
+        longer than it takes the GPU to compute them. On a CPU no compiler, because
+        Megatron's decorators import it, which takes longer than the rest of Megatron.
         """
+        if self.device == "cpu":
+            return {"TORCHDYNAMO_DISABLE": "1"}
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
 
     @property

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from fuligo.engines.host import is_loopback, listening_store, use_loopback_interface
+from fuligo.limits import collector_paused
 from fuligo.trainer.ranks.commands import Answer, Command, R
 from fuligo.trainer.ranks.compute_thread import ComputeThread
 
@@ -56,9 +57,10 @@ class Rank:
         return self._rendezvous
 
     def load(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> Cost | None:
-        from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+        with collector_paused():
+            from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-        from fuligo.trainer.ranks import worker, world
+            from fuligo.trainer.ranks import worker, world
 
         joined = world.World()
         if rendezvous is None or is_loopback(rendezvous.host):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
+from fuligo.limits import collector_paused
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.packing import Cost
 from fuligo.trainer.ranks.settings import TrainerSettings
@@ -65,10 +66,12 @@ def build_worker(settings: TrainerSettings, world: World) -> RankWorker:
         ConfigError: the lists of trained parameters do not fit the model.
     """
     if isinstance(settings, MegatronTrainerSettings):
-        from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+        with collector_paused():
+            from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
         return MegatronRankWorker(settings, world)
     assert isinstance(settings, TorchTrainerSettings)
-    from fuligo.trainer.torch_backend.worker import TorchRankWorker
+    with collector_paused():
+        from fuligo.trainer.torch_backend.worker import TorchRankWorker
 
     return TorchRankWorker(settings, world)

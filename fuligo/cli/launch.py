@@ -3,12 +3,12 @@
 import argparse
 import asyncio
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from fuligo.config.launcher import ADDRESS_VARIABLE
 from fuligo.errors import ConfigError
+from fuligo.formats.private import private_directory
 
 DESCRIPTION = """\
   fuligo launch --hostfile F -- <arguments of fuligo train>
@@ -31,12 +31,12 @@ def main(arguments: Sequence[str]) -> int:
     """
     own, train = _split(list(arguments))
     options = parser().parse_args(own)
-    with tempfile.TemporaryDirectory(prefix="fuligo-launch-") as logs:
+    with private_directory("fuligo-launch-") as logs:
         if options.join is None:
-            return _launch(options, train, Path(logs))
+            return _launch(options, train, logs)
         if options.hostfile is not None:
             raise ConfigError("fuligo launch takes --hostfile F or --join ADDRESS:PORT, not both")
-        return _join(options, Path(logs))
+        return _join(options, logs)
 
 
 def _launch(options: argparse.Namespace, train: list[str], logs: Path) -> int:

@@ -1,15 +1,20 @@
 """Ray's own processes on this machine, under a guard that ends them with the process that started them."""
 
 import asyncio
+import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from fuligo.engines.server_process import ServerProcess
+from fuligo.formats.private import kept_directory
 
 GRACE_S = 40.0
 """Seconds in which Ray's workers, and the engines under them, shut down."""
 START_TIMEOUT_S = 120.0
+MAX_ROOT_LENGTH = 8
+"""Characters of the path of a temporary directory under which the paths of Ray's sockets have at most 107."""
 
 
 def head_command(port: int, *, num_cpus: int, num_gpus: int | None, host: str | None = None) -> list[str]:
@@ -34,10 +39,22 @@ def worker_command(address: str, *, name: str, num_cpus: int | None, num_gpus: i
     return _ray_start([], {"address": address, "node-name": name, "num-cpus": num_cpus, "num-gpus": num_gpus, "node-ip-address": host})
 
 
+def session_root() -> Path:
+    """Return the directory of Ray's sessions, in one that no other user can enter.
+
+    Ray lets every user write to its own directories, those of its sockets among them: in its default place, /tmp/ray, another user could
+    put a socket of theirs where a rank looks for Ray, and send it code to run.
+    """
+    name = f"fuligo-ray-{os.geteuid()}"
+    root = next((root for root in (tempfile.gettempdir(), "/tmp") if len(root) <= MAX_ROOT_LENGTH), tempfile.gettempdir())
+    return kept_directory(Path(root, name), f"{name}-") / "ray"
+
+
 def start_node(name: str, command: list[str], log_file: Path, environment: Mapping[str, str]) -> ServerProcess:
     own = {
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # no other job has work on a node that ends
     }
+    command = [*command, f"--temp-dir={session_root()}"]
     return ServerProcess(name, command, log_file=log_file, environment={**own, **environment}, grace_s=GRACE_S)
 
 

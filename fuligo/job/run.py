@@ -38,6 +38,7 @@ from fuligo.observability.sinks import open_sinks
 from fuligo.rollout.evaluate import Evaluation
 from fuligo.rollout.protocol import UnfilledRolloutError
 from fuligo.trainer.protocol import Trainer
+from fuligo.trainer.ranks.standby import StandbyRanks
 from fuligo.trainer.samples import BeforeTrainStep, DataPostProcess
 from fuligo.trainer.settings import advantage_settings, bound_hook, sample_settings
 from fuligo.weights.sync import VersionCounter, WeightSync
@@ -110,6 +111,10 @@ async def _open(config: Config, stack: AsyncExitStack) -> Opened:
         store = CheckpointStore(save, keep=config.checkpoint.keep_checkpoints, used=named_checkpoints(config, save))
     joined = await join_cluster(config, origin.weights_to_read(config), directory, stack)
 
+    standbys = None
+    if config.trains and joined.cluster is None and config.checkpoint.max_restarts > 0:
+        standbys = StandbyRanks(config.checkpoint.max_restarts)
+        stack.push_async_callback(standbys.close)
     engines_may_start = asyncio.Event()
     if not joined.config.takes_turns:
         engines_may_start.set()
@@ -117,7 +122,7 @@ async def _open(config: Config, stack: AsyncExitStack) -> Opened:
     stack.push_async_callback(_cancel, launching)
     await asyncio.sleep(0)  # lets the task start the engine's process, which loads beside all that follows
 
-    return Opened(joined.config, origin, directory, joined.cluster, store, engines_may_start, launching, stack)
+    return Opened(joined.config, origin, directory, joined.cluster, standbys, store, engines_may_start, launching, stack)
 
 
 def _origin_of_restart(opened: Opened) -> Origin:
@@ -258,7 +263,7 @@ async def _load_trainer(begun: Begun, stack: AsyncExitStack) -> Trainer | None:
     if cluster is None:
         from fuligo.trainer.ranks.trainer import LocalTrainer
 
-        trainer = LocalTrainer(settings, apart=config.checkpoint.max_restarts > 0)
+        trainer = LocalTrainer(settings, begun.opened.standbys)
     else:
         trainer = cluster.trainer(settings, begun.opened.directory.path)
     stack.push_async_callback(trainer.close)

@@ -22,6 +22,7 @@ from fuligo.trainer.protocol import Trainer
 
 if TYPE_CHECKING:
     from fuligo.cluster.cluster import RayCluster
+    from fuligo.trainer.ranks.standby import StandbyRanks
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,6 +35,8 @@ class Opened:
     directory: RunDirectory
     cluster: RayCluster | None
     """Nodes of the run; None if everything runs on this machine."""
+    standbys: StandbyRanks | None
+    """Processes for trainers after the first; None without --max-restarts, and on a cluster."""
     store: CheckpointStore | None
     """Checkpoints of the run; None without a trainer."""
     engines_may_start: asyncio.Event

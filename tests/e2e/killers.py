@@ -91,5 +91,7 @@ def kill_ranks(args, rollout_id: int, batch) -> None:
         if int(step) == rollout_id and strike not in _struck:
             _struck.add(strike)
             ranks = [pid for pid, command in family.items() if f"rank_process --rank {rank} " in command or "ray::TrainerRank" in command]
-            pid = ranks[int(rank) if len(ranks) > 1 else 0]  # Ray starts them in order
+            pid = (
+                ranks[int(rank)] if "ray::TrainerRank" in family[ranks[0]] else ranks[0]
+            )  # in the order of their start; a standby follows its rank
             threading.Timer(random.random() * 0.02, os.kill, (pid, signal.SIGKILL)).start()

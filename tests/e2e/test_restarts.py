@@ -67,6 +67,8 @@ def test_a_run_that_loses_ranks_equals_an_undisturbed_one(command: list[str], un
     steps, engines = zip(*(line.split(maxsplit=1) for line in (run_dir / "engines.txt").read_text().splitlines()))
     assert steps == tuple("010123234"), "what was trained, again after each restart"
     assert len(set(engines)) == 1, "one engine served all along"
+    if "ray" not in command:
+        assert (run_dir / "log.txt").read_text().count("2 of 2 trainer ranks start from standby processes") == 2
 
 
 def test_a_rank_that_is_lost_once_too_often_ends_the_run(command: list[str], tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Literal
 from fuligo.engines.server_process import last_lines
 from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import EngineKeys
+from fuligo.formats.private import private_directory
 
 POLL_S = 0.02
 
@@ -96,8 +96,8 @@ async def launch_embedded(settings: EmbeddedEngineSettings) -> EmbeddedEnginePro
         EngineError: it ended, or was not ready before the deadline; with the last lines of its log
     """
     settings.log_file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fuligo-engine-") as directory:
-        ready_file = Path(directory, "ready.json")
+    with private_directory("fuligo-engine-") as directory:
+        ready_file = directory / "ready.json"
         command = [sys.executable, "-m", "fuligo", "serve", *settings.arguments(), "--parent-pid", str(os.getpid())]
         with settings.log_file.open("ab") as log:
             process = subprocess.Popen(  # noqa: ASYNC220  # returns at once; a child of asyncio would be bound to this event loop

@@ -18,6 +18,7 @@ from fuligo.engines.ports import PortClaims
 from fuligo.engines.server_process import ServerProcess, command_line, secrets_of
 from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import CONTROL_VARIABLE, NO_KEYS, REQUESTS_VARIABLE, EngineKeys
+from fuligo.formats.private import kernel_cache
 
 PROBE_TIMEOUT_S = 5.0
 PORTS_PER_ENGINE = 64
@@ -151,6 +152,8 @@ class ServerSettings:
         chosen = OWN_ENVIRONMENT | (CPU_ENVIRONMENT if self.device == "cpu" else {})
         if self.device == "cpu" and self.tp_size > 1:
             chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(self.tp_size))
+        if self.device == "cuda" and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+            chosen["TORCHINDUCTOR_CACHE_DIR"] = str(kernel_cache())
         if is_loopback(self.host) and "GLOO_SOCKET_IFNAME" not in os.environ:
             use_loopback_interface(chosen)
         return {**chosen, **self.environment.reveal(), **self.keys.environment}

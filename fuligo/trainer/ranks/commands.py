@@ -62,6 +62,17 @@ class OpenRendezvous(Command["Rendezvous"]):
 
 
 @dataclass(slots=True, frozen=True)
+class ImportWorker(Command[None]):
+    """Command to a standby rank: import all that `Load` needs, without touching a device."""
+
+    name = "import"
+    settings: TrainerSettings
+
+    def run(self, rank: Rank) -> None:
+        rank.import_worker(self.settings)
+
+
+@dataclass(slots=True, frozen=True)
 class Load(Command["Cost | None"]):
     """Command to join the other ranks and build the worker; the result is its `balance_by`."""
 

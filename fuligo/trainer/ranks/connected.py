@@ -69,6 +69,11 @@ class ConnectedRank(RankHandle):
         assert self._process is not None, "torchrun started it"
         return self._process.pid
 
+    @property
+    def is_alive(self) -> bool:
+        """True while the rank's process runs."""
+        return self._lost is None and self._process is not None and self._process.poll() is None
+
     async def run(self, command: SharedCommand[R]) -> Answer[R]:
         answered: Future[Answer[R]] = Future()
         with self._lock:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from fuligo.engines.host import is_loopback, listening_store, use_loopback_interface
+from fuligo.errors import TrainerError
 from fuligo.limits import collector_paused
 from fuligo.trainer.ranks.commands import Answer, Command, R
 from fuligo.trainer.ranks.compute_thread import ComputeThread
@@ -55,6 +56,22 @@ class Rank:
             self._store = listening_store(self._host)
             self._rendezvous = Rendezvous(self._host, self._store.port)
         return self._rendezvous
+
+    def import_worker(self, settings: TrainerSettings) -> None:
+        """Import the worker's modules, in the environment that `load` would import them in.
+
+        Raises:
+            TrainerError: an import took hold of a GPU, whose memory belongs to the rank that computes.
+        """
+        with collector_paused():
+            import torch
+
+            from fuligo.trainer.ranks import worker, world
+
+            world.set_environment(settings)
+            worker.import_worker(settings)
+        if torch.cuda.is_initialized():
+            raise TrainerError("cannot stand by: an import has initialised CUDA, which takes memory of a GPU")
 
     def load(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> Cost | None:
         with collector_paused():

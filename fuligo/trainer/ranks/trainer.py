@@ -17,6 +17,7 @@ from fuligo.trainer.ranks.connected import ConnectedRank, start_process
 from fuligo.trainer.ranks.handle import InProcessRank, RankHandle
 from fuligo.trainer.ranks.rank import Rank, RankExecutor
 from fuligo.trainer.ranks.settings import TrainerSettings
+from fuligo.trainer.ranks.standby import StandbyRanks
 from fuligo.trainer.ranks.torchrun import connect_ranks, torchrun_place
 from fuligo.trainer.ranks.worker import RankWorker
 from fuligo.trainer.shares import score_shares, step_shares
@@ -164,11 +165,20 @@ class LocalTrainer(RankedTrainer):
     """Trainer whose rank 0 computes in this process; the others are its child processes, or torchrun started them.
 
     Args:
-        apart: rank 0 is a child process, too, so that any rank can be replaced
+        standbys: source of the ranks' processes, so that any rank can be replaced; then rank 0 is a child process, too
     """
 
-    def __init__(self, settings: TrainerSettings, *, apart: bool = False) -> None:
-        super().__init__(settings, lambda: _start_local_ranks(settings.num_ranks, apart=apart))
+    def __init__(self, settings: TrainerSettings, standbys: StandbyRanks | None = None) -> None:
+        super().__init__(settings, lambda: _start_local_ranks(settings.num_ranks, standbys))
+        self._standbys = standbys
+        self._has_trained = False
+
+    async def train(self, batch: TrainBatch) -> StepResult:
+        result = await super().train(batch)
+        if self._standbys is not None and not self._has_trained:  # not earlier, since the start of a run needs the cores itself
+            self._standbys.prepare(self._settings)
+        self._has_trained = True
+        return result
 
     @property
     def worker(self) -> RankWorker:
@@ -189,10 +199,12 @@ def _for_ranks(directory: Path) -> Path:
     return directory.absolute()
 
 
-async def _start_local_ranks(size: int, *, apart: bool) -> list[RankHandle]:
+async def _start_local_ranks(size: int, standbys: StandbyRanks | None) -> Sequence[RankHandle]:
     place = torchrun_place()
     if place is not None:
         return await connect_ranks(place, size)
+    if standbys is not None:
+        return standbys.take(size)
     host = socket.gethostname()
-    first = start_process(0, size, host) if apart else InProcessRank(RankExecutor(Rank(0, size)), host)
+    first = InProcessRank(RankExecutor(Rank(0, size)), host)
     return [first, *(start_process(rank, size, host) for rank in range(1, size))]

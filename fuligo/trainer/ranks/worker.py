@@ -1,9 +1,9 @@
 """Worker of a trainer rank, the same for every backend."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.limits import collector_paused
@@ -65,13 +65,18 @@ def build_worker(settings: TrainerSettings, world: World) -> RankWorker:
         TrainerError: the backend cannot run the model.
         ConfigError: the lists of trained parameters do not fit the model.
     """
+    return import_worker(settings)(settings, world)
+
+
+def import_worker(settings: TrainerSettings) -> Callable[[Any, World], RankWorker]:
+    """Import the settings' backend and return its worker's class."""
     if isinstance(settings, MegatronTrainerSettings):
         with collector_paused():
             from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
-        return MegatronRankWorker(settings, world)
+        return MegatronRankWorker
     assert isinstance(settings, TorchTrainerSettings)
     with collector_paused():
         from fuligo.trainer.torch_backend.worker import TorchRankWorker
 
-    return TorchRankWorker(settings, world)
+    return TorchRankWorker

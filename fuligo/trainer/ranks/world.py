@@ -1,12 +1,8 @@
 """Process group of the ranks that train together."""
 
-import atexit
 import os
-import shutil
-import tempfile
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,6 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from fuligo.formats.private import kernel_cache
 from fuligo.limits import num_cores
 from fuligo.trainer.ranks.settings import TrainerSettings
 
@@ -66,29 +63,16 @@ class World:
 
 def join_trainer(settings: TrainerSettings, rank: int, size: int, store: Store) -> World:
     """Call `join_world` for a trainer, after setting the environment variables that its device needs."""
+    set_environment(settings)
+    return join_world(rank, size, settings.device, store=store, timeout_s=settings.command_timeout_s)
+
+
+def set_environment(settings: TrainerSettings) -> None:
+    """Set the environment variables that the trainer's device needs, unless the user has."""
     for name, value in settings.environment.items():
         os.environ.setdefault(name, value)
     if settings.device == "cuda" and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kernel_cache())
-    return join_world(rank, size, settings.device, store=store, timeout_s=settings.command_timeout_s)
-
-
-def kernel_cache() -> Path:
-    """Return a directory for compiled kernels that only this user can write, kept between runs where the user has a home.
-
-    The default of torch has a known name in /tmp, where another user could create it first and have this process run their code.
-    """
-    try:
-        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fuligo" / "kernels"
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
-        if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(directory, os.W_OK):
-            return directory
-    except (OSError, RuntimeError):  # no home, or one that cannot be written
-        pass
-    private = Path(tempfile.mkdtemp(prefix="fuligo-kernels-"))
-    atexit.register(shutil.rmtree, private, ignore_errors=True)
-    return private
 
 
 def join_world(rank: int, size: int, device_type: str, *, store: Store, timeout_s: float) -> World:

@@ -1,0 +1,116 @@
+"""Directories that no other user of the machine can enter or replace."""
+
+import atexit
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def private_directory(prefix: str, root: Path | None = None) -> Iterator[Path]:
+    """Yield a new directory under `root` (default: the temporary directory) that no other user can enter, and delete it at the end.
+
+    This process holds a lock on it that ends with the process, so directories that a killed process left behind are recognised and deleted
+    first. What other users have put under `root` is neither followed nor waited for.
+
+    Raises:
+        OSError: `root` cannot be written.
+    """
+    root = root or Path(tempfile.gettempdir())
+    for abandoned in root.glob(f"{prefix}*"):
+        _remove_unlocked(abandoned)
+    directory, lock = _new_locked(root, prefix)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def kept_directory(place: Path, prefix: str) -> Path:
+    """Create a directory that stays, for this user alone, and return it without links.
+
+    If another user could change or replace it, now or later, or it cannot be created, return a temporary directory instead, which lasts
+    as long as this process.
+    """
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        place = place.resolve(strict=True)
+        if _is_out_of_reach(place) and os.access(place, os.W_OK):
+            return place
+    except (OSError, RuntimeError):  # no such place, or a loop of links
+        pass
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(private_directory(prefix))
+
+
+def kernel_cache() -> Path:
+    """Return a directory for compiled kernels that only this user can write, kept between runs where the user has a home.
+
+    The default of torch has a known name in /tmp, where another user could create it first and have this process run their code.
+    """
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # no home
+        cache = Path(os.devnull)
+    return kept_directory(cache / "fuligo" / "kernels", "fuligo-kernels-")
+
+
+def _is_out_of_reach(directory: Path) -> bool:
+    """Return whether no other user but root can change a directory's content or put another one in its place, by the modes on its path."""
+    for place in (*reversed(directory.parents), directory):
+        status = place.stat()
+        if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+            return True  # nobody else gets any further
+        writable = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+        if status.st_uid not in (0, os.geteuid()) or writable:
+            return False
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+def _new_locked(root: Path, prefix: str) -> tuple[Path, int | None]:
+    """Make a directory and lock it; return the descriptor that holds the lock, None on a file system without locks."""
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=prefix, dir=root))  # with mode 0700
+        try:
+            lock = _lock(directory)
+        except (FileNotFoundError, BlockingIOError):  # another process of this user took it for abandoned before it was locked
+            continue
+        except OSError:  # no locks on directories, as on NFS; nobody takes it for abandoned there
+            return directory, None
+        if directory.exists():
+            return directory, lock
+        os.close(lock)
+
+
+def _remove_unlocked(directory: Path) -> None:
+    with suppress(OSError):  # It is not ours, is already gone, or is in use.
+        lock = _lock(directory)
+        try:
+            shutil.rmtree(directory)
+        finally:
+            os.close(lock)
+
+
+def _lock(directory: Path) -> int:
+    """Lock a directory of this user; return its descriptor.
+
+    Raises:
+        OSError: it is in use or gone, belongs to another user, or is not a directory: anybody may put links and pipes there.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError(f"{directory} belongs to another user")
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

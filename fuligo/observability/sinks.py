@@ -14,6 +14,7 @@ from uuid import uuid4
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
 from fuligo.config.hooks import Hook, describe_exception, hook_of
+from fuligo.config.secret import hide_credentials
 from fuligo.errors import ConfigError, HookError
 from fuligo.formats.disk import writing
 from fuligo.observability.jsonl import Record
@@ -135,6 +136,7 @@ class TrackioSink:
             name=run_dir.name,
             config=config.model_dump(mode="json"),
             resume="allow",
+            private=True,  # a Space that TRACKIO_SPACE_ID has it create
             embed=False,
         )
 
@@ -200,8 +202,8 @@ class GuardedSink:
         try:
             self._sink: Sink = make(*given)
         except Exception as error:
-            call = f"the class raised on (args, run_dir): {describe_exception(error, make)}"
-            raise HookError(f"{name}: {call if name.startswith('--sink-path') else describe_exception(error, make)}") from error
+            cause = self._describe(error)
+            raise HookError(f"{name}: {f'the class raised on (args, run_dir): {cause}' if name.startswith('--sink-path') else cause}") from error
 
     def write(self, record: Record) -> None:
         if self._failed:
@@ -210,14 +212,18 @@ class GuardedSink:
             self._sink.write(dict(record))
         except Exception as error:
             self._failed = True
-            cause = describe_exception(error, self._hook)
+            cause = self._describe(error)
             logger.warning("%s: write raised %s; the run continues without it, metrics.jsonl has every record", self._name, cause)
 
     def close(self) -> None:
         try:
             self._sink.close()
         except Exception as error:
-            logger.warning("%s: close raised %s", self._name, describe_exception(error, self._hook))
+            logger.warning("%s: close raised %s", self._name, self._describe(error))
+
+    def _describe(self, error: Exception) -> str:
+        """Describe an exception without the passwords of URLs: MLflow names its server's as MLFLOW_TRACKING_URI gives it."""
+        return hide_credentials(describe_exception(error, self._hook))
 
 
 def _name_api_key() -> None:

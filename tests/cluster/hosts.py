@@ -1,4 +1,4 @@
-"""Hosts for tests: namespaces of this machine, each with its own address, host name, processes, /tmp/ray, /dev/shm, and an sshd.
+"""Hosts for tests: namespaces of this machine, each with its own address, host name, processes, /dev/shm, directory of Ray, and an sshd.
 
 They share the disk and an isolated network. Their processes end with this one, and the namespaces with their processes.
 """
@@ -22,7 +22,7 @@ _SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 _BOOT = """\
 set -e
 hostname {name}
-for directory in /dev/shm /tmp/ray /run; do mkdir -p $directory; mount -t tmpfs tmpfs $directory; done
+for directory in /dev/shm /tmp/fuligo-ray-0 /run; do mkdir -p $directory; mount -t tmpfs -o mode=700 tmpfs $directory; done
 mkdir /run/sshd
 mount --bind {directory}/{name}.hosts /etc/hosts
 ip link set lo up

@@ -7,6 +7,8 @@ from typing import Any
 
 _BROKEN = "\ufffd"
 """Text to which a part of a character is decoded."""
+MAX_TOKENIZER_BYTES = 128 * 2**20
+"""Size of a tokenizer's file; a hostile run may name one that fills the memory. Those of the largest vocabularies have 35 MB."""
 MAX_PARTS = 8
 """Maximum number of tokens that are decoded together."""
 
@@ -65,6 +67,7 @@ def _tokenizer(directory: Path) -> Any:
 
     file = directory / "tokenizer.json"
     try:
-        return Tokenizer.from_file(str(file)) if file.is_file() else None
+        is_usable = file.is_file() and file.stat().st_size <= MAX_TOKENIZER_BYTES
+        return Tokenizer.from_file(str(file)) if is_usable else None
     except Exception:  # the library raises plain Exception for unreadable files
         return None

@@ -172,3 +172,19 @@ def test_the_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
     )
     assert subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], timeout=240, check=False).returncode == -9
     create(tmp_path / "run").close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a link for another user")
+def test_a_link_of_another_user_is_refused_and_not_followed(tmp_path: Path) -> None:
+    """In /tmp, another user can prepare the directory that a run is going to use."""
+    prepared, precious = tmp_path / "run", tmp_path / "precious"
+    prepared.mkdir(mode=0o777)
+    precious.write_text("kept")
+    (prepared / "metrics.jsonl").touch()
+    (prepared / "log.txt").symlink_to(precious)
+    os.chown(prepared / "log.txt", 65534, 65534, follow_symlinks=False)
+    with pytest.raises(ConfigError, match=r"links of another user \(log.txt\)"):
+        create(prepared)
+    assert precious.read_text() == "kept"
+    os.chown(prepared / "log.txt", os.geteuid(), os.getegid(), follow_symlinks=False)
+    create(prepared).close()  # a link of one's own may lead to another disk

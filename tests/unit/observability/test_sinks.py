@@ -108,13 +108,16 @@ class RecordedTrackio:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def init(self, project: str, name: str | None = None, *, config: dict[str, Any], resume: str, embed: bool) -> RecordedTrackio:
+    def init(
+        self, project: str, name: str | None = None, *, config: dict[str, Any], resume: str, private: bool, embed: bool
+    ) -> RecordedTrackio:
+        assert private
         self.calls.append(("init", project, name, config["observability"]["use_trackio"], resume, embed))
         return self
 
     def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
         if step == 2:
-            raise ConnectionError("the Space sleeps")
+            raise ConnectionError("the Space sleeps: https://me:hunter2@space/api")
         self.calls.append(("log", metrics, step))
 
     def finish(self) -> None:
@@ -137,7 +140,7 @@ def test_trackio_gets_metrics_by_step_and_may_fail(
         ("log", {"train/loss": 0.5}, 1),
         ("finish",),
     ]
-    assert caplog.messages[0].startswith("--use-trackio: write raised ConnectionError: the Space sleeps")
+    assert caplog.messages[0].startswith("--use-trackio: write raised ConnectionError: the Space sleeps: https://***@space/api")
 
 
 class Records:

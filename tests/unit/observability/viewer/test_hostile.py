@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 from fuligo.observability.viewer.api import make_app
 from fuligo.observability.viewer.report import write_report
 from fuligo.observability.viewer.run import RunReader
+from fuligo.observability.viewer.tokens import TokenTexts
 from tests.unit.observability.viewer.recorded_run import NUM_STEPS, SCRIPT
 
 DEADLINE_S = 120.0
@@ -197,3 +198,9 @@ def _read(run: Path) -> RunReader:
     for _ in range(20):
         reader.update_rest(1.0)
     return reader
+
+
+def test_a_tokenizer_that_would_fill_the_memory_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    os.truncate(tmp_path / "tokenizer.json", 2**40)
+    assert TokenTexts([tmp_path]).texts([1, 2]) is None

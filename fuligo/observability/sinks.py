@@ -203,7 +203,9 @@ class GuardedSink:
             self._sink: Sink = make(*given)
         except Exception as error:
             cause = self._describe(error)
-            raise HookError(f"{name}: {f'the class raised on (args, run_dir): {cause}' if name.startswith('--sink-path') else cause}") from error
+            raise HookError(
+                f"{name}: {f'the class raised on (args, run_dir): {cause}' if name.startswith('--sink-path') else cause}"
+            ) from error
 
     def write(self, record: Record) -> None:
         if self._failed:

@@ -4,13 +4,14 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,28 @@ from tests.e2e.records import TOKENS, assert_every_prompt_is_accounted_for, metr
 
 NUM_SAMPLES = 4
 EXACT: Mapping[str, Any] = {}
-"""Mode whose resumed runs equal an uninterrupted one bit for bit."""
+RESTARTING: Mapping[str, Any] = {"max_restarts": 1000}
+EXACT_MODES = (EXACT, RESTARTING)
+"""Modes whose runs, resumed or restarted, equal an uninterrupted one bit for bit."""
 _DROPPING = {"over_sampling_batch_size": 8, "dynamic_sampling_filter_path": "tests.e2e.killers.drop_some"}
 MODES: Mapping[str, Mapping[str, Any]] = {
     "sync": EXACT,
+    "sync, restarts": RESTARTING,
     "partial": {**_DROPPING, "partial_rollout": True},
     "one-step": {**_DROPPING, "async_mode": "one-step"},
     "one-step, partial": {**_DROPPING, "async_mode": "one-step", "partial_rollout": True, "max_staleness": 1},
     "full": {**_DROPPING, "async_mode": "full", "max_staleness": 1, "over_sampling_batch_size": None},
+    "full, restarts": {
+        **_DROPPING,
+        **RESTARTING,
+        "async_mode": "full",
+        "max_staleness": 1,
+        "over_sampling_batch_size": None,
+    },
 }
 NAMED_WITHIN_S = 60.0
+RESTARTED_WITHIN_S = 120.0
+"""Deadline of the third step after the loss of a rank, which is noticed after up to 40 s."""
 CLEAN_WITHIN_S = 60.0
 FIRST_STEPS = 3
 """Steps before the first fault: a resume from the checkpoint before the newest needs two."""
@@ -72,6 +85,11 @@ class Campaign:
     @property
     def run_dir(self) -> Path:
         return self.machine.disk.path / "run"
+
+    @property
+    def restarts(self) -> bool:
+        """True if the run replaces trainers that it loses."""
+        return "max_restarts" in self.mode
 
     def command(self, run_dir: Path) -> list[str]:
         """Return a run with two trainer ranks whose weight syncs are verified."""
@@ -116,11 +134,14 @@ class Campaign:
         assert_every_prompt_is_accounted_for(self.run_dir, texts, num_rollouts=self.num_rollouts, num_samples=NUM_SAMPLES)
 
     def uninterrupted(self, run_dir: Path) -> Path:
-        """Run the same command without faults; return its directory."""
-        with interrupt():
-            subprocess.run(
-                self._on_machine(run_dir), check=True, capture_output=True, env=self.machine.environment(), timeout=UNINTERRUPTED_S
-            )
+        """Run the command of an exact mode without faults, unless this has been done; return its directory."""
+        if not run_dir.exists():
+            unfinished = run_dir.with_suffix(".unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            command = replace(self, mode=EXACT)._on_machine(unfinished)
+            with interrupt():
+                subprocess.run(command, check=True, capture_output=True, env=self.machine.environment(), timeout=UNINTERRUPTED_S)
+            unfinished.rename(run_dir)
         return run_dir
 
     def _strike_until_end(self, run: Run, faults: Iterator[Fault]) -> bool:
@@ -148,22 +169,24 @@ class Campaign:
     def _strike(self, run: Run, fault: Fault) -> bool:
         """Strike and wait for the outcome; return True if the run ended."""
         family, num_steps, struck = descendants(run.driver.pid), self._num_steps(), time.monotonic()
+        outcome = fault.outcome_in(restarts=self.restarts)
         fault.strike(run)
-        if fault.outcome != "ends":
+        if outcome != "ends":
             self._wait_for_step(run, num_steps + LATER_STEPS, f"steps after {fault.name}")
         else:
             wait_until(lambda: run.driver.poll() is not None, f"the end after {fault.name}")
         seconds, code = time.monotonic() - struck, run.driver.poll()
         ended = code not in (None, 0)
-        if code == 0 and fault.outcome == "ends":  # the run had ended before the fault
+        if code == 0 and outcome == "ends":  # the run had ended before the fault
             fault.repair(run)
             return False
         said = " ".join(run.log.read_text(errors="replace").split())
         self.strikes.append(Strike(fault.name, ended, seconds, said[-300:] if ended else ""))
         self.record(self.strikes[-1])
-        assert seconds <= NAMED_WITHIN_S, f"{fault.name}: {seconds:.0f} s until {'the end' if ended else 'the third step'}: {said[-1000:]}"
+        allowed_s = RESTARTED_WITHIN_S if self.restarts and fault.restarts else NAMED_WITHIN_S
+        assert seconds <= allowed_s, f"{fault.name}: {seconds:.0f} s until {'the end' if ended else 'the third step'}: {said[-1000:]}"
         if ended:
-            assert fault.outcome != "continues", f"{fault.name} ended the run: {said[-3000:]}"
+            assert outcome != "continues", f"{fault.name} ended the run: {said[-3000:]}"
             self._assert_clean_end(fault, said, family)
             fault.repair(run)
             if fault.refused:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -17,10 +18,12 @@ from tests.chaos.machine import Machine
 from tests.e2e.processes import descendants
 from tests.e2e.records import checkpoint
 
-RANK, ENGINE = "trainer.ranks.rank", " serve "
+RANK, STANDBY, ENGINE = "trainer rank", "standby", " serve "
+_RANK_COMMAND = re.compile(r"trainer\.ranks\.rank_process --rank (\d+) ")
 SECONDS = (0.5, 4.0)
 """Bounds of the time for which something is stopped, slow, or lost."""
 DAY_S = 24 * 3600
+Outcome = Literal["ends", "continues", "either"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,12 +41,24 @@ class Run:
     def seconds(self) -> float:
         return self.random.uniform(*SECONDS)
 
-    def signal(self, part: str, number: signal.Signals) -> None:
-        """Send a signal to the last process of the process tree whose command has this part."""
-        pids = [pid for pid, command in descendants(self.driver.pid).items() if part in command]
-        if pids:
+    def process(self, part: str) -> int | None:
+        """Return a process of the run: one of its trainer ranks or standby ranks, or the engine; None if there is none."""
+        found = descendants(self.driver.pid)
+        if part == ENGINE:
+            pids = [pid for pid, command in found.items() if part in command]
+        else:
+            ranks = [(int(match[1]), pid) for pid, command in found.items() if (match := _RANK_COMMAND.search(command))]
+            # A standby is started after the rank whose place it may take.
+            first = {pid for number, pid in ranks if pid == min(other for its, other in ranks if its == number)}
+            pids = [pid for _, pid in ranks if (pid in first) == (part == RANK)]
+        return self.random.choice(pids) if pids else None
+
+    @staticmethod
+    def send(pid: int | None, number: signal.Signals) -> None:
+        """Send a signal to a process, if it still runs."""
+        if pid is not None:
             with suppress(ProcessLookupError):
-                os.kill(pids[-1], number)
+                os.kill(pid, number)
 
     def link(self, state: Literal["up", "down"]) -> None:
         """Set the run's loopback interface."""
@@ -65,7 +80,7 @@ class Fault:
 
     name: str
     strike: Callable[[Run], None]
-    outcome: Literal["ends", "continues", "either"]
+    outcome: Outcome
     """Required outcome of the run."""
     says: str = ""
     """Regular expression that is found in the output of a run that it ended."""
@@ -75,29 +90,43 @@ class Fault:
     """Regular expression that is found in the output of a resume, which is refused; then the run resumes from the checkpoint before."""
     is_slow: bool = False
     """Its outcome takes tens of seconds."""
+    restarts: bool = False
+    """A run with --max-restarts replaces the trainer and continues."""
 
-    @property
-    def frequency(self) -> float:
-        """Relative frequency in a draw: less where the run must be resumed, or waits for a deadline."""
-        return 0.5 if self.is_slow else 1.0 if self.outcome == "ends" else 4.0
+    def outcome_in(self, *, restarts: bool) -> Outcome:
+        """Return the required outcome for a run with or without --max-restarts."""
+        return "continues" if restarts and self.restarts else self.outcome
+
+    def frequency(self, *, restarts: bool) -> float:
+        """Return the relative frequency in a draw: less where the run must be resumed, or waits for a deadline."""
+        return 0.5 if self.is_slow else 1.0 if self.outcome_in(restarts=restarts) == "ends" else 4.0
+
+
+def _kill(part: str) -> Callable[[Run], None]:
+    return lambda run: run.send(run.process(part), signal.SIGKILL)
+
+
+def _stop(part: str) -> Callable[[Run], None]:
+    return lambda run: run.send(run.process(part), signal.SIGSTOP)
 
 
 def _pause(part: str) -> Callable[[Run], None]:
     def strike(run: Run) -> None:
-        run.signal(part, signal.SIGSTOP)
+        pid = run.process(part)
+        run.send(pid, signal.SIGSTOP)
         time.sleep(run.seconds())
-        run.signal(part, signal.SIGCONT)
+        run.send(pid, signal.SIGCONT)
 
     return strike
 
 
 def _slow(part: str) -> Callable[[Run], None]:
     def strike(run: Run) -> None:
-        end = time.monotonic() + run.seconds()
+        end, pid = time.monotonic() + run.seconds(), run.process(part)
         while time.monotonic() < end:
-            run.signal(part, signal.SIGSTOP)
+            run.send(pid, signal.SIGSTOP)
             time.sleep(0.18)
-            run.signal(part, signal.SIGCONT)
+            run.send(pid, signal.SIGCONT)
             time.sleep(0.02)
 
     return strike
@@ -184,6 +213,9 @@ _DEAD_ENGINE = r"engine http\S+ .*(ended|died|killed|exit code|no answer)|exit c
 DRIVER_KILLED = Fault("driver killed", lambda run: run.driver.kill(), "ends")
 RANK_STOPPED = Fault("trainer rank stopped for seconds", _pause(RANK), "continues")
 NETWORK_LOST = Fault("network lost for seconds", _lose_network, "either", says=r"engine|rank")
+RANK_KILLED = Fault("trainer rank killed", _kill(RANK), "ends", says=r"rank 1\b", restarts=True)
+STANDBY_KILLED = Fault("standby rank killed", _kill(STANDBY), "continues")
+"""Only runs with --max-restarts have standby ranks."""
 FAULTS = [
     DRIVER_KILLED,
     RANK_STOPPED,
@@ -192,14 +224,12 @@ FAULTS = [
     Fault("Ctrl-C", lambda run: run.driver.send_signal(signal.SIGINT), "ends", says="resume"),
     Fault("driver stopped for seconds", _pause_driver, "continues"),
     Fault("trainer rank slow", _slow(RANK), "continues"),
-    Fault("trainer rank killed", lambda run: run.signal(RANK, signal.SIGKILL), "ends", says=r"rank 1\b"),
-    Fault(
-        "trainer rank stopped for good", lambda run: run.signal(RANK, signal.SIGSTOP), "ends", says=r"rank 1 .* not answered", is_slow=True
-    ),
+    RANK_KILLED,
+    Fault("trainer rank stopped for good", _stop(RANK), "ends", says=r"rank 1 .* not answered", is_slow=True, restarts=True),
     Fault("engine stopped for seconds", _pause(ENGINE), "continues"),
     Fault("engine slow", _slow(ENGINE), "continues"),
-    Fault("engine killed", lambda run: run.signal(ENGINE, signal.SIGKILL), "ends", says=_DEAD_ENGINE),
-    Fault("engine stopped for good", lambda run: run.signal(ENGINE, signal.SIGSTOP), "ends", says=r"engine http\S+", is_slow=True),
+    Fault("engine killed", _kill(ENGINE), "ends", says=_DEAD_ENGINE),
+    Fault("engine stopped for good", _stop(ENGINE), "ends", says=r"engine http\S+", is_slow=True),
     Fault("disk full", _fill_disk, "ends", says="free", repair=lambda run: run.machine.disk.free()),
     Fault("disk full for seconds", _fill_disk_for_seconds, "either", says="free"),
     Fault("/dev/shm full for seconds", _fill_memory_for_seconds, "either", says="/dev/shm|memory"),

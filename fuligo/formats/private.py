@@ -64,7 +64,9 @@ def kernel_cache() -> Path:
 
 
 def _is_out_of_reach(directory: Path) -> bool:
-    """Return whether no other user but root can change a directory's content or put another one in its place, by the modes on its path."""
+    """Return whether a directory of this user is one that only root can also change or replace, by the owners and modes on its path."""
+    if directory.stat().st_uid != os.geteuid():
+        return False
     for place in (*reversed(directory.parents), directory):
         status = place.stat()
         if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
@@ -72,7 +74,7 @@ def _is_out_of_reach(directory: Path) -> bool:
         writable = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
         if status.st_uid not in (0, os.geteuid()) or writable:
             return False
-    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
+    return not directory.stat().st_mode & 0o022
 
 
 def _new_locked(root: Path, prefix: str) -> tuple[Path, int | None]:

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.campaign import RESTARTING, Campaign
-from tests.chaos.faults import DRIVER_KILLED, NETWORK_LOST, RANK_KILLED, RANK_STOPPED, STANDBY_KILLED
+from tests.chaos.faults import DRIVER_KILLED, NETWORK_LOST, RANK_KILLED, STANDBY_KILLED
 from tests.chaos.machine import machine, why_not
 from tests.e2e.conftest import checkpoint, prompts
 
 __all__ = ["checkpoint", "prompts"]
 
-DRAWN = [RANK_STOPPED, STANDBY_KILLED, RANK_KILLED, NETWORK_LOST, DRIVER_KILLED]
+DRAWN = [DRIVER_KILLED, STANDBY_KILLED, RANK_KILLED, NETWORK_LOST]
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

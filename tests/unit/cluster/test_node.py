@@ -1,0 +1,39 @@
+"""Directory of a Ray that fuligo starts: Ray itself lets every user write to its sockets' directory."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+from fuligo.cluster.node import MAX_ROOT_LENGTH, session_root
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Directory that every user can write to, like /tmp."""
+    tmp_path.chmod(0o1777)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("fuligo.cluster.node.MAX_ROOT_LENGTH", len(str(tmp_path)))
+    return tmp_path
+
+
+def test_nobody_else_can_enter_it_and_the_next_run_finds_it(temporary: Path) -> None:
+    root = session_root()
+    assert root == session_root() == temporary / f"fuligo-ray-{os.geteuid()}" / "ray"
+    assert root.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory to another user")
+def test_a_directory_that_another_user_made_first_is_not_used(temporary: Path) -> None:
+    taken = temporary / f"fuligo-ray-{os.geteuid()}"
+    taken.mkdir()
+    os.chown(taken, 65534, 65534)
+    root = session_root()
+    assert taken not in root.parents and root.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_paths_of_sockets_fit() -> None:
+    """Unix sockets have paths of at most 107 bytes."""
+    root = f"{'x' * MAX_ROOT_LENGTH}/fuligo-ray-{2**32 - 1}-abcdefgh/ray"
+    assert len(f"{root}/session_2026-11-23_20-19-12_184166_4194304/sockets/plasma_store") <= 107

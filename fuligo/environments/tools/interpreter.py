@@ -66,13 +66,13 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     limits = Limits(**json.loads(control.recv(_CHUNK_BYTES)))
-    try:
-        sys.path += limits.paths
-        for module in limits.modules:
+    sys.path += limits.paths
+    for module in limits.modules:
+        try:
             importlib.import_module(module)
-    except BaseException as error:
-        control.send(json.dumps({"problem": f"import {module}: {type(error).__name__}: {error}"}).encode())
-        return
+        except BaseException as error:
+            control.send(json.dumps({"problem": f"import {module}: {type(error).__name__}: {error}"}).encode())
+            return
     control.send(b"{}")
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects what ends

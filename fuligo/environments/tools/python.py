@@ -5,7 +5,6 @@ modules imported serves all episodes of a run; a session, one for each call or f
 """
 
 import asyncio
-import functools
 import json
 import os
 import signal
@@ -99,7 +98,7 @@ class Interpreters:
         self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             environment = processes.environment() | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # threads would not survive forks
-            self._process = subprocess.Popen(processes.command(interpreter.__name__), stdin=other, env=environment, cwd="/")
+            self._process = subprocess.Popen(processes.command(interpreter.__name__), stdin=other.fileno(), env=environment, cwd="/")
         self._control.settimeout(_START_S)
         try:
             self._control.send(json.dumps(asdict(self._limits())).encode())
@@ -162,10 +161,12 @@ def _is_inside(path: str, others: dict[str, None]) -> bool:
     return any(path != other and Path(path).is_relative_to(other) for other in others)
 
 
-@functools.cache
+_shared: dict[PythonSettings, Interpreters] = {}
+
+
 def shared_interpreters(settings: PythonSettings) -> Interpreters:
     """Return the interpreters that all episodes with these settings share."""
-    return Interpreters(settings)
+    return _shared.setdefault(settings, Interpreters(settings))
 
 
 class PythonSession:
@@ -192,7 +193,9 @@ class PythonSession:
                 self.close()
                 raise
         kind, _, status = report["ended"].partition(" ")
-        return PythonResult(output=report["output"], end=kind, status=int(status or 0), keeps_variables=report["kept"])
+        return PythonResult.model_validate(
+            {"output": report["output"], "end": kind, "status": int(status or 0), "keeps_variables": report["kept"]}
+        )
 
     async def _ask(self, code: str) -> dict[str, str]:
         if self._streams is None:

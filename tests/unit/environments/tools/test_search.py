@@ -14,7 +14,7 @@ from fuligo.errors import DataError
 
 pytest.importorskip("bm25s")
 
-WORDS = "apple banana cherry damson elder fig grape hazel".split()
+WORDS = ["apple", "banana", "cherry", "damson", "elder", "fig", "grape", "hazel"]
 
 
 @pytest.fixture

@@ -1,0 +1,157 @@
+"""Tools of an MCP server, for environments.
+
+    class MyEnvironment(ToolEnvironment):
+        async def reset(self):
+            self.server = await McpServer.connect(McpSettings(command="python", args=("server.py",)))
+            ...
+        async def close(self):
+            await self.server.close()
+
+A server that is started belongs to one episode, hence keeps its state apart from others; one at a URL is shared.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fuligo.environments.environment import Tool
+from fuligo.errors import ConfigError, RolloutError
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp_types import CallToolResult
+
+
+class McpSettings(BaseModel):
+    """A server: a command to start, or a URL."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    command: str | None = None
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the command. It sees no others of fuligo's but PATH, HOME and the like."""
+    url: str | None = None
+    """Address of a server that speaks streamable HTTP."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    """Time to connect, and of each call."""
+
+    @model_validator(mode="after")
+    def _names_one_server(self) -> "McpSettings":
+        if (self.command is None) == (self.url is None):
+            raise ValueError("an MCP server has either a `command` or a `url`")
+        return self
+
+
+class McpTool:
+    """Tool of a server, as `ToolEnvironment` takes it."""
+
+    def __init__(self, server: "McpServer", tool: Tool) -> None:
+        self._server = server
+        self.name = tool.name
+        self.description = tool.description
+        self.parameters: Mapping[str, Any] = tool.parameters
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Call the tool and return its text.
+
+        Raises:
+            RuntimeError: the server reports an error, does not answer in time, or has ended.
+        """
+        return await self._server.call(self.name, arguments)
+
+
+class McpServer:
+    """Connection to a server. One task of its own opens and closes it, since the library demands that."""
+
+    def __init__(self, settings: McpSettings) -> None:
+        self._settings = settings
+        self._closing = asyncio.Event()
+        self._connected: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._hold())
+        self.tools: list[McpTool] = []
+
+    @classmethod
+    async def connect(cls, settings: McpSettings) -> "McpServer":
+        """Connect and read the list of tools.
+
+        Raises:
+            ConfigError: mcp is not installed.
+            RolloutError: the server does not start or answer.
+        """
+        server = cls(settings)
+        try:
+            async with asyncio.timeout(settings.timeout_s):
+                client = await asyncio.shield(server._connected)
+                server.tools = [McpTool(server, tool) for tool in await _list(client)]
+        except BaseException as error:
+            await server.close()
+            if isinstance(error, Exception) and not isinstance(error, ConfigError):
+                text = "it did not answer in time" if isinstance(error, TimeoutError) else _reason(error)
+                raise RolloutError(f"cannot use the MCP server {settings.command or settings.url}: {text}") from None
+            raise
+        return server
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call a tool; see `McpTool.call`."""
+        client = await self._connected
+        if self._task.done():
+            raise RuntimeError("the server has ended")
+        try:
+            result = await client.call_tool(name, dict(arguments), read_timeout_seconds=self._settings.timeout_s)
+        except Exception as error:
+            raise RuntimeError(_reason(error)) from None
+        text = _text(result)
+        if result.is_error:
+            raise RuntimeError(text)
+        return text
+
+    async def close(self) -> None:
+        """Close the connection, and end a server that was started."""
+        self._closing.set()
+        await asyncio.wait({self._task})
+
+    async def _hold(self) -> None:
+        try:
+            async with _client(self._settings) as client:
+                self._connected.set_result(client)
+                await self._closing.wait()
+        except Exception as error:
+            if not self._connected.done():
+                self._connected.set_exception(error)
+
+
+def _client(settings: McpSettings) -> "Client":
+    try:
+        from mcp import Client, StdioServerParameters
+    except ImportError:
+        raise ConfigError("cannot use MCP tools: mcp is not installed; pip install 'fuligo[mcp]'") from None
+    if settings.command is None:
+        return Client(settings.url or "")
+    return Client(StdioServerParameters(command=settings.command, args=list(settings.args), env=settings.env))
+
+
+async def _list(client: "Client") -> list[Tool]:
+    """Return the tools of all pages."""
+    tools: list[Tool] = []
+    cursor: str | None = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        tools += [Tool(tool.name, tool.description or "", tool.input_schema) for tool in page.tools]
+        cursor = page.next_cursor
+        if cursor is None:
+            return tools
+
+
+def _text(result: "CallToolResult") -> str:
+    """Return the text of a result; other content is named, since the model reads text alone."""
+    return "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first cause in groups of exceptions, which task groups raise."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) or type(error).__name__

@@ -1,0 +1,113 @@
+"""Tasks of reasoning-gym: rows for the prompt file, and its verifiers as a reward.
+
+    python -m fuligo.environments.adapters.reasoning_gym leg_counting --size 1000 --seed 1 > train.jsonl
+    fuligo train --prompt-data train.jsonl --custom-rm-path fuligo.environments.adapters.reasoning_gym.reward ...
+
+A row names its task (data set, configuration, index) in its metadata; the reward generates the task again, as its verifier needs it with
+types that JSON does not keep.
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fuligo.errors import ConfigError, RewardError
+from fuligo.types import Sample
+
+_KEY = "reasoning_gym"
+
+
+class Task(BaseModel):
+    """One task, as a row's metadata names it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dataset: str
+    config: str
+    """JSON of the data set's configuration, seed and size included."""
+    index: int
+
+
+def rows(dataset: str, config: Mapping[str, Any], *, style: str = "default") -> Iterator[dict[str, Any]]:
+    """Yield the rows of a data set: `prompt`, `label` and `metadata`.
+
+    Args:
+        dataset: name, such as `leg_counting`
+        config: arguments of the data set; `size` and `seed` among them
+        style: system prompt that asks for <answer> tags, one of `reasoning_gym.utils.SYSTEM_PROMPTS`
+
+    Raises:
+        ConfigError: the package, the data set or the style does not exist, or the configuration is wrong.
+    """
+    text = orjson.dumps(dict(config), option=orjson.OPT_SORT_KEYS).decode()
+    generated = _dataset(dataset, text)
+    from reasoning_gym.utils import SYSTEM_PROMPTS
+
+    if style not in SYSTEM_PROMPTS:
+        raise ConfigError(f"cannot write prompts in the style {style!r}: the styles are {', '.join(SYSTEM_PROMPTS)}")
+    for index in range(len(generated)):
+        entry = generated[index]
+        task = Task(dataset=dataset, config=text, index=index)
+        messages = [{"role": "system", "content": SYSTEM_PROMPTS[style].strip()}, {"role": "user", "content": entry["question"]}]
+        yield {"prompt": messages, "label": str(entry["answer"]), "metadata": {_KEY: task.model_dump()}}
+
+
+def score(answer: str, task: Task) -> float:
+    """Return the verifier's score of a model's text, between 0 and 1; 0 without <answer> tags."""
+    dataset = _dataset(task.dataset, task.config)
+    from reasoning_gym.utils import extract_answer
+
+    return float(dataset.score_answer(extract_answer(answer), dataset[task.index]))
+
+
+def reward(args: Any, sample: Sample) -> float:
+    """Score a sample: the function for --custom-rm-path.
+
+    Raises:
+        RewardError: its row was not written by `rows`.
+    """
+    try:
+        task = Task.model_validate((sample.metadata or {})[_KEY])
+    except (KeyError, ValidationError):
+        raise RewardError(
+            f"cannot score sample {sample.index}: its metadata names no task of reasoning-gym; write the prompt file with"
+            " `python -m fuligo.environments.adapters.reasoning_gym` and set --metadata-key metadata"
+        ) from None
+    return score(sample.response, task)
+
+
+@functools.lru_cache(maxsize=64)
+def _dataset(name: str, config: str) -> Any:
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise ConfigError("cannot use reasoning-gym: it is not installed; pip install 'fuligo[reasoning-gym]'") from None
+    try:
+        return reasoning_gym.create_dataset(name, **orjson.loads(config))
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ConfigError(f"cannot create the reasoning-gym data set {name!r} with {config}: {error}") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the rows of a data set as JSON lines."""
+    parser = argparse.ArgumentParser(prog="python -m fuligo.environments.adapters.reasoning_gym", description=main.__doc__)
+    parser.add_argument("dataset", help="such as leg_counting")
+    parser.add_argument("--size", type=int, default=1000, help="number of tasks (default: 1000)")
+    parser.add_argument("--seed", type=int, default=1, help="take another one for evaluation (default: 1)")
+    parser.add_argument("--config", type=orjson.loads, default={}, metavar="JSON", help="further arguments of the data set")
+    parser.add_argument("--style", default="default", help="system prompt: default, simple, direct, ...")
+    chosen = parser.parse_args(arguments)
+    try:
+        for row in rows(chosen.dataset, {**chosen.config, "size": chosen.size, "seed": chosen.seed}, style=chosen.style):
+            sys.stdout.write(orjson.dumps(row).decode() + "\n")
+    except ConfigError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

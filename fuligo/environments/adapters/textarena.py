@@ -1,0 +1,86 @@
+"""Games for one player of TextArena.
+
+    fuligo train --environment fuligo.environments.adapters.textarena.TextArena --environment-settings '{game: GuessTheNumber-v0}' ...
+
+A row's metadata holds the game's `seed`, so that the samples of one prompt play the same game. The prompt of the row is not shown; the game
+has its own.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from fuligo.environments.environment import AssistantTurn, Environment, EnvironmentSettings, Row, Start, Step
+from fuligo.errors import ConfigError
+
+
+class TextArenaSettings(EnvironmentSettings):
+    """The game, and what it is made with."""
+
+    game: str
+    """Name in TextArena's registry, such as `GuessTheNumber-v0`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the game's class, such as `max_number`."""
+
+
+class TextArena(Environment):
+    """One game. Its reward comes with its end; `game/invalid_move` is 1 if a move against the rules ended it."""
+
+    Settings: ClassVar[type[EnvironmentSettings]] = TextArenaSettings
+
+    def __init__(self, row: Row, settings: TextArenaSettings) -> None:
+        """Make the game.
+
+        Raises:
+            ConfigError: textarena is not installed, the game does not exist, or the row has no seed.
+        """
+        super().__init__(row, settings)
+        try:
+            import textarena
+        except ImportError:
+            raise ConfigError("cannot play: textarena is not installed; pip install 'fuligo[textarena]'") from None
+        seed = row.metadata.get("seed")
+        if not isinstance(seed, int):
+            raise ConfigError(f"cannot play {settings.game}: the row's metadata has no integer `seed`; add it")
+        self._random = random.Random(seed).getstate()
+        self._seed = seed
+        name = settings.game if settings.game.endswith("-raw") else f"{settings.game}-raw"
+        try:
+            self._game = textarena.make(name, **settings.arguments)
+        except (ValueError, TypeError, ImportError) as error:
+            raise ConfigError(f"cannot play {settings.game}: {error}") from None
+
+    async def reset(self) -> Start:
+        with self._own_random():
+            try:
+                self._game.reset(num_players=1, seed=self._seed)
+            except AssertionError as error:
+                raise ConfigError(f"cannot play {self.settings.game}: it is not a game for one player ({error}); choose another") from None
+        return Start([{"role": "user", "content": self._observe()}])
+
+    async def step(self, turn: AssistantTurn) -> Step:
+        with self._own_random():
+            done, _ = self._game.step(action=turn.content)
+        if not done:
+            return Step([{"role": "user", "content": self._observe()}])
+        rewards, information = self._game.close()
+        return Step(reward=float(rewards[0]), done=True, metrics={"game/invalid_move": float(bool(information[0]["invalid_move"]))})
+
+    def _observe(self) -> str:
+        """Return what the game said since the last time; the model's own moves are in its context already."""
+        player, observations = self._game.get_observation()
+        return "\n".join(text for speaker, text, _ in observations if speaker != player).strip()
+
+    @contextmanager
+    def _own_random(self) -> Iterator[None]:
+        """Give the game, which uses Python's shared generator, a state that no other episode changes."""
+        shared = random.getstate()
+        random.setstate(self._random)
+        try:
+            yield
+        finally:
+            self._random = random.getstate()
+            random.setstate(shared)

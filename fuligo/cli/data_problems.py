@@ -28,7 +28,8 @@ def data_problems(config: Config, *, missing_is_fine: bool = False) -> Iterator[
     is_here = _on_this_machine if missing_is_fine else lambda paths: True
     if config.data.prompt_data and not config.debug.debug_train_only and is_here(config.data.prompt_data):
         yield from _file("--prompt-data", config.data.prompt_data, data_settings(config))
-        hooks = (config.reward.custom_rm_path, config.rollout.custom_generate_function_path, config.rollout.rollout_function_path)
+        rollout = config.rollout
+        hooks = (config.reward.custom_rm_path, rollout.custom_generate_function_path, rollout.agent, rollout.rollout_function_path)
         if not any(hooks) and not config.is_sft:
             yield from _judged("--prompt-data", config.data.prompt_data, data_settings(config), config.reward.rm_type)
     yield from _chat_template(config)
@@ -42,7 +43,8 @@ def data_problems(config: Config, *, missing_is_fine: bool = False) -> Iterator[
         given, settings, here = f"evaluation data set {spec.name}", replace(data_settings(config), **keys), is_here(spec.path)
         if here:
             yield from _file(given, spec.path, settings)
-        if here and spec.custom_reward_path(config) is None and config.rollout.custom_generate_function_path is None:
+        by_hook = config.rollout.custom_generate_function_path or config.rollout.agent
+        if here and spec.custom_reward_path(config) is None and by_hook is None:
             yield from _judged(given, spec.path, settings, spec.rm_type or config.reward.rm_type)
         if config.is_unjudged and not (spec.rm_type or spec.custom_rm_path or spec.metadata_key):
             yield f"evaluation data set {spec.name}: its responses have no reward; set its rm_type, or --rm-type for the whole run"

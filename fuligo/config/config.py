@@ -161,7 +161,8 @@ class Config(TypedFlags):
     @property
     def is_unjudged(self) -> bool:
         """True if the policy learns from a teacher alone, without rewards."""
-        by_hook = self.rollout.custom_generate_function_path or self.rollout.rollout_function_path
+        rollout = self.rollout
+        by_hook = rollout.custom_generate_function_path or rollout.agent or rollout.rollout_function_path
         judged = self.reward.rm_type or self.reward.custom_rm_path or self.data.metadata_key or by_hook
         return self.algorithm.use_opd and not judged and not self.is_sft
 

@@ -18,6 +18,21 @@ MemoryTag = Literal["weights", "kv_cache"]
 """Part of an engine's device memory."""
 
 
+class Engine(Protocol):
+    """Engine that samples one continuation: an `InferenceEngine`, or a group of them."""
+
+    async def generate(
+        self,
+        input_ids: IntArray,
+        params: SamplingParams,
+        *,
+        rid: str,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        routing: RoutingQuery | None = None,
+    ) -> Generation: ...
+
+
 class InferenceEngine(Protocol):
     """One running engine, or a router that passes requests on to several.
 

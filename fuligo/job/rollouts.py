@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuligo.config import Config
@@ -16,8 +15,7 @@ from fuligo.data.settings import data_settings
 from fuligo.data.source import PromptSource
 from fuligo.engines.group import EngineGroup
 from fuligo.job.engines import Engines
-from fuligo.models.directory import end_ids
-from fuligo.rollout.build import build_evaluator, build_generate, build_sampling, vocab_size
+from fuligo.rollout.build import build_evaluator, build_generators, build_sampling, vocab_size
 from fuligo.rollout.continuous import ContinuousRunner
 from fuligo.rollout.evaluate import Evaluates
 from fuligo.rollout.given import SavedRollouts, SupervisedRollouts
@@ -65,19 +63,11 @@ class RunData:
         if not entries or config.debug.load_debug_rollout_data is not None:
             return None
         if config.is_sft:
-            return ConversationSource(
-                ConversationDataset.open(entries, replace(data_settings(config), end_ids=_end_ids(config, tokenizer)), tokenizer)
-            )
+            from fuligo.models.directory import end_ids_of
+
+            settings = replace(data_settings(config), end_ids=end_ids_of(str(config.model.hf_checkpoint), tokenizer))
+            return ConversationSource(ConversationDataset.open(entries, settings, tokenizer))
         return PromptSource(PromptDataset.open(entries, data_settings(config), tokenizer))
-
-
-def _end_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens at which the model stops, by its generation_config.json and its tokenizer."""
-    from transformers import GenerationConfig
-
-    directory = Path(str(config.model.hf_checkpoint))
-    generation = GenerationConfig.from_pretrained(str(directory)) if (directory / "generation_config.json").is_file() else None
-    return end_ids(generation, None, tokenizer)
 
 
 @dataclass(slots=True, frozen=True)
@@ -146,10 +136,16 @@ class RolloutBuilder:
             num_rollout=self.data.num_rollout,
             teacher=self.teacher,
         )
+        self.stack.push_async_callback(sampling.generators.close)
         if isinstance(sampling.method, ContinuousRunner):
             self.stack.push_async_callback(sampling.method.close)
         evaluator = build_evaluator(
-            self.config, engines=group, tokenizer=tokenizer, generate=sampling.generate, reward=reward, policy_version=self.policy_version
+            self.config,
+            engines=group,
+            tokenizer=tokenizer,
+            generate=sampling.generators.evaluation,
+            reward=reward,
+            policy_version=self.policy_version,
         )
         if evaluator is not None:
             self.stack.push_async_callback(evaluator.close)
@@ -166,9 +162,10 @@ def build_eval_only(
     """
     reward = reward_runner(config)
     stack.push_async_callback(reward.close)
-    generate = build_generate(config, engines=engines, tokenizer=tokenizer, policy_version=policy_version)
+    generators = build_generators(config, engine=engines, tokenizer=tokenizer, policy_version=policy_version)
+    stack.push_async_callback(generators.close)
     evaluator = build_evaluator(
-        config, engines=engines, tokenizer=tokenizer, generate=generate, reward=reward, policy_version=policy_version
+        config, engines=engines, tokenizer=tokenizer, generate=generators.evaluation, reward=reward, policy_version=policy_version
     )
     if evaluator is not None:
         stack.push_async_callback(evaluator.close)

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from fuligo.errors import ConfigError
 
@@ -59,3 +59,9 @@ def end_ids(generation_config: Any, config: Any, tokenizer: PreTrainedTokenizerB
         ids = getattr(source, "eos_token_id", None)
         found.update([ids] if isinstance(ids, int) else ids or ())
     return frozenset(found)
+
+
+def end_ids_of(directory: str | Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens at which the model of a directory stops, by its generation_config.json and its tokenizer."""
+    generation = GenerationConfig.from_pretrained(str(directory)) if (Path(directory) / "generation_config.json").is_file() else None
+    return end_ids(generation, None, tokenizer)

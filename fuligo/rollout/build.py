@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,10 +14,16 @@ from fuligo.config.hooks import Hook, describe_exception, hook_of, load_hook
 from fuligo.data.dataset import PromptDataset, PromptTooLongError
 from fuligo.data.settings import data_settings
 from fuligo.data.source import PromptSource
+from fuligo.data.template import ChatTemplate
+from fuligo.engines.engine import Engine
 from fuligo.engines.group import EngineGroup
+from fuligo.environments.rendering import Renderer
 from fuligo.errors import ConfigError, DataError, HookError
 from fuligo.formats.hugging_face import read_model_config
+from fuligo.gateway.server import Gateway
+from fuligo.gateway.session import Policy
 from fuligo.models.routing import RoutingShape
+from fuligo.rollout.agents import AgentGenerate
 from fuligo.rollout.continuous import Admission, ContinuousRunner
 from fuligo.rollout.custom_eval import CustomEvaluator
 from fuligo.rollout.custom_generate import CustomGenerate
@@ -26,7 +32,7 @@ from fuligo.rollout.custom_source import CustomSource
 from fuligo.rollout.eval_sets import EvalSetSpec, eval_set_specs
 from fuligo.rollout.evaluate import EvalSet, Evaluates, Evaluator
 from fuligo.rollout.filters import all_samples, buffer_filter, group_filter, sample_filter
-from fuligo.rollout.generate import Engine, SingleTurn, sampling_params
+from fuligo.rollout.generate import SingleTurn, sampling_params
 from fuligo.rollout.producer import Activity, CountedEngine
 from fuligo.rollout.protocol import GenerateFn, GroupStream, RewardFn, RolloutMethod
 from fuligo.rollout.rewards import CustomReward, RewardRunner
@@ -45,13 +51,26 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
+class Generators:
+    """Functions that generate the samples of a run."""
+
+    training: GenerateFn
+    evaluation: GenerateFn
+    closers: tuple[Callable[[], Awaitable[None]], ...] = ()
+
+    async def close(self) -> None:
+        """Close what generation opened."""
+        for close in reversed(self.closers):
+            await close()
+
+
+@dataclass(slots=True, frozen=True)
 class Sampling:
     """Sampling of the rollouts of a run."""
 
     method: RolloutMethod
     source: GroupStream
-    generate: GenerateFn
-    """For evaluation."""
+    generators: Generators
     activity: Activity
     """Activity of the engines."""
 
@@ -82,9 +101,8 @@ def build_sampling(
     args = ArgsView(config)
     source = _source(config, args, prompts)
     activity = Activity()
-    single_turn = _single_turn(config, CountedEngine(engines, activity), tokenizer)
-    generate = _generate(config, args, single_turn, policy_version)
-    eval_generate = _generate(config, args, single_turn.without_routing(), policy_version)
+    generators = build_generators(config, engine=CountedEngine(engines, activity), tokenizer=tokenizer, policy_version=policy_version)
+    generate = generators.training
     hook = hook_of(config, "rollout_function_path")
     if hook is not None:
         custom = CustomRollout(
@@ -98,7 +116,7 @@ def build_sampling(
             vocab_size=vocab_size(config),
             teacher=teacher,
         )
-        return Sampling(custom, source, eval_generate, activity)
+        return Sampling(custom, source, generators, activity)
     parts = _runner_parts(
         config,
         args,
@@ -109,8 +127,8 @@ def build_sampling(
         policy_version=policy_version,
     )
     if config.rollout.async_mode == "full":
-        return Sampling(ContinuousRunner(parts, admission=_admission(config, num_rollout)), source, eval_generate, activity)
-    return Sampling(RolloutRunner(parts, aligned_waves=_reproducible(config)), source, eval_generate, activity)
+        return Sampling(ContinuousRunner(parts, admission=_admission(config, num_rollout)), source, generators, activity)
+    return Sampling(RolloutRunner(parts, aligned_waves=_reproducible(config)), source, generators, activity)
 
 
 def _runner_parts(
@@ -203,11 +221,45 @@ def build_evaluator(
     )
 
 
-def build_generate(
-    config: Config, *, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase, policy_version: Callable[[], int]
-) -> GenerateFn:
-    """Build the GenerateFn of a run that only evaluates; `build_sampling` makes its own."""
-    return _generate(config, ArgsView(config), _single_turn(config, engines, tokenizer).without_routing(), policy_version)
+def build_generators(
+    config: Config, *, engine: Engine, tokenizer: PreTrainedTokenizerBase, policy_version: Callable[[], int]
+) -> Generators:
+    """Build the GenerateFn of training and of evaluation.
+
+    Raises:
+        ConfigError: the model's chat template cannot serve an agent
+        HookError: a hook cannot be imported or does not fit
+    """
+    agent = hook_of(config, "agent")
+    if agent is not None:
+        return _agents(config, agent, engine, tokenizer)
+    args, single_turn = ArgsView(config), _single_turn(config, engine, tokenizer)
+    return Generators(
+        _generate(config, args, single_turn, policy_version), _generate(config, args, single_turn.without_routing(), policy_version)
+    )
+
+
+def _agents(config: Config, agent: Hook, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> Generators:
+    """Build the gateway and the generators that run the agent; the gateway starts with the first session."""
+    from fuligo.models.directory import end_ids_of
+
+    flags, model = config.rollout, str(config.model.hf_checkpoint)
+    end_ids = end_ids_of(model, tokenizer) | frozenset(flags.rollout_stop_token_ids)
+    policy = Policy(
+        engine,
+        Renderer(tokenizer, ChatTemplate(tokenizer, config.data.apply_chat_template_kwargs), end_ids),
+        tokenizer,
+        name=Path(model).name,
+        timeout_s=flags.rollout_timeout_s,
+        max_context_len=flags.rollout_max_context_len,
+        replaces_params=flags.agent_sampling == "replace",
+    )
+    gateway = Gateway(policy, flags.agent_host)
+    may_continue = flags.partial_rollout or flags.async_mode == "full"
+    training, evaluation = (
+        AgentGenerate(agent, gateway, tokenizer, timeout_s=flags.agent_timeout_s, continues=continues) for continues in (may_continue, True)
+    )
+    return Generators(training, evaluation, (gateway.close, training.close, evaluation.close))
 
 
 def _source(config: Config, args: ArgsView, prompts: PromptSource | None) -> GroupStream:
@@ -266,6 +318,7 @@ def _reproducible(config: Config) -> bool:
         and config.engine_capabilities.is_reproducible
         and not config.engine.rollout_external_engine_addrs
         and config.rollout.custom_generate_function_path is None
+        and config.rollout.agent is None
     )
 
 

@@ -7,11 +7,11 @@ import itertools
 import time
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
 from fuligo.config.groups import RolloutFlags
+from fuligo.engines.engine import Engine
 from fuligo.engines.generation import FinishReason, Generation, RoutingQuery, SamplingParams, Tokenizer, trim
 from fuligo.errors import EngineError
 from fuligo.models.routing import RoutingShape
@@ -24,21 +24,6 @@ STATUS_BY_FINISH_REASON: dict[FinishReason, SampleStatus] = {
     "length": SampleStatus.TRUNCATED,
     "abort": SampleStatus.ABORTED,
 }
-
-
-class Engine(Protocol):
-    """Engine that samples one continuation; `engines.group.EngineGroup` and `InferenceEngine` implement it."""
-
-    async def generate(
-        self,
-        input_ids: IntArray,
-        params: SamplingParams,
-        *,
-        rid: str,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        routing: RoutingQuery | None = None,
-    ) -> Generation: ...
 
 
 @dataclass(eq=False)

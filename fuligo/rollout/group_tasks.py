@@ -86,7 +86,7 @@ class GroupTasks:
 
     async def stop(self) -> list[SampleGroup]:
         """Abort generation and cancel rewards; return the groups that were in flight."""
-        self.sampler.open = False
+        self.sampler.close()
         for task, group in self._running.items():
             if group.finished:
                 task.cancel()

@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
+from fuligo.engines.engine import Engine
 from fuligo.engines.generation import Generation, RoutingQuery, SamplingParams
 from fuligo.engines.metrics import EngineMonitor
-from fuligo.rollout.generate import Engine
 from fuligo.rollout.metrics import staleness_metrics
 from fuligo.rollout.protocol import Rollout, RolloutMethod
 from fuligo.types import IntArray

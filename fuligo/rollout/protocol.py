@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from fuligo.engines.generation import SamplingParams
 from fuligo.errors import RolloutError
@@ -36,6 +36,15 @@ class GenerateFn(Protocol):
     """
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> Sample | list[Sample]: ...
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """GenerateFn whose calls may do without an engine for long, so that an abort of the engines does not reach them."""
+
+    def interrupt(self) -> None:
+        """Make every call return an aborted sample as soon as possible, because generation is being aborted."""
+        ...
 
 
 class RewardFn(Protocol):

@@ -10,7 +10,7 @@ from hashlib import blake2b
 import numpy as np
 
 from fuligo.engines.generation import SamplingParams
-from fuligo.rollout.protocol import GenerateFn
+from fuligo.rollout.protocol import GenerateFn, Interruptible
 from fuligo.rollout.turns import Turns
 from fuligo.types import Sample, SampleStatus
 
@@ -39,6 +39,12 @@ class Sampler:
     """Deadline of one sample's generation, without the wait for its turn."""
     open: bool = field(default=True, init=False)
     """False: samples still waiting for their turn are returned unchanged."""
+
+    def close(self) -> None:
+        """Return samples that wait for their turn unchanged, and interrupt those in generation that wait for something else."""
+        self.open = False
+        if isinstance(self.generate, Interruptible):
+            self.generate.interrupt()
 
     async def sample(self, sample: Sample, params: SamplingParams) -> list[Sample]:
         """Generate one sample until it is finished, failed or aborted; a GenerateFn may split it into several."""

@@ -76,6 +76,14 @@ class RolloutFlags(FlagGroup):
     rollout_timeout_s: float = flag(1800.0, "deadline for generating one sample", unit="s", gt=0)
     rollout_retries: int = flag(3, "retries of a request that failed in an engine", ge=0)
     custom_generate_function_path: str | None = slime(None, "hook: async (args, sample, sampling_params) -> Sample | list[Sample]")
+    agent: str | None = flag(
+        None, "hook: async or plain (session, row) -> reward, an agent that talks to the policy by OpenAI's API at session.base_url"
+    )
+    agent_timeout_s: float = flag(600.0, "deadline of an agent for one sample, without interruptions", unit="s", gt=0)
+    agent_sampling: Literal["refuse", "replace"] = flag(
+        "refuse", "requests of agents with another temperature, top_p or penalty than the rollout's: refuse them, or replace the value"
+    )
+    agent_host: str = flag("127.0.0.1", "address on which agents reach the policy; another than loopback for agents on other machines")
     rollout_function_path: str | None = slime(None, "hook: (args, rollout_id, data_source, evaluation=False), replaces sampling")
     rollout_sample_filter_path: str | None = slime(None, "hook: (args, groups), called with all kept groups before training")
     rollout_all_samples_process_path: str | None = slime(

@@ -239,3 +239,27 @@ def environment_names_are_names(config: Config) -> Violation | None:
     return Violation(
         f"--env or --engine-env: {', '.join(map(repr, odd))} is not a valid name of an environment variable", advice="correct it"
     )
+
+
+@rule("CFG-AGENT", "--agent")
+def agent_is_the_only_generator(config: Config) -> Violation | None:
+    """Reject flags that contradict an agent, which samples its own requests."""
+    rollout = config.rollout
+    if rollout.agent is None:
+        return None
+    others = {
+        "custom_generate_function_path": (rollout.custom_generate_function_path, "generates samples too"),
+        "rollout_function_path": (rollout.rollout_function_path, "makes whole rollouts"),
+        "use_rollout_routing_replay": (
+            config.algorithm.use_rollout_routing_replay,
+            "needs the experts of every token",
+        ),
+        "mask_offpolicy_in_partial_rollout": (rollout.mask_offpolicy_in_partial_rollout, "cannot tell the turns of an agent apart"),
+    }
+    found = next(((name, why) for name, (value, why) in others.items() if value), None)
+    if found is None:
+        return None
+    option = f"--{found[0].replace('_', '-')}"
+    return Violation(
+        f"--agent {rollout.agent} and {option} exclude each other: {option} {found[1]}", (unset_flag(found[0]),), flags=(option,)
+    )

@@ -56,7 +56,7 @@ def _estimator_needs(suffix: str, names: str, fact: str, *, or_hook: bool = True
 def _may_be_a_dict(config: Config) -> bool:
     """Return True if a training reward, or an evaluation reward that inherits the key, may be a dict."""
     name, rollout = config.reward.rm_type, config.rollout
-    hooks = (config.reward.custom_rm_path, rollout.custom_generate_function_path, rollout.rollout_function_path)
+    hooks = (config.reward.custom_rm_path, rollout.custom_generate_function_path, rollout.agent, rollout.rollout_function_path)
     return any(hooks) or config.data.metadata_key is not None or config.eval.eval_config is not None or name not in NUMBERS
 
 
@@ -68,7 +68,7 @@ EFFECTS = (
         critic_lr critic_lr_warmup_iters critic_load eps_clip eps_clip_high eps_clip_c entropy_coef use_kl_loss kl_loss_coef
         use_unbiased_kl kl_coef use_tis use_rollout_logprobs use_opsm use_opd use_routing_replay use_rollout_routing_replay
         custom_advantage_function_path custom_reward_post_process_path extra_rm_path over_sampling_batch_size dynamic_sampling_filter_path
-        partial_rollout data_source_path rollout_function_path rollout_sample_filter_path rollout_all_samples_process_path
+        partial_rollout data_source_path agent rollout_function_path rollout_sample_filter_path rollout_all_samples_process_path
         custom_pg_loss_reducer_function_path
         """,
         lambda config: not config.is_sft,
@@ -150,6 +150,14 @@ EFFECTS = (
         lambda config: config.data.data_source_path is None or config.rollout.async_mode == "full",
         "with --data-source-path, which has its own buffer",
         "remove --data-source-path",
+    ),
+    _needs("AGENT", "agent_timeout_s agent_sampling agent_host", "agent"),
+    _effect(
+        "AGENT-REWARD",
+        "rm_type custom_rm_path",
+        lambda config: config.rollout.agent is None,
+        "with --agent, whose function returns the reward",
+        "remove --agent",
     ),
     _effect(
         "CUSTOM-REWARD",

@@ -1,7 +1,6 @@
 """OpenAI's chat and text completions on the embedded engine, whole or as server-sent events."""
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from fuligo.data.template import ChatTemplate, plain_ids, rendered_ids
 from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.generate_body import answer, ended_while_connected, parse_requests
 from fuligo.engines.embedded.request import Request
+from fuligo.engines.openai_format import DONE, chunk, error_content, event, given_max_tokens, head, json_response, parse_body, usage
 from fuligo.errors import EngineError, FuligoError
 
 _INCOMPLETE = "\ufffd"
@@ -27,14 +27,6 @@ _OTHERS = {"model", "messages", "prompt", "tools", "n", "max_tokens", "max_compl
 _OTHERS |= {"chat_template_kwargs", "ignore_eos"}
 _NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "echo": False}
 """Parameters that are accepted with this value, or null."""
-_TYPES: dict[str, tuple[type, str]] = {
-    "chat_template_kwargs": (dict, "an object"),
-    "stream_options": (dict, "an object"),
-    "tools": (list, "a list"),
-    "max_tokens": (int, "an integer"),
-    "max_completion_tokens": (int, "an integer"),
-    "n": (int, "an integer"),
-}
 _MAX_CHOICES = 128
 
 
@@ -46,7 +38,7 @@ class OpenAiApi:
 
     async def models(self, _: HttpRequest) -> Response:
         model = {"id": self._engine.model.path, "object": "model", "owned_by": "fuligo", "max_model_len": self._engine.model.context_length}
-        return _json({"object": "list", "data": [model]})
+        return json_response({"object": "list", "data": [model]})
 
     async def chat(self, http: HttpRequest) -> Response:
         return await self._complete(http, is_chat=True)
@@ -57,28 +49,22 @@ class OpenAiApi:
     async def _complete(self, http: HttpRequest, *, is_chat: bool) -> Response:
         requests: list[Request] = []
         try:
-            body = orjson.loads(await http.body())
-            if not isinstance(body, dict):
-                raise ValueError("the body must be a JSON object")
+            body = parse_body(await http.body())
             generate = await asyncio.to_thread(self._generate_body, body, is_chat)
             requests, _ = parse_requests(orjson.dumps(generate), self._engine.model, asyncio.get_running_loop().create_future)
             for request in requests:
                 self._engine.submit(request)
         except (ValueError, FuligoError, EngineError) as error:
             self._engine.abort(requests.__contains__)
-            return _json({"error": {"message": str(error), "type": "invalid_request_error"}}, 400)
-        head = {
-            "id": ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
-            "object": "chat.completion" if is_chat else "text_completion",
-            "created": int(time.time()),
-            "model": body.get("model") or self._engine.model.path,
-        }
-        if body.get("stream"):
-            usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            return json_response(error_content(str(error)), 400)
+        stream = bool(body.get("stream"))
+        fields = head(body.get("model") or self._engine.model.path, is_chat=is_chat, stream=stream)
+        if stream:
+            with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
             longest_stop = max((len(stop) for request in requests for stop in request.params.stop), default=0)
-            events = self._events(requests, head, is_chat=is_chat, usage=usage, held_back=max(0, longest_stop - 1))
+            events = self._events(requests, fields, is_chat=is_chat, with_usage=with_usage, held_back=max(0, longest_stop - 1))
             return StreamingResponse(events, media_type="text/event-stream")
-        return await self._whole(http, requests, head, is_chat=is_chat)
+        return await self._whole(http, requests, fields, is_chat=is_chat)
 
     def _generate_body(self, body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
         """Return the body of the engine's own `/generate`.
@@ -89,19 +75,15 @@ class OpenAiApi:
         for name, value in body.items():
             if name not in _SAMPLING and name not in _OTHERS and (name not in _NEUTRAL or value not in (None, _NEUTRAL[name])):
                 raise ValueError(f"{name}={value!r:.50} is not supported by the embedded engine")
-        for name, (kind, description) in _TYPES.items():
-            value = body.get(name)
-            if value is not None and type(value) is not kind:
-                raise ValueError(f"{name} is {value!r:.50}; it must be {description}")
         if "chat_template" in (body.get("chat_template_kwargs") or {}):
             raise ValueError("chat_template_kwargs cannot hold a chat_template: a client's template would run in the engine")
         ids = self._prompt_ids(body, is_chat)
         params = {ours: body[name] for name, ours in _SAMPLING.items() if body.get(name) is not None}
         if isinstance(params.get("stop"), str):
             params["stop"] = [params["stop"]]
-        given = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
+        given = given_max_tokens(body)
         default = max(1, self._engine.model.context_length - len(ids)) if is_chat else 16
-        params["max_new_tokens"] = next(iter(given), default)
+        params["max_new_tokens"] = default if given is None else given
         params["ignore_eos"] = bool(body.get("ignore_eos"))
         copies = 1 if body.get("n") is None else body["n"]
         if not 1 <= copies <= _MAX_CHOICES:
@@ -124,29 +106,28 @@ class OpenAiApi:
             raise ValueError(f"prompt must be text or a list of token ids, not {prompt!r:.50}")
         return plain_ids(tokenizer, prompt)
 
-    async def _whole(self, http: HttpRequest, requests: list[Request], head: dict[str, Any], *, is_chat: bool) -> Response:
+    async def _whole(self, http: HttpRequest, requests: list[Request], fields: dict[str, Any], *, is_chat: bool) -> Response:
         """Wait for all answers, or for the client to disconnect, which aborts them."""
         started = time.perf_counter()
         if not await ended_while_connected(http, requests, self._engine):
             return Response(status_code=499)
         if errors := [request.error for request in requests if request.error]:
-            return _json({"error": {"message": errors[0], "type": "server_error"}}, 500)
+            return json_response(error_content(errors[0], "server_error"), 500)
         choices = []
         for index, request in enumerate(requests):
             text = answer(request, self._engine.model, started)["text"]
             content = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
             choices.append({"index": index, **content, "logprobs": None, "finish_reason": _reason(request)})
-        return _json({**head, "choices": choices, "usage": _usage(requests)})
+        return json_response({**fields, "choices": choices, "usage": _usage(requests)})
 
     async def _events(
-        self, requests: list[Request], head: dict[str, Any], *, is_chat: bool, usage: bool, held_back: int
+        self, requests: list[Request], fields: dict[str, Any], *, is_chat: bool, with_usage: bool, held_back: int
     ) -> AsyncIterator[bytes]:
         """Yield new text as it is sampled; a client that disconnects aborts the requests.
 
         Args:
             held_back: characters at the end that may belong to a stop string, and wait for the next tokens.
         """
-        head = {**head, "object": "chat.completion.chunk" if is_chat else head["object"]}
         sent = [""] * len(requests)
         texts = [TextStream(self._engine.model.tokenizer) for _ in requests]
         open_ones = set(range(len(requests)))
@@ -154,13 +135,13 @@ class OpenAiApi:
         try:
             if is_chat:
                 for index in sorted(open_ones):
-                    yield _event({**head, "choices": [_chunk(index, {"role": "assistant", "content": ""}, None)]})
+                    yield event({**fields, "choices": [chunk(index, {"role": "assistant", "content": ""}, None)]})
             while open_ones:
                 await asyncio.wait([requests[index].waiter for index in open_ones], timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
                 for index in sorted(open_ones):
                     request, done = requests[index], requests[index].waiter.done()
                     if request.error:
-                        yield _event({"error": {"message": request.error, "type": "server_error"}})
+                        yield event(error_content(request.error, "server_error"))
                         return
                     whole = answer(request, self._engine.model, started)["text"] if done else texts[index].read(request.output_ids)
                     whole = whole if done else whole[: max(0, len(whole) - held_back)]
@@ -168,14 +149,14 @@ class OpenAiApi:
                     if new or done:
                         reason = _reason(request) if done else None
                         choice = (
-                            _chunk(index, {"content": new}, reason) if is_chat else {"index": index, "text": new, "finish_reason": reason}
+                            chunk(index, {"content": new}, reason) if is_chat else {"index": index, "text": new, "finish_reason": reason}
                         )
-                        yield _event({**head, "choices": [choice]})
+                        yield event({**fields, "choices": [choice]})
                     if done:
                         open_ones.remove(index)
-            if usage:
-                yield _event({**head, "choices": [], "usage": _usage(requests)})
-            yield b"data: [DONE]\n\n"
+            if with_usage:
+                yield event({**fields, "choices": [], "usage": _usage(requests)})
+            yield DONE
         finally:
             self._engine.abort(lambda request: request in requests and not request.waiter.done())
 
@@ -213,18 +194,5 @@ def _reason(request: Request) -> str:
     return request.finish_reason["type"]
 
 
-def _chunk(index: int, delta: dict[str, str], reason: str | None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-
-
 def _usage(requests: list[Request]) -> dict[str, int]:
-    prompt, completion = len(requests[0].input_ids), sum(len(request.output_ids) for request in requests)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def _event(content: Any) -> bytes:
-    return b"data: " + orjson.dumps(content) + b"\n\n"
-
-
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(content), status, media_type="application/json")
+    return usage(len(requests[0].input_ids), sum(len(request.output_ids) for request in requests))

@@ -2,14 +2,11 @@
 
 import asyncio
 import gc
-import ipaddress
 import json
 import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -28,6 +25,7 @@ from fuligo.engines.embedded.http_api import Api, wake
 from fuligo.engines.embedded.kv_cache import length_class
 from fuligo.engines.embedded.model import DTYPES, EngineModel
 from fuligo.engines.host import LOOPBACK, endpoint
+from fuligo.engines.http_access import QuietServer, is_foreign, own_names
 from fuligo.errors import ConfigError
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.scratch import scratch_root
@@ -101,7 +99,7 @@ async def _serve(settings: ServeSettings, model: EngineModel, listener: socket.s
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
-    server = _Server(config)
+    server = QuietServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     serving.add_done_callback(lambda _: server.listening.set())  # do not wait for a server that cannot start
     await server.listening.wait()
@@ -120,23 +118,6 @@ async def _serve(settings: ServeSettings, model: EngineModel, listener: socket.s
     await serving
     engine.stop()
     return 0 if engine.failure is None else 1
-
-
-class _Server(uvicorn.Server):
-    """Server that reports when it listens and leaves signals to this process."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Do not capture signals: uvicorn would raise them again when it exits."""
-        yield
 
 
 def _load(settings: ServeSettings) -> EngineModel:
@@ -176,7 +157,7 @@ def protected(app: ASGIApp, keys: EngineKeys, host: str) -> ASGIApp:
     Args:
         host: name or address that the server was told to listen on
     """
-    names = {name.lower() for name in (host, "localhost", socket.gethostname(), socket.getfqdn())}
+    names = own_names(host)
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         refusal = _refusal(scope, keys, names) if scope["type"] == "http" else None
@@ -185,10 +166,10 @@ def protected(app: ASGIApp, keys: EngineKeys, host: str) -> ASGIApp:
     return guarded
 
 
-def _refusal(scope: Scope, keys: EngineKeys, names: set[str]) -> Response | None:
+def _refusal(scope: Scope, keys: EngineKeys, names: frozenset[str]) -> Response | None:
     headers, method, path = Headers(scope=scope), scope["method"], scope["path"]
-    name = _without_port(headers.get("host", ""))
-    if not (name in names or _is_address(name)):  # a page's own name that resolves to this machine (DNS rebinding)
+    name = headers.get("host", "")
+    if is_foreign(name, names):  # a page's own name that resolves to this machine (DNS rebinding)
         return _refused(403, f"this engine is not reachable as {name!r}; use the machine's own name or its address")
     if not keys.admits(method, path, headers.get("authorization", "")):
         return _refused(401, "the key is missing or wrong; send it in the header Authorization: Bearer KEY")
@@ -199,16 +180,3 @@ def _refusal(scope: Scope, keys: EngineKeys, names: set[str]) -> Response | None
 
 def _refused(status: int, message: str) -> Response:
     return Response(orjson.dumps({"success": False, "error": {"message": message}}), status, media_type="application/json")
-
-
-def _without_port(host: str) -> str:
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    return name.lower()
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

@@ -65,7 +65,7 @@ async def build(data: dict[str, Any] | None = None, **flags: Any) -> Sampling:
 async def test_without_hooks_prompts_are_answered_in_one_turn():
     sampling = await build()
     assert isinstance(sampling.source, GroupSource)
-    assert isinstance(sampling.generate, SingleTurn)
+    assert isinstance(sampling.generators.evaluation, SingleTurn)
 
 
 async def test_a_data_source_that_cannot_be_made_is_named(hooks: str):
@@ -76,7 +76,7 @@ async def test_a_data_source_that_cannot_be_made_is_named(hooks: str):
 async def test_hooks_take_their_places(hooks: str):
     sampling = await build({"data_source_path": f"{hooks}:Source"}, custom_generate_function_path=f"{hooks}:generate")
     assert isinstance(sampling.source, CustomSource)
-    assert isinstance(sampling.generate, CustomGenerate)
+    assert isinstance(sampling.generators.evaluation, CustomGenerate)
 
 
 async def test_a_whole_rollout_of_the_user_s_own(hooks: str):

@@ -1,0 +1,87 @@
+"""Answers of OpenAI's API: errors, completions, server-sent events. The embedded engine and the gateway share them."""
+
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+DONE = b"data: [DONE]\n\n"
+TYPES: dict[str, tuple[type, str]] = {
+    "chat_template_kwargs": (dict, "an object"),
+    "stream_options": (dict, "an object"),
+    "tools": (list, "a list"),
+    "max_tokens": (int, "an integer"),
+    "max_completion_tokens": (int, "an integer"),
+    "n": (int, "an integer"),
+}
+"""Types of parameters, and their names in messages."""
+
+
+class InvalidRequest(ValueError):
+    """Request that cannot be answered, with the parameter at fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """Return the JSON object of a request, with the types of its parameters checked.
+
+    Raises:
+        InvalidRequest: it is malformed
+    """
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    for name, (kind, description) in TYPES.items():
+        value = body.get(name)
+        if value is not None and type(value) is not kind:
+            raise InvalidRequest(f"{name} is {value!r:.50}; it must be {description}", name)
+    return body
+
+
+def given_max_tokens(body: Mapping[str, Any]) -> int | None:
+    """Return the limit of new tokens, under its new or old name; None if the request has none."""
+    return next((body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None), None)
+
+
+def head(model: str, *, is_chat: bool = True, stream: bool = False) -> dict[str, Any]:
+    """Return the first fields of a completion or of its chunks."""
+    kind = "text_completion" if not is_chat else "chat.completion.chunk" if stream else "chat.completion"
+    prefix = "chatcmpl-" if is_chat else "cmpl-"
+    return {"id": prefix + secrets.token_hex(12), "object": kind, "created": int(time.time()), "model": model}
+
+
+def chunk(index: int, delta: Mapping[str, Any], reason: str | None, logprobs: Any = None) -> dict[str, Any]:
+    """Return one choice of a chunk."""
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def usage(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_new_tokens,
+        "total_tokens": num_prompt_tokens + num_new_tokens,
+    }
+
+
+def event(content: Any) -> bytes:
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(content), status, headers, "application/json")
+
+
+def error_content(
+    message: str, kind: str = "invalid_request_error", *, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,178 @@
+"""Requests to `/v1/chat/completions`, checked: what training can honour is taken, anything else is refused by name."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+
+from fuligo.data.fields import check_messages
+from fuligo.engines.generation import FIELD_RULES, SamplingParams
+from fuligo.engines.openai_format import InvalidRequest, given_max_tokens, parse_body
+from fuligo.environments.environment import Tool
+from fuligo.errors import DataError
+from fuligo.types import Messages
+
+_READ = {"model", "messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options", "logprobs"}
+_IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "seed"}
+"""Parameters that change no answer here. A seed has no effect because the run has its own."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "top_logprobs": (0,),
+    "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "functions": ([],),
+    "echo": (False,),
+}
+"""Parameters that are accepted with these values, or null."""
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "frequency_penalty": "",
+    "presence_penalty": "",
+    "repetition_penalty": "",
+}
+"""Parameters that shape the distribution, and their field in `SamplingParams`; empty: a rollout has none."""
+_NO_PENALTY = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
+_MAX_STOPS = 16
+
+
+@dataclass(slots=True, frozen=True)
+class ChatRequest:
+    """One request of an agent."""
+
+    messages: Messages
+    """As the renderer takes them: content is text, arguments of tool calls are objects."""
+    tools: tuple[Tool, ...]
+    params: SamplingParams
+    num_replaced: int
+    """Parameters of the request that the rollout's replaced."""
+    model: str | None
+    stream: bool
+    with_usage: bool
+    """Send the usage at the end of a stream."""
+    with_logprobs: bool
+
+
+def parse_chat_request(raw: bytes, rollout: SamplingParams, *, replaces: bool) -> ChatRequest:
+    """Parse the body of a request.
+
+    Args:
+        rollout: sampling parameters of the rollout; `max_new_tokens` limits an answer
+        replaces: take the rollout's parameters where the request has others, instead of refusing it
+
+    Raises:
+        InvalidRequest: the body is malformed, or asks for what cannot be trained on
+    """
+    body = parse_body(raw)
+    params, num_replaced = _params(body, rollout, replaces)
+    for name, value in body.items():
+        if name in _READ or name in _IGNORED or name in _SAMPLING or value is None or value in _NEUTRAL.get(name, ()):
+            continue
+        if name == "tool_choice" and replaces:
+            num_replaced += 1
+            continue
+        raise InvalidRequest(f"{name}={_shown(value)} is not supported: an answer must be sampled as the policy writes it", name)
+    model = body.get("model")
+    if not isinstance(model, str | None):
+        raise InvalidRequest(f"model is {_shown(model)}; it must be a string", "model")
+    return ChatRequest(
+        messages=_messages(body.get("messages")),
+        tools=() if body.get("tool_choice") == "none" else _tools(body.get("tools") or []),
+        params=params,
+        num_replaced=num_replaced,
+        model=model,
+        stream=_switch(body, "stream"),
+        with_usage=_switch(body.get("stream_options") or {}, "include_usage"),
+        with_logprobs=_switch(body, "logprobs"),
+    )
+
+
+def _params(body: Mapping[str, Any], rollout: SamplingParams, replaces: bool) -> tuple[SamplingParams, int]:
+    """Return the parameters of the answer, and how many of the request's were replaced."""
+    fixed = {name: getattr(rollout, field) if field else _NO_PENALTY[name] for name, field in _SAMPLING.items()}
+    others = [name for name, value in fixed.items() if body.get(name) is not None and body[name] != value]
+    if others and not replaces:
+        name = others[0]
+        raise InvalidRequest(
+            f"{name}={_shown(body[name])} differs from the rollout's {fixed[name]:g}, the distribution that the trainer computes "
+            f"log-probabilities of; leave {name} out, or start the run with --agent-sampling replace",
+            name,
+        )
+    limit = given_max_tokens(body)
+    if limit is not None and limit < 1:
+        raise InvalidRequest(f"max_tokens is {limit}; it must be at least 1", "max_tokens")
+    stop = body.get("stop")
+    stops = [stop] if isinstance(stop, str) else stop or []
+    _, valid, rule = FIELD_RULES["stop"]
+    if not isinstance(stops, list) or len(stops) > _MAX_STOPS or not all(isinstance(each, str) and valid(each) for each in stops):
+        raise InvalidRequest(f"stop is {_shown(stop)}; it must be {rule}, at most {_MAX_STOPS}", "stop")
+    max_new_tokens = rollout.max_new_tokens if limit is None else min(limit, rollout.max_new_tokens)
+    return replace(rollout, max_new_tokens=max_new_tokens, stop=tuple(dict.fromkeys((*rollout.stop, *stops)))), len(others)
+
+
+def _switch(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if not isinstance(value, bool | None):
+        raise InvalidRequest(f"{name} is {_shown(value)}; it must be true or false", name)
+    return bool(value)
+
+
+def _messages(value: Any) -> Messages:
+    try:
+        messages = check_messages(value, "messages")
+    except DataError as error:
+        raise InvalidRequest(str(error), "messages") from None
+    for message in messages:
+        if message["role"] == "developer":
+            message["role"] = "system"
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_call(call) for call in _list_of(message["tool_calls"], "tool_calls")]
+    return messages
+
+
+def _list_of(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{name} is {_shown(value)}; it must be a list", "messages")
+    return value
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object, as chat templates render them; text that is no JSON object stays."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(
+            f'a tool call is {{"id": ..., "type": "function", "function": {{"name": ..., "arguments": ...}}}}, not {_shown(call)}',
+            "messages",
+        )
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            parsed = orjson.loads(arguments or "{}")
+        except orjson.JSONDecodeError:
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    return {"type": "function", "id": call.get("id"), "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _tools(value: list[Any]) -> tuple[Tool, ...]:
+    tools = []
+    for tool in value:
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(f'a tool is {{"type": "function", "function": {{"name": ...}}}}, not {_shown(tool)}', "tools")
+        description, parameters = function.get("description") or "", function.get("parameters") or {"type": "object", "properties": {}}
+        if not isinstance(description, str) or not isinstance(parameters, dict):
+            raise InvalidRequest(
+                f"the tool {function['name']} must have text as its description and a JSON schema as its parameters", "tools"
+            )
+        tools.append(Tool(function["name"], description, parameters))
+    return tuple(tools)
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.80}"

@@ -1,0 +1,80 @@
+"""Answers to `/v1/chat/completions`: one JSON object, or the same as server-sent events."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from fuligo.engines.generation import Tokenizer
+from fuligo.engines.openai_format import DONE, chunk, event, head, usage
+from fuligo.gateway.chat_request import ChatRequest
+from fuligo.gateway.conversation import Sampled
+
+
+@dataclass(slots=True, frozen=True)
+class Completion:
+    """Sampled answer to one request."""
+
+    request: ChatRequest
+    message: dict[str, Any]
+    """Assistant message; arguments of tool calls are objects."""
+    sampled: Sampled
+    num_prompt_tokens: int
+    model: str
+
+    @property
+    def finish_reason(self) -> str:
+        if self.message.get("tool_calls"):
+            return "tool_calls"
+        return "length" if self.sampled.finish_reason == "length" else "stop"
+
+    def body(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return the whole answer."""
+        choice = {
+            "index": 0,
+            "message": self._message(),
+            "logprobs": self._logprobs(tokenizer),
+            "finish_reason": self.finish_reason,
+        }
+        return {**head(self._model), "choices": [choice], "usage": self._usage()}
+
+    def events(self, tokenizer: Tokenizer) -> Iterator[bytes]:
+        """Yield the answer in chunks: role, text, tool calls, end."""
+        fields, message = head(self._model, stream=True), self._message()
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        deltas += [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
+        deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(message.get("tool_calls") or ())]
+        for number, delta in enumerate(deltas):
+            logprobs = self._logprobs(tokenizer) if number == 1 else None
+            yield event({**fields, "choices": [chunk(0, delta, None, logprobs)]})
+        yield event({**fields, "choices": [chunk(0, {}, self.finish_reason)]})
+        if self.request.with_usage:
+            yield event({**fields, "choices": [], "usage": self._usage()})
+        yield DONE
+
+    @property
+    def _model(self) -> str:
+        return self.request.model or self.model
+
+    def _message(self) -> dict[str, Any]:
+        """Return the message with arguments of tool calls as text, as OpenAI writes them."""
+        calls = self.message.get("tool_calls")
+        if not calls:
+            return self.message
+        written = [
+            {**call, "function": {**call["function"], "arguments": orjson.dumps(call["function"]["arguments"]).decode()}} for call in calls
+        ]
+        return {**self.message, "content": self.message["content"] or None, "tool_calls": written}
+
+    def _logprobs(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
+        if not self.request.with_logprobs:
+            return None
+        content = []
+        for token, logprob in zip(self.sampled.ids.tolist(), self.sampled.logprobs.tolist(), strict=True):
+            text = str(tokenizer.decode([token]))
+            content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+        return {"content": content, "refusal": None}
+
+    def _usage(self) -> dict[str, int]:
+        return usage(self.num_prompt_tokens, len(self.sampled.ids))

@@ -1,0 +1,250 @@
+"""HTTP server of the gateway: one address and one key per session."""
+
+import asyncio
+import hmac
+import logging
+import secrets
+import socket
+from collections import OrderedDict
+from collections.abc import Awaitable
+from hashlib import sha256
+from numbers import Real
+from typing import TypeVar
+
+import orjson
+import uvicorn
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from fuligo.engines.generation import SamplingParams
+from fuligo.engines.host import LOOPBACK, endpoint
+from fuligo.engines.http_access import QuietServer, is_foreign, own_names
+from fuligo.engines.openai_format import InvalidRequest, error_content, json_response
+from fuligo.errors import EngineError
+from fuligo.gateway.session import ContextFull, Policy, Session, SessionEnded
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+MAX_BODY_BYTES = 32 * 2**20
+MAX_REMEMBERED = 4096
+"""Ended sessions whose late requests are told so."""
+KEEP_ALIVE_S = 600
+SHUTDOWN_S = 2
+BACKLOG = 4096
+_BEARER = "Bearer "
+NO_RETRY = {"x-should-retry": "false"}
+"""Header by which OpenAI's clients know that the same request would fail again."""
+
+
+class Gateway:
+    """Server that gives every session a base URL and a random key, and answers only with both.
+
+    Args:
+        host: name or address to listen on
+    """
+
+    def __init__(self, policy: Policy, host: str = LOOPBACK) -> None:
+        self._policy = policy
+        self._host = host
+        self._names = own_names(host)
+        self._sessions: dict[str, Session] = {}
+        self._ended: OrderedDict[str, bytes] = OrderedDict()
+        """Digests of the keys of ended sessions."""
+        self._server: QuietServer | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._address = ""
+        self._starting = asyncio.Lock()
+
+    async def open(self, params: SamplingParams, *, label: str, priority: int = 0) -> Session:
+        """Open a session; the first one starts the server.
+
+        Args:
+            label: beginning of the request ids in the engine
+            priority: order of queued requests, as of an engine
+
+        Raises:
+            OSError: the gateway cannot listen on its host
+        """
+        async with self._starting:
+            if self._server is None:
+                await self._start()
+        name = secrets.token_hex(8)
+        session = Session(
+            self._policy,
+            params,
+            name=name,
+            base_url=f"http://{self._address}/{name}/v1",
+            api_key="sk-" + secrets.token_urlsafe(32),
+            label=label,
+            priority=priority,
+        )
+        self._sessions[name] = session
+        return session
+
+    def end(self, session: Session) -> None:
+        """End a session: its requests in flight and later ones are refused."""
+        session.end()
+        if self._sessions.pop(session.name, None) is not None:
+            self._ended[session.name] = _digest(session.api_key)
+            while len(self._ended) > MAX_REMEMBERED:
+                self._ended.popitem(last=False)
+
+    async def close(self) -> None:
+        """End all sessions and stop the server."""
+        for session in list(self._sessions.values()):
+            self.end(session)
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+
+    async def _start(self) -> None:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.create_server((self._host, 0), family=family, backlog=BACKLOG)
+        host, port = listener.getsockname()[:2]
+        self._address = endpoint(socket.gethostname() if host in ("0.0.0.0", "::") else self._host, port)
+        config = uvicorn.Config(
+            self._app,
+            loop="none",
+            http="httptools",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+        )
+        self._server = QuietServer(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="agent gateway")
+        self._serving.add_done_callback(lambda _: self._server and self._server.listening.set())
+        await self._server.listening.wait()
+        if self._serving.done():
+            self._serving.result()
+        logger.info("agents reach the policy at http://%s, each with a key of its own", self._address)
+
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        try:
+            response = await self._response(HttpRequest(scope, receive))
+        except ClientDisconnect:
+            return
+        except Exception:
+            logger.exception("the gateway failed at a request")
+            response = _error(500, "the gateway failed at this request; its log has the reason", "server_error")
+        await response(scope, receive, send)
+
+    async def _response(self, http: HttpRequest) -> Response:
+        """Return the answer to any request. Nothing of a request without a session's key is read."""
+        headers, method = http.headers, http.method
+        if is_foreign(headers.get("host", ""), self._names):
+            return _error(403, f"the gateway is not reachable as {headers.get('host', '')!r:.100}; use base_url as the session gives it")
+        name, _, path = http.url.path.removeprefix("/").partition("/")
+        session = self._sessions.get(name)
+        if session is None or not _admits(session.api_key, headers):
+            if (digest := self._ended.get(name)) is not None and hmac.compare_digest(digest, _digest(_key(headers))):
+                return _ended()
+            return _error(401, "the key is missing, or not that of this session", code="invalid_api_key")
+        if method == "GET" and path.startswith("v1/models"):
+            return self._models(path.removeprefix("v1/models").strip("/"))
+        handler = {"v1/chat/completions": self._chat, "v1/reward": self._reward}.get(path) if method == "POST" else None
+        if handler is None:
+            return _error(404, f"{method} /{path} is not served; the gateway has /v1/chat/completions, /v1/models and /v1/reward")
+        if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            return _error(415, "the content type must be application/json")
+        raw = await _body(http)
+        if raw is None:
+            return _error(413, f"the body has more than {MAX_BODY_BYTES // 2**20} MiB")
+        return await handler(session, http, raw)
+
+    async def _chat(self, session: Session, http: HttpRequest, raw: bytes) -> Response:
+        try:
+            completion = await _unless_gone(http, session.complete(raw))
+        except ContextFull as error:
+            return _error(400, str(error), param=error.param, code="context_length_exceeded")
+        except InvalidRequest as error:
+            return _error(400, str(error), param=error.param)
+        except SessionEnded:
+            return _ended()
+        except EngineError as error:
+            return _error(500, str(error), "server_error", headers=NO_RETRY)
+        if completion is None:
+            return Response(status_code=499)
+        tokenizer = self._policy.tokenizer
+        if completion.request.stream:
+            return StreamingResponse(completion.events(tokenizer), media_type="text/event-stream")
+        return json_response(completion.body(tokenizer))
+
+    async def _reward(self, session: Session, http: HttpRequest, raw: bytes) -> Response:
+        try:
+            body = orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            return _error(400, f"the body is not JSON: {error}")
+        reward = body.get("reward") if isinstance(body, dict) else None
+        parts = reward.values() if isinstance(reward, dict) else [reward]
+        if not parts or not all(isinstance(part, Real) and not isinstance(part, bool) for part in parts):
+            return _error(
+                400, f'the body must be {{"reward": NUMBER}} or {{"reward": {{NAME: NUMBER}}}}, not {body!r:.100}', param="reward"
+            )
+        if not session.set_reward(reward):
+            return _error(409, "the session has its reward already")
+        return json_response({"reward": reward})
+
+    def _models(self, name: str) -> Response:
+        model = {"id": self._policy.name, "object": "model", "created": 0, "owned_by": "fuligo"}
+        return json_response({**model, "id": name} if name else {"object": "list", "data": [model]})
+
+
+async def _unless_gone(http: HttpRequest, answer: Awaitable[T]) -> T | None:
+    """Return an answer, or None if the client disconnects first, which cancels it."""
+    working, disconnect = asyncio.ensure_future(answer), asyncio.ensure_future(http.receive())
+    try:
+        await asyncio.wait((working, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        disconnect.cancel()
+        if not working.done():
+            working.cancel()
+
+
+async def _body(http: HttpRequest) -> bytes | None:
+    """Return the body, or None if it is too long."""
+    if int(http.headers.get("content-length", 0)) > MAX_BODY_BYTES:
+        return None
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            return None
+    return bytes(body)
+
+
+def _key(headers: Headers) -> str:
+    return headers.get("authorization", "").removeprefix(_BEARER)
+
+
+def _admits(api_key: str, headers: Headers) -> bool:
+    return hmac.compare_digest(_digest(_key(headers)), _digest(api_key))
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode(errors="surrogateescape")).digest()
+
+
+def _ended() -> Response:
+    return _error(410, "the session has ended: its agent returned, failed, or ran out of time", code="session_ended", headers=NO_RETRY)
+
+
+def _error(
+    status: int,
+    message: str,
+    kind: str = "invalid_request_error",
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> Response:
+    return json_response(error_content(message, kind, param=param, code=code), status, headers)

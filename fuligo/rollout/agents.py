@@ -1,0 +1,258 @@
+"""Samples by a user's agent (`--agent`): it talks to the policy through a session of the gateway and returns the reward."""
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from copy import deepcopy
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from fuligo.config.hooks import Hook, describe_exception
+from fuligo.engines.generation import SamplingParams, Tokenizer
+from fuligo.environments.environment import Row
+from fuligo.gateway.conversation import Turn
+from fuligo.gateway.server import Gateway
+from fuligo.gateway.session import Reward, Session
+from fuligo.rollout.generate import STATUS_BY_FINISH_REASON
+from fuligo.rollout.sampler import clear_response, failed
+from fuligo.types import Sample, SampleStatus
+
+Key = tuple[int | None, int]
+"""Seed and index of a sample; evaluations number their samples like training."""
+
+
+@dataclass(eq=False)
+class Episode:
+    """One agent at work."""
+
+    session: Session
+    task: asyncio.Task[Any]
+    left_s: float
+    """Time until --agent-timeout-s, without the time in which the episode was suspended."""
+    expiry: asyncio.TimerHandle | None = None
+    """Ends an episode that is suspended and never continued."""
+
+
+@dataclass(eq=False)
+class AgentGenerate:
+    """`GenerateFn` that runs the agent once per sample.
+
+    A conversation that the agent rewrites becomes several samples of one index. When generation is aborted, the agent waits at its next
+    request and goes on when the sample is continued; if it never is, the agent is cancelled after --agent-timeout-s.
+    """
+
+    agent: Hook
+    """`(session, row) -> reward`, async, or plain and run in a thread of its own."""
+    gateway: Gateway
+    tokenizer: Tokenizer
+    _: KW_ONLY
+    timeout_s: float
+    """--agent-timeout-s"""
+    continues: bool
+    """Interrupted samples may be continued; otherwise their agents are cancelled."""
+    _running: set[Episode] = field(default_factory=set, init=False)
+    _suspended: dict[Key, Episode] = field(default_factory=dict, init=False)
+
+    async def __call__(self, sample: Sample, params: SamplingParams) -> Sample | list[Sample]:
+        """Run the agent to its end, or until generation is aborted. What goes wrong fails the sample with the reason."""
+        key = (params.sampling_seed, sample.index)
+        episode = self._suspended.pop(key, None)
+        if episode is None:
+            clear_response(sample)  # a resumed run has tokens of an agent that no longer exists
+            episode = await self._start(sample, params)
+        else:
+            assert episode.expiry is not None
+            episode.expiry.cancel()
+            episode.session.resume()
+        self._running.add(episode)
+        try:
+            has_ended = await self._until_ended_or_interrupted(episode)
+        except TimeoutError:
+            self._cancel(episode)
+            return failed(sample, self._timeout_text(episode))
+        except BaseException:
+            self._cancel(episode)
+            raise
+        finally:
+            self._running.discard(episode)
+        if has_ended:
+            return self._finished(sample, episode)
+        return self._interrupted(sample, key, episode)
+
+    def interrupt(self) -> None:
+        """Suspend all agents at their next request, because generation is being aborted."""
+        for episode in self._running:
+            episode.session.suspend()
+
+    async def close(self) -> None:
+        """Cancel the agents that are suspended."""
+        for episode in self._suspended.values():
+            self._cancel(episode)
+        self._suspended.clear()
+
+    async def _start(self, sample: Sample, params: SamplingParams) -> Episode:
+        session = await self.gateway.open(params, label=f"{sample.index}", priority=-sample.index)
+        row = Row(deepcopy(sample.prompt), deepcopy(sample.label), deepcopy(sample.metadata), sample.index)
+        call = self.agent if inspect.iscoroutinefunction(inspect.unwrap(self.agent)) else in_thread(self.agent)
+        return Episode(session, asyncio.create_task(_called(call, session, row), name=f"agent {sample.index}"), self.timeout_s)
+
+    async def _until_ended_or_interrupted(self, episode: Episode) -> bool:
+        """Wait; return True if the agent has ended.
+
+        Raises:
+            TimeoutError: neither happened in time
+        """
+        start_s = time.monotonic()
+        interrupted = asyncio.create_task(episode.session.interrupted.wait())
+        try:
+            done, _ = await asyncio.wait((episode.task, interrupted), timeout=episode.left_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            interrupted.cancel()
+            episode.left_s -= time.monotonic() - start_s
+        if not done:
+            raise TimeoutError
+        return episode.task in done
+
+    def _finished(self, sample: Sample, episode: Episode) -> Sample | list[Sample]:
+        session, error = episode.session, episode.task.exception() if not episode.task.cancelled() else asyncio.CancelledError()
+        num_in_flight = session.num_in_flight
+        self.gateway.end(session)
+        samples = branches(sample, session, self.tokenizer)
+        problem: str | None = None
+        reward = None if error is not None else episode.task.result()
+        reward = session.given_reward if reward is None else reward
+        if error is not None:
+            cause = f"; last error of an engine: {session.failure}" if session.failure else ""
+            problem = f"the agent raised {describe_exception(error, self.agent)}{cause}".replace(session.api_key, "***")
+        elif num_in_flight:
+            problem = f"the agent returned while {num_in_flight} of its requests were in flight; it must await their answers"
+        elif not session.conversation.turns:
+            problem = f"the agent returned without an answer of the policy ({session.num_requests} requests); it must use session.base_url"
+        elif reward is None:
+            problem = "the agent returned no reward; return a number or a dict, or send it to POST {base_url}/reward"
+        if problem is not None:
+            return failed(samples[0], problem)
+        samples[0].metrics |= {
+            "agent_turns": len(session.conversation.turns),
+            "agent_branches": len(samples),
+            "agent_replaced_requests": session.num_replaced,
+        }
+        for part in samples:
+            part.reward = deepcopy(reward)
+        return samples
+
+    def _interrupted(self, sample: Sample, key: Key, episode: Episode) -> Sample:
+        """Return the sample with the tokens of its first branch, whose versions say how old they are."""
+        if self.continues:
+            episode.expiry = asyncio.get_running_loop().call_later(self.timeout_s, self._expire, key)
+            self._suspended[key] = episode
+            branches(sample, episode.session, self.tokenizer)
+        else:
+            self._cancel(episode)
+            clear_response(sample)
+        sample.status, sample.finish_reason = SampleStatus.ABORTED, "abort"
+        return sample
+
+    def _expire(self, key: Key) -> None:
+        if (episode := self._suspended.pop(key, None)) is not None:
+            self._cancel(episode)
+
+    def _cancel(self, episode: Episode) -> None:
+        self.gateway.end(episode.session)
+        episode.task.cancel()
+
+    def _timeout_text(self, episode: Episode) -> str:
+        session = episode.session
+        if session.last_request_s is None:
+            sent = "it sent no request"
+        else:
+            sent = f"it sent {session.num_requests} requests, the last {time.monotonic() - session.last_request_s:.1f} s ago"
+        return f"the agent did not return within {self.timeout_s:g} s (--agent-timeout-s); {sent}"
+
+
+async def _called(call: Callable[[Session, Row], Awaitable[Reward | None]], session: Session, row: Row) -> Reward | None:
+    """Call the agent; a function that stops iteration or cancels itself fails like any other."""
+    try:
+        return await call(session, row)
+    except (StopIteration, SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def in_thread(function: Callable[[Session, Row], Any]) -> Callable[[Session, Row], Awaitable[Any]]:
+    """Return a plain function as an async one. Each call has a thread of its own, which a hanging agent cannot keep the process with."""
+
+    async def call(session: Session, row: Row) -> Any:
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[Any] = loop.create_future()
+
+        def set_outcome(result: Any, error: BaseException | None) -> None:
+            if not outcome.done():
+                outcome.set_result(result) if error is None else outcome.set_exception(error)
+
+        def run() -> None:
+            result, error = None, None
+            try:
+                result = function(session, row)
+            except BaseException as raised:
+                error = RuntimeError(f"{type(raised).__name__}: {raised}") if isinstance(raised, StopIteration) else raised
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(set_outcome, result, error)
+
+        threading.Thread(target=run, name=f"agent {row.index}", daemon=True).start()
+        return await outcome
+
+    return call
+
+
+def branches(sample: Sample, session: Session, tokenizer: Tokenizer) -> list[Sample]:
+    """Write the conversation of a session into samples: the given one for the first branch, copies of it for the others.
+
+    A turn that several branches share is trained on in the first of them only; in the others it is context.
+    """
+    samples: list[Sample] = []
+    for path in session.conversation.branches():
+        part = sample if not samples else _fresh(samples[0])
+        _write(part, path, tokenizer)
+        samples.append(part)
+    return samples or [sample]
+
+
+def _fresh(sample: Sample) -> Sample:
+    return Sample(sample.index, sample.group_index, sample.prompt, sample.prompt_ids, sample.label, deepcopy(sample.metadata))
+
+
+def _write(sample: Sample, path: list[tuple[Turn, bool]], tokenizer: Tokenizer) -> None:
+    """Write the turns of one branch into a sample.
+
+    Args:
+        path: each turn, and whether this branch trains on it
+    """
+    root = path[0][0]
+    sample.prompt, sample.prompt_ids = root.messages[:-1], root.context
+    ids: list[np.ndarray] = []
+    masks: list[np.ndarray] = []
+    logprobs: list[np.ndarray] = []
+    versions: list[np.ndarray] = []
+    sample.spans = []
+    position = 0
+    for turn, is_trained in path:
+        sampled = turn.sampled
+        given = turn.context if turn is not root else turn.context[:0]
+        before = versions[-1][-1] if versions and len(versions[-1]) else 0
+        ids += [given, sampled.ids]
+        masks += [np.zeros(len(given), np.int8), np.full(len(sampled.ids), is_trained, np.int8)]
+        logprobs += [np.zeros(len(given), np.float32), sampled.logprobs]
+        versions += [np.full(len(given), before, np.int32), sampled.versions]
+        position += len(given)
+        if is_trained:
+            sample.spans += [replace(span, first_token=position + span.first_token) for span in sampled.spans]
+        position += len(sampled.ids)
+    sample.response_ids, sample.loss_mask = np.concatenate(ids), np.concatenate(masks)
+    sample.engine_logprobs, sample.versions = np.concatenate(logprobs), np.concatenate(versions)
+    sample.finish_reason = path[-1][0].sampled.finish_reason
+    sample.status = STATUS_BY_FINISH_REASON[sample.finish_reason]
+    sample.response = str(tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True))

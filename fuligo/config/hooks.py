@@ -75,6 +75,11 @@ def hook_problem(flag_name: str, path: str) -> Iterator[str]:
         yield str(error)
 
 
+def is_async(hook: Hook) -> bool:
+    """Return whether a call of a function or object must be awaited."""
+    return inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(getattr(hook, "__call__", None))  # noqa: B004
+
+
 def describe_exception(error: BaseException, hook: Hook) -> str:
     """Describe an exception of a hook with the last line of its own file in the traceback: `ValueError: no rubric (reward.py:12)`."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -143,13 +148,12 @@ def _import_file(file: Path) -> ModuleType:
 
 
 def _shape(hook: Hook) -> HookShape:
-    is_async = inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(getattr(hook, "__call__", None))  # noqa: B004
     try:
         signature = inspect.signature(hook)
     except ValueError:
         signature = None  # functions written in C may not expose their parameters
     methods = [name for name in dir(hook) if callable(getattr(hook, name, None))]
-    return HookShape(inspect.isclass(hook), is_async, methods, signature)
+    return HookShape(inspect.isclass(hook), is_async(hook), methods, signature)
 
 
 def _error(flag_name: str, path: str, cause: str) -> HookError:

@@ -107,6 +107,7 @@ class Gateway:
         self._address = endpoint(socket.gethostname() if host in ("0.0.0.0", "::") else self._host, port)
         config = uvicorn.Config(
             self._app,
+            interface="asgi3",
             loop="none",
             http="httptools",
             lifespan="off",
@@ -184,7 +185,7 @@ class Gateway:
         except orjson.JSONDecodeError as error:
             return _error(400, f"the body is not JSON: {error}")
         reward = body.get("reward") if isinstance(body, dict) else None
-        parts = reward.values() if isinstance(reward, dict) else [reward]
+        parts = list(reward.values()) if isinstance(reward, dict) else [reward]
         if not parts or not all(isinstance(part, Real) and not isinstance(part, bool) for part in parts):
             return _error(
                 400, f'the body must be {{"reward": NUMBER}} or {{"reward": {{NAME: NUMBER}}}}, not {body!r:.100}', param="reward"

@@ -1,7 +1,6 @@
 """Samples by a user's agent (`--agent`): it talks to the policy through a session of the gateway and returns the reward."""
 
 import asyncio
-import inspect
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fuligo.config.hooks import Hook, describe_exception
+from fuligo.config.hooks import Hook, describe_exception, is_async
 from fuligo.engines.generation import SamplingParams, Tokenizer
 from fuligo.environments.environment import Row
 from fuligo.gateway.conversation import Turn
@@ -97,7 +96,7 @@ class AgentGenerate:
     async def _start(self, sample: Sample, params: SamplingParams) -> Episode:
         session = await self.gateway.open(params, label=f"{sample.index}", priority=-sample.index)
         row = Row(deepcopy(sample.prompt), deepcopy(sample.label), deepcopy(sample.metadata), sample.index)
-        call = self.agent if inspect.iscoroutinefunction(inspect.unwrap(self.agent)) else in_thread(self.agent)
+        call = self.agent if is_async(self.agent) else in_thread(self.agent)
         return Episode(session, asyncio.create_task(_called(call, session, row), name=f"agent {sample.index}"), self.timeout_s)
 
     async def _until_ended_or_interrupted(self, episode: Episode) -> bool:

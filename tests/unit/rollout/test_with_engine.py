@@ -123,7 +123,12 @@ async def test_evaluations_are_equal_and_leave_training_alone(config: Config, en
     sampling = build(config, engines)
     tokenizer = AutoTokenizer.from_pretrained(config.model.hf_checkpoint)
     evaluator = build_evaluator(
-        config, engines=engines, tokenizer=tokenizer, generate=sampling.generators.evaluation, reward=reward_runner(config), policy_version=lambda: 0
+        config,
+        engines=engines,
+        tokenizer=tokenizer,
+        generate=sampling.generators.evaluation,
+        reward=reward_runner(config),
+        policy_version=lambda: 0,
     )
     assert evaluator is not None
     first, second = await evaluator.evaluate(0), await evaluator.evaluate(1)

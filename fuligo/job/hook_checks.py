@@ -35,7 +35,14 @@ from fuligo.trainer.objective import LossInputs, LossSettings, objective
 from fuligo.trainer.samples import BeforeTrainStep, DataPostProcess, SampleSettings, train_samples
 from fuligo.types import Prompt, Sample, SampleGroup, SampleStatus, TrainSample
 
-CALLED_IN_A_RUN_ALONE = ("data_source_path", "rollout_function_path", "eval_function_path", "custom_model_provider_path", "sink_path")
+CALLED_IN_A_RUN_ALONE = (
+    "agent",
+    "data_source_path",
+    "rollout_function_path",
+    "eval_function_path",
+    "custom_model_provider_path",
+    "sink_path",
+)
 """Hooks that need engines, data or Megatron: only their signature is checked."""
 _LENGTHS = (5, 1, 9, 4)
 _VOCAB_SIZE = 100

@@ -39,7 +39,7 @@ sglang-speculative-algorithm sglang-speculative-num-steps sglang-speculative-eag
 sglang-mem-fraction-static rollout-external-engine-addrs update-weight-transport update-weight-mode update-weight-buffer-size
 update-weights-interval check-weight-update-equal async-mode debug-rollout-only debug-train-only save-debug-rollout-data
 load-debug-rollout-data use-fault-tolerance rollout-health-check-interval rollout-health-check-timeout
-custom-generate-function-path rollout-function-path data-source-path rollout-sample-filter-path custom-reward-post-process-path
+custom-generate-function-path agent rollout-function-path data-source-path rollout-sample-filter-path custom-reward-post-process-path
 custom-advantage-function-path custom-loss-function-path custom-tis-function-path custom-model-provider-path before-train-step-path
 custom-pg-loss-reducer-function-path custom-rollout-log-function-path custom-eval-rollout-log-function-path extra-rm-path
 extra-rm-weights rollout-data-postprocess-path rollout-all-samples-process-path eval-function-path custom-config-path

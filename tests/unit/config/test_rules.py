@@ -172,6 +172,23 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({"async_mode": "full", "max_staleness": 2, "rollout_function_path": "my.rollout"}, "--rollout-function-path makes whole"),
         ({"async_mode": "full", "max_staleness": 2, "loss_type": "sft_loss"}, "--loss-type sft_loss samples nothing"),
     ],
+    "CFG-AGENT": [
+        (
+            {"rm_type": None, "agent": "my.agent", "custom_generate_function_path": "my.generate"},
+            "--custom-generate-function-path generates samples too",
+        ),
+        ({"rm_type": None, "agent": "my.agent", "rollout_function_path": "my.rollout"}, "--rollout-function-path makes whole rollouts"),
+        (
+            {
+                "rm_type": None,
+                "agent": "my.agent",
+                "partial_rollout": True,
+                "over_sampling_batch_size": 512,
+                "mask_offpolicy_in_partial_rollout": True,
+            },
+            "--mask-offpolicy-in-partial-rollout cannot tell the turns of an agent apart",
+        ),
+    ],
     "CFG-MTP-LAYERS": [({**SGLANG, "enable_mtp_training": True}, "--mtp-num-layers loads none")],
     "CFG-ENVIRONMENT-NAME": [({"env": {"NCCL DEBUG": "INFO"}}, "'NCCL DEBUG'")],
     "CFG-TRAIN-BACKEND": [

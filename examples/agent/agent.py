@@ -1,0 +1,20 @@
+"""Agent that solves sums with two tries, written with the `openai` package alone: it knows nothing of training."""
+
+from typing import Any
+
+from openai import AsyncOpenAI
+
+_client = AsyncOpenAI(api_key="set per sample", base_url="http://127.0.0.1")
+"""Opens the connections of all samples; a client of its own for each of them would cost more than the requests."""
+
+
+async def solve(session: Any, row: Any) -> dict[str, float]:
+    """Ask for the sum; if the answer is wrong, say so and ask once more. The second try is worth half."""
+    client = _client.with_options(base_url=session.base_url, api_key=session.api_key)
+    messages: list[Any] = list(row.prompt)
+    for number in (1, 2):
+        answer = (await client.chat.completions.create(model="policy", messages=messages)).choices[0].message
+        if (answer.content or "").endswith(f"\\boxed{{{row.label}}}"):
+            return {"score": 1.0 / number, "first_try": float(number == 1)}
+        messages += [answer, row.prompt[-1]]
+    return {"score": 0.0, "first_try": 0.0}

@@ -1,6 +1,6 @@
 """Python interpreter in a sandbox, as a tool.
 
-Programs run in processes of their own without network, files of the machine, or secrets (`interpreter.py`). One helper process with the
+Programs run in processes of their own without network, files of the machine, or secrets (`fuligo.sandbox.interpreter`). One helper process with the
 modules imported serves all episodes of a run; a session, one for each call or for each episode, is a fork of it.
 """
 
@@ -18,10 +18,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fuligo.environments.tools import interpreter
 from fuligo.errors import ConfigError, RolloutError
 from fuligo.limits import num_cores
-from fuligo.sandbox import processes
+from fuligo.sandbox import interpreter, processes
 
 _START_S = 60.0
 _GRACE_S = 20.0

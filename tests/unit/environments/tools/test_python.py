@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 import fuligo
-from fuligo.environments.tools import interpreter
 from fuligo.environments.tools.python import Interpreters, PythonSession, PythonSettings, PythonTool, check_sandbox, shared_interpreters
 from fuligo.errors import ConfigError
-from fuligo.sandbox import processes
+from fuligo.sandbox import interpreter, processes
 from tests.unit.environments.tools.conftest import SETTINGS, SHORT
 
 pytestmark = pytest.mark.usefixtures("sandbox")
@@ -224,7 +223,7 @@ def test_a_user_without_privileges_has_the_sandbox_too():
     package = Path(fuligo.__file__).parent
     with tempfile.TemporaryDirectory(prefix="fuligo-user-") as name:
         Path(name).chmod(0o755)
-        for part in ("__init__.py", "environments/__init__.py", "environments/tools", "sandbox"):
+        for part in ("__init__.py", "sandbox"):
             target = Path(name, "fuligo", part)
             target.parent.mkdir(parents=True, exist_ok=True)
             (shutil.copytree if (package / part).is_dir() else shutil.copy)(package / part, target)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from fuligo.environments.tools.cells import run_cells
+from fuligo.sandbox.cells import run_cells
 from fuligo.sandbox.namespaces import Root, become_program_user, build_root, enter
 from fuligo.sandbox.processes import descendants, end_all, end_others, num_others, run_first, run_last, set_limits
 from fuligo.sandbox.system_calls import (

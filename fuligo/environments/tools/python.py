@@ -1,7 +1,7 @@
 """Python interpreter in a sandbox, as a tool.
 
-Programs run in processes of their own without network, files of the machine, or secrets (`fuligo.sandbox.interpreter`). One helper process with the
-modules imported serves all episodes of a run; a session, one for each call or for each episode, is a fork of it.
+Programs run in processes of their own without network, files of the machine, or secrets (`fuligo.sandbox.interpreter`). One helper
+process with the modules imported serves all episodes of a run; a session, one for each call or for each episode, is a fork of it.
 """
 
 import asyncio

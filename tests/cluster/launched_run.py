@@ -45,7 +45,7 @@ class LaunchedRun:
     def ended(self, exit_code: int, timeout_s: float = 240.0) -> str:
         """Wait for its end; return its output on one line."""
         said, _ = self.process.communicate(timeout=timeout_s)
-        assert self.process.returncode == exit_code, said
+        assert self.process.returncode == exit_code, f"exit code {self.process.returncode}: {said}"
         assert "Traceback" not in said, said
         return " ".join(said.split())
 

@@ -46,7 +46,7 @@ def test_a_disk_of_its_own_is_noticed(job: Job, network: Network, launch: Launch
     subprocess.run(network.hosts[1].command("mount", "-t", "tmpfs", "tmpfs", tmp_path / "run"), check=True)
     run = launch([1, 1], *job(**TWO_RANKS, run_dir=tmp_path / "run")[1:])
     said = run.ended(2)
-    assert f"node {network.hosts[1].address} does not see what is written to {tmp_path}/run on another node" in said
+    assert f"node {network.hosts[1].address} does not see files written to {tmp_path}/run on another node" in said
     run.assert_nothing_left()
 
 

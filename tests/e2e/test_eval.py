@@ -10,7 +10,7 @@ from tests.e2e.records import evaluations
 
 ASSETS = REPOSITORY / "fuligo" / "quickstart" / "assets"
 MODEL = ASSETS / "model"
-HELD_OUT = ["--eval-prompt-data", "sums", ASSETS / "test.jsonl", "hard", f"{ASSETS / 'test.jsonl'}@[8:16]"]
+HELD_OUT = ["--eval-prompt-data", "sums", f"{ASSETS / 'test.jsonl'}@[:16]", "hard", f"{ASSETS / 'test.jsonl'}@[8:16]"]
 TASK = ["--config", ASSETS / "config.yaml", "--hf-checkpoint", MODEL, *HELD_OUT]
 
 
@@ -18,7 +18,7 @@ TASK = ["--config", ASSETS / "config.yaml", "--hf-checkpoint", MODEL, *HELD_OUT]
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run two rollouts, each followed by an evaluation and a checkpoint; return the run directory."""
     run_dir = tmp_path_factory.mktemp("runs") / "run"
-    intervals = ["--num-rollout", 2, "--eval-interval", 1, "--save-interval", 1]
+    intervals = ["--num-rollout", 2, "--rollout-batch-size", 8, "--eval-interval", 1, "--save-interval", 1]
     succeed("train", *TASK, *intervals, "--prompt-data", ASSETS / "train.jsonl", "--run-dir", run_dir, "--progress", "plain")
     return run_dir
 

@@ -26,7 +26,7 @@ def command(run_dir: Path, **changes: object) -> list[str]:
         "config": ASSETS / "config.yaml",
         "hf_checkpoint": ASSETS / "model",
         "prompt_data": ASSETS / "train.jsonl",
-        "eval_prompt_data": ASSETS / "test.jsonl",
+        "eval_prompt_data": f"{ASSETS / 'test.jsonl'}@[:2]",
         "skip_eval_before_train": True,
         "run_dir": run_dir,
         "rollout_backend": "sglang",

@@ -25,7 +25,7 @@ def test_the_run_outlives_engines_that_share_its_devices(start: Start, num_engin
     run_dir, num_rollout = tmp_path / "run", 5
     task = [
         *("--config", ASSETS / "config.yaml", "--hf-checkpoint", ASSETS / "model", "--prompt-data", ASSETS / "train.jsonl"),
-        *("--eval-prompt-data", ASSETS / "test.jsonl", "--skip-eval-before-train", "--run-dir", run_dir, "--progress", "plain"),
+        *("--eval-prompt-data", f"{ASSETS / 'test.jsonl'}@[:2]", "--skip-eval-before-train", "--run-dir", run_dir, "--progress", "plain"),
         *("--rollout-backend", "sglang", "--actor-num-gpus-per-node", 1, "--rollout-num-gpus", num_engines, "--colocate"),
         *("--engine-python", sglang_python(), "--engine-env", json.dumps(ENVIRONMENT), "--router-policy", "round_robin"),
         *(

@@ -8,6 +8,8 @@ from pathlib import Path
 # Several processes share the cores of the machine, and OpenMP's threads spin while they wait for one another. torch reads this on import.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+gc.disable()  # until all modules are imported
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
@@ -29,7 +31,7 @@ settings.load_profile("fuligo")
 
 def pytest_collection_finish() -> None:
     """Leave all modules out of garbage collections: with torch, transformers and Ray, a full one takes a tenth of a second."""
-    gc.collect()
+    gc.enable()
     gc.freeze()
 
 

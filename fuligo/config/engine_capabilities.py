@@ -20,6 +20,8 @@ class EngineCapabilities:
     """Engines report the experts of every token (--use-rollout-routing-replay)."""
     is_reproducible: bool
     """Tokens depend on the requests alone, not on when they arrive, so that rollouts can be repeated exactly."""
+    writes_profiles: bool
+    """Engines have a profiler of their own (--profile)."""
     weight_transports: tuple[str, ...]
     """Values of --update-weight-transport that engines accept, besides auto."""
     memory_flags: tuple[str, ...]
@@ -34,6 +36,7 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
         serves_quantised=False,
         records_routing=False,
         is_reproducible=True,
+        writes_profiles=False,
         weight_transports=("tensor", "disk"),
         memory_flags=("--embedded-max-total-tokens",),
     ),
@@ -44,6 +47,7 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
         serves_quantised=True,
         records_routing=True,
         is_reproducible=False,
+        writes_profiles=True,
         weight_transports=("tensor", "nccl", "gloo", "disk"),
         memory_flags=("--sglang-mem-fraction-static", "--rollout-num-gpus-per-engine"),
     ),

@@ -202,6 +202,13 @@ class EngineClient:
     async def resume_memory(self, tag: MemoryTag | None = None) -> None:
         await self._call("POST", "/resume_memory_occupation", _tags(tag), within=self.deadlines.weights)
 
+    async def start_profile(self, directory: str, name: str) -> None:
+        body = {"output_dir": directory, "profile_prefix": name, "activities": ["CPU", "GPU"], "with_stack": False}
+        await self._call("POST", "/start_profile", body, within=self.deadlines.weights, retries=0)
+
+    async def stop_profile(self) -> None:
+        await self._call("POST", "/stop_profile", {}, within=self.deadlines.weights, retries=0)
+
     async def give_up(self) -> None:
         await self._connection.give_up()
 

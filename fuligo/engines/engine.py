@@ -180,6 +180,19 @@ class InferenceEngine(Protocol):
         """
         ...
 
+    async def start_profile(self, directory: str, name: str) -> None:
+        """Start the engine's profiler; only with the capability `writes_profiles`.
+
+        Args:
+            directory: receives the traces, on the engine's machine
+            name: begin of their file names
+        """
+        ...
+
+    async def stop_profile(self) -> None:
+        """Stop the profiler; return when the traces are written."""
+        ...
+
     async def give_up(self) -> None:
         """Fail pending requests now and later ones at once, because the engine is lost."""
         ...

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuligo.config import Config
@@ -14,6 +15,7 @@ from fuligo.data.dataset import PromptDataset
 from fuligo.data.settings import data_settings
 from fuligo.data.source import PromptSource
 from fuligo.engines.group import EngineGroup
+from fuligo.engines.profiling import EngineProfiler
 from fuligo.job.engines import Engines
 from fuligo.rollout.build import build_evaluator, build_generators, build_sampling, vocab_size
 from fuligo.rollout.continuous import ContinuousRunner
@@ -83,6 +85,8 @@ class RolloutBuilder:
     """Version of the weights in the engines."""
     stack: AsyncExitStack
     """Closes what is opened."""
+    run_dir: Path
+    """Receives profiles of the engines."""
 
     def build(
         self, *, start: int, state: RolloutState | None, phase: PhaseTimer, end_early: asyncio.Event
@@ -108,7 +112,8 @@ class RolloutBuilder:
             method, activity, evaluator = self._sampled(source)
         if state is not None:
             method.restore(state)
-        producer = RolloutProducer(method, phase=phase, activity=activity, monitor=None if self.engines is None else self.engines.monitor)
+        monitor = None if self.engines is None else self.engines.monitor
+        producer = RolloutProducer(method, phase=phase, activity=activity, monitor=monitor, profiler=self._profiler())
         rollouts = PacedRollouts(
             producer.produce,
             start=start,
@@ -120,6 +125,12 @@ class RolloutBuilder:
         )
         self.stack.push_async_callback(rollouts.close)
         return rollouts, evaluator
+
+    def _profiler(self) -> EngineProfiler | None:
+        chosen = self.config.observability.profile
+        if self.engines is None or not chosen or not self.config.engine_capabilities.writes_profiles:
+            return None
+        return EngineProfiler(self.engines.group, tuple(chosen), (self.run_dir / "profile").absolute())
 
     def _sampled(self, prompts: PromptSource | None) -> tuple[RolloutMethod, Activity, Evaluates | None]:
         assert self.engines is not None, "validated: there are engines to sample from"

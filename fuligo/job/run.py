@@ -179,7 +179,9 @@ async def _wire(started: Started, termination: Termination, stack: AsyncExitStac
         stack.enter_context(engines.synced_by(weights))
         with begun.recorder.phase("sync", begun.origin.step):
             await weights.resync()
-    builder = RolloutBuilder(started.config, begun.data, engines, started.teacher, lambda: weights.version, stack)
+    builder = RolloutBuilder(
+        started.config, begun.data, engines, started.teacher, lambda: weights.version, stack, begun.opened.directory.path
+    )
     state = None if begun.origin.state is None else begun.origin.state.rollout
     rollouts, evaluator = builder.build(
         start=begun.origin.step, state=state, phase=begun.recorder.phase, end_early=termination.end_of_rollouts

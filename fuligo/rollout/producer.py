@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 from fuligo.engines.engine import Engine
 from fuligo.engines.generation import Generation, RoutingQuery, SamplingParams
 from fuligo.engines.metrics import EngineMonitor
+from fuligo.engines.profiling import EngineProfiler
 from fuligo.rollout.metrics import staleness_metrics
 from fuligo.rollout.protocol import Rollout, RolloutMethod
 from fuligo.types import IntArray
@@ -33,6 +34,8 @@ class RolloutProducer:
     """Counts the requests of the rollouts; None if nothing is sampled."""
     monitor: EngineMonitor | None = None
     """Polls the engines; None without engines."""
+    profiler: EngineProfiler | None = None
+    """Profiles the engines in chosen rollouts; None without --profile."""
     _started: bool = field(default=False, init=False)
 
     async def produce(self, step: int) -> Rollout:
@@ -44,8 +47,10 @@ class RolloutProducer:
         if self.activity is not None and not self._started:
             self.activity.take_idle_fraction()  # excludes the time before the first rollout
         self._started = True
+        profiled = nullcontext() if self.profiler is None else self.profiler.profiled(step)
         with self.phase("rollout", step):
-            rollout = await self.method.rollout(step)
+            async with profiled:
+                rollout = await self.method.rollout(step)
         if self.monitor is not None:
             rollout.metrics |= self.monitor.take()
         if self.activity is not None:

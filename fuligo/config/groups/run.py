@@ -160,7 +160,10 @@ class ObservabilityFlags(FlagGroup):
     use_trackio: bool = flag(False, "also report to Trackio, in the directory or Space that its environment variables name")
     use_mlflow: bool = flag(False, "also report to MLflow, at MLFLOW_TRACKING_URI")
     tracking_project: str = flag("fuligo", "Trackio's project, or MLflow's experiment")
-    profile: list[int] = flag([], "rollouts whose training to profile: a trace and, on GPUs, a memory snapshot in RUN_DIR/profile")
+    profile: list[int] = flag(
+        [],
+        "rollouts to profile, in RUN_DIR/profile: traces of training and of SGLang's engines, on GPUs a snapshot of the memory",
+    )
     profile_ranks: list[int] = flag([0], "trainer ranks to profile")
     custom_rollout_log_function_path: str | None = slime(
         None, "hook: (rollout_id, args, samples, metrics, rollout_time) -> True to keep the rollout's metrics from trackers"

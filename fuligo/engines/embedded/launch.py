@@ -96,7 +96,7 @@ async def launch_embedded(settings: EmbeddedEngineSettings) -> EmbeddedEnginePro
         EngineError: it ended, or was not ready before the deadline; with the last lines of its log
     """
     settings.log_file.parent.mkdir(parents=True, exist_ok=True)
-    with private_directory("fuligo-engine-") as directory:
+    with private_directory("fuligo-embedded-") as directory:
         ready_file = directory / "ready.json"
         command = [sys.executable, "-m", "fuligo", "serve", *settings.arguments(), "--parent-pid", str(os.getpid())]
         with settings.log_file.open("ab") as log:

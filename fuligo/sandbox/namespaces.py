@@ -5,6 +5,7 @@ made of tmpfs which holds what it is shown, process ids of its own, no network, 
 """
 
 import ctypes
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -58,7 +59,8 @@ def enter(*, with_nobody: bool = False) -> None:
             for file, text in (("setgroups", "deny"), ("uid_map", f"{own} {user} 1"), ("gid_map", f"{own} {group} 1")):
                 Path("/proc/self", file).write_text(text)
     except OSError as error:
-        raise UnavailableError(f"user namespaces are not permitted ({error.strerror})") from None
+        reason = "user.max_user_namespaces is 0 or reached" if error.errno == errno.ENOSPC else error.strerror
+        raise UnavailableError(f"user namespaces are not permitted ({reason})") from None
     with suppress(OSError):
         Path("/proc/sys/user/max_user_namespaces").write_text("0")  # no further namespaces, hence no way to capabilities, in here
 

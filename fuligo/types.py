@@ -73,6 +73,67 @@ def _empty_mask() -> MaskArray:
 
 
 @dataclass(slots=True)
+class ToolUse:
+    """Call of a tool in a turn, and its outcome."""
+
+    name: str
+    result: str
+    failed: bool
+    seconds: float
+
+
+@dataclass(slots=True)
+class Turn:
+    """Turn of an episode: an answer of the model, and what the environment said to it."""
+
+    sample: int
+    """Number of the episode's sample that holds the turn, 0-based; a template that rewrites history begins a new one."""
+    first_token: int
+    """First token of the answer: `response_ids[first_token : first_token + num_tokens]`."""
+    num_tokens: int
+    message: dict[str, Any]
+    """The answer as a chat message, with thinking and tool calls."""
+    answers: Messages
+    """Messages of the environment after it."""
+    reward: float
+    tools: list[ToolUse]
+    generate_s: float
+    step_s: float
+    """Time of the environment."""
+
+
+@dataclass(slots=True)
+class Branch:
+    """Finished sample of an episode that goes on in another one, because the template rewrites history."""
+
+    prompt_ids: IntArray
+    response_ids: IntArray
+    loss_mask: MaskArray
+    engine_logprobs: FloatArray
+    versions: IntArray
+    routed_experts: RoutedExperts | None = None
+
+
+@dataclass(slots=True)
+class Episode:
+    """Course of an episode in an environment. All but its branches is JSON data."""
+
+    messages: Messages
+    """First messages, before any turn."""
+    tools: list[dict[str, Any]]
+    """Tools as OpenAI's API writes them."""
+    turns: list[Turn] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
+    """Earlier samples of an unfinished episode; a finished one has returned them."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Last value of each number that the environment reported."""
+    state: Any = None
+    """State of the environment after the last turn, from which an interrupted episode continues; None if it cannot."""
+    turn_start: int = 0
+    """First response token of the turn under way."""
+
+
+@dataclass(slots=True)
 class Sample:
     """One response to one prompt, with its history.
 
@@ -117,6 +178,8 @@ class Sample:
     response: str = ""
     """Text of `response_ids`, all decoded at once."""
     spans: list[Span] = field(default_factory=list)
+    episode: Episode | None = None
+    """Turns in an environment (--environment); the last sample of an episode has them."""
 
     @property
     def tokens(self) -> IntArray:

@@ -29,8 +29,8 @@ def data_problems(config: Config, *, missing_is_fine: bool = False) -> Iterator[
     if config.data.prompt_data and not config.debug.debug_train_only and is_here(config.data.prompt_data):
         yield from _file("--prompt-data", config.data.prompt_data, data_settings(config))
         rollout = config.rollout
-        hooks = (config.reward.custom_rm_path, rollout.custom_generate_function_path, rollout.agent, rollout.rollout_function_path)
-        if not any(hooks) and not config.is_sft:
+        by_hook = rollout.custom_generate_function_path or rollout.agent or rollout.environment
+        if not (config.reward.custom_rm_path or by_hook or rollout.rollout_function_path or config.is_sft):
             yield from _judged("--prompt-data", config.data.prompt_data, data_settings(config), config.reward.rm_type)
     yield from _chat_template(config)
     try:
@@ -43,9 +43,11 @@ def data_problems(config: Config, *, missing_is_fine: bool = False) -> Iterator[
         given, settings, here = f"evaluation data set {spec.name}", replace(data_settings(config), **keys), is_here(spec.path)
         if here:
             yield from _file(given, spec.path, settings)
-        by_hook = config.rollout.custom_generate_function_path or config.rollout.agent
+        by_hook = config.rollout.custom_generate_function_path or config.rollout.agent or config.rollout.environment
         if here and spec.custom_reward_path(config) is None and by_hook is None:
             yield from _judged(given, spec.path, settings, spec.rm_type or config.reward.rm_type)
+        if config.rollout.environment and (spec.rm_type or spec.custom_rm_path):
+            yield f"evaluation data set {spec.name}: --environment gives its reward; remove rm_type and custom_rm_path"
         if config.is_unjudged and not (spec.rm_type or spec.custom_rm_path or spec.metadata_key):
             yield f"evaluation data set {spec.name}: its responses have no reward; set its rm_type, or --rm-type for the whole run"
         if spec.custom_rm_path is not None:
@@ -58,7 +60,11 @@ def _on_this_machine(paths: Sequence[str]) -> bool:
 
 def _chat_template(config: Config) -> Iterator[str]:
     directory, settings = config.model.hf_checkpoint, data_settings(config)
-    if directory is None or not settings.apply_chat_template or "chat_template" in settings.apply_chat_template_kwargs:
+    if (
+        directory is None
+        or not (settings.apply_chat_template or config.rollout.environment)
+        or "chat_template" in settings.apply_chat_template_kwargs
+    ):
         return
     if Path(directory).is_dir() and not has_chat_template(Path(directory)):
         yield no_chat_template(directory)

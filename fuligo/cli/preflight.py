@@ -21,6 +21,7 @@ from fuligo.config.launcher import chosen_launcher
 from fuligo.config.server_groups import TEACHER
 from fuligo.config.topology import engine_groups
 from fuligo.config.vocabulary import vocabulary_difference
+from fuligo.environments.load import environment_problems
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.checkpoint_files import VALUE_MODEL, is_distributed, model_directory, no_value_model
 from fuligo.formats.hugging_face import (
@@ -86,6 +87,7 @@ def _secrets(config: Config) -> Iterator[str]:
 def _hooks(config: Config) -> Iterator[str]:
     """Check that hooks can be imported and have the entries that they read of args."""
     yield from hook_problems(config)
+    yield from environment_problems(config)
     try:
         custom_entries(config)
     except ConfigError as error:

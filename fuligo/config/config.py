@@ -162,9 +162,15 @@ class Config(TypedFlags):
     def is_unjudged(self) -> bool:
         """True if the policy learns from a teacher alone, without rewards."""
         rollout = self.rollout
-        by_hook = rollout.custom_generate_function_path or rollout.agent or rollout.rollout_function_path
+        by_hook = rollout.custom_generate_function_path or rollout.agent or rollout.environment or rollout.rollout_function_path
         judged = self.reward.rm_type or self.reward.custom_rm_path or self.data.metadata_key or by_hook
         return self.algorithm.use_opd and not judged and not self.is_sft
+
+    @property
+    def sample_timeout_s(self) -> float:
+        """Deadline of one sample's generation."""
+        flags = self.rollout
+        return flags.rollout_timeout_s if flags.environment is None else flags.episode_timeout_s or flags.rollout_timeout_s
 
     @property
     def trains_values(self) -> bool:

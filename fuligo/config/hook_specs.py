@@ -65,6 +65,7 @@ HOOKS: dict[str, HookSpec] = {
     "buffer_filter_path": HookSpec(("args", "rollout_id", "buffer", "num_samples")),
     "custom_generate_function_path": HookSpec(("args", "sample", "sampling_params"), kind="async"),
     "agent": HookSpec(("session", "row"), kind="plain or async"),
+    "environment": HookSpec(("row", "settings"), methods=("reset", "step", "close")),
     "rollout_function_path": HookSpec(("args", "rollout_id", "data_source"), keywords=("evaluation",), kind="plain or async"),
     "data_source_path": HookSpec(("args",), methods=("get_samples", "add_samples", "save", "load", "__len__")),
     "rollout_sample_filter_path": HookSpec(("args", "groups")),

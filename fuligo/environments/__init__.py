@@ -1,1 +1,31 @@
 """Environments for training, and the exact rendering of their conversations."""
+
+from fuligo.environments.environment import (
+    AssistantTurn,
+    Environment,
+    EnvironmentSettings,
+    Row,
+    Start,
+    Step,
+    Tool,
+    ToolCall,
+    ToolResult,
+)
+from fuligo.environments.rubric import Rubric, Score
+from fuligo.environments.tool_environment import ToolEnvironment, ToolFunction
+
+__all__ = [
+    "AssistantTurn",
+    "Environment",
+    "EnvironmentSettings",
+    "Row",
+    "Rubric",
+    "Score",
+    "Start",
+    "Step",
+    "Tool",
+    "ToolCall",
+    "ToolEnvironment",
+    "ToolFunction",
+    "ToolResult",
+]

@@ -64,6 +64,8 @@ class AssistantTurn:
     """Tokens sampled, the end token included."""
     truncated: bool = False
     """True if a limit ended the turn, not the model."""
+    last: bool = False
+    """True if the model gets no further turn, because of --max-turns or because it has no tokens left."""
 
     def message(self) -> dict[str, Any]:
         """Return the turn as a chat message."""
@@ -142,15 +144,7 @@ class Environment(ABC):
 
     @abstractmethod
     async def step(self, turn: AssistantTurn) -> Step:
-        """Answer a turn of the model."""
-
-    async def last_step(self, turn: AssistantTurn, reason: str) -> Step:
-        """Judge an episode that a limit ended: called instead of `step`, or after it, when the model gets no further turn.
-
-        Args:
-            reason: `turns` (--max-turns), `tokens` (a response or context limit)
-        """
-        return Step(done=True)
+        """Answer a turn of the model. After one that is `last`, the episode ends with the reward so far."""
 
     async def close(self) -> None:  # noqa: B027 - most environments hold nothing
         """Release what the episode holds; called once, however it ends."""
@@ -170,7 +164,7 @@ def environment_problem(kind: Any) -> str | None:
         return "it must be a class derived from fuligo.environments.Environment"
     if missing := sorted(getattr(kind, "__abstractmethods__", ())):
         return f"the class lacks {', '.join(missing)}"
-    for name in ("reset", "step", "last_step", "close", "restore"):
+    for name in ("reset", "step", "close", "restore"):
         if not inspect.iscoroutinefunction(getattr(kind, name)):
             return f"{name} must be `async def`"
     if not (inspect.isclass(kind.Settings) and issubclass(kind.Settings, EnvironmentSettings)):

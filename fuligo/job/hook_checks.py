@@ -21,6 +21,9 @@ from fuligo.config.flags import flags
 from fuligo.config.hook_specs import given_hooks
 from fuligo.config.hooks import Hook, load_hook
 from fuligo.engines.generation import SamplingParams
+from fuligo.environments import AssistantTurn, Row, Start, Step
+from fuligo.environments.environment import json_copy
+from fuligo.environments.load import load_environment
 from fuligo.errors import FuligoError, HookError
 from fuligo.job.log_hooks import log_data
 from fuligo.rollout.custom_generate import CustomGenerate
@@ -295,10 +298,35 @@ def _data_postprocess(hook: Hook, config: Config, groups: list[SampleGroup]) -> 
     DataPostProcess(partial(hook, ArgsView(config)))(_scored(groups))
 
 
+def _environment(hook: Hook, config: Config, groups: list[SampleGroup]) -> None:
+    """Let an environment begin, answer a turn that is the last one, and end."""
+    factory = load_environment(str(config.rollout.environment), config.rollout.environment_settings)
+
+    async def play(sample: Sample) -> None:
+        environment = factory.make(Row(sample.prompt, sample.label, deepcopy(sample.metadata), sample.index))
+        try:
+            start = await environment.reset()
+            if not isinstance(start, Start) or not start.messages:
+                raise HookError(f"reset must return a Start with messages, not {start!r:.100}")
+            if environment.resumable:
+                other = factory.make(environment.row)
+                await other.restore(json_copy(environment.state()))
+                await other.close()
+            step = await environment.step(AssistantTurn(sample.response, num_tokens=sample.response_length, last=True))
+            if not isinstance(step, Step) or not np.isfinite(step.reward):
+                raise HookError(f"step must return a Step with a finite reward, not {step!r:.100}")
+        finally:
+            await environment.close()
+
+    for group in groups:
+        asyncio.run(asyncio.wait_for(play(group.samples[0]), 2 * config.rollout.turn_timeout_s))
+
+
 _CHECKS: dict[str, Callable[[Hook, Config, list[SampleGroup]], Any]] = {
     "custom_rm_path": _reward,
     "extra_rm_path": _extra_reward,
     "custom_generate_function_path": _generate,
+    "environment": _environment,
     "dynamic_sampling_filter_path": _group_filter,
     "buffer_filter_path": _buffer_filter,
     "rollout_sample_filter_path": lambda hook, config, groups: sample_filter(hook, ArgsView(config))(groups),

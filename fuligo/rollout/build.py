@@ -17,6 +17,7 @@ from fuligo.data.source import PromptSource
 from fuligo.data.template import ChatTemplate
 from fuligo.engines.engine import Engine
 from fuligo.engines.group import EngineGroup
+from fuligo.environments.load import load_environment
 from fuligo.environments.rendering import Renderer
 from fuligo.errors import ConfigError, DataError, HookError
 from fuligo.formats.hugging_face import read_model_config
@@ -29,6 +30,7 @@ from fuligo.rollout.custom_eval import CustomEvaluator
 from fuligo.rollout.custom_generate import CustomGenerate
 from fuligo.rollout.custom_rollout import CustomRollout
 from fuligo.rollout.custom_source import CustomSource
+from fuligo.rollout.episodes import Episodes, Limits
 from fuligo.rollout.eval_sets import EvalSetSpec, eval_set_specs
 from fuligo.rollout.evaluate import EvalSet, Evaluates, Evaluator
 from fuligo.rollout.filters import all_samples, buffer_filter, group_filter, sample_filter
@@ -148,7 +150,7 @@ def _runner_parts(
             seed=config.data.rollout_seed,
             stream="train",
             turns=Turns(config.resolved_rollout_concurrency),
-            timeout_s=config.rollout.rollout_timeout_s,
+            timeout_s=config.sample_timeout_s,
         ),
         reward=reward,
         engines=engines,
@@ -215,7 +217,7 @@ def build_evaluator(
         engines,
         seed=config.data.rollout_seed,
         concurrency=config.resolved_rollout_concurrency,
-        timeout_s=config.rollout.rollout_timeout_s,
+        timeout_s=config.sample_timeout_s,
         aligned=_reproducible(config),
         on_close=[own.close for own in own_rewards],
     )
@@ -235,19 +237,17 @@ def build_generators(
         return _agents(config, agent, engine, tokenizer)
     args, single_turn = ArgsView(config), _single_turn(config, engine, tokenizer)
     return Generators(
-        _generate(config, args, single_turn, policy_version), _generate(config, args, single_turn.without_routing(), policy_version)
+        _generate(config, args, single_turn, policy_version, tokenizer),
+        _generate(config, args, single_turn.without_routing(), policy_version, tokenizer),
     )
 
 
 def _agents(config: Config, agent: Hook, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> Generators:
     """Build the gateway and the generators that run the agent; the gateway starts with the first session."""
-    from fuligo.models.directory import end_ids_of
-
     flags, model = config.rollout, str(config.model.hf_checkpoint)
-    end_ids = end_ids_of(model, tokenizer) | frozenset(flags.rollout_stop_token_ids)
     policy = Policy(
         engine,
-        Renderer(tokenizer, ChatTemplate(tokenizer, config.data.apply_chat_template_kwargs), end_ids),
+        _renderer(config, tokenizer),
         tokenizer,
         name=Path(model).name,
         timeout_s=flags.rollout_timeout_s,
@@ -300,9 +300,41 @@ def _single_turn(config: Config, engine: Engine, tokenizer: PreTrainedTokenizerB
     )
 
 
-def _generate(config: Config, args: ArgsView, single_turn: SingleTurn, policy_version: Callable[[], int]) -> GenerateFn:
+def _generate(
+    config: Config,
+    args: ArgsView,
+    single_turn: SingleTurn,
+    policy_version: Callable[[], int],
+    tokenizer: PreTrainedTokenizerBase,
+) -> GenerateFn:
+    if config.rollout.environment is not None:
+        return _episodes(config, single_turn, tokenizer)
     hook = hook_of(config, "custom_generate_function_path")
     return single_turn if hook is None else CustomGenerate(hook, args, single_turn, policy_version, vocab_size=vocab_size(config))
+
+
+def _renderer(config: Config, tokenizer: PreTrainedTokenizerBase) -> Renderer:
+    from fuligo.models.directory import end_ids_of
+
+    end_ids = end_ids_of(str(config.model.hf_checkpoint), tokenizer) | frozenset(config.rollout.rollout_stop_token_ids)
+    return Renderer(tokenizer, ChatTemplate(tokenizer, config.data.apply_chat_template_kwargs), end_ids)
+
+
+def _episodes(config: Config, single_turn: SingleTurn, tokenizer: PreTrainedTokenizerBase) -> Episodes:
+    flags = config.rollout
+    assert flags.environment is not None
+    return Episodes(
+        single_turn,
+        load_environment(flags.environment, flags.environment_settings),
+        _renderer(config, tokenizer),
+        tokenizer,
+        limits=Limits(
+            max_turns=flags.max_turns,
+            turn_timeout_s=flags.turn_timeout_s,
+            episode_timeout_s=flags.episode_timeout_s or flags.rollout_timeout_s,
+            max_context_len=flags.rollout_max_context_len,
+        ),
+    )
 
 
 def vocab_size(config: Config) -> int | None:
@@ -319,6 +351,7 @@ def _reproducible(config: Config) -> bool:
         and not config.engine.rollout_external_engine_addrs
         and config.rollout.custom_generate_function_path is None
         and config.rollout.agent is None
+        and config.rollout.environment is None
     )
 
 

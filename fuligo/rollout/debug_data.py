@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import itertools
 import json
-from dataclasses import astuple
+from base64 import b64decode, b64encode
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import numpy as np
 from fuligo.errors import DataError, RolloutError
 from fuligo.formats.disk import writing
 from fuligo.rollout.protocol import Rollout, RolloutState
-from fuligo.types import Sample, SampleGroup, SampleStatus, Span
+from fuligo.types import Branch, Episode, Sample, SampleGroup, SampleStatus, Span, ToolUse, Turn
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -121,13 +122,14 @@ def _table(groups: list[SampleGroup], meta: dict[str, Any]) -> pa.Table:
         columns[name] = pa.array([_json(sample, name) for sample in samples], pa.string())
     columns["routed_experts"] = pa.array([_npy(sample.routed_experts) for sample in samples], pa.large_binary())
     columns["teacher_logprobs"] = pa.array([sample.teacher_logprobs for sample in samples], pa.list_(pa.float32()))
+    columns["episode"] = pa.array([_episode_json(sample) for sample in samples], pa.string())
     for name, dtype in ARRAYS.items():
         columns[name] = pa.array([getattr(sample, name) for sample in samples], pa.list_(pa.from_numpy_dtype(dtype)))
     return pa.table(columns).replace_schema_metadata({META_KEY: json.dumps(meta).encode()})
 
 
 def _npy(array: np.ndarray | None) -> bytes | None:
-    """Encode a three-dimensional array, for which parquet has no column type."""
+    """Encode an array for which parquet has no column type."""
     if array is None:
         return None
     sink = io.BytesIO()
@@ -140,6 +142,27 @@ def _json(sample: Sample, name: str) -> str:
         return json.dumps(getattr(sample, name), default=_plain)
     except (TypeError, ValueError) as error:
         raise RolloutError(f"sample {sample.index}: cannot save its {name} ({error}); hooks may set it to JSON data only") from error
+
+
+def _episode_json(sample: Sample) -> str | None:
+    """Encode an episode; the arrays of its branches keep their bits as base64 of npy files."""
+    return None if sample.episode is None else json.dumps(asdict(sample.episode), default=_base64_npy)
+
+
+def _base64_npy(value: Any) -> str:
+    return b64encode(_npy(value) or b"").decode()
+
+
+def _episode(text: str | None) -> Episode | None:
+    if text is None:
+        return None
+    fields = json.loads(text)
+    turns = [Turn(**{**turn, "tools": [ToolUse(**use) for use in turn["tools"]]}) for turn in fields.pop("turns")]
+    branches = []
+    for branch in fields.pop("branches"):
+        arrays: dict[str, Any] = {name: data and np.load(io.BytesIO(b64decode(data)), allow_pickle=False) for name, data in branch.items()}
+        branches.append(Branch(**arrays))
+    return Episode(**fields, turns=turns, branches=branches)
 
 
 def _plain(value: Any) -> Any:
@@ -191,6 +214,7 @@ def _sample(row: dict[str, Any]) -> Sample:
     fields["routed_experts"] = None if routed is None else np.load(io.BytesIO(routed), allow_pickle=False)
     teacher = row.get("teacher_logprobs")
     fields["teacher_logprobs"] = None if teacher is None else np.array(teacher, np.float32)
+    fields["episode"] = _episode(row.get("episode"))
     fields["status"] = SampleStatus(row["status"])
     fields["spans"] = [Span(*span) for span in json.loads(row["spans"])]
     return Sample(**fields)

@@ -153,7 +153,13 @@ class GroupTasks:
 
 def snapshot(sample: Sample) -> Sample:
     """Copy a sample that generation continues: generation replaces its arrays and writes into the mask only."""
-    return replace(sample, metadata=deepcopy(sample.metadata), loss_mask=sample.loss_mask.copy(), spans=list(sample.spans))
+    return replace(
+        sample,
+        metadata=deepcopy(sample.metadata),
+        loss_mask=sample.loss_mask.copy(),
+        spans=list(sample.spans),
+        episode=deepcopy(sample.episode),
+    )
 
 
 def _flat(parts: list[list[Sample]]) -> list[Sample]:

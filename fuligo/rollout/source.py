@@ -10,7 +10,7 @@ from fuligo.data.source import PromptSource
 from fuligo.errors import HookError
 from fuligo.rollout.filters import pop_first
 from fuligo.rollout.protocol import BufferFilter, Draw, RolloutState
-from fuligo.types import Prompt, Sample, SampleGroup, SampleStatus
+from fuligo.types import Episode, Prompt, Sample, SampleGroup, SampleStatus
 
 START_ROLLOUT_ID = "start_rollout_id"
 POP_FIRST = partial(pop_first, None)
@@ -133,7 +133,16 @@ def _copy(sample: Sample, step: int, mask_offpolicy: bool) -> Sample:
         engine_logprobs=sample.engine_logprobs.copy(),
         versions=sample.versions.copy(),
         spans=list(sample.spans),
+        episode=_copy_episode(sample.episode, mask_offpolicy),
     )
+
+
+def _copy_episode(episode: Episode | None, mask_offpolicy: bool) -> Episode | None:
+    episode = deepcopy(episode)
+    if episode is not None and mask_offpolicy:
+        for branch in episode.branches:
+            branch.loss_mask = np.zeros_like(branch.loss_mask)
+    return episode
 
 
 def first_version(group: SampleGroup, default: int) -> int:

@@ -84,6 +84,13 @@ class RolloutFlags(FlagGroup):
         "refuse", "requests of agents with another temperature, top_p or penalty than the rollout's: refuse them, or replace the value"
     )
     agent_host: str = flag("127.0.0.1", "address on which agents reach the policy; another than loopback for agents on other machines")
+    environment: str | None = flag(
+        None, "hook: class with reset, step, close, the environment in which every sample is an episode", path=True
+    )
+    environment_settings: dict[str, Any] = flag({}, "settings of the environment, as a JSON object")
+    max_turns: int = flag(16, "turns of the model after which an episode ends", unit="turns", ge=1)
+    turn_timeout_s: float = flag(60.0, "deadline for each call of the environment", unit="s", gt=0)
+    episode_timeout_s: float | None = flag(None, "deadline for an episode (default --rollout-timeout-s)", unit="s", gt=0)
     rollout_function_path: str | None = slime(None, "hook: (args, rollout_id, data_source, evaluation=False), replaces sampling")
     rollout_sample_filter_path: str | None = slime(None, "hook: (args, groups), called with all kept groups before training")
     rollout_all_samples_process_path: str | None = slime(

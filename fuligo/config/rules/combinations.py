@@ -88,6 +88,19 @@ def eval_data_are_named(config: Config) -> Violation | None:
     return Violation(f"--eval-prompt-data names {', '.join(twice)} more than once", advice="give every data set a unique name")
 
 
+@rule("CFG-ENVIRONMENT", "--environment", "--custom-generate-function-path", "--rollout-function-path", "--eval-function-path")
+def one_way_to_generate(config: Config) -> Violation | None:
+    """Reject an environment beside a hook that samples in its place."""
+    if config.rollout.environment is None:
+        return None
+    names = ("custom_generate_function_path", "agent", "rollout_function_path", "eval_function_path")
+    given = [name for name in names if config.value_of(name) is not None]
+    if not given:
+        return None
+    option = f"--{given[0].replace('_', '-')}"
+    return Violation(f"--environment and {option} both say how samples are generated", (unset_flag(given[0]),))
+
+
 @rule("CFG-STOP-STRING", "--rollout-stop")
 def stop_strings_are_written(config: Config) -> Violation | None:
     """Reject an empty stop string, which matches everywhere."""

@@ -159,6 +159,14 @@ EFFECTS = (
         "with --agent, whose function returns the reward",
         "remove --agent",
     ),
+    _needs("ENVIRONMENT", "environment_settings max_turns turn_timeout_s episode_timeout_s", "environment"),
+    _effect(
+        "ENVIRONMENT-REWARD",
+        "rm_type custom_rm_path group_rm",
+        lambda config: config.rollout.environment is None,
+        "with --environment, which gives the reward",
+        "remove --environment; further rewards can be added by --extra-rm-path",
+    ),
     _effect(
         "CUSTOM-REWARD",
         "rm_type",
@@ -207,7 +215,14 @@ EFFECTS = (
         "with --lr-decay-style constant",
         "choose --lr-decay-style linear or cosine",
     ),
-    _needs("TEMPLATE", "apply_chat_template_kwargs tool_key", "apply_chat_template"),
+    _needs("TOOL-KEY", "tool_key", "apply_chat_template"),
+    _effect(
+        "TEMPLATE",
+        "apply_chat_template_kwargs",
+        lambda config: config.data.apply_chat_template or config.rollout.environment is not None,
+        "without --apply-chat-template",
+        "add --apply-chat-template",
+    ),
     _needs("CKPT-STEP", "ckpt_step", "load"),
     _effect(
         "RESTARTS",

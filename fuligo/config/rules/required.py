@@ -64,7 +64,7 @@ def reward_is_given(config: Config) -> Violation | None:
     """Require a reward unless a teacher or given responses replace it."""
     reward, rollout = config.reward, config.rollout
     judged = reward.rm_type or reward.custom_rm_path or config.data.metadata_key
-    judged_by_hook = rollout.custom_generate_function_path or rollout.agent or rollout.rollout_function_path
+    judged_by_hook = rollout.custom_generate_function_path or rollout.agent or rollout.environment or rollout.rollout_function_path
     # Data sets of --eval-config may have rewards of their own.
     needs_none = not config.eval.eval_prompt_data if config.algorithm.use_opd else config.is_sft and not config.has_eval
     if judged or judged_by_hook or config.debug.debug_train_only or needs_none:

@@ -145,6 +145,10 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ),
         ({"rollout_stop_token_ids": [-1]}, "drop --rollout-stop-token-ids"),
     ],
+    "CFG-ENVIRONMENT": [
+        ({"environment": "my.World", "rm_type": None, name: "my.hook"}, f"--environment and --{name.replace('_', '-')} both say how")
+        for name in ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
+    ],
     "CFG-STOP-STRING": [({"rollout_stop": ["</s>", ""]}, "--rollout-stop '' would end every response")],
     "CFG-FILTER-OF-ONE": [
         ({"dynamic_sampling_filter_path": path, "n_samples_per_prompt": 1, "disable_rewards_normalization": True}, "it keeps none")

@@ -1,0 +1,52 @@
+"""Environment class of a run and its settings, checked before anything starts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from fuligo.config import Config
+from fuligo.config.hooks import load_hook
+from fuligo.environments.environment import Environment, EnvironmentSettings, Row, environment_problem
+from fuligo.errors import ConfigError, FuligoError, HookError
+
+
+@dataclass(slots=True, frozen=True)
+class EnvironmentFactory:
+    """Maker of the environments of a run."""
+
+    kind: type[Environment]
+    settings: EnvironmentSettings
+
+    def make(self, row: Row) -> Environment:
+        return self.kind(row, self.settings)
+
+
+def load_environment(path: str, settings: dict[str, Any]) -> EnvironmentFactory:
+    """Import the class of --environment and parse --environment-settings.
+
+    Raises:
+        HookError: the class cannot be imported or does not fit
+        ConfigError: the settings do not fit the class
+    """
+    kind: Any = load_hook("environment", path)
+    if (problem := environment_problem(kind)) is not None:
+        raise HookError(f"--environment {path}: {problem}")
+    try:
+        return EnvironmentFactory(kind, kind.Settings.model_validate(settings))
+    except ValidationError as error:
+        known = ", ".join(kind.Settings.model_fields) or "none"
+        problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise ConfigError(f"--environment-settings does not fit {path}: {problems}; its settings: {known}") from None
+
+
+def environment_problems(config: Config) -> Iterator[str]:
+    """Yield the problem of the environment of a config, if it has one. Imports its module."""
+    path = config.rollout.environment
+    if path is None:
+        return
+    try:
+        load_environment(path, config.rollout.environment_settings)
+    except FuligoError as error:
+        yield str(error)

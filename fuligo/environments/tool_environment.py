@@ -1,0 +1,131 @@
+"""Environments whose model calls tools: typed functions, their schemas, and the turns around them."""
+
+import asyncio
+import inspect
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeGuard
+
+from pydantic import ConfigDict, ValidationError, create_model
+
+from fuligo.environments.environment import AssistantTurn, Environment, Row, Start, Step, Tool, ToolCall, ToolResult
+from fuligo.types import Messages
+
+MAX_RESULT_CHARS = 8_000
+"""Limit of a result that the model reads; the rest is cut, and the result says so."""
+
+
+class RunsTool(Protocol):
+    """Tool with its implementation."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def description(self) -> str: ...
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """Return the JSON schema of the arguments."""
+        ...
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Run the tool. What it raises is told to the model and counted as a failed call."""
+        ...
+
+
+class ToolFunction:
+    """Tool made of a typed function; name, description and schema follow from its name, docstring and signature.
+
+    A plain function runs in a thread, so that it may compute; the thread of one that never returns cannot be ended.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Read the signature.
+
+        Raises:
+            TypeError: a parameter has no type, or the function takes `*args` or `**kwargs`
+        """
+        self.name: str = function.__name__
+        self.description = inspect.getdoc(function) or ""
+        fields: dict[str, Any] = {}
+        for parameter in inspect.signature(function, eval_str=True).parameters.values():
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) or parameter.annotation is parameter.empty:
+                raise TypeError(f"cannot make a tool of {self.name}: the parameter {parameter.name} needs a name and a type")
+            fields[parameter.name] = (parameter.annotation, ... if parameter.default is parameter.empty else parameter.default)
+        self._arguments = create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
+        schema = self._arguments.model_json_schema()
+        schema.pop("title", None)
+        schema.pop("additionalProperties", None)
+        for field in schema.get("properties", {}).values():
+            field.pop("title", None)
+        self.parameters: Mapping[str, Any] = schema
+        self._function = function
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Check the arguments and call the function.
+
+        Raises:
+            ValueError: the arguments do not fit
+            Exception: as the function
+        """
+        try:
+            checked = self._arguments.model_validate(dict(arguments))
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'arguments'}: {each['msg']}" for each in error.errors())
+            raise ValueError(f"invalid arguments: {problems}") from None
+        values = {name: getattr(checked, name) for name in type(checked).model_fields}
+        if inspect.iscoroutinefunction(self._function):
+            return str(await self._function(**values))
+        return str(await asyncio.to_thread(self._function, **values))
+
+
+class ToolEnvironment(Environment):
+    """Environment in which the model calls tools until it answers without a call; a subclass says what is asked and judges the answer."""
+
+    def __init__(self, row: Row, settings: Any, tools: Sequence[RunsTool | Callable[..., Any]] = ()) -> None:
+        """Take the tools: objects such as those of `fuligo.environments.tools`, or typed functions."""
+        super().__init__(row, settings)
+        runners = [tool if _runs(tool) else ToolFunction(tool) for tool in tools]  # pyright: ignore[reportArgumentType]
+        self._tools: dict[str, RunsTool] = {runner.name: runner for runner in runners}
+
+    @abstractmethod
+    async def judge(self, turn: AssistantTurn) -> Step:
+        """Return the reward of the last answer, with `done=True`; or a message to go on."""
+
+    def messages(self) -> Messages:
+        """Return the first messages: those of the row, unless a subclass adds its own."""
+        prompt = self.row.prompt
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+    async def reset(self) -> Start:
+        return Start(self.messages(), tuple(Tool(tool.name, tool.description, tool.parameters) for tool in self._tools.values()))
+
+    async def step(self, turn: AssistantTurn) -> Step:
+        """Run the calls of a turn concurrently and return their results in order, or judge a turn without calls."""
+        if turn.last or not (turn.tool_calls or turn.problems):
+            return await self.judge(turn)
+        if turn.problems:
+            return Step([{"role": "tool", "content": f"error: {problem}"} for problem in turn.problems])
+        results = tuple(await asyncio.gather(*(self._run(call) for call in turn.tool_calls)))
+        messages: Messages = [
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.text}
+            for call, result in zip(turn.tool_calls, results, strict=True)
+        ]
+        return Step(messages, tool_results=results)
+
+    async def _run(self, call: ToolCall) -> ToolResult:
+        start_s = time.monotonic()
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return ToolResult(call.name, f"error: there is no tool {call.name}; the tools are {', '.join(self._tools)}", failed=True)
+        try:
+            text, failed = await tool.call(call.arguments), False
+        except Exception as error:
+            text, failed = f"error: {error or type(error).__name__}", True
+        if len(text) > MAX_RESULT_CHARS:
+            text = f"{text[:MAX_RESULT_CHARS]}\n[{len(text) - MAX_RESULT_CHARS} more characters]"
+        return ToolResult(call.name, text, failed, time.monotonic() - start_s)
+
+
+def _runs(tool: RunsTool | Callable[..., Any]) -> TypeGuard[RunsTool]:
+    return hasattr(tool, "call")

@@ -1,0 +1,351 @@
+"""GenerateFn that runs episodes in an environment: turns of the model and of the environment, until one of them ends it."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from copy import deepcopy
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fuligo.engines.generation import SamplingParams, Tokenizer
+from fuligo.environments.environment import AssistantTurn, Environment, Row, Start, Step, Tool, json_copy
+from fuligo.environments.load import EnvironmentFactory
+from fuligo.environments.rendering import Renderer
+from fuligo.errors import DataError
+from fuligo.rollout.custom_generate import append_observation
+from fuligo.rollout.protocol import GenerateFn
+from fuligo.rollout.sampler import clear_response, failed
+from fuligo.types import Branch, Episode, Messages, Sample, SampleStatus, Span, ToolUse, Turn
+
+T = TypeVar("T")
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Odd number, so that the branches of an episode draw from different streams."""
+
+
+class EpisodeError(Exception):
+    """Reason why an episode failed."""
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """Limits of an episode."""
+
+    max_turns: int
+    turn_timeout_s: float
+    """Deadline of each call of the environment."""
+    episode_timeout_s: float
+    """Deadline of the whole episode; after an interruption, of the rest."""
+    max_context_len: int | None
+    """Longest prompt + response, in tokens."""
+
+
+@dataclass(eq=False)
+class Episodes:
+    """`GenerateFn` that makes an environment for every sample and lets the model and it take turns.
+
+    Sampled ids stay as they are; the template renders what stands between them. Where it rewrites history, the sample ends and a new one
+    of the same index begins with the conversation as it is rendered then.
+    """
+
+    generate: GenerateFn
+    """Samples one turn."""
+    factory: EnvironmentFactory
+    renderer: Renderer
+    tokenizer: Tokenizer
+    _: KW_ONLY
+    limits: Limits
+
+    async def __call__(self, sample: Sample, params: SamplingParams) -> list[Sample]:
+        """Run an episode to its end, or to the abort of a request. If the environment fails, so does the sample, with the reason."""
+        row = Row(sample.prompt, sample.label, deepcopy(sample.metadata), sample.index)
+        deadline = asyncio.timeout(self.limits.episode_timeout_s)
+        environment: Environment | None = None
+        try:
+            async with deadline:
+                environment = self._make(row)
+                return await _Run(self, environment, sample, params).to_end()
+        except EpisodeError as error:
+            return [failed(sample, str(error))]
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            return [failed(sample, f"the episode did not end within {self.limits.episode_timeout_s:g} s (--episode-timeout-s)")]
+        finally:
+            if environment is not None:
+                await self._close(environment, sample)
+
+    def _make(self, row: Row) -> Environment:
+        try:
+            return self.factory.make(row)
+        except Exception as error:
+            raise EpisodeError(f"environment: the constructor raised {type(error).__name__}: {error}") from error
+
+    async def _close(self, environment: Environment, sample: Sample) -> None:
+        try:
+            await self.within(environment.close(), "close")
+        except EpisodeError as error:
+            if sample.status is not SampleStatus.FAILED:
+                failed(sample, str(error))
+
+    async def within(self, call: Coroutine[Any, Any, T], name: str) -> T:
+        """Await a call of the environment for at most --turn-timeout-s. One that does not heed its cancellation is left behind.
+
+        Raises:
+            EpisodeError: it raised, or took longer
+        """
+        task = asyncio.ensure_future(_outcome(call, name))
+        try:
+            done, _ = await asyncio.wait([task], timeout=self.limits.turn_timeout_s)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not done:
+            task.cancel()
+            raise EpisodeError(f"environment: {name} did not return within {self.limits.turn_timeout_s:g} s (--turn-timeout-s)")
+        result = task.result()
+        if isinstance(result, EpisodeError):
+            raise result
+        return result
+
+
+async def _outcome(call: Coroutine[Any, Any, T], name: str) -> T | EpisodeError:
+    """Return the result of a call, or its error as a value: an exit of the environment must not end the event loop."""
+    try:
+        return await call
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) and task.cancelling():
+            raise
+        return EpisodeError(f"environment: {name} was cancelled by itself")
+    except (Exception, SystemExit) as error:
+        return EpisodeError(f"environment: {name} raised {type(error).__name__}: {error}")
+
+
+class _Run:
+    """One episode under way."""
+
+    def __init__(self, parts: Episodes, environment: Environment, sample: Sample, params: SamplingParams) -> None:
+        self._parts = parts
+        self._environment = environment
+        self._sample = sample
+        self._params = params
+        self._tools: tuple[Tool, ...] = ()
+        self._messages: Messages = []
+
+    async def to_end(self) -> list[Sample]:
+        """Return the samples of the episode, or the aborted one that holds its state.
+
+        Raises:
+            EpisodeError: the environment, or a request, failed
+        """
+        await self._begin()
+        sample, episode = self._sample, self._episode
+        while True:
+            start_s = time.monotonic()
+            if not await self._sampled():
+                return [sample] if sample.status is SampleStatus.ABORTED else self._finished(SampleStatus.TRUNCATED)
+            if sample.status is SampleStatus.FAILED:
+                return [sample]
+            sampled = sample.response_ids[episode.turn_start :].tolist()
+            is_last = sample.finish_reason == "length" or len(episode.turns) + 1 >= self._parts.limits.max_turns
+            turn = replace(
+                self._parts.renderer.parse(sampled, self._before_turn()), truncated=sample.finish_reason == "length", last=is_last
+            )
+            # Until the turn is answered the sample counts as interrupted: a cancellation here must not make it look finished.
+            sample.status = SampleStatus.ABORTED
+            step_s, step = await self._step(turn)
+            self._record(turn, step, generate_s=step_s - start_s, step_s=time.monotonic() - step_s)
+            if step.done:
+                return self._finished(SampleStatus.COMPLETED)
+            if is_last or not self._continue(sampled, step.messages):
+                return self._finished(SampleStatus.TRUNCATED)
+
+    @property
+    def _episode(self) -> Episode:
+        assert self._sample.episode is not None
+        return self._sample.episode
+
+    async def _begin(self) -> None:
+        """Reset the environment, or restore it if the sample was interrupted and it can be."""
+        sample = self._sample
+        if sample.episode is not None and self._environment.resumable:
+            await self._parts.within(self._environment.restore(json_copy(sample.episode.state)), "restore")
+            self._set_tools([_tool(each) for each in sample.episode.tools])
+            self._messages = [*sample.episode.messages]
+            for turn in sample.episode.turns:
+                self._messages += [turn.message, *turn.answers]
+            return
+        clear_response(sample)
+        sample.spans.clear()
+        start = await self._parts.within(self._environment.reset(), "reset")
+        if not isinstance(start, Start) or not start.messages:
+            raise EpisodeError(f"environment: reset must return a Start with messages, not {start!r:.100}")
+        self._set_tools(start.tools)
+        self._messages = [*start.messages]
+        sample.prompt_ids = np.asarray(self._rendered(), np.int32)
+        sample.episode = Episode(_plain(start.messages, "messages"), [_plain(tool.to_json(), "tools") for tool in start.tools])
+        self._save_state()
+
+    def _set_tools(self, tools: Sequence[Tool]) -> None:
+        self._tools = tuple(tools)
+
+    async def _sampled(self) -> bool:
+        """Sample a turn, or the rest of one. Return False if there is none: interrupted, or no room for a token."""
+        sample, episode = self._sample, self._episode
+        answered = sample.response_length > episode.turn_start and sample.finish_reason in ("stop", "length")
+        if answered and sample.status is SampleStatus.ABORTED:
+            return True  # interrupted while the environment was to answer
+        sample.finish_reason = None
+        seed = self._params.sampling_seed
+        if seed is not None:
+            seed = (seed + len(episode.branches) * _SEED_STEP) % 2**63
+        await self._parts.generate(sample, replace(self._params, sampling_seed=seed))
+        if sample.status is SampleStatus.FAILED:
+            raise EpisodeError(sample.error or "the request failed")
+        return sample.status is not SampleStatus.ABORTED and sample.response_length > episode.turn_start
+
+    def _before_turn(self) -> list[int]:
+        sample = self._sample
+        return [*sample.prompt_ids[-16:].tolist(), *sample.response_ids[: self._episode.turn_start][-16:].tolist()]
+
+    async def _step(self, turn: AssistantTurn) -> tuple[float, Step]:
+        """Let the environment answer; return when it began, in seconds, and its step."""
+        start_s, wall_s = time.monotonic(), time.time()
+        step = await self._parts.within(self._environment.step(turn), "step")
+        self._sample.spans.append(Span("environment", wall_s, time.time(), first_token=self._sample.response_length))
+        if not isinstance(step, Step):
+            raise EpisodeError(f"environment: step must return a Step, not {step!r:.100}")
+        if not step.done and not turn.last and not step.messages:
+            raise EpisodeError("environment: step returned no message, so that the model has nothing to answer; return one, or done=True")
+        if not np.isfinite(step.reward):
+            raise EpisodeError(f"environment: the reward of turn {len(self._episode.turns) + 1} is {step.reward}; it must be finite")
+        return start_s, step
+
+    def _record(self, turn: AssistantTurn, step: Step, *, generate_s: float, step_s: float) -> None:
+        episode = self._episode
+        tools = [ToolUse(result.name, result.text, result.failed, result.seconds) for result in step.tool_results]
+        message, answers = turn.message(), [*step.messages]
+        episode.turns.append(
+            Turn(
+                sample=len(episode.branches),
+                first_token=episode.turn_start,
+                num_tokens=turn.num_tokens,
+                message=_plain(message, "the turn"),
+                answers=_plain(answers, "messages"),
+                reward=float(step.reward),
+                tools=tools,
+                generate_s=generate_s,
+                step_s=step_s,
+            )
+        )
+        episode.metrics |= {name: float(value) for name, value in step.metrics.items()}
+        episode.metrics["tool_problems"] = episode.metrics.get("tool_problems", 0.0) + len(turn.problems)
+        self._messages = [*self._messages, message]
+
+    def _continue(self, sampled: list[int], new: Messages) -> bool:
+        """Append the environment's messages, in this sample or in a new one. Return False if no token fits after them."""
+        sample, episode = self._sample, self._episode
+        try:
+            more = self._parts.renderer.extension(self._messages, self._tools, sampled, new)
+        except DataError as error:
+            raise EpisodeError(f"environment: {error}") from error
+        self._messages = [*self._messages, *new]
+        if more is not None:
+            if not self._fits(len(sample.tokens) + len(more), sample.response_length + len(more)):
+                return False
+            append_observation(sample, more)
+        else:
+            prompt = self._rendered()
+            if not self._fits(len(prompt), 0):
+                return False
+            arrays = (sample.prompt_ids, sample.response_ids, sample.loss_mask, sample.engine_logprobs, sample.versions)
+            episode.branches.append(Branch(*arrays, sample.routed_experts))
+            clear_response(sample)
+            sample.prompt_ids = np.asarray(prompt, np.int32)
+        episode.turn_start = sample.response_length
+        self._save_state()
+        return True
+
+    def _fits(self, num_tokens: int, num_response_tokens: int) -> bool:
+        limit = self._parts.limits.max_context_len
+        return num_response_tokens < self._params.max_new_tokens and (limit is None or num_tokens < limit)
+
+    def _rendered(self) -> list[int]:
+        try:
+            return self._parts.renderer.prompt(self._messages, self._tools)
+        except DataError as error:
+            raise EpisodeError(f"environment: {error}") from error
+
+    def _save_state(self) -> None:
+        if self._environment.resumable:
+            try:
+                self._episode.state = json_copy(self._environment.state())
+            except Exception as error:
+                raise EpisodeError(f"environment: state raised {type(error).__name__}: {error}") from error
+
+    def _finished(self, status: SampleStatus) -> list[Sample]:
+        """Return the samples of the episode, which share its reward; the last one has its metrics and turns."""
+        sample, episode = self._sample, self._episode
+        sample.status, sample.finish_reason = status, "stop" if status is SampleStatus.COMPLETED else "length"
+        sample.reward = float(sum(turn.reward for turn in episode.turns))
+        branches = [self._branch_sample(branch) for branch in episode.branches]
+        sample.metrics |= _metrics(episode, [*branches, sample])
+        episode.branches, episode.state = [], None
+        return [*branches, sample]
+
+    def _branch_sample(self, branch: Branch) -> Sample:
+        return replace(
+            self._sample,
+            metadata=deepcopy(self._sample.metadata),
+            prompt_ids=branch.prompt_ids,
+            response_ids=branch.response_ids,
+            loss_mask=branch.loss_mask,
+            engine_logprobs=branch.engine_logprobs,
+            versions=branch.versions,
+            routed_experts=branch.routed_experts,
+            response=self._parts.tokenizer.decode(branch.response_ids.tolist(), skip_special_tokens=True),
+            status=SampleStatus.COMPLETED,
+            finish_reason="stop",
+            metrics={},
+            spans=[],
+            episode=None,
+        )
+
+
+def _metrics(episode: Episode, samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the numbers of an episode, which become `rollout/sample/*`."""
+    uses = [use for turn in episode.turns for use in turn.tools]
+    calls, failures = Counter(use.name for use in uses), Counter(use.name for use in uses if use.failed)
+    num_sampled = sum(turn.num_tokens for turn in episode.turns)
+    num_response = sum(sample.response_length for sample in samples)
+    metrics = {
+        "turns": float(len(episode.turns)),
+        "branches": float(len(samples)),
+        "tool_calls": float(len(uses)),
+        "tool_failures": float(failures.total()),
+        "tokens_model": float(num_sampled),
+        "tokens_environment": float(num_response - num_sampled),
+        "environment_s": sum(turn.step_s for turn in episode.turns),
+    }
+    metrics |= {f"calls/{name}": float(count) for name, count in calls.items()}
+    metrics |= {f"failures/{name}": float(count) for name, count in failures.items()}
+    return metrics | episode.metrics
+
+
+def _tool(definition: dict[str, Any]) -> Tool:
+    function = definition["function"]
+    return Tool(function["name"], function["description"], function["parameters"])
+
+
+def _plain(value: Any, name: str) -> Any:
+    """Copy JSON data that the sample keeps.
+
+    Raises:
+        EpisodeError: it is not JSON data
+    """
+    try:
+        return json_copy(value)
+    except TypeError as error:
+        raise EpisodeError(f"environment: {name} must be JSON data ({error})") from error

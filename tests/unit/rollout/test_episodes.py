@@ -1,0 +1,234 @@
+"""Episodes: what is trained is what the engine saw; limits; failures of environments; interruptions."""
+
+import asyncio
+import dataclasses
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fuligo.environments import AssistantTurn, Environment, Start, Step
+from fuligo.rollout.debug_data import decode_groups, encode_groups
+from fuligo.rollout.group_tasks import snapshot
+from fuligo.types import Sample, SampleGroup, SampleStatus
+from tests.unit.environments.conversations import ids, text
+from tests.unit.rollout.episode_world import PARAMS, Adding, Anew, Counting, Writer, episodes, fresh
+
+END = {
+    "CHATML": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "llama3_1": "<|eot_id|>",
+    "glm4moe": "<|user|>",
+    "deepseekv3": "<｜end▁of▁sentence｜>",
+}
+EXAMPLES = max(10, settings().max_examples // 4)
+
+
+def run(engine: Writer, kind: type[Environment] = Counting, template: str = "CHATML", **limits: Any) -> list[Sample]:
+    return asyncio.run(episodes(engine, kind, template, **limits)(fresh(), PARAMS))
+
+
+def trained(samples: list[Sample]) -> list[list[int]]:
+    """Return the runs of tokens that are trained on, over all samples of an episode."""
+    runs: list[list[int]] = []
+    for sample in samples:
+        before = 0
+        for token, mask in zip(sample.response_ids.tolist(), sample.loss_mask.tolist(), strict=True):
+            if mask and not before:
+                runs.append([])
+            if mask:
+                runs[-1].append(token)
+            before = mask
+    return runs
+
+
+@pytest.mark.parametrize("template", END)
+@settings(max_examples=EXAMPLES)
+@given(said=st.lists(st.text(st.sampled_from('ab 7{}"\né🙂<>'), min_size=1, max_size=9), min_size=1, max_size=4), cut=st.integers(0, 5))
+def test_what_is_trained_is_what_the_engine_saw_and_said(template: str, said: list[str], cut: int) -> None:
+    """Over templates that keep history and that rewrite it, with thinking, unicode, and a request that is aborted and continued."""
+    thinking = "t</think>" if template == "deepseekv3" else "<think>\nt\n</think>\n\n"
+    texts = [f"{thinking}{each}{END[template]}" for each in said] + [f"{thinking}done{END[template]}"]
+    engine = Writer(list(texts), {1: cut})
+    samples = run(engine, template=template)
+    if samples[-1].status is SampleStatus.ABORTED:
+        (interrupted,) = samples
+        samples = asyncio.run(episodes(engine, template=template)(interrupted, PARAMS))
+    assert trained(samples) == [ids(each) for each in texts]
+    for request in engine.seen:
+        assert any(sample.tokens[: len(request)].tolist() == request for sample in samples)
+    for sample in samples:
+        assert np.array_equal(sample.engine_logprobs[sample.loss_mask == 1], (-(sample.response_ids % 7 + 1) / 8)[sample.loss_mask == 1])
+        assert not sample.engine_logprobs[sample.loss_mask == 0].any()
+    assert {sample.reward for sample in samples} == {0.25 * sum(each != "done" for each in said) + 1.0}
+    assert {(sample.index, sample.group_index) for sample in samples} == {(4, 2)}
+    assert len(samples) == (1 if template in ("CHATML", "llama3_1") else len(texts))
+
+
+def test_rewards_turns_and_metrics_are_recorded() -> None:
+    (sample,) = run(Writer(["one<|im_end|>", "two<|im_end|>", "done<|im_end|>"]))
+    assert sample.status is SampleStatus.COMPLETED and sample.reward == 1.5
+    assert sample.episode is not None
+    assert [(turn.reward, turn.message["content"]) for turn in sample.episode.turns] == [(0.25, "one"), (0.25, "two"), (1.0, "done")]
+    for turn in sample.episode.turns:
+        said = sample.response_ids[turn.first_token : turn.first_token + turn.num_tokens]
+        assert text(said.tolist()) == turn.message["content"] + "<|im_end|>"
+    assert sample.metrics["turns"] == 3 and sample.metrics["score"] == 3 and sample.metrics["branches"] == 1
+    assert sample.metrics["tokens_model"] == sample.loss_mask.sum()
+    assert sample.metrics["tokens_environment"] == (sample.loss_mask == 0).sum()
+
+
+def test_tools_run_and_their_failures_are_counted() -> None:
+    call = '<tool_call>\n{{"name": "add", "arguments": {}}}\n</tool_call>'
+    texts = [call.format('{"a": 2, "b": 3}') + call.format('{"a": -2}'), call.format('{"a": "x"}'), "<tool_call>{", "5"]
+    engine = Writer([f"{each}<|im_end|>" for each in texts])
+    (sample,) = asyncio.run(episodes(engine, Adding)(fresh("2 + 3?", "5"), PARAMS))
+    assert sample.reward == 1.0 and sample.episode is not None
+    first, second, third, _ = sample.episode.turns
+    assert [message["content"] for message in first.answers] == ["5", "error: a is negative"]
+    assert "error: invalid arguments: a: Input should be a valid integer" in second.answers[0]["content"]
+    assert third.answers[0]["content"].startswith("error: tool call 1 is not valid")
+    assert {name: sample.metrics[name] for name in ("tool_calls", "tool_failures", "tool_problems", "calls/add", "failures/add")} == {
+        "tool_calls": 3,
+        "tool_failures": 2,
+        "tool_problems": 1,
+        "calls/add": 3,
+        "failures/add": 2,
+    }
+    assert '"parameters"' in text(engine.seen[0]), "the model sees the tool"
+
+
+def test_limits_end_an_episode() -> None:
+    (sample,) = run(Writer([f"{n}<|im_end|>" for n in range(5)]), max_turns=2)
+    assert (sample.status, sample.reward, sample.metrics["turns"]) == (SampleStatus.TRUNCATED, 0.5, 2)
+    (sample,) = asyncio.run(episodes(Writer(["a b a b a b"]))(fresh(), dataclasses.replace(PARAMS, max_new_tokens=3)))
+    assert (sample.status, sample.response_length, sample.metrics["turns"]) == (SampleStatus.TRUNCATED, 3, 1)
+    (sample,) = run(
+        Writer(["a<|im_end|>"]), max_context_len=len(ids("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>")) + 2
+    )
+    assert (sample.status, sample.metrics["turns"], sample.loss_mask.sum()) == (SampleStatus.TRUNCATED, 1, 2)
+
+
+class Broken(Environment):
+    """Misbehaves as its row says."""
+
+    async def reset(self) -> Start:
+        return Start([{"role": "user", "content": "q"}])
+
+    async def step(self, turn: AssistantTurn) -> Step:
+        match self.row.prompt:
+            case "raises":
+                raise RuntimeError("no such game")
+            case "hangs":
+                await asyncio.Event().wait()
+            case "ignores its cancellation":
+                while True:
+                    try:
+                        await asyncio.sleep(0.5)
+                        return Step(done=True)
+                    except asyncio.CancelledError:
+                        continue
+            case "exits":
+                raise SystemExit(3)
+            case "cancels itself":
+                raise asyncio.CancelledError
+            case "says nothing":
+                return Step()
+            case "gives no number":
+                return Step(reward=float("nan"), done=True)
+            case "gives no step":
+                return None  # type: ignore[return-value]
+            case "says what no template renders":
+                return Step([{"role": "user"}])
+        return Step(done=True, reward=1.0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        ("raises", "environment: step raised RuntimeError: no such game"),
+        ("hangs", r"environment: step did not return within 0.05 s \(--turn-timeout-s\)"),
+        ("ignores its cancellation", r"environment: step did not return within 0.05 s"),
+        ("exits", "environment: step raised SystemExit: 3"),
+        ("cancels itself", "environment: step was cancelled by itself"),
+        ("says nothing", "step returned no message"),
+        ("gives no number", "the reward of turn 1 is nan"),
+        ("gives no step", "step must return a Step, not None"),
+        ("says what no template renders", "environment: the chat template rejects the messages"),
+    ],
+)
+async def test_an_environment_that_fails_fails_its_sample_alone(prompt: str, error: str) -> None:
+    runner = episodes(
+        Writer(["a<|im_end|>", "a<|im_end|>"]), Broken, "deepseekv3" if "template" in prompt else "CHATML", turn_timeout_s=0.05
+    )
+    (bad,), (good,) = await asyncio.gather(runner(fresh(prompt), PARAMS), runner(fresh("works"), PARAMS))
+    assert bad.status is SampleStatus.FAILED and bad.error is not None
+    assert re.search(error, bad.error), bad.error
+    assert (good.status, good.reward) == (SampleStatus.COMPLETED, 1.0)
+
+
+async def test_an_episode_that_takes_too_long_fails() -> None:
+    (sample,) = await episodes(Writer(["a<|im_end|>"]), Broken, episode_timeout_s=0.05)(fresh("hangs"), PARAMS)
+    assert sample.error == "the episode did not end within 0.05 s (--episode-timeout-s)"
+
+
+def stored(sample: Sample) -> Sample:
+    """Return the sample as a checkpoint restores it."""
+    (group,) = decode_groups(encode_groups([SampleGroup(2, 0, [sample])]))
+    return group.samples[0]
+
+
+@pytest.mark.parametrize("template", ["CHATML", "qwen3"])
+@pytest.mark.parametrize("request_number", [0, 1, 2])
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_an_interrupted_episode_continues_exactly(template: str, request_number: int, num_tokens: int) -> None:
+    """After an abort in any turn, by way of a checkpoint, it ends as if nothing had happened; a template that rewrites history included."""
+    texts = ["<think>\nt\n</think>\n\none<|im_end|>", "two é<|im_end|>", "done<|im_end|>"]
+    expected = run(Writer(list(texts)), template=template)
+    engine = Writer(list(texts), {request_number: num_tokens})
+    (sample,) = run(engine, template=template)
+    assert sample.status is SampleStatus.ABORTED
+    sample = stored(snapshot(sample))
+    got = asyncio.run(episodes(engine, template=template)(sample, PARAMS))
+    for mine, other in zip(got, expected, strict=True):
+        for name in ("prompt_ids", "response_ids", "loss_mask", "engine_logprobs", "versions"):
+            assert np.array_equal(getattr(mine, name), getattr(other, name)), name
+        assert (mine.reward, mine.status, mine.response) == (other.reward, other.status, other.response)
+    assert got[-1].metrics["score"] == 3
+
+
+def test_an_episode_that_cannot_resume_starts_anew() -> None:
+    engine = Writer(["one<|im_end|>", "two<|im_end|>", "done<|im_end|>"], {1: 1})
+    (sample,) = run(engine, Anew)
+    assert sample.status is SampleStatus.ABORTED
+    engine.texts, engine._rest = ["done<|im_end|>"], []
+    (sample,) = asyncio.run(episodes(engine, Anew)(stored(sample), PARAMS))
+    assert (sample.reward, sample.metrics["turns"], text(sample.response_ids.tolist())) == (1.0, 1, "done<|im_end|>")
+
+
+async def test_a_cancelled_episode_closes_its_environment_and_can_continue() -> None:
+    """Cancelled while the environment answers, it asks the environment again, and not the engine."""
+    engine, Hanging.asked, Hanging.closed = Writer(["a<|im_end|>"]), asyncio.Event(), 0
+    sample = fresh("hangs")
+    task = asyncio.create_task(episodes(engine, Hanging)(sample, PARAMS))
+    await Hanging.asked.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert not sample.finished and Hanging.closed == 1
+    Hanging.hangs = False
+    (sample,) = await episodes(engine, Hanging)(stored(sample), PARAMS)
+    assert (sample.status, sample.reward, len(engine.seen)) == (SampleStatus.COMPLETED, 1.0, 1)
+
+
+class Hanging(Counting):
+    hangs = True
+    asked: asyncio.Event
+
+    async def step(self, turn: AssistantTurn) -> Step:
+        self.asked.set()
+        if self.hangs:
+            await asyncio.Event().wait()
+        return Step(reward=1.0, done=True)

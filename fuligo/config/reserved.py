@@ -57,6 +57,13 @@ _OF_SLIME = {
     "disable_compute_advantages_and_returns": "leave it out: --loss-type sft_loss computes no advantages",
     "prefill_num_servers": "use server groups of worker_type prefill and decode in --sglang-config",
     "multimodal_keys": "fuligo trains on text only",
+    "custom_convert_samples_to_train_data_path": "fuligo has no such hook; change samples with --rollout-sample-filter-path or "
+    "--rollout-data-postprocess-path, and rewards with --custom-reward-post-process-path",
+    "custom_megatron_init_path": "fuligo has no such hook; --custom-model-provider-path builds the model on every rank",
+    "custom_megatron_before_log_prob_hook_path": "fuligo has no such hook; --rollout-data-postprocess-path is called after "
+    "log-probabilities are computed, without the model",
+    "custom_megatron_before_train_step_hook_path": "use --before-train-step-path; it is called once per rollout, with the batch "
+    "and without the model",
     "keep_old_actor": "set --use-rollout-logprobs or --use-tis: the engines' log-probabilities are those of the policy that sampled",
     "wandb_key": "set WANDB_API_KEY (or WANDB_KEY) in the environment of the run",
     "offload": _OFFLOAD,

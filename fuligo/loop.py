@@ -3,7 +3,7 @@
 It depends on contracts only; `job/` decides backends, devices and processes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +22,11 @@ class WeightSyncing(Protocol):
 
     @property
     def version(self) -> int: ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the last sync."""
+        ...
 
     async def sync(self) -> int: ...
 
@@ -83,6 +88,7 @@ class Loop:
             result = await self.trainer.train(batch)
         with phase("sync", step):
             version = await self.sync_weights(step)
+        result.metrics.update(self.weights.metrics)
         self.recorder.record(rollout, batch, result, version)
         await run_due(self.periodic, rollout, version)
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from fuligo.errors import ConfigError
+from fuligo.formats.adapter_config import AdapterConfig, adapter_directory
 from fuligo.formats.engine_keys import REQUESTS_VARIABLE, EngineKeys
 from fuligo.limits import collector_paused
 from fuligo.models.hub import HubModel
@@ -37,11 +38,21 @@ def main(argv: list[str]) -> int:
             f"use {inside}" if Path(inside, "config.json").is_file() else "use a Hugging Face directory, or the name of a model on the Hub"
         )
         raise ConfigError(f"--model-path {args.model_path}: there is no config.json; {fix}")
+    if args.adapter is not None:
+        args.adapter = adapter_directory(args.adapter)
+        AdapterConfig.read(args.adapter)
     listener = _bind(args.host, args.port)
     keys = _keys()
 
     with collector_paused():
+        from fuligo.engines.embedded.model import AdapterSource
         from fuligo.engines.embedded.serve import ServeSettings, serve
+
+    adapter = None
+    if args.adapter is not None:
+        adapter = AdapterSource(directory=args.adapter)
+    elif args.adapter_shape is not None:
+        adapter = AdapterSource(shape=AdapterConfig.from_json(args.adapter_shape))
 
     return serve(
         ServeSettings(
@@ -52,6 +63,7 @@ def main(argv: list[str]) -> int:
             max_total_tokens=args.max_total_tokens,
             num_threads=args.num_threads,
             trust_remote_code=args.trust_remote_code,
+            adapter=adapter,
             ready_file=args.ready_file,
             host=args.host,
             weight_directories=tuple(args.weights_from),
@@ -64,6 +76,8 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fuligo serve", description="The embedded engine: SGLang's HTTP API on a CPU or one GPU.")
     parser.add_argument("--model-path", required=True, help="Hugging Face directory, or ORG/NAME on the Hub")
+    parser.add_argument("--adapter", type=Path, help="LoRA adapter to apply: a PEFT directory, or a checkpoint of a LoRA run")
+    parser.add_argument("--adapter-shape", help=argparse.SUPPRESS)  # JSON of AdapterConfig; a trainer sends the weights
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=30000, help="port to listen on; 0 takes a free one (%(default)s)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA if available")

@@ -178,6 +178,24 @@ class Config(TypedFlags):
         return ESTIMATORS[self.algorithm.advantage_estimator].uses_values and not self.is_sft
 
     @property
+    def uses_adapter(self) -> bool:
+        """True if the policy has a LoRA adapter, which is trained instead of its weights."""
+        return self.lora.lora_rank is not None or self.lora.lora_adapter is not None
+
+    @property
+    def syncs_adapter(self) -> bool:
+        """True if engines receive the adapter by itself; otherwise weights that it is merged into."""
+        if not (self.uses_adapter and self.needs_engine) or self.lora.lora_sync == "merged":
+            return False
+        return self.lora.lora_sync == "adapter" or self.engines_can_take_adapter
+
+    @property
+    def engines_can_take_adapter(self) -> bool:
+        """The run's own engines apply adapters, and no file transport is asked for: external engines began without an adapter."""
+        own = not self.engine.rollout_external_engine_addrs
+        return self.engine_capabilities.applies_adapters and own and self.weight_sync.update_weight_transport in ("auto", "tensor")
+
+    @property
     def replays_engine_routing(self) -> bool:
         """True if the trainer routes every token to the experts that the engine chose."""
         return self.algorithm.use_rollout_routing_replay and not self.is_sft

@@ -22,6 +22,8 @@ class EngineCapabilities:
     """Tokens depend on the requests alone, not on when they arrive, so that rollouts can be repeated exactly."""
     writes_profiles: bool
     """Engines have a profiler of their own (--profile)."""
+    applies_adapters: bool
+    """Engines take a LoRA adapter by itself and apply it to each token; otherwise they take weights that it is merged into."""
     weight_transports: tuple[str, ...]
     """Values of --update-weight-transport that engines accept, besides auto."""
     memory_flags: tuple[str, ...]
@@ -37,6 +39,7 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
         records_routing=False,
         is_reproducible=True,
         writes_profiles=False,
+        applies_adapters=True,
         weight_transports=("tensor", "disk"),
         memory_flags=("--embedded-max-total-tokens",),
     ),
@@ -48,6 +51,7 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
         records_routing=True,
         is_reproducible=False,
         writes_profiles=True,
+        applies_adapters=False,
         weight_transports=("tensor", "nccl", "gloo", "disk"),
         memory_flags=("--sglang-mem-fraction-static", "--rollout-num-gpus-per-engine"),
     ),

@@ -38,7 +38,7 @@ RESERVED: dict[str, dict[str, str]] = {
 
 _DATA = "use --prompt-data, files or ORG/NAME:SPLIT on the Hub"
 _EACH_SAMPLE_ONCE = "leave it out: every sample is trained once (--num-steps-per-rollout cuts a rollout into optimizer steps)"
-_LORA = "fuligo trains all weights; LoRA is not implemented"
+_LORA = "use --lora-rank"
 _MODEL = "use --hf-checkpoint, a directory or ORG/NAME on the Hub"
 _OFFLOAD = "leave it out: --colocate offloads each side while the other works"
 _ROUTER = "leave it out: fuligo starts the router (engines that run elsewhere: --rollout-external-engine-addrs)"
@@ -125,9 +125,6 @@ _OF_TRL = {
     "deepspeed": _SHARDED,
     "use_peft": _LORA,
     "lora_r": _LORA,
-    "lora_alpha": _LORA,
-    "lora_rank": _LORA,
-    "lora_target_modules": _LORA,
 }
 _OF_VERL = {
     "train_files": "use --prompt-data",

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from fuligo.config import Config
 from fuligo.config.changes import change_text
 from fuligo.config.findings import Finding, Rule, Severity
-from fuligo.config.rules import advice, cluster, combinations, distillation, effects, required, routing_replay, sizes
+from fuligo.config.rules import advice, cluster, combinations, distillation, effects, lora, required, routing_replay, sizes
 from fuligo.errors import ConfigError
 
-_MODULES = (required, combinations, cluster, sizes, routing_replay, distillation, effects, advice)
+_MODULES = (required, combinations, cluster, sizes, routing_replay, distillation, lora, effects, advice)
 RULES: tuple[Rule[Config], ...] = tuple(
     rule for module in _MODULES for rule in getattr(module, "RULES", vars(module).values()) if isinstance(rule, Rule)
 )

@@ -128,7 +128,7 @@ class EngineClient:
         answer = await self._call("GET", "/model_info")
         try:
             version = WeightLabel.parse(answer["weight_version"]).version
-            return ModelInfo(str(answer["model_path"]), version, answer.get("num_weight_loads"))
+            return ModelInfo(str(answer["model_path"]), version, answer.get("num_weight_loads"), answer.get("adapter_digest"))
         except (KeyError, TypeError, Retryable) as error:
             raise self._malformed("/model_info", answer) from error
 

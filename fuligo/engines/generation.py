@@ -209,6 +209,8 @@ class ModelInfo:
     weight_version: int
     num_weight_loads: int | None = None
     """Number of weight updates so far, whoever sent them; None if the engine does not count them."""
+    adapter_digest: str | None = None
+    """Digest of the adapter that a trainer sent; None without one."""
 
 
 class Tokenizer(Protocol):

@@ -6,15 +6,18 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fuligo.errors import WeightSyncError
+from fuligo.formats.adapter_config import is_adapter_name, stored_name
 from fuligo.formats.checkpoint_form import checkpoint_weights, prediction_prefixes
 from fuligo.formats.payload import NamedTensors
+from fuligo.formats.weight_manifest import weights_checksum
 
 
 class WeightStore:
     """Parameters and persistent buffers of a model, by checkpoint names (experts unfused).
 
-    A weight sync may arrive in several buckets; the last one carries the new version. Tensors of MTP layers are skipped, because
-    transformers' models do not have them.
+    A weight sync may arrive in several buckets; the last one carries the new version. A sync that begins with tensors of a LoRA adapter
+    brings the adapter alone, any other brings all weights, the adapter's last. Tensors of MTP layers are skipped, because transformers'
+    models do not have them.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
@@ -23,6 +26,8 @@ class WeightStore:
         self.num_loads = 0
         """Buckets and directories loaded so far."""
         self._unused = prediction_prefixes(module.config.to_dict())
+        self.adapter_digest: str | None = None
+        """Digest of the adapter after the last complete sync that brought one."""
         self._missing: set[str] = set()
         """Names that an unfinished weight sync still has to send; empty if none is in progress."""
 
@@ -47,7 +52,7 @@ class WeightStore:
         weights = self._under_all_names()
         first_names = _first_names(weights)
         problems = [problem for name, tensor in tensors if (problem := _misfit(name, tensor, weights.get(name)))]
-        missing = (self._missing or set(first_names.values())) - {first_names[name] for name, _ in tensors if name in first_names}
+        missing = (self._missing or _expected(first_names, tensors)) - {first_names[name] for name, _ in tensors if name in first_names}
         if version is not None:
             problems += [f"{name} was not sent" for name in weights if name in missing]
         if problems:
@@ -61,6 +66,8 @@ class WeightStore:
         self.num_loads += 1
         if version is not None:
             self.version = version
+            adapter = [(name, weight) for name, weight in weights.items() if is_adapter_name(name)]
+            self.adapter_digest = weights_checksum(adapter).checksum if adapter else None
 
     def load_directory(self, path: str, version: int) -> None:
         """Load all weights from a Hugging Face directory.
@@ -85,7 +92,14 @@ class WeightStore:
         self.load_tensors(list(checkpoint_weights(loaded.state_dict().items())), version, source=path)
 
     def _under_all_names(self) -> dict[str, torch.Tensor]:
-        return dict(checkpoint_weights(self.module.state_dict(keep_vars=True).items()))
+        named = ((stored_name(name), tensor) for name, tensor in self.module.state_dict(keep_vars=True).items())
+        return dict(checkpoint_weights(named))
+
+
+def _expected(first_names: dict[str, str], tensors: NamedTensors) -> set[str]:
+    """Return the names that a sync must send which begins with these tensors."""
+    adapter_alone = any(is_adapter_name(name) for name, _ in tensors) and all(is_adapter_name(name) for name, _ in tensors)
+    return {first for first in first_names.values() if is_adapter_name(first) or not adapter_alone}
 
 
 def _first_names(weights: dict[str, torch.Tensor]) -> dict[str, str]:

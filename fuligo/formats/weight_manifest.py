@@ -111,6 +111,23 @@ class WeightTarget:
 
 
 @dataclass(slots=True, frozen=True)
+class MergeRounding:
+    """Elements of adapted matrices that a merged adapter changed, after rounding to the data type of the sync."""
+
+    num_changed: int = 0
+    num_elements: int = 0
+    """0: nothing was rounded."""
+
+    def __add__(self, other: MergeRounding) -> MergeRounding:
+        return MergeRounding(self.num_changed + other.num_changed, self.num_elements + other.num_elements)
+
+    @property
+    def share_changed(self) -> float:
+        """Return the share of the elements that changed."""
+        return self.num_changed / self.num_elements if self.num_elements else 1.0
+
+
+@dataclass(slots=True, frozen=True)
 class WeightManifest:
     """Summary of what was sent, for checking the receiver."""
 
@@ -121,6 +138,10 @@ class WeightManifest:
     """Order-independent digest of all names, shapes, dtypes and bytes (see `WeightsChecksum`); None if it is not compared."""
     num_bytes_sent: int = 0
     """Bytes actually sent; less than `num_bytes` if only changes were sent."""
+    merged: MergeRounding = MergeRounding()
+    """What rounding left of an adapter that was merged into the weights."""
+    adapter: str | None = None
+    """Digest of the adapter, if it was sent itself, as an engine computes it from what it holds."""
 
 
 @dataclass(slots=True, frozen=True)

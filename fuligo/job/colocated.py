@@ -15,7 +15,7 @@ A trainer that is lost (--max-restarts) is replaced by another, which loads whil
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,6 +263,10 @@ class ColocatedWeightSync:
     @property
     def version(self) -> int:
         return self.weight_sync.version
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return self.weight_sync.metrics
 
     async def sync(self) -> int:
         async with self.devices.work:

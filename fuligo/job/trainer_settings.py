@@ -6,9 +6,11 @@ from pathlib import Path
 from fuligo.checkpoint.location import value_weights_directory, weights_directory
 from fuligo.config import Config
 from fuligo.engines.backend import engine_backend
+from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.layout.megatron import layout_of
+from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.device import Device, resolve_precision
 from fuligo.models.registry import architecture_of
 from fuligo.models.routing import RoutingShape
@@ -16,7 +18,14 @@ from fuligo.models.stated_flags import stated_flags
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, MTPSettings, OptimizerPlace, Recomputation, SparseLayers
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.profiling import ProfileSettings
-from fuligo.trainer.ranks.settings import CriticSettings, LearningRateSchedule, OptimizerSettings, TrainedParameters, TrainerSettings
+from fuligo.trainer.ranks.settings import (
+    CriticSettings,
+    LearningRateSchedule,
+    LoraSettings,
+    OptimizerSettings,
+    TrainedParameters,
+    TrainerSettings,
+)
 from fuligo.trainer.settings import loss_settings
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 
@@ -74,6 +83,7 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
         score_capacity=_capacity(config, train.log_probs_max_tokens_per_gpu or train.max_tokens_per_gpu),
         chunk_tokens=train.log_probs_chunk_size,
         balance_data=train.balance_data,
+        lora=_lora(config, initial_weights),
         trained=TrainedParameters(tuple(train.only_train_params_name_list), tuple(train.freeze_params_name_list)),
         device=device,
         shares_device=device == "cuda" and (config.cluster.colocate or config.engine_capabilities.beside_trainer),
@@ -118,6 +128,27 @@ def _critic(config: Config, policy_weights: Path, num_rollout: int) -> CriticSet
         num_only_rollouts=config.algorithm.num_critic_only_steps,
         may_begin_at_resume=given is not None,
     )
+
+
+def _lora(config: Config, initial_weights: Path) -> LoraSettings | None:
+    """Build the settings of the adapter.
+
+    Raises:
+        CheckpointError: `--lora-adapter` cannot be read
+        ConfigError: the reference model is not the policy without its adapter
+    """
+    adapter = adapter_of(config)
+    if adapter is None:
+        return None
+    first = weights_directory(Path(config.initial_weights_path or ""))
+    if config.needs_reference and first.resolve() != initial_weights.resolve():
+        raise ConfigError(
+            f"cannot train an adapter on {initial_weights} with the reference {first}: with LoRA the reference is the policy without its "
+            f"adapter; start from one of them alone (--ref-load {initial_weights})"
+        )
+    start = config.lora.lora_adapter
+    base = str(initial_weights.absolute())
+    return LoraSettings(replace(adapter, base=base), None if start is None else Path(start), is_merged=not config.syncs_adapter)
 
 
 def _capacity(config: Config, max_tokens: int | None) -> Capacity:

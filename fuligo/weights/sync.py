@@ -17,6 +17,8 @@ from fuligo.weights.proof import ChecksumProof, EqualityProof
 from fuligo.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)
+FEW_CHANGED = 0.1
+"""Share of the elements of adapted matrices; where a merge changes fewer, most of the adapter's update is smaller than a rounding step."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,6 +65,9 @@ class WeightSync:
         """Weight updates that each engine counted when the last sync to it was complete, by URL."""
         self._num_updates = -1
         """The trainer's `num_updates` when `version` was sent."""
+        self._warned_of_rounding = False
+        self.metrics: dict[str, float] = {}
+        """Metrics of the last sync."""
         self.version = version
 
     async def sync(self) -> int:
@@ -141,19 +146,37 @@ class WeightSync:
             manifest = await self._send_by_disk(engines, version)
         else:
             manifest = await self._trainer.send_weights(self._target(engines, version, directory=""))
-        await self._check_version(engines, version)
+        await self._check_received(engines, manifest)
         if self._devices is not None:
             await self._devices.to_engines()
         await engines.resume()
         if self._proof is not None:
             await self._proof.check(engines, manifest)
+        self._report(manifest)
+
+    def _report(self, manifest: WeightManifest) -> None:
+        """Log what was sent; warn once if rounding undoes most of a merged adapter."""
         logger.info(
-            "synced version %d: %d tensors, %d bytes, %d of them sent",
-            version,
+            "synced version %d: %d tensors, %d bytes, %d of them sent%s",
+            manifest.version,
             manifest.num_tensors,
             manifest.num_bytes,
             manifest.num_bytes_sent,
+            "" if manifest.adapter is None else f", adapter {manifest.adapter}",
         )
+        self.metrics = {}
+        if manifest.merged.num_elements:
+            share = manifest.merged.share_changed
+            self.metrics = {"train/lora_merged_share": share}
+            if share < FEW_CHANGED and not self._warned_of_rounding:
+                self._warned_of_rounding = True
+                logger.warning(
+                    "version %d: merged and rounded for the engines, the adapter changes %.1f%% of the elements of the matrices that it "
+                    "adapts; the engines sample from nearly the base model. Sync the adapter itself (--lora-sync adapter), or let the "
+                    "engines compute in float32",
+                    manifest.version,
+                    100 * share,
+                )
 
     async def _check_untouched(self, engines: EngineGroup) -> None:
         """Check that the engines have loaded nothing since the last sync: foreign weights under the same version would go unnoticed.
@@ -170,12 +193,18 @@ class WeightSync:
                     "wrong; find out who has its key, then resume from a checkpoint of that version or earlier"
                 )
 
-    async def _check_version(self, engines: EngineGroup, version: int) -> None:
-        """Check that every engine reports the version that was sent."""
+    async def _check_received(self, engines: EngineGroup, manifest: WeightManifest) -> None:
+        """Check that every engine reports the version that was sent, and the adapter if one was sent by itself."""
+        version = manifest.version
         for url, info in await engines.model_infos():
             if info.weight_version != version:
                 raise WeightSyncError(
                     f"engine {url} reports weight version {info.weight_version} after version {version} was sent; "
+                    "it must not be sampled from; restart the run from the last checkpoint"
+                )
+            if manifest.adapter is not None and info.adapter_digest != manifest.adapter:
+                raise WeightSyncError(
+                    f"engine {url} holds adapter {info.adapter_digest} after adapter {manifest.adapter} was sent as version {version}; "
                     "it must not be sampled from; restart the run from the last checkpoint"
                 )
             if info.num_weight_loads is not None:
@@ -211,7 +240,11 @@ class VersionCounter:
     """Replacement for `WeightSync` in runs without engines or trainer, which only counts versions."""
 
     def __init__(self, version: int = 0) -> None:
+        self._warned_of_rounding = False
+        self.metrics: dict[str, float] = {}
+        """Metrics of the last sync."""
         self.version = version
+        self.metrics: dict[str, float] = {}
 
     async def sync(self) -> int:
         self.version += 1

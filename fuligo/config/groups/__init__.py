@@ -3,7 +3,7 @@
 from fuligo.config.flag import FlagGroup
 from fuligo.config.groups.run import CheckpointFlags, ClusterFlags, DebugFlags, EngineFlags, ModelFlags, ObservabilityFlags, WeightSyncFlags
 from fuligo.config.groups.sampling import DataFlags, EvalFlags, RewardFlags, RolloutFlags
-from fuligo.config.groups.training import AlgorithmFlags, OptimizerFlags, ParallelFlags, TrainFlags
+from fuligo.config.groups.training import AlgorithmFlags, LoraFlags, OptimizerFlags, ParallelFlags, TrainFlags
 
 
 class TypedFlags(FlagGroup):
@@ -18,6 +18,7 @@ class TypedFlags(FlagGroup):
     eval: EvalFlags = EvalFlags()
     algorithm: AlgorithmFlags = AlgorithmFlags()
     train: TrainFlags = TrainFlags()
+    lora: LoraFlags = LoraFlags()
     parallel: ParallelFlags = ParallelFlags()
     optimizer: OptimizerFlags = OptimizerFlags()
     engine: EngineFlags = EngineFlags()

@@ -104,6 +104,22 @@ class TrainFlags(FlagGroup):
     before_train_step_path: str | None = flag(None, "hook: (args, rollout_id, batch), called before training on every rollout")
 
 
+class LoraFlags(FlagGroup):
+    """Low-rank adapter (LoRA) that is trained instead of the model's own weights."""
+
+    lora_rank: int | None = flag(None, "train an adapter of this rank instead of the weights (8 to 64 for RL)", ge=1)
+    lora_alpha: float = flag(32.0, "the adapter's output is scaled by alpha / rank", gt=0)
+    lora_dropout: float = flag(0.0, "dropout of the adapter's inputs, in supervised fine-tuning", ge=0, lt=1)
+    lora_target_modules: list[str] = flag([], "layers to adapt, such as q_proj v_proj (default: all linear layers but the output layer)")
+    lora_use_rslora: bool = flag(False, "scale by alpha / sqrt(rank) instead (rsLoRA)")
+    lora_adapter: str | None = flag(
+        None, "adapter to start from, a PEFT directory, which also gives rank, alpha and layers; fuligo eval applies it", path=True
+    )
+    lora_sync: Literal["auto", "adapter", "merged"] = flag(
+        "auto", "what engines receive: the adapter, or weights with the adapter merged into them; auto: adapter where the engine applies it"
+    )
+
+
 class ParallelFlags(FlagGroup):
     """Parallelism and recomputation of the Megatron trainer. Names and meanings are Megatron's."""
 

@@ -254,6 +254,13 @@ EFFECTS = (
         "with --debug-train-only",
         "remove --debug-train-only",
     ),
+    _effect(
+        "LORA",
+        "lora_alpha lora_dropout lora_target_modules lora_use_rslora lora_sync",
+        lambda config: config.uses_adapter,
+        "without an adapter",
+        "add --lora-rank",
+    ),
     _needs("RECOMPUTE", "recompute_method recompute_num_layers", "recompute_granularity", "full"),
     _needs("RECOMPUTE-MODULES", "recompute_modules", "recompute_granularity", "selective"),
     _needs("CPU-ADAM", "overlap_cpu_optimizer_d2h_h2d", "optimizer_cpu_offload"),

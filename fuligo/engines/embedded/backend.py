@@ -12,6 +12,7 @@ from fuligo.errors import ConfigError, FuligoError
 from fuligo.formats.checkpoint_form import prediction_prefixes
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.weight_manifest import EngineFormat
+from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.device import Device, Precision, resolve_precision
 
 
@@ -21,6 +22,7 @@ class EmbeddedBackend:
     async def launch(self, config: Config, directory: Path, stack: AsyncExitStack, hosts: EngineHosts | None) -> LaunchedEngines:
         assert config.model.hf_checkpoint is not None, "validated"
         flags, rollout = config.engine, config.rollout
+        given = config.lora.lora_adapter
         engine = await launch_embedded(
             EmbeddedEngineSettings(
                 model_path=config.model.hf_checkpoint,
@@ -31,6 +33,8 @@ class EmbeddedBackend:
                 max_total_tokens=flags.embedded_max_total_tokens,
                 num_threads=flags.embedded_num_threads,
                 trust_remote_code=config.model.trust_remote_code,
+                adapter=None if given is None or config.trains else Path(given),
+                adapter_shape=adapter_of(config) if config.trains and config.syncs_adapter else None,
                 start_timeout_s=flags.engine_start_timeout_s,
             )
         )

@@ -119,6 +119,7 @@ class Api:
             "is_generation": True,
             "weight_version": str(weights.version),
             "num_weight_loads": weights.num_loads,
+            "adapter_digest": weights.adapter_digest,
         }
 
     async def server_info(self, body: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from fuligo.engines.server_process import last_lines
 from fuligo.errors import EngineError
+from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.private import private_directory
 
@@ -32,6 +33,10 @@ class EmbeddedEngineSettings:
     max_total_tokens: int | None = None
     num_threads: int | None = None
     trust_remote_code: bool = False
+    adapter: Path | None = None
+    """LoRA adapter to apply."""
+    adapter_shape: AdapterConfig | None = None
+    """Shape of an adapter that a trainer sends; exclusive with `adapter`."""
     start_timeout_s: float = 600.0
     keys: EngineKeys = field(default_factory=EngineKeys.new)
 
@@ -44,6 +49,8 @@ class EmbeddedEngineSettings:
             "--max-running-requests": self.max_running_requests,
             "--max-total-tokens": self.max_total_tokens,
             "--num-threads": self.num_threads,
+            "--adapter": self.adapter,
+            "--adapter-shape": None if self.adapter_shape is None else self.adapter_shape.to_json(),
         }
         switches = ["--trust-remote-code"] if self.trust_remote_code else []
         return [*(str(part) for flag, value in given.items() if value is not None for part in (flag, value)), *switches]

@@ -2,6 +2,8 @@
 
 import inspect
 import logging
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -11,7 +13,9 @@ from transformers import AutoModelForCausalLM
 from fuligo.engines.embedded.attention import ATTENTION_NAME, AttentionPlan
 from fuligo.engines.embedded.kv_cache import CacheShape
 from fuligo.errors import ConfigError, EngineError
+from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.checkpoint_form import prediction_prefixes
+from fuligo.models.adapter import adapter_tensors, add_adapter, with_adapter_of
 from fuligo.models.attention import unpackable_layers
 from fuligo.models.directory import end_ids, has_tokenizer, load_config, load_tokenizer
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon
@@ -23,6 +27,30 @@ MEAN_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
+@dataclass(slots=True, frozen=True)
+class AdapterSource:
+    """LoRA adapter that an engine applies."""
+
+    directory: Path | None = None
+    """PEFT directory; None: a trainer sends the weights of an adapter of this `shape`, which has no effect until then."""
+    shape: AdapterConfig | None = None
+
+    def add_to(self, module: Any, dtype: torch.dtype) -> None:
+        """Put the adapter into the model.
+
+        Raises:
+            CheckpointError: the directory is damaged, or the adapter does not fit the model
+            ConfigError: the model lacks a layer of the shape
+        """
+        if self.directory is not None:
+            with_adapter_of(module, self.directory)
+        else:
+            assert self.shape is not None, "there is one or the other"
+            add_adapter(module, self.shape, seed=0)
+        for parameter in adapter_tensors(module).values():
+            parameter.data = parameter.data.to(dtype)
+
+
 class EngineModel:
     """Model with its tokenizer.
 
@@ -31,7 +59,15 @@ class EngineModel:
         EngineError: the embedded engine does not support this architecture
     """
 
-    def __init__(self, path: str, device: torch.device, dtype: torch.dtype, *, trusts_tokenizer: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        trusts_tokenizer: bool = False,
+        adapter: AdapterSource | None = None,
+    ) -> None:
         self.path = path
         self.device = device
         self.dtype = dtype
@@ -40,6 +76,8 @@ class EngineModel:
         align_weights(self.module)
         take_stated_epsilon(self.module)
         speed_up_rms_norms(self.module)
+        if adapter is not None:
+            adapter.add_to(self.module, dtype)
         self.module.to(device).eval().requires_grad_(False)
         self.tokenizer = load_tokenizer(path, runs_its_code=trusts_tokenizer) if has_tokenizer(path) else None
         if self.tokenizer is None:

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.http_api import Api, wake
 from fuligo.engines.embedded.kv_cache import length_class
-from fuligo.engines.embedded.model import DTYPES, EngineModel
+from fuligo.engines.embedded.model import DTYPES, AdapterSource, EngineModel
 from fuligo.engines.host import LOOPBACK, endpoint
 from fuligo.engines.http_access import QuietServer, is_foreign, own_names
 from fuligo.errors import ConfigError
@@ -51,6 +51,7 @@ class ServeSettings:
     max_total_tokens: int | None = None
     num_threads: int | None = None
     trust_remote_code: bool = False
+    adapter: AdapterSource | None = None
     ready_file: Path | None = None
     host: str = LOOPBACK
     """Name or address that it listens on, for its access control."""
@@ -125,7 +126,8 @@ def _load(settings: ServeSettings) -> EngineModel:
         raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device)
     dtype = ("bf16" if device.type == "cuda" else "fp32") if settings.dtype == "auto" else settings.dtype
-    return EngineModel(settings.model_path, device, DTYPES[dtype], trusts_tokenizer=settings.trust_remote_code)
+    trusts = settings.trust_remote_code
+    return EngineModel(settings.model_path, device, DTYPES[dtype], trusts_tokenizer=trusts, adapter=settings.adapter)
 
 
 def affordable_tokens(model: EngineModel, max_running_requests: int) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Self
 
+from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity, Cost, MicroBatchSchedule, pack
@@ -56,6 +57,17 @@ class TrainedParameters:
 
 
 @dataclass(slots=True, frozen=True)
+class LoraSettings:
+    """Adapter that is trained instead of the policy's own weights."""
+
+    adapter: AdapterConfig
+    initial_adapter: Path | None = None
+    """PEFT directory that the adapter begins with; None: B begins as zeros."""
+    is_merged: bool = False
+    """Engines receive the weights with the adapter merged into them; otherwise the adapter, which they apply."""
+
+
+@dataclass(slots=True, frozen=True)
 class CriticSettings:
     """Value model beside the policy, on the same ranks and of the same architecture; all its parameters are trained."""
 
@@ -102,6 +114,8 @@ class TrainerSettings:
     """Tokens whose logits exist at a time."""
     balance_data: bool = False
     trained: TrainedParameters = field(default_factory=TrainedParameters)
+    lora: LoraSettings | None = None
+    """Adapter to train; None: the weights themselves are trained. The reference is then the policy with its adapter off."""
     device: Literal["cpu", "cuda"] = "cpu"
     shares_device: bool = False
     """Engines use the same GPUs, so memory that the trainer does not need must be free. Otherwise it keeps freed memory: returning it and
@@ -121,7 +135,8 @@ class TrainerSettings:
 
     def with_absolute_paths(self) -> Self:
         """Make all paths absolute, for ranks in other working directories."""
-        reference, teacher, critic = self.reference_weights, self.teacher_weights, self.critic
+        reference, teacher, critic, lora = self.reference_weights, self.teacher_weights, self.critic, self.lora
+        start = None if lora is None else lora.initial_adapter
         return replace(
             self,
             hf_checkpoint=self.hf_checkpoint.absolute(),
@@ -129,6 +144,7 @@ class TrainerSettings:
             reference_weights=None if reference is None else reference.absolute(),
             teacher_weights=None if teacher is None else teacher.absolute(),
             critic=None if critic is None else replace(critic, initial_weights=critic.initial_weights.absolute()),
+            lora=lora if lora is None or start is None else replace(lora, initial_adapter=start.absolute()),
         )
 
     @property

@@ -1,6 +1,7 @@
 """State that training resumes from: weights, optimizer, random numbers, counters. Safetensors and JSON, no pickle.
 
 hf/         the weights in float32 as a Hugging Face directory, the source of a resume; tensors.json: the model's own dtypes, for an export
+adapter/    of a LoRA run, instead of hf/: the adapter in float32 as a PEFT directory
 optimizer/  exp_avg, exp_avg_sq and step of every trained parameter, whole: any number of ranks reads them
 reference/  weights of the reference model, if it changes in training
 critic/     the value model, if there is one: as hf/, with an output layer of one row; critic_optimizer/ as optimizer/
@@ -11,7 +12,7 @@ trainer.json
 import json
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
@@ -21,14 +22,17 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from fuligo.errors import CheckpointError
+from fuligo.formats.adapter_config import ADAPTER
 from fuligo.formats.checkpoint_files import COUNTERS, VALUE_MODEL, other_files, record_dtypes
+from fuligo.models.adapter import adapter_tensors, has_adapter, write_adapter_config, write_adapter_weights
 from fuligo.trainer.random_state import has_random_state, read_random_state, set_random_state, write_random_state
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import Progress
 from fuligo.trainer.torch_backend.critic import Critic
 from fuligo.trainer.torch_backend.learner import Learner
+from fuligo.trainer.torch_backend.lora import named_adapter_weights
 from fuligo.trainer.torch_backend.tensor_files import TensorFiles, write_tensors
-from fuligo.trainer.torch_backend.weights import full_tensor, load_weights, named_weights, shard_like, weight_tensors
+from fuligo.trainer.torch_backend.weights import full_tensor, load_tensors, load_weights, named_weights, shard_like, weight_tensors
 
 FORMAT = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -42,6 +46,23 @@ class TrainingState:
     reference: PreTrainedModel | None
     """Reference model; None if training does not change it."""
     critic: Critic | None = None
+    base_digest: str | None = None
+    """Digest of the weights below an adapter; None without one."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """Large tensors of one directory of a checkpoint. Ranks gather them while they iterate."""
+
+    place: str
+    stem: str
+    tensors: Iterator[tuple[str, Tensor]]
+
+    def write(self, directory: Path) -> None:
+        if self.place == ADAPTER:
+            write_adapter_weights(dict(self.tensors), directory / ADAPTER)
+        else:
+            write_tensors(directory / self.place, self.tensors, stem=self.stem)
 
 
 def save_state(directory: Path, state: TrainingState, *, model_files: Path, world: World) -> None:
@@ -51,48 +72,55 @@ def save_state(directory: Path, state: TrainingState, *, model_files: Path, worl
         directory: is created; the caller gives it its final name when it is complete.
         model_files: Hugging Face directory whose tokenizer files go beside the weights.
     """
-    for place, stem, named_tensors in _parts(state):
+    for part in _parts(state):
         if world.rank == 0:
-            write_tensors(directory / place, named_tensors, stem=stem)
+            part.write(directory)
         else:
-            deque(named_tensors, maxlen=0)  # takes part in gathering
+            deque(part.tensors, maxlen=0)  # takes part in gathering
     _write_small_files(directory, state, model_files, world)
 
 
 def copy_state(directory: Path, state: TrainingState, *, model_files: Path, world: World) -> Callable[[], None]:
     """Copy the large tensors of `save_state` to rank 0's memory; return the function that writes them. A collective."""
-    copies: list[tuple[str, str, list[tuple[str, Tensor]]]] = []
-    for place, stem, named_tensors in _parts(state):
+    copies: list[_Part] = []
+    for part in _parts(state):
         if world.rank == 0:
-            copies.append((place, stem, [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in named_tensors]))
+            held = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in part.tensors]
+            copies.append(_Part(part.place, part.stem, iter(held)))
         else:
-            deque(named_tensors, maxlen=0)
+            deque(part.tensors, maxlen=0)
     _write_small_files(directory, state, model_files, world)
 
     def write() -> None:
-        for place, stem, named_tensors in copies:
-            write_tensors(directory / place, named_tensors, stem=stem)
+        for part in copies:
+            part.write(directory)
 
     return write
 
 
-def _parts(state: TrainingState) -> Iterator[tuple[str, str, Iterator[tuple[str, Tensor]]]]:
-    """Yield directory, stem of the files' names, and tensors of the large parts. Ranks gather them while they iterate."""
+def _parts(state: TrainingState) -> Iterator[_Part]:
     learners = [(state.policy, "hf", "optimizer")]
     if state.critic is not None:
         learners.append((state.critic.learner, VALUE_MODEL, "critic_optimizer"))
     for learner, weights, moments in learners:
-        yield weights, "model", named_weights(learner.model)
-        yield moments, "optimizer", _named_moments(learner.model, learner.optimizer)
+        if has_adapter(learner.model):
+            yield _Part(ADAPTER, "adapter_model", named_adapter_weights(learner.model))
+        else:
+            yield _Part(weights, "model", named_weights(learner.model))
+        yield _Part(moments, "optimizer", _named_moments(learner.model, learner.optimizer))
     if state.reference is not None:
-        yield "reference", "model", named_weights(state.reference)
+        yield _Part("reference", "model", named_weights(state.reference))
 
 
 def _write_small_files(directory: Path, state: TrainingState, model_files: Path, world: World) -> None:
     write_random_state(directory, world, {})
     if world.rank == 0:
-        _write_model_files(directory / "hf", state.policy.model, model_files)
         progress: dict[str, object] = {"format": FORMAT, "num_ranks": world.size, **asdict(state.policy.progress)}
+        if state.base_digest is None:
+            _write_model_files(directory / "hf", state.policy.model, model_files)
+        else:
+            write_adapter_config(state.policy.model, directory / ADAPTER)
+            progress["base_digest"] = state.base_digest
         if state.critic is not None:
             _write_model_files(directory / VALUE_MODEL, state.critic.learner.model, model_files)
             progress["critic"] = asdict(state.critic.learner.progress)
@@ -108,14 +136,17 @@ def restore_state(directory: Path, state: TrainingState, world: World) -> None:
     Raises:
         CheckpointError: a file is missing or truncated, or belongs to another architecture; names it.
     """
-    progress, critic_progress = _read_progress(directory / COUNTERS)
-    saved = [_Saved.open(state.policy, progress, weights=TensorFiles(directory / "hf"), directory=directory / "optimizer")]
+    counters = _Counters.read(directory / COUNTERS)
+    if counters.base_digest != state.base_digest:
+        raise CheckpointError(_other_base(directory, counters.base_digest, state.base_digest))
+    weights = TensorFiles(directory / "hf") if state.base_digest is None else TensorFiles.of_adapter(directory / ADAPTER)
+    saved = [_Saved.open(state.policy, counters.policy, weights=weights, directory=directory / "optimizer")]
     reference = TensorFiles(directory / "reference") if state.reference is not None else None
     if reference is not None:
         reference.check_shapes(_weight_shapes(state.policy.model))
-    if state.critic is not None and critic_progress is not None:
+    if state.critic is not None and counters.critic is not None:
         weights = TensorFiles(directory / VALUE_MODEL)
-        saved.append(_Saved.open(state.critic.learner, critic_progress, weights=weights, directory=directory / "critic_optimizer"))
+        saved.append(_Saved.open(state.critic.learner, counters.critic, weights=weights, directory=directory / "critic_optimizer"))
     elif state.critic is not None:
         state.critic.begin_at(directory)
     random_state = read_random_state(directory, world) if has_random_state(directory, world) else None
@@ -141,19 +172,27 @@ class _Saved:
     def open(cls, learner: Learner, progress: Progress, *, weights: TensorFiles, directory: Path) -> Self:
         """Open and check the files of one model; `directory` has the optimizer's state."""
         moments = TensorFiles(directory, stem="optimizer")
-        weights.check_shapes(_weight_shapes(learner.model))
+        weights.check_shapes(_shapes(adapter_tensors(learner.model)) if has_adapter(learner.model) else _weight_shapes(learner.model))
         moments.check_shapes(_moment_shapes(learner.model) if progress.num_optimizer_steps else {})
         return cls(learner, progress, weights, moments)
 
     def load(self) -> None:
-        load_weights(self.learner.model, self.weights.read())
+        model = self.learner.model
+        if has_adapter(model):
+            load_tensors(adapter_tensors(model), self.weights.read())
+        else:
+            load_weights(model, self.weights.read())
         _load_moments(self.learner.model, self.learner.optimizer, self.moments)
         self.learner.progress.num_optimizer_steps = self.progress.num_optimizer_steps
         self.learner.progress.num_rollouts = self.progress.num_rollouts
 
 
 def _weight_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in weight_tensors(model).items()}
+    return _shapes(weight_tensors(model))
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _write_model_files(directory: Path, model: PreTrainedModel, model_files: Path) -> None:
@@ -197,17 +236,39 @@ def _load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, moments: T
         optimizer.state[parameter][key] = own.clone()  # on a CPU it is the file's memory, which cannot be freed for engines
 
 
-def _read_progress(file: Path) -> tuple[Progress, Progress | None]:
-    """Read the counters of the policy, and of the value model if there is one."""
-    try:
-        fields = json.loads(file.read_text())
-        if fields["format"] != FORMAT:
-            raise CheckpointError(f"{file}: format {fields['format']} is not format {FORMAT}, which this version of fuligo reads")
-        critic = fields.get("critic")
-        return _progress(fields), None if critic is None else _progress(critic)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"cannot read {file}: {error}") from error
+@dataclass(slots=True, frozen=True)
+class _Counters:
+    """Content of `trainer.json`."""
+
+    policy: Progress
+    critic: Progress | None
+    """None without a value model."""
+    base_digest: str | None
+    """Digest of the weights below the adapter; None if the weights themselves were trained."""
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        try:
+            fields = json.loads(file.read_text())
+            if fields["format"] != FORMAT:
+                raise CheckpointError(f"{file}: format {fields['format']} is not format {FORMAT}, which this version of fuligo reads")
+            critic = fields.get("critic")
+            return cls(_progress(fields), None if critic is None else _progress(critic), fields.get("base_digest"))
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"cannot read {file}: {error}") from error
 
 
 def _progress(fields: dict[str, int]) -> Progress:
     return Progress(int(fields["num_optimizer_steps"]), int(fields["num_rollouts"]))
+
+
+def _other_base(directory: Path, saved: str | None, own: str | None) -> str:
+    """Return the error for a checkpoint whose adapter, or lack of one, does not fit this run."""
+    if saved is None:
+        return f"cannot resume {directory} with LoRA: it holds all weights; start from them with --ref-load {directory / 'hf'}"
+    if own is None:
+        return f"cannot resume {directory} without LoRA: it holds an adapter; add the --lora-* flags that it was trained with"
+    return (
+        f"cannot resume {directory}: its adapter was trained on other weights than those of this run; use the --hf-checkpoint or "
+        "--ref-load that it was trained with"
+    )

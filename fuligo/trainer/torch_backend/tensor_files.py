@@ -3,12 +3,14 @@
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Self
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from fuligo.errors import CheckpointError
+from fuligo.formats.adapter_config import ADAPTER_WEIGHTS
 from fuligo.formats.buckets import cut_into_buckets
 from fuligo.trainer.parameters import require_finite_weights
 
@@ -48,19 +50,34 @@ class TensorFiles:
         Raises:
             CheckpointError: the index or a file is missing, truncated, or lacks a tensor of the index.
         """
-        self._directory = directory
         index = directory / f"{stem}.safetensors.index.json"
         try:
-            self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"cannot read {index}: {error}") from error
+        self._read_headers(directory, files)
+        absent = sorted(files.keys() - self.shapes.keys())
+        if absent:
+            raise CheckpointError(f"{directory / files[absent[0]]}: lacks {absent[0]}, which {index.name} lists")
+
+    @classmethod
+    def of_adapter(cls, directory: Path) -> Self:
+        """Open the single file of a PEFT directory, which has no index.
+
+        Raises:
+            CheckpointError: it is missing or truncated.
+        """
+        files = cls.__new__(cls)
+        files._read_headers(directory, {"": ADAPTER_WEIGHTS})
+        files._files = dict.fromkeys(files.shapes, ADAPTER_WEIGHTS)
+        return files
+
+    def _read_headers(self, directory: Path, files: dict[str, str]) -> None:
+        self._directory, self._files = directory, files
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in sorted(set(self._files.values())):
             with self._open(file) as tensors:
                 self.shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        absent = sorted(self._files.keys() - self.shapes.keys())
-        if absent:
-            raise CheckpointError(f"{directory / self._files[absent[0]]}: lacks {absent[0]}, which {index.name} lists")
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors, on the CPU, one at a time.

@@ -1,6 +1,6 @@
 """Weights of a model: sharded over the ranks, and by name, gathered from the ranks one parameter at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from fuligo.models.adapter import base_tensors
 from fuligo.trainer.ranks.world import World
 
 
@@ -44,10 +45,13 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
 
 
 def weight_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return parameters and saved buffers by the names that transformers gives them; tied weights once, under their first name."""
+    """Return parameters and saved buffers by the names that transformers gives them; tied weights once, under their first name.
+
+    Those of an adapter are left out.
+    """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in base_tensors(model).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
             tensors[name] = tensor
@@ -55,7 +59,7 @@ def weight_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def named_weights(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and full tensors; floating-point parameters are cast to `dtype`.
+    """Yield names and full tensors, without an adapter's; floating-point parameters are cast to `dtype`.
 
     Saved buffers are not cast: the one that models have, the correction of a router's scores, selects experts by differences that
     bfloat16 would round away. A collective if the model is sharded: every rank iterates to the end. A tensor may be the model's own
@@ -70,7 +74,12 @@ def named_weights(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Overwrite the weights, in place, with full tensors of the same names and shapes."""
-    tensors = weight_tensors(model)
+    load_tensors(weight_tensors(model), named_tensors)
+
+
+@torch.no_grad()
+def load_tensors(tensors: Mapping[str, Tensor], named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Overwrite live tensors, by their names, with full ones of the same shapes."""
     for name, full in named_tensors:
         tensors[name].copy_(shard_like(full.to(tensors[name].dtype), tensors[name]))
 

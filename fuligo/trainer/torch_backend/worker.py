@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
+from fuligo.models.adapter import adapter_off, set_dropout
 from fuligo.trainer.batch import pack_tokens
 from fuligo.trainer.host_memory import HostMemory
 from fuligo.trainer.metric_sums import mean_of_steps
@@ -25,6 +26,7 @@ from fuligo.trainer.step import Progress, StepGradients
 from fuligo.trainer.timeline import Timeline
 from fuligo.trainer.torch_backend.critic import Critic, ValueModel, load_value_model
 from fuligo.trainer.torch_backend.learner import Learner, compute_gradients, freeze_parameters
+from fuligo.trainer.torch_backend.lora import AdapterSender, MergedWeights, add_policy_adapter, base_digest, store_base_in_half_precision
 from fuligo.trainer.torch_backend.model import (
     PackedModel,
     Policy,
@@ -59,8 +61,10 @@ class TorchRankWorker:
         self.settings = settings
         self.world = world
         torch.manual_seed(settings.seed + world.rank)
+        self._base_digest: str | None = None
         self.policy = self._load(settings.initial_weights, trained=True)
-        self.reference = None if settings.reference_weights is None else self._load(settings.reference_weights, trained=False)
+        own_reference = settings.reference_weights is not None and settings.lora is None
+        self.reference = self._load(settings.reference_weights, trained=False) if own_reference else None
         self.teacher = None if settings.teacher_weights is None else self._load(settings.teacher_weights, trained=False)
         self.critic = None
         if settings.critic is not None:
@@ -72,6 +76,9 @@ class TorchRankWorker:
         self.balance_by = _cost(self.policy) if settings.balance_data else None
         self._writer: ComputeThread | None = None
         self._sender = WeightSender(settings.engine_format, TrainerRanks(world.rank, world.objects))
+        self._adapter_sender = None
+        if settings.lora is not None:
+            self._adapter_sender = AdapterSender(self.policy.model, self._sender, world, self.export_dtype, merges=settings.lora.is_merged)
         self._timeline = Timeline(world.device)
         self._host_memory = HostMemory(world.device)
 
@@ -87,7 +94,7 @@ class TorchRankWorker:
         """Return old, reference and teacher log-probabilities and values of all ranks' samples, on rank 0; None on others."""
         with self._timeline.span("score"):
             olds = self._logprobs(self.policy, share) if self.settings.needs_old_logprobs else {}
-            refs = self._logprobs(self.reference, share) if self.reference is not None else {}
+            refs = self._reference_logprobs(share)
             teachers = self._logprobs(self.teacher, share) if self.teacher is not None else {}
             values = self._scores(self.critic.value_model, share) if self.critic is not None else {}
         own = {i: SampleScores(olds.get(i), refs.get(i), teachers.get(i), values.get(i)) for i in share.positions}
@@ -130,15 +137,28 @@ class TorchRankWorker:
 
     def gradients(self, step: StepShare) -> StepGradients:
         """Compute the gradient of the step's loss into the parameters."""
-        return compute_gradients(self.policy, step, settings=self.settings.loss, device=self.world.device)
+        if self.settings.lora is None:
+            return compute_gradients(self.policy, step, settings=self.settings.loss, device=self.world.device)
+        set_dropout(self.policy.model, on=True)
+        try:
+            return compute_gradients(self.policy, step, settings=self.settings.loss, device=self.world.device)
+        finally:
+            set_dropout(self.policy.model, on=False)
 
     def send_weights(self, target: WeightTarget) -> WeightManifest | Undelivered | None:
         """Gather on all ranks; rank 0 sends, and any rank with an engine on its GPU."""
         with self._timeline.span("send"):
+            if self._adapter_sender is not None:
+                return self._adapter_sender.send(target)
             return self._sender.send(self.named_weights(), target)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield Hugging Face names and full tensors in the data type of `hf_checkpoint`. A collective: every rank iterates to the end."""
+        """Yield Hugging Face names and full tensors in the data type of `hf_checkpoint`, an adapter merged into them.
+
+        A collective: every rank iterates to the end.
+        """
+        if self.settings.lora is not None:
+            return MergedWeights(self.policy.model, self.export_dtype).named()
         return named_weights(self.policy.model, dtype=self.export_dtype)
 
     def save(self, directory: Path) -> None:
@@ -173,7 +193,12 @@ class TorchRankWorker:
         policy = Policy(model, temperature=settings.temperature, chunk_tokens=settings.chunk_tokens)
         if self.world.rank == 0:
             check_packed_forward(policy)
-        if trained:
+        if trained and settings.lora is not None:
+            self._base_digest = base_digest(model)
+            add_policy_adapter(model, settings.lora, seed=settings.seed)
+            if settings.precision == "bf16":
+                store_base_in_half_precision(model)
+        elif trained:
             freeze_parameters(model, settings.trained)
         else:
             model.requires_grad_(False)
@@ -189,6 +214,15 @@ class TorchRankWorker:
         if half_precision or self.world.size > 1:
             shard(model, model.layers, self.world, half_precision=half_precision)
         return model.to(self.world.device)
+
+    def _reference_logprobs(self, share: ScoreShare) -> dict[int, FloatArray]:
+        """Compute the reference's log-probabilities; with LoRA it is the policy without its adapter."""
+        if self.reference is not None:
+            return self._logprobs(self.reference, share)
+        if self.settings.lora is None or self.settings.reference_weights is None:
+            return {}
+        with adapter_off(self.policy.model):
+            return self._logprobs(self.policy, share)
 
     def _logprobs(self, policy: Policy, share: ScoreShare) -> dict[int, FloatArray]:
         return self._scores(policy, share, lambda outputs: outputs.logprobs)
@@ -230,7 +264,7 @@ class TorchRankWorker:
     def _state(self) -> TrainingState:
         changes = self.reference is not None and self.settings.ref_update_interval is not None
         reference = self.reference.model if self.reference is not None and changes else None
-        return TrainingState(self._learner, reference, self.critic)
+        return TrainingState(self._learner, reference, self.critic, self._base_digest)
 
     def _on_device(self) -> Iterator[Tensor]:
         """Return all tensors that training keeps between rollouts."""

@@ -1,0 +1,103 @@
+"""Rules on LoRA: what an adapter can be trained with, and where its flags contradict each other."""
+
+from fuligo.config import Config
+from fuligo.config.findings import Severity
+from fuligo.config.flags import flags
+from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
+
+_SHAPE = ("lora_rank", "lora_alpha", "lora_target_modules", "lora_use_rslora")
+_RL_LR, _SFT_LR = 1e-5, 1e-4
+
+
+@rule("CFG-LORA-TRAINER", "--lora-rank", "--lora-adapter", "--train-backend")
+def torch_trainer_has_adapters(config: Config) -> Violation | None:
+    """Require the torch trainer for LoRA: the Megatron trainer's parallel layers have no adapters."""
+    if not (config.uses_adapter and config.trains) or config.resolved_train_backend == "torch":
+        return None
+    option = "--lora-rank" if config.lora.lora_adapter is None else "--lora-adapter"
+    return Violation(
+        f"{option} needs the torch trainer; the Megatron trainer trains whole weights",
+        advice="use --train-backend torch without Megatron's flags, or leave the --lora flags out",
+    )
+
+
+@rule("CFG-LORA-SHAPE", "--lora-adapter", "--lora-rank", "--lora-alpha", "--lora-target-modules", "--lora-use-rslora")
+def shape_is_given_once(config: Config) -> Violation | None:
+    """Reject a shape beside --lora-adapter, whose adapter_config.json has it."""
+    given = [name for name in _SHAPE if config.value_of(name) != flags()[name].default]
+    if config.lora.lora_adapter is None or not given:
+        return None
+    options = tuple(flags()[name].option for name in given)
+    text = f"{' and '.join(options)} with --lora-adapter {config.lora.lora_adapter}: its adapter_config.json gives the adapter's shape"
+    return Violation(text, tuple(unset_flag(name) for name in given), flags=(*options, "--lora-adapter"))
+
+
+@rule("CFG-LORA-PARAMS", "--lora-rank", "--lora-adapter", "--only-train-params-name-list", "--freeze-params-name-list")
+def adapter_alone_is_trained(config: Config) -> Violation | None:
+    """Reject lists of trained parameters with LoRA, which trains the adapter alone."""
+    names = [name for name in ("only_train_params_name_list", "freeze_params_name_list") if config.value_of(name)]
+    if not config.uses_adapter or not names:
+        return None
+    text = f"{flags()[names[0]].option} chooses among the model's weights, and LoRA trains none of them"
+    return Violation(text, tuple(unset_flag(name) for name in names), "choose the adapted layers with --lora-target-modules")
+
+
+@rule("CFG-LORA-DROPOUT", "--lora-dropout", "--loss-type")
+def dropout_only_without_ratios(config: Config) -> Violation | None:
+    """Reject dropout in RL: log-probabilities of training would differ at random from those of sampling, which ratios compare."""
+    if not config.lora.lora_dropout or config.is_sft:
+        return None
+    text = f"--lora-dropout {config.lora.lora_dropout}: log-probabilities would not repeat, and RL compares them with the engine's"
+    return Violation(text, (unset_flag("lora_dropout"),), "dropout is for --loss-type sft_loss")
+
+
+@rule("CFG-LORA-VALUES", "--lora-rank", "--lora-adapter", "--advantage-estimator")
+def no_value_model_beside_an_adapter(config: Config) -> Violation | None:
+    """Reject a value model with LoRA: all its weights would be trained, so the adapter would save little."""
+    if not (config.uses_adapter and config.trains_values):
+        return None
+    text = "--advantage-estimator ppo trains all weights of a value model, which LoRA does not support"
+    return Violation(text, (set_flag("advantage_estimator", "grpo"),))
+
+
+@rule("CFG-LORA-REFERENCE", "--lora-rank", "--lora-adapter", "--ref-update-interval")
+def reference_is_the_base(config: Config) -> Violation | None:
+    """Reject a moving reference with LoRA: the reference is the policy without its adapter, so that there is no second model."""
+    interval = config.train.ref_update_interval
+    if not config.uses_adapter or interval is None:
+        return None
+    text = f"--ref-update-interval {interval}: with LoRA the reference is the policy without its adapter, which does not change"
+    return Violation(text, (unset_flag("ref_update_interval"),))
+
+
+@rule("CFG-LORA-COMPILE", "--lora-rank", "--lora-adapter", "--torch-compile")
+def layers_are_not_compiled(config: Config) -> Violation | None:
+    """Reject compiled layers with LoRA: the adapter is switched off and on between passes, which compiled code does not follow."""
+    if not (config.uses_adapter and config.model.torch_compile):
+        return None
+    return Violation("--torch-compile cannot compile layers with a LoRA adapter", (unset_flag("torch_compile"),))
+
+
+@rule("CFG-LORA-SYNC", "--lora-sync")
+def adapter_reaches_the_engine(config: Config) -> Violation | None:
+    """Reject --lora-sync adapter where engines cannot take one: SGLang's, external ones, and transports other than tensor."""
+    if config.lora.lora_sync != "adapter" or not config.needs_engine or config.engines_can_take_adapter:
+        return None
+    transport = config.weight_sync.update_weight_transport
+    if config.engine.rollout_external_engine_addrs:
+        why = "external engines began without it"
+    elif not config.engine_capabilities.applies_adapters:
+        why = f"the run's {config.resolved_rollout_backend} engines take whole weights only"
+    else:
+        why = f"--update-weight-transport {transport} writes whole models"
+    return Violation(f"--lora-sync adapter: {why}", (set_flag("lora_sync", "merged"),))
+
+
+@rule("CFG-LORA-LR", "--lr", "--lora-rank", "--lora-adapter", severity=Severity.WARNING)
+def learning_rate_of_full_fine_tuning(config: Config) -> Violation | None:
+    """Warn about a learning rate of full fine-tuning: an adapter needs about ten times as much ("LoRA Without Regret")."""
+    lr = config.optimizer.lr
+    if not config.uses_adapter or not config.trains or lr >= 4e-6:
+        return None
+    better = _SFT_LR if config.is_sft else _RL_LR
+    return Violation(f"--lr {lr:g} is one of full fine-tuning; an adapter needs about ten times as much", (set_flag("lr", better),))

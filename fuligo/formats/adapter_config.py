@@ -1,0 +1,133 @@
+"""Configuration of a LoRA adapter as PEFT stores it beside the adapter's weights. Imports neither torch nor PEFT."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from fuligo.errors import CheckpointError
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER = "adapter"
+"""Directory of the adapter in a checkpoint of a LoRA run."""
+NAME = "default"
+"""Name of the adapter in PEFT's layers; files do not have it."""
+_PREFIX = "base_model.model."
+"""Prefix of the tensors' names in PEFT's files."""
+_UNSUPPORTED = (
+    "use_dora",
+    "modules_to_save",
+    "lora_bias",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+    "fan_in_fan_out",
+    "rank_pattern",
+    "alpha_pattern",
+    "exclude_modules",
+    "layers_to_transform",
+    "use_qalora",
+    "alora_invocation_tokens",
+)
+
+
+def is_adapter(directory: Path) -> bool:
+    """Return whether `directory` is an adapter in PEFT's format."""
+    return (directory / ADAPTER_CONFIG).is_file()
+
+
+def adapter_directory(given: Path) -> Path:
+    """Return the adapter in a checkpoint of a LoRA run, else `given`."""
+    return given if is_adapter(given) or not is_adapter(given / ADAPTER) else given / ADAPTER
+
+
+def stored_name(name: str) -> str:
+    """Return the name in files and weight syncs of a tensor of a model with PEFT's layers.
+
+    The model's own tensors get the names that they have without an adapter, the adapter's those of PEFT's files.
+    """
+    if f".lora_A.{NAME}." in name or f".lora_B.{NAME}." in name:
+        return _PREFIX + name.replace(f".{NAME}.", ".")
+    return name.replace(".base_layer.", ".")
+
+
+def is_adapter_name(name: str) -> bool:
+    """Return whether a tensor of this name in a file or a weight sync belongs to an adapter."""
+    return name.startswith(_PREFIX)
+
+
+def adapted_weight(name: str) -> str:
+    """Return the name of the weight that an adapter's tensor adapts."""
+    return name.removeprefix(_PREFIX).rpartition(".lora_")[0] + ".weight"
+
+
+@dataclass(slots=True, frozen=True)
+class AdapterConfig:
+    """Shape and scaling of an adapter: y = W x + scaling B A x for every adapted matrix W (LoRA, arXiv 2106.09685)."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...] = ()
+    """Last parts of the names of the adapted layers, such as `q_proj`; empty: all linear layers but the output layer."""
+    rank_stabilised: bool = False
+    """Scale by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732) instead of alpha / rank."""
+    dropout: float = 0.0
+    base: str = ""
+    """Model that the adapter was trained on, as its file names it."""
+
+    @property
+    def scaling(self) -> float:
+        """Return the factor of B A."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
+
+    def to_json(self) -> str:
+        """Return the fields as JSON, for a process that begins with an empty adapter of this shape."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote."""
+        fields = json.loads(text)
+        return cls(**{**fields, "target_modules": tuple(fields["target_modules"])})
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """Read `adapter_config.json`.
+
+        Raises:
+            CheckpointError: it is missing or damaged, or the adapter has a feature that fuligo does not support.
+        """
+        file = directory / ADAPTER_CONFIG
+        try:
+            fields: dict[str, Any] = json.loads(file.read_text())
+            kind = fields["peft_type"]
+            if kind != "LORA":
+                raise CheckpointError(f"cannot load {directory}: it is a {kind} adapter, and fuligo loads LoRA adapters; use one of those")
+            if unknown := _unsupported(fields):
+                raise CheckpointError(f"cannot load {directory}: {unknown} of {ADAPTER_CONFIG} is not supported; use a plain adapter")
+            targets = fields["target_modules"]
+            if not isinstance(targets, list) and targets != "all-linear":
+                raise CheckpointError(
+                    f"cannot load {directory}: target_modules {targets!r} of {ADAPTER_CONFIG} is a pattern; list the names of the layers"
+                )
+            return cls(
+                rank=int(fields["r"]),
+                alpha=float(fields["lora_alpha"]),
+                target_modules=() if targets == "all-linear" else tuple(sorted(targets)),
+                rank_stabilised=bool(fields.get("use_rslora")),
+                dropout=float(fields.get("lora_dropout") or 0.0),
+                base=str(fields.get("base_model_name_or_path") or ""),
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"cannot read {file}: {error}; use a directory that PEFT or fuligo saved") from error
+
+
+def _unsupported(fields: dict[str, Any]) -> str:
+    """Return the first feature that fuligo lacks, with its value; empty if there is none."""
+    found = [name for name in _UNSUPPORTED if fields.get(name)]
+    if fields.get("bias", "none") != "none":
+        found.append("bias")
+    if fields.get("init_lora_weights", True) not in (True, False, None, "gaussian"):  # may have changed the base, too
+        found.append("init_lora_weights")
+    return f"{found[0]} {fields[found[0]]!r}" if found else ""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fuligo.checkpoint.state import RunState
 from fuligo.errors import CheckpointError
+from fuligo.formats.adapter_config import ADAPTER, adapter_directory, is_adapter
 from fuligo.formats.checkpoint_files import COUNTERS, LOCK, RELEASE, TRACKER, UNFINISHED, VALUE_MODEL, is_distributed
 from fuligo.formats.file_manifest import MANIFEST, check_manifest
 
@@ -116,8 +117,13 @@ def saved_value_model(checkpoint: Path | None) -> Path | None:
 
 
 def weights_of(checkpoint: Path) -> Path:
-    """Return a checkpoint's weights: the Megatron trainer's is a distributed checkpoint, the torch trainer's has a directory `hf`."""
-    return checkpoint if is_distributed(checkpoint) else checkpoint / "hf"
+    """Return a checkpoint's weights: the Megatron trainer's is a distributed checkpoint, the torch trainer's has a directory `hf`.
+
+    A checkpoint of a LoRA run has the directory `adapter` instead, which is not a whole model.
+    """
+    if is_distributed(checkpoint):
+        return checkpoint
+    return adapter_directory(checkpoint) if is_adapter(checkpoint / ADAPTER) else checkpoint / "hf"
 
 
 def newest_iteration(directory: Path) -> int | None:

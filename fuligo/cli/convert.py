@@ -191,6 +191,34 @@ def value_to_hf(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _merge_adapter_parser() -> argparse.ArgumentParser:
+    return _parser(
+        "merge-adapter",
+        "Merge a LoRA adapter into the weights of its base model, for engines and tools that take no adapters.",
+        ("adapter", "PEFT directory, checkpoint of a LoRA run, or a directory of checkpoints, of which the newest is taken"),
+        model="base model (default: the one that adapter_config.json names)",
+    )
+
+
+def merge_adapter(arguments: Sequence[str]) -> int:
+    """Merge an adapter into its base model; print how many elements of the adapted matrices changed."""
+    options = _merge_adapter_parser().parse_args(list(arguments))
+
+    from fuligo.checkpoint.location import weights_directory
+    from fuligo.convert.merge_adapter import merge_adapter
+    from fuligo.formats.adapter_config import AdapterConfig, adapter_directory
+
+    adapter = adapter_directory(weights_directory(options.adapter))
+    base = options.hf_checkpoint or Path(AdapterConfig.read(adapter).base)
+    if not (base / "config.json").is_file():
+        raise ConfigError(f"cannot merge {adapter}: its base model {base} is not a directory here; name it with --hf-checkpoint")
+    rounding = merge_adapter(base, adapter, options.save)
+    print(f"{base} + {adapter} -> {options.save}")
+    if rounding.num_elements:
+        print(f"{rounding.share_changed:.1%} of the elements of the adapted matrices changed; the update of the others was rounded away")
+    return 0
+
+
 # -- compare and FP8 -------------------------------------------------------------------------------------------------------------------
 
 
@@ -252,6 +280,7 @@ CONVERSIONS = {
     "hf-to-dist": Conversion("a Hugging Face checkpoint to a distributed one, also under torchrun", hf_to_dist, _hf_to_dist_parser),
     "dist-to-hf": Conversion("a distributed checkpoint to a Hugging Face directory", dist_to_hf, _dist_to_hf_parser),
     "value-to-hf": Conversion("the value model of a checkpoint to a Hugging Face token classifier", value_to_hf, _value_to_hf_parser),
+    "merge-adapter": Conversion("a LoRA adapter and its base model to a Hugging Face directory", merge_adapter, _merge_adapter_parser),
     "compare": Conversion("compare two checkpoints, tensor by tensor, to the bit", compare, _compare_parser),
     "fp8": Conversion("a Hugging Face checkpoint to FP8, which engines load: blocks, channels or tensors", fp8, fp8_plan.parser),
 }

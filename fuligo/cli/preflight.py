@@ -23,6 +23,7 @@ from fuligo.config.topology import engine_groups
 from fuligo.config.vocabulary import vocabulary_difference
 from fuligo.environments.load import environment_problems
 from fuligo.errors import CheckpointError, ConfigError
+from fuligo.formats.adapter_config import AdapterConfig, is_adapter
 from fuligo.formats.checkpoint_files import VALUE_MODEL, is_distributed, model_directory, no_value_model
 from fuligo.formats.hugging_face import (
     DamagedFileError,
@@ -35,6 +36,7 @@ from fuligo.formats.hugging_face import (
 )
 from fuligo.formats.quantisation import EngineQuantisation
 from fuligo.machine.packages import package_version, package_versions
+from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.registry import names_of
 from fuligo.planner.rules.model import unknown_tokens
 from fuligo.rollout.rewards.settings import reward_settings
@@ -62,6 +64,7 @@ def preflight_problems(config: Config) -> list[str]:
         _megatron,
         _engines,
         _resume,
+        _adapter,
         data_problems,
         destination_problems,
         _hooks,
@@ -73,7 +76,7 @@ def preflight_problems(config: Config) -> list[str]:
 
 def evaluation_problems(config: Config) -> list[str]:
     """Return the problems on disk for `fuligo eval`, which trains nothing."""
-    checks = (_secrets, _served, _remote_code, _engines, data_problems, destination_problems, _hooks, _rewards, _stop_tokens)
+    checks = (_secrets, _served, _adapter, _remote_code, _engines, data_problems, destination_problems, _hooks, _rewards, _stop_tokens)
     return [problem for check in checks for problem in check(config)]
 
 
@@ -135,7 +138,7 @@ def _served(config: Config) -> Iterator[str]:
         yield f"--load {flags.load} holds no checkpoint to evaluate; remove it to evaluate --hf-checkpoint"
     if found is not None:
         weights = weights_of(found.directory) if isinstance(found, Checkpoint) else found.directory
-        if not is_distributed(weights):
+        if not is_distributed(weights) and not is_adapter(weights):
             yield from _code_of("--load", weights, config)
 
 
@@ -242,7 +245,12 @@ def _first_weights(config: Config, option: str, path: Path) -> Iterator[str]:
     except CheckpointError as error:
         yield f"{option}: {error}"
         return
-    if is_distributed(directory) and option != "--hf-checkpoint":
+    if is_adapter(directory) and not (directory / "config.json").is_file():
+        yield (
+            f"{option} {directory} is a LoRA adapter without its model; start from it with --lora-adapter, or merge it into its model: "
+            f"fuligo convert merge-adapter {directory} --save DIR"
+        )
+    elif is_distributed(directory) and option != "--hf-checkpoint":
         yield from _distributed(config, option, directory)
     else:
         yield from (f"{option}: {text}" for text in checkpoint_problems(directory))
@@ -298,6 +306,9 @@ def _resume(config: Config) -> Iterator[str]:
     match start:
         case Checkpoint(directory=directory, iteration=iteration):
             weights = weights_of(directory)
+            if is_adapter(weights) != config.uses_adapter:
+                yield _other_training(directory, holds_adapter=is_adapter(weights))
+                return
             num_rollout = config.data.num_rollout
             if num_rollout is not None and (problem := nothing_left(directory, iteration, num_rollout)):
                 yield problem
@@ -308,6 +319,12 @@ def _resume(config: Config) -> Iterator[str]:
             weights = directory
         case None:
             return
+    if is_adapter(weights):
+        try:
+            AdapterConfig.read(weights)
+        except CheckpointError as error:
+            yield f"--load: {error}"
+        return
     model = model_directory(weights)
     if is_distributed(weights):
         problems = list(_distributed(config, "--load", weights))
@@ -328,6 +345,42 @@ def _resume(config: Config) -> Iterator[str]:
         return  # --hf-checkpoint is damaged, and reported as that
     if difference is not None:
         yield f"--load: {difference}"
+
+
+def _other_training(checkpoint: Path, *, holds_adapter: bool) -> str:
+    """Return the problem of a checkpoint with an adapter where weights are trained, or the other way round."""
+    if holds_adapter:
+        return f"--load {checkpoint} holds a LoRA adapter, and this run trains all weights; add the --lora-* flags that it was trained with"
+    weights = weights_of(checkpoint)
+    return f"--load {checkpoint} holds all weights, and this run trains a LoRA adapter; start from them with --ref-load {weights}"
+
+
+def _adapter(config: Config) -> Iterator[str]:
+    """Check the adapter to start from, the layers to adapt, and that PEFT is here."""
+    if not config.uses_adapter:
+        return
+    if package_version("peft") is None:
+        yield "--lora-rank, --lora-adapter: the package peft is not installed; pip install 'fuligo[lora]'"
+        return
+    try:
+        adapter = adapter_of(config)
+    except CheckpointError as error:
+        yield f"--lora-adapter: {error}"
+        return
+    directory = config.model.hf_checkpoint
+    if _syncs_quantised(config) and directory is not None and is_quantised(Path(directory)):
+        yield (
+            f"--hf-checkpoint {directory} is quantised: merged into FP8 weights, most of an adapter's update would be rounded away; "
+            "let the engines serve the unquantised weights"
+        )
+    if adapter is None or not adapter.target_modules or directory is None or not (Path(directory) / "config.json").is_file():
+        return
+    from fuligo.models.adapter import empty_model, require_layers
+
+    try:
+        require_layers(adapter.target_modules, empty_model(Path(directory)))
+    except ConfigError as error:
+        yield from error.problems
 
 
 def _rewards(config: Config) -> Iterator[str]:

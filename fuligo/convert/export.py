@@ -1,12 +1,13 @@
-"""Export of a checkpoint's weights as a Hugging Face directory (--save-hf), in the model's own dtypes."""
+"""Export of a checkpoint's weights as a Hugging Face directory (--save-hf), in the model's own dtypes; of a LoRA run the PEFT directory."""
 
 import shutil
 from pathlib import Path
 
 from fuligo.checkpoint.location import weights_of
 from fuligo.errors import CheckpointError
+from fuligo.formats.adapter_config import is_adapter
 from fuligo.formats.checkpoint_files import UNFINISHED, is_distributed
-from fuligo.formats.disk import sync, writing
+from fuligo.formats.disk import sync, sync_tree, writing
 
 
 def export(checkpoint: Path, target: Path) -> None:
@@ -36,7 +37,8 @@ def export(checkpoint: Path, target: Path) -> None:
 
 def export_problem(target: Path) -> str | None:
     """Return why an export may not replace `target`; None if it may."""
-    if not target.exists() or (target.is_dir() and ((target / "config.json").is_file() or not any(target.iterdir()))):
+    is_ours = (target / "config.json").is_file() or is_adapter(target)
+    if not target.exists() or (target.is_dir() and (is_ours or not any(target.iterdir()))):
         return None
     return f"cannot replace {target}: it is not a Hugging Face directory; use another directory"
 
@@ -45,7 +47,10 @@ def _write(checkpoint: Path, new: Path) -> None:
     from fuligo.convert.dist_to_hf import dist_to_hf, write_directory
     from fuligo.convert.own_dtypes import InOwnDtypes
 
-    if is_distributed(checkpoint):
+    if is_adapter(weights_of(checkpoint)):
+        shutil.copytree(weights_of(checkpoint), new)
+        sync_tree(new)
+    elif is_distributed(checkpoint):
         dist_to_hf(checkpoint, new)
     else:
         weights = InOwnDtypes(weights_of(checkpoint))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fuligo.checkpoint.location import Checkpoint, WeightsOnly, resolve, weights_of
 from fuligo.config import Config
+from fuligo.formats.adapter_config import adapter_directory, is_adapter
 from fuligo.formats.checkpoint_files import is_distributed
 from fuligo.job.engines import launch_engines
 from fuligo.job.join import join_cluster
@@ -68,12 +69,13 @@ async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
     async with AsyncExitStack() as stack:
         directory = RunDirectory.create(run_dir, config, resume=False)
         stack.callback(directory.close)
-        model = {"hf_checkpoint": str(_hugging_face(weights.directory, directory.path / "hf", stack))}
-        joined = await join_cluster(config.model_copy(update={"model": config.model.model_copy(update=model)}), [], directory, stack)
+        served = _served(config, weights.directory, directory.path / "hf", stack)
+        joined = await join_cluster(served, [], directory, stack)
         engines = await launch_engines(joined.config, directory, stack, joined.cluster)
         assert engines is not None, "validated: there is something to evaluate"
         await stack.enter_async_context(engines.watched(are_synced=False))
-        tokenizer = load_tokenizer(model["hf_checkpoint"], runs_its_code=config.model.trust_remote_code)
+        assert served.model.hf_checkpoint is not None
+        tokenizer = load_tokenizer(served.model.hf_checkpoint, runs_its_code=config.model.trust_remote_code)
         evaluator = build_eval_only(joined.config.served_at(engines.served), engines.group, tokenizer, lambda: 0, stack)
         assert evaluator is not None, "validated: there is something to evaluate"
         with directory.trace.phase("eval", weights.num_rollouts):
@@ -81,6 +83,31 @@ async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
         record = dict(evaluation.metrics)
         directory.write_evaluation(weights.num_rollouts, evaluation.groups, record, reward_key=config.resolved_eval_reward_key)
         return Evaluated(directory.path, weights, evaluation)
+
+
+def _served(config: Config, weights: Path, target: Path, stack: AsyncExitStack) -> Config:
+    """Return the config whose engines load the weights to evaluate: a model, or an adapter, which other engines get merged at `target`.
+
+    Raises:
+        CheckpointError: the weights are damaged
+        ConfigError: the base model of an adapter is not here
+    """
+    given = config.lora.lora_adapter
+    adapter = weights if is_adapter(weights) else None if given is None else adapter_directory(Path(given))
+    if adapter is None:
+        model, lora = str(_hugging_face(weights, target, stack)), config.lora
+    else:
+        base = config.initial_weights_path if is_adapter(weights) else str(weights)
+        assert base is not None, "validated"
+        lora = config.lora.model_copy(update={"lora_rank": None, "lora_adapter": str(adapter)})
+        model = base
+        if not config.engine_capabilities.applies_adapters:
+            from fuligo.convert.merge_adapter import merge_adapter
+
+            stack.callback(shutil.rmtree, target, ignore_errors=True)
+            merge_adapter(Path(base), adapter, target)
+            model, lora = str(target), config.lora.model_copy(update={"lora_rank": None, "lora_adapter": None})
+    return config.model_copy(update={"model": config.model.model_copy(update={"hf_checkpoint": model}), "lora": lora})
 
 
 def _hugging_face(weights: Path, target: Path, stack: AsyncExitStack) -> Path:

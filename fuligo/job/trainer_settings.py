@@ -7,6 +7,7 @@ from fuligo.checkpoint.location import value_weights_directory, weights_director
 from fuligo.config import Config
 from fuligo.engines.backend import engine_backend
 from fuligo.errors import ConfigError
+from fuligo.formats.adapter_config import adapter_directory
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.layout.megatron import layout_of
@@ -146,9 +147,9 @@ def _lora(config: Config, initial_weights: Path) -> LoraSettings | None:
             f"cannot train an adapter on {initial_weights} with the reference {first}: with LoRA the reference is the policy without its "
             f"adapter; start from one of them alone (--ref-load {initial_weights})"
         )
-    start = config.lora.lora_adapter
-    base = str(initial_weights.absolute())
-    return LoraSettings(replace(adapter, base=base), None if start is None else Path(start), is_merged=not config.syncs_adapter)
+    given = config.lora.lora_adapter
+    start = None if given is None else adapter_directory(Path(given))
+    return LoraSettings(replace(adapter, base=str(initial_weights.absolute())), start, is_merged=not config.syncs_adapter)
 
 
 def _capacity(config: Config, max_tokens: int | None) -> Capacity:

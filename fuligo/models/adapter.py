@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fuligo.config.flag import did_you_mean, nearest
 from fuligo.errors import CheckpointError, ConfigError
@@ -22,6 +22,13 @@ from fuligo.formats.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NAME,
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
+
+
+def empty_model(directory: Path) -> PreTrainedModel:
+    """Return the model that config.json describes, without memory for its weights."""
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:

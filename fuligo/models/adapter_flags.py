@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fuligo.config import Config
-from fuligo.formats.adapter_config import AdapterConfig
+from fuligo.formats.adapter_config import AdapterConfig, adapter_directory
 
 
 def adapter_of(config: Config) -> AdapterConfig | None:
@@ -15,7 +15,7 @@ def adapter_of(config: Config) -> AdapterConfig | None:
     flags = config.lora
     base = config.initial_weights_path or ""
     if flags.lora_adapter is not None:
-        read = AdapterConfig.read(Path(flags.lora_adapter))
+        read = AdapterConfig.read(adapter_directory(Path(flags.lora_adapter)))
         return AdapterConfig(read.rank, read.alpha, read.target_modules, read.rank_stabilised, flags.lora_dropout, base)
     if flags.lora_rank is None:
         return None

@@ -9,6 +9,7 @@ from fuligo.engines.connection import ControlDeadlines
 from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedded
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import ConfigError, FuligoError
+from fuligo.formats.adapter_config import adapter_directory
 from fuligo.formats.checkpoint_form import prediction_prefixes
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.weight_manifest import EngineFormat
@@ -33,7 +34,7 @@ class EmbeddedBackend:
                 max_total_tokens=flags.embedded_max_total_tokens,
                 num_threads=flags.embedded_num_threads,
                 trust_remote_code=config.model.trust_remote_code,
-                adapter=None if given is None or config.trains else Path(given),
+                adapter=None if given is None or config.trains else adapter_directory(Path(given)),
                 adapter_shape=adapter_of(config) if config.trains and config.syncs_adapter else None,
                 start_timeout_s=flags.engine_start_timeout_s,
             )

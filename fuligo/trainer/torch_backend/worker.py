@@ -202,7 +202,9 @@ class TorchRankWorker:
             freeze_parameters(model, settings.trained)
         else:
             model.requires_grad_(False)
-        return self._placed(policy, trained=trained)
+        policy = self._placed(policy, trained=trained)
+        set_dropout(model, on=False)
+        return policy
 
     def _placed(self, model: PackedT, *, trained: bool) -> PackedT:
         """Move the model to the device, sharded if there are several ranks or computation is in half precision."""

@@ -179,8 +179,8 @@ def test_any_value_of_any_flag_is_taken_or_refused_by_name(flag, text: str) -> N
 @pytest.mark.parametrize(
     ("given", "advice"),
     [
-        ("--lora-rank", "LoRA is not implemented"),
-        ("--lora", "LoRA is not implemented"),
+        ("--lora-r", "use --lora-rank"),
+        ("--lora", "use --lora-rank"),
         ("--output", "use --run-dir"),
         ("--model", "ORG/NAME on the Hub"),
         ("--offload", "leave it out: --colocate offloads each side"),

@@ -1,0 +1,72 @@
+"""Conversion of a base model and a LoRA adapter to a Hugging Face directory with the adapter merged into the weights."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fuligo.convert.dist_to_hf import FILE_BYTES, write_directory
+from fuligo.convert.own_dtypes import InOwnDtypes
+from fuligo.errors import CheckpointError
+from fuligo.formats.adapter_config import AdapterConfig, adapted_weight
+from fuligo.formats.weight_manifest import MergeRounding
+from fuligo.models.adapter import LowRankUpdate, read_adapter_weights
+
+
+class MergedTensors(InOwnDtypes):
+    """Tensors of a base model, W + scaling B A for the adapted ones: summed in float32 and rounded once to the base's dtype."""
+
+    def __init__(self, base: Path, adapter: Path) -> None:
+        """Read the headers of the base and the adapter.
+
+        Raises:
+            CheckpointError: one of them is damaged, or the adapter is another model's.
+        """
+        super().__init__(base)
+        self.rounding = MergeRounding()
+        """Complete when all tensors have been read."""
+        config, tensors = AdapterConfig.read(adapter), read_adapter_weights(adapter)
+        self._updates: dict[str, LowRankUpdate] = {}
+        for name in sorted({adapted_weight(name) for name in tensors}):
+            layer = f"base_model.model.{name.removesuffix('.weight')}"
+            a, b = (tensors.get(f"{layer}.lora_{part}.weight") for part in "AB")
+            if a is None or b is None:
+                raise CheckpointError(f"cannot merge {adapter}: it has only one of the two matrices for {name}; use a whole adapter")
+            if self.shapes.get(name) != (len(b), a.shape[1]):
+                there = list(self.shapes.get(name, ())) or "absent"
+                raise CheckpointError(
+                    f"cannot merge {adapter} into {base}: {name} is {there} there, and the adapter's is {[len(b), a.shape[1]]}; use the "
+                    f"model that the adapter was trained on ({config.base or 'its adapter_config.json names none'})"
+                )
+            self._updates[name] = LowRankUpdate(a, b, config.scaling)
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor on the CPU.
+
+        Raises:
+            CheckpointError: its file cannot be read.
+        """
+        weight, update = super().read(name), self._updates.get(name)
+        if update is None:
+            return weight
+        merged = update.added_to(weight).to(weight.dtype)
+        if weight.dtype != torch.float32:
+            self.rounding += MergeRounding(int((merged != weight).sum()), merged.numel())
+        return merged
+
+
+def merge_adapter(base: Path, adapter: Path, target: Path, *, file_bytes: int = FILE_BYTES) -> MergeRounding:
+    """Write the merged model to `target`, which appears when it is complete; return what rounding left of the adapter's update.
+
+    Args:
+        base: Hugging Face directory that the adapter was trained on.
+        adapter: PEFT directory.
+        target: a new or empty directory.
+        file_bytes: size of a file of weights, and so of the memory needed.
+
+    Raises:
+        CheckpointError: a directory is damaged, they do not fit each other, or the target cannot be written.
+    """
+    weights = MergedTensors(base, adapter)
+    write_directory(weights, base, target, file_bytes=file_bytes)
+    return weights.rounding

@@ -139,7 +139,7 @@ class WeightManifest:
     num_bytes_sent: int = 0
     """Bytes actually sent; less than `num_bytes` if only changes were sent."""
     merged: MergeRounding = MergeRounding()
-    """What rounding left of an adapter that was merged into the weights."""
+    """Measure of what rounding left of an adapter that was merged into the weights."""
     adapter: str | None = None
     """Digest of the adapter, if it was sent itself, as an engine computes it from what it holds."""
 

@@ -15,20 +15,8 @@ from fuligo.errors import ConfigError
 from fuligo.rollout.rewards.rules import NAMED
 from fuligo.rollout.rewards.rules import RULES as REWARDS
 from tests.unit.config.conftest import PPO, SERVED_TEACHER, SGLANG, SHARED, WITH_TEACHER, Values, config_of, config_with
-from tests.unit.config.conftest import MakeConfig, config_with
-
-Values = dict[str, Any]
-
-SGLANG: Values = {"rollout_backend": "sglang", "rollout_num_gpus": 4, "actor_num_gpus_per_node": 4}
-"""Flags for engines on their own GPUs."""
-SERVED_TEACHER: Values = {"name": "teacher", "model_path": "t", "update_weights": False, "server_groups": [{"num_gpus": 2}]}
-WITH_TEACHER: Values = {**SGLANG, "sglang_config": [{"server_groups": [{"num_gpus": 2}]}, SERVED_TEACHER], "use_opd": True}
-"""Flags for a teacher on two of the four GPUs."""
-SHARED: Values = {"rollout_backend": "sglang", "colocate": True, "actor_num_gpus_per_node": 4}
-"""Flags for engines on the trainer's GPUs."""
 
 LORA: Values = {"lora_rank": 8, "lr": 1e-5}
-PPO: Values = {"advantage_estimator": "ppo"}
 
 BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-MODEL-MISSING": [({"hf_checkpoint": None}, "--hf-checkpoint is missing")],
@@ -378,132 +366,6 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
     "CFG-COLOCATE-IDLE": [({**SHARED, "rollout_num_gpus": 2}, "2 of the trainer's 4 GPUs idle")],
 }
 """Rule id -> configs that violate only this rule, with a part of the message."""
-
-NO_EFFECT: dict[str, list[tuple[Any, Values]]] = {
-    "kl_loss_coef": [(0.1, {})],
-    "use_unbiased_kl": [(True, {})],
-    "sft_rewritten_turns": [("rendered", {})],
-    "kl_coef": [(0.1, {"advantage_estimator": name}) for name, facts in ESTIMATORS.items() if not facts.uses_kl_coef],
-    "gamma": [(0.9, {"advantage_estimator": name}) for name, facts in ESTIMATORS.items() if not facts.uses_gamma],
-    "disable_grpo_std_normalization": [(True, {"advantage_estimator": "rloo"}), (True, {"disable_rewards_normalization": True})],
-    "eps_clip_c": [(3.0, {"advantage_estimator": "cispo"})],
-    "tis_mode": [("icepop", {})],
-    "tis_clip": [(3.0, {})],
-    "tis_clip_low": [(0.5, {})],
-    "custom_tis_function_path": [("my.tis", {})],
-    "tracking_project": [("sums", {})],
-    "profile_ranks": [([1], {})],
-    "custom_pg_loss_reducer_function_path": [
-        ("my.reduce", {"loss_type": "sft_loss"}),
-        ("my.reduce", {"loss_type": "custom_loss", "custom_loss_function_path": "my.loss"}),
-    ],
-    "custom_eval_rollout_log_function_path": [("my.log", {})],
-    "rollout_all_samples_process_path": [("my.process", {"loss_type": "sft_loss"})],
-    "extra_rm_path": [(["my.reward"], {"loss_type": "sft_loss"})],
-    "extra_rm_weights": [([0.5], {})],
-    "custom_loss_function_path": [("my.loss", {})],
-    "ref_update_interval": [(5, {})],
-    "buffer_filter_path": [
-        ("my.filter", {}),
-        ("my.filter", {"partial_rollout": True, "data_source_path": "my.Source"}),
-        ("my.filter", {"partial_rollout": True, "async_mode": "full", "max_staleness": 2}),
-    ],
-    "mask_offpolicy_in_partial_rollout": [(True, {}), (True, {"partial_rollout": True, "async_mode": "full", "max_staleness": 2})],
-    "max_staleness": [(2, {}), (2, {"partial_rollout": True, "data_source_path": "my.Source"})],
-    "max_restarts": [(2, {"debug_rollout_only": True})],
-    "rm_type": [("math", {"custom_rm_path": "my.reward"})],
-    "rm_url": [("http://rm", {})],
-    "rm_retries": [(9, {})],
-    "rm_num_workers": [(2, {"rm_type": None, "custom_rm_path": "my.reward"})],
-    "group_rm": [(True, {})],
-    "eval_interval": [(5, {})],
-    "n_samples_per_eval_prompt": [(4, {})],
-    "eval_max_response_len": [(64, {})],
-    "eval_temperature": [(0.6, {})],
-    "eval_top_p": [(0.7, {})],
-    "eval_top_k": [(5, {})],
-    "skip_eval_before_train": [(True, {})],
-    "eval_reward_key": [("acc", {}), ("acc", {"eval_prompt_data": ["a.jsonl"]})],
-    "max_tokens_per_gpu": [(4096, {})],
-    "log_probs_max_tokens_per_gpu": [(4096, {})],
-    "min_lr": [(1e-7, {})],
-    "lr_decay_iters": [(100, {})],
-    "apply_chat_template_kwargs": [({"enable_thinking": False}, {})],
-    "tool_key": [("tools", {})],
-    "ckpt_step": [(3, {})],
-    "embedded_max_running_requests": [(8, {"rollout_external_engine_addrs": ["localhost:30000"]})],
-    "embedded_max_total_tokens": [(8192, {"rollout_external_engine_addrs": ["localhost:30000"]})],
-    "embedded_dtype": [("bf16", {"rollout_external_engine_addrs": ["localhost:30000"]})],
-    "embedded_num_threads": [(1, {"rollout_external_engine_addrs": ["localhost:30000"]})],
-    "wandb_project": [("p", {})],
-    "wandb_group": [("g", {})],
-    "wandb_mode": [("offline", {})],
-    "load_debug_rollout_data": [("d/{rollout_id}", {})],
-    "save_debug_rollout_data": [("d/{rollout_id}", {"debug_train_only": True, "load_debug_rollout_data": "e/{rollout_id}"})],
-    "disable_rewards_normalization": [(True, {"loss_type": "sft_loss"})],
-    "normalize_advantages": [(True, {"loss_type": "sft_loss"})],
-    "eps_clip": [(0.1, {"loss_type": "sft_loss"})],
-    "eps_clip_high": [(0.3, {"loss_type": "sft_loss"})],
-    "entropy_coef": [(0.1, {"loss_type": "sft_loss"})],
-    "use_kl_loss": [(True, {"loss_type": "sft_loss"})],
-    "use_tis": [(True, {"loss_type": "sft_loss"})],
-    "use_rollout_logprobs": [(True, {"loss_type": "sft_loss"})],
-    "custom_advantage_function_path": [("my.advantages", {"loss_type": "sft_loss"})],
-    "custom_reward_post_process_path": [("my.rewards", {"loss_type": "sft_loss"})],
-    "over_sampling_batch_size": [(64, {"loss_type": "sft_loss"}), (64, {"async_mode": "full", "max_staleness": 2})],
-    "dynamic_sampling_filter_path": [("my.filter", {"loss_type": "sft_loss"})],
-    "partial_rollout": [(True, {"loss_type": "sft_loss"})],
-    "data_source_path": [("my.Source", {"loss_type": "sft_loss"})],
-    "rollout_function_path": [("my.rollout", {"loss_type": "sft_loss"})],
-    "rollout_sample_filter_path": [("my.filter", {"loss_type": "sft_loss"})],
-    "reward_key": [("acc", {}), ("acc", {"rm_type": "boxed_gpqa"})],
-    "lambd": [(0.9, {}), (0.9, {"loss_type": "sft_loss"})],
-    "value_clip": [(0.1, {}), (0.1, {"custom_advantage_function_path": "my.advantages"})],
-    "num_critic_only_steps": [(5, {}), (5, {**PPO, "loss_type": "sft_loss"})],
-    "critic_lr": [(1e-5, {}), (1e-5, {**PPO, "loss_type": "sft_loss"})],
-    "critic_lr_warmup_iters": [(5, {}), (5, {**PPO, "loss_type": "sft_loss"})],
-    "critic_load": [("values", {}), ("values", {**PPO, "loss_type": "sft_loss"})],
-    "use_opsm": [(True, {}), (True, {"use_tis": True}), (True, {"loss_type": "sft_loss"})],
-    "opsm_delta": [(1e-3, {})],
-    "use_opd": [(True, {"loss_type": "sft_loss"})],
-    "opd_type": [("trainer", {})],
-    "opd_kl_coef": [(0.5, {})],
-    "opd_teacher_load": [("t", {})],
-    "opd_teacher_url": [("http://t:1", {})],
-    "use_routing_replay": [(True, {**SGLANG, "loss_type": "sft_loss"})],
-    "use_rollout_routing_replay": [(True, {**SGLANG, "loss_type": "sft_loss"})],
-    "recompute_method": [("uniform", SGLANG), ("uniform", {**SGLANG, "recompute_granularity": "selective"})],
-    "recompute_num_layers": [(1, SGLANG)],
-    "lora_alpha": [(16.0, {})],
-    "lora_dropout": [(0.1, {"loss_type": "sft_loss", "rm_type": None})],
-    "lora_target_modules": [(["q_proj"], {})],
-    "lora_use_rslora": [(True, {})],
-    "lora_sync": [("merged", {})],
-    "recompute_modules": [(["mlp"], {**SGLANG, "recompute_granularity": "full"})],
-    "overlap_cpu_optimizer_d2h_h2d": [(True, SGLANG)],
-    "mtp_loss_scaling_factor": [(0.3, {**SGLANG, "mtp_num_layers": 1})],
-    "mtp_joint_training": [(True, {**SGLANG, "mtp_num_layers": 1})],
-    "data_pad_size_multiplier": [(64, {})],
-    "override_model_config": [(True, SGLANG)],
-    "colocate": [(True, {})],
-    "use_fault_tolerance": [(True, {}), (True, {"rollout_backend": "sglang", "rollout_external_engine_addrs": ["host:30000"]})],
-    "engine_python": [("/opt/sglang/bin/python", {})],
-    "engine_env": [({"A": "1"}, {})],
-    "rollout_health_check_interval": [(5.0, {})],
-    "rollout_health_check_timeout": [(5.0, {})],
-}
-"""Flag -> values without effect, and the flags that make them so."""
-
-
-def config_of(values: Values) -> Config:
-    """Return the valid config with these flags changed; `sglang_...`, `router_...` and `megatron_...` are pass-through arguments."""
-    typed = {name: value for name, value in values.items() if name in flags()}
-    passed = [Change(tuple(name.split("_", 1)), value) for name, value in values.items() if name not in typed]
-    return apply_changes(config_with(**typed), passed)
-
-
-def test_the_valid_config_breaks_no_rule_and_warns_of_nothing(make_config: MakeConfig) -> None:
-    assert validate(make_config()) == []
 
 
 @pytest.mark.parametrize(("rule", "values", "text"), [(rule, *case) for rule, cases in BROKEN.items() for case in cases])

@@ -97,7 +97,9 @@ class AgentGenerate:
         session = await self.gateway.open(params, label=f"{sample.index}", priority=-sample.index)
         row = Row(deepcopy(sample.prompt), deepcopy(sample.label), deepcopy(sample.metadata), sample.index)
         call = self.agent if is_async(self.agent) else in_thread(self.agent)
-        return Episode(session, asyncio.create_task(_called(call, session, row), name=f"agent {sample.index}"), self.timeout_s)
+        task = asyncio.create_task(_called(call, session, row), name=f"agent {sample.index}")
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # of a cancelled agent, nobody else asks
+        return Episode(session, task, self.timeout_s)
 
     async def _until_ended_or_interrupted(self, episode: Episode) -> bool:
         """Wait; return True if the agent has ended.
@@ -117,22 +119,10 @@ class AgentGenerate:
         return episode.task in done
 
     def _finished(self, sample: Sample, episode: Episode) -> Sample | list[Sample]:
-        session, error = episode.session, episode.task.exception() if not episode.task.cancelled() else asyncio.CancelledError()
-        num_in_flight = session.num_in_flight
+        session = episode.session
+        problem = self._problem(episode)
         self.gateway.end(session)
         samples = branches(sample, session, self.tokenizer)
-        problem: str | None = None
-        reward = None if error is not None else episode.task.result()
-        reward = session.given_reward if reward is None else reward
-        if error is not None:
-            cause = f"; last error of an engine: {session.failure}" if session.failure else ""
-            problem = f"the agent raised {describe_exception(error, self.agent)}{cause}".replace(session.api_key, "***")
-        elif num_in_flight:
-            problem = f"the agent returned while {num_in_flight} of its requests were in flight; it must await their answers"
-        elif not session.conversation.turns:
-            problem = f"the agent returned without an answer of the policy ({session.num_requests} requests); it must use session.base_url"
-        elif reward is None:
-            problem = "the agent returned no reward; return a number or a dict, or send it to POST {base_url}/reward"
         if problem is not None:
             return failed(samples[0], problem)
         samples[0].metrics |= {
@@ -141,8 +131,23 @@ class AgentGenerate:
             "agent_replaced_requests": session.num_replaced,
         }
         for part in samples:
-            part.reward = deepcopy(reward)
+            part.reward = deepcopy(_reward(episode))
         return samples
+
+    def _problem(self, episode: Episode) -> str | None:
+        """Return why the samples of an agent that has ended cannot be used, or None."""
+        session, task = episode.session, episode.task
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is not None:
+            cause = f"; last error of an engine: {session.failure}" if session.failure else ""
+            return f"the agent raised {describe_exception(error, self.agent)}{cause}".replace(session.api_key, "***")
+        if session.num_in_flight:
+            return f"the agent returned while {session.num_in_flight} of its requests were in flight; it must await their answers"
+        if not session.conversation.turns:
+            return f"the agent returned without an answer of the policy ({session.num_requests} requests); it must use session.base_url"
+        if _reward(episode) is None:
+            return "the agent returned no reward; return a number or a dict, or send it to POST {base_url}/reward"
+        return None
 
     def _interrupted(self, sample: Sample, key: Key, episode: Episode) -> Sample:
         """Return the sample with the tokens of its first branch, whose versions say how old they are."""
@@ -171,6 +176,12 @@ class AgentGenerate:
         else:
             sent = f"it sent {session.num_requests} requests, the last {time.monotonic() - session.last_request_s:.1f} s ago"
         return f"the agent did not return within {self.timeout_s:g} s (--agent-timeout-s); {sent}"
+
+
+def _reward(episode: Episode) -> Reward | None:
+    """Return the reward that the agent returned, or the one that came by HTTP."""
+    returned = episode.task.result()
+    return episode.session.given_reward if returned is None else returned
 
 
 async def _called(call: Callable[[Session, Row], Awaitable[Reward | None]], session: Session, row: Row) -> Reward | None:

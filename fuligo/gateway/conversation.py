@@ -46,7 +46,7 @@ class Turn:
 
     def path(self) -> list["Turn"]:
         """Return the turns from the root to this one."""
-        turns = [self]
+        turns: list[Turn] = [self]
         while (parent := turns[-1].parent) is not None:
             turns.append(parent)
         return turns[::-1]

@@ -186,7 +186,7 @@ class Gateway:
             return _error(400, f"the body is not JSON: {error}")
         reward = body.get("reward") if isinstance(body, dict) else None
         parts = list(reward.values()) if isinstance(reward, dict) else [reward]
-        if not parts or not all(isinstance(part, Real) and not isinstance(part, bool) for part in parts):
+        if reward is None or not parts or not all(isinstance(part, Real) and not isinstance(part, bool) for part in parts):
             return _error(
                 400, f'the body must be {{"reward": NUMBER}} or {{"reward": {{NAME: NUMBER}}}}, not {body!r:.100}', param="reward"
             )

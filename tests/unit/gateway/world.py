@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,17 +73,19 @@ def check_exact(samples: list[Sample], engine: RandomEngine) -> None:
 
     Answers that were aborted come from several requests; the last of them saw the tokens of the others.
     """
-    sampled: list[tuple] = []
+    sampled: Counter[tuple] = Counter()
     for seen, generation in engine.requests:
-        versions = [generation.weight_version] * len(generation.output_ids)
-        sampled += [
-            ((*seen, *generation.output_ids[:n]), token, logprob, version)
-            for n, (token, logprob, version) in enumerate(zip(generation.output_ids, generation.logprobs, versions, strict=True))
-        ]
-    trained: list[tuple] = []
+        whole = np.concatenate([seen, generation.output_ids]).astype(np.int32)
+        sampled.update(_tokens(whole, range(len(seen), len(whole)), generation.logprobs, [generation.weight_version] * len(whole)))
+    trained: Counter[tuple] = Counter()
     for sample in samples:
-        tokens, num_prompt = sample.tokens, len(sample.prompt_ids)
-        for n in np.flatnonzero(sample.loss_mask):
-            at = num_prompt + int(n)
-            trained.append((tuple(tokens[:at]), tokens[at], sample.engine_logprobs[n], sample.versions[n]))
-    assert sorted(trained) == sorted(sampled)
+        at = np.flatnonzero(sample.loss_mask)
+        places = (len(sample.prompt_ids) + at).tolist()
+        trained.update(_tokens(sample.tokens.astype(np.int32), places, sample.engine_logprobs[at], sample.versions[at]))
+    assert trained == sampled
+
+
+def _tokens(ids: IntArray, places: Iterable[int], logprobs: Iterable[float], versions: Iterable[int]) -> Iterator[tuple]:
+    """Yield tokens with what came before them, their log-probability and their version."""
+    for at, logprob, version in zip(places, logprobs, versions):
+        yield hash(ids[:at].tobytes()), int(ids[at]), float(logprob), int(version)

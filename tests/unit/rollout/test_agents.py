@@ -97,7 +97,7 @@ def world(request: pytest.FixtureRequest, runner: asyncio.Runner) -> Iterator[tu
     runner.run(generate.gateway.close())
 
 
-@settings(max_examples=12)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32))
 def test_every_sampled_token_is_trained_once_after_the_ids_that_the_engine_saw(
     world: tuple[RandomEngine, AgentGenerate], runner: asyncio.Runner, seed: int

@@ -1,0 +1,41 @@
+"""Questions that a search over documents answers, as in search-R1."""
+
+import re
+import string
+from pathlib import Path
+
+from pydantic import model_validator
+
+from fuligo.environments import AssistantTurn, EnvironmentSettings, Row, Step, ToolEnvironment
+from fuligo.environments.tools.search import SearchSettings, SearchTool, shared_index
+
+
+class Settings(EnvironmentSettings):
+    """Documents, and results of a search."""
+
+    search: SearchSettings = SearchSettings(documents=Path(__file__).with_name("corpus.jsonl"), num_results=1)
+
+    @model_validator(mode="after")
+    def _needs_documents(self) -> "Settings":
+        shared_index(self.search)  # before the run starts
+        return self
+
+
+class Search(ToolEnvironment):
+    """Asks the question of the row; the reward is 1 if the last answer equals the label but for case, articles and punctuation."""
+
+    Settings = Settings
+
+    def __init__(self, row: Row, settings: Settings) -> None:
+        super().__init__(row, settings, [SearchTool(settings.search).search])
+
+    async def judge(self, turn: AssistantTurn) -> Step:
+        """Compare the answer, in <answer> tags if there are any, with the label."""
+        tagged = re.findall(r"<answer>(.*?)</answer>", turn.content, re.DOTALL)
+        return Step(reward=float(normal(tagged[-1] if tagged else turn.content) == normal(str(self.row.label))), done=True)
+
+
+def normal(text: str) -> str:
+    """Return a text in lower case, without articles, punctuation and needless spaces."""
+    text = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return " ".join(word for word in text.split() if word not in {"a", "an", "the"})

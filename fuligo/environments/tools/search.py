@@ -85,8 +85,8 @@ class SearchIndex:
 
     def search(self, query: str, num_results: int) -> list[Hit]:
         """Return the documents that fit best, best first; equal scores in the order of the documents. Others than 0 alone count."""
-        (tokens,) = self._library.tokenize([query], stopwords=self._stopwords, return_ids=False, show_progress=False)
-        known = [str(token) for token in tokens if token in self._index.vocab_dict]
+        tokens = self._library.tokenize([query], stopwords=self._stopwords, return_ids=False, show_progress=False)
+        known = [str(token) for token in next(iter(tokens)) if token in self._index.vocab_dict]
         if not known:
             return []
         scores = self._index.get_scores(known)

@@ -1,4 +1,4 @@
-"""GPU readings from the output of nvidia-smi, recorded on H100s, and from a program that prints it in its place."""
+"""GPU readings from lines in the form that nvidia-smi writes, and from a program that prints them in its place."""
 
 import os
 import time

@@ -9,6 +9,7 @@ types that JSON does not keep.
 
 import argparse
 import functools
+import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -46,22 +47,20 @@ def rows(dataset: str, config: Mapping[str, Any], *, style: str = "default") -> 
     """
     text = orjson.dumps(dict(config), option=orjson.OPT_SORT_KEYS).decode()
     generated = _dataset(dataset, text)
-    from reasoning_gym.utils import SYSTEM_PROMPTS
-
-    if style not in SYSTEM_PROMPTS:
-        raise ConfigError(f"cannot write prompts in the style {style!r}: the styles are {', '.join(SYSTEM_PROMPTS)}")
+    prompts = importlib.import_module("reasoning_gym.utils").SYSTEM_PROMPTS
+    if style not in prompts:
+        raise ConfigError(f"cannot write prompts in the style {style!r}: the styles are {', '.join(prompts)}")
     for index in range(len(generated)):
         entry = generated[index]
         task = Task(dataset=dataset, config=text, index=index)
-        messages = [{"role": "system", "content": SYSTEM_PROMPTS[style].strip()}, {"role": "user", "content": entry["question"]}]
+        messages = [{"role": "system", "content": prompts[style].strip()}, {"role": "user", "content": entry["question"]}]
         yield {"prompt": messages, "label": str(entry["answer"]), "metadata": {_KEY: task.model_dump()}}
 
 
 def score(answer: str, task: Task) -> float:
     """Return the verifier's score of a model's text, between 0 and 1; 0 without <answer> tags."""
     dataset = _dataset(task.dataset, task.config)
-    from reasoning_gym.utils import extract_answer
-
+    extract_answer = importlib.import_module("reasoning_gym.utils").extract_answer
     return float(dataset.score_answer(extract_answer(answer), dataset[task.index]))
 
 
@@ -84,7 +83,7 @@ def reward(args: Any, sample: Sample) -> float:
 @functools.lru_cache(maxsize=64)
 def _dataset(name: str, config: str) -> Any:
     try:
-        import reasoning_gym
+        reasoning_gym = importlib.import_module("reasoning_gym")
     except ImportError:
         raise ConfigError("cannot use reasoning-gym: it is not installed; pip install 'fuligo[reasoning-gym]'") from None
     try:

@@ -6,6 +6,7 @@ A row's metadata holds the game's `seed`, so that the samples of one prompt play
 has its own.
 """
 
+import importlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ class TextArena(Environment):
         """
         super().__init__(row, settings)
         try:
-            import textarena
+            textarena = importlib.import_module("textarena")
         except ImportError:
             raise ConfigError("cannot play: textarena is not installed; pip install 'fuligo[textarena]'") from None
         seed = row.metadata.get("seed")

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from copy import deepcopy
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,6 +29,10 @@ class EpisodeError(Exception):
     """Reason why an episode failed."""
 
 
+class _InterruptedError(Exception):
+    """Generation is being aborted while the environment works."""
+
+
 @dataclass(slots=True, frozen=True)
 class Limits:
     """Limits of an episode."""
@@ -44,7 +48,7 @@ class Limits:
 
 @dataclass(eq=False)
 class Episodes:
-    """`GenerateFn` that makes an environment for every sample and lets the model and it take turns.
+    """`GenerateFn` and `Interruptible` that makes an environment for every sample and lets the model and it take turns.
 
     Sampled ids stay as they are; the template renders what stands between them. Where it rewrites history, the sample ends and a new one
     of the same index begins with the conversation as it is rendered then.
@@ -57,16 +61,23 @@ class Episodes:
     tokenizer: Tokenizer
     _: KW_ONLY
     limits: Limits
+    _running: set[asyncio.Future[None]] = field(default_factory=set, init=False)
+    """One future per episode under way, done when it is to return."""
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> list[Sample]:
-        """Run an episode to its end, or to the abort of a request. If the environment fails, so does the sample, with the reason."""
+        """Run an episode to its end, or to an interruption. If the environment fails, so does the sample, with the reason."""
         row = Row(sample.prompt, sample.label, deepcopy(sample.metadata), sample.index)
         deadline = asyncio.timeout(self.limits.episode_timeout_s)
         environment: Environment | None = None
+        interrupted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._running.add(interrupted)
         try:
             async with deadline:
                 environment = self._make(row)
-                return await _Run(self, environment, sample, params).to_end()
+                return await _Run(self, environment, sample, params, interrupted).to_end()
+        except _InterruptedError:
+            sample.status = SampleStatus.ABORTED
+            return [sample]
         except EpisodeError as error:
             return [failed(sample, str(error))]
         except TimeoutError:
@@ -74,8 +85,15 @@ class Episodes:
                 raise
             return [failed(sample, f"the episode did not end within {self.limits.episode_timeout_s:g} s (--episode-timeout-s)")]
         finally:
+            self._running.discard(interrupted)
             if environment is not None:
                 await self._close(environment, sample)
+
+    def interrupt(self) -> None:
+        """Cancel the calls of environments, because generation is being aborted; an episode that continues makes its call again."""
+        for interrupted in self._running:
+            if not interrupted.done():
+                interrupted.set_result(None)
 
     def _make(self, row: Row) -> Environment:
         try:
@@ -90,20 +108,24 @@ class Episodes:
             if sample.status is not SampleStatus.FAILED:
                 failed(sample, str(error))
 
-    async def within(self, call: Coroutine[Any, Any, T], name: str) -> T:
+    async def within(self, call: Coroutine[Any, Any, T], name: str, interrupted: asyncio.Future[None] | None = None) -> T:
         """Await a call of the environment for at most --turn-timeout-s. One that does not heed its cancellation is left behind.
 
         Raises:
             EpisodeError: it raised, or took longer
+            _InterruptedError: `interrupted` was done first
         """
         task = asyncio.ensure_future(_outcome(call, name))
+        awaited = [task] if interrupted is None else [task, interrupted]
         try:
-            done, _ = await asyncio.wait([task], timeout=self.limits.turn_timeout_s)
+            await asyncio.wait(awaited, timeout=self.limits.turn_timeout_s, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             task.cancel()
             raise
-        if not done:
+        if not task.done():
             task.cancel()
+            if interrupted is not None and interrupted.done():
+                raise _InterruptedError
             raise EpisodeError(f"environment: {name} did not return within {self.limits.turn_timeout_s:g} s (--turn-timeout-s)")
         result = task.result()
         if isinstance(result, EpisodeError):
@@ -126,11 +148,14 @@ async def _outcome(call: Coroutine[Any, Any, T], name: str) -> T | EpisodeError:
 class _Run:
     """One episode under way."""
 
-    def __init__(self, parts: Episodes, environment: Environment, sample: Sample, params: SamplingParams) -> None:
+    def __init__(
+        self, parts: Episodes, environment: Environment, sample: Sample, params: SamplingParams, interrupted: asyncio.Future[None]
+    ) -> None:
         self._parts = parts
         self._environment = environment
         self._sample = sample
         self._params = params
+        self._interrupted = interrupted
         self._tools: tuple[Tool, ...] = ()
         self._messages: Messages = []
 
@@ -139,6 +164,7 @@ class _Run:
 
         Raises:
             EpisodeError: the environment, or a request, failed
+            _InterruptedError: generation is being aborted
         """
         await self._begin()
         sample, episode = self._sample, self._episode
@@ -171,7 +197,7 @@ class _Run:
         """Reset the environment, or restore it if the sample was interrupted and it can be."""
         sample = self._sample
         if sample.episode is not None and self._environment.resumable:
-            await self._parts.within(self._environment.restore(json_copy(sample.episode.state)), "restore")
+            await self._within(self._environment.restore(json_copy(sample.episode.state)), "restore")
             self._set_tools([_tool(each) for each in sample.episode.tools])
             self._messages = [*sample.episode.messages]
             for turn in sample.episode.turns:
@@ -179,7 +205,8 @@ class _Run:
             return
         clear_response(sample)
         sample.spans.clear()
-        start = await self._parts.within(self._environment.reset(), "reset")
+        sample.episode = None
+        start = await self._within(self._environment.reset(), "reset")
         if not isinstance(start, Start) or not start.messages:
             raise EpisodeError(f"environment: reset must return a Start with messages, not {start!r:.100}")
         self._set_tools(start.tools)
@@ -187,6 +214,9 @@ class _Run:
         sample.prompt_ids = np.asarray(self._rendered(), np.int32)
         sample.episode = Episode(_plain(start.messages, "messages"), [_plain(tool.to_json(), "tools") for tool in start.tools])
         self._save_state()
+
+    async def _within(self, call: Coroutine[Any, Any, T], name: str) -> T:
+        return await self._parts.within(call, name, self._interrupted)
 
     def _set_tools(self, tools: Sequence[Tool]) -> None:
         self._tools = tuple(tools)
@@ -197,6 +227,8 @@ class _Run:
         answered = sample.response_length > episode.turn_start and sample.finish_reason in ("stop", "length")
         if answered and sample.status is SampleStatus.ABORTED:
             return True  # interrupted while the environment was to answer
+        if self._interrupted.done():
+            raise _InterruptedError
         sample.finish_reason = None
         seed = self._params.sampling_seed
         if seed is not None:
@@ -213,7 +245,7 @@ class _Run:
     async def _step(self, turn: AssistantTurn) -> tuple[float, Step]:
         """Let the environment answer; return when it began, in seconds, and its step."""
         start_s, wall_s = time.monotonic(), time.time()
-        step = await self._parts.within(self._environment.step(turn), "step")
+        step = await self._within(self._environment.step(turn), "step")
         self._sample.spans.append(Span("environment", wall_s, time.time(), first_token=self._sample.response_length))
         if not isinstance(step, Step):
             raise EpisodeError(f"environment: step must return a Step, not {step!r:.100}")

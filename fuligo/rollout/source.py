@@ -147,7 +147,8 @@ def _copy_episode(episode: Episode | None, mask_offpolicy: bool) -> Episode | No
 
 def first_version(group: SampleGroup, default: int) -> int:
     """Return the oldest version that sampled a token of the group; `default` if it has no token."""
-    return min((int(sample.versions.min()) for sample in group.samples if sample.response_length), default=default)
+    parts = [part for sample in group.samples for part in (sample, *(sample.episode.branches if sample.episode else ()))]
+    return min((int(part.versions.min()) for part in parts if len(part.versions)), default=default)
 
 
 def _prompt(group: SampleGroup) -> Prompt:

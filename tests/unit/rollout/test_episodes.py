@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from fuligo.environments import AssistantTurn, Environment, Start, Step
 from fuligo.rollout.debug_data import decode_groups, encode_groups
 from fuligo.rollout.group_tasks import snapshot
+from fuligo.rollout.protocol import Interruptible
+from fuligo.rollout.source import first_version
 from fuligo.types import Sample, SampleGroup, SampleStatus
 from tests.unit.environments.conversations import ids, text
 from tests.unit.rollout.episode_world import PARAMS, Adding, Anew, Counting, Writer, episodes, fresh
@@ -212,6 +214,7 @@ def test_an_episode_that_cannot_resume_starts_anew() -> None:
 async def test_a_cancelled_episode_closes_its_environment_and_can_continue() -> None:
     """Cancelled while the environment answers, it asks the environment again, and not the engine."""
     engine, Hanging.asked, Hanging.closed = Writer(["a<|im_end|>"]), asyncio.Event(), 0
+    Hanging.hangs, Hanging.hangs_at = True, "step"
     sample = fresh("hangs")
     task = asyncio.create_task(episodes(engine, Hanging)(sample, PARAMS))
     await Hanging.asked.wait()
@@ -223,12 +226,55 @@ async def test_a_cancelled_episode_closes_its_environment_and_can_continue() -> 
     assert (sample.status, sample.reward, len(engine.seen)) == (SampleStatus.COMPLETED, 1.0, 1)
 
 
+@pytest.mark.parametrize("where", ["reset", "step", "restore"])
+async def test_an_interruption_does_not_wait_for_the_environment(where: str) -> None:
+    """The call is made again when the episode continues, and no request of the engine."""
+    engine, Hanging.asked, Hanging.hangs, Hanging.closed = Writer(["a<|im_end|>"]), asyncio.Event(), True, 0
+    Hanging.hangs_at = "step" if where == "restore" else where
+    generate, sample = episodes(engine, Hanging, turn_timeout_s=60), fresh("hangs")
+    for at in ("step", "restore") if where == "restore" else (where,):
+        Hanging.hangs_at, Hanging.asked = at, asyncio.Event()
+        task = asyncio.create_task(generate(sample, PARAMS))
+        await Hanging.asked.wait()
+        generate.interrupt()
+        (sample,) = await asyncio.wait_for(task, 5)
+        assert sample.status is SampleStatus.ABORTED and not sample.finished
+        sample = stored(sample)
+    assert len(engine.seen) == (where != "reset") and Hanging.closed == (2 if where == "restore" else 1)
+    Hanging.hangs = False
+    (sample,) = await generate(sample, PARAMS)
+    assert (sample.status, sample.reward, len(engine.seen)) == (SampleStatus.COMPLETED, 1.0, 1)
+
+
 class Hanging(Counting):
     hangs = True
+    hangs_at = "step"
     asked: asyncio.Event
 
     async def step(self, turn: AssistantTurn) -> Step:
-        self.asked.set()
-        if self.hangs:
-            await asyncio.Event().wait()
+        await self.hang("step")
         return Step(reward=1.0, done=True)
+
+    async def reset(self) -> Start:
+        await self.hang("reset")
+        return await super().reset()
+
+    async def restore(self, state: Any) -> None:
+        await self.hang("restore")
+
+    async def hang(self, where: str) -> None:
+        if self.hangs and self.hangs_at == where:
+            self.asked.set()
+            await asyncio.Event().wait()
+
+
+def test_the_age_of_an_episode_counts_its_earlier_branches() -> None:
+    """Otherwise --max-staleness would train on them however old they are."""
+    engine = Writer(["<think>\nt\n</think>\n\none<|im_end|>", "two<|im_end|>"], {1: 0}, version=3)
+    (sample,) = run(engine, template="qwen3")
+    assert sample.status is SampleStatus.ABORTED and sample.response_length == 0
+    assert first_version(SampleGroup(2, 0, [sample]), 9) == 3
+
+
+def test_episodes_can_be_interrupted() -> None:
+    assert isinstance(episodes(Writer([])), Interruptible)

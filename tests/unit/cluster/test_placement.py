@@ -13,9 +13,7 @@ from fuligo.planner.gpus import GPUS
 from fuligo.planner.layout import make_layout
 from fuligo.planner.plan import ClusterLayout
 from fuligo.planner.subject import read_subject
-
-EXAMPLES = Path(__file__).parents[3] / "examples"
-RECIPES = sorted(path for path in EXAMPLES.glob("*/*.yaml") if (path.parent / "model").is_dir())
+from tests.cluster_recipes import CLUSTER_RECIPES
 
 
 def placed(flags: str):
@@ -32,7 +30,7 @@ def drawn(layout: ClusterLayout) -> tuple[list[tuple[int, int]], dict[int, list[
     return [trainers[rank] for rank in sorted(trainers)], {n: [ranks[r] for r in sorted(ranks)] for n, ranks in engines.items()}
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize("recipe", CLUSTER_RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_recipe_runs_where_its_plan_draws_it(recipe: Path) -> None:
     config = parse(["--config", str(recipe)]).config
     ranks, engines = drawn(make_layout(read_subject(config, next(iter(GPUS)))))

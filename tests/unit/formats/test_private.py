@@ -26,8 +26,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def open_parents(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Let other users reach the directories of these tests: pytest closes them, which would protect what lies below."""
     base = tmp_path_factory.getbasetemp()
-    for directory in (base, base.parent):
-        if directory.stat().st_uid == os.getuid():
+    for directory in (base, *base.parents):
+        if directory.name.startswith(("pytest-", "popen-")) and directory.stat().st_uid == os.getuid():
             directory.chmod(0o755)
 
 

@@ -14,9 +14,8 @@ from fuligo.errors import ConfigError
 from fuligo.planner.gpus import GIB, GPUS, gpu
 from fuligo.planner.make_plan import make_plan
 from fuligo.planner.plan import Plan
+from tests.cluster_recipes import CLUSTER_RECIPES
 from tests.unit.planner.subjects import CPU_ADAM, DATA, EXAMPLES, FLASH_8, GLM4_9B_COLOCATED, GLM4_9B_SEPARATE
-
-RECIPES = sorted(path for path in EXAMPLES.glob("*/*.yaml") if (path.parent / "model").is_dir())
 
 
 def plan_of(flags: str, model: str, gpu_name: str = "h100-80", host_memory_bytes: int | None = None) -> Plan:
@@ -29,7 +28,7 @@ def finding(plan: Plan, id: str) -> Finding:
     return found
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize("recipe", CLUSTER_RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_shipped_recipes_fit_the_gpus_that_they_are_written_for(recipe: Path) -> None:
     plan = make_plan(parse(["--config", str(recipe)]).config, "h100-80", recipe.stem)
     assert not [finding for finding in plan.findings if finding.severity is Severity.ERROR]
@@ -133,11 +132,11 @@ SIZES = [
     ("cluster", "rollout_num_gpus_per_engine"),
     *(("sglang", name) for name in ("dp_size", "ep_size", "pp_size", "moe_dense_tp_size", "max_total_tokens", "chunked_prefill_size")),
 ]
-CONFIGS = {path: parse(["--config", str(path)]).config for path in RECIPES}
+CONFIGS = {path: parse(["--config", str(path)]).config for path in CLUSTER_RECIPES}
 
 
 @given(
-    path=st.sampled_from(RECIPES),
+    path=st.sampled_from(CLUSTER_RECIPES),
     places=st.lists(st.sampled_from(SIZES), min_size=1, max_size=3, unique=True),
     sizes=st.lists(st.integers(-1, 9) | st.sampled_from([12, 16, 64, 100, 4096]), min_size=3, max_size=3),
     gpu_name=st.sampled_from(sorted(GPUS)),

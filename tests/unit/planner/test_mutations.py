@@ -10,11 +10,10 @@ from fuligo.config.command_line import parse
 from fuligo.errors import ConfigError
 from fuligo.planner.check import violations
 from fuligo.planner.subject import read_subject
+from tests.cluster_recipes import CLUSTER_RECIPES
 from tests.unit.planner.mutations import Mutation, mutations, other_sizes_that_fit, read
 from tests.unit.planner.sizes_oracle import read_recipe
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
-RECIPES = sorted(path for path in EXAMPLES.glob("*/*.yaml") if (path.parent / "model" / "config.json").is_file())
 NUM_MUTATIONS = 200
 MIN_CAUGHT = 0.97
 NUM_SIZES = 20
@@ -58,7 +57,7 @@ def _names(mutation: Mutation, said: list[str]) -> bool:
     return any(name in text for text in said for name in mutation.named)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize("recipe", CLUSTER_RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_single_mistakes_are_found_and_named(recipe: Path, tmp_path: Path) -> None:
     drawn = list(mutations(recipe, NUM_MUTATIONS, seed=1))
     survivors = [mutation for mutation in drawn if not _names(mutation, messages(mutation, tmp_path))]
@@ -67,7 +66,7 @@ def test_single_mistakes_are_found_and_named(recipe: Path, tmp_path: Path) -> No
     assert min(Counter(mutation.kind for mutation in drawn).values()) >= NUM_MUTATIONS // 10
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize("recipe", CLUSTER_RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_sizes_that_divide_are_not_refused(recipe: Path, tmp_path: Path) -> None:
     for arguments in other_sizes_that_fit(recipe, NUM_SIZES, seed=1):
         config = parse(["--config", str(recipe), *arguments]).config
@@ -75,10 +74,10 @@ def test_sizes_that_divide_are_not_refused(recipe: Path, tmp_path: Path) -> None
         assert not refused, arguments
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize("recipe", CLUSTER_RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_the_arithmetic_of_the_mutations_agrees_with_the_recipe(recipe: Path) -> None:
     assert read_recipe(read(recipe)).fits()
 
 
 def test_there_are_recipes() -> None:
-    assert len(RECIPES) >= 9
+    assert len(CLUSTER_RECIPES) >= 9

@@ -10,6 +10,7 @@ import pytest
 from fuligo.config.command_line import parse
 from fuligo.config.files import load_yaml
 from fuligo.planner.make_plan import make_plan
+from tests.cluster_recipes import CLUSTER_RECIPES as FOUND
 
 REPOSITORY = Path(__file__).parents[3]
 EXAMPLES = REPOSITORY / "examples"
@@ -39,8 +40,7 @@ RUN_SCRIPTS = {
 
 
 def test_these_are_all_recipes_of_clusters():
-    found = {str(file.relative_to(EXAMPLES)) for file in EXAMPLES.glob("*/*.yaml") if (file.parent / "model").is_dir()}
-    assert found == set(CLUSTER_RECIPES)
+    assert {str(file.relative_to(EXAMPLES)) for file in FOUND} == set(CLUSTER_RECIPES)
 
 
 @pytest.mark.parametrize(("recipe", "num_gpus"), CLUSTER_RECIPES.items())

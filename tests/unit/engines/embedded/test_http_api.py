@@ -133,7 +133,7 @@ async def test_given_tokens_are_scored_as_transformers_does(http: httpx.AsyncCli
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ({"logprob_start_len": 0}, "max_new_tokens 0"),
+        ({"logprob_start_len": 0}, "max_new_tokens to 0"),
         ({"logprob_start_len": 2, "sampling_params": {"max_new_tokens": 0}}, "at least one of the 3 input_ids must follow it"),
         ({"logprob_start_len": [0], "sampling_params": {"max_new_tokens": 0}}, "must be one integer"),
         ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),

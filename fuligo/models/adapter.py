@@ -142,7 +142,8 @@ class LowRankUpdate:
 
 def update_of(layer: "LoraLayer") -> LowRankUpdate:
     """Return a layer's update; its tensors are the live parameters."""
-    return LowRankUpdate(layer.lora_A[NAME].weight, layer.lora_B[NAME].weight, layer.scaling[NAME])
+    a, b = cast(nn.Linear, layer.lora_A[NAME]), cast(nn.Linear, layer.lora_B[NAME])
+    return LowRankUpdate(a.weight, b.weight, layer.scaling[NAME])
 
 
 def write_adapter_config(model: PreTrainedModel, directory: Path) -> None:

@@ -244,7 +244,6 @@ class VersionCounter:
         self.metrics: dict[str, float] = {}
         """Metrics of the last sync."""
         self.version = version
-        self.metrics: dict[str, float] = {}
 
     async def sync(self) -> int:
         self.version += 1

@@ -1,5 +1,6 @@
 """`fuligo quickstart`, and its task with other algorithms."""
 
+import json
 import re
 from pathlib import Path
 
@@ -37,3 +38,15 @@ def test_it_learns_by_ppo_too(tmp_path: Path) -> None:
     assert records[0]["rollout/reward_mean"] <= 0.50
     assert records[-1]["rollout/reward_mean"] >= 0.80
     assert max(record["train/explained_variance"] for record in records) > 0.02
+
+
+def test_an_adapter_learns_to_add(tmp_path: Path) -> None:
+    """LoRA with ten times the learning rate; the engine applies the adapter, and every sync compares all weights."""
+    paths = ["--hf-checkpoint", ASSETS / "model", "--prompt-data", ASSETS / "train.jsonl", "--run-dir", tmp_path / "run"]
+    lora = ["--lora-rank", 16, "--lr", 1e-3, "--num-rollout", 3, "--check-weight-update-equal"]
+    evaluation = ["--eval-prompt-data", "held_out", ASSETS / "test.jsonl", "--n-samples-per-eval-prompt", 1]
+    succeed("train", "--config", ASSETS / "config.yaml", *paths, *lora, *evaluation, "--progress", "plain")
+    evaluations = [json.loads(line) for line in (tmp_path / "run" / "eval" / "metrics.jsonl").read_text().splitlines()]
+    assert evaluations[-1]["eval/held_out/mean@1"] >= 0.85
+    adapter = tmp_path / "run" / "checkpoints" / "iter_0000003" / "adapter"
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in adapter.iterdir()}

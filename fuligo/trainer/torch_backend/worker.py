@@ -63,8 +63,8 @@ class TorchRankWorker:
         torch.manual_seed(settings.seed + world.rank)
         self._base_digest: str | None = None
         self.policy = self._load(settings.initial_weights, trained=True)
-        own_reference = settings.reference_weights is not None and settings.lora is None
-        self.reference = self._load(settings.reference_weights, trained=False) if own_reference else None
+        reference = settings.reference_weights if settings.lora is None else None
+        self.reference = None if reference is None else self._load(reference, trained=False)
         self.teacher = None if settings.teacher_weights is None else self._load(settings.teacher_weights, trained=False)
         self.critic = None
         if settings.critic is not None:

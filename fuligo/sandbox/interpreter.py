@@ -155,7 +155,7 @@ class _Interpreter:
     """Interpreter of a session, and the pipes to it."""
 
     def __init__(self, limits: Limits) -> None:
-        requests, self._requests = os.pipe()
+        requests, self.requests = os.pipe()
         self.done, done = os.pipe()
         self.output, output = os.pipe()
         self.base_bytes = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()  # noqa: SIM115, PTH123 - faster
@@ -166,18 +166,28 @@ class _Interpreter:
         for descriptor in (requests, done, output):
             os.close(descriptor)
         os.set_blocking(self.output, False)
+        os.set_blocking(self.requests, False)
+        self._unread = b""
 
     def start(self, code: str) -> None:
-        """Hand a program over."""
+        """Wake the interpreter for a program."""
         os.kill(self.pid, signal.SIGCONT)
         data = code.encode("utf-8", "surrogatepass")
-        data = len(data).to_bytes(8, "little") + data
-        while data:
-            data = data[os.write(self._requests, data) :]
+        self._unread += len(data).to_bytes(8, "little") + data
+
+    def hand_over(self) -> bool:
+        """Hand over as much as the pipe takes, which an earlier program may have left full or closed; return whether more is left."""
+        try:
+            self._unread = self._unread[os.write(self.requests, self._unread) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self._unread = b""
+        return bool(self._unread)
 
     def close(self) -> None:
         """Close the pipes of an interpreter that ended."""
-        for descriptor in (self._requests, self.done, self.output, self.exited):
+        for descriptor in (self.requests, self.done, self.output, self.exited):
             os.close(descriptor)
 
 
@@ -199,9 +209,12 @@ class _Call:
         for descriptor in (interpreter.output, interpreter.done, interpreter.exited, session.fileno()):
             poll.register(descriptor, select.POLLIN)
         interpreter.start(code)
+        poll.register(interpreter.requests, select.POLLOUT)
         checked = time.monotonic()
         while True:
             ready = {descriptor for descriptor, _ in poll.poll(_POLL_S * 1000)}
+            if interpreter.requests in ready and not interpreter.hand_over():
+                poll.unregister(interpreter.requests)
             if interpreter.output in ready:
                 self.drain()
             if session.fileno() in ready:

@@ -23,6 +23,8 @@ _DENIED = {
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97), "setns": (308, 268),
     "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
     "fspick": (433, 433), "mount_setattr": (442, 442),
+    # programs: libraries are shown with the rights of their files, and the loader of programs is among them
+    "execve": (59, 221), "execveat": (322, 281),
     # memory that belongs to no process and to no file system with a limit
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186), "mq_open": (240, 180),
 }  # fmt: skip

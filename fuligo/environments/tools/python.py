@@ -264,7 +264,8 @@ def _end_note(result: PythonResult, settings: PythonSettings) -> str:
     if result.end in reasons:
         return f"The program was stopped: {reasons[result.end]}."
     if result.end == "exit" and result.status < 0:
-        return f"The program was ended by {signal.Signals(-result.status).name}."
+        known = {number.value: number.name for number in signal.Signals}  # most real-time signals have no name
+        return f"The program was ended by {known.get(-result.status, f'signal {-result.status}')}."
     return f"The program ended with exit status {result.status}." if result.end == "exit" else ""
 
 

@@ -132,6 +132,17 @@ class TestSession:
                 await session.run("while True: pass")
         assert "NameError" in (await session.run("x")).output
 
+    @pytest.mark.parametrize("spoil", ["os.close(3)", "os.write(4, b'.')\nwhile True: time.sleep(1)"], ids=["closed", "never read"])
+    async def test_goes_on_after_a_program_spoiled_its_pipes(self, spoil: str):
+        session = PythonSession(SHORT)
+        try:
+            await session.run(f"import os, time\n{spoil}")
+            result = await session.run("#" * 200_000)  # more than a pipe takes
+            assert (result.end in {"exit", "time"}, result.keeps_variables) == (True, False)
+            assert (await session.run("1")).output == "1\n"
+        finally:
+            session.close()
+
     async def test_many_at_once(self):
         async def square(number: int) -> str:
             session = PythonSession(SETTINGS)
@@ -158,6 +169,7 @@ class TestTool:
             ("print('x' * 10000)", "The program was stopped: it printed more than 4,096 bytes."),
             ("import os; os._exit(3)", "The program ended with exit status 3."),
             ("import os; os.kill(os.getpid(), 11)", "The program was ended by SIGSEGV."),
+            ("import os; os.kill(os.getpid(), 40)", "The program was ended by signal 40."),
         ],
     )
     async def test_names_the_limit(self, code: str, text: str):

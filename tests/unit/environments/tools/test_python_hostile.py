@@ -176,6 +176,8 @@ REFUSED = {
         """,
     "executes programs": """
         for path in ["/bin/sh", "/usr/bin/env", sys.executable or "/x", "/usr/bin/python3"]: refused(subprocess.run, [path, "-c", "1"])
+        
+        for path in {*Path("/lib64").glob("ld-*"), *Path("/lib").glob("*/ld-*")}: refused(subprocess.run, [path, "--version"])
         Path("/tmp/own").write_bytes(b"#!/usr/bin/env x"); os.chmod("/tmp/own", 0o755); refused(os.execv, "/tmp/own", ["own"])
         """,
     "has descriptors of others": """

@@ -259,5 +259,11 @@ def _call(raw: Any, number: int) -> ToolCall | str:
         return f"tool call {number} names no tool"
     if not isinstance(arguments, dict):
         return f"tool call {number}: the arguments must be an object, not {type(arguments).__name__}"
-    text = json.dumps([number, name.strip(), arguments], sort_keys=True)
+    try:
+        text = json.dumps([number, name.strip(), arguments], sort_keys=True)
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except RecursionError:
+        return f"tool call {number}: the arguments are nested too deeply"
+    except UnicodeEncodeError as error:  # half of a pair of escapes, which no template can render for the tokenizer
+        return f"tool call {number}: the arguments are not valid text: {error.reason}"
     return ToolCall(name.strip(), arguments, blake2b(text.encode(errors="replace"), digest_size=5).hexdigest()[:9])

@@ -1,10 +1,9 @@
 """Requests to `/v1/chat/completions`, checked: what training can honour is taken, anything else is refused by name."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-import orjson
 
 from fuligo.data.fields import check_messages
 from fuligo.engines.generation import FIELD_RULES, SamplingParams
@@ -152,8 +151,9 @@ def _call(call: Any) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            parsed = orjson.loads(arguments or "{}")
-        except orjson.JSONDecodeError:
+            parsed = json.loads(arguments or "{}")  # as the policy's calls are parsed, whose integers may have any size
+            json.dumps(parsed, ensure_ascii=False).encode()  # escapes that are no text stay as they came
+        except (ValueError, RecursionError):
             parsed = None
         arguments = parsed if isinstance(parsed, dict) else arguments
     return {"type": "function", "id": call.get("id"), "function": {"name": function["name"], "arguments": arguments}}

@@ -1,10 +1,9 @@
 """Answers to `/v1/chat/completions`: one JSON object, or the same as server-sent events."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-
-import orjson
 
 from fuligo.engines.generation import Tokenizer
 from fuligo.engines.openai_format import DONE, chunk, event, head, usage
@@ -63,7 +62,8 @@ class Completion:
         if not calls:
             return self.message
         written = [
-            {**call, "function": {**call["function"], "arguments": orjson.dumps(call["function"]["arguments"]).decode()}} for call in calls
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], separators=(",", ":"))}}
+            for call in calls
         ]
         return {**self.message, "content": self.message["content"] or None, "tool_calls": written}
 

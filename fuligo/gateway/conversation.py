@@ -1,5 +1,6 @@
 """Tree of the turns that the model sampled in one session, found again by the messages that an agent sends back."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -123,7 +124,7 @@ def _canonical(message: dict[str, Any]) -> bytes:
     if message["role"] == "assistant":
         content = content.strip()
     calls = [
-        [call.get("id"), call["function"]["name"], orjson.dumps(call["function"]["arguments"], option=orjson.OPT_SORT_KEYS).decode()]
+        [call.get("id"), call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True)]
         for call in message.get("tool_calls") or ()
     ]
     rest = [message.get(key) for key in ("name", "tool_call_id", "reasoning_content")]

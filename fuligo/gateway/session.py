@@ -8,6 +8,7 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import orjson
 
 from fuligo.data.template import as_ids
 from fuligo.engines.engine import Engine
@@ -151,7 +152,10 @@ class Session:
             self.num_in_flight -= 1
 
     async def _answer(self, request: ChatRequest, is_long: bool) -> Completion:
-        place = self.conversation.find(request.messages, request.tools)
+        try:
+            place = self.conversation.find(request.messages, request.tools)
+        except (orjson.JSONEncodeError, RecursionError) as error:
+            raise InvalidRequest(f"messages or tools cannot be read: {error}; nest them less deeply", "messages") from error
         try:
             if is_long:
                 parent, context = await asyncio.to_thread(self._context, place, request)

@@ -126,6 +126,33 @@ async def test_what_training_cannot_honour_is_refused_in_openais_format(body: di
     assert refused.value.param == param and reason in str(refused.value)
 
 
+@pytest.mark.parametrize("value", ["123456789012345678901234567890", "-1e999", "NaN", '{"a": ' * 300 + "1" + "}" * 300])
+async def test_calls_with_values_that_json_libraries_refuse_reach_the_agent_and_return(value: str) -> None:
+    call = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {value}}}}}\n</tool_call>'
+    async with opened(Says(call + ENDS[0])) as (_, session, client):
+        messages = list(QUESTION)
+        for _ in range(2):
+            answer = (await client.chat.completions.create(model="m", messages=messages, tools=[ADD.to_json()])).choices[0].message
+            assert answer.tool_calls
+            messages += [answer, {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "7"}]
+        assert [len(path) for path in session.conversation.branches()] == [2]
+
+
+async def test_deep_schemas_and_calls_are_refused() -> None:
+    deep: Any = {}
+    for _ in range(300):
+        deep = {"a": deep}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": {"b": 1}}}}
+    async with opened(Says("7" + ENDS[0])) as (_, _, client):
+        with pytest.raises(openai.BadRequestError, match="less deeply"):
+            await client.chat.completions.create(
+                model="m", messages=QUESTION, tools=[{"type": "function", "function": {"name": "f", "parameters": deep}}]
+            )
+        with pytest.raises(openai.BadRequestError, match="less deeply"):
+            odd: list[Any] = [*QUESTION, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": deep, "content": ""}]
+            await client.chat.completions.create(model="m", messages=odd)
+
+
 async def test_replaced_parameters_are_counted() -> None:
     engine = Says("x" + ENDS[0])
     async with opened(engine, replaces_params=True) as (_, session, client):
@@ -254,3 +281,13 @@ async def test_a_reward_comes_by_http_once() -> None:
         assert await session.reward() == {"score": 1.0}
         with pytest.raises(openai.ConflictError):
             await client.post("/reward", body={"reward": 0.0}, cast_to=object)
+
+
+async def test_a_call_with_half_a_character_is_text() -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": "\\ud800"}}\n</tool_call>'
+    async with opened(Says(call + ENDS[0])) as (_, _, client):
+        answer = (await client.chat.completions.create(model="m", messages=QUESTION, tools=[ADD.to_json()])).choices[0].message
+        assert answer.tool_calls is None and answer.content == call
+        function = {"name": "add", "arguments": '{"a": "\\ud800"}'}
+        asked: list[Any] = [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}]
+        assert (await client.chat.completions.create(model="m", messages=[*QUESTION, *asked, *QUESTION])).choices

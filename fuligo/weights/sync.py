@@ -240,7 +240,6 @@ class VersionCounter:
     """Replacement for `WeightSync` in runs without engines or trainer, which only counts versions."""
 
     def __init__(self, version: int = 0) -> None:
-        self._warned_of_rounding = False
         self.metrics: dict[str, float] = {}
         """Metrics of the last sync."""
         self.version = version

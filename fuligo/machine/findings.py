@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fuligo.environments.tools.python import PythonSettings, check_sandbox, shared_interpreters
+from fuligo.errors import ConfigError
 from fuligo.machine.facts import SHARED_MEMORY, Machine
 from fuligo.machine.packages import package_version
 
@@ -29,7 +31,7 @@ class Finding:
 
 def machine_findings(machine: Machine) -> list[Finding]:
     """Return the findings on what every run, or some runs, need."""
-    return [_python(machine), _torch(machine), *_packages(), *_devices(machine), *_system(machine), *_places()]
+    return [_python(machine), _torch(machine), *_packages(), *_devices(machine), *_system(machine), *_places(), _sandbox()]
 
 
 def _python(machine: Machine) -> Finding:
@@ -79,6 +81,18 @@ def _places() -> list[Finding]:
     if SHARED_MEMORY.is_dir():
         found.append(_place("shared memory", SHARED_MEMORY, "weights are passed through it: mount it writable"))
     return found
+
+
+def _sandbox() -> Finding:
+    """Run an empty program in the sandbox of the Python tool, which only some runs need."""
+    settings = PythonSettings()
+    try:
+        check_sandbox(settings)
+    except ConfigError as error:
+        return Finding("sandbox", "none", warning=str(error))
+    finally:
+        shared_interpreters(settings).close()
+    return Finding("sandbox", "programs of a model run isolated")
 
 
 def _place(name: str, directory: Path, fix: str) -> Finding:

@@ -1,6 +1,7 @@
 """Samples by a user's agent (`--agent`): it talks to the policy through a session of the gateway and returns the reward."""
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -20,6 +21,9 @@ from fuligo.rollout.generate import STATUS_BY_FINISH_REASON
 from fuligo.rollout.sampler import clear_response, failed
 from fuligo.types import Sample, SampleStatus
 
+logger = logging.getLogger(__name__)
+_END_S = 2.0
+"""Time in which a cancelled agent must end."""
 Key = tuple[int | None, int]
 """Seed and index of a sample; evaluations number their samples like training."""
 
@@ -55,6 +59,8 @@ class AgentGenerate:
     """Interrupted samples may be continued; otherwise their agents are cancelled."""
     _running: set[Episode] = field(default_factory=set, init=False)
     _suspended: dict[Key, Episode] = field(default_factory=dict, init=False)
+    _cancelled: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
+    """Agents that were cancelled and have not ended yet."""
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> Sample | list[Sample]:
         """Run the agent to its end, or until generation is aborted. What goes wrong fails the sample with the reason."""
@@ -88,10 +94,17 @@ class AgentGenerate:
             episode.session.suspend()
 
     async def close(self) -> None:
-        """Cancel the agents that are suspended."""
+        """Cancel the agents that are suspended, and abandon those that go on although they were cancelled."""
         for episode in self._suspended.values():
             self._cancel(episode)
         self._suspended.clear()
+        if not self._cancelled:
+            return
+        _, stubborn = await asyncio.wait(self._cancelled, timeout=_END_S)
+        for task in stubborn:
+            asyncio._unregister_task(task)  # the event loop would wait for it for ever
+        if stubborn:
+            logger.warning("%d agents catch asyncio.CancelledError and go on; they must raise it again (--agent)", len(stubborn))
 
     async def _start(self, sample: Sample, params: SamplingParams) -> Episode:
         session = await self.gateway.open(params, label=f"{sample.index}", priority=-sample.index)
@@ -167,7 +180,9 @@ class AgentGenerate:
 
     def _cancel(self, episode: Episode) -> None:
         self.gateway.end(episode.session)
-        episode.task.cancel()
+        if episode.task.cancel():
+            self._cancelled.add(episode.task)
+            episode.task.add_done_callback(self._cancelled.discard)
 
     def _timeout_text(self, episode: Episode) -> str:
         session = episode.session

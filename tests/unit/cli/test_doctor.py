@@ -3,6 +3,9 @@ from pathlib import Path
 import pytest
 
 from fuligo import cli
+from fuligo.environments.tools.python import PythonSettings
+from fuligo.errors import ConfigError
+from fuligo.machine import findings
 
 ASSETS = Path(cli.__file__).parents[1] / "quickstart" / "assets"
 RUN = [
@@ -38,3 +41,14 @@ def test_arguments_that_train_refuses_end_with_code_2(capsys: pytest.CaptureFixt
     assert cli.main(["doctor", *RUN, "--rollout-batch-size", "0"]) == 2
     assert "--rollout-batch-size" in capsys.readouterr().err
     assert cli.main(["doctor", "--help"]) == 0
+
+
+def test_a_machine_without_a_sandbox_is_told_the_fix_and_may_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(settings: PythonSettings) -> None:
+        raise ConfigError("cannot run Python in a sandbox: no namespaces. Use another machine")
+
+    monkeypatch.setattr(findings, "check_sandbox", none)
+    assert cli.main(["doctor"]) == 0
+    assert "sandbox none: cannot run Python in a sandbox: no namespaces." in " ".join(capsys.readouterr().out.split())

@@ -25,6 +25,7 @@ from fuligo.importer import run as run_module
 from fuligo.importer import sandbox
 from fuligo.importer.run import import_script
 from fuligo.sandbox import processes
+from fuligo.sandbox.system_calls import PR_SET_CHILD_SUBREAPER, prctl
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
@@ -66,10 +67,11 @@ def host(tmp_path: Path) -> Iterator[Host]:
     (tmp_path / "home" / ".bashrc").write_text("# mine")
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
+    earlier = running()
     bystander = subprocess.Popen(["sleep", "600"])
     host = Host(tmp_path, bystander, listener)
     before, device, temporary = host.tree(), Path("/dev/null").stat().st_mode, {path.name for path in Path(tempfile.gettempdir()).iterdir()}
-    processes = running()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a script leaves behind becomes a child of this process
     try:
         yield host
         assert host.tree() == before
@@ -82,23 +84,17 @@ def host(tmp_path: Path) -> Iterator[Host]:
         assert bystander.poll() is None
         with pytest.raises(BlockingIOError):
             listener.accept()
-        assert not [name for name in running() - processes if "hostile" in name]
+        assert running() == {bystander.pid} | earlier
     finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0)
         bystander.kill()
         bystander.wait()
         listener.close()
 
 
-def running() -> set[str]:
-    """Return the command lines of this machine's processes."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                found.add((entry / "cmdline").read_bytes().decode(errors="replace"))
-            except OSError:
-                continue
-    return found
+def running() -> set[int]:
+    """Return the processes that this one started, directly or not; others may test at the same time."""
+    return {process.pid for process in processes.descendants() if process.is_running}
 
 
 def run(script: str, host: Host) -> str:

@@ -16,6 +16,7 @@ from fuligo.environments.environment import Row
 from fuligo.errors import EngineError
 from fuligo.gateway.server import Gateway
 from fuligo.gateway.session import Session
+from fuligo.rollout import agents
 from fuligo.rollout.agents import AgentGenerate
 from fuligo.rollout.sampler import malformation
 from fuligo.types import Sample, SampleStatus
@@ -276,3 +277,24 @@ async def test_an_agent_that_is_never_continued_is_cancelled() -> None:
     await run(generate, pending())
     await asyncio.wait_for(ended.wait(), 30)
     await generate.gateway.close()
+
+
+async def test_an_agent_that_ignores_its_cancellation_does_not_keep_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "_END_S", 0.1)
+    is_over = False
+
+    async def agent(session: Session, row: Row) -> float:
+        while not is_over:
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                continue
+        return 1.0
+
+    generate = generator(agent, RandomEngine(random.Random(0)), timeout_s=0.05)
+    assert (await run(generate, pending()))[0].status == SampleStatus.FAILED
+    await generate.close()
+    await generate.gateway.close()
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "agent 0"]
+    is_over = True
+    await asyncio.sleep(0.1)

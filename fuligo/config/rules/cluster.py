@@ -30,13 +30,18 @@ def flags_of_the_other_trainer(config: Config) -> Violation | None:
     if config.resolved_train_backend == "torch":
         foreign = config.given_options(MEGATRON_FLAGS, ("megatron",))
         return _foreign("torch", "train_backend", "the Megatron trainer", foreign)
-    foreign = config.given_options(TORCH_FLAGS)
-    if not foreign:
+    given = [name for name in TORCH_FLAGS if config.given_options((name,))]
+    if not given:
         return None
-    full = (set_flag("recompute_granularity", "full"), set_flag("recompute_method", "uniform"), set_flag("recompute_num_layers", 1))
-    recompute = () if config.parallel.recompute_granularity else full
-    text = "--gradient-checkpointing is a flag of the torch trainer; Megatron has --recompute-granularity full instead"
-    return Violation(text, (unset_flag("gradient_checkpointing"), *recompute), flags=tuple(foreign))
+    options = config.given_options(given)
+    text = f"{' and '.join(options)} can be used with the torch trainer only, but this run has the Megatron trainer"
+    fixes = [unset_flag(name) for name in given]
+    if "gradient_checkpointing" in given:
+        text += "; Megatron has --recompute-granularity full instead of --gradient-checkpointing"
+        if not config.parallel.recompute_granularity:
+            full = set_flag("recompute_granularity", "full")
+            fixes += [full, set_flag("recompute_method", "uniform"), set_flag("recompute_num_layers", 1)]
+    return Violation(text, tuple(fixes), flags=tuple(options))
 
 
 @rule("CFG-ROLLOUT-BACKEND", "--rollout-backend")

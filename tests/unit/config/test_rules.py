@@ -225,6 +225,7 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
             "--tensor-model-parallel-size and --sequence-parallel are flags of the Megatron trainer, but the run has --train-backend torch",
         ),
         ({**SGLANG, "train_backend": "megatron", "gradient_checkpointing": True}, "Megatron has --recompute-granularity full"),
+        ({**SGLANG, "train_backend": "megatron", "torch_compile": True}, "--torch-compile can be used with the torch trainer only"),
         ({**SGLANG, "train_backend": "torch", "megatron_swiglu": True}, "--swiglu is a flag of the Megatron trainer"),
     ],
     "CFG-ROLLOUT-BACKEND": [

@@ -2,14 +2,14 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from fuligo.data.template import ChatTemplate, rendered_ids
-from fuligo.environments.environment import AssistantTurn, Tool, ToolCall
-from fuligo.environments.response_format import HERMES, THINKING, response_format
+from fuligo.environments.environment import AssistantTurn, Tool, ToolCall, json_copy
+from fuligo.environments.response_format import HERMES, REST, THINKING, response_format
 from fuligo.errors import ConfigError, DataError
 from fuligo.types import Messages
 
@@ -129,15 +129,19 @@ class Renderer:
             return follows
         return follows[1:] if follows[0] == end else None
 
-    def parse(self, sampled: Sequence[int], prompt: Sequence[int] | None = None) -> AssistantTurn:
+    def parse(
+        self, sampled: Sequence[int], prompt: Sequence[int] | None = None, tools: Sequence[Tool] = (), *, recorded: bool = False
+    ) -> AssistantTurn:
         """Parse a sampled turn. What is not a valid tool call becomes a problem of the turn, never an exception.
 
         Args:
             prompt: ids before the turn, whose end may open the thinking; if None, those of a plain question
+            tools: tools that declare the types of arguments which the format writes as text
+            recorded: a call that a record cannot hold is a problem
         """
         body, end = self._split_end(sampled)
         opened = self._opens_thinking if prompt is None else _opens_thinking(self._decode(prompt[-_PROMPT_END_TOKENS:]))
-        reasoning, content, calls, problems = self._read(self._decode(body), opened)
+        reasoning, content, calls, problems = self._read(self._decode(body), opened, tools, recorded=recorded)
         return AssistantTurn(content, reasoning, calls, problems, num_tokens=len(sampled), truncated=end is None)
 
     def _after_turn(self, rest: str, text: str, opened: bool) -> list[int] | None:
@@ -158,21 +162,28 @@ class Renderer:
         ids = list(sampled)
         return (ids[:-1], ids[-1]) if ids and ids[-1] in self._end_ids else (ids, None)
 
-    def _read(self, text: str, opened: bool) -> tuple[str | None, str, tuple[ToolCall, ...], tuple[str, ...]]:
+    def _read(
+        self, text: str, opened: bool, tools: Sequence[Tool] = (), *, recorded: bool = False
+    ) -> tuple[str | None, str, tuple[ToolCall, ...], tuple[str, ...]]:
         """Return thinking, content, tool calls and problems of a turn's text."""
         text = f"<think>{text}" if opened and not text.lstrip().startswith("<think>") else text
         try:
             parsed: dict[str, Any] = self._tokenizer.parse_response(text, schema=self._schema) or {}  # pyright: ignore[reportAssignmentType]
-        except (ValueError, TypeError) as error:  # a schema of the tokenizer's own may insist on valid JSON
+        except (ValueError, TypeError, RecursionError) as error:  # a schema of the tokenizer's own may insist on valid JSON
             parsed = {"tool_calls": [f"{error}"], "reasoning_content": found[1] if (found := re.match(THINKING, text, re.DOTALL)) else None}
         reasoning = next((parsed[key] for key in _REASONING_KEYS if parsed.get(key) is not None), None)
         thought = None if reasoning is None else str(reasoning).strip()
+        types = {tool.name: tool.parameters.get("properties", {}) for tool in tools} if self.format.has_text_arguments else None
         calls: list[ToolCall] = []
         problems: list[str] = []
         for number, raw in enumerate(_flat(parsed.get("tool_calls") or []), 1):
-            call = _call(raw, number)
+            call = _call(raw, number, types)
             if isinstance(call, str):
                 problems.append(call)
+            elif recorded and not _fits_record(call):
+                problems.append(
+                    f"tool call {number}: the arguments have a number that is too large or not finite, or are nested too deeply"
+                )
             else:
                 calls.append(call)
         if problems:
@@ -238,32 +249,57 @@ def _flat(calls: list[Any]) -> Iterator[Any]:
             yield call
 
 
-def _call(raw: Any, number: int) -> ToolCall | str:
+def _call(raw: Any, number: int, types: Mapping[str, Mapping[str, Any]] | None) -> ToolCall | str:
     """Return a tool call, or why it is none.
 
     Args:
         raw: as the schema parsed it: name and arguments, alone or within `function`; text that is no JSON
         number: of the call in the turn, from 1
+        types: tool -> argument -> JSON schema, if the arguments are text
     """
     function = raw.get("function", raw) if isinstance(raw, dict) else raw
     if not isinstance(function, dict):
         return f"tool call {number} is not valid: {str(function).strip()[:_MAX_SHOWN_CHARS]}"
     name = function.get("name")
     arguments = function.get("arguments", function.get("parameters", {}))
+    if rest := str(function.get(REST) or "").strip():
+        return f"tool call {number} is not complete, or has more than arguments: {rest[:_MAX_SHOWN_CHARS]}"
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             return f"tool call {number}: the arguments are not valid JSON: {error}"
     if not isinstance(name, str) or re.fullmatch(r"[\w.:/-]+", name.strip()) is None:
         return f"tool call {number} names no tool"
     if not isinstance(arguments, dict):
         return f"tool call {number}: the arguments must be an object, not {type(arguments).__name__}"
+    name = name.strip()
+    if types is not None:
+        arguments = {key: _typed(value, types.get(name, {}).get(key, {})) for key, value in arguments.items()}
     try:
-        text = json.dumps([number, name.strip(), arguments], sort_keys=True)
+        text = json.dumps([number, name, arguments], sort_keys=True)
         json.dumps(arguments, ensure_ascii=False).encode()
     except RecursionError:
         return f"tool call {number}: the arguments are nested too deeply"
     except UnicodeEncodeError as error:  # half of a pair of escapes, which no template can render for the tokenizer
         return f"tool call {number}: the arguments are not valid text: {error.reason}"
-    return ToolCall(name.strip(), arguments, blake2b(text.encode(errors="replace"), digest_size=5).hexdigest()[:9])
+    return ToolCall(name, arguments, blake2b(text.encode(errors="replace"), digest_size=5).hexdigest()[:9])
+
+
+def _fits_record(call: ToolCall) -> bool:
+    """Return whether a record holds the arguments: integers of 64 bits, finite numbers, no deep nesting."""
+    try:
+        return json_copy(call.arguments) == call.arguments
+    except TypeError:
+        return False
+
+
+def _typed(value: Any, schema: Mapping[str, Any]) -> Any:
+    """Return an argument that is written as text: as it stands if it may be a string, else as the JSON that it is."""
+    kinds = {each.get("type") for each in (schema, *schema.get("anyOf", ()))}
+    if not isinstance(value, str) or ("string" in kinds and not (value == "null" and "null" in kinds)):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value

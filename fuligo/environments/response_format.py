@@ -8,6 +8,8 @@ from typing import Any
 
 _JSON = {"x-parser": "json", "x-parser-args": {"allow_non_json": True}}
 THINKING = r"^\s*<think>(.*?)(?:</think>|\Z)"
+REST = "rest"
+"""Property of a call for what belongs to neither its name nor an argument: part of an argument that is not complete."""
 _REASONING = {"type": "string", "x-regex": THINKING}
 _CALL_TAG = r"<tool_call>(.*?)(?:</tool_call>|\Z)"
 
@@ -31,9 +33,17 @@ def _schema(calls: str, items: dict[str, Any], removed: str | None = None) -> di
     }
 
 
-def _named(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a call whose name and arguments stand apart."""
-    return {"type": "object", "properties": {"name": {"type": "string", "x-regex": name}, "arguments": arguments}}
+def _tagged(name: str, argument: str, frame: tuple[str, ...]) -> dict[str, Any]:
+    """Return the schema of a call whose name and arguments stand in tags, the arguments as text.
+
+    Args:
+        argument: regular expression of one argument, with the groups `key` and `value`; it stops before the next one begins, so that
+            reading a turn that repeats itself takes no longer than its length
+        frame: regular expressions of what stands around the arguments
+    """
+    arguments = {"type": "object", "x-regex-key-value": argument, "additionalProperties": {"type": "string"}}
+    rest = {"type": "string", "x-regex-substitutions": [[each, ""] for each in (argument, *frame)]}
+    return {"type": "object", "properties": {"name": {"type": "string", "x-regex": name}, "arguments": arguments, REST: rest}}
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,6 +53,8 @@ class ResponseFormat:
     name: str
     marker: str
     schema: dict[str, Any]
+    has_text_arguments: bool = False
+    """Arguments are written as text, whose types the tool declares."""
 
 
 _QWEN_CODER = ResponseFormat(
@@ -50,30 +62,26 @@ _QWEN_CODER = ResponseFormat(
     "<function=",
     _schema(
         _CALL_TAG,
-        _named(
+        _tagged(
             r"<function=([^>\n]+)>",
-            {
-                "type": "object",
-                "x-regex-key-value": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
-                "additionalProperties": _JSON,
-            },
+            r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>",
+            (r"\A\s*<function=[^>\n]+>", r"</function>\s*\Z"),
         ),
     ),
+    has_text_arguments=True,
 )
 _GLM45 = ResponseFormat(
     "glm-4.5",
     "<arg_key>",
     _schema(
         _CALL_TAG,
-        _named(
+        _tagged(
             r"^\s*([^\s<]+)",
-            {
-                "type": "object",
-                "x-regex-key-value": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
-                "additionalProperties": _JSON,
-            },
+            r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>",
+            (r"\A\s*[^\s<]+",),
         ),
     ),
+    has_text_arguments=True,
 )
 _DEEPSEEK = ResponseFormat(
     "deepseek",
@@ -89,7 +97,7 @@ HERMES = ResponseFormat("hermes", "<tool_call>", _schema(_CALL_TAG, _JSON))
 _LLAMA = ResponseFormat(
     "llama3",
     "<|start_header_id|>",
-    _schema(r"\A\s*(?:<\|python_tag\|>)?\s*(\{\s*\"name\"\s*:.*?)\s*\Z", _JSON),
+    _schema(r"\A\s*(?:<\|python_tag\|>\s*)?(\{\s*\"name\"\s*:.*)\Z", _JSON),
 )
 _GLM4 = ResponseFormat(
     "glm-4",

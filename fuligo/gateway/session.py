@@ -165,7 +165,7 @@ class Session:
             raise InvalidRequest(str(error), "messages") from error
         prompt = context if parent is None else np.concatenate([parent.tokens(), context])
         sampled = await self._sample(prompt, self._limited(request.params, place, len(prompt)))
-        turn = self.policy.renderer.parse(sampled.ids.tolist(), prompt.tolist()[-64:])
+        turn = self.policy.renderer.parse(sampled.ids.tolist(), prompt.tolist()[-64:], request.tools)
         message, shown, stop = self._messages_of(turn, request, sampled)
         before = [*parent.messages, *place.new] if parent is not None else request.messages
         self.conversation.add(place, Turn(len(self.conversation.turns), parent, [*before, message], context, sampled), shown, stop)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fuligo.observability.jsonl import Record
 from fuligo.types import StepResult
 
-TIMING_KEYS = frozenset({"time", "rollout/tokens_per_s", "train/tokens_per_s"})
+TIMING_KEYS = frozenset({"time", "rollout/tokens_per_s", "train/tokens_per_s", "rollout/sample/environment_s"})
 TIMING_PREFIXES = ("perf/", "engine/")
 TRAINER_PHASES = ("score", "train")
 """Phases in which the trainer computes."""

@@ -177,7 +177,9 @@ class _Run:
             sampled = sample.response_ids[episode.turn_start :].tolist()
             is_last = sample.finish_reason == "length" or len(episode.turns) + 1 >= self._parts.limits.max_turns
             turn = replace(
-                self._parts.renderer.parse(sampled, self._before_turn()), truncated=sample.finish_reason == "length", last=is_last
+                self._parts.renderer.parse(sampled, self._before_turn(), self._tools, recorded=True),
+                truncated=sample.finish_reason == "length",
+                last=is_last,
             )
             # Until the turn is answered the sample counts as interrupted: a cancellation here must not make it look finished.
             sample.status = SampleStatus.ABORTED

@@ -168,6 +168,54 @@ def test_parse_reports_a_bad_call_and_keeps_the_text(said: str) -> None:
     assert (turn.reasoning, turn.content, turn.tool_calls) == ("t", "so " + said, ())
 
 
+@pytest.mark.parametrize(
+    ("name", "call", "argument"),
+    [
+        ("qwen3_5_nothink", "<function=add>{}</function>", "<parameter={}>\n{}\n</parameter>"),
+        ("glm4moe", "add{}", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>"),
+    ],
+)
+def test_arguments_written_as_text_have_the_types_that_the_tool_declares(name: str, call: str, argument: str) -> None:
+    """`note` is a string, whatever it looks like; what no tool declares is read as JSON."""
+    said = f"<tool_call>{call.format(argument.format('a', 1) + argument.format('note', 1) + argument.format('other', 1))}</tool_call>"
+    (parsed,) = renderer(name).parse(ids(said), tools=[ADD]).tool_calls
+    assert parsed.arguments == {"a": 1, "note": "1", "other": 1}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen3_5_nothink", "<tool_call><function=add>" + "<parameter=a>" * 20_000),
+        ("glm4moe", "<tool_call>add" + "<arg_key>" * 20_000),
+        ("llama3_1", " " * 50_000),
+    ],
+)
+def test_a_turn_that_repeats_itself_is_read_at_once(name: str, said: str) -> None:
+    """Reading in quadratic time would hold up all episodes, for minutes."""
+    assert renderer(name).parse(ids(said)).tool_calls == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen3_5_nothink", "<function=add><parameter=a>1</parameter><parameter=note>b"),
+        ("qwen3_5_nothink", "<function=add><parameter=a>1</parameter><parameter=note</function>"),
+        ("glm4moe", "add<arg_key>a</arg_key><arg_value>1"),
+        ("glm4moe", "add<arg_key>a</arg_key>"),
+        ("qwen3", '{"name": "add", "arguments": {"a": 99999999999999999999999}}'),
+        ("qwen3", '{"name": "add", "arguments": {"a": 1e999}}'),
+        ("qwen3", '{"name": "add", "arguments": {"note": "\\ud800"}}'),
+        ("qwen3", '{"name": "add", "arguments": ' + "[" * 30_000),
+        ("qwen3", '{"name": "add", "arguments": {"a": ' + "[" * 600 + "]" * 600 + "}}"),
+    ],
+)
+def test_a_call_that_cannot_be_read_whole_is_a_problem_and_is_not_run(name: str, said: str) -> None:
+    """An argument that is cut off must not be left out; what no record can hold must not fail the episode."""
+    turn = renderer(name).parse(ids("<tool_call>" + said + "</tool_call>"), tools=[ADD], recorded=True)
+    assert turn.tool_calls == () and len(turn.problems) == 1, turn
+
+
 def test_extension_is_none_once_the_template_drops_thinking() -> None:
     messages = [{"role": "user", "content": "q"}]
     sampled = ids("<think>\nt\n</think>\n\na<|im_end|>")

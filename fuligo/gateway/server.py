@@ -7,6 +7,7 @@ import secrets
 import socket
 from collections import OrderedDict
 from collections.abc import Awaitable
+from functools import partial
 from hashlib import sha256
 from numbers import Real
 from typing import TypeVar
@@ -24,6 +25,7 @@ from fuligo.engines.host import LOOPBACK, endpoint
 from fuligo.engines.http_access import QuietServer, is_foreign, own_names
 from fuligo.engines.openai_format import InvalidRequest, error_content, json_response
 from fuligo.errors import EngineError
+from fuligo.gateway.connections import Connection, Strangers, admit
 from fuligo.gateway.session import ContextFull, Policy, Session, SessionEnded
 
 T = TypeVar("T")
@@ -53,6 +55,7 @@ class Gateway:
         self._sessions: dict[str, Session] = {}
         self._ended: OrderedDict[str, bytes] = OrderedDict()
         """Digests of the keys of ended sessions."""
+        self.strangers = Strangers()
         self._server: QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._address = ""
@@ -109,7 +112,7 @@ class Gateway:
             self._app,
             interface="asgi3",
             loop="none",
-            http="httptools",
+            http=partial(Connection, self.strangers),  # pyright: ignore[reportArgumentType] - called like a class
             lifespan="off",
             log_level="warning",
             access_log=False,
@@ -149,6 +152,7 @@ class Gateway:
             if (digest := self._ended.get(name)) is not None and hmac.compare_digest(digest, _digest(_key(headers))):
                 return _ended()
             return _error(401, "the key is missing, or not that of this session", code="invalid_api_key")
+        admit(http.scope)
         if method == "GET" and path.startswith("v1/models"):
             return self._models(path.removeprefix("v1/models").strip("/"))
         handler = {"v1/chat/completions": self._chat, "v1/reward": self._reward}.get(path) if method == "POST" else None

@@ -291,3 +291,32 @@ async def test_a_call_with_half_a_character_is_text() -> None:
         function = {"name": "add", "arguments": '{"a": "\\ud800"}'}
         asked: list[Any] = [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}]
         assert (await client.chat.completions.create(model="m", messages=[*QUESTION, *asked, *QUESTION])).choices
+
+
+async def test_connections_without_a_key_are_limited_in_time_bytes_and_number() -> None:
+    async with opened(Says("7" + ENDS[0])) as (gateway, session, client):
+        address, port = session.base_url.split("/")[2].split(":")
+
+        async def closed(text: bytes, size: int = 0) -> bool:
+            reader, writer = await asyncio.open_connection(address, int(port))
+            try:
+                writer.write(text + b"a" * size)
+                return await asyncio.wait_for(reader.read(), 20) == b""
+            except ConnectionError:
+                return True
+            finally:
+                writer.close()
+
+        asked = [client.chat.completions.create(model="m", messages=QUESTION) for _ in range(2)]
+        await asked[0]
+        gateway.strangers.max_s = 0.2
+        assert await closed(b"") and await closed(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
+        gateway.strangers.max_s = 60
+        assert await closed(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ", 2 << 20)
+        gateway.strangers.max_connections = 1
+        first = asyncio.create_task(closed(b""))
+        await asyncio.sleep(0.1)
+        reader, writer = await asyncio.open_connection(address, int(port))
+        assert await first and not reader.at_eof()
+        writer.close()
+        await asked[1]  # on the connection of the first, which is older than any of these

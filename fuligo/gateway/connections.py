@@ -1,0 +1,79 @@
+"""Connections of clients that have shown no key: their number, time and bytes are limited, so that they cannot exhaust the run."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_ENTRY = "fuligo.connection"
+
+
+@dataclass(eq=False)
+class Strangers:
+    """Connections of one server without a request that had a session's key, the oldest first."""
+
+    max_connections: int = 4096
+    """The oldest one gives way to a further one: an agent sends its request at once."""
+    max_s: float = 30.0
+    max_bytes: int = 1 << 20
+    """Limit of what is sent without a key; a body waits in the socket until the key was checked."""
+    _connections: "dict[Connection, asyncio.TimerHandle]" = field(default_factory=dict)
+
+    def add(self, connection: "Connection") -> None:
+        """Watch a connection from now on."""
+        while len(self._connections) >= self.max_connections:
+            next(iter(self._connections)).abort()
+        self._connections[connection] = asyncio.get_running_loop().call_later(self.max_s, connection.abort)
+
+    def remove(self, connection: "Connection") -> None:
+        """Watch a connection no longer."""
+        if (timer := self._connections.pop(connection, None)) is not None:
+            timer.cancel()
+
+    def __contains__(self, connection: "Connection") -> bool:
+        return connection in self._connections
+
+
+class Connection(HttpToolsProtocol):
+    """HTTP/1.1 connection that is a stranger's until `admit`."""
+
+    def __init__(self, strangers: Strangers, **given: Any) -> None:
+        super().__init__(**given)
+        self._strangers = strangers
+        self._num_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as its parent
+        super().connection_made(transport)
+        self._strangers.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._strangers.remove(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self in self._strangers:
+            self._num_bytes += len(data)
+            if self._num_bytes > self._strangers.max_bytes:
+                self.abort()
+                return
+        super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self.scope[_ENTRY] = self  # pyright: ignore[reportGeneralTypeIssues] - read by `admit` alone
+
+    def abort(self) -> None:
+        """Close without an answer."""
+        self._strangers.remove(self)
+        self.transport.abort()
+
+    def admitted(self) -> None:
+        """Lift the limits."""
+        self._strangers.remove(self)
+
+
+def admit(scope: Scope) -> None:
+    """Lift the limits of the connection of a request that had a key."""
+    scope[_ENTRY].admitted()

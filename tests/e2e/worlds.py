@@ -1,0 +1,41 @@
+"""Environments of whole runs: some of their steps take a while, and one may kill its own process (`KILL_AT=step:1`, in rollout 1)."""
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+from fuligo.environments import AssistantTurn, Environment, Start, Step
+
+
+class Resumable(Environment):
+    """Asks three more times; a turn is worth the number of its tokens modulo 3. Every fourth sample waits in its steps."""
+
+    resumable = True
+
+    async def reset(self) -> Start:
+        self.answers: list[str] = []
+        return Start([{"role": "user", "content": self.row.prompt if isinstance(self.row.prompt, str) else self.row.prompt[-1]["content"]}])
+
+    async def step(self, turn: AssistantTurn) -> Step:
+        if self.row.index % 4 == 1:
+            await asyncio.sleep(0.3)
+        where, _, step = os.environ.get("KILL_AT", ":-1").partition(":")
+        if where == "step" and self.row.metadata["start_rollout_id"] == int(step) and self.row.index % 4 == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.answers.append(turn.content)
+        done = len(self.answers) == 4
+        messages = [] if done else [{"role": "user", "content": f"And {len(self.answers)} times that? é"}]
+        return Step(messages, reward=float(turn.num_tokens % 3), done=done, metrics={"answers": len(self.answers)})
+
+    def state(self) -> Any:
+        return self.answers
+
+    async def restore(self, state: Any) -> None:
+        self.answers = list(state)
+
+
+class Anew(Resumable):
+    """The same world, without a state to continue from."""
+
+    resumable = False

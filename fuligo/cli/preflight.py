@@ -23,7 +23,7 @@ from fuligo.config.topology import engine_groups
 from fuligo.config.vocabulary import vocabulary_difference
 from fuligo.environments.load import environment_problems
 from fuligo.errors import CheckpointError, ConfigError
-from fuligo.formats.adapter_config import AdapterConfig, is_adapter
+from fuligo.formats.adapter_config import AdapterConfig, adapter_directory, is_adapter
 from fuligo.formats.checkpoint_files import VALUE_MODEL, is_distributed, model_directory, no_value_model
 from fuligo.formats.hugging_face import (
     DamagedFileError,
@@ -373,14 +373,27 @@ def _adapter(config: Config) -> Iterator[str]:
             f"--hf-checkpoint {directory} is quantised: merged into FP8 weights, most of an adapter's update would be rounded away; "
             "let the engines serve the unquantised weights"
         )
-    if adapter is None or not adapter.target_modules or directory is None or not (Path(directory) / "config.json").is_file():
+    if adapter is None or directory is None or not (Path(directory) / "config.json").is_file():
         return
-    from fuligo.models.adapter import empty_model, require_layers
+    yield from _fit(adapter, config.lora.lora_adapter, Path(directory))
+
+
+def _fit(adapter: AdapterConfig, given: str | None, model: Path) -> Iterator[str]:
+    """Check that the model has the layers to adapt, and that the adapter to start from has their shapes."""
+    from fuligo.models.adapter import empty_adapted_model, read_adapter_weights, require_fits
 
     try:
-        require_layers(adapter.target_modules, empty_model(Path(directory)))
+        if given is None:
+            empty_adapted_model(adapter, model)
+        else:
+            directory = adapter_directory(Path(given))
+            require_fits(read_adapter_weights(directory), adapter, directory, model)
+    except CheckpointError as error:
+        yield f"--lora-adapter: {error}"
     except ConfigError as error:
         yield from error.problems
+    except (OSError, ValueError) as error:  # of transformers
+        yield f"--hf-checkpoint {model}: cannot read its model: {error}"
 
 
 def _rewards(config: Config) -> Iterator[str]:

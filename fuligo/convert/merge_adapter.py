@@ -10,7 +10,7 @@ from fuligo.convert.own_dtypes import InOwnDtypes
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import AdapterConfig, adapted_weight
 from fuligo.formats.weight_manifest import MergeRounding
-from fuligo.models.adapter import LowRankUpdate, read_adapter_weights
+from fuligo.models.adapter import LowRankUpdate, read_adapter_weights, require_fits
 
 
 class MergedTensors(InOwnDtypes):
@@ -26,17 +26,16 @@ class MergedTensors(InOwnDtypes):
         self.rounding = MergeRounding()
         """Complete when all tensors have been read."""
         config, tensors = AdapterConfig.read(adapter), read_adapter_weights(adapter)
+        require_fits(tensors, config, adapter, base)
         self._updates: dict[str, LowRankUpdate] = {}
         for name in sorted({adapted_weight(name) for name in tensors}):
             layer = f"base_model.model.{name.removesuffix('.weight')}"
-            a, b = (tensors.get(f"{layer}.lora_{part}.weight") for part in "AB")
-            if a is None or b is None:
-                raise CheckpointError(f"cannot merge {adapter}: it has only one of the two matrices for {name}; use a whole adapter")
+            a, b = (tensors[f"{layer}.lora_{part}.weight"] for part in "AB")
             if self.shapes.get(name) != (len(b), a.shape[1]):
                 there = list(self.shapes.get(name, ())) or "absent"
                 raise CheckpointError(
-                    f"cannot merge {adapter} into {base}: {name} is {there} there, and the adapter's is {[len(b), a.shape[1]]}; use the "
-                    f"model that the adapter was trained on ({config.base or 'its adapter_config.json names none'})"
+                    f"cannot merge {adapter} into {base}: {name} is {there} in its files, and the adapter's is {[len(b), a.shape[1]]}; use "
+                    f"the model that the adapter was trained on ({config.base or 'its adapter_config.json names none'})"
                 )
             self._updates[name] = LowRankUpdate(a, b, config.scaling)
 

@@ -1,6 +1,7 @@
 """Configuration of a LoRA adapter as PEFT stores it beside the adapter's weights. Imports neither torch nor PEFT."""
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -29,6 +30,12 @@ _UNSUPPORTED = (
     "layers_to_transform",
     "use_qalora",
     "alora_invocation_tokens",
+    "use_bdlora",
+    "monteclora_config",
+    "velora_config",
+    "kasa_config",
+    "arrow_config",
+    "ensure_weight_tying",
 )
 
 
@@ -100,7 +107,9 @@ class AdapterConfig:
         """
         file = directory / ADAPTER_CONFIG
         try:
-            fields: dict[str, Any] = json.loads(file.read_text())
+            fields = json.loads(file.read_text())
+            if not isinstance(fields, dict):
+                raise ValueError(f"it is {type(fields).__name__}, not an object of fields")
             kind = fields["peft_type"]
             if kind != "LORA":
                 raise CheckpointError(f"cannot load {directory}: it is a {kind} adapter, and fuligo loads LoRA adapters; use one of those")
@@ -111,16 +120,35 @@ class AdapterConfig:
                 raise CheckpointError(
                     f"cannot load {directory}: target_modules {targets!r} of {ADAPTER_CONFIG} is a pattern; list the names of the layers"
                 )
+            if targets != "all-linear" and not (targets and all(isinstance(target, str) and target for target in targets)):
+                raise ValueError(f"target_modules is {targets!r}, not names of layers")
             return cls(
-                rank=int(fields["r"]),
-                alpha=float(fields["lora_alpha"]),
+                rank=int(_number(fields, "r", at_least=1, whole=True)),
+                alpha=_number(fields, "lora_alpha"),
                 target_modules=() if targets == "all-linear" else tuple(sorted(targets)),
                 rank_stabilised=bool(fields.get("use_rslora")),
-                dropout=float(fields.get("lora_dropout") or 0.0),
+                dropout=_number({"lora_dropout": 0.0} | fields, "lora_dropout", at_least=0, at_most=1),
                 base=str(fields.get("base_model_name_or_path") or ""),
             )
-        except (OSError, ValueError, KeyError) as error:
+        except KeyError as error:
+            raise CheckpointError(f"cannot read {file}: it has no {error.args[0]}; use a directory that PEFT or fuligo saved") from error
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"cannot read {file}: {error}; use a directory that PEFT or fuligo saved") from error
+
+
+def _number(fields: dict[str, Any], name: str, *, at_least: float = -math.inf, at_most: float = math.inf, whole: bool = False) -> float:
+    """Return a finite number.
+
+    Raises:
+        KeyError: it is missing
+        ValueError: it is none, or beyond the bounds
+    """
+    value = fields[name]
+    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not at_least <= value <= at_most:
+        bounds = [f"of at least {at_least:g}"] * (at_least > -math.inf) + [f"of at most {at_most:g}"] * (at_most < math.inf)
+        raise ValueError(" ".join([f"{name} is {value!r}, not a {'whole' if whole else 'finite'} number", " and ".join(bounds)]).rstrip())
+    return value if whole else float(value)
 
 
 def _unsupported(fields: dict[str, Any]) -> str:

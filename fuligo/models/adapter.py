@@ -60,11 +60,17 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> 
         seed: of A; the process's own random numbers are left alone, so that all ranks begin with the same adapter.
 
     Raises:
-        ConfigError: the model lacks a layer that is to be adapted.
+        ConfigError: the model lacks a layer that is to be adapted, or the rank is higher than any of its matrices can have.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     require_layers(config.target_modules, model)
+    widest = max(max(layer.in_features, layer.out_features) for layer in model.modules() if isinstance(layer, nn.Linear))
+    if config.rank > widest:  # and memory for it may not exist
+        raise ConfigError(
+            f"--lora-rank {config.rank}: the widest matrix of {type(model).__name__} has {widest} rows or columns, and no update of a "
+            "higher rank exists; choose a rank such as 16"
+        )
     every = {name.rpartition(".")[2] for name in linear_layers(model)}
     peft_config = LoraConfig(
         r=config.rank,
@@ -180,6 +186,31 @@ def read_adapter_weights(directory: Path) -> dict[str, Tensor]:
     if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise CheckpointError(f"cannot load {file}: {broken[0]} has values that are NaN or infinite; load another adapter")
     return tensors
+
+
+def empty_adapted_model(config: AdapterConfig, base: Path) -> PreTrainedModel:
+    """Return the model of a directory with an adapter's layers, without memory for either.
+
+    Raises:
+        ConfigError: the model lacks a layer that is to be adapted, or the rank is too high.
+    """
+    model = empty_model(base)
+    with torch.device("meta"):
+        add_adapter(model, config, seed=0)
+    return model
+
+
+def require_fits(tensors: Mapping[str, Tensor], config: AdapterConfig, adapter: Path, base: Path) -> None:
+    """Check that an adapter's tensors are those that its configuration means for the model of a directory, without memory for its weights.
+
+    Raises:
+        CheckpointError: they are not
+    """
+    try:
+        model = empty_adapted_model(config, base)
+    except ConfigError as error:
+        raise CheckpointError(f"cannot load {adapter}: {'; '.join(error.problems)}") from error
+    require_same_shapes(tensors, model, adapter)
 
 
 @torch.no_grad()

@@ -170,6 +170,11 @@ def test_an_unknown_layer_is_named_with_the_closest(settings) -> None:
         worker_of(replace(settings, lora=LoraSettings(AdapterConfig(4, 8.0, ("q_prj",)))))
 
 
+def test_a_rank_that_no_matrix_has_is_refused(settings) -> None:
+    with pytest.raises(ConfigError, match="--lora-rank 1000000000: the widest matrix"):
+        worker_of(replace(settings, lora=LoraSettings(AdapterConfig(10**9, 8.0))))
+
+
 async def test_two_ranks_train_as_one(settings) -> None:
     samples = train_batches.samples([*LENGTHS, (3, 7), (2, 8)])
     results = {}

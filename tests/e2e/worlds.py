@@ -9,7 +9,7 @@ from fuligo.environments import AssistantTurn, Environment, Start, Step
 
 
 class Resumable(Environment):
-    """Asks three more times; a turn is worth the number of its tokens modulo 3. Every fourth sample waits in its steps."""
+    """Asks three more times; a turn is worth the number of its tokens modulo 3. Every fourth sample waits in its steps (`WAIT_S` seconds)."""
 
     resumable = True
 
@@ -19,7 +19,7 @@ class Resumable(Environment):
 
     async def step(self, turn: AssistantTurn) -> Step:
         if self.row.index % 4 == 1:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(float(os.environ.get("WAIT_S", "0.3")))
         where, _, step = os.environ.get("KILL_AT", ":-1").partition(":")
         if where == "step" and self.row.metadata["start_rollout_id"] == int(step) and self.row.index % 4 == 1:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,5 +1,6 @@
 """An agent of the `openai` package, trained on real SGLang engines behind the router."""
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +30,11 @@ def test_an_agent_is_trained_on_the_tokens_that_the_engines_sampled(running: Fle
         FULIGO_ENGINE_ADMIN_KEY=KEYS.control,
     )
     assert all(record["rollout/num_failed"] == 0 and record["rollout/sample/agent_turns"] == 2 for record in metrics(tmp_path))
-    rows = [row for row in sample_rows(tmp_path, "kept", "loss_mask", "engine_logprobs", "trainer_logprobs") if row["kept"]]
-    assert rows
+    rows = [row for row in sample_rows(tmp_path, "kept", "index", "loss_mask", "engine_logprobs", "trainer_logprobs") if row["kept"]]
+    num_branches = Counter(row["index"] for row in rows)
+    assert any(num == 1 for num in num_branches.values())
     for row in rows:
         trained = np.array(row["loss_mask"]) == 1
-        assert trained.any() and not trained.all()
+        assert trained.any()
+        assert trained.all() == (num_branches[row["index"]] == 2)  # a turn that the template cannot continue ends its sample
         np.testing.assert_allclose(np.array(row["engine_logprobs"])[trained], np.array(row["trainer_logprobs"])[trained], atol=1e-3)

@@ -9,7 +9,7 @@ from fuligo.environments import AssistantTurn, Environment, Start, Step
 
 
 class Resumable(Environment):
-    """Asks three more times; a turn is worth the number of its tokens modulo 3. Every fourth sample waits in its steps (`WAIT_S` seconds)."""
+    """Asks three more times; a turn is worth the number of its tokens modulo 3. Every fourth sample waits `WAIT_S` seconds in each step."""
 
     resumable = True
 

@@ -25,6 +25,7 @@ from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER
 from fuligo.formats.checkpoint_files import COUNTERS, VALUE_MODEL, other_files, record_dtypes
 from fuligo.models.adapter import adapter_tensors, has_adapter, write_adapter_config, write_adapter_weights
+from fuligo.trainer.adapter_sender import other_base
 from fuligo.trainer.random_state import has_random_state, read_random_state, set_random_state, write_random_state
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import Progress
@@ -138,7 +139,7 @@ def restore_state(directory: Path, state: TrainingState, world: World) -> None:
     """
     counters = _Counters.read(directory / COUNTERS)
     if counters.base_digest != state.base_digest:
-        raise CheckpointError(_other_base(directory, counters.base_digest, state.base_digest))
+        raise CheckpointError(other_base(directory, counters.base_digest, state.base_digest, weights=directory / "hf"))
     weights = TensorFiles(directory / "hf") if state.base_digest is None else TensorFiles.of_adapter(directory / ADAPTER)
     saved = [_Saved.open(state.policy, counters.policy, weights=weights, directory=directory / "optimizer")]
     reference = TensorFiles(directory / "reference") if state.reference is not None else None
@@ -260,15 +261,3 @@ class _Counters:
 
 def _progress(fields: dict[str, int]) -> Progress:
     return Progress(int(fields["num_optimizer_steps"]), int(fields["num_rollouts"]))
-
-
-def _other_base(directory: Path, saved: str | None, own: str | None) -> str:
-    """Return the error for a checkpoint whose adapter, or lack of one, does not fit this run."""
-    if saved is None:
-        return f"cannot resume {directory} with LoRA: it holds all weights; start from them with --ref-load {directory / 'hf'}"
-    if own is None:
-        return f"cannot resume {directory} without LoRA: it holds an adapter; add the --lora-* flags that it was trained with"
-    return (
-        f"cannot resume {directory}: its adapter was trained on other weights than those of this run; use the --hf-checkpoint or "
-        "--ref-load that it was trained with"
-    )

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.models.adapter import adapter_off, set_dropout
+from fuligo.trainer.adapter_sender import AdapterSender, base_digest
 from fuligo.trainer.batch import pack_tokens
 from fuligo.trainer.host_memory import HostMemory
 from fuligo.trainer.metric_sums import mean_of_steps
@@ -26,7 +27,7 @@ from fuligo.trainer.step import Progress, StepGradients
 from fuligo.trainer.timeline import Timeline
 from fuligo.trainer.torch_backend.critic import Critic, ValueModel, load_value_model
 from fuligo.trainer.torch_backend.learner import Learner, compute_gradients, freeze_parameters
-from fuligo.trainer.torch_backend.lora import AdapterSender, MergedWeights, add_policy_adapter, base_digest, store_base_in_half_precision
+from fuligo.trainer.torch_backend.lora import AdaptedModel, MergedWeights, add_policy_adapter, store_base_in_half_precision
 from fuligo.trainer.torch_backend.model import (
     PackedModel,
     Policy,
@@ -37,7 +38,7 @@ from fuligo.trainer.torch_backend.model import (
 )
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.state import TrainingState, copy_state, restore_state, save_state
-from fuligo.trainer.torch_backend.weights import checkpoint_dtype, copy_weights, named_weights, shard
+from fuligo.trainer.torch_backend.weights import checkpoint_dtype, copy_weights, named_weights, shard, weight_tensors
 from fuligo.types import FloatArray, StepResult, TokenScores
 from fuligo.weights.colocated import TrainerRanks
 from fuligo.weights.senders import WeightSender
@@ -78,7 +79,8 @@ class TorchRankWorker:
         self._sender = WeightSender(settings.engine_format, TrainerRanks(world.rank, world.objects))
         self._adapter_sender = None
         if settings.lora is not None:
-            self._adapter_sender = AdapterSender(self.policy.model, self._sender, world, self.export_dtype, merges=settings.lora.is_merged)
+            adapted = AdaptedModel(self.policy.model, self.export_dtype)
+            self._adapter_sender = AdapterSender(adapted, self._sender, world, merges=settings.lora.is_merged)
         self._timeline = Timeline(world.device)
         self._host_memory = HostMemory(world.device)
 
@@ -194,7 +196,7 @@ class TorchRankWorker:
         if self.world.rank == 0:
             check_packed_forward(policy)
         if trained and settings.lora is not None:
-            self._base_digest = base_digest(model)
+            self._base_digest = base_digest(weight_tensors(model).items())
             add_policy_adapter(model, settings.lora, seed=settings.seed)
             if settings.precision == "bf16":
                 store_base_in_half_precision(model)

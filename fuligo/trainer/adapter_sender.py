@@ -1,0 +1,105 @@
+"""Sync of a policy with a LoRA adapter to engines, and the digest of the weights below it, for every backend."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fuligo.formats.weight_manifest import EngineAddress, MergeRounding, Undelivered, WeightManifest, WeightsChecksum, WeightTarget
+from fuligo.trainer.ranks.world import World
+from fuligo.weights.senders import WeightSender
+
+NUM_DIGESTED = 4096
+"""Values of a tensor in `base_digest`, evenly spaced."""
+
+
+class MergedTensors(Protocol):
+    """Weights with the adapter merged into them."""
+
+    @property
+    def rounding(self) -> MergeRounding:
+        """Measure of what rounding left of the update; complete after the last tensor."""
+        ...
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield Hugging Face names and full tensors. A collective: every rank iterates to the end."""
+        ...
+
+
+class AdaptedPolicy(Protocol):
+    """Policy with an adapter; its full tensors, in the data type that engines receive, are gathered as they are iterated over."""
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights below the adapter by their Hugging Face names. A collective."""
+        ...
+
+    def adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapter's tensors by their names in PEFT's files. A collective."""
+        ...
+
+    def merged(self) -> MergedTensors: ...
+
+
+class AdapterSender:
+    """Sender of a policy with an adapter, on every trainer rank.
+
+    Args:
+        merges: send weights with the adapter merged into them; otherwise the weights once to each engine, and then the adapter alone.
+    """
+
+    def __init__(self, policy: AdaptedPolicy, sender: WeightSender, world: World, *, merges: bool) -> None:
+        self._policy, self._sender, self._world, self._merges = policy, sender, world, merges
+        self._with_base: tuple[EngineAddress, ...] = ()
+        """Engines that have the weights below the adapter; known to rank 0."""
+
+    def send(self, target: WeightTarget) -> WeightManifest | Undelivered | None:
+        """Send to all engines of `target`, as `WeightSender.send` does."""
+        if self._merges:
+            weights = self._policy.merged()
+            sent = self._sender.send(weights.named(), target)
+            return replace(sent, merged=weights.rounding) if isinstance(sent, WeightManifest) else sent
+        lacks_base = self._with_base != target.engines or target.with_checksum  # the checksum is one of all weights
+        needs_base = self._world.sum(torch.tensor([float(self._world.rank == 0 and lacks_base)])).item() > 0
+        base = self._policy.base() if needs_base else iter(())
+        digest = WeightsChecksum()
+        sent = self._sender.send(chain(base, _digested(self._policy.adapter(), digest)), target)
+        self._with_base = target.engines if isinstance(sent, WeightManifest) else ()
+        return replace(sent, adapter=digest.result().checksum) if isinstance(sent, WeightManifest) else sent
+
+
+def base_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Return a digest of the whole weights below an adapter, from some values of every tensor: an adapter is worth nothing on others."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in weights:
+        values = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // NUM_DIGESTED)].float().cpu().contiguous()
+        digest.update(f"{name} {list(tensor.shape)} ".encode() + values.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def other_base(checkpoint: Path, saved: str | None, own: str | None, *, weights: Path) -> str:
+    """Return the error for a checkpoint whose adapter, or lack of one, does not fit this run.
+
+    Args:
+        saved: digest of the weights below the checkpoint's adapter; None if it has none.
+        own: that of this run, likewise.
+        weights: the checkpoint's, if it has all of them.
+    """
+    if saved is None:
+        return f"cannot resume {checkpoint} with LoRA: it holds all weights; start from them with --ref-load {weights}"
+    if own is None:
+        return f"cannot resume {checkpoint} without LoRA: it holds an adapter; add the --lora-* flags that it was trained with"
+    return (
+        f"cannot resume {checkpoint}: its adapter was trained on other weights than those of this run; use the --hf-checkpoint or "
+        "--ref-load that it was trained with"
+    )
+
+
+def _digested(tensors: Iterator[tuple[str, Tensor]], digest: WeightsChecksum) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        digest.update(name, tensor)
+        yield name, tensor

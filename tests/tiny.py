@@ -1,11 +1,14 @@
 """Tiny checkpoints for tests: real transformers models with random weights, and a small byte-level BPE tokenizer."""
 
 import functools
+import json
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from fuligo.models.transformers_types import LOADED_AS, register_types
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -53,6 +56,16 @@ FAMILIES: dict[str, dict] = {
         "topk_group": 2,
         "moe_intermediate_size": 32,
         "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+    },
+    "kimi_k2": {
+        **_LATENT,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 2.8,
         "first_k_dense_replace": 1,
     },
     "glm_moe_dsa": {
@@ -104,6 +117,7 @@ def model_config(family: str = "qwen3", *, hidden: int = 64, layers: int = 2, vo
         "eos_token_id": EOS_ID,
         "initializer_range": 0.1,
     }
+    register_types()
     return AutoConfig.for_model(family, **{**shape, **FAMILIES.get(family, {}), **overrides})
 
 
@@ -116,9 +130,17 @@ def model(family: str = "qwen3", *, seed: int = 0, **overrides: object) -> torch
 def save_checkpoint(directory: Path, family: str = "qwen3", *, seed: int = 0, **overrides: object) -> Path:
     """Save a Hugging Face directory with the model and the tokenizer; return `directory`."""
     lm = model(family, seed=seed, **overrides)
-    lm.save_pretrained(directory)
+    save_as_published(lm, directory, family)
     tokenizer().save_pretrained(directory)
     return directory
+
+
+def save_as_published(lm: torch.nn.Module, directory: Path, family: str) -> None:
+    """Save the model under the family's own type, where transformers writes the one that it knows."""
+    lm.save_pretrained(directory)
+    if family in LOADED_AS:
+        config = directory / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": family}))
 
 
 def save_value_model(directory: Path, family: str = "qwen3", *, seed: int = 0, **overrides: object) -> Path:

@@ -109,8 +109,10 @@ def _code_of(option: str, directory: Path, config: Config) -> Iterator[str]:
         return
     from transformers import CONFIG_MAPPING
 
+    from fuligo.models.transformers_types import LOADED_AS
+
     model_type = read_config_json(directory).get("model_type")
-    if model_code and model_type not in CONFIG_MAPPING:
+    if model_code and model_type not in CONFIG_MAPPING and model_type not in LOADED_AS:
         yield (
             f"{option} {directory}: transformers has no model type {model_type!r}, and fuligo runs no model code of a checkpoint "
             "(auto_map in its config.json); choose another model"

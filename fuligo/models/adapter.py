@@ -14,11 +14,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fuligo.config.flag import did_you_mean, nearest
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NAME, AdapterConfig, is_adapter_name, stored_name
+from fuligo.models.transformers_types import read_config
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 def empty_model(directory: Path) -> PreTrainedModel:
     """Return the model that config.json describes, without memory for its weights."""
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    config = read_config(directory)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 

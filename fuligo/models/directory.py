@@ -4,9 +4,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from fuligo.errors import ConfigError
+from fuligo.formats.hugging_face import brings_code, read_config_json
+from fuligo.models.transformers_types import LOADED_AS, read_config
 
 logger = logging.getLogger(__name__)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -21,7 +23,7 @@ def load_config(path: str) -> Any:
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"--model-path {path} has no config.json; use the directory of a Hugging Face checkpoint")
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        return read_config(path)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).partition("\n\n")[0]  # the rest is advice to upgrade transformers
         raise ConfigError(f"cannot load config.json of --model-path {path}: {reason}") from error
@@ -36,15 +38,33 @@ def load_tokenizer(path: str | Path, *, runs_its_code: bool) -> PreTrainedTokeni
     Raises:
         ConfigError: the tokenizer's files are invalid, or it needs code that may not run.
     """
+    if not runs_its_code and _is_code_alone(Path(path)):
+        raise _needs_code(path)
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=runs_its_code)
     except Exception as error:  # the tokenizers library raises plain exceptions, code of the directory any
         if not runs_its_code and "trust_remote_code" in str(error):
-            raise ConfigError(
-                f"cannot load the tokenizer of {path}: it needs Python code of that directory; read the code, then use --trust-remote-code"
-            ) from None
+            raise _needs_code(path) from None
         reason = next(iter(str(error).splitlines()), "")
+        if runs_its_code and isinstance(error, ImportError):
+            raise ConfigError(
+                f"cannot load the tokenizer of {path}: code of that directory imports what is not here: {reason}; install the package, or "
+                f"save the tokenizer as tokenizer.json with the version of transformers for which the code was written"
+            ) from error
         raise ConfigError(f"cannot load the tokenizer of {path}: {type(error).__name__}: {reason}; copy or download it again") from error
+
+
+def _is_code_alone(directory: Path) -> bool:
+    """Return whether transformers would take the tokenizer of another family where the directory has its own, as code."""
+    if (directory / "tokenizer.json").is_file() or not brings_code(directory / "tokenizer_config.json"):
+        return False
+    return (directory / "config.json").is_file() and read_config_json(directory).get("model_type") in LOADED_AS
+
+
+def _needs_code(path: str | Path) -> ConfigError:
+    return ConfigError(
+        f"cannot load the tokenizer of {path}: it needs Python code of that directory; read the code, then use --trust-remote-code"
+    )
 
 
 def has_tokenizer(path: str | Path) -> bool:

@@ -8,7 +8,7 @@ from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
-from fuligo.models.families import deepseek_v3, glm4, glm4_moe, glm4_moe_lite, glm_moe_dsa, llama, mimo, qwen2, qwen3, qwen3_moe
+from fuligo.models.families import deepseek_v3, glm4, glm4_moe, glm4_moe_lite, glm_moe_dsa, kimi_k2, llama, mimo, qwen2, qwen3, qwen3_moe
 from fuligo.models.names import ModelNames, NameTable
 
 
@@ -30,6 +30,7 @@ FAMILIES: Mapping[str, Family] = {
     "glm4_moe": glm4_moe,
     "glm4_moe_lite": glm4_moe_lite,
     "glm_moe_dsa": glm_moe_dsa,
+    "kimi_k2": kimi_k2,
     "llama": llama,
     "mimo": mimo,
     "qwen2": qwen2,

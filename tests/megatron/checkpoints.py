@@ -27,7 +27,7 @@ def perturb(module: torch.nn.Module) -> None:
 
 def save_uneven(directory: Path, family: str, **overrides: Any) -> Path:
     """Save a Hugging Face directory."""
-    uneven_model(family, **overrides).save_pretrained(directory)
+    tiny.save_as_published(uneven_model(family, **overrides), directory, family)
     return directory
 
 

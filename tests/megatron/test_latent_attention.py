@@ -43,6 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # One epsilon for all norms, as SGLang has it; transformers' class takes 1e-6 for those of the latents (`models/modules.py`).
     "glm4_moe_lite": ("glm4_moe_lite", {"rms_norm_eps": 0.01}),
     "deepseek_v3 yarn": ("deepseek_v3", {"rope_parameters": YARN}),
+    "kimi_k2 yarn": ("kimi_k2", {"rope_parameters": YARN}),
     "deepseek_v3 dense": ("deepseek_v3", {"first_k_dense_replace": 2}),
     "deepseek_v3 direct queries": ("deepseek_v3", {"q_lora_rank": None, "first_k_dense_replace": 2}),
 }
@@ -67,6 +68,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory):
         ("glm4_moe_lite", "tp2 sp"),
         ("glm4_moe_lite", "cp2"),
         ("deepseek_v3 yarn", "one"),
+        ("kimi_k2 yarn", "one"),
         ("deepseek_v3 dense", "tp2"),
         *(
             pytest.param(model, layout, marks=SLOW)

@@ -32,6 +32,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_experts": 4, "head_dim": 16, "mlp_only_layers": [0]},
     "glm4_moe": {**MOE, "use_qk_norm": True, "attention_bias": True, "head_dim": 16, "first_k_dense_replace": 1},
     "deepseek_v3": {**MOE, **LATENT, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "kimi_k2": {**MOE, **LATENT, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "glm_moe_dsa": {**MOE, **LATENT, "first_k_dense_replace": 1, "indexer_types": ["full", "shared", "full", "shared"]},
 }
 
@@ -40,7 +41,7 @@ def save_published(directory: Path, family: str) -> Path:
     """Save a tiny bf16 checkpoint with `save_pretrained`."""
     model = tiny.model(family.removesuffix("_apart"), layers=4, **SHAPES[family]).to(torch.bfloat16)
     assert isinstance(model, PreTrainedModel)
-    model.save_pretrained(directory)
+    tiny.save_as_published(model, directory, family)
     return directory
 
 
@@ -119,6 +120,7 @@ def label(value: str | Layout) -> str:
         ("glm4_moe", Layout(pp=2, ep=2, num_ranks=4)),
         ("glm4_moe", Layout(tp=2, ep=4, sequence_parallel=True, num_ranks=4)),
         ("deepseek_v3", Layout(tp=2, pp=2, ep=2, sequence_parallel=True, num_ranks=4)),
+        ("kimi_k2", Layout(ep=2, num_ranks=2)),
         ("glm_moe_dsa", Layout(tp=2, pp=2, ep=2, sequence_parallel=True, num_ranks=4)),
     ],
     ids=label,

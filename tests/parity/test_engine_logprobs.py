@@ -29,6 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "glm4_moe_lite": {"rms_norm_eps": 1e-6, "v_head_dim": 28},  # that epsilon is transformers' for norms of latents, whatever is stated
     "deepseek_v3": {"v_head_dim": 12},  # keys have 20
+    "kimi_k2": {},
     "gemma3_text": {"head_dim": 16, "sliding_window": 24},
 }
 

@@ -23,7 +23,9 @@ OVERRIDES = {"glm4_moe_lite": {"rms_norm_eps": 1e-6}}
 """Epsilon that transformers uses for latent norms, whatever config.json states."""
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama", "glm4", "qwen2", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3"])
+@pytest.fixture(
+    scope="module", params=["qwen3", "llama", "glm4", "qwen2", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k2"]
+)
 def checkpoint(request, tmp_path_factory) -> Path:
     return tiny.save_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **OVERRIDES.get(request.param, {}))
 

@@ -13,12 +13,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from fuligo.errors import CheckpointError, TrainerError
 from fuligo.models.attention import device_cu_seqlens, packed_attention, unpackable_layers, varlen_attention
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon
+from fuligo.models.transformers_types import read_config
 from fuligo.trainer.batch import PackedTokens
 from fuligo.trainer.logprobs import TokenLogprobs
 from fuligo.trainer.parameters import require_finite_weights
@@ -175,7 +176,7 @@ def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
     verbosity = get_verbosity()
     set_verbosity_error()  # missing weights are returned, not logged
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        config = read_config(directory)
         if unknown := unpackable_layers(config):
             raise TrainerError(
                 f"{config.model_type}: layers of type {', '.join(unknown)} are not supported by the torch trainer's packed attention, "

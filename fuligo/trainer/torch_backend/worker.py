@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.models.adapter import adapter_off, set_dropout
+from fuligo.models.transformers_types import read_config
 from fuligo.trainer.adapter_sender import AdapterSender, base_digest
 from fuligo.trainer.batch import pack_tokens
 from fuligo.trainer.host_memory import HostMemory
@@ -72,7 +72,7 @@ class TorchRankWorker:
             value_model = ValueModel(load_value_model(settings.critic.initial_weights, self.policy.model))
             self.critic = Critic(self._placed(value_model, trained=True), settings.critic, world)
         self._learner = Learner(self.policy.model, settings.optimizer, world)
-        checkpoint = AutoConfig.from_pretrained(settings.hf_checkpoint, trust_remote_code=False)
+        checkpoint = read_config(settings.hf_checkpoint)
         self.export_dtype = sync_dtype(settings, checkpoint_dtype(checkpoint))
         self.balance_by = _cost(self.policy) if settings.balance_data else None
         self._writer: ComputeThread | None = None

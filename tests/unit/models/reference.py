@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fuligo.models.architecture import PartKind
+from fuligo.models.transformers_types import register_types
 
 _KINDS = {
     r"embed_tokens": PartKind.EMBEDDING,
@@ -28,6 +29,7 @@ Counts = dict[tuple[int | None, PartKind], int]
 
 def build(config: dict[str, Any]) -> torch.nn.Module:
     """Build the transformers model of a config.json on the meta device."""
+    register_types()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     model.tie_weights()

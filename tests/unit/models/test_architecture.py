@@ -113,7 +113,7 @@ def small_configs(draw: st.DrawFn) -> dict[str, Any]:
         "use_qk_norm": draw(st.booleans()),
         "mlp_bias": family == "llama" and draw(st.booleans()),
     }
-    if family in {"deepseek_v3", "glm4_moe_lite", "glm_moe_dsa"}:
+    if family in {"deepseek_v3", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa"}:
         del config["head_dim"]
         may_be_direct = family != "glm_moe_dsa"
         config |= {key: draw(multiple(2, 1, 12)) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}

@@ -1,4 +1,4 @@
-"""Conversion of GSM8K to prompt files: chat messages in `prompt`, the number after `####` in `label`.
+"""Conversion of GSM8K to prompt files: chat messages in `prompt`, the number after `####` in `label`, the answer to imitate in `solution`.
 
     python examples/gsm8k/convert.py SOURCE_DIR TARGET_DIR
 
@@ -13,13 +13,15 @@ from typing import TypedDict
 
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
+_CALCULATION = re.compile(r"<<[^>]*>>")
 
 
 class PromptRow(TypedDict):
-    """Return one line of the prompt file."""
+    """One line of the prompt file."""
 
     prompt: list[dict[str, str]]
     label: str
+    solution: str
 
 
 def gold_number(answer: str) -> str:
@@ -34,8 +36,15 @@ def gold_number(answer: str) -> str:
     return number
 
 
+def solution(answer: str) -> str:
+    """Return the answer's steps without their annotated calculations (`<<48/2=24>>`), and the number in a box."""
+    steps = _CALCULATION.sub("", answer.rpartition("####")[0]).strip()
+    return f"{steps}\nThe answer is \\boxed{{{gold_number(answer)}}}."
+
+
 def convert_row(row: dict[str, str]) -> PromptRow:
-    return {"prompt": [{"role": "user", "content": f"{row['question']}\n{INSTRUCTION}"}], "label": gold_number(row["answer"])}
+    prompt = [{"role": "user", "content": f"{row['question']}\n{INSTRUCTION}"}]
+    return {"prompt": prompt, "label": gold_number(row["answer"]), "solution": solution(row["answer"])}
 
 
 def convert_file(source: Path, target: Path) -> int:

@@ -107,3 +107,8 @@ def test_the_number_after_the_hashes_is_the_label(convert: ModuleType, answer: s
 def test_an_answer_without_a_number_is_refused(convert: ModuleType) -> None:
     with pytest.raises(ValueError, match="must end in '#### number'"):
         convert.gold_number("it is four")
+
+
+def test_the_solution_has_the_steps_and_the_boxed_number(convert: ModuleType):
+    answer = "Sold 48/2 = <<48/2=24>>24 clips.\nIn all <<1000+24=1024>>1,024.\n#### 1,024"
+    assert convert.solution(answer) == "Sold 48/2 = 24 clips.\nIn all 1,024.\nThe answer is \\boxed{1024}."

@@ -14,14 +14,15 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-SUBJECTS = """
-volcanoes bees bridges chess tea deserts violins glaciers bread lighthouses spiders satellites rice windmills whales libraries
-marathons compasses onions earthquakes pianos forests soap rivers owls telescopes coffee castles sailing mushrooms trains
-honey mathematics clouds bicycles cheese dolphins poetry magnets gardens penguins airports chocolate tides theatre salt
-elephants clocks coral maps photography olives thunder kites museums wolves paper football islands vaccines candles
-horses comets jazz potatoes submarines dreams wheat elevators butterflies glass markets ants radio swimming snow
-cotton planets parrots mirrors batteries sculpture rain camels printing oranges robots tunnels language turtles
-""".split()
+SUBJECTS = (
+    "volcanoes bees bridges chess tea deserts violins glaciers bread lighthouses spiders satellites rice windmills whales "
+    "libraries marathons compasses onions earthquakes pianos forests soap rivers owls telescopes coffee castles sailing "
+    "mushrooms trains honey mathematics clouds bicycles cheese dolphins poetry magnets gardens penguins airports chocolate "
+    "tides theatre salt elephants clocks coral maps photography olives thunder kites museums wolves paper football islands "
+    "vaccines candles horses comets jazz potatoes submarines dreams wheat elevators butterflies glass markets ants radio "
+    "swimming snow cotton planets parrots mirrors batteries sculpture rain camels printing oranges robots tunnels language "
+    "turtles"
+)
 QUESTIONS = (
     "Tell me something interesting about {}.",
     "Why do people care about {}?",
@@ -72,7 +73,8 @@ def main() -> None:
     directory = Path(sys.argv[1])
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
-    subjects = rng.sample(SUBJECTS, len(SUBJECTS))
+    subjects = SUBJECTS.split()
+    rng.shuffle(subjects)
     for split, chosen in (("test", subjects[:NUM_TEST_SUBJECTS]), ("train", subjects[NUM_TEST_SUBJECTS:])):
         asked = [(question.format(subject), rng.choice(INSTRUCTIONS)) for subject, question in product(chosen, QUESTIONS)]
         rng.shuffle(asked)

@@ -84,7 +84,7 @@ class ToolUse:
 
 @dataclass(slots=True)
 class Turn:
-    """Turn of an episode: an answer of the model, and what the environment said to it."""
+    """Turn of an episode: an answer of the model, and what the environment or the agent said to it."""
 
     sample: int
     """Number of the episode's sample that holds the turn, 0-based; a template that rewrites history begins a new one."""
@@ -94,12 +94,14 @@ class Turn:
     message: dict[str, Any]
     """The answer as a chat message, with thinking and tool calls."""
     answers: Messages
-    """Messages of the environment after it."""
-    reward: float
+    """Messages of the environment or the agent after it."""
+    reward: float | None
+    """Reward of the turn; None if an agent was rewarded as a whole."""
     tools: list[ToolUse]
+    """Calls that the environment ran; an agent runs its own."""
     generate_s: float
     step_s: float
-    """Time of the environment."""
+    """Time of the environment, or of the agent until its next request."""
 
 
 @dataclass(slots=True)
@@ -116,7 +118,7 @@ class Branch:
 
 @dataclass(slots=True)
 class Episode:
-    """Course of an episode in an environment. All but its branches is JSON data."""
+    """Course of an episode in an environment or of an agent. All but its branches is JSON data."""
 
     messages: Messages
     """First messages, before any turn."""
@@ -179,7 +181,7 @@ class Sample:
     """Text of `response_ids`, all decoded at once."""
     spans: list[Span] = field(default_factory=list)
     episode: Episode | None = None
-    """Turns in an environment (--environment); the last sample of an episode has them."""
+    """Turns in an environment (--environment), which the last sample of an episode has; or of an agent (--agent), those of this sample."""
 
     @property
     def tokens(self) -> IntArray:

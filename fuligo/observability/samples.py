@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fuligo.formats.disk import writing
+from fuligo.observability.sample_turns import TURNS, turns_column
 from fuligo.types import Sample, SampleGroup, TokenScores, TrainSample
 
 ROWS_PER_GROUP = 64
@@ -61,6 +62,7 @@ SCHEMA = pa.schema(
         ("versions", pa.list_(pa.int32())),
         ("metadata", pa.string()),
         ("spans", pa.list_(_SPAN)),
+        ("turns", TURNS),
     ]
 )
 """Chat messages, metadata, and labels other than strings are JSON. Values that the trainer did not see or compute are null."""
@@ -130,6 +132,7 @@ def sample_table(groups: Sequence[SampleGroup], training: Training | None = None
         "versions": _lists([sample.versions for sample in samples], np.int32),
         "metadata": [_metadata(sample) for sample in samples],
         "spans": _spans(samples),
+        "turns": turns_column(samples, _text),
     }
     return pa.Table.from_pydict(columns, schema=SCHEMA)
 

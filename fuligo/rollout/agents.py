@@ -6,18 +6,15 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from copy import deepcopy
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
-
-import numpy as np
 
 from fuligo.config.hooks import Hook, describe_exception, is_async
 from fuligo.engines.generation import SamplingParams, Tokenizer
 from fuligo.environments.environment import Row
-from fuligo.gateway.conversation import Turn
 from fuligo.gateway.server import Gateway
 from fuligo.gateway.session import Reward, Session
-from fuligo.rollout.generate import STATUS_BY_FINISH_REASON
+from fuligo.rollout.agent_samples import branches, call_counts, record_turns
 from fuligo.rollout.sampler import clear_response, failed
 from fuligo.types import Sample, SampleStatus
 
@@ -136,9 +133,10 @@ class AgentGenerate:
         problem = self._problem(episode)
         self.gateway.end(session)
         samples = branches(sample, session, self.tokenizer)
+        record_turns(samples, session)
         if problem is not None:
             return failed(samples[0], problem)
-        samples[0].metrics |= {
+        samples[0].metrics |= call_counts(session) | {
             "agent_turns": len(session.conversation.turns),
             "agent_branches": len(samples),
             "agent_replaced_requests": session.num_replaced,
@@ -231,53 +229,3 @@ def in_thread(function: Callable[[Session, Row], Any]) -> Callable[[Session, Row
         return await outcome
 
     return call
-
-
-def branches(sample: Sample, session: Session, tokenizer: Tokenizer) -> list[Sample]:
-    """Write the conversation of a session into samples: the given one for the first branch, copies of it for the others.
-
-    A turn that several branches share is trained on in the first of them only; in the others it is context.
-    """
-    samples: list[Sample] = []
-    for path in session.conversation.branches():
-        part = sample if not samples else _fresh(samples[0])
-        _write(part, path, tokenizer)
-        samples.append(part)
-    return samples or [sample]
-
-
-def _fresh(sample: Sample) -> Sample:
-    return Sample(sample.index, sample.group_index, sample.prompt, sample.prompt_ids, sample.label, deepcopy(sample.metadata))
-
-
-def _write(sample: Sample, path: list[tuple[Turn, bool]], tokenizer: Tokenizer) -> None:
-    """Write the turns of one branch into a sample.
-
-    Args:
-        path: each turn, and whether this branch trains on it
-    """
-    root = path[0][0]
-    sample.prompt, sample.prompt_ids = root.messages[:-1], root.context
-    ids: list[np.ndarray] = []
-    masks: list[np.ndarray] = []
-    logprobs: list[np.ndarray] = []
-    versions: list[np.ndarray] = []
-    sample.spans = []
-    position = 0
-    for turn, is_trained in path:
-        sampled = turn.sampled
-        given = turn.context if turn is not root else turn.context[:0]
-        before = versions[-1][-1] if versions and len(versions[-1]) else 0
-        ids += [given, sampled.ids]
-        masks += [np.zeros(len(given), np.int8), np.full(len(sampled.ids), is_trained, np.int8)]
-        logprobs += [np.zeros(len(given), np.float32), sampled.logprobs]
-        versions += [np.full(len(given), before, np.int32), sampled.versions]
-        position += len(given)
-        if is_trained:
-            sample.spans += [replace(span, first_token=position + span.first_token) for span in sampled.spans]
-        position += len(sampled.ids)
-    sample.response_ids, sample.loss_mask = np.concatenate(ids), np.concatenate(masks)
-    sample.engine_logprobs, sample.versions = np.concatenate(logprobs), np.concatenate(versions)
-    sample.finish_reason = path[-1][0].sampled.finish_reason
-    sample.status = STATUS_BY_FINISH_REASON[sample.finish_reason]
-    sample.response = str(tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True))

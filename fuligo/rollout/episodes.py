@@ -323,7 +323,7 @@ class _Run:
         """Return the samples of the episode, which share its reward; the last one has its metrics and turns."""
         sample, episode = self._sample, self._episode
         sample.status, sample.finish_reason = status, "stop" if status is SampleStatus.COMPLETED else "length"
-        sample.reward = float(sum(turn.reward for turn in episode.turns))
+        sample.reward = float(sum(turn.reward or 0.0 for turn in episode.turns))
         branches = [self._branch_sample(branch) for branch in episode.branches]
         sample.metrics |= _metrics(episode, [*branches, sample])
         episode.branches, episode.state = [], None

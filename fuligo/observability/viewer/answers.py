@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -193,8 +194,26 @@ def sample_answer(run: RunReader, step: int, row: int, of: SampleSet = "train") 
         "spans": whole.get("spans") or [],
         "prompt_tokens": len(whole.get("prompt_ids") or []),
         "tokens": _tokens(run, whole),
+        **_episode(path, rows, mine, whole),
         "members": [{**member, **text} for member, text in zip(members, texts, strict=False)],
     }
+
+
+def _episode(path: Path, rows: pa.Table, mine: Answer, whole: Row) -> Answer:
+    """Return the turns of the episode that a sample belongs to, and its place among the samples of the episode.
+
+    An episode in an environment is recorded with the last of its samples.
+    """
+    same = [row for row in _numbers(rows.filter(pc.field("index") == mine["index"])) if row["dataset"] == mine["dataset"]]
+    parts = [row["row"] for row in same] if mine["index"] is not None else [mine["row"]]
+    turns = whole.get("turns")
+    if turns is None and len(parts) > 1 and parts[-1] != mine["row"]:
+        try:
+            turns = read_rows(path, parts[-1:], ["index", "turns"])[0].get("turns")
+        except (*UNREADABLE, IndexError):
+            turns = None
+    known = [entry for entry in turns if isinstance(entry, dict)] if isinstance(turns, list) else None
+    return {"turns": known, "part": parts.index(mine["row"]), "num_parts": len(parts)}
 
 
 def _rendered(run: RunReader, whole: Row) -> str | None:

@@ -42,6 +42,7 @@ COLUMNS = [
     "versions",
     "metadata",
     "spans",
+    "turns",
 ]
 
 

@@ -133,6 +133,11 @@ async def test_a_conversation_that_only_grows_is_one_sample() -> None:
     assert sample.metrics["agent_turns"] == 4 and sample.metrics["agent_branches"] == 1 and sample.reward == {"score": 0.5}
     assert [span.num_tokens for span in sample.spans] == [len(generation.output_ids) for _, generation in engine.requests]
     assert all(sample.loss_mask[span.first_token : span.first_token + span.num_tokens].all() for span in sample.spans)
+    assert sample.episode is not None and [message["content"] for message in sample.episode.messages] == ["q"]
+    assert [(turn.first_token, turn.num_tokens) for turn in sample.episode.turns] == [
+        (span.first_token, span.num_tokens) for span in sample.spans
+    ]
+    assert [[message["content"] for message in turn.answers] for turn in sample.episode.turns] == [["more"]] * 3 + [[]]
 
 
 async def raises(session: Session, row: Row) -> float:

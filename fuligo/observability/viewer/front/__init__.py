@@ -12,6 +12,7 @@ _SCRIPTS = (
         "charts_grid.js",
         "sample_list.js",
         "token_view.js",
+        "episode_view.js",
         "sample_view.js",
         "samples.js",
         "prompts.js",

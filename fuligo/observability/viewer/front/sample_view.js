@@ -22,17 +22,19 @@ class SampleView {
     }
     if (sample === undefined) return;
     this.sample = sample;
+    const tokens = new TokenView(sample.tokens, (colour) => go({ colour }, { quietly: true }));
     this.node.replaceChildren(
       ...[
         this.bar(`Sample ${sample.index}`),
         this.facts(sample),
         this.why(sample),
         this.prompt(sample),
+        episodePart(sample, (at) => tokens.reveal(at)),
         element(
           "section",
           { class: "part" },
           element("h3", {}, "Answer"),
-          new TokenView(sample.tokens, (colour) => go({ colour }, { quietly: true })).node,
+          tokens.node,
           this.plain(sample),
         ),
         this.group(sample),

@@ -169,6 +169,11 @@ class TokenView {
     this.tell(at);
   }
 
+  reveal(at) {
+    this.mark(at);
+    this.cells[at].scrollIntoView({ block: "center" });
+  }
+
   key(event) {
     const moves = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 };
     if (!this.cells.length || !(event.key in moves || event.key === "Home" || event.key === "End")) return;

@@ -1,0 +1,83 @@
+"""Column `turns` of sample files: the conversation of an episode, one entry per message."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from fuligo.types import Episode, Messages, Sample, ToolUse, Turn
+
+_CALL = pa.struct([("id", pa.string()), ("name", pa.string()), ("arguments", pa.string())])
+_ENTRY = pa.struct(
+    [
+        ("turn", pa.int32()),
+        ("role", pa.string()),
+        ("content", pa.string()),
+        ("reasoning", pa.string()),
+        ("tool_calls", pa.list_(_CALL)),
+        ("name", pa.string()),
+        ("failed", pa.bool_()),
+        ("seconds", pa.float64()),
+        ("environment_s", pa.float64()),
+        ("reward", pa.float64()),
+        ("sample", pa.int32()),
+        ("first_token", pa.int32()),
+        ("num_tokens", pa.int32()),
+    ]
+)
+TURNS = pa.list_(_ENTRY)
+"""`turn`: number of the answer that the message is, or follows; 0 before the first. `name`, `failed`: of a tool. `seconds`: to sample an
+answer, or of a tool's call. Answers alone have a `reward`, `environment_s` until the next one was asked for, and the place of their tokens:
+`response_ids[first_token : first_token + num_tokens]` of the `sample`-th of the samples that the episode became."""
+
+
+def turns_column(samples: Sequence[Sample], as_text: Callable[[Any], str | None]) -> pa.Array:
+    """Return the column; null for samples without an episode.
+
+    Args:
+        as_text: text of a value, JSON unless it is a string
+    """
+    if not any(sample.episode for sample in samples):
+        return pa.nulls(len(samples), TURNS)
+    return pa.array([sample.episode and list(_entries(sample.episode, as_text)) for sample in samples], TURNS)
+
+
+def _entries(episode: Episode, as_text: Callable[[Any], str | None]) -> Iterator[dict[str, Any]]:
+    yield from (_entry(0, message, as_text) for message in episode.messages)
+    for number, turn in enumerate(episode.turns, 1):
+        yield _entry(number, turn.message, as_text) | {
+            "seconds": turn.generate_s,
+            "environment_s": turn.step_s,
+            "reward": turn.reward,
+            "sample": turn.sample,
+            "first_token": turn.first_token,
+            "num_tokens": turn.num_tokens,
+        }
+        for message, use in _with_uses(turn):
+            entry = _entry(number, message, as_text)
+            yield entry if use is None else entry | {"name": use.name, "failed": use.failed, "seconds": use.seconds}
+
+
+def _with_uses(turn: Turn) -> Iterator[tuple[dict[str, Any], ToolUse | None]]:
+    """Yield the messages after an answer, with the call of a tool that each is the result of.
+
+    Results that the environment put into other words, so that there is no tool's message for each, come first.
+    """
+    results: Messages = [message for message in turn.answers if message.get("role") == "tool"]
+    uses = iter(turn.tools)
+    if len(results) != len(turn.tools):
+        yield from (({"role": "tool", "content": use.result}, use) for use in uses)
+    for message in turn.answers:
+        yield message, next(uses, None) if message.get("role") == "tool" else None
+
+
+def _entry(number: int, message: dict[str, Any], as_text: Callable[[Any], str | None]) -> dict[str, Any]:
+    calls = [{"id": call.get("id"), **call["function"]} for call in message.get("tool_calls") or ()]
+    return {
+        "turn": number,
+        "role": as_text(message.get("role")),
+        "content": as_text(message.get("content")),
+        "reasoning": as_text(message.get("reasoning_content")),
+        "tool_calls": [{**call, "arguments": as_text(call.get("arguments"))} for call in calls],
+        "name": as_text(message.get("name")),
+    }

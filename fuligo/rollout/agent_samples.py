@@ -1,0 +1,101 @@
+"""Samples and recorded turns of an agent's session."""
+
+from collections import Counter
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
+from itertools import zip_longest
+
+import numpy as np
+
+from fuligo.engines.generation import Tokenizer
+from fuligo.gateway.conversation import Turn
+from fuligo.gateway.session import Session
+from fuligo.rollout.generate import STATUS_BY_FINISH_REASON
+from fuligo.types import Episode, Sample
+from fuligo.types import Turn as RecordedTurn
+
+
+def branches(sample: Sample, session: Session, tokenizer: Tokenizer) -> list[Sample]:
+    """Write the conversation of a session into samples: the given one for the first branch, copies of it for the others.
+
+    A turn that several branches share is trained on in the first of them only; in the others it is context.
+    """
+    samples: list[Sample] = []
+    for path in session.conversation.branches():
+        part = sample if not samples else _fresh(samples[0])
+        _write(part, path, tokenizer)
+        samples.append(part)
+    return samples or [sample]
+
+
+def _fresh(sample: Sample) -> Sample:
+    return Sample(sample.index, sample.group_index, sample.prompt, sample.prompt_ids, sample.label, deepcopy(sample.metadata))
+
+
+def _write(sample: Sample, path: list[tuple[Turn, bool]], tokenizer: Tokenizer) -> None:
+    """Write the turns of one branch into a sample.
+
+    Args:
+        path: each turn, and whether this branch trains on it
+    """
+    root = path[0][0]
+    sample.prompt, sample.prompt_ids = root.messages[:-1], root.context
+    ids: list[np.ndarray] = []
+    masks: list[np.ndarray] = []
+    logprobs: list[np.ndarray] = []
+    versions: list[np.ndarray] = []
+    sample.spans = []
+    position = 0
+    for turn, is_trained in path:
+        sampled = turn.sampled
+        given = turn.context if turn is not root else turn.context[:0]
+        before = versions[-1][-1] if versions and len(versions[-1]) else 0
+        ids += [given, sampled.ids]
+        masks += [np.zeros(len(given), np.int8), np.full(len(sampled.ids), is_trained, np.int8)]
+        logprobs += [np.zeros(len(given), np.float32), sampled.logprobs]
+        versions += [np.full(len(given), before, np.int32), sampled.versions]
+        position += len(given)
+        if is_trained:
+            sample.spans += [replace(span, first_token=position + span.first_token) for span in sampled.spans]
+        position += len(sampled.ids)
+    sample.response_ids, sample.loss_mask = np.concatenate(ids), np.concatenate(masks)
+    sample.engine_logprobs, sample.versions = np.concatenate(logprobs), np.concatenate(versions)
+    sample.finish_reason = path[-1][0].sampled.finish_reason
+    sample.status = STATUS_BY_FINISH_REASON[sample.finish_reason]
+    sample.response = str(tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True))
+
+
+def record_turns(samples: Sequence[Sample], session: Session) -> None:
+    """Give the samples of a session, as `branches` returned them, their turns."""
+    for number, (sample, path) in enumerate(zip(samples, session.conversation.branches())):
+        turns = [turn for turn, _ in path]
+        sample.episode = Episode(turns[0].messages[:-1], [], [])
+        first_token = 0
+        for turn, next_turn in zip_longest(turns, turns[1:]):
+            sample.episode.turns.append(_recorded(turn, next_turn, number, first_token))
+            first_token += len(turn.sampled.ids) + (0 if next_turn is None else len(next_turn.context))
+
+
+def call_counts(session: Session) -> dict[str, float]:
+    """Return how often the policy called tools, in total and by name."""
+    answers = [turn.messages[-1] for turn in session.conversation.turns]
+    calls = Counter(call["function"]["name"] for answer in answers for call in answer.get("tool_calls") or ())
+    return {"tool_calls": float(calls.total())} | {f"calls/{name}": float(count) for name, count in calls.items()}
+
+
+def _recorded(turn: Turn, following: Turn | None, sample: int, first_token: int) -> RecordedTurn:
+    spans = turn.sampled.spans
+    start_s, end_s = (spans[0].start_s, spans[-1].end_s) if spans else (0.0, 0.0)
+    asked_s = following.sampled.spans[0].start_s if following and following.sampled.spans else end_s
+    return RecordedTurn(
+        sample=sample,
+        first_token=first_token,
+        num_tokens=len(turn.sampled.ids),
+        message=turn.messages[-1],
+        answers=[] if following is None else following.messages[len(turn.messages) : -1],
+        reward=None,
+        tools=[],
+        generate_s=end_s - start_s,
+        step_s=asked_s - end_s,
+    )

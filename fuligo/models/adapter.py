@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 
+EXPERT_MATRICES = frozenset({"gate_proj", "up_proj", "down_proj"})
+"""Names of the matrices of experts, as the files of published models have them."""
+
+
 def empty_model(directory: Path) -> PreTrainedModel:
     """Return the model that config.json describes, without memory for its weights."""
     config = read_config(directory)
@@ -33,20 +37,45 @@ def empty_model(directory: Path) -> PreTrainedModel:
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the names of all linear layers but the output layer."""
-    head = model.get_output_embeddings()
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    """Return the names of the linear layers that an adapter can have.
+
+    Left out are the output layer, indexers of sparse attention, whose choice of tokens has no gradient, and the layers of
+    `_names_of_experts`.
+    """
+    head, left_out = model.get_output_embeddings(), _names_of_experts(model)
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and ".indexer." not in name and name.rpartition(".")[2] not in left_out
+    ]
+
+
+def _names_of_experts(model: nn.Module) -> frozenset[str]:
+    """Return the names of layers that PEFT takes for the matrices of experts in a model that stores all experts as one tensor.
+
+    PEFT 0.21.2 (`utils/transformers_weight_conversion.py`) then adapts the experts, and leaves out dense layers and shared experts of these
+    names: an adapter of those could be neither added nor loaded by it.
+    """
+    has_experts = any(
+        name.endswith(".experts") and next(module.parameters(recurse=False), None) is not None for name, module in model.named_modules()
+    )
+    return EXPERT_MATRICES if has_experts else frozenset()
 
 
 def require_layers(targets: Iterable[str], model: PreTrainedModel) -> None:
-    """Check that the model has linear layers of these names, or with names that end so.
+    """Check that the model has linear layers of these names, or with names that end so, which can have an adapter.
 
     Raises:
         ConfigError: it has none of one name.
     """
-    layers = linear_layers(model)
+    layers, left_out = linear_layers(model), _names_of_experts(model)
     kinds = sorted({name.rpartition(".")[2] for name in layers})
     for target in targets:
+        if target.rpartition(".")[2] in left_out:
+            raise ConfigError(
+                f"--lora-target-modules {target}: in a model with experts PEFT takes this name for the experts' matrices, which fuligo "
+                f"does not adapt; choose among {', '.join(kinds)}"
+            )
         if not any(name == target or name.endswith(f".{target}") for name in layers):
             raise ConfigError(
                 f"--lora-target-modules {target}: {type(model).__name__} has no linear layer of this name below its output layer"

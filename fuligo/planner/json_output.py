@@ -30,6 +30,7 @@ def plan_document(plan: Plan, config: Config, notes: Sequence[str] = ()) -> dict
             "num_parameters": plan.num_parameters,
             "num_active_parameters": plan.num_active_parameters,
             "num_mtp_parameters": plan.num_mtp_parameters,
+            "num_adapter_parameters": plan.num_adapter_parameters,
         },
         "choices": [
             {"flags": [change_text(change, config) for change in choice.changes], "reason": choice.reason} for choice in plan.choices

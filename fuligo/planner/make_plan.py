@@ -35,6 +35,7 @@ def make_plan(config: Config, gpu_name: str, name: str, *, host_memory_bytes: in
         num_parameters=model.num_parameters,
         num_active_parameters=model.num_active_parameters,
         num_mtp_parameters=model.num_mtp_parameters,
+        num_adapter_parameters=0 if subject.adapter is None else subject.adapter.num_parameters,
         gpu=subject.gpu.name,
         choices=choices,
         findings=_errors_first(findings),

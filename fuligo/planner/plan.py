@@ -192,7 +192,7 @@ class Disk:
     num_checkpoints: int | None
     """Checkpoints at a time, the one being written included; None if it depends on the number of prompts."""
     export_bytes: int
-    """One export of `--save-hf` at 16 bits per parameter; 0 without."""
+    """One export of `--save-hf`: 16 bits per parameter of the model, 32 of an adapter; 0 without."""
     num_exports: int | None
 
     @property
@@ -217,6 +217,8 @@ class Plan:
     num_parameters: int
     num_active_parameters: int
     num_mtp_parameters: int
+    num_adapter_parameters: int
+    """Parameters of the LoRA adapter that is trained; 0 without one."""
     gpu: str
     findings: tuple[Finding, ...]
     layout: ClusterLayout | None = None

@@ -64,6 +64,8 @@ def _headline(plan: Plan) -> Text:
     facts = [plan.model_type, f"{magnitude(plan.num_parameters)} parameters"]
     if plan.num_active_parameters != plan.num_parameters:
         facts.append(f"{magnitude(plan.num_active_parameters)} active")
+    if plan.num_adapter_parameters:
+        facts.append(f"an adapter of {magnitude(plan.num_adapter_parameters)}")
     if plan.layout is None:
         facts.append(plan.gpu)
     else:
@@ -234,6 +236,7 @@ _KNOWN = {
     "deepep": ("d", "bright_magenta"),
     "workspace": ("p", "bright_black"),
     "runtime": ("r", "bright_black"),
+    "adapter": ("A", "bright_yellow"),
     "fragmentation": ("f", "white"),
     "engine": ("e", "bright_yellow"),
     "engines": ("e", "green"),

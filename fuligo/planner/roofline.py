@@ -7,11 +7,13 @@ from fuligo.config.topology import engine_groups
 from fuligo.layout.megatron import layout_of
 from fuligo.planner import speeds
 from fuligo.planner.lengths import AVERAGE_OF_LONGEST, average_prompt, average_response
+from fuligo.planner.memory.activations import BF16, FP32
 from fuligo.planner.memory.trainer import trainer_state
 from fuligo.planner.plan import ClusterLayout, Phase
 from fuligo.planner.rollout_time import rollout_phase, teacher_phase
 from fuligo.planner.subject import Subject
 from fuligo.planner.training_time import num_trained_models, optimizer_phase, score_phase, train_phase
+from fuligo.quantities import amount
 
 
 def phases(subject: Subject, layout: ClusterLayout) -> tuple[Phase, ...]:
@@ -84,9 +86,14 @@ def _moves(subject: Subject, layout: ClusterLayout) -> list[Phase]:
 
 
 def _weight_sync(subject: Subject) -> Phase:
+    speed = min(speeds.SYNC_BYTES_PER_S, subject.gpu.link_bytes_per_s)
+    if subject.adapter is not None and subject.config.syncs_adapter:
+        size = FP32 if subject.config.engine.embedded_dtype == "fp32" else BF16
+        num_bytes = size * subject.adapter.num_parameters
+        note = f"{amount(num_bytes)}, the adapter alone, at {speed / 1e9:.0f} GB/s; the first sync also sends the weights below it"
+        return Phase("sync", "trainer", 0.0, num_bytes / speed, 0.0, note)
     architecture = subject.rollout_architecture
     parts = [part for layer in architecture.layers for part in layer.parts] + list(architecture.outer_parts)
     num_bytes = sum(part.num_parameters * (1 if architecture.is_quantised and part.quantisable else 2) for part in parts)
-    speed = min(speeds.SYNC_BYTES_PER_S, subject.gpu.link_bytes_per_s)
     note = f"{num_bytes / 1e9:.0f} GB, all of it to each GPU of an engine, at {speed / 1e9:.0f} GB/s"
     return Phase("sync", "trainer", 0.0, num_bytes / speed, 0.0, note)

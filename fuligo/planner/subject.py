@@ -6,6 +6,10 @@ from typing import Self
 
 from fuligo.config import Config
 from fuligo.config.topology import EngineGroupSpec
+from fuligo.errors import CheckpointError, ConfigError
+from fuligo.formats.adapter_config import AdapterConfig
+from fuligo.layout.adapter import AdapterShape
+from fuligo.models.adapter_flags import adapter_of
 from fuligo.models.architecture import Architecture, Part, PartKind, Split
 from fuligo.models.find import (
     FoundConfigJson,
@@ -36,6 +40,18 @@ class Subject:
     """Model of `--opd-teacher-load`, if its config.json is on this machine."""
     other_served: Mapping[str, Architecture] = field(default_factory=dict)
     """Models of `--sglang-config` with a path of their own, by that path, if known on this machine."""
+    adapter_config: AdapterConfig | None = None
+    """LoRA adapter that is trained instead of the weights; None without one."""
+
+    @property
+    def adapter(self) -> AdapterShape | None:
+        """Sizes of the adapter that the torch trainer trains."""
+        return None if self.adapter_config is None or self.is_megatron else AdapterShape(self.adapter_config, self.architecture)
+
+    @property
+    def num_trained_parameters(self) -> int:
+        """Parameters with gradients: the adapter's, or all of the model."""
+        return self.architecture.num_parameters if self.adapter is None else self.adapter.num_parameters
 
     @property
     def is_megatron(self) -> bool:
@@ -64,7 +80,7 @@ def read_subject(config: Config, gpu_name: str) -> Subject:
     """Return the subject of a config.
 
     Raises:
-        ConfigError: the GPU or the model's shape is unknown.
+        ConfigError: the GPU or the model's shape is unknown, or `--lora-adapter` cannot be read.
     """
     trained, served = find_architectures(config)
     return Subject(
@@ -76,7 +92,15 @@ def read_subject(config: Config, gpu_name: str) -> Subject:
         find_engine_config_json(config),
         find_teacher_architecture(config),
         find_served_architectures(config),
+        _adapter_config(config),
     )
+
+
+def _adapter_config(config: Config) -> AdapterConfig | None:
+    try:
+        return adapter_of(config) if config.trains else None
+    except CheckpointError as error:
+        raise ConfigError(f"--lora-adapter: {error}; without the directory, plan with --lora-rank in place of --lora-adapter") from error
 
 
 def value_architecture(policy: Architecture) -> Architecture:

@@ -13,7 +13,8 @@ from fuligo.planner.subject import Subject
 def train_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     """Estimate the forward and backward passes of all optimizer steps of a rollout."""
     shape, config = layout_of(subject.config), subject.config
-    passes = 3 + recomputed_passes(subject)
+    # A frozen model has no gradients of its weights, which are a third of the passes; those of an adapter are too small to count.
+    passes = (3 if subject.adapter is None else 2) + recomputed_passes(subject)
     flops = num_trained_models(subject) * passes * rollout_forward_flops(subject)
     efficiency = trainer_efficiency(subject, shape)
     bubble = pipeline_bubble(subject, shape)
@@ -58,7 +59,7 @@ def optimizer_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     config, shape, gpu = subject.config, layout_of(subject.config), subject.gpu
     num_steps = config.resolved_num_steps_per_rollout * num_trained_models(subject)
     if not subject.is_megatron:
-        share = subject.architecture.num_parameters / shape.num_ranks
+        share = subject.num_trained_parameters / shape.num_ranks
         seconds = num_steps * share * speeds.ADAM_TRAFFIC_BYTES / gpu.memory_bytes_per_s
         return Phase("optimizer", "trainer", 0.0, seconds, 0.0, f"{share / 1e9:.2f} B parameters per GPU at its memory bandwidth")
     slowest, note = 0.0, ""

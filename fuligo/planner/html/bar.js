@@ -3,6 +3,7 @@
 // Hue and chroma: what the model needs is colourful, what lies around it is not.
 const ITEM_COLOURS = {
   weights: [262, 0.11],
+  adapter: [100, 0.11],
   draft_weights: [290, 0.11],
   engine_weights: [275, 0.08],
   reference: [235, 0.09],

@@ -20,9 +20,10 @@ function headline() {
     [
       "Model",
       magnitude(model.num_parameters),
-      model.num_active_parameters === model.num_parameters
+      (model.num_active_parameters === model.num_parameters
         ? `${model.model_type}, dense`
-        : `${model.model_type}, ${magnitude(model.num_active_parameters)} active`,
+        : `${model.model_type}, ${magnitude(model.num_active_parameters)} active`) +
+        (model.num_adapter_parameters ? `, adapter of ${magnitude(model.num_adapter_parameters)}` : ""),
     ],
     layout && [
       "GPUs",

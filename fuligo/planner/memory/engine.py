@@ -300,8 +300,11 @@ def embedded_items(subject: Subject) -> tuple[MemoryItem, ...]:
     size = FP32 if subject.config.engine.embedded_dtype == "fp32" else BF16
     tokens = embedded_kv_tokens(subject)
     per_token = size * cached_elements_per_token(architecture)
+    applied = 0 if subject.adapter is None or not subject.config.syncs_adapter else subject.adapter.num_parameters
+    held = architecture.num_parameters + applied
+    note = f"{billions(held)} x {size} bytes{', the adapter included' if applied else ''}"
     return (
-        MemoryItem("engine_weights", size * architecture.num_parameters, f"{billions(architecture.num_parameters)} x {size} bytes"),
+        MemoryItem("engine_weights", size * held, note),
         MemoryItem("kv_cache", tokens * per_token, f"{tokens} tokens x {per_token} bytes, at most"),
         MemoryItem("engine", CUDA_CONTEXT_BYTES, "CUDA context of the engine's process"),
     )

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from fuligo.layout.adapter import AdapterShape, InputOf
 from fuligo.layout.megatron import layout_of
 from fuligo.models.architecture import Architecture, GroupedAttention, Layer
 from fuligo.planner.lengths import micro_batch_tokens
@@ -21,15 +22,7 @@ them. Fitted to four runs on an H200 (tests/unit/planner/test_measured.py)."""
 def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
     config, architecture = subject.config, subject.architecture
     num_ranks = layout_of(config).num_ranks
-    share = math.ceil(architecture.num_parameters / num_ranks)
-    each = f"{billions(share)} parameters per GPU ({billions(architecture.num_parameters)} over {num_ranks})"
-    items = [
-        MemoryItem("weights", FP32 * share, f"{each} x 4 bytes, fp32"),
-        MemoryItem("gradients", FP32 * share, f"{billions(share)} x 4 bytes, fp32"),
-        MemoryItem("optimizer", 2 * FP32 * share, f"{billions(share)} x 8 bytes: two fp32 moments of AdamW"),
-    ]
-    if config.needs_reference:
-        items.append(MemoryItem("reference", FP32 * share, f"{billions(share)} x 4 bytes, fp32"))
+    items = list(_state_items(subject, num_ranks))
     if subject.teacher is not None:
         share = math.ceil(subject.teacher.architecture.num_parameters / num_ranks)
         items.append(MemoryItem("teacher", FP32 * share, f"{billions(share)} x 4 bytes, fp32"))
@@ -50,14 +43,42 @@ def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
     return tuple(items)
 
 
+def _state_items(subject: Subject, num_ranks: int) -> Iterator[MemoryItem]:
+    """Yield weights, gradients and optimizer of one rank, and the reference if it is a second model."""
+    architecture, adapter = subject.architecture, subject.adapter
+    share = math.ceil(architecture.num_parameters / num_ranks)
+    each = f"{billions(share)} parameters per GPU ({billions(architecture.num_parameters)} over {num_ranks})"
+    if adapter is not None:
+        size, trained = compute_bytes(subject), math.ceil(adapter.num_parameters / num_ranks)
+        yield MemoryItem("weights", size * share, f"{each} x {size} bytes, frozen")
+        held = f"{billions(trained)} parameters of the adapter of rank {adapter.config.rank} per GPU"
+        yield MemoryItem("adapter", FP32 * trained, f"{held} x 4 bytes, fp32")
+    else:
+        trained = share
+        yield MemoryItem("weights", FP32 * share, f"{each} x 4 bytes, fp32")
+    yield MemoryItem("gradients", FP32 * trained, f"{billions(trained)} x 4 bytes, fp32")
+    yield MemoryItem("optimizer", 2 * FP32 * trained, f"{billions(trained)} x 8 bytes: two fp32 moments of AdamW")
+    if subject.config.needs_reference and adapter is None:  # with an adapter, the reference is the policy without it
+        yield MemoryItem("reference", FP32 * share, f"{billions(share)} x 4 bytes, fp32")
+
+
 def torch_offloaded_items(subject: Subject, num_ranks: int) -> Iterator[MemoryItem]:
     """Yield what `num_ranks` ranks keep on the host while SGLang has their GPUs."""
     architecture = subject.architecture
-    share = math.ceil(architecture.num_parameters / layout_of(subject.config).num_ranks) * num_ranks
+    adapter, all_ranks = subject.adapter, layout_of(subject.config).num_ranks
+    share = math.ceil(architecture.num_parameters / all_ranks) * num_ranks
+    trained, size = (
+        (share, FP32) if adapter is None else (math.ceil(adapter.num_parameters / all_ranks) * num_ranks, compute_bytes(subject))
+    )
     where = f"of {count(num_ranks, 'rank')}, {billions(share)} x"
-    yield MemoryItem("weights", FP32 * share, f"fp32 weights of the policy {where} 4 bytes, while the engines have the GPUs")
-    yield MemoryItem("offloaded_optimizer", 2 * FP32 * share, f"two fp32 moments of AdamW {where} 8 bytes, while the engines have the GPUs")
-    if subject.config.needs_reference:
+    kind = "fp32" if size == FP32 else "frozen bf16"
+    yield MemoryItem("weights", size * share, f"{kind} weights of the policy {where} {size} bytes, while the engines have the GPUs")
+    if adapter is not None:
+        note = f"fp32 weights of the adapter of {count(num_ranks, 'rank')}, {billions(trained)} x 4 bytes, while the engines have the GPUs"
+        yield MemoryItem("adapter", FP32 * trained, note)
+    moments = f"two fp32 moments of AdamW of {count(num_ranks, 'rank')}, {billions(trained)} x 8 bytes"
+    yield MemoryItem("offloaded_optimizer", 2 * FP32 * trained, f"{moments}, while the engines have the GPUs")
+    if subject.config.needs_reference and adapter is None:
         yield MemoryItem("reference", FP32 * share, f"fp32 weights of the reference {where} 4 bytes, while the engines have the GPUs")
     if subject.teacher is not None:
         share = math.ceil(subject.teacher.architecture.num_parameters / layout_of(subject.config).num_ranks) * num_ranks
@@ -76,13 +97,16 @@ def compute_bytes(subject: Subject) -> int:
 
 
 def _gathered(subject: Subject) -> MemoryItem:
-    """Return the gathered units: the current one, the next, and embedding with head, each with gradients in the compute dtype."""
-    architecture = subject.architecture
+    """Return the gathered units: the current one, the next, and embedding with head, each with its gradients in the compute dtype."""
+    architecture, adapter = subject.architecture, subject.adapter
     layer = max(layer.num_parameters for layer in architecture.layers)
     outer = sum(part.num_parameters for part in architecture.outer_parts)
     size = compute_bytes(subject)
-    num_bytes = size * (2 * layer + outer) + size * (layer + outer)
-    return MemoryItem("gathered", num_bytes, f"two layers of {billions(layer)}, embedding and head of {billions(outer)}, and gradients")
+    units = f"two layers of {billions(layer)}, embedding and head of {billions(outer)}"
+    if adapter is None:
+        return MemoryItem("gathered", size * (2 * layer + outer) + size * (layer + outer), f"{units}, and gradients")
+    low_rank = max(adapter.layer_parameters(layer) for layer in architecture.layers)
+    return MemoryItem("gathered", size * (2 * layer + outer) + size * 3 * low_rank, f"{units}, and gradients of the adapter alone")
 
 
 def compiles_layers(subject: Subject) -> bool:
@@ -95,7 +119,10 @@ def compiles_layers(subject: Subject) -> bool:
 def _activations(subject: Subject) -> MemoryItem:
     config, architecture = subject.config, subject.architecture
     tokens = micro_batch_tokens(config, layout_of(config))
-    if compiles_layers(subject):
+    adapter = subject.adapter
+    if adapter is not None:
+        per_layer = [adapted_layer_bytes(layer, adapter, compute_bytes(subject)) for layer in architecture.layers]
+    elif compiles_layers(subject):
         per_layer = [compiled_layer_bytes(layer, architecture) for layer in architecture.layers]
     else:
         per_layer = [layer_bytes(layer, architecture, compute_bytes(subject)) for layer in architecture.layers]
@@ -131,6 +158,37 @@ def layer_bytes(layer: Layer, architecture: Architecture, size: int) -> float:
     return norms + heads + size * (copies + shared) + FP32 * (hidden + 2 * experts.num_experts)
 
 
+def adapted_layer_bytes(layer: Layer, adapter: AdapterShape, size: int) -> float:
+    """Return the bytes per token that a frozen layer with an adapter keeps for its backward pass.
+
+    A frozen matrix or norm keeps nothing for its own gradient. What remains are the inputs of nonlinear operations, the input of every
+    adapted matrix for the gradient of A, and A's output for that of B.
+    """
+    architecture, config = adapter.architecture, adapter.config
+    hidden, attention, experts = architecture.hidden_size, architecture.attention, architecture.experts
+    kept = FP32 * (2 + num_output_norms(layer, hidden)) * (hidden + 1)
+    if isinstance(attention, GroupedAttention):
+        query, key_value = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+        normed = normed_head_elements(layer, architecture)
+        kept += size * (2 * query + 2 * key_value) + FP32 * (normed + normed / attention.head_dim)
+    else:
+        query_key = attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
+        latent = (attention.q_lora_rank or 0) + attention.kv_lora_rank
+        kept += size * (2 * query_key + 2 * attention.num_heads * attention.v_head_dim) + FP32 * latent
+    kept += FP32 * attention.num_heads
+    if layer.is_moe and experts is not None:
+        routed = experts.num_experts_per_token * (hidden + 3 * experts.intermediate_size)
+        kept += size * (routed + 3 * experts.num_shared_experts * experts.intermediate_size) + FP32 * 2 * experts.num_experts
+    else:
+        kept += size * 3 * architecture.intermediate_size
+    adapted = adapter.adapted(layer)
+    if config.dropout:  # each has a mask and an input of its own
+        inputs = sum((size + 1) * matrix.inputs for matrix in adapted)
+    else:
+        inputs = size * sum({matrix.source: matrix.inputs for matrix in adapted if matrix.source is not InputOf.OUTPUT}.values())
+    return kept + inputs + size * config.rank * len(adapted)
+
+
 def compiled_layer_bytes(layer: Layer, architecture: Architecture) -> float:
     """Return the bytes per token that a compiled layer of a dense model keeps in bf16 for its backward pass.
 
@@ -152,5 +210,8 @@ def _logits(subject: Subject) -> MemoryItem:
     tokens = min(config.train.log_probs_chunk_size, micro_batch_tokens(config, layout_of(config)))
     head = subject.architecture.hidden_size * vocabulary
     size = compute_bytes(subject)
+    if subject.adapter is not None:
+        note = f"[{tokens}, {vocabulary}] in fp32, and its gradient x {size} bytes"
+        return MemoryItem("logits", (FP32 + size) * tokens * vocabulary, note)
     note = f"[{tokens}, {vocabulary}] in fp32, its gradient x {size} bytes, and the head's gradient in fp32"
     return MemoryItem("logits", (FP32 + size) * tokens * vocabulary + FP32 * head, note)

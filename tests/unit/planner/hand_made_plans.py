@@ -147,6 +147,7 @@ def plan_of_8() -> Plan:
         num_parameters=9_400_279_040,
         num_active_parameters=9_400_279_040,
         num_mtp_parameters=0,
+        num_adapter_parameters=0,
         gpu="h100-80",
         findings=(),
         layout=layout(Sizes(tp=2, cp=2, dp=2), (40,), groups, colocate=True),
@@ -168,6 +169,7 @@ def plan_of_64() -> Plan:
         num_parameters=352_800_000_000,
         num_active_parameters=33_600_000_000,
         num_mtp_parameters=5_400_000_000,
+        num_adapter_parameters=0,
         gpu="h100-80",
         findings=(
             Finding(
@@ -215,6 +217,7 @@ def plan_of_256() -> Plan:
         num_parameters=743_900_000_000,
         num_active_parameters=40_100_000_000,
         num_mtp_parameters=11_500_000_000,
+        num_adapter_parameters=0,
         gpu="h100-80",
         findings=(),
         layout=layout(Sizes(tp=4, cp=8, dp=1, pp=8, ep=32), layers, groups, colocate=True, index_layers=computing),

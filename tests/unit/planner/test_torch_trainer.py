@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Glm4Config, Glm4MoeConfig, LlamaConfig, Qwen3Config
 
+from fuligo.formats.adapter_config import AdapterConfig
+from fuligo.models.adapter import add_adapter
 from fuligo.models.modules import speed_up_rms_norms
 from fuligo.models.registry import architecture_of
 from fuligo.planner.memory.torch_trainer import compiled_layer_bytes, layer_bytes
@@ -32,14 +34,17 @@ EXPERTS: dict[str, Any] = {
 }
 
 
-def saved_bytes(config: Any, dtype: torch.dtype, *, compiled: bool = False) -> int:
+def saved_bytes(config: Any, dtype: torch.dtype, *, compiled: bool = False, adapter: AdapterConfig | None = None) -> int:
     """Return the bytes that a forward pass over packed tokens saves for the backward pass.
 
-    `compiled` layers run the graphs that `torch.compile` partitions on GPUs, without its kernels.
+    `compiled` layers run the graphs that `torch.compile` partitions on GPUs, without its kernels. An `adapter` is trained in place of the
+    weights.
     """
     torch_model.register()
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=torch_model.PACKED_ATTENTION)
     speed_up_rms_norms(model)
+    if adapter is not None:
+        add_adapter(model, adapter, seed=0)
     model = model.to(dtype)
     for layer in model.base_model.layers if compiled else ():
         layer.forward = torch.compile(layer.forward, backend="aot_eager_decomp_partition")

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import ADAPTER, AdapterConfig
-from fuligo.models.adapter import adapter_tensors, lora_layers
+from fuligo.models.adapter import adapter_tensors, add_adapter, lora_layers
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
 from fuligo.trainer.ranks.trainer import LocalTrainer
@@ -20,7 +21,7 @@ from fuligo.trainer.torch_backend.lora import MergedWeights
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from fuligo.types import TrainSample
-from tests import shares, train_batches
+from tests import shares, tiny, train_batches
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 4)]
 LORA = LoraSettings(AdapterConfig(rank=4, alpha=8.0))
@@ -173,6 +174,15 @@ def test_an_unknown_layer_is_named_with_the_closest(settings) -> None:
 def test_a_rank_that_no_matrix_has_is_refused(settings) -> None:
     with pytest.raises(ConfigError, match="--lora-rank 1000000000: the widest matrix"):
         worker_of(replace(settings, lora=LoraSettings(AdapterConfig(10**9, 8.0))))
+
+
+def test_experts_and_layers_of_their_names_are_not_adapted() -> None:
+    """PEFT would adapt the experts in place of shared experts and dense layers, under names that no weight sync knows."""
+    model: Any = tiny.model("glm4_moe")
+    add_adapter(model, AdapterConfig(rank=2, alpha=4.0), seed=0)
+    assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in adapter_tensors(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    with pytest.raises(ConfigError, match="--lora-target-modules down_proj: in a model with experts PEFT takes this name"):
+        add_adapter(tiny.model("glm4_moe"), AdapterConfig(rank=2, alpha=4.0, target_modules=("down_proj",)), seed=0)
 
 
 async def test_two_ranks_train_as_one(settings) -> None:

@@ -25,6 +25,14 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 20,
 }
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
 FAMILIES: dict[str, dict] = {
     "qwen3": {"head_dim": 16},
     "qwen2": {},
@@ -67,6 +75,23 @@ FAMILIES: dict[str, dict] = {
         "moe_intermediate_size": 32,
         "routed_scaling_factor": 2.8,
         "first_k_dense_replace": 1,
+    },
+    "qwen3_next": {
+        **_LINEAR,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
+    "qwen3_5_text": {**_LINEAR, "head_dim": 16},
+    "qwen3_5_moe_text": {
+        **_LINEAR,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
     },
     "glm_moe_dsa": {
         **_LATENT,
@@ -124,7 +149,11 @@ def model_config(family: str = "qwen3", *, hidden: int = 64, layers: int = 2, vo
 def model(family: str = "qwen3", *, seed: int = 0, **overrides: object) -> torch.nn.Module:
     """Return a float32 causal LM with random weights."""
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(model_config(family, **overrides)).float().eval()
+    lm = AutoModelForCausalLM.from_config(model_config(family, **overrides)).float().eval()
+    for name, parameter in lm.named_parameters():
+        if name.endswith("A_log"):  # so that states of linear attention outlast a few tokens
+            torch.nn.init.uniform_(parameter, -5.0, -1.0)
+    return lm
 
 
 def save_checkpoint(directory: Path, family: str = "qwen3", *, seed: int = 0, **overrides: object) -> Path:

@@ -15,11 +15,14 @@ TORCH_ASKS_FOR_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """True after torch 2.11, which computes grouped heads without being asked."""
 PACKABLE = {"full_attention", "sliding_attention"}
 """`layer_types` of transformers that this module computes."""
+GATED_DELTA = "linear_attention"
+"""The one of `gated_delta`, in a config with its sizes; other families use the word for other layers."""
 
 
 def unpackable_layers(config: Any) -> list[str]:
-    """Return the sorted `layer_types` of a transformers config that this module cannot compute."""
-    return sorted(set(getattr(config, "layer_types", None) or ()) - PACKABLE)
+    """Return the sorted `layer_types` of a transformers config that neither this module nor `gated_delta` can compute."""
+    packable = PACKABLE | ({GATED_DELTA} if hasattr(config, "linear_key_head_dim") else set())
+    return sorted(set(getattr(config, "layer_types", None) or ()) - packable)
 
 
 def packed_attention(
@@ -43,7 +46,7 @@ def packed_attention(
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.size(-1) == value.size(-1):
         return varlen_attention(query, key, value, *device_cu_seqlens(tuple(cu_seqlens), query.device), scale=scale, window=window)
-    runs = _equal_length_runs(tuple(cu_seqlens))
+    runs = equal_length_runs(tuple(cu_seqlens))
     sizes = [count * length for count, length in runs]
     chunks = zip(runs, query.split(sizes), key.split(sizes), value.split(sizes))
     outputs = [_batched(q, k, v, shape, scale=scale, window=window) for shape, q, k, v in chunks]
@@ -51,7 +54,7 @@ def packed_attention(
 
 
 @functools.lru_cache(maxsize=64)
-def _equal_length_runs(cu_seqlens: tuple[int, ...]) -> list[tuple[int, int]]:
+def equal_length_runs(cu_seqlens: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return (number of sequences, length) of every run of neighbours with equal lengths."""
     lengths = [end - start for start, end in pairwise(cu_seqlens)]
     return [(len(list(run)), length) for length, run in groupby(lengths) if length > 0]

@@ -25,9 +25,19 @@ def read_config(directory: str | Path) -> Any:
     return AutoConfig.from_pretrained(directory, trust_remote_code=False)
 
 
+def has_vision_tower(config: Any) -> bool:
+    """Return whether a config describes a model of text and images, whose shapes are those of its parts."""
+    return not hasattr(config, "vocab_size") and hasattr(config, "vision_config")
+
+
+LANGUAGE_MODEL_ALONE = (
+    "it has a vision tower; save its language model by itself: AutoModelForCausalLM.from_pretrained(A).save_pretrained(B)"
+)
+
+
 def register_types() -> None:
     """Register the types of `LOADED_AS` with transformers: their configs, and how experts stored one by one become one tensor."""
     for name, known in LOADED_AS.items():
         if name not in CONFIG_MAPPING:
             CONFIG_MAPPING.register(name, CONFIG_MAPPING[known])
-            register_checkpoint_conversion_mapping(name, get_checkpoint_conversion_mapping(known))
+            register_checkpoint_conversion_mapping(name, get_checkpoint_conversion_mapping(known) or [])

@@ -30,6 +30,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"rms_norm_eps": 1e-6, "v_head_dim": 28},  # that epsilon is transformers' for norms of latents, whatever is stated
     "deepseek_v3": {"v_head_dim": 12},  # keys have 20
     "kimi_k2": {},
+    "qwen3_next": {"layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "qwen3_5_text": {},
     "gemma3_text": {"head_dim": 16, "sliding_window": 24},
 }
 

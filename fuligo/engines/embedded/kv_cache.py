@@ -1,4 +1,4 @@
-"""Keys and values of running requests, in dense pools, one per length class.
+"""Keys, values and states of running requests, in dense pools, one per length class.
 
 A request owns one row of the pool whose capacity fits its length, and moves to the next class when it outgrows it. Rows of a pool are
 always `0 .. n-1`, so attention runs on views of the pools: nothing is gathered, and a short row is not padded to the longest.
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fuligo.engines.embedded.recurrent_state import RecurrentRows, RecurrentShape
 from fuligo.engines.embedded.request import Request
 
 SMALLEST_CLASS = 32
@@ -26,11 +27,18 @@ def length_class(num_tokens: int) -> int:
 class CacheShape:
     """Shape of the keys and values that a model keeps per token."""
 
-    num_layers: int
+    layers: tuple[int, ...]
+    """Numbers of the layers that keep them, among all of the model."""
     num_heads: int
     """Key-value heads."""
     key_dim: int
     value_dim: int
+    recurrent: RecurrentShape | None = None
+    """Shape of what the other layers keep per request; None: there are none."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         return 2 * self.num_layers * self.num_heads * max(self.key_dim, self.value_dim) * dtype.itemsize
@@ -47,14 +55,15 @@ class KVPool:
         head_dim = max(shape.key_dim, shape.value_dim)
         self.store = torch.empty(2 * shape.num_layers, 0, capacity, shape.num_heads, head_dim, dtype=dtype, device=device)
         """[2 * layers (keys and values alternate), rows, capacity, Hkv, max(Dk, Dv)]"""
+        self.recurrent = None if shape.recurrent is None else RecurrentRows(shape.recurrent, dtype, device)
 
     def keys(self, layer: int) -> torch.Tensor:
         """Return a view [rows, capacity, Hkv, Dk]."""
-        return self.store[2 * layer, ..., : self.shape.key_dim]
+        return self.store[2 * self.shape.layers.index(layer), ..., : self.shape.key_dim]
 
     def values(self, layer: int) -> torch.Tensor:
         """Return a view [rows, capacity, Hkv, Dv]."""
-        return self.store[2 * layer + 1, ..., : self.shape.value_dim]
+        return self.store[2 * self.shape.layers.index(layer) + 1, ..., : self.shape.value_dim]
 
     def append(self, request: Request) -> None:
         request.pool_capacity, request.row = self.capacity, len(self.requests)
@@ -70,12 +79,16 @@ class KVPool:
         if movers:
             length = max(self.requests[row].num_tokens for row in movers)
             self.store[:, holes, :length] = self.store[:, movers, :length]
+            if self.recurrent is not None:
+                self.recurrent.move(movers, holes)
         for hole, mover in zip(holes, movers):
             self.requests[hole] = self.requests[mover]
             self.requests[hole].row = hole
         del self.requests[num_left:]
 
     def _make_room(self, num_rows: int) -> None:
+        if self.recurrent is not None:
+            self.recurrent.make_room(num_rows)
         held = self.store.shape[1]
         if num_rows <= held:
             return
@@ -138,11 +151,13 @@ class KVCache:
             rows = [request.row for request in outgrown]
             longer = self._pool(2 * pool.capacity)
             first = len(longer.requests)
-            kept = pool.store[:, rows]
+            kept, states = pool.store[:, rows], None if pool.recurrent is None else pool.recurrent.take(rows)
             pool.remove(outgrown)
             for request in outgrown:
                 longer.append(request)
             longer.store[:, first : first + len(rows), : pool.capacity] = kept
+            if states is not None and longer.recurrent is not None:
+                longer.recurrent.put(states, range(first, first + len(rows)))
             if not pool.requests and pool.store.nbytes > KEPT_BYTES:
                 del self._pools[pool.capacity]
 
@@ -150,6 +165,8 @@ class KVCache:
         """Zero all values that are not finite: a masked key has weight 0, but 0 times infinity is not 0 in rows that are used again."""
         for pool in self._pools.values():
             pool.store.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            if pool.recurrent is not None:
+                pool.recurrent.scrub()
 
     def release(self) -> None:
         """Free the memory of all pools; no request may be running."""

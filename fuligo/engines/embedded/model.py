@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from fuligo.engines.embedded.attention import ATTENTION_NAME, AttentionPlan
 from fuligo.engines.embedded.kv_cache import CacheShape
+from fuligo.engines.embedded.linear_attention import keep_states
 from fuligo.errors import ConfigError, EngineError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.checkpoint_form import prediction_prefixes
@@ -19,6 +20,7 @@ from fuligo.models.adapter import adapter_tensors, add_adapter, with_adapter_of
 from fuligo.models.attention import unpackable_layers
 from fuligo.models.directory import end_ids, has_tokenizer, load_config, load_tokenizer
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon
+from fuligo.models.transformers_types import LANGUAGE_MODEL_ALONE, has_vision_tower
 
 logger = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -76,6 +78,7 @@ class EngineModel:
         align_weights(self.module)
         take_stated_epsilon(self.module)
         speed_up_rms_norms(self.module)
+        self._recurrent = keep_states(self.module)
         if adapter is not None:
             adapter.add_to(self.module, dtype)
         self.module.to(device).eval().requires_grad_(False)
@@ -102,10 +105,12 @@ class EngineModel:
             [N or S, V]
         """
         kwargs: dict[str, Any] = {"logits_to_keep": keep} if self._keeps_logits and keep is not None else {}
+        if self._recurrent is not None:
+            kwargs |= {"seq_idx": plan, "cu_seq_lens_q": plan}  # the names of what linear attention gets
         logits = self.module(
             input_ids=input_ids[None], position_ids=positions[None], use_cache=False, attention_plan=plan, **kwargs
         ).logits[0]
-        return logits if kwargs or keep is None else logits[keep]
+        return logits if self._keeps_logits or keep is None else logits[keep]
 
     @torch.inference_mode()
     def _probe_cache_shape(self) -> CacheShape:
@@ -128,12 +133,13 @@ class EngineModel:
                 f"--model-path {self.path}: the embedded engine cannot serve {type(self.module).__name__}: log-probabilities with its "
                 f"attention differ from those with the model's own by {difference:.2g} on average"
             )
-        if set(plan.seen) != set(range(len(plan.seen))) or len(set(plan.seen.values())) != 1:
+        layers = [*plan.seen, *(self._recurrent.layers if self._recurrent is not None else ())]
+        if sorted(layers) != list(range(len(layers))) or len(set(plan.seen.values())) != 1:
             raise EngineError(
                 f"--model-path {self.path}: the embedded engine cannot serve {type(self.module).__name__}: each layer's attention must go "
                 f"through transformers' interface and keep keys and values of one shape; (heads, key size, value size) are {plan.seen}"
             )
-        return CacheShape(len(plan.seen), *plan.seen[0])
+        return CacheShape(tuple(sorted(plan.seen)), *next(iter(plan.seen.values())), self._recurrent)
 
 
 def servable_config(path: str) -> Any:
@@ -144,6 +150,8 @@ def servable_config(path: str) -> Any:
         EngineError: the embedded engine cannot serve the model
     """
     config = load_config(path)
+    if has_vision_tower(config):
+        raise EngineError(f"cannot serve --model-path {path} ({config.model_type}): {LANGUAGE_MODEL_ALONE}")
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     if kind in BATCH_DEPENDENT_ROPE:
         raise EngineError(f"rope_type {kind!r} depends on the longest sequence of a batch, which the embedded engine does not support")

@@ -220,7 +220,7 @@ class Scheduler:
             num_running += 1
             self.cache.add(request)
             self._batch = None
-            if request.output_ids:
+            if request.output_ids or self.cache.shape.recurrent is not None:  # a state has no copy without the prompt's last token
                 fresh.append(request)
                 continue
             sharing = self._by_prompt.setdefault(request.prompt_key, [])

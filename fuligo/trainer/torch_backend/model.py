@@ -18,8 +18,9 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 
 from fuligo.errors import CheckpointError, TrainerError
 from fuligo.models.attention import device_cu_seqlens, packed_attention, unpackable_layers, varlen_attention
+from fuligo.models.gated_delta import gated_delta_modules, pack_gated_delta, sequence_arguments
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon
-from fuligo.models.transformers_types import read_config
+from fuligo.models.transformers_types import LANGUAGE_MODEL_ALONE, has_vision_tower, read_config
 from fuligo.trainer.batch import PackedTokens
 from fuligo.trainer.logprobs import TokenLogprobs
 from fuligo.trainer.parameters import require_finite_weights
@@ -96,6 +97,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = model
         self._is_compiled = False
+        self._is_recurrent = bool(gated_delta_modules(model))
 
     def predicting_hidden(self, tokens: PackedTokens) -> Tensor:
         """Return [N, E] the last hidden states before each response token; only these reach the output layer."""
@@ -103,6 +105,8 @@ class PackedModel(nn.Module):
         if self._is_compiled:  # which would compile once more for every tuple of starts
             starts, longest = device_cu_seqlens(tokens.cu_seqlens, tokens.input_ids.device)
             sequences = {"packed_starts": starts, "packed_longest": longest}
+        if self._is_recurrent:
+            sequences |= sequence_arguments(tokens.cu_seqlens, tokens.input_ids.device)
         outputs = self.model.base_model(
             input_ids=tokens.input_ids[None], position_ids=tokens.position_ids[None], use_cache=False, **sequences
         )
@@ -177,10 +181,12 @@ def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
     set_verbosity_error()  # missing weights are returned, not logged
     try:
         config = read_config(directory)
+        if has_vision_tower(config):
+            raise TrainerError(f"cannot train {directory} ({config.model_type}): {LANGUAGE_MODEL_ALONE}")
         if unknown := unpackable_layers(config):
             raise TrainerError(
                 f"{config.model_type}: layers of type {', '.join(unknown)} are not supported by the torch trainer's packed attention, "
-                "which knows full_attention and sliding_attention. Choose another model."
+                "which knows full_attention, sliding_attention and gated delta rules. Choose another model."
             )
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -202,6 +208,7 @@ def read_model(directory: Path) -> tuple[PreTrainedModel, dict[str, str]]:
     align_weights(model)
     take_stated_epsilon(model)
     speed_up_rms_norms(model)
+    pack_gated_delta(model)
     return model.eval(), {key: key for key in info["missing_keys"]} | {key[0]: str(key) for key in info["mismatched_keys"]}
 
 
@@ -217,9 +224,12 @@ def require_whole(directory: Path, lacking: Mapping[str, str]) -> None:
 
 
 def can_compile(model: PreTrainedModel) -> bool:
-    """Return whether layers can be compiled: without experts, whose sizes depend on the data, and latent attention, whose heads differ."""
+    """Return whether layers can be compiled.
+
+    Sizes of experts depend on the data, heads of latent attention differ, and gated delta rules run per sequence.
+    """
     has_experts = any(name.endswith("experts") for name, _ in model.named_modules())
-    return not has_experts and getattr(model.config, "kv_lora_rank", None) is None
+    return not has_experts and not gated_delta_modules(model) and getattr(model.config, "kv_lora_rank", None) is None
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:

@@ -3,10 +3,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuligo.engines.embedded.kv_cache import SMALLEST_CLASS, CacheShape, KVCache, length_class
+from fuligo.engines.embedded.recurrent_state import RecurrentShape
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import SamplingParams
 
-SHAPE = CacheShape(num_layers=2, num_heads=1, key_dim=2, value_dim=3)
+SHAPE = CacheShape(layers=(0, 1), num_heads=1, key_dim=2, value_dim=3)
 
 
 def request(num_tokens: int, max_new_tokens: int = 100, first_token: int = 0) -> Request:
@@ -105,3 +106,23 @@ def test_values_that_are_not_finite_do_not_stay_in_rows_used_again() -> None:
     cache.pool_of(owner).store[:, owner.row] = float("nan")
     cache.scrub()
     assert torch.isfinite(cache.pool_of(owner).store).all()
+
+
+def test_states_stay_with_their_requests() -> None:
+    """Rows move when others leave, and when they outgrow their pool."""
+    shape = RecurrentShape(layers=(1,), num_channels=2, num_inputs=3, num_heads=1, key_dim=2, value_dim=2)
+    cache = KVCache(CacheShape((0,), 1, 2, 2, shape), 10**6, torch.float32, torch.device("cpu"))
+    requests = [request(30) for _ in range(4)]
+    for number, each in enumerate(requests, 1):
+        cache.add(each)
+        rows = cache.pool_of(each).recurrent
+        assert rows is not None
+        rows.state(1)[each.row], rows.window(1)[each.row] = number, -number
+    cache.remove([requests[0], requests[2]])
+    for each in (requests[1], requests[3]):
+        each.output_ids += [1] * 3
+    cache.promote()
+    for number, each in ((2, requests[1]), (4, requests[3])):
+        rows = cache.pool_of(each).recurrent
+        assert each.pool_capacity == 64 and rows is not None
+        assert (rows.state(1)[each.row] == number).all() and (rows.window(1)[each.row] == -number).all()

@@ -61,6 +61,13 @@ def test_a_model_that_would_be_served_wrong_is_refused(tmp_path: Path, family: s
         load(tmp_path)
 
 
+def test_a_model_with_a_vision_tower_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    text = tiny.model_config("qwen3_5_text").to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 1}}))
+    with pytest.raises(EngineError, match="it has a vision tower; save its language model by itself"):
+        load(tmp_path)
+
+
 def test_rotary_scaling_that_looks_at_the_whole_batch_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}

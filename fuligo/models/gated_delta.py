@@ -1,0 +1,137 @@
+"""Gated delta rule (arXiv 2412.06464) over packed sequences: neither state nor convolution passes from one sequence to the next.
+
+transformers' modules keep their two operations as attributes and hand them `seq_idx` and `cu_seq_lens_q` of the model's forward. The
+kernels of causal-conv1d and flash-linear-attention, which transformers takes where they are installed, use both. Its own functions in
+plain torch ignore them; here they get what they lack.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fuligo.models.attention import equal_length_runs
+
+logger = logging.getLogger(__name__)
+
+Rule = Callable[..., tuple[Tensor, Tensor | None]]
+"""transformers' `chunk_gated_delta_rule`: queries, keys, values [B, L, H, D], `g` and `beta` [B, L, H] -> values, final state."""
+
+
+def gated_delta_modules(model: nn.Module) -> list[Any]:
+    """Return the layers of gated delta-rule attention."""
+    return [module for module in model.modules() if hasattr(module, "chunk_gated_delta_rule")]
+
+
+def is_kernel(operation: Callable[..., Any]) -> bool:
+    """Return whether an operation is a GPU kernel's and not transformers' in plain torch."""
+    return not operation.__module__.startswith("transformers.")
+
+
+def pack_gated_delta(model: nn.Module) -> int:
+    """Give the layers of gated delta-rule attention operations for packed sequences, and return their number."""
+    modules = gated_delta_modules(model)
+    for module in modules:
+        if module.causal_conv1d_fn is None:
+            module.causal_conv1d_fn = packed_convolution
+        if not is_kernel(module.chunk_gated_delta_rule):
+            module.chunk_gated_delta_rule = partial(packed_rule, module.chunk_gated_delta_rule)
+    if modules and torch.cuda.is_available() and isinstance(modules[0].chunk_gated_delta_rule, partial):
+        logger.warning(
+            "linear attention runs in plain torch, which is slow on a GPU: transformers does not find flash-linear-attention; "
+            "pip install flash-linear-attention causal-conv1d"
+        )
+    return len(modules)
+
+
+def sequence_arguments(cu_seqlens: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
+    """Return the arguments of a model's forward that tell its gated delta-rule layers where sequences begin."""
+    return {"cu_seq_lens_q": _starts(cu_seqlens, device), "seq_idx": sequence_ids(cu_seqlens, device)}
+
+
+@lru_cache(maxsize=16)
+def _starts(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # the cache also serves passes with gradient
+        return torch.tensor(cu_seqlens, device=device)
+
+
+@lru_cache(maxsize=16)
+def sequence_ids(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return [1, T] int32, the number of each token's sequence."""
+    with torch.inference_mode(False):
+        lengths = torch.tensor(cu_seqlens, device=device).diff()
+        return torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32, device=device), lengths)[None]
+
+
+def packed_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, seq_idx: Tensor | None = None) -> Tensor:
+    """Convolve each channel causally within each sequence, then apply SiLU.
+
+    Args:
+        x: [B, C, T]
+        weight: [C, K], the last column for the token itself.
+        bias: [C]
+        seq_idx: [B, T] number of each token's sequence; None: each row is one sequence.
+
+    Returns:
+        [B, C, T]
+    """
+    assert activation == "silu", activation
+    taps, length = weight.size(1), x.size(2)
+    if seq_idx is None:
+        return F.silu(F.conv1d(x, weight[:, None], bias, padding=taps - 1, groups=x.size(1))[..., :length])
+    padded, ids = F.pad(x, (taps - 1, 0)), F.pad(seq_idx, (taps - 1, 0), value=-1)
+    out = x * weight[:, -1:]
+    for tap in range(taps - 1):
+        is_same = ids[:, None, tap : tap + length] == seq_idx[:, None]
+        out = out + (padded[..., tap : tap + length] * weight[:, tap, None]).where(is_same, 0)
+    return F.silu(out if bias is None else out + bias[:, None])
+
+
+def packed_rule(
+    rule: Rule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Apply `rule` to each sequence; neighbours of equal length share a call.
+
+    Args:
+        query, key: [1, T, H, Dk]
+        value: [1, T, H, Dv]
+        g, beta: [1, T, H]
+        cu_seqlens: [S + 1] starts of the sequences; None: `rule` gets all arguments as they are.
+
+    Returns:
+        [1, T, H, Dv], and if asked for the final states [S, H, Dk, Dv].
+    """
+    if cu_seqlens is None:
+        return rule(query, key, value, g=g, beta=beta, initial_state=initial_state, output_final_state=output_final_state, **options)
+    assert initial_state is None, "packed sequences begin without state"
+    return rule_by_runs(rule, (query, key, value, g, beta), cu_seqlens.tolist(), output_final_state=output_final_state, **options)
+
+
+def rule_by_runs(
+    rule: Rule, inputs: Sequence[Tensor], cu_seqlens: Sequence[int], *, output_final_state: bool, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Apply `rule` as `packed_rule` does; `inputs` are queries, keys, values, `g` and `beta`."""
+    runs = equal_length_runs(tuple(cu_seqlens))
+    chunks = zip(*(x[0].split([count * length for count, length in runs]) for x in inputs))
+    values: list[Tensor] = []
+    states: list[Tensor] = []
+    for run, chunk in zip(runs, chunks):
+        q, k, v, g, beta = (x.unflatten(0, run) for x in chunk)
+        value, state = rule(q, k, v, g=g, beta=beta, initial_state=None, output_final_state=output_final_state, **options)
+        values.append(value.flatten(0, 1))
+        states += [] if state is None else [state]
+    return torch.cat(values)[None], torch.cat(states) if states else None

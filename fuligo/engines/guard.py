@@ -168,7 +168,7 @@ def _shared_files(family: Iterable[int]) -> list[Path]:
 def _mapped_inodes(pid: int) -> Iterator[int]:
     """Yield the inodes of files in shared memory that a process has mapped."""
     try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     except OSError:
         return
     yield from (int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line)
@@ -216,11 +216,11 @@ def _descendants(pid: int) -> Iterator[int]:
 def _children(parent: int | Literal["self"] = "self") -> list[int]:
     """Return the children of a process (default: this one), including adopted ones; empty without /proc."""
     found: list[int] = []
-    for task in Path(f"/proc/{parent}/task").glob("*/children"):
-        try:
-            found += [int(pid) for pid in task.read_text().split()]
-        except OSError:
-            continue
+    tasks = Path(f"/proc/{parent}/task")
+    with suppress(OSError):  # the process may end at any moment, and its threads one by one
+        for thread in tasks.iterdir():
+            with suppress(OSError):
+                found += [int(pid) for pid in (thread / "children").read_text().split()]
     return found
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fuligo.config.secret import Environment, Secret
+from fuligo.engines.guard import _descendants
 from fuligo.engines.server_process import ServerProcess, command_line, secrets_of
 from fuligo.errors import EngineError
 
@@ -239,3 +240,13 @@ async def test_a_log_shows_no_secret(tmp_path: Path) -> None:
     )
     await process.ended()
     assert sorted(log.read_text().splitlines()) == ["['***', '--port', '80'] *** False", "last: ***"]
+
+
+def test_the_guard_looks_at_processes_while_they_end():
+    """Its look must not fail on a process that ends at that moment, since the guard's own end is the server's."""
+    churning = subprocess.Popen(["bash", "-c", "while :; do (exit 0) & done"], stderr=subprocess.DEVNULL)
+    try:
+        assert all(churning.pid in list(_descendants(os.getpid())) for _ in range(2000))
+    finally:
+        churning.kill()
+        churning.wait()

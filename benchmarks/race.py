@@ -1,0 +1,297 @@
+"""The same reinforcement learning by fuligo and by its peers, beside each other: speed, memory, and seconds to a reward.
+
+    python examples/smollm2/fetch.py models/smollm2
+    python benchmarks/race.py                                              # one GPU: fuligo and TRL with `generate`
+    python benchmarks/race.py fuligo trl-vllm verl-vllm --python trl-vllm=.venv-trl/bin/python --python verl-vllm=.venv-verl/bin/python
+    python benchmarks/race.py --small                                      # the same in a few minutes on a CPU
+
+Every competitor gets the same model, questions (those of examples/smollm2), prompts and answers per step, length limit, precision
+(bfloat16 with float32 master weights on a GPU, float32 on a CPU), loss and learning rate, one optimizer step per batch, and otherwise
+the defaults that a new user would meet. Each runs from its command line in its own environment (`--python`), alone on the machine.
+This script notes when each step's record appears in the competitor's own log. Rewards come from `race_work.py`, without a package.
+
+Per competitor: seconds from the command to the end of the first step; median seconds, samples and sampled tokens per second of the
+steps after the first two; peak of the GPUs' memory (nvidia-smi); seconds from the command to the first step with a mean reward of at
+least --target.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from race_work import Work
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent
+NUM_WARM_UP = 2
+POLL_S = 0.1
+MEMORY_POLL_S = 1.0
+
+
+@dataclass
+class Step:
+    end: float
+    """Seconds after the command was started."""
+    reward: float
+    tokens: float
+
+
+@dataclass
+class Competitor:
+    """A program that does the work, and writes a line of JSON per step."""
+
+    command: Callable[[Work, Path, str], list[str]]
+    """Arguments: work, directory for its files, its Python."""
+    steps: str
+    """File of its steps in the directory."""
+    read: Callable[[dict, Work], tuple[float, float]]
+    """Return mean reward and number of sampled tokens of a line."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def fuligo(work: Work, directory: Path, python: str) -> list[str]:
+    flags: dict[str, object] = {
+        "hf-checkpoint": work.model,
+        "prompt-data": work.prompts,
+        "input-key": "prompt",
+        "label-key": "label",
+        "rollout-batch-size": work.num_prompts,
+        "n-samples-per-prompt": work.num_samples,
+        "rollout-max-response-len": work.max_tokens,
+        "num-rollout": work.num_steps,
+        "custom-rm-path": f"{HERE / 'race_work.py'}:fuligo_reward",
+        "lr": work.lr,
+        "num-steps-per-rollout": 1,
+        "run-dir": directory / "run",
+    }
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    sizes = ["--actor-num-gpus-per-node", str(work.num_gpus), "--colocate"] if work.num_gpus > 1 else []
+    return [python, "-m", "fuligo", "train", *words, "--apply-chat-template", "--rollout-shuffle", "--device", work.device, *sizes]
+
+
+def trl(engine: str) -> Callable[[Work, Path, str], list[str]]:
+    def command(work: Work, directory: Path, python: str) -> list[str]:
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={work.num_gpus}"] if work.num_gpus > 1 else []
+        return [python, *launch, str(HERE / "race_trl.py"), str(work.save(directory / "work.json")), str(directory / "steps.jsonl"), engine]
+
+    return command
+
+
+def verl(engine: str) -> Callable[[Work, Path, str], list[str]]:
+    def command(work: Work, directory: Path, python: str) -> list[str]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        rows = [
+            {"data_source": "race", "prompt": row["prompt"], "reward_model": {"style": "rule", "ground_truth": row["label"]}}
+            for row in work.rows()
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), directory / "prompts.parquet")
+        tokens = max(16384, work.max_prompt_tokens + work.max_tokens)
+        settings: dict[str, object] = {
+            "algorithm.adv_estimator": "grpo",
+            "data.train_files": directory / "prompts.parquet",
+            "data.val_files": directory / "prompts.parquet",
+            "data.train_batch_size": work.num_prompts,
+            "data.max_prompt_length": work.max_prompt_tokens,
+            "data.max_response_length": work.max_tokens,
+            "actor_rollout_ref.model.path": work.model,
+            "actor_rollout_ref.model.use_remove_padding": True,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": work.num_prompts,
+            "actor_rollout_ref.actor.use_dynamic_bsz": True,
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": tokens,
+            "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean",
+            "actor_rollout_ref.actor.optim.lr": work.lr,
+            "actor_rollout_ref.rollout.name": engine,
+            "actor_rollout_ref.rollout.n": work.num_samples,
+            "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+            "reward.custom_reward_function.path": HERE / "race_work.py",
+            "reward.custom_reward_function.name": "verl_reward",
+            "trainer.logger": "[file]",
+            "trainer.total_training_steps": work.num_steps,
+            "trainer.n_gpus_per_node": work.num_gpus,
+            "trainer.val_before_train": False,
+            "trainer.default_local_dir": directory / "checkpoints",
+        }
+        return [python, "-m", "verl.trainer.main_ppo", *(f"{name}={value}" for name, value in settings.items())]
+
+    return command
+
+
+def read_fuligo(line: dict, work: Work) -> tuple[float, float]:
+    return line["rollout/reward_mean"], line["rollout/num_tokens"]
+
+
+def read_trl(line: dict, work: Work) -> tuple[float, float]:
+    return line["reward"], line["tokens"]
+
+
+def read_verl(line: dict, work: Work) -> tuple[float, float]:
+    return line["data"]["critic/score/mean"], line["data"]["response_length/mean"] * work.batch
+
+
+COMPETITORS = {
+    "fuligo": Competitor(fuligo, "run/metrics.jsonl", read_fuligo),
+    "trl-generate": Competitor(trl("generate"), "steps.jsonl", read_trl),
+    "trl-vllm": Competitor(trl("vllm"), "steps.jsonl", read_trl),
+    "verl-vllm": Competitor(verl("vllm"), "steps.jsonl", read_verl, {"VERL_FILE_LOGGER_PATH": "{directory}/steps.jsonl"}),
+    "verl-sglang": Competitor(verl("sglang"), "steps.jsonl", read_verl, {"VERL_FILE_LOGGER_PATH": "{directory}/steps.jsonl"}),
+}
+
+
+class GpuMemory:
+    """Highest sum of used memory over the machine's GPUs, as nvidia-smi reports it; none without GPUs."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.peak_bytes: int | None = 0 if on_gpu else None
+        self._next_poll = 0.0
+
+    def poll(self) -> None:
+        if self.peak_bytes is None or time.monotonic() < self._next_poll:
+            return
+        self._next_poll = time.monotonic() + MEMORY_POLL_S
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        used = subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()
+        self.peak_bytes = max(self.peak_bytes, sum(map(int, used)) * 2**20)
+
+
+def run(name: str, work: Work, directory: Path, python: str, limit_s: float, target: float) -> dict[str, float | None]:
+    """Run one competitor to its end, or for `limit_s` seconds, and return its figures."""
+    competitor = COMPETITORS[name]
+    directory.mkdir(parents=True)
+    command = competitor.command(work, directory, python)
+    environment = {key: value.format(directory=directory) for key, value in competitor.environment.items()}
+    memory = GpuMemory(work.device == "cuda")
+    with (directory / "output.txt").open("w") as output:
+        start = time.monotonic()
+        process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **environment}, start_new_session=True)
+        steps: list[Step] = []
+        try:
+            while process.poll() is None and time.monotonic() - start < limit_s:
+                collect(steps, directory / competitor.steps, competitor, work, start)
+                memory.poll()
+                time.sleep(POLL_S)
+            collect(steps, directory / competitor.steps, competitor, work, start)
+        finally:
+            stop(process)
+    if process.returncode and time.monotonic() - start < limit_s:
+        print(f"{name} ended with {process.returncode} after {len(steps)} steps; its output: {directory / 'output.txt'}", file=sys.stderr)
+    return figures(steps, work, memory.peak_bytes, target)
+
+
+def collect(steps: list[Step], file: Path, competitor: Competitor, work: Work, start: float) -> None:
+    """Add the steps whose lines have appeared, with the time of now."""
+    if not file.exists():
+        return
+    text = file.read_text()
+    for line in text[: text.rfind("\n") + 1].splitlines()[len(steps) :]:
+        reward, tokens = competitor.read(json.loads(line), work)
+        steps.append(Step(time.monotonic() - start, reward, tokens))
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End the process and its session, politely first."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, how)
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def figures(steps: list[Step], work: Work, peak_bytes: int | None, target: float) -> dict[str, float | None]:
+    timed = list(pairwise(steps[NUM_WARM_UP - 1 :]))
+    seconds = statistics.median(after.end - before.end for before, after in timed) if timed else None
+    tokens = statistics.median(after.tokens / (after.end - before.end) for before, after in timed) if timed else None
+    reached = next((step.end for step in steps if step.reward >= target), None)
+    return {
+        "steps": len(steps),
+        "first_step_s": steps[0].end if steps else None,
+        "step_s": seconds,
+        "samples_per_s": work.batch / seconds if seconds else None,
+        "tokens_per_s": tokens,
+        "peak_gib": peak_bytes / 2**30 if peak_bytes is not None else None,
+        "first_reward": steps[0].reward if steps else None,
+        "last_reward": steps[-1].reward if steps else None,
+        "target_s": reached,
+    }
+
+
+def write_prompts(directory: Path) -> Path:
+    """Write the questions of examples/smollm2 with their instruction as the label."""
+    subprocess.run(
+        [sys.executable, str(REPOSITORY / "examples" / "smollm2" / "make_tasks.py"), str(directory)], check=True, stdout=subprocess.DEVNULL
+    )
+    rows = [json.loads(line) for line in (directory / "short-train.jsonl").read_text().splitlines()]
+    prompts = directory / "prompts.jsonl"
+    lines = ({"prompt": [{"role": "user", "content": row["prompt"]}], "label": row["metadata"]["instruction_id_list"][0]} for row in rows)
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return prompts
+
+
+def show(results: dict[str, dict[str, float | None]]) -> None:
+    columns = list(next(iter(results.values())))
+    print(" | ".join(["competitor", *columns]))
+    for name, result in results.items():
+        cells = ["-" if result[column] is None else f"{result[column]:.4g}" for column in columns]
+        print(" | ".join([name, *cells]), flush=True)
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the competitor ends, too
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "competitors", nargs="*", default=["fuligo", "trl-generate"], metavar="COMPETITOR", help=f"of {', '.join(COMPETITORS)}"
+    )
+    parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="its interpreter (default: this one)")
+    parser.add_argument("--model", default="models/smollm2", help="directory, as examples/smollm2/fetch.py writes it")
+    parser.add_argument("--directory", type=Path, default=Path("runs/race"), help="new directory for everything that the competitors write")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--num-gpus", type=int, default=1)
+    parser.add_argument("--limit-s", type=float, default=1800.0, help="end a competitor after this time, and count the steps so far")
+    parser.add_argument("--target", type=float, default=0.9, help="mean reward of a step to reach")
+    parser.add_argument("--small", action="store_true", help="4 prompts x 4 answers of up to 32 tokens on the CPU")
+    options = parser.parse_args()
+    unknown = set(options.competitors) - set(COMPETITORS)
+    if unknown:
+        parser.error(f"unknown competitor {', '.join(sorted(unknown))}; choose of {', '.join(COMPETITORS)}")
+    if options.directory.exists():
+        parser.error(f"{options.directory} exists; give a new --directory")
+    pythons = dict(entry.split("=", 1) for entry in options.python)
+    directory = options.directory.resolve()
+    directory.mkdir(parents=True)
+    sizes = (4, 4, 32, "cpu", 16) if options.small else (64, 16, 320, "cuda", 32)
+    num_prompts, num_samples, max_tokens, device, micro_batch = sizes
+    work = Work(
+        model=str(Path(options.model).resolve()),
+        prompts=str(write_prompts(directory)),
+        num_prompts=num_prompts,
+        num_samples=num_samples,
+        max_prompt_tokens=256,
+        max_tokens=max_tokens,
+        num_steps=options.steps,
+        lr=2e-5,
+        device=device,
+        num_gpus=options.num_gpus,
+        micro_batch=micro_batch,
+    )
+    results = {}
+    for name in options.competitors:
+        results[name] = run(name, work, directory / name, pythons.get(name, sys.executable), options.limit_s, options.target)
+        show({name: results[name]})
+    (directory / "results.json").write_text(json.dumps(results, indent=1))
+    show(results)
+
+
+if __name__ == "__main__":
+    main()
